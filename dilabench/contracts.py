@@ -18,8 +18,8 @@ from dilabench.metadata import (
     PATTERN_CACHE_ENTRIES,
     PATTERN_CACHE_HITS,
     PATTERN_CACHE_MISSES,
+    Note,
 )
-from dilabench.record import Note
 from dilabench.workload.spec import UNBOUNDED, Window, Workload
 
 if TYPE_CHECKING:

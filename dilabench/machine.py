@@ -11,14 +11,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dilabench.errors import EnvironmentNotReady
-from dilabench.record import GpuInfo
-from dilabench.validation import content_hash
+from dilabench.validation import Model, content_hash
 from dilabench.workload.spec import AUTO_TOKENS, DType
 
 DeviceKind = Literal["cpu", "cuda"]
 DeviceClass = Literal["cpu", "older", "sm80", "sm90"]
 
 CXX_COMPILERS = ("c++", "g++", "clang++")
+
+
+class GpuInfo(Model):
+    """One GPU as NVML shows it; None where the driver does not tell."""
+
+    name: str
+    uuid_hash: str | None = None
+    compute_capability: str | None = None
+    memory_bytes: int | None = None
+    driver: str | None = None
+    power_limit_mw: int | None = None
+    max_sm_clock_mhz: int | None = None
+    ecc: bool | None = None
+    mig: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ Whoever writes or reads one uses its constant. A plug-in's own keys are written 
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from dilabench.errors import PluginError
-from dilabench.record import Measured, Note, Outcome, PlannedCase
 from dilabench.units import format_bytes, format_seconds
+from dilabench.validation import Model
 
 Unit = Literal["", "count", "bytes", "ns", "share", "percent", "times", "FLOP/s", "bytes/s", "°C", "processors"]
 ValueT = TypeVar("ValueT")
@@ -32,6 +32,23 @@ _FORMATS: Mapping[Unit, Callable[[float], str]] = {
 }
 
 
+class Note(Model):
+    """A structured warning on a row: what was seen, against which limit, and what to do."""
+
+    code: str
+    message: str
+    observed: float | None = None
+    threshold: float | None = None
+    hint: str | None = None
+
+
+class Labelled(Protocol):
+    """What carries labels: a planned case."""
+
+    @property
+    def labels(self) -> Mapping[str, str]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Label(Generic[ValueT]):
     """A label of a planned case. It stands in the record as text: `write` makes it, `read` takes it apart."""
@@ -46,7 +63,7 @@ class Label(Generic[ValueT]):
         """The label with a value, to be put among the labels of a planned case."""
         return {self.key: self.write(value)}
 
-    def of(self, planned: PlannedCase) -> ValueT | None:
+    def of(self, planned: Labelled) -> ValueT | None:
         """The value on a planned case; None where it has no such label."""
         text = planned.labels.get(self.key)
         return None if text is None else self.read(text)
@@ -60,9 +77,10 @@ class Counter:
     meaning: str
     unit: Unit = "count"
 
-    def of(self, outcome: Outcome) -> int | None:
-        """The count of a measured row; None where it was not counted."""
-        return outcome.counters.get(self.key) if isinstance(outcome, Measured) else None
+    def of(self, outcome: object) -> int | None:
+        """The count of a measured row's outcome; None if it was not counted, or the row was not measured."""
+        counters: Mapping[str, int] = getattr(outcome, "counters", {})
+        return counters.get(self.key)
 
     def shown(self, count: int) -> str:
         """A count with its unit, as readers see it."""

@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from dilabench.choice.descriptors import Role as Role
+from dilabench.choice.descriptors import Takes as Takes
+from dilabench.machine import GpuInfo as GpuInfo
+from dilabench.metadata import Note as Note
+from dilabench.patterns.registry import find_kinds_with
 from dilabench.validation import Model, content_hash
 from dilabench.workload.spec import Workload, WorkloadRequest
 
@@ -21,10 +26,6 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = "1.1"
 
 Stage = Literal["build", "verify", "warmup", "time", "memory", "worker"]
-# What a row is among the rows beside it; `plugins.descriptors.Implementation` says what each means.
-Role = Literal["oracle", "plain", "method", "yardstick"]
-# What a call receives: q, k, v of heads, or embeddings.
-Takes = Literal["heads", "embeddings"]
 Part = Literal["whole", "computation", "communication"]
 Procedure = Literal["interleaved", "isolated"]
 MemorySource = Literal["allocator", "resident_set", "process_peak"]
@@ -244,16 +245,6 @@ class KernelUse(Model):
     duration_ns: int
 
 
-class Note(Model):
-    """A structured warning on a row: what was seen, against which limit, and what to do."""
-
-    code: str
-    message: str
-    observed: float | None = None
-    threshold: float | None = None
-    hint: str | None = None
-
-
 class Measured(Model):
     """A case that was verified and timed. The first timing is the one that tables show."""
 
@@ -303,20 +294,6 @@ class CpuInfo(Model):
     governor: str | None = None
     load_1m: float | None = None
     memory_bytes: int | None = None
-
-
-class GpuInfo(Model):
-    """One GPU as NVML shows it; None where the driver does not tell."""
-
-    name: str
-    uuid_hash: str | None = None
-    compute_capability: str | None = None
-    memory_bytes: int | None = None
-    driver: str | None = None
-    power_limit_mw: int | None = None
-    max_sm_clock_mhz: int | None = None
-    ecc: bool | None = None
-    mig: bool | None = None
 
 
 class GitInfo(Model):
@@ -387,6 +364,14 @@ class RunRecord(RunHeader):
     def _repr_html_(self) -> str:
         """What notebooks show."""
         return str(_rendering("html.page").notebook(self))
+
+
+def _find_patterns() -> None:
+    """Register the patterns of plug-ins, by name: the plug-in manager lies above the record."""
+    importlib.import_module("dilabench.plugins.manager").discover()
+
+
+find_kinds_with(_find_patterns)
 
 
 def _rendering(name: str) -> ModuleType:

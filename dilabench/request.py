@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.plugins.retired import no_such_name
+from dilabench.retired import no_such_name
 from dilabench.units import parse_duration
 from dilabench.validation import Model, read_counts, validated
 from dilabench.workload.spec import WorkloadRequest

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dilabench.backends.load import load_backend
+from dilabench.choice.computation import load_backend
+from dilabench.choice.descriptors import load_target
 from dilabench.conformance.check import registries_with, scorecard
 from dilabench.conformance.odd_workloads import odd_workloads
 from dilabench.conformance.scorecard import Scorecard
@@ -27,7 +28,6 @@ from dilabench.contracts import Build, BuildContext, LoadedBackend
 from dilabench.engine.verify import Oracle, poisoned, summary, verify
 from dilabench.machine import Machine, detect
 from dilabench.patterns.registry import pattern_type
-from dilabench.plugins.catalogue import load_target
 from dilabench.plugins.descriptors import Backend, Capabilities, Implementation
 from dilabench.plugins.manager import discover
 from dilabench.record import Case, Takes, Verification

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
-from dilabench.errors import ConfigError
+from dilabench.errors import ConfigError, said
 from dilabench.units import parse_count
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -78,6 +78,22 @@ def _merged(alternatives: list[str]) -> str:
     if len(different) > 1 and all(text.startswith(start) for text in different):
         return start + " or ".join(text.removeprefix(start) for text in different)
     return "; ".join(different)
+
+
+def defined(function: Any) -> str:
+    """Name, file and line of a function, for a message about what it returned."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else str(name)
+
+
+def shown(value: object) -> str:
+    """A value in a message, short, whatever its `__repr__` does."""
+    try:
+        return f"{value!r:.80}"
+    # The `__repr__` may be a plug-in's.
+    except Exception as error:  # noqa: BLE001
+        return f"a {type(value).__name__} ({said(error)})"
 
 
 def read_counts(value: Any, what: str) -> Any:

@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def with_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are those of a machine with a C++ compiler, here or not."""
-    from dilabench.plugins import requirements
+    from dilabench.choice import requirements
 
     monkeypatch.setattr(requirements, "_unmet_compiler", lambda: None)
 

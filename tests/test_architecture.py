@@ -1,6 +1,7 @@
 """The shape of the code base: what may import what, what a command loads, how files and folders are cut."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -24,6 +25,23 @@ HEAVY = (
     "distributed",
     "engine",
 )
+# design.md §2: the library, and the light modules that both halves read.
+LIBRARY = {
+    "attention",
+    "compat",
+    "choice",
+    "impls",
+    "backends",
+    "kernels",
+    "distributed",
+    "patterns",
+    "workload",
+    "contracts.py",
+}
+SHARED = {"errors", "units", "validation", "machine", "metadata", "atomic_file", "cache_folder", "retired"}
+NOT_FOR_MODELS = {"pluggy", "typer", "rich", "scipy", "matplotlib", "jinja2"}
+MOST_LOADED_MODULES = 60
+MOST_FILES_OF_A_FIRST_CALL = 37
 HEAVY_PACKAGES = {"torch", "triton", "flash_attn", "flash_attn_interface", "xformers"}
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "base"}
 # Metaphors and words that design.md §1 replaces: a name should be what a reader of the field would search for.
@@ -44,7 +62,15 @@ def dotted(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-LIGHT = [path for path in MODULES if top(path) not in HEAVY and path.name != "__main__.py"]
+# Of `choice`, these compute.
+HEAVY_CHOICE = {"computation.py", "first_use.py"}
+LIGHT = [
+    path
+    for path in MODULES
+    if top(path) not in HEAVY
+    and path.name != "__main__.py"
+    and not (top(path) == "choice" and path.name in HEAVY_CHOICE)
+]
 
 
 def module_level_imports(tree: ast.Module) -> set[str]:
@@ -64,16 +90,72 @@ def module_level_imports(tree: ast.Module) -> set[str]:
     return found
 
 
-def loaded_after(code: str) -> set[str]:
-    """Top-level packages in sys.modules after running `code` in a fresh process."""
-    script = f"{code}\nimport sys\nprint('LOADED', *sorted({{name.partition('.')[0] for name in sys.modules}}))"
+def modules_after(code: str) -> set[str]:
+    """The modules in sys.modules after running `code` in a fresh process."""
+    script = f"{code}\nimport sys\nprint('LOADED', *sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(done.stdout.splitlines()[-1].split()[1:])
 
 
-def test_light_modules_name_no_heavy_package_at_module_level() -> None:
-    found = {dotted(path): module_level_imports(ast.parse(SOURCES[path])) & HEAVY_PACKAGES for path in LIGHT}
-    assert {name: heavy for name, heavy in found.items() if heavy} == {}
+def loaded_after(code: str) -> set[str]:
+    """Top-level packages in sys.modules after running `code` in a fresh process."""
+    return {name.partition(".")[0] for name in modules_after(code)}
+
+
+def modules_named(tree: ast.Module) -> set[str]:
+    """Modules of dilabench that a module names: in any import statement, `TYPE_CHECKING` included, and in targets."""
+    named: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            named |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            named |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named |= set(re.findall(r"^(dilabench[\w.]*)(?::\w+)?$", node.value))
+    return {name for name in named if name.startswith("dilabench.")}
+
+
+def test_the_library_names_nothing_of_the_benchmark() -> None:
+    allowed = {name.removesuffix(".py") for name in LIBRARY} | SHARED
+    found = {
+        dotted(path): {name for name in modules_named(ast.parse(SOURCES[path])) if name.split(".")[1] not in allowed}
+        for path in MODULES
+        if top(path) in LIBRARY | {f"{name}.py" for name in SHARED}
+    }
+    assert {name: above for name, above in found.items() if above} == {}
+
+
+A_CALL = """
+import torch
+from dilabench.attention import dilated_attention
+q = torch.randn(1, 256, 2, 16)
+def call():
+    return dilated_attention(q, q, q, segment_lengths=(64, 256), dilation_rates=(1, 4), causal=True)
+"""
+
+
+def test_a_call_of_the_library_loads_few_modules_and_nothing_of_the_benchmark() -> None:
+    loaded = modules_after(f"{A_CALL}call()")
+    assert not {name.partition(".")[0] for name in loaded} & NOT_FOR_MODELS
+    ours = sorted(name for name in loaded if name.partition(".")[0] == "dilabench")
+    assert len(ours) <= MOST_LOADED_MODULES, ours
+
+
+def test_a_first_call_passes_few_files() -> None:
+    code = A_CALL + (
+        "import sys\n"
+        "passed = set()\n"
+        "def see(frame, event, _):\n"
+        "    if event == 'call' and frame.f_code.co_name != '<module>':\n"
+        "        passed.add(frame.f_code.co_filename)\n"
+        "sys.setprofile(see)\n"
+        "call()\n"
+        "sys.setprofile(None)\n"
+        "print(*passed, sep='\\n')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    passed = [name for name in done.stdout.splitlines() if Path(name).is_relative_to(PACKAGE)]
+    assert 0 < len(passed) <= MOST_FILES_OF_A_FIRST_CALL, sorted(passed)
 
 
 def test_importing_every_light_module_leaves_torch_out() -> None:
@@ -98,7 +180,7 @@ def test_reporting_does_not_load_torch(reporter: str) -> None:
     code = (
         "from pathlib import Path\n"
         "from dilabench.plugins.manager import discover\n"
-        "from dilabench.plugins.catalogue import load_target\n"
+        "from dilabench.choice.descriptors import load_target\n"
         "from dilabench.store.run_files import read_record\n"
         "record = read_record(Path('tests/golden/run_record.v1.json'))\n"
         f"assert load_target(discover().catalogue.reporters.get({reporter!r}).target)(record, None)\n"

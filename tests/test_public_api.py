@@ -4,6 +4,7 @@
 deprecate first, and edit the snapshot when the time of the deprecation is over.
 """
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -28,6 +29,7 @@ MODULES = (
     "dilabench.engine.timers",
     "dilabench.errors",
     "dilabench.impls.visible_keys",
+    "dilabench.patterns",
     "dilabench.patterns.pattern",
     "dilabench.plugins",
     "dilabench.plugins.hookspecs",
@@ -58,11 +60,15 @@ def public_api() -> dict[str, Any]:
 
 
 def defined(module: Any) -> list[str]:
-    """Public classes and functions that a module defines, its constants left out."""
+    """Public classes and functions that a module defines, or exports by `import name as name`; no constants."""
+    imports = [node for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.ImportFrom)]
+    exported = {alias.name for node in imports for alias in node.names if alias.asname == alias.name}
     return [
         name
         for name, value in vars(module).items()
-        if not name.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__
+        if not name.startswith("_")
+        and callable(value)
+        and (getattr(value, "__module__", "") == module.__name__ or (name in exported and inspect.isclass(value)))
     ]
 
 

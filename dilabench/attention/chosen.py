@@ -10,15 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
-from dilabench.attention.dilated import automatic, dilated_attention
+from dilabench.attention.dilated import IN_PATTERN, dilated_attention
+from dilabench.choice.computation import automatic
+from dilabench.choice.ways import way_name
 from dilabench.contracts import BuildContext
-from dilabench.metadata import CHOSEN
+from dilabench.metadata import CHOSEN, Note
 from dilabench.patterns.dilated import DilatedPattern
-from dilabench.record import Note
-from dilabench.suites.choice import way_name
 from dilabench.workload.spec import Workload
-
-IN_PATTERN = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by", "padding", "merge_grad")
 
 
 @dataclass(frozen=True, slots=True)

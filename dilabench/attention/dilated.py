@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from dilabench.attention import first_use, operands
-from dilabench.attention.planning import backend_of, planner_of
-from dilabench.backends.load import load_backend
-from dilabench.contracts import BuildContext
+from dilabench.attention import operands
+from dilabench.choice.computation import automatic, backend_of, name_of, over
+from dilabench.choice.ways import AUTO, Way
+from dilabench.contracts import Attend
 from dilabench.errors import ConfigError
-from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.one_operator import (
     DILATED,
@@ -36,15 +35,16 @@ from dilabench.impls.one_operator import (
     refuse_forward_mode,
     register,
 )
+from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
-from dilabench.plugins.catalogue import load_target
-from dilabench.record import Case
-from dilabench.request import AUTO
-from dilabench.suites.choice import Choice
 from dilabench.validation import validated
-from dilabench.workload.spec import UNBOUNDED, Window, Workload
+from dilabench.workload.spec import UNBOUNDED, Window
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention", "dilated_attention"]
+
+
+# Options of the call that are fields of `DilatedPattern`.
+IN_PATTERN = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by", "padding", "merge_grad")
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -59,7 +59,7 @@ class AttentionOptions(TypedDict, total=False):
     offset_by: Literal["head", "kv_head"]
     padding: Literal["masked", "zero_key"]
     merge_grad: Literal["exact", "detached"]
-    backend: str
+    backend: str | Attend
 
 
 def dilated_attention(
@@ -80,7 +80,7 @@ def dilated_attention(
     merge_grad: Literal["exact", "detached"] = "exact",
     sink: Tensor | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
-    backend: str = AUTO,
+    backend: str | Attend = AUTO,
 ) -> Tensor:
     """LongNet's dilated attention: out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D], K dividing H.
 
@@ -96,10 +96,11 @@ def dilated_attention(
     constants (the authors' code); only the former computes pairs once that branches share, and only the latter keeps
     the result of every branch for the backward pass.
     `sink`: [H], the logits of a key of value 0 that each head's rows see besides (gpt-oss's learned sinks); it gets a
-    gradient. `backend` is a name of `dilabench list backends`; 'auto' takes the fastest way: on a GPU it measures them
-    all at the first call of a configuration, which takes seconds once per machine (`attention.first_use`). The last
-    bits of the query's gradient may differ from call to call, as FlashAttention's do, unless torch is asked for
-    deterministic algorithms (`torch.use_deterministic_algorithms`).
+    gradient. `backend` is a name of `dilabench list backends`, or a function `(q, k, v, *, causal, window, scale) ->
+    (out, lse)` of dense attention (`contracts.Attend`); 'auto' takes the fastest way: on a GPU it measures them all at
+    the first call of a configuration, which takes seconds once per machine (`choice.first_use`). The last bits of the
+    query's gradient may differ from call to call, as FlashAttention's do, unless torch is asked for deterministic
+    algorithms (`torch.use_deterministic_algorithms`).
 
     Raises ValueError for shapes or options that do not fit, for a dropout other than 0, for a sink with detached
     gradients, and for a backend that cannot serve the call.
@@ -109,6 +110,31 @@ def dilated_attention(
             f"dropout_p {dropout_p} is not supported: attention weights are never materialised, so that none can be "
             "dropped; use 0, and nn.Dropout on the output"
         )
+    branches = tuple(segment_lengths), tuple(dilation_rates)
+    if branches == ((), ()):
+        raise ValueError("segment_lengths () and dilation_rates () have no branch; give one, or call attention()")
+    rules = heads, offset, offset_by, padding, merge_grad
+    return attend(query, key, value, sink, cu_seqlens, *branches, causal, window, scale, rules, backend)[0]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None,
+    cu_seqlens: Sequence[int] | Tensor | None,
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    causal: bool,
+    window: Window,
+    scale: float | None,
+    rules: tuple[str, str, str, str, str],
+    backend: str | Attend,
+) -> tuple[Tensor, Tensor]:
+    """`dilated_attention` with lse [B, H, N]; packed: [1, H, T]. Without any branch it is dense attention.
+
+    `rules`: heads, offset, offset_by, padding and merge_grad.
+    """
     if cu_seqlens is not None:
         if query.ndim != 3 or key.ndim != 3 or value.ndim != 3:
             shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
@@ -120,17 +146,15 @@ def dilated_attention(
     wants_gradient = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (sink is not None and sink.requires_grad)
     )
+    *layout, merge_grad = rules
     # As `Options`, which takes several times as long to make.
     options = (
-        tuple(segment_lengths),
-        tuple(dilation_rates),
+        segment_lengths,
+        dilation_rates,
         causal,
         tuple(window),
         scale,
-        heads,
-        offset,
-        offset_by,
-        padding,
+        *layout,
         # Outputs are the same, and more kernels give them.
         "exact" if merge_grad == "detached" and not wants_gradient else merge_grad,
         bounds,
@@ -142,15 +166,18 @@ def dilated_attention(
         of_query, of_key = (query.shape, query.dtype, query.device), (key.shape, key.dtype, key.device)
         computation = _computation((of_query, of_key, (value.shape, value.dtype, value.device)), options)
         if wants_gradient:
-            out = WithGradient.apply(computation, query, key, value)[0]
+            out, lse = WithGradient.apply(computation, query, key, value)
         else:
-            out = computation.forward(query, key, value)[0]
-        return out if cu_seqlens is None else out[0]
+            out, lse = computation.forward(query, key, value)[:2]
+        return (out, lse) if cu_seqlens is None else (out[0], lse)
     operands.check_operands(query.shape, key.shape, value.shape)
     if sink is not None:
         operands.check_sink(sink, query, merge_grad)
-    out, _ = as_one_operator(DILATED, query, key, value, options, sink)
-    return out if cu_seqlens is None else out[0]
+    if not isinstance(backend, str):
+        # Operators take texts.
+        options = (*options[:-1], name_of(backend))
+    out, lse = as_one_operator(DILATED, query, key, value, options, sink)
+    return (out, lse) if cu_seqlens is None else (out[0], lse)
 
 
 class DilatedAttention(nn.Module):
@@ -238,63 +265,16 @@ def _computation(
     what does not fit together.
     """
     options = Options(*asked)
-    shapes, dtypes, devices = zip(*tensors, strict=True)
-    operands.check_operands(*shapes)
-    operands.check_kinds(zip(dtypes, devices, strict=True))
-    (batch_size, seq_len, num_heads, head_dim), num_kv_heads = shapes[0], shapes[1][2]
-    dtype, device = dtypes[0], devices[0]
-    in_pattern = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by", "padding", "merge_grad")
     try:
-        workload = validated(
-            Workload,
-            {
-                "pattern": validated(DilatedPattern, {name: getattr(options, name) for name in in_pattern}),
-                "batch_size": batch_size,
-                "seq_len": seq_len,
-                "num_heads": num_heads,
-                "num_kv_heads": num_kv_heads,
-                "head_dim": head_dim,
-                "dtype": str(dtype).removeprefix("torch."),
-                "causal": options.causal,
-                "window": options.window,
-                "scale": options.scale,
-                "mode": "both" if options.wants_gradient else "forward",
-                **({"layout": "packed", "cu_seqlens": options.cu_seqlens} if options.cu_seqlens else {}),
-            },
-        )
+        is_dense = not (options.segment_lengths or options.dilation_rates)
+        fields = {name: getattr(options, name) for name in IN_PATTERN}
+        workload = operands.workload_of(DENSE if is_dense else validated(DilatedPattern, fields), tensors, options)
+        device = tensors[0][2]
         if options.backend == AUTO:
             return automatic(workload, device)[1]
         # A named backend may serve a forward pass alone.
-        case = Case(implementation="dilated_attention", workload=workload.replace(mode="forward"))
-        backend = backend_of(options.backend, case, device.type)
+        implementation = "dense" if is_dense else "strided"
+        backend = backend_of(options.backend, Way(implementation, None, workload.replace(mode="forward")), device.type)
     except ConfigError as error:
         raise ValueError(str(error)) from None
-    return strided.build(workload, BuildContext(device=device, backend=backend))
-
-
-def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computation]:
-    """What `backend="auto"` takes, and its computation: the fastest way that is known or can be measured here.
-
-    A rule may leave the backend open; then it is the best dense kernel below strided views. Raises ConfigError when
-    nothing can compute it on this machine.
-    """
-    planner = planner_of(device.type)
-
-    def build(case: Case) -> Computation | None:
-        implementation = planner.catalogue.implementations.get(case.implementation)
-        if implementation.uses_backend and case.backend is None:
-            return None
-        backend = load_backend(planner.catalogue.backends.get(case.backend)) if case.backend else None
-        found = load_target(implementation.target)(asked, BuildContext(device=device, backend=backend))
-        return found if isinstance(found, Computation) else None
-
-    # Who asks for a backward pass will call a forward pass before it.
-    asked = workload if workload.mode == "forward" else workload.replace(mode="both")
-    choice = first_use.fastest(planner, asked, device, build)
-    found = build(Case(implementation=choice.implementation, backend=choice.backend, workload=asked))
-    if found is not None:
-        return choice, found
-    case = Case(implementation="dilated_attention", workload=workload.replace(mode="both"))
-    backend = backend_of(AUTO, case, device.type)
-    computation = strided.build(asked, BuildContext(device=device, backend=backend))
-    return Choice("strided", backend.name, choice.source), computation
+    return over(backend, implementation, workload, device)

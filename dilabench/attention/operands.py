@@ -3,9 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from dilabench.patterns.pattern import Pattern
+from dilabench.validation import validated
+from dilabench.workload.spec import Workload
+
+Kind = tuple[torch.Size, torch.dtype, torch.device]
+"""Shape, dtype and device of a tensor."""
+
+
+class Options(Protocol):
+    """What determines a workload besides its pattern and tensors."""
+
+    @property
+    def causal(self) -> bool: ...
+    @property
+    def window(self) -> tuple[int, ...]: ...
+    @property
+    def scale(self) -> float | None: ...
+    @property
+    def cu_seqlens(self) -> tuple[int, ...]: ...
+    @property
+    def wants_gradient(self) -> bool: ...
+
+
+def workload_of(pattern: Pattern, tensors: Sequence[Kind], options: Options) -> Workload:
+    """The workload of query, key and value. Raises ValueError for tensors that do not fit together, ConfigError for
+    options that do not fit.
+    """
+    shapes, dtypes, devices = zip(*tensors, strict=True)
+    check_operands(*shapes)
+    check_kinds(zip(dtypes, devices, strict=True))
+    batch_size, seq_len, num_heads, head_dim = shapes[0]
+    return validated(
+        Workload,
+        {
+            "pattern": pattern,
+            "batch_size": batch_size,
+            "seq_len": seq_len,
+            "num_heads": num_heads,
+            "num_kv_heads": shapes[1][2],
+            "head_dim": head_dim,
+            "dtype": str(dtypes[0]).removeprefix("torch."),
+            "causal": options.causal,
+            "window": options.window,
+            "scale": options.scale,
+            "mode": "both" if options.wants_gradient else "forward",
+            **({"layout": "packed", "cu_seqlens": options.cu_seqlens} if options.cu_seqlens else {}),
+        },
+    )
 
 
 def check_operands(query: torch.Size, key: torch.Size, value: torch.Size) -> None:

@@ -19,8 +19,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dilabench.attention import operands
-from dilabench.attention.planning import backend_of, planner_of
-from dilabench.contracts import BuildContext
+from dilabench.choice.computation import backend_of, machine_of, name_of
+from dilabench.choice.descriptors import load_target
+from dilabench.choice.over_ranks import fastest_expected
+from dilabench.choice.rules import by_priority
+from dilabench.choice.ways import AUTO, Way, own_ways
+from dilabench.contracts import Attend, BuildContext
 from dilabench.distributed.row_assignment import balanced_rows
 from dilabench.distributed.sharding import Shards, contiguous, shards_of, zigzag
 from dilabench.distributed.world import World
@@ -37,11 +41,6 @@ from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.patterns.counting import reach_of
 from dilabench.patterns.dense import DensePattern
 from dilabench.patterns.dilated import DilatedPattern
-from dilabench.plugins.catalogue import load_target
-from dilabench.predict.over_ranks import fastest_expected
-from dilabench.record import Case
-from dilabench.request import AUTO
-from dilabench.suites.choice import by_priority
 from dilabench.validation import validated
 from dilabench.workload.spec import UNBOUNDED, Window, Workload
 
@@ -155,22 +154,24 @@ def ring_attention(
     segment_lengths: Sequence[int] | None = None,
     dilation_rates: Sequence[int] | None = None,
     algorithm: str = AUTO,
-    backend: str = AUTO,
+    backend: str | Attend = AUTO,
 ) -> Tensor:
     """This rank's rows of attention over the tokens of all ranks: out in the shape of query, differentiable.
 
     query [B, N_local, H, D], key and value [B, N_local, K, D] are this rank's tokens; packed: [T_local, H, D]. With
     `segment_lengths` and `dilation_rates` it is dilated attention. All ranks call it, forward and backward, in the same
-    order. `algorithm` and `backend` are names of `dilabench list`; 'auto' takes the algorithm that should be the
-    fastest of those that take tokens in the order of `shards` (`predict.over_ranks`). Gradients are exact. Under
-    torch.compile forward and backward are one operator each, with all messages inside.
+    order. `algorithm` and `backend` are names of `dilabench list`, or `backend` is a function of dense attention as for
+    `dilated_attention`. 'auto' takes the algorithm that should be the fastest of those that take tokens in the order of
+    `shards` (`choice.over_ranks`). Gradients are exact. Under torch.compile forward and backward are one operator each,
+    with all messages inside.
 
     Raises ValueError for shapes or names that do not fit, RanksDisagreeError when ranks ask for different things, and
     RuntimeError on the other ranks, after the timeout of the group at the latest, when a rank is gone.
     """
     refuse_forward_mode(query, key, value)
     branches = tuple(segment_lengths or ()), tuple(dilation_rates or ())
-    options = Options(*branches, causal, tuple(window), scale, algorithm=algorithm, backend=backend)
+    name = backend if isinstance(backend, str) else name_of(backend)
+    options = Options(*branches, causal, tuple(window), scale, algorithm=algorithm, backend=name)
     if is_plain_eager_call(query, key, value):
         return shards._computation_for(query, key, value, options)(query, key, value)
     # What is copied here is what the backward pass reads; inside it would be copied once more there.
@@ -211,29 +212,29 @@ def _function(
     workload: Workload, shards: SequenceShards, device: torch.device, algorithm: str, backend: str
 ) -> ShardedAttention:
     """The function of the first algorithm that can, whose ranks hold the tokens that these do. Raises ValueError."""
-    planner, size = planner_of(device.type), shards.world.size
-    catalogue, against = planner.catalogue, []
-    over_ranks = catalogue.implementations
+    ways, machine, size = own_ways(over_ranks=True), machine_of(device.type), shards.world.size
+    against: list[str] = []
+    over_ranks = ways.implementations
     # What a single rank does, it does by the algorithms of several.
-    names = by_priority(catalogue, workload, max(2, size)) if algorithm == AUTO else (over_ranks.get(algorithm).name,)
+    names = by_priority(ways, workload, max(2, size)) if algorithm == AUTO else (over_ranks.get(algorithm).name,)
     usable = []
     for name in names:
-        case = Case(implementation=name, workload=workload, world_size=size)
-        reasons = catalogue.reasons_against(case, planner.machine)
+        way = Way(name, None, workload, size)
+        reasons = ways.reasons_against(way, machine)
         # What calls none computes whole segments on each rank, which no shards of ours are.
         if not over_ranks.get(name).uses_backend:
             reasons = ("it calls no backend",)
         if reasons:
             against.append(f"{name}: {', '.join(reasons)}")
         else:
-            usable.append(case)
-    for case, _ in fastest_expected(usable, planner.machine.device, catalogue):
-        loaded = backend_of(backend, case, device.type)
+            usable.append(way)
+    for way, _ in fastest_expected(usable, machine.device, ways):
+        loaded = backend_of(backend, way, device.type)
         context = BuildContext(device=device, backend=loaded, world=shards.world)
-        built = load_target(over_ranks.get(case.implementation).target)(workload, context)
+        built = load_target(over_ranks.get(way.implementation).target)(workload, context)
         if isinstance(built, ShardedAttention) and built.shards == shards.shards:
             return built
         assigned = ": those were assigned for causal attention with the window that sequence_shards was given"
         hint = assigned if shards.order == "balanced" else ""
-        against.append(f"{case.implementation}: it takes tokens in another order than {shards.order}{hint}")
+        against.append(f"{way.implementation}: it takes tokens in another order than {shards.order}{hint}")
     raise ValueError(f"no algorithm over {size} ranks for {workload.label()}: {'; '.join(against)}")

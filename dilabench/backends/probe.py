@@ -71,16 +71,17 @@ def _answer(question: list[Any], timeout_s: float) -> list[str | None] | str:
 
 def _reason(target: str, backward_target: str | None, device: str, fields: Mapping[str, Any]) -> str | None:
     """One trial, in the probe's own process."""
+    from pkgutil import resolve_name
+
     import torch
 
     from dilabench.backends import math
     from dilabench.backends.check import Trial, findings
-    from dilabench.plugins.catalogue import load_target
 
     trial = Trial(**{**fields, "dtype": getattr(torch, fields["dtype"])})
     try:
-        attend = load_target(target)
-        attend_backward = math.attend_backward if backward_target is None else load_target(backward_target)
+        attend = resolve_name(target)
+        attend_backward = math.attend_backward if backward_target is None else resolve_name(backward_target)
         wrong = [f for f in findings(attend, attend_backward, trial, torch.device(device)) if not f.passed]
     # Whatever a foreign library raises is the answer to the question that is asked here.
     except Exception as error:  # noqa: BLE001

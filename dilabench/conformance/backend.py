@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from dilabench.backends.probe import probe_trials
+from dilabench.choice.requirements import unmet, wrong_device
 from dilabench.conformance.implementation import check_implementation
 from dilabench.conformance.scorecard import Findings
 from dilabench.machine import Machine
 from dilabench.patterns.dense import DENSE
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend
-from dilabench.plugins.requirements import unmet, wrong_device
 from dilabench.workload.spec import DType, Workload
 
 TIMEOUT_S = 600.0

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import dilabench
+from dilabench.choice.ways import Registry
 from dilabench.conformance.backend import check_backend
 from dilabench.conformance.implementation import check_implementation
 from dilabench.conformance.package import check_package
@@ -14,9 +15,9 @@ from dilabench.conformance.suite import check_suite
 from dilabench.conformance.timer import check_timer
 from dilabench.conformance.workload import check_workload
 from dilabench.machine import Machine
-from dilabench.plugins.catalogue import Catalogue, Registry
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.manager import REGISTRIES, Found
-from dilabench.plugins.retired import ANY_KIND, no_such_name
+from dilabench.retired import ANY_KIND, no_such_name
 
 # Of each kind of thing, what is asked of what it does: `check(descriptor, catalogue, machine, findings)`.
 CHECKS: Mapping[str, Callable[[Any, Catalogue, Machine, Findings], None]] = {

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from dilabench.choice.requirements import unmet, wrong_device
 from dilabench.conformance.odd_workloads import has_empty_rows, odd_workloads_of
 from dilabench.conformance.scorecard import Findings
 from dilabench.engine.worker.outcomes import Outcome, Result, measured_memory, mistake_of, outcomes_of, said_of
@@ -13,7 +14,6 @@ from dilabench.machine import Machine
 from dilabench.patterns.registry import known_kinds, pattern_type
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Implementation
-from dilabench.plugins.requirements import unmet, wrong_device
 from dilabench.predict.memory import WITHIN, plan_memory, why_no_plan
 from dilabench.record import Case, Memory, PlannedCase, Skipped, Verification
 from dilabench.units import format_bytes

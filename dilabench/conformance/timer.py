@@ -1,5 +1,6 @@
 """Does a timer take samples of a real case, and tell a short call from a long one?"""
 
+from dilabench.choice.requirements import wrong_device
 from dilabench.conformance.scorecard import Findings
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.runner import run
@@ -9,7 +10,6 @@ from dilabench.metadata import note_text
 from dilabench.patterns.dense import DENSE
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Timer
-from dilabench.plugins.requirements import wrong_device
 from dilabench.record import Measured, Row, RunHeader, RunRecord
 from dilabench.request import run_request
 from dilabench.stats.samples.location import locate

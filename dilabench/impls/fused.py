@@ -153,8 +153,17 @@ class FusedDetached:
         self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None, cache: LaunchCache | None = None
     ) -> tuple[Tensor, Tensor, Partials]:
         """out and lse, and what each branch gives by itself."""
-        options = {"scale": self.scale, "log_masses": self.zero_keys, "config": self.tiles.get("forward")}
-        return fused_forward_partials(q, k, v, self.plan, **options, beside=beside, cache=cache)
+        return fused_forward_partials(
+            q,
+            k,
+            v,
+            self.plan,
+            scale=self.scale,
+            log_masses=self.zero_keys,
+            config=self.tiles.get("forward"),
+            beside=beside,
+            cache=cache,
+        )
 
     def backward(
         self,
@@ -193,5 +202,12 @@ def _backward(
     of: Fused | FusedDetached, given: _Given, partials: Partials | None, cache: LaunchCache | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients; given: dout, q, k, v, out, lse, and with detached weights what each branch gives."""
-    tiles = {"query_config": of.tiles.get("backward_query"), "key_config": of.tiles.get("backward_key")}
-    return fused_backward(*given, of.plan, scale=of.scale, **tiles, partials=partials, cache=cache)
+    return fused_backward(
+        *given,
+        of.plan,
+        scale=of.scale,
+        query_config=of.tiles.get("backward_query"),
+        key_config=of.tiles.get("backward_key"),
+        partials=partials,
+        cache=cache,
+    )

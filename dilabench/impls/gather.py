@@ -8,9 +8,8 @@ import torch
 
 from dilabench.contracts import BuildContext
 from dilabench.impls.packed import ByBranches, Packed, build_packed, by_branches
-from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.impls.union.gathered_rows import GatheredRows, gathered_rows
-from dilabench.impls.union.union import Union, union_of
+from dilabench.impls.union.union import Union
 from dilabench.workload.spec import Workload
 
 
@@ -28,5 +27,4 @@ def padded(workload: Workload, context: BuildContext) -> Union:
         make = partial(gathered_rows, workload, device, context.buffers)
         return context.patterns.get(("gathered rows", workload, device), make)
 
-    covered = covers_every_row(branches_of(workload))
-    return union_of(workload, context.require_backend(), rows, covered, context.device)
+    return Union.of(workload, context, rows)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from dilabench.contracts import AttentionFn, BuildContext
-from dilabench.impls import gather, strided
 from dilabench.workload.spec import Workload
 
 SEED = 0
@@ -72,11 +71,15 @@ class ProjectedAttention(nn.Module):
 
 def build_gather(workload: Workload, context: BuildContext) -> ProjectedAttention:
     """The module around `gather`."""
+    from dilabench.impls import gather
+
     return _seeded(workload, context, gather.build(workload, context))
 
 
 def build_strided(workload: Workload, context: BuildContext) -> ProjectedAttention:
     """The module around `strided`."""
+    from dilabench.impls import strided
+
     return _seeded(workload, context, strided.build(workload, context))
 
 

@@ -20,12 +20,11 @@ from torch import Tensor
 from dilabench.contracts import BuildContext, LoadedBackend, PackedKernel
 from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import Computation, differentiable, new_number, register
-from dilabench.impls.union.branches import branches_of, covers_every_row
+from dilabench.impls.union.branches import branches_of
 from dilabench.impls.union.packed_rows import AllTokens, PackedRows, PackedUnion, packed_rows
 from dilabench.kernels.lse import has_kernel
 from dilabench.kernels.varlen import SequencePlan, sequence_plan, varlen_backward, varlen_forward
-from dilabench.metadata import OWN_TILES
-from dilabench.record import Note
+from dilabench.metadata import OWN_TILES, Note
 from dilabench.workload.spec import Window, Workload
 
 # Of our own tiles.
@@ -217,16 +216,7 @@ def by_branches(workload: Workload, context: BuildContext) -> ByBranches | None:
     if any(len(call.arguments["cu_seqlens"]) > MOST_SEQUENCES for call in rows(context.device)):
         return None
     calls = partial(_as_batch, kernel.attend), partial(_as_batch, kernel.attend_backward)
-    union = PackedUnion(
-        backend=LoadedBackend(backend.name, *calls),
-        rows=rows,
-        covered=covers_every_row(branches_of(workload)),
-        causal=workload.causal,
-        window=workload.window,
-        scale=workload.softmax_scale,
-        detached=workload.detaches_merge,
-        zero_keys=log_zero_keys(workload, context.device, apart=workload.detaches_merge),
-    )
+    union = PackedUnion.of(workload, context, rows, backend=LoadedBackend(backend.name, *calls))
     return ByBranches(union)
 
 

@@ -1,42 +1,33 @@
 """`strided`: branches as zero-copy strided and diagonal views, any dense backend, results merged in place.
 
 `dense` is the same on one segment with every row: one kernel call, whose own out and lse are the result; nothing is
-copied or merged. On a CPU, large workloads go by rectangles of such views where that saves pairs.
+copied or merged. On a CPU, large workloads go by rectangles of such views where branches share pairs.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from dilabench.contracts import BuildContext
-from dilabench.impls.packed import (
-    ByBranches,
-    InTiles,
-    OneLaunch,
-    Packed,
-    build_packed,
-    by_branches,
-    in_one_launch,
-    in_tiles,
-)
-from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.impls.union.rectangle_union import in_rectangles
 from dilabench.impls.union.strided_rows import kept_rows
-from dilabench.impls.union.union import Union, union_of
+from dilabench.impls.union.union import Union
 from dilabench.workload.spec import Workload
+
+if TYPE_CHECKING:
+    from dilabench.impls.packed import ByBranches, InTiles, OneLaunch, Packed
 
 
 def build(workload: Workload, context: BuildContext) -> Union | OneLaunch | InTiles | ByBranches | Packed:
     """Tensors that are contiguous in [B, N, H, D], or slices of a packed projection, are read in place."""
     if workload.layout == "padded":
         return padded(workload, context)
+    from dilabench.impls.packed import build_packed, by_branches, in_one_launch, in_tiles
+
     together = in_one_launch(workload, context) or by_branches(workload, context) or in_tiles(workload, context)
     return together or build_packed(padded, workload, context)
 
 
 def padded(workload: Workload, context: BuildContext) -> Union:
     """Of sequences of one length."""
-    cut = in_rectangles(workload, context)
-    if cut is not None:
-        return cut
-
-    rows, covered = kept_rows(workload, context.patterns), covers_every_row(branches_of(workload))
-    return union_of(workload, context.require_backend(), rows, covered, context.device)
+    return in_rectangles(workload, context) or Union.of(workload, context, kept_rows(workload, context.patterns))

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS = 16
+from dilabench.kernels.tuning import rows_of_a_program
 
 
 @triton.jit
@@ -62,14 +62,16 @@ def gated(x: Tensor, gates: Tensor) -> list[Tensor]:
 
 def _launch(kernel: triton.JITFunction, x: Tensor, parts: list[Tensor], gates: Tensor) -> None:
     rows, dim = x.numel() // x.shape[-1], x.shape[-1]
-    kernel[(triton.cdiv(rows, _ROWS),)](
+    columns = triton.next_power_of_2(dim)
+    own_rows = rows_of_a_program("gates", columns)
+    kernel[(triton.cdiv(rows, own_rows),)](
         x,
         tuple(parts),
         gates.contiguous(),
         rows,
         gates[0].numel(),
         DIM=dim,
-        ROWS=_ROWS,
-        COLUMNS=triton.next_power_of_2(dim),
+        ROWS=own_rows,
+        COLUMNS=columns,
         num_warps=4,
     )

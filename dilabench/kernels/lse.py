@@ -57,6 +57,8 @@ def merge_rows_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor
         return
     merged, share = share_of_two(branch_lse, lse)
     lse.copy_(merged)
+    # Its memory is for the slices.
+    del merged
     if out.dtype == share.dtype:
         out.lerp_(branch_out, by_row(share))
     else:

@@ -333,6 +333,12 @@ NUMBERS_AT_ONCE = 1 << 23
 # Lists of all tails at once are made up to so many entries, and tiles of so many classes.
 TOGETHER_ENTRIES, TOGETHER_TILES = 1 << 20, 1 << 16
 
+# Lists by key of a block mask that are far longer than others are shared by programs: as many as run at once on a GPU
+# of 132 multiprocessors, twice over, so that the last ones to end are short.
+SHARING_PROGRAMS = 528
+# Shorter shares would spend more on filling their pipelines than they save.
+LEAST_SHARED_STEPS = 64
+
 # From so many tokens that are in the same branches on, branches by themselves are merged class by class: programs of
 # tokens that are in the same branches are few for fewer.
 MANY_TOKENS = 128
@@ -346,6 +352,8 @@ _NUMBERS_AND_ROWS: Mapping[str, tuple[int, float]] = {
     # GigaPath's five branches at 70001 tokens took 0.150 ms on one H100 when all rows were stored, and 0.185 with 4096.
     "partials": (2048, inf),
     "bwd_preprocess": (4096, inf),
+    "gates": (4096, 16),
+    "wider_rows": (4096, 64),
 }
 
 

@@ -1,1 +1,42 @@
-"""Patterns: who sees whom. One file per kind."""
+"""Patterns: which query attends to which key. One file per kind; classes are imported when they are first used.
+
+from dilabench.patterns import DilatedPattern
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dilabench.patterns.block_sparse import BlockSparsePattern
+    from dilabench.patterns.column_bounds import ColumnBoundsPattern
+    from dilabench.patterns.dense import DensePattern
+    from dilabench.patterns.dilated import DilatedPattern
+    from dilabench.patterns.native_sparse import NativeSparsePattern
+    from dilabench.patterns.topk_blocks import TopKBlocksPattern
+    from dilabench.patterns.window_sink import WindowSinkPattern
+
+__all__ = [
+    "BlockSparsePattern",
+    "ColumnBoundsPattern",
+    "DensePattern",
+    "DilatedPattern",
+    "NativeSparsePattern",
+    "TopKBlocksPattern",
+    "WindowSinkPattern",
+]
+
+_MODULES = {
+    "BlockSparsePattern": "block_sparse",
+    "ColumnBoundsPattern": "column_bounds",
+    "DensePattern": "dense",
+    "DilatedPattern": "dilated",
+    "NativeSparsePattern": "native_sparse",
+    "TopKBlocksPattern": "topk_blocks",
+    "WindowSinkPattern": "window_sink",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"dilabench.patterns.{_MODULES[name]}"), name)
+    raise AttributeError(f"module 'dilabench.patterns' has no attribute {name!r}")

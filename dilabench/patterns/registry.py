@@ -1,12 +1,12 @@
 """Which kinds of pattern there are. Plug-ins name them by the hook `dilabench_register_patterns`, ours included.
 
-A workload is read in many places (requests, records, worker processes), often before anybody asked for the catalogue.
-So the kinds that plug-ins were found to have are kept for the process, and a kind that is not there has plug-ins
-looked for.
+The kinds that plug-ins were found to have are kept for the process. A workload is read in many places (requests,
+records, worker processes), often before anybody asked for the catalogue: a kind that is not there has the finder
+called, which the benchmark sets (`find_kinds_with`).
 """
 
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from pydantic import ConfigDict
 
 from dilabench.errors import ConfigError, PluginError
 from dilabench.patterns.pattern import KeyGroup, Pattern, Positions, SequenceShape
+from dilabench.retired import is_retired, no_such_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,39 @@ class PatternKind:
     summary: str
     target: str
     aliases: tuple[str, ...] = ()
+
+
+OWN_KINDS = (
+    PatternKind("dense", "every query sees every key", "dilabench.patterns.dense:DensePattern"),
+    PatternKind(
+        "dilated", "LongNet's branches of strided segments, as one softmax", "dilabench.patterns.dilated:DilatedPattern"
+    ),
+    PatternKind(
+        "block_sparse",
+        "blocks of queries see blocks of keys, by a mask",
+        "dilabench.patterns.block_sparse:BlockSparsePattern",
+    ),
+    PatternKind(
+        "window_sink",
+        "the first keys and a sliding window (StreamingLLM)",
+        "dilabench.patterns.window_sink:WindowSinkPattern",
+    ),
+    PatternKind(
+        "column_bounds",
+        "keys hidden from ranges of rows: documents, prefixes, shared questions (FlashMask)",
+        "dilabench.patterns.column_bounds:ColumnBoundsPattern",
+    ),
+    PatternKind(
+        "topk_blocks",
+        "the best key blocks of each query block, by a selector (MoBA, VSA)",
+        "dilabench.patterns.topk_blocks:TopKBlocksPattern",
+    ),
+    PatternKind(
+        "native_sparse",
+        "compressed blocks, selected blocks and a window, summed with gates (NSA)",
+        "dilabench.patterns.native_sparse:NativeSparsePattern",
+    ),
+)
 
 
 class RetiredPattern(Pattern):
@@ -37,7 +71,18 @@ class RetiredPattern(Pattern):
         return iter(())
 
 
-_types: dict[str, type[Pattern]] = {}
+# By name and alias; a descriptor until its class is asked for.
+_types: dict[str, PatternKind | type[Pattern]] = {
+    name: kind for kind in OWN_KINDS for name in (kind.name, *kind.aliases)
+}
+_finder: Callable[[], object] | None = None
+_is_complete = False
+
+
+def find_kinds_with(finder: Callable[[], object]) -> None:
+    """Have `finder` called when kinds are asked for that may be a plug-in's; it calls `register`."""
+    global _finder
+    _finder = finder
 
 
 def load(kind: PatternKind) -> type[Pattern]:
@@ -56,21 +101,32 @@ def load(kind: PatternKind) -> type[Pattern]:
 
 def register(kind: PatternKind, pattern: type[Pattern]) -> None:
     """Make a kind known in this process; the last one of a name holds."""
+    global _is_complete
+    _is_complete = True
     _types.update(dict.fromkeys((kind.name, *kind.aliases), pattern))
+
+
+def has_kind(kind: object) -> bool:
+    """Whether there is a kind of this name."""
+    if kind not in _types:
+        _find()
+    return kind in _types
 
 
 def pattern_type(kind: str) -> type[Pattern]:
     """The class of a kind. Raises ConfigError for one that no plug-in has."""
-    if kind not in _types:
-        # Its registry raises the error for a kind that is missing there, too.
-        _find_plugins().patterns.get(kind)
-    return _types[kind]
+    if not has_kind(kind):
+        raise no_such_name("pattern", kind, _types)
+    found = _types[kind]
+    if isinstance(found, PatternKind):
+        found = _types[kind] = load(found)
+    return found
 
 
 def known_kinds() -> tuple[str, ...]:
     """All kinds, ours first."""
-    if not _types:
-        _find_plugins()
+    if not _is_complete:
+        _find()
     return tuple(_types)
 
 
@@ -84,7 +140,7 @@ def read_pattern(value: Any) -> Pattern:
     if not isinstance(value, Mapping) or not isinstance(value.get("kind"), str):
         raise ConfigError(f"pattern {value!r:.80} has no kind; write for example {{'kind': '{known_kinds()[0]}'}}")
     kind = value["kind"]
-    retired = kind not in _types and importlib.import_module("dilabench.plugins.retired").is_retired("pattern", kind)
+    retired = kind not in _types and is_retired("pattern", kind)
     return (RetiredPattern if retired else pattern_type(kind)).model_validate(value)
 
 
@@ -120,6 +176,8 @@ def request_fields() -> set[str]:
     return {field for kind in known_kinds() for field in pattern_type(kind).request_model().model_fields} - {"kind"}
 
 
-def _find_plugins() -> Any:
-    """The catalogue. Imported by name, as any target, for patterns lie below the plug-ins that bring them."""
-    return importlib.import_module("dilabench.plugins.manager").discover().catalogue
+def _find() -> None:
+    global _is_complete
+    _is_complete = True
+    if _finder is not None:
+        _finder()

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, PluginError, said
+from dilabench.validation import defined as defined
+from dilabench.validation import shown as shown
 
 PACKAGE = str(Path(__file__).parents[1])
 # Frames of what only calls a plug-in, or is called by it on our behalf.
@@ -101,22 +103,6 @@ def answered(plugin: str, what: str, function: Callable[..., Any], *arguments: A
 def standard_output() -> TextIO:
     """Standard output as it is outside of the boundary: what a command says goes here whatever other threads do."""
     return _outside.stream()
-
-
-def defined(function: Any) -> str:
-    """Name, file and line of a function, for a message about what it returned."""
-    name = getattr(function, "__qualname__", type(function).__name__)
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else str(name)
-
-
-def shown(value: object) -> str:
-    """A value in a message, short, whatever its `__repr__` does."""
-    try:
-        return f"{value!r:.80}"
-    # The `__repr__` is the plug-in's.
-    except Exception as error:  # noqa: BLE001
-        return f"a {type(value).__name__} ({said(error)})"
 
 
 def _place(error: BaseException) -> str:

@@ -1,219 +1,26 @@
-"""Descriptors of everything that can be found: what is known about a thing stands here, beside its name.
+"""Descriptors of everything else that plug-ins register: workloads, suites, reporters and timers.
 
-A descriptor names its target as 'package.module:attribute', so that listing imports nothing heavy.
+Those of implementations and backends are the library's (`dilabench.choice.descriptors`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from dilabench.errors import PluginError
-from dilabench.machine import DeviceClass
-from dilabench.patterns.dense import DENSE
+from dilabench.choice.descriptors import ANY_PATTERN, DENSE_KERNEL, Backend, Capabilities, Implementation, Named
 from dilabench.plugins.axis import LENGTH, Axis
-from dilabench.plugins.boundary import defined, shown
-from dilabench.record import Role, Takes
-from dilabench.workload.cuts import why_not_apart
-from dilabench.workload.spec import DEFAULT_PATTERN, Workload
 
-# The patterns of what works from `Pattern.counts` alone.
-ANY_PATTERN = frozenset({"*"})
-ALL_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16"})
-ALL_MODES = frozenset({"forward", "backward", "both"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
-    """What an implementation or backend computes; `reasons` says what a workload asks beyond that.
-
-    `check` may add a rule of its own: it takes the workload and returns the reason against it, or None. `check_ranks`
-    is one for so many ranks. `parts_apart`: the part of each must need nothing of the others (`cuts.cut_apart`).
-    `patterns=ANY_PATTERN`: whatever pattern it is, but sums of several attentions only with `sums`. `on_cuda` holds
-    instead of all of this on CUDA, for a kernel that differs between the two kinds of device.
-    """
-
-    patterns: frozenset[str] = frozenset({DEFAULT_PATTERN})
-    devices: frozenset[str] = frozenset({"cpu", "cuda"})
-    dtypes: frozenset[str] = ALL_DTYPES
-    modes: frozenset[str] = ALL_MODES
-    layouts: frozenset[str] = frozenset({"padded"})
-    merge_grads: frozenset[str] = frozenset({"exact"})
-    causal: frozenset[bool] = frozenset({True, False})
-    window: bool = True
-    gqa: bool = True
-    grouped_heads: bool = True
-    zero_keys: bool = False
-    sums: bool = False
-    head_dim_multiple: int = 1
-    max_head_dim: int | None = None
-    max_world_size: int | None = 1
-    parts_apart: bool = False
-    check: Callable[[Workload], str | None] | None = None
-    check_ranks: Callable[[Workload, int], str | None] | None = None
-    on_cuda: "Capabilities | None" = None
-
-    def computes(self, pattern: str) -> bool:
-        """Whether a kind of pattern is among those supported."""
-        return bool(self.patterns & {pattern, *ANY_PATTERN})
-
-    @property
-    def only_dense(self) -> bool:
-        """Whether nothing but dense attention is."""
-        return self.patterns == {DENSE.kind}
-
-    def reasons(self, workload: Workload, device: str, world_size: int = 1) -> tuple[str, ...]:
-        """Why this workload cannot be computed on this kind of device ('cpu' or 'cuda'); empty when it can.
-
-        Raises what the rules of its own raise, and PluginError for one that returns anything but a text or None.
-        """
-        holding = self.on_cuda if device == "cuda" and self.on_cuda is not None else self
-        return tuple(holding._reasons(workload, device, world_size))
-
-    def _reasons(self, workload: Workload, device: str, world_size: int) -> Iterator[str]:
-        asked_and_offered: tuple[tuple[str, Any, frozenset[Any]], ...] = (
-            ("pattern", workload.pattern.kind, self.patterns),
-            ("device", device, self.devices),
-            ("dtype", workload.dtype, self.dtypes),
-            ("mode", workload.mode, self.modes),
-            ("layout", workload.layout, self.layouts),
-            ("causal", workload.causal, self.causal),
-        )
-        for name, asked, offered in asked_and_offered:
-            if asked not in offered and "*" not in offered:
-                yield f"{name} {asked} is not supported (has {', '.join(sorted(map(str, offered)))})"
-        if not self.window and workload.window != (-1, -1):
-            yield f"window {workload.window} is not supported"
-        if not self.gqa and workload.num_kv_heads != workload.num_heads:
-            yield f"num_kv_heads {workload.num_kv_heads} below num_heads {workload.num_heads} is not supported"
-        if workload.head_dim % self.head_dim_multiple:
-            yield f"head_dim {workload.head_dim} is not a multiple of {self.head_dim_multiple}"
-        if self.max_head_dim is not None and workload.head_dim > self.max_head_dim:
-            yield f"head_dim {workload.head_dim} is above {self.max_head_dim}"
-        if self.max_world_size is not None and world_size > self.max_world_size:
-            yield f"runs on {self.max_world_size} device, not on {world_size}"
-        if self.parts_apart and world_size > 1 and (reason := why_not_apart(workload, world_size)):
-            yield reason
-        if workload.pattern.has_grouped_heads and not self.grouped_heads:
-            yield "grouped heads are not supported"
-        if workload.pattern.has_zero_keys and not self.zero_keys:
-            yield "attended zero keys are not supported"
-        named = workload.pattern.kind in self.patterns
-        if not named and not self.sums and workload.pattern.summands(workload.shapes[0]):
-            yield "a sum of several attentions, each with a softmax of its own, is not supported"
-        merge_grad = "detached" if workload.pattern.is_detached else "exact"
-        if merge_grad not in self.merge_grads and workload.mode != "forward":
-            yield f"merge_grad {merge_grad} is not supported"
-        for rule, facts in ((self.check, (workload,)), (self.check_ranks, (workload, world_size))):
-            reason = None if rule is None else rule(*facts)
-            if not isinstance(reason, str | None):
-                raise PluginError(f"{defined(rule)} returned {shown(reason)}; it must return a reason against, or None")
-            if reason:
-                yield reason
-
-
-# What a dense attention kernel can be asked for, unless it says otherwise.
-DENSE_KERNEL = Capabilities(patterns=frozenset({DENSE.kind}))
-
-
-class Named(Protocol):
-    """What every descriptor has."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def summary(self) -> str: ...
-    @property
-    def aliases(self) -> tuple[str, ...]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Implementation:
-    """A way to compute a workload. `target` is its `build(workload, context) -> AttentionFn`.
-
-    `role`: the oracle is there to be right, not fast; speed-ups refer to a plain method; a yardstick is measured beside
-    the others and never ranked. `priority`: where nothing was measured, `-i auto` takes the usable implementation with
-    the highest; over ranks, where that one has a `sharding`, the one that should be the fastest by theirs
-    (`dilabench.predict.over_ranks`). 0 is never taken. Suites over ranks show higher ones first.
-    `uses_backend`: it calls a dense kernel given by the context (and then one row per backend makes sense); `backends`
-    names the only ones that it can call, where it cannot call any; `calls_window`: it calls them under a window,
-    whatever the workload's.
-    `takes` says what a call receives: 'heads' is q, k, v of [B, N, H, D]; 'embeddings' is [B, N, E], a module
-    with projections around the attention. Rows that take different things are never ranked together.
-    `compiles`: the first call at each shape takes tens of seconds. Its cases are built last in their group, and a suite
-    over many lengths has it only by name.
-    `steps_of`: the implementation that does the last step of its call (`every_call`) alone, where that is another one.
-    `sharding`: over ranks, who holds and is sent what: an object like `dilabench.distributed.model.Sharding`, light
-    (no torch). λ and the bytes by formula come from it; suites over ranks have an implementation without one only by
-    name. `preferred_for`: the workloads for which they, and `-i auto`, have it unasked, where that is less than it
-    supports; `tried_for`: those for which it is measured where a choice is made by measuring, where it is known to be
-    far slower in others. `every_call`: the steps of a call, where others of its pattern have some of them behind them
-    when a call begins: select, plan, attend. `project`: whose code it calls where that is a public project, a peer of
-    ours. Suites have a peer only by name; `field` sets all of them beside ours, and tells those that are missing by
-    `install`, how to get it. `chooses`: it takes one of the others by itself, and is no way of its own: suites have it
-    only by name, `choice` holds it against the others, and `auto` never means it. `tiles`: a function of (head_dim,
-    itemsize, backward) that gives the shapes of its kernels for suite `tiles` to try, each a text that `context.tiles`
-    then is.
-    """
-
-    name: str
-    summary: str
-    target: str
-    supports: Capabilities = field(default_factory=Capabilities)
-    requires: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
-    uses_backend: bool = False
-    backends: tuple[str, ...] = ()
-    calls_window: bool = False
-    takes: Takes = "heads"
-    deterministic: bool = False
-    compiles: bool = False
-    quirks: tuple[str, ...] = ()
-    role: Role = "method"
-    priority: int = 0
-    sharding: str | None = None
-    preferred_for: Capabilities | None = None
-    tried_for: Capabilities | None = None
-    every_call: tuple[str, ...] = ("attend",)
-    steps_of: str | None = None
-    project: str | None = None
-    install: str | None = None
-    chooses: bool = False
-    tiles: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """A dense attention kernel. `target` is its `attend`, `backward_target` its `attend_backward`.
-
-    `kernels`: regular expressions, one of which must match a kernel in the profile of a row that claims this backend on
-    CUDA. `compiles`: as for an implementation. `aligns_ends`, `places_results`: as in `contracts.LoadedBackend`.
-    `packed_target`: its `contracts.PackedKernel`, which computes packed sequences in one launch; where it has none, our
-    own tiles take its place on CUDA and the row says so (note `own_tiles`), and a CPU calls sequences one by one.
-    `merging_target`: its `contracts.MergingKernel`, which writes results where those of other keys are already.
-    `priority`: by class of device (`Machine.device_class`); `auto` takes the usable backend with the highest, and none
-    that names no priority there. `tried_for`: as for an implementation. `library`: it brings a library of its own,
-    which gets a process of its own. `install`: the command that installs it. `family`: the name that generations of one
-    kernel share; the suite `backends` sets them against each other.
-    """
-
-    name: str
-    summary: str
-    target: str
-    backward_target: str | None = None
-    packed_target: str | None = None
-    merging_target: str | None = None
-    supports: Capabilities = DENSE_KERNEL
-    requires: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
-    kernels: tuple[str, ...] = ()
-    compiles: bool = False
-    aligns_ends: bool = False
-    places_results: bool = False
-    priority: Mapping[DeviceClass, int] = field(default_factory=dict)
-    tried_for: Capabilities | None = None
-    library: bool = False
-    install: str | None = None
-    family: str | None = None
+__all__ = [
+    "ANY_PATTERN",
+    "DENSE_KERNEL",
+    "Backend",
+    "Capabilities",
+    "Implementation",
+    "Named",
+    "Reporter",
+    "Suite",
+    "Timer",
+    "WorkloadPreset",
+]
 
 
 @dataclass(frozen=True, slots=True)

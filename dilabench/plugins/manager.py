@@ -16,11 +16,12 @@ import pluggy
 from pydantic import TypeAdapter, ValidationError
 
 import dilabench
+from dilabench.choice.requirements import refuse_unreadable
 from dilabench.errors import PluginError
+from dilabench.impls.peers.paths import search_peer_paths
 from dilabench.machine import DeviceKind
 from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.registry import PatternKind, load, register
-from dilabench.peer_paths import search_peer_paths
 from dilabench.plugins import NAME, builtin, hookspecs
 from dilabench.plugins.boundary import Problem, defined, shown
 from dilabench.plugins.builtin import peers
@@ -35,7 +36,6 @@ from dilabench.plugins.descriptors import (
     WorkloadPreset,
 )
 from dilabench.plugins.pattern_guard import hold
-from dilabench.plugins.requirements import refuse_unreadable
 from dilabench.record import PluginInfo
 from dilabench.workload.spec import DType, Layout, Mode, WorkloadRequest
 

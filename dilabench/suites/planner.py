@@ -4,24 +4,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dilabench.choice.descriptors import load_target
+from dilabench.choice.rules import choose
+from dilabench.choice.ways import AUTO
 from dilabench.errors import ConfigError, PluginError, counted, listed
 from dilabench.machine import Machine
 from dilabench.metadata import CHOSEN_BY, refuse_unknown
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.registry import kinds_with
 from dilabench.plugins.boundary import guarded, shown
-from dilabench.plugins.catalogue import Catalogue, load_target
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Implementation, Suite
 from dilabench.record import Case, Optimizations, PlannedCase, Role, Row, SkipCode, Skipped
-from dilabench.request import ALL, AUTO, RunRequest, Shard, preset_names, workload_request
-from dilabench.suites.choice import choose
+from dilabench.request import ALL, RunRequest, Shard, preset_names, workload_request
 from dilabench.suites.optimization.variants import reasons_against
 from dilabench.workload.spec import DEFAULT_PATTERN, Workload, WorkloadRequest
 
-# Implementation `auto`: stands for what `dilabench.suites.choice` takes, workload by workload.
-FASTEST = Implementation(
-    AUTO, "the fastest known for the workload, from measurements", "dilabench.suites.choice:choose"
-)
+# Implementation `auto`: stands for what `dilabench.choice.rules` takes, workload by workload.
+FASTEST = Implementation(AUTO, "the fastest known for the workload, from measurements", "dilabench.choice.rules:choose")
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,23 +213,8 @@ class Planner:
         )
 
     def choose_backend(self, case: Case) -> tuple[str | None, str]:
-        """What backend `auto` means for a case here: the one of highest priority that can serve it and is tried for it.
-
-        Where none is tried for it, the first that can serve it. The second value says what stands against those that
-        came before it.
-        """
-        against: list[str] = []
-        able: str | None = None
-        for name in self.catalogue.preferred_backends(self.machine):
-            trial = case.model_copy(update={"backend": name})
-            reasons = self.catalogue.reasons_against_backend(trial, self.machine)
-            if not reasons:
-                able = able or name
-                reasons = self.catalogue.reasons_untried_backend(trial, self.machine)
-            if not reasons:
-                return name, "; ".join(against)
-            against.append(f"{name}: {', '.join(reasons)}")
-        return able, "; ".join(against) or "none has a priority on this class of device"
+        """What backend `auto` means for a case here, and what stands against others (`Ways.choose_backend`)."""
+        return self.catalogue.choose_backend(case, self.machine)
 
 
 def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple[PlannedCase, ...]:

@@ -3,11 +3,12 @@
 from itertools import groupby
 from pathlib import Path
 
+from dilabench.choice.measured import TunedCell, remember
+from dilabench.choice.ways import way_name
 from dilabench.machine import Machine
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.stats.samples.location import locate
 from dilabench.store.run_files import read_record
-from dilabench.suites.choice import TunedCell, remember, way_name
 
 
 def add_to_file(path: Path, run_folder: Path, machine: Machine) -> int:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from dilabench.choice.requirements import unmet
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
-from dilabench.plugins.requirements import unmet
 from dilabench.record import GpuInfo
 from dilabench.workload.spec import Workload
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilabench.backends.load import load_backend
+from dilabench.choice.computation import load_backend
+from dilabench.choice.descriptors import load_target
+from dilabench.choice.requirements import unmet
 from dilabench.machine import detect
-from dilabench.plugins.catalogue import load_target
 from dilabench.plugins.descriptors import Backend
 from dilabench.plugins.manager import discover
-from dilabench.plugins.requirements import unmet
 from dilabench.workload.spec import UNBOUNDED, Window, Workload
 
 BACKENDS = [b for b in discover().catalogue.backends if b.target.startswith("dilabench.")]

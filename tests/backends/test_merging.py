@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from dilabench.backends import math
-from dilabench.backends.load import load_backend
+from dilabench.choice.computation import load_backend
+from dilabench.choice.requirements import unmet
 from dilabench.contracts import LoadedBackend, MergingKernel
 from dilabench.kernels.lse import merge_rows_
 from dilabench.machine import detect
 from dilabench.plugins.manager import discover
-from dilabench.plugins.requirements import unmet
 
 DESCRIBED = [one for one in discover().catalogue.backends if one.merging_target]
 MACHINE = detect()

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from dilabench.backends import flash2, flash3, flash4, math
 from dilabench.backends.adapt import Plain, adapted_packed
-from dilabench.backends.load import load_backend
 from dilabench.backends.sdpa import efficient, flash_cuda
+from dilabench.choice.computation import load_backend
+from dilabench.choice.requirements import unmet
 from dilabench.contracts import BuildContext, PackedKernel, WithNotes
 from dilabench.impls import strided
 from dilabench.impls.packed import ByBranches, InTiles, OneLaunch, Packed
 from dilabench.impls.reference import build as build_reference
 from dilabench.machine import detect
 from dilabench.plugins.manager import discover
-from dilabench.plugins.requirements import unmet
 from dilabench.workload.spec import Workload
 from tests.backends import test_foreign_interfaces as foreign
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import dilabench.plugins.retired as retired
+import dilabench.retired as retired
 from dilabench.attention import dilated_attention
 from dilabench.conformance.check import registries_with
 from dilabench.errors import ConfigError, ExitCode

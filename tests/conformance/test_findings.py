@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from pydantic import create_model
 
+from dilabench.choice.requirements import unmet
 from dilabench.conformance.check import CHECKS
 from dilabench.conformance.fresh_import import import_reports
 from dilabench.conformance.implementation import check_implementation
@@ -20,7 +21,6 @@ from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.pattern import Pairs, SequenceShape
 from dilabench.plugins import Suite, hookimpl
 from dilabench.plugins.manager import discover
-from dilabench.plugins.requirements import unmet
 from dilabench.record import Skipped
 from dilabench.testing import check_plugin
 

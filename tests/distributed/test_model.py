@@ -9,8 +9,6 @@ from dilabench.impls.ring.schedule.plan import pieces_between
 from dilabench.impls.union.branches import branches_of
 from dilabench.patterns.counting import windowed_pairs
 from dilabench.plugins.manager import discover
-from dilabench.predict.over_ranks import sharding_of
-from dilabench.record import Case
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 
@@ -77,7 +75,7 @@ def test_whole_heads_are_uneven_where_they_do_not_divide():
 def test_nothing_is_said_of_an_implementation_that_names_no_sharding():
     catalogue = discover().catalogue
     for name in ("strided", "torchscale", "somebody-elses-ring"):
-        assert sharding_of(Case(implementation=name, workload=workload(), world_size=4), catalogue) is None
+        assert catalogue.sharding_of(name) is None
 
 
 def test_every_sharding_that_a_descriptor_names_answers():
@@ -92,7 +90,7 @@ def test_every_sharding_that_a_descriptor_names_answers():
     for one in named:
         kind = next(kind for kind in patterns if one.supports.computes(kind))
         asked = workload(pattern=patterns[kind])
-        sharding = sharding_of(Case(implementation=one.name, workload=asked, world_size=4), catalogue)
+        sharding = catalogue.sharding_of(one.name)
         assert 0 < sharding.load_balance(asked, 4) <= 1
         assert 0 <= sharding.overlapping_share(asked, 4) < 1
         assert sharding.received_bytes(asked, 4) > 0

@@ -2,8 +2,8 @@
 
 import pytest
 
+from dilabench.choice.descriptors import load_target
 from dilabench.distributed.model import joined_bytes
-from dilabench.plugins.catalogue import load_target
 from dilabench.plugins.manager import discover
 
 pytestmark = pytest.mark.distributed

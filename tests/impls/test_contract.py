@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from dilabench.backends.load import load_backend
+from dilabench.choice.computation import load_backend
+from dilabench.choice.descriptors import load_target
 from dilabench.contracts import BuildContext
 from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.verification import summary, verify
 from dilabench.machine import Machine, detect
-from dilabench.plugins.catalogue import Catalogue, load_target
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Implementation
 from dilabench.plugins.manager import discover
 from dilabench.record import Case, GpuInfo

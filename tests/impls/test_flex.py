@@ -1,6 +1,7 @@
 """`flex`: blocks, mask and score of any pattern give its function. On a CPU, FlexAttention only goes forward."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -144,6 +145,18 @@ def test_tiles_are_read_only_if_there_is_something_in_them() -> None:
     assert read((512, 512), (1, 1)) == (False, True)
     assert read((512, 512), (1, 2)) == (False, True)
     assert read((512,), (2,)) == (True, False)
+
+
+@pytest.mark.parametrize("name", ["dilated, nested", "dilated, shared residues", "window_sink, example 0"])
+def test_dynamo_takes_it_as_one_graph(name: str) -> None:
+    """As on CUDA, where the graph goes to Inductor besides."""
+    function = flex.build(workload_of(EXAMPLES[name]), CONTEXT)
+    whole = replace(function, run=torch.compile(function.run, backend="eager", fullgraph=True, dynamic=False))
+    q, k, v = (torch.randn(2, 300, heads, 16) for heads in (4, 2, 2))
+    right, right_lse = reference.build(workload_of(EXAMPLES[name]), CONTEXT).with_lse(q, k, v)
+    out, lse = whole.with_lse(q, k, v)
+    torch.testing.assert_close(out, right, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(lse, right_lse, rtol=2e-6, atol=2e-6, check_dtype=False)
 
 
 class Thrice(Pattern):

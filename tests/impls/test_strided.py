@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dilabench.backends import math
-from dilabench.backends.load import load_backend
 from dilabench.backends.sdpa import flash as sdpa_flash
+from dilabench.choice.computation import load_backend
 from dilabench.contracts import BuildContext, LoadedBackend, MergingKernel
 from dilabench.impls import strided
 from dilabench.impls.union import strided_rows
@@ -273,10 +273,9 @@ def test_a_kernel_that_merges_writes_where_results_belong(
     shares = [one.backward(dout, q, k, v, out, lse) for one in unions]
     torch.testing.assert_close(*shares, rtol=1e-4, atol=1e-5)
     calls = len(unions[0].rows(CPU))
-    # The first call of all rows gives the output itself, and detached weights need every result for itself.
-    whole = sum(one.whole for one in unions[0].rows(CPU))
-    assert kernel.added == calls - whole
-    assert kernel.merged == (0 if merge_grad == "detached" else calls - whole)
+    # The first call of all rows gives gradients themselves, and detached weights need every result for itself.
+    assert kernel.added == calls - sum(one.whole for one in unions[0].rows(CPU))
+    assert kernel.merged == (0 if merge_grad == "detached" else calls)
 
 
 @pytest.mark.skipif(cxx_compiler() is None, reason="needs a C++ compiler, none works here")

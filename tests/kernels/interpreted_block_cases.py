@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dilabench.backends import math
 from dilabench.impls.block_sparse.block_sparse import tiles_backward, tiles_forward
-from dilabench.kernels.block_sparse import key_lists
+from dilabench.kernels import tuning
 from dilabench.kernels.block_sparse.backward import block_sparse_backward
 from dilabench.kernels.block_sparse.forward import block_sparse_forward
 from dilabench.kernels.block_sparse.plan import BlockPlan, BoundedPlan
@@ -264,7 +264,7 @@ if __name__ == "__main__":
     results |= {f"two calls: {name}": two_calls(case) for name, case in RECTANGLES.items()}
     results |= {f"bounds: {name}": errors(case, torch.float32, ranges) for name, (case, ranges) in BOUNDED.items()}
     # As at lengths where single lists are long: several programs share a tile.
-    with mock.patch.multiple(key_lists, _LEAST_STEPS=2, _PROGRAMS=2**20):
+    with mock.patch.multiple(tuning, LEAST_SHARED_STEPS=2, SHARING_PROGRAMS=2**20):
         results |= {f"shared tiles: {name}": errors(CASES[name], torch.float32) for name in SHARED}
         case, ranges = BOUNDED["two ranges, wide query tile"]
         results["shared tiles: bounds"] = errors(case, torch.float32, ranges)

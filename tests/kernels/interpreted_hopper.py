@@ -24,7 +24,6 @@ from torch import Tensor
 from dilabench.kernels import tuning
 from dilabench.kernels.block_sparse import backward as blocks_backward
 from dilabench.kernels.block_sparse import forward as blocks_forward
-from dilabench.kernels.block_sparse import key_lists
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.kernels.fused import backward, backward_at_once, forward, row_layout
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
@@ -280,8 +279,7 @@ if __name__ == "__main__":
         # So that branches that nest are merged class by class.
         mock.patch.object(tuning, "MANY_TOKENS", 16),
         # So that lists of a few tiles are shared.
-        mock.patch.object(key_lists, "_LEAST_STEPS", 2),
-        mock.patch.object(key_lists, "_PROGRAMS", 64),
+        mock.patch.multiple(tuning, LEAST_SHARED_STEPS=2, SHARING_PROGRAMS=64),
     ):
         results = {case: of_name(*json.loads(case)) for case in sys.argv[2:]}
     sys.stdout.write(json.dumps(results))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from dilabench.choice.implementations import no_residue_plan
 from dilabench.kernels import tuning
 from dilabench.kernels.fused import tile_tables as tile_tables_module
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS, BranchGroup, head_offset
@@ -19,7 +20,6 @@ from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
 from dilabench.kernels.fused.tile_lists import computed_pairs
 from dilabench.kernels.fused.tile_tables import TileTables, tile_tables
 from dilabench.patterns.dilated import DilatedPattern
-from dilabench.plugins.builtin.implementations import no_residue_plan
 from dilabench.workload.spec import WorkloadRequest
 
 SHAPES = [

@@ -461,6 +461,7 @@ def test_the_specialised_forward_is_given_all_its_arguments_by_both_that_call_it
     monkeypatch.setattr(sm90_forward, "_forward_kernel", Recorder())
     properties = SimpleNamespace(multi_processor_count=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(block_sparse_forward, "on_hopper", lambda _: True)
     q = torch.zeros(1, 256, 2, 128, dtype=torch.bfloat16)
     plan = residue_plan((256,), (1,), 256, 2, 2, False)
     _, config = select_kernel("forward", 128, causal=False, largest_tile=128, hopper=True)

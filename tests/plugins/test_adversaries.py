@@ -16,7 +16,6 @@ from dilabench.machine import Machine
 from dilabench.plugins import Backend, Capabilities, Implementation, Reporter, Suite, hookimpl
 from dilabench.plugins.boundary import answered, guarded
 from dilabench.plugins.manager import discover
-from dilabench.predict.over_ranks import sharding_of
 from dilabench.record import Case
 from dilabench.report.findings import Section, render, sections_of
 from dilabench.request import run_request
@@ -299,7 +298,7 @@ def case_of(catalogue: Any, implementation: str) -> Case:
 def test_a_sharding_that_fails_leaves_its_figures_unknown() -> None:
     found = found_with("implementations", _mine(sharding="adversaries_under_test:balance"))
     case = case_of(found.catalogue, "mine")
-    sharding = sharding_of(case, found.catalogue)
+    sharding = found.catalogue.sharding_of(case.implementation)
     assert sharding is not None
     facts = case.workload, 2
     assert (sharding.load_balance(*facts), sharding.overlapping_share(*facts), sharding.received_bytes(*facts)) == (
@@ -308,7 +307,10 @@ def test_a_sharding_that_fails_leaves_its_figures_unknown() -> None:
         None,
     )
     assert {problem.plugin for problem in found.problems} == {"theirs"}
-    assert sharding_of(case, found_with("implementations", _mine(sharding="no_such:thing")).catalogue) is None
+    assert (
+        found_with("implementations", _mine(sharding="no_such:thing")).catalogue.sharding_of(case.implementation)
+        is None
+    )
 
 
 # Timers, inside a worker.

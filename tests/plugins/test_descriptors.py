@@ -4,11 +4,13 @@ import sys
 
 import pytest
 
+from dilabench.choice.descriptors import load_target
+from dilabench.choice.requirements import unmet
+from dilabench.choice.ways import Registry
 from dilabench.errors import ConfigError, PluginError
 from dilabench.machine import Machine
-from dilabench.plugins.catalogue import Catalogue, Registry, load_target
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Capabilities, Implementation
-from dilabench.plugins.requirements import unmet
 from dilabench.record import Case, GpuInfo
 from dilabench.workload.spec import Workload
 

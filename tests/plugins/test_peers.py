@@ -28,7 +28,7 @@ def reasons(name, machine=HOPPERS, ranks=4, backend="sdpa-flash", **fields):
 
 @pytest.fixture
 def installed(monkeypatch):
-    monkeypatch.setattr("dilabench.plugins.requirements._unmet_module", lambda name, version: None)
+    monkeypatch.setattr("dilabench.choice.requirements._unmet_module", lambda *_: None)
 
 
 def test_the_projects_that_there_are_adapters_for():
@@ -166,7 +166,7 @@ def test_a_folder_of_peers_that_is_none_is_refused(monkeypatch, tmp_path):
 
 
 def test_a_missing_package_is_a_reason(monkeypatch):
-    monkeypatch.setattr("dilabench.plugins.requirements.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("dilabench.choice.ways.find_spec", lambda name: None)
     assert reasons("ring-flash-attn-zigzag") == ("module ring_flash_attn is not installed",)
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from dilabench.choice.over_ranks import expected_seconds
+from dilabench.choice.rules import choose
 from dilabench.engine.method import choose_method
 from dilabench.engine.plausibility import unproven_backend
 from dilabench.engine.worker.protocol import worker_key
@@ -12,11 +14,9 @@ from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.predict.memory import plan_memory
-from dilabench.predict.over_ranks import expected_seconds, sharding_of
 from dilabench.record import Case, KernelUse
 from dilabench.request import run_request
 from dilabench.suites.all import suites
-from dilabench.suites.choice import choose
 from dilabench.suites.planner import Planner, expand
 from dilabench.workload.spec import WorkloadRequest
 
@@ -90,7 +90,7 @@ def test_their_memory_is_planned_with_that_of_the_backend(catalogue):
 def test_their_sharding_may_be_one_of_ours_or_their_own(catalogue):
     dense = workload(pattern="dense")
     for name, balance in (("their-ring", 1.0), ("their-halves", 2 / 3)):
-        sharding = sharding_of(Case(implementation=name, workload=dense, world_size=4), catalogue)
+        sharding = catalogue.sharding_of(name)
         assert sharding.load_balance(dense, 4) == balance
         assert sharding.received_bytes(dense, 4) > 0
     request = run_request(catalogue, suite="ring", workload={"pattern": "dense", "mode": "forward"})

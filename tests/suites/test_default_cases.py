@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from dilabench.choice import measured, requirements
 from dilabench.machine import Machine
-from dilabench.plugins import requirements
 from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
 from dilabench.request import run_request
-from dilabench.suites import choice, room
+from dilabench.suites import room
 from dilabench.suites.optimization import variants
 from dilabench.suites.planner import expand
 
@@ -39,7 +39,7 @@ def everything_installed(monkeypatch, tmp_path):
     for name in ("_unmet_module", "_unmet_distribution", "_unmet_compiler"):
         monkeypatch.setattr(requirements, name, lambda *_: None)
     monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
-    monkeypatch.setattr(choice, "SHIPPED", tmp_path)
+    monkeypatch.setattr(measured, "SHIPPED", tmp_path)
     monkeypatch.setattr(variants, "cxx_compiler", lambda: None)
     monkeypatch.setattr(room, "GROUP_LIMIT_FILE", tmp_path / "no limit")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**36, available=2**36))

@@ -2,8 +2,8 @@
 
 import pytest
 
+from dilabench.choice import requirements
 from dilabench.machine import Machine
-from dilabench.plugins import requirements
 from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
 from dilabench.request import RunRequest

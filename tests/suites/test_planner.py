@@ -2,9 +2,9 @@
 
 import pytest
 
+from dilabench.choice import backends
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
-from dilabench.plugins.builtin import backends
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Implementation
 from dilabench.plugins.manager import discover

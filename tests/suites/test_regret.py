@@ -4,11 +4,10 @@ from collections import Counter
 
 import pytest
 
-from dilabench.attention import first_use
+from dilabench.choice import first_use, requirements
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.metadata import SHAPE
-from dilabench.plugins import requirements
 from dilabench.plugins.manager import discover
 from dilabench.record import Case, GpuInfo, Row, Skipped
 from dilabench.request import run_request
@@ -122,7 +121,8 @@ def test_what_is_known_to_be_far_slower_is_neither_tried_nor_taken(monkeypatch):
         planned = cases.expand(request, planner)
         workload = planned[0].case.workload
         assert ("fused" in {one.case.implementation for one in planned}) is there
-        assert ("fused" in {one.implementation for one in first_use.ways(planner, workload)}) is there
+        ways = first_use.ways_to_measure(planner.catalogue, planner.machine, workload)
+        assert ("fused" in {way.implementation for way in ways}) is there
         case = Case(implementation="fused", workload=workload)
         assert not CATALOGUE.reasons_against(case, GPU), "who names it gets it"
         assert there or "registers" in CATALOGUE.reasons_untried(case, GPU)[0]

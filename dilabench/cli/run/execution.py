@@ -12,6 +12,7 @@ from typing import Any
 
 import dilabench
 from dilabench.atomic_file import write_text
+from dilabench.choice.descriptors import load_target
 from dilabench.cli.compare.noise import busy
 from dilabench.cli.github import append_summary
 from dilabench.cli.plugins import tell_of
@@ -28,7 +29,7 @@ from dilabench.errors import DilabenchError, ExitCode, counted
 from dilabench.machine import Machine
 from dilabench.metadata import note_text
 from dilabench.plugins.boundary import answered
-from dilabench.plugins.catalogue import Catalogue, load_target
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Reporter
 from dilabench.plugins.manager import Found
 from dilabench.predict.time import expected_time, slow_dtypes

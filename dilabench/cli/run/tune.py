@@ -56,8 +56,8 @@ def tune(
     Compiling and warming up are never part of a time. Later runs add to the file; a newer result replaces an older one.
     With --compile, each case is called once and nothing measured, so that its kernels are there from then on.
     """
+    from dilabench.choice.measured import tune_path
     from dilabench.cli.run.execution import Execution, new_header
-    from dilabench.suites.choice import tune_path
     from dilabench.suites.tuner import add_to_file
 
     found = discovered(strict_plugins)

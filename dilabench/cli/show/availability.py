@@ -1,8 +1,8 @@
 """What can be used on this machine, and why the rest cannot."""
 
+from dilabench.choice.requirements import unmet, wrong_device
 from dilabench.machine import Machine
 from dilabench.plugins.descriptors import ANY_PATTERN, DENSE_KERNEL, Backend, Capabilities, Implementation, Timer
-from dilabench.plugins.requirements import unmet, wrong_device
 
 # What an implementation could do at most; a backend could do DENSE_KERNEL.
 EVERYTHING = Capabilities(

@@ -19,9 +19,9 @@ from dilabench.patterns.registry import PatternKind, pattern_type
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import ANY_PATTERN, Backend, Implementation, Reporter, Suite, Timer, WorkloadPreset
 from dilabench.plugins.manager import REGISTRIES, discover
-from dilabench.plugins.retired import ANY_KIND, no_such_name
 from dilabench.predict.time import expected_time
 from dilabench.request import run_request, workload_request
+from dilabench.retired import ANY_KIND, no_such_name
 from dilabench.suites.planner import expand
 from dilabench.units import format_bytes, format_count, format_seconds
 from dilabench.workload.ranges import ALL, RANGES, range_lengths

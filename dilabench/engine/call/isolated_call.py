@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from dilabench.choice.descriptors import load_target
 from dilabench.distributed.world import World
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.memory_limit import memory_limited
@@ -17,7 +18,6 @@ from dilabench.engine.verify import summary
 from dilabench.engine.verify.sampled_rows import verify_sampled_rows
 from dilabench.engine.worker.protocol import CaseSpec, IsolatedResult
 from dilabench.metadata import STREAM_PIECES, STREAM_TOKENS, STREAM_WALL_NS, STREAMED
-from dilabench.plugins.catalogue import load_target
 from dilabench.record import Check, Note, Slot, Verification
 from dilabench.workload.spec import Workload
 

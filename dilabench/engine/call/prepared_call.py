@@ -8,7 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dilabench.backends.load import load_backend
+from dilabench.choice.computation import load_backend
+from dilabench.choice.descriptors import load_target
 from dilabench.contracts import (
     AttentionFn,
     BufferPool,
@@ -32,7 +33,6 @@ from dilabench.engine.call.torch_settings import settings_kept
 from dilabench.engine.device.device import cache_bytes, synchronize
 from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.metadata import BUFFER_POOL_HELD_BYTES, CUDA_GRAPH_BYTES, PATTERN_CACHE_BYTES, refuse_unknown
-from dilabench.plugins.catalogue import load_target
 from dilabench.record import Note
 
 MAX_INPUT_SETS = 32

@@ -10,11 +10,11 @@ from typing import Protocol
 
 import torch
 
+from dilabench.choice.descriptors import load_target
 from dilabench.engine.call.timed_calls import KeptCall
 from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.errors import PluginError
 from dilabench.plugins.boundary import shown
-from dilabench.plugins.catalogue import load_target
 from dilabench.record import Note
 from dilabench.workload.spec import Workload
 

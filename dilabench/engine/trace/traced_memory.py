@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dilabench.backends.load import load_backend
+from dilabench.choice.computation import load_backend
+from dilabench.choice.descriptors import load_target
 from dilabench.contracts import AttentionFn, BuildContext, PatternCache
 from dilabench.distributed.single_rank import SingleRank
 from dilabench.engine.call.chunked_queries import build_in_chunks, checkpointed
@@ -16,7 +17,6 @@ from dilabench.engine.call.inputs import TORCH_DTYPE, input_shapes
 from dilabench.engine.trace.kernel_forms import kernel_forms
 from dilabench.engine.trace.storages import CPU, CUDA, Storages, following
 from dilabench.engine.worker.protocol import CaseSpec
-from dilabench.plugins.catalogue import load_target
 from dilabench.predict.memory import MemoryPlan
 
 

@@ -4,13 +4,13 @@ from functools import partial
 
 import torch
 
-from dilabench.backends.load import load_backend
+from dilabench.choice.computation import load_backend
+from dilabench.choice.descriptors import load_target
 from dilabench.contracts import AttentionFn, BuildContext
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.verify import Oracle, summary, verify
 from dilabench.engine.verify.confirmed import Confirmed
 from dilabench.engine.worker.protocol import SecondSpec
-from dilabench.plugins.catalogue import load_target
 from dilabench.record import Verification
 from dilabench.workload.spec import Workload
 

@@ -26,6 +26,9 @@ _ASK_FOR_LSE: dict[str, Any] = (
     {"return_aux": flex.AuxRequest(lse=True)} if hasattr(flex, "AuxRequest") else {"return_lse": True}
 )
 
+# The block of a position, and its place inside: without the signs that // and % have to mind.
+SHIFT, INSIDE = BLOCK.bit_length() - 1, BLOCK - 1
+
 # FlashAttention 4, which has only half precision.
 FLASH = "BACKEND=FLASH"
 
@@ -137,9 +140,9 @@ def _count(blocks: CountedBlocks, device: torch.device) -> Index:
     tile_of = torch.from_numpy(blocks.tile_of).to(device)
     if len(tile_of) == 1:
         of_all = tile_of[0]
-        return lambda _h, i, j: tiles[of_all[i // BLOCK, j // BLOCK], i % BLOCK, j % BLOCK]
+        return lambda _h, i, j: tiles[of_all[i >> SHIFT, j >> SHIFT], i & INSIDE, j & INSIDE]
     kinds = torch.tensor(blocks.kind_of_head, dtype=torch.int32).to(device)
-    return lambda h, i, j: tiles[tile_of[kinds[h], i // BLOCK, j // BLOCK], i % BLOCK, j % BLOCK]
+    return lambda h, i, j: tiles[tile_of[kinds[h], i >> SHIFT, j >> SHIFT], i & INSIDE, j & INSIDE]
 
 
 def _visible(workload: Workload, count: Index | None) -> MaskFunction:

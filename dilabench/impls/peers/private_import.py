@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
 
-from dilabench.peer_paths import search_peer_paths
+from dilabench.impls.peers.paths import search_peer_paths
 
 
 def imported(name: str, *given: ModuleType, install: str) -> ModuleType:

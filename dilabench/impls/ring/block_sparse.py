@@ -28,9 +28,9 @@ from dilabench.impls.block_sparse.union import BlockBackward, BlockForward
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.impls.ring.schedule.row_exchange import RowGather, RowSelection, places_in_order
 from dilabench.impls.ring.schedule.sums import Sum
-from dilabench.impls.union.merging import merge_rows_
 from dilabench.kernels.block_sparse.lists import BoolArray
 from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.lse import merge_rows_
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dilabench.contracts import BuildContext, LoadedBackend
-from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import is_plain_eager_call
-from dilabench.impls.union.branches import branches_of, covers_every_row
+from dilabench.impls.union.branches import branches_of
 from dilabench.impls.union.rectangles import Rectangle, chains, rectangles
 from dilabench.impls.union.union import Rows, Union, last_dim_contiguous
 from dilabench.kernels.lse import add_null_mass_
@@ -81,7 +80,6 @@ class RectangleUnion(Union):
         kept: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As `Union.backward`."""
-        attend_backward = self.backend.require_backward()
         dout = dout.contiguous()
         q, k, v, out = (last_dim_contiguous(x) for x in (q, k, v, out))
         merging = self._merging(q, None)
@@ -101,13 +99,7 @@ class RectangleUnion(Union):
                     means.add(rows, *(result or self._attend(rows, q, k, v)))
             for rows in shares[index]:
                 own = means.as_out(rows) if means else None
-                if merging and self._add_gradients(merging, rows, dout, q, k, v, out, lse, own, (dq, dk, dv)):
-                    continue
-                of_queries, *of_keys = self._attend_backward(attend_backward, rows, dout, q, k, v, out, lse, own)
-                rows.add_queries(dq, of_queries)
-                for total, part in zip((dk, dv), of_keys, strict=True):
-                    rows.add_keys(total, part)
-                del of_queries, of_keys, part
+                self._add_share(merging, rows, dout, q, k, v, out, lse, own, (dq, dk, dv))
 
         _at_once(add_gradients, range(len(shares)), dout, q, k, v)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -154,16 +146,8 @@ def rectangle_union(workload: Workload, context: BuildContext) -> RectangleUnion
             key, lambda: tuple(rectangles(workload, range(start, start + heads)) for start in starts)
         )
 
-    return RectangleUnion(
-        backend=context.require_backend(),
-        rows=lambda _device: [rows for share in shares() for rows in share],
-        shares=shares,
-        covered=covers_every_row(branches_of(workload)),
-        causal=workload.causal,
-        window=workload.window,
-        scale=workload.softmax_scale,
-        detached=workload.detaches_merge,
-        zero_keys=log_zero_keys(workload, context.device, apart=workload.detaches_merge),
+    return RectangleUnion.of(
+        workload, context, lambda _device: [rows for share in shares() for rows in share], shares=shares
     )
 
 
@@ -213,8 +197,8 @@ class OwnMeans:
         self._means = [dout.new_zeros((*dout.shape[:3], 1)) for _ in range(parts)]
         self._lses = [torch.full_like(lse, float("-inf")) for _ in range(parts)]
         # Zero keys come first: they give a part its lse, and nothing else.
-        for own, mass in zip(self._lses, () if zero_keys is None else zero_keys, strict=False):
-            own.copy_(mass)
+        for part_lse, mass in zip(self._lses, () if zero_keys is None else zero_keys, strict=False):
+            part_lse.copy_(mass)
         self._dual = _dual(dout)
 
     def add(self, rows: Rectangle, out: Tensor, lse: Tensor) -> None:

@@ -11,14 +11,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from dilabench.contracts import AttendBackward, LoadedBackend, MergingKernel
+from dilabench.contracts import BuildContext, LoadedBackend, MergingKernel
 from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import differentiable, new_number, register
+from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.kernels.lse import add_null_mass_
 from dilabench.workload.spec import Window, Workload
 
@@ -101,6 +102,28 @@ class Union:
 
     def __post_init__(self) -> None:
         register(self.number, self)
+
+    @classmethod
+    def of(
+        cls,
+        workload: Workload,
+        context: BuildContext,
+        rows: Callable[[torch.device], Sequence[Rows]],
+        **fields: Any,
+    ) -> Self:
+        """The union for a workload's mask, scale, merge gradient and zero keys, over the context's backend unless
+        `fields`, which are set as they are, name another.
+        """
+        return cls(
+            rows=rows,
+            covered=covers_every_row(branches_of(workload)),
+            causal=workload.causal,
+            window=workload.window,
+            scale=workload.softmax_scale,
+            detached=workload.detaches_merge,
+            zero_keys=log_zero_keys(workload, context.device, apart=workload.detaches_merge),
+            **{"backend": context.require_backend(), **fields},
+        )
 
     @property
     def keeps_more(self) -> bool:
@@ -200,35 +223,51 @@ class Union:
 
         A detached backward computes each call's own out again where they are not `kept`.
         """
-        attend_backward = self.backend.require_backward()
         dout = dout.contiguous()
-        q, k, v, out = (last_dim_contiguous(x) for x in (q, k, v, out))
+        if not q.stride(-1) == k.stride(-1) == v.stride(-1) == out.stride(-1) == 1:
+            q, k, v, out = map(last_dim_contiguous, (q, k, v, out))
         merging = self._merging(q, q.dtype)
         total: tuple[Tensor, Tensor, Tensor] | None = None
         for index, rows in enumerate(self.rows(q.device)):
             own = kept[index] if kept else None
             if self.detached and own is None:
                 own = self._with_own_zero_keys(rows, len(q), *self._attend(rows, q, k, v))
-            becomes_total = total is None and rows.whole
-            if merging and not becomes_total:
-                total = total or (_zeros(q), _zeros(k), _zeros(v))
-                if self._add_gradients(merging, rows, dout, q, k, v, out, lse, own, total):
-                    continue
-            share = self._attend_backward(attend_backward, rows, dout, q, k, v, out, lse, own)
-            if becomes_total:
+            if total is None and rows.whole:
+                share = self._attend_backward(rows, dout, q, k, v, out, lse, own)
                 dq, dk, dv = (part.reshape(x.shape).contiguous() for part, x in zip(share, (q, k, v), strict=True))
                 total = dq, dk, dv
+                del share
             else:
-                total = total or (_zeros(q), _zeros(k), _zeros(v))
-                rows.add_queries(total[0], share[0])
-                rows.add_keys(total[1], share[1])
-                rows.add_keys(total[2], share[2])
-            del share
+                total = self._add_share(merging, rows, dout, q, k, v, out, lse, own, total)
         return total or (_zeros(q), _zeros(k), _zeros(v))
+
+    def _add_share(
+        self,
+        merging: MergingKernel | None,
+        rows: Rows,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        own: Tensor | None,
+        total: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The total (None: zeros) with the gradients of a call; `own`: the call's own out, if merges are detached."""
+        if merging:
+            total = total or (_zeros(q), _zeros(k), _zeros(v))
+            if self._add_gradients(merging, rows, dout, q, k, v, out, lse, own, total):
+                return total
+        share = self._attend_backward(rows, dout, q, k, v, out, lse, own)
+        total = total or (_zeros(q), _zeros(k), _zeros(v))
+        rows.add_queries(total[0], share[0])
+        rows.add_keys(total[1], share[1])
+        rows.add_keys(total[2], share[2])
+        return total
 
     def _attend_backward(
         self,
-        attend_backward: AttendBackward,
         rows: Rows,
         dout: Tensor,
         q: Tensor,
@@ -241,7 +280,7 @@ class Union:
         taken = rows.queries(q), rows.keys(k), rows.keys(v)
         dout_rows, lse_rows = rows.queries(dout), rows.lse(lse)
         out_rows = rows.queries(out) if own is None else own
-        share = attend_backward(dout_rows, *taken, out_rows, lse_rows, **self._mask(rows))
+        share = self.backend.require_backward()(dout_rows, *taken, out_rows, lse_rows, **self._mask(rows))
         rows.release(*taken, dout_rows, lse_rows)
         if own is None:
             rows.release(out_rows)
@@ -262,7 +301,7 @@ class Union:
     ) -> bool:
         """Whether a call's gradients were added to the total: not where their rows are no views."""
         of_queries = rows.query_views(total[0], lse)
-        dk, dv = (rows.key_view(x) for x in total[1:])
+        dk, dv = rows.key_view(total[1]), rows.key_view(total[2])
         if of_queries is None or dk is None or dv is None:
             return False
         dq, lse_rows = of_queries
@@ -287,26 +326,6 @@ class Union:
             out.zero_()
             lse.fill_(float("-inf"))
         return out, lse
-
-
-def union_of(
-    workload: Workload,
-    backend: LoadedBackend,
-    rows: Callable[[torch.device], Sequence[Rows]],
-    covered: bool,
-    device: torch.device,
-) -> Union:
-    """The union for a workload's mask, scale, merge gradient and zero keys."""
-    return Union(
-        backend=backend,
-        rows=rows,
-        covered=covered,
-        causal=workload.causal,
-        window=workload.window,
-        scale=workload.softmax_scale,
-        detached=workload.detaches_merge,
-        zero_keys=log_zero_keys(workload, device, apart=workload.detaches_merge),
-    )
 
 
 def _as_output(q: Tensor, branch_out: Tensor, branch_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,13 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dilabench.kernels import tuning
 from dilabench.kernels.block_sparse.lists import TileLists
 from dilabench.kernels.fused.row_layout import PER_LENGTH
 
-# Programs that run at once on a GPU of 132 multiprocessors, twice over, so that the last ones to end are short.
-_PROGRAMS = 528
-# Shorter shares would spend more on filling their pipelines than they save.
-_LEAST_STEPS = 64
 _ALL = np.iinfo(np.int32).max
 
 
@@ -79,7 +76,7 @@ def balanced_items(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
     """(items, shared, slots) of lists of so many entries [sets, tiles], which ``group`` heads walk over."""
     steps = int(counts.sum()) * group * (kv_heads // len(counts))
-    most = -(-max(_LEAST_STEPS, steps // _PROGRAMS) // group)
+    most = -(-max(tuning.LEAST_SHARED_STEPS, steps // tuning.SHARING_PROGRAMS) // group)
     shares = np.where(counts > 2 * most, -(-counts // most), 1)
     each = -(-counts // shares)
     items, shared, slots = [], [], int(np.where(shares > 1, shares, 0).sum(1).max(initial=0))

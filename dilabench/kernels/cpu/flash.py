@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import repeat
 from math import gcd, log
 
@@ -21,9 +21,7 @@ QUERIES, KEYS = 64, 64
 FORWARD_TILES, BACKWARD_TILES = 4, 2
 # Rows of dk and dv, while they are summed, are vectors of any width.
 LANES = 16
-_compiled = partial(
-    library, "flash.cpp", QUERIES=QUERIES, KEYS=KEYS, FORWARD_TILES=FORWARD_TILES, BACKWARD_TILES=BACKWARD_TILES
-)
+CONSTANTS = {"QUERIES": QUERIES, "KEYS": KEYS, "FORWARD_TILES": FORWARD_TILES, "BACKWARD_TILES": BACKWARD_TILES}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Floating-point operations that are worth another thread.
 LEAST_FLOPS = 1_000_000
@@ -154,7 +152,8 @@ def attend_backward(
         sums = q.new_zeros((2, parts * B, K, L, whole_vectors(D)), dtype=torch.float32)
         dk, dv = sums.transpose(2, 3)
     else:
-        dk, dv = onto[1:] if onto else (q.new_empty((B, L, K, D), dtype=torch.float32) for _ in range(2))
+        rows = B, L, K, D
+        dk, dv = onto[1:] if onto else (q.new_empty(rows, dtype=torch.float32), q.new_empty(rows, dtype=torch.float32))
     room = q.new_empty((threads, backward_room(D, L if parts == 1 else 0)), dtype=torch.float32)
     places = (dout, q, k, v, out, lse, dq, dk, dv)
     _launch("flash_backward", q, k, mask, blocks, onto is not None, room, places, lse, parts)
@@ -207,8 +206,10 @@ def _launch(
         *(B, H, k.shape[2], M, L, D, *seen, mask.scale, log(mask.count)),
         *(room.shape[0], onto, room.data_ptr(), room.shape[1], openmp_parallel()),
     )
-    places = map(ctypes.byref, map(_place, tensors, repeat(lse)))
-    getattr(_compiled(), function)(ctypes.byref(call), TYPES[q.dtype], *map(ctypes.c_int64, numbers), *places)
+    of_tensors = map(ctypes.byref, map(_place, tensors, repeat(lse)))
+    getattr(library("flash.cpp", **CONSTANTS), function)(
+        ctypes.byref(call), TYPES[q.dtype], *map(ctypes.c_int64, numbers), *of_tensors
+    )
 
 
 def _place(x: Tensor, lse: Tensor) -> _Place | _Lse:
@@ -220,6 +221,10 @@ def _place(x: Tensor, lse: Tensor) -> _Place | _Lse:
         return _Lse(x.data_ptr(), outer[0] if outer else 0, x.shape[-3], batch, head, row)
     batch, row, head, _ = x.stride()
     return _Place(x.data_ptr(), batch, head, row)
+
+
+def _compiled() -> ctypes.CDLL:
+    return library("flash.cpp", **CONSTANTS)
 
 
 def _parts(threads: int, items: int) -> int:

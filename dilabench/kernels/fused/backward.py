@@ -403,7 +403,7 @@ def fused_backward(
         cache = LaunchCache.of("backward", plan, scale, tiles, partials is None, *layouts)
     operands = {"q": q, "k": k, "v": v, "dout": dout}
     scale = cache.once("scale", lambda: checked_scale(q, k, v, plan, scale))
-    if more := columns_to_add(dim, q.element_size(), on_hopper(q.device)):
+    if more := cache.once("columns", lambda: columns_to_add(dim, q.element_size(), on_hopper(q.device))):
         operands = {name: with_columns(x, more, cache, f"columns of {name}") for name, x in operands.items()}
     q, k, v, _ = operands.values()
     if not cache.once("whole", lambda: all(is_whole(x, plan.groups) for x in operands.values())):
@@ -413,7 +413,8 @@ def fused_backward(
     if dq.element_size() == 2 and tiles == (None, None) and not torch.are_deterministic_algorithms_enabled():
         at_once = cache.once("at once", lambda: groups_at_once(plan, operands["q"], operands["k"]))
     if at_once:
-        sums = dq_accumulator(operands["q"], operands["k"], at_once[0].tiles, common_modulus(plan.groups))
+        modulus = cache.once("modulus", lambda: common_modulus(plan.groups))
+        sums = dq_accumulator(operands["q"], operands["k"], at_once[0].tiles, modulus)
     if sums is None:
         at_once = []
     passes = cache.once(f"passes beside {len(at_once)}", lambda: _passes(plan, operands["q"], at_once, *tiles))

@@ -11,7 +11,7 @@ A branch by itself needs no R that divides its segments: classes then count from
 
 Branches whose tiles would waste causal work on the diagonal, or whose rates do not fit one R, are placed in separate
 *groups*, each with its own R. Branches that fit no group, or groups without a small common multiple, have no plan
-(`plugins.builtin.implementations` refuses them; `strided` computes them).
+(`choice.implementations` refuses them; `strided` computes them).
 
 Grouped heads take part in one branch each: in the others they have no residue, and their lists of tiles are empty.
 """

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.launch_cache import Launch, LaunchCache, compile_ahead
+from dilabench.kernels.tuning import rows_of_a_program
 
-_ROWS = 64
 # Strides are counted in so many elements, so that the compiler knows that 16 bytes can be read at a time.
 _UNIT = 8
 
@@ -37,6 +37,8 @@ def make_ready(dim: int, more: int, dtype: torch.dtype, device: torch.device) ->
 def _widening(x: Tensor, wider: Tensor) -> Launch:
     batch, length, heads, dim = x.shape
     width, rows = wider.shape[3], batch * length * heads
+    columns = triton.next_power_of_2(width)
+    own_rows = rows_of_a_program("wider_rows", columns)
     batch_units, token_units, head_units = (stride // _UNIT for stride in x.stride()[:3])
     arguments = {
         "x_ptr": x,
@@ -49,12 +51,12 @@ def _widening(x: Tensor, wider: Tensor) -> Launch:
         "rows": rows,
         "DIM": dim,
         "WIDTH": width,
-        "COLUMNS": triton.next_power_of_2(width),
-        "ROWS": _ROWS,
+        "COLUMNS": columns,
+        "ROWS": own_rows,
         "UNIT": _UNIT,
         "num_warps": 4,
     }
-    return Launch(_widen_kernel, lambda _: ((triton.cdiv(rows, _ROWS),), arguments), False, (x.dtype, dim, width))
+    return Launch(_widen_kernel, lambda _: ((triton.cdiv(rows, own_rows),), arguments), False, (x.dtype, dim, width))
 
 
 @triton.jit(do_not_specialize=["batch_units", "token_units", "head_units", "length", "heads", "rows"])

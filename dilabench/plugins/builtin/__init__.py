@@ -1,11 +1,11 @@
 """What dilabench ships, registered through the same hooks as a third party's plug-in."""
 
+from dilabench.choice.backends import BACKENDS
+from dilabench.choice.implementations import IMPLEMENTATIONS
+from dilabench.choice.rings import RINGS
+from dilabench.patterns.registry import OWN_KINDS
 from dilabench.plugins import Backend, Implementation, PatternKind, Reporter, Suite, Timer, WorkloadPreset, hookimpl
-from dilabench.plugins.builtin.backends import BACKENDS
-from dilabench.plugins.builtin.implementations import IMPLEMENTATIONS
-from dilabench.plugins.builtin.patterns import PATTERNS
 from dilabench.plugins.builtin.reporters import REPORTERS
-from dilabench.plugins.builtin.rings import RINGS
 from dilabench.plugins.builtin.suites import SUITES
 from dilabench.plugins.builtin.timers import TIMERS
 from dilabench.plugins.builtin.workloads import PRESETS
@@ -14,7 +14,7 @@ from dilabench.plugins.builtin.workloads import PRESETS
 @hookimpl
 def dilabench_register_patterns() -> list[PatternKind]:
     """Dense, dilated, and the sparse ones."""
-    return list(PATTERNS)
+    return list(OWN_KINDS)
 
 
 @hookimpl

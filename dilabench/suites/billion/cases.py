@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dilabench.choice.rules import by_priority
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.metadata import FORM, PART
 from dilabench.plugins.descriptors import Implementation
 from dilabench.predict.memory import plan_memory
 from dilabench.record import PlannedCase, Skipped
 from dilabench.request import RunRequest
-from dilabench.suites.choice import by_priority
 from dilabench.suites.planner import Planner
 from dilabench.suites.ring.cases import ranks_here
 from dilabench.suites.room import rank_memory_bytes

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
+from dilabench.choice.ways import way_name
 from dilabench.compare.pairing import common_timings, pair
 from dilabench.compare.ranking import is_quotable, rank
 from dilabench.errors import counted
@@ -18,7 +19,6 @@ from dilabench.report.rows import location, row_name
 from dilabench.request import shard_of
 from dilabench.stats.decisions.decide import judge
 from dilabench.stats.decisions.policy import Policy
-from dilabench.suites.choice import way_name
 from dilabench.suites.regret.cases import cut_short, shapes_asked
 from dilabench.units import format_seconds
 

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dilabench.metadata import CHOSEN_BY, RECEIVED_BYTES
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.predict.over_ranks import sharding_of
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import BarPlot, Bars, Plot, Section
@@ -241,7 +240,7 @@ def _ms(time_ns: float | None) -> float | None:
 
 def _ideal(one: Comparison, name: Callable[[Row], str], catalogue: Catalogue) -> Iterator[str]:
     found = exposure(one.row)
-    best = ideal(one.row, median_ns(one.single_row), sharding_of(one.row.case, catalogue))
+    best = ideal(one.row, median_ns(one.single_row), catalogue.sharding_of(one.row.case.implementation))
     yield from (workload_text(one.row), name(one.row), str(one.row.case.world_size))
     yield _signed(found.computation_ns)
     yield _signed(found.communication_ns)
@@ -255,7 +254,7 @@ def _ideal(one: Comparison, name: Callable[[Row], str], catalogue: Catalogue) ->
 def _balance(one: Comparison, name: Callable[[Row], str], catalogue: Catalogue) -> Iterator[str]:
     case, outcome = one.row.case, one.row.outcome
     assert isinstance(outcome, Measured)
-    sharding = sharding_of(case, catalogue)
+    sharding = catalogue.sharding_of(case.implementation)
     balance = sharding.load_balance(case.workload, case.world_size) if sharding else None
     formula = expected_bytes(one.row, sharding)
     counted = RECEIVED_BYTES.of(outcome) or 0

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from dilabench.choice.descriptors import load_target
 from dilabench.errors import ConfigError
 from dilabench.metadata import VARIANT
-from dilabench.plugins.catalogue import load_target
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase
 from dilabench.request import RunRequest

@@ -6,6 +6,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from dilabench.attention import ring_attention, sequence_shards
+from dilabench.backends import math
 from dilabench.contracts import BuildContext
 from dilabench.distributed.failures import RanksDisagreeError
 from dilabench.impls import reference
@@ -16,6 +17,7 @@ CASES = {
     "full, in order": (ring_cases.workload(causal=False), "contiguous", {"causal": False}),
     "window": (ring_cases.workload(window=(5, 0), scale=0.3), "zigzag", {"window": (5, 0), "scale": 0.3}),
     "one key head by name": (ring_cases.workload(num_kv_heads=1), "zigzag", {"algorithm": "llama3"}),
+    "a function as backend": (ring_cases.workload(), "zigzag", {"backend": math.attend}),
     "window in a list": (ring_cases.workload(window=(5, 0)), "zigzag", {"window": [5, 0]}),
     "dilated": (ring_cases.workload(pattern={"kind": "dilated", **BRANCHES}), "contiguous", BRANCHES),
     "nothing to send": (

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from dilabench.choice.descriptors import load_target
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.engine.call.chunked_queries import build_in_chunks, checkpointed
 from dilabench.engine.call.inputs import InputStore, make_inputs
@@ -17,7 +18,6 @@ from dilabench.engine.verify.sampled_rows import verify_sampled_rows
 from dilabench.engine.worker.client import Worker
 from dilabench.engine.worker.protocol import BackendSpec, CaseSpec, WorkerSettings
 from dilabench.impls import gather
-from dilabench.plugins.catalogue import load_target
 from dilabench.record import Case, Optimizations
 from dilabench.workload.cuts import cut_into, cut_length
 from dilabench.workload.spec import Workload

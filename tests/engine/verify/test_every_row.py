@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilabench.backends.load import load_backend
+from dilabench.choice.computation import load_backend
 from dilabench.contracts import BuildContext
 from dilabench.engine.second_implementation import second_implementations
 from dilabench.engine.verify import Oracle, summary, verify

@@ -5,13 +5,13 @@ import gc
 
 import torch
 
-from dilabench.backends.load import load_backend
+from dilabench.choice.computation import load_backend
+from dilabench.choice.descriptors import load_target
 from dilabench.contracts import BuildContext
 from dilabench.distributed.single_rank import SingleRank
 from dilabench.engine.call.chunked_queries import build_in_chunks, checkpointed
 from dilabench.engine.call.inputs import make_inputs
 from dilabench.engine.call.peak_memory import cpu_allocations
-from dilabench.plugins.catalogue import load_target
 from dilabench.plugins.manager import discover
 from dilabench.predict.memory import plan_memory
 from dilabench.record import Case

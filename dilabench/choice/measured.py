@@ -1,28 +1,27 @@
-"""Which implementation and backend is fastest for a workload, as measured: what `-i auto` means.
+"""The fastest way of each workload that was measured, in files of cells.
 
-`dilabench tune` writes a file of measured cells for this machine (GPU, torch, Triton and kernel sources in its name),
-and the library adds what it measures at the first call of a configuration (`attention.first_use`). The package ships a
-file for each GPU that it was tuned on. Without any, the priorities on the descriptors decide.
+`dilabench tune` writes a file for this machine (GPU, torch, Triton and kernel sources in its name), and the library
+adds what it measures at the first call of a configuration (`choice.first_use`). The package ships a file for each GPU
+that it was tuned on.
 """
 
 import hashlib
 import importlib.metadata
 import math
 import re
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from dilabench.atomic_file import write_text
 from dilabench.cache_folder import cache_folder
+from dilabench.choice.ways import Ways
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
-from dilabench.plugins.catalogue import Catalogue
-from dilabench.predict.over_ranks import fastest_expected
-from dilabench.record import Case
+from dilabench.patterns.registry import has_kind
 from dilabench.units import format_seconds
 from dilabench.validation import Model
 from dilabench.workload.spec import Workload
@@ -78,85 +77,56 @@ def _took(ns: int, launching: bool) -> str:
 
 
 class TuneFile(Model):
-    """What was measured on one kind of machine."""
+    """What was measured on one kind of machine.
+
+    `unread`: cells of patterns that this process does not know, as a plug-in's are to the library; they stay in the
+    file.
+    """
 
     schema_version: str = "1.0"
     device: str
     packages: dict[str, str] = Field(default_factory=dict)
     run_id: str | None = None
     cells: tuple[TunedCell, ...] = ()
+    unread: tuple[dict[str, Any], ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _separate_unknown_patterns(cls, fields: Any) -> Any:
+        if not isinstance(fields, Mapping):
+            return fields
+        known: list[Any] = []
+        unread: list[Any] = []
+        for cell in (*fields.get("cells", ()), *fields.get("unread", ())):
+            (known if isinstance(cell, TunedCell) or has_kind(_kind_of(cell)) else unread).append(cell)
+        return {**fields, "cells": known, "unread": unread}
+
+    @cached_property
+    def by_configuration(self) -> Mapping[Hashable, Sequence[TunedCell]]:
+        """The cells of each `configuration`: a file may hold hundreds."""
+        found: dict[Hashable, list[TunedCell]] = {}
+        for cell in self.cells:
+            found.setdefault(configuration(cell.workload), []).append(cell)
+        return found
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """An implementation and backend, and what the choice rests on: 'first use', 'tuned', 'shipped', 'rule', or over
-    ranks what is expected of it and of the next. `told`: the times that it rests on, where some were measured.
+def _kind_of(cell: Any) -> Any:
+    """The kind of pattern of a cell of a file; None if it has none, which its validation refuses."""
+    for field_name in ("workload", "pattern", "kind"):
+        cell = cell.get(field_name) if isinstance(cell, Mapping) else None
+    return cell
+
+
+def measured_near(ways: Ways, machine: Machine, workload: Workload) -> TunedCell | None:
+    """What this machine measured of the same configuration at nearly this length (`TunedCell.reach`), the nearest.
+
+    Cells whose implementation is not among `ways` do not count.
     """
-
-    implementation: str
-    backend: str | None
-    source: str
-    told: str = field(default="", compare=False)
-
-
-def way_name(of: Choice | Case) -> str:
-    """'strided:math', or 'fused', which takes no backend."""
-    return f"{of.implementation}:{of.backend}" if of.backend else of.implementation
-
-
-def choose(catalogue: Catalogue, machine: Machine, workload: Workload, ranks: int = 1) -> Choice:
-    """The fastest known for the workload that can run here; measured on the nearest cell that is alike.
-
-    What was measured is of one device. Raises ConfigError when nothing can compute it on this machine.
-    """
-    near = measured_near(machine, workload) if ranks == 1 else None
-    return choose_after(near, catalogue, machine, workload, ranks)
-
-
-def choose_after(
-    near: TunedCell | None, catalogue: Catalogue, machine: Machine, workload: Workload, ranks: int = 1
-) -> Choice:
-    """As `choose`, by what `measured_near` gave."""
-    if near and _usable(catalogue, machine, _case(near, workload, ranks), measured=True):
-        return Choice(near.implementation, near.backend, "tuned", near.told)
-    for source, path in (("tuned", tune_path(machine)), ("shipped", shipped_path(machine))):
-        for cell in _alike(read_tune_file(path), workload):
-            # What was measured on this very workload needs no rule.
-            if _usable(catalogue, machine, _case(cell, workload, ranks), measured=cell.workload == workload):
-                return Choice(cell.implementation, cell.backend, source, cell.told)
-    names = by_priority(catalogue, workload, ranks)
-    cases = (Case(implementation=name, workload=workload, world_size=ranks) for name in names)
-    usable = (case for case in cases if _usable(catalogue, machine, case))
-    best = _expected(catalogue, machine, tuple(usable)) if ranks > 1 else _first(usable)
-    if best is not None:
-        return best
-    raise ConfigError(f"nothing here can compute {workload.label()}; `dilabench list --why` says why")
-
-
-def _first(usable: Iterable[Case]) -> Choice | None:
-    return next((Choice(case.implementation, None, "rule") for case in usable), None)
-
-
-def _expected(catalogue: Catalogue, machine: Machine, usable: Sequence[Case]) -> Choice | None:
-    """What should be the fastest over ranks, with what is expected of it and of the next."""
-    told = fastest_expected(usable, machine.device, catalogue)
-    if not told or told[0][1] is None:
-        return _first(usable)
-    (best, seconds), *others = [(case.implementation, one) for case, one in told if one is not None]
-    next_best = "".join(f", {name} {format_seconds(one)}" for name, one in others[:1])
-    return Choice(best, None, f"{format_seconds(seconds)} expected{next_best}")
-
-
-def measured_near(machine: Machine, workload: Workload) -> TunedCell | None:
-    """What this machine measured of the same configuration at nearly this length (`TunedCell.reach`), the nearest."""
-    file, asked = read_tune_file(tune_path(machine)), configuration(workload)
+    file = read_tune_file(tune_path(machine))
     near = [
         (doublings, cell)
-        for cell in (file.cells if file else ())
-        # Told apart by it at once: a file may hold hundreds.
-        if cell.workload.head_dim == workload.head_dim
-        and (doublings := cell.doublings_to(workload)) is not None
-        and configuration(cell.workload) == asked
+        for cell in (file.by_configuration.get(configuration(workload), ()) if file else ())
+        if cell.implementation in ways.implementations and (doublings := cell.doublings_to(workload)) is not None
     ]
     return min(near, key=lambda pair: pair[0])[1] if near else None
 
@@ -168,36 +138,7 @@ def configuration(workload: Workload) -> Hashable:
     return tuple({**dict(workload), **of_length, **told}.values())
 
 
-def _case(cell: TunedCell, workload: Workload, ranks: int) -> Case:
-    return Case(implementation=cell.implementation, backend=cell.backend, workload=workload, world_size=ranks)
-
-
-def by_priority(catalogue: Catalogue, workload: Workload, ranks: int = 1) -> tuple[str, ...]:
-    """What may be taken unmeasured for a kind of pattern, on one device or over ranks, best first."""
-    found = [
-        one
-        for one in catalogue.implementations
-        if one.priority
-        and one.supports.computes(workload.pattern.kind)
-        # On one rank an implementation over ranks would do what its form for one device does.
-        and (one.supports.max_world_size == 1) == (ranks == 1)
-    ]
-    return tuple(one.name for one in sorted(found, key=lambda one: -one.priority))
-
-
-def _usable(catalogue: Catalogue, machine: Machine, case: Case, measured: bool = False) -> bool:
-    """Whether it can run here, and is taken unasked for such a workload unless it was `measured`."""
-    there = case.implementation in catalogue.implementations
-    if not there or (case.backend is not None and case.backend not in catalogue.backends):
-        return False
-    if catalogue.implementations.get(case.implementation).chooses:
-        return False
-    if not measured and catalogue.reasons_unasked(case, machine):
-        return False
-    return not catalogue.reasons_against(case, machine)
-
-
-def _alike(file: TuneFile | None, workload: Workload) -> Iterator[TunedCell]:
+def alike(file: TuneFile | None, workload: Workload) -> Iterator[TunedCell]:
     """Cells of the same kind of work, the nearest in size first."""
     if file is None:
         return iter(())
@@ -226,6 +167,7 @@ def remember(path: Path, machine: Machine, cells: Iterable[TunedCell], run_id: s
         packages=package_versions(),
         run_id=run_id or (before.run_id if before else None),
         cells=tuple(kept.values()),
+        unread=before.unread if before else (),
     )
     write_text(path, file.model_dump_json(indent=1) + "\n")
 

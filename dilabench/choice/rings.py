@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from dilabench.patterns.block_sparse import BlockSparsePattern
-from dilabench.plugins.builtin.implementations import (
+from dilabench.choice.descriptors import Capabilities, Implementation
+from dilabench.choice.implementations import (
     ADDED_QUERIES,
     BLOCKS,
     DENSE,
@@ -12,7 +12,6 @@ from dilabench.plugins.builtin.implementations import (
     HALF,
     no_block_tiles,
 )
-from dilabench.plugins.descriptors import Capabilities, Implementation
 from dilabench.workload.spec import Workload
 
 OVER_RANKS = Capabilities(patterns=DENSE | DILATED, max_world_size=None)
@@ -21,6 +20,8 @@ PACKED_OVER_RANKS = Capabilities(patterns=DENSE | DILATED, layouts=frozenset({"p
 
 def _mask_over_branches(workload: Workload) -> str | None:
     """The reason of ranks, which hold whole blocks of the sequence."""
+    from dilabench.patterns.block_sparse import BlockSparsePattern
+
     pattern = BlockSparsePattern.match(workload.pattern)
     if pattern is not None and pattern.branches is not None:
         return "a block mask over dilated branches has blocks whose rows lie apart, on no rank as a whole"

@@ -5,25 +5,31 @@ import functools
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.machinery import ModuleSpec
 
 from dilabench.errors import PluginError
 from dilabench.machine import CXX_COMPILERS, Machine, cxx_compiler
-from dilabench.plugins.boundary import guarded
 
+FindModule = Callable[[str], ModuleSpec | None]
 _REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9_.+-]+?)\s*(?:>=\s*(?P<version>[A-Za-z0-9.]+))?$")
 # The forms that a version may have where it is none.
 _VERSIONS = {"cuda": r"(sm\d{2,3})?", "gpus": r"\d{0,4}", "c++": ""}
 
 
-def unmet(requires: Iterable[str], machine: Machine) -> tuple[str, ...]:
+def unmet(
+    requires: Iterable[str], machine: Machine, find_module: FindModule = importlib.util.find_spec
+) -> tuple[str, ...]:
     """Requirements that this machine does not meet, each with what is there instead.
 
     Forms: 'cuda', 'cuda>=sm80', 'cpu', 'gpus>=2', 'c++' (a compiler), 'module' or 'module>=1.2' (an importable module
     and the version of its distribution), 'some-distribution>=1.2' (a name with a dash is an installed distribution, for
-    modules that several distributions share), and alternatives as in 'cuda>=sm80|cpu'.
+    modules that several distributions share), and alternatives as in 'cuda>=sm80|cpu'. `find_module` is called for
+    modules: a submodule is found by importing its package, whose code may raise anything.
     """
-    return tuple(reason for requirement in requires if (reason := _unmet_alternatives(requirement, machine)))
+    return tuple(
+        reason for requirement in requires if (reason := _unmet_alternatives(requirement, machine, find_module))
+    )
 
 
 def wrong_device(devices: frozenset[str], machine: Machine) -> tuple[str, ...]:
@@ -43,12 +49,12 @@ def refuse_unreadable(where: str, requirement: str) -> None:
             raise PluginError(f"{where}: requires {requirement!r} cannot be read; write 'cuda>=sm80' or 'module>=1.2'")
 
 
-def _unmet_alternatives(requirement: str, machine: Machine) -> str | None:
-    reasons = [_unmet(alternative, machine) for alternative in requirement.split("|")]
+def _unmet_alternatives(requirement: str, machine: Machine, find_module: FindModule) -> str | None:
+    reasons = [_unmet(alternative, machine, find_module) for alternative in requirement.split("|")]
     return None if None in reasons else " or ".join(str(reason) for reason in reasons)
 
 
-def _unmet(requirement: str, machine: Machine) -> str | None:
+def _unmet(requirement: str, machine: Machine, find_module: FindModule) -> str | None:
     match = _REQUIREMENT.match(requirement)
     if match is None:
         return f"requirement {requirement!r} cannot be read; write 'cuda>=sm80' or 'module>=1.2'"
@@ -62,7 +68,7 @@ def _unmet(requirement: str, machine: Machine) -> str | None:
         return None if len(machine.gpus) >= needed else f"needs {needed} GPUs, have {len(machine.gpus)}"
     if name == "c++":
         return _unmet_compiler()
-    return _unmet_distribution(name, version) if "-" in name else _unmet_module(name, version)
+    return _unmet_distribution(name, version) if "-" in name else _unmet_module(name, version, find_module)
 
 
 def _unmet_cuda(version: str | None, machine: Machine) -> str | None:
@@ -89,16 +95,16 @@ def _unmet_distribution(name: str, version: str | None) -> str | None:
     return None
 
 
-def _unmet_module(name: str, version: str | None) -> str | None:
+def _unmet_module(name: str, version: str | None, find_module: FindModule) -> str | None:
     try:
-        # What lies in a package is looked for by importing the package.
-        with guarded(name):
-            spec = importlib.util.find_spec(name)
-    except PluginError as error:
-        cause = error.__cause__
+        spec = find_module(name)
+    # Its package's code may raise anything.
+    except Exception as error:  # noqa: BLE001
+        cause = error.__cause__ if isinstance(error, PluginError) else error
         if isinstance(cause, ModuleNotFoundError) and cause.name and name.startswith(f"{cause.name}."):
             return f"module {cause.name} is not installed"
-        return f"module {name} is broken: {cause if isinstance(cause, ImportError) else error.why}"
+        why = error.why if isinstance(error, PluginError) and not isinstance(cause, ImportError) else cause
+        return f"module {name} is broken: {why}"
     if spec is None:
         return f"module {name} is not installed"
     if version is None:

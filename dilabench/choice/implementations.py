@@ -1,17 +1,14 @@
 """The implementations for one device that dilabench ships, each named after its algorithm.
 
-The names of the source documents work as aliases.
+The names of the source documents work as aliases. Rules import the patterns that they read when they are asked.
 """
 
 from dataclasses import replace
 from itertools import pairwise
 from math import lcm
 
-from dilabench.patterns.block_sparse import BlockSparsePattern
+from dilabench.choice.descriptors import ANY_PATTERN, Capabilities, Implementation
 from dilabench.patterns.dilated import DilatedPattern
-from dilabench.patterns.selectors import STAND_IN_DIM
-from dilabench.patterns.topk_blocks import TopKBlocksPattern
-from dilabench.plugins.descriptors import ANY_PATTERN, Capabilities, Implementation
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 DENSE = frozenset({"dense"})
@@ -133,6 +130,8 @@ def no_block_tiles(workload: Workload) -> str | None:
 
 def _only_whole_128_blocks(workload: Workload) -> str | None:
     """The reason of libraries that take one block mask over the whole sequence, in blocks of their own tiles."""
+    from dilabench.patterns.block_sparse import BlockSparsePattern
+
     pattern, size = BlockSparsePattern.match(workload.pattern), workload.pattern.block_length
     if pattern is not None and pattern.branches is not None:
         return "a block mask over dilated branches is not supported"
@@ -149,6 +148,9 @@ def _only_flash4_blocks(workload: Workload) -> str | None:
 
 def _no_selector(workload: Workload) -> str | None:
     """The reason against selecting anew what is not read off queries, or off too few numbers of each."""
+    from dilabench.patterns.selectors import STAND_IN_DIM
+    from dilabench.patterns.topk_blocks import TopKBlocksPattern
+
     pattern = TopKBlocksPattern.match(workload.pattern)
     if pattern is not None and not pattern.reads_queries:
         return f"selector={pattern.selector} reads no queries that a call could select from"

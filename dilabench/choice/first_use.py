@@ -10,28 +10,17 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from dilabench.cache_folder import cache_folder
-from dilabench.errors import DilabenchError
+from dilabench.choice.measured import TunedCell, measured_near, remember, tune_path
+from dilabench.choice.rules import Choice, by_priority, choose_after
+from dilabench.choice.ways import Way, Ways, way_name
+from dilabench.errors import DilabenchError, said
 from dilabench.impls.one_operator import forward_before_backward
-from dilabench.plugins.boundary import guarded
-from dilabench.record import Case
-from dilabench.suites.choice import (
-    Choice,
-    TunedCell,
-    by_priority,
-    choose_after,
-    configuration,
-    measured_near,
-    remember,
-    tune_path,
-    way_name,
-)
-from dilabench.suites.planner import Planner
+from dilabench.machine import Machine
 from dilabench.workload.spec import Workload
 
 SWITCH = "DILABENCH_FIRST_USE"
@@ -46,8 +35,8 @@ ROOM = 16
 
 logger = logging.getLogger(__name__)
 
-Build = Callable[[Case], Any]
-"""The computation of a case, with `forward` and `backward` as in `attention.dilated`; None where it has none."""
+Build = Callable[[Way], Any]
+"""The computation of a way (`impls.one_operator.Computation`); None if it has none."""
 
 
 class Cost(NamedTuple):
@@ -67,35 +56,25 @@ class Cost(NamedTuple):
         return self.host > self.gpu
 
 
-def fastest(planner: Planner, workload: Workload, device: torch.device, build: Build) -> Choice:
+def fastest(ways: Ways, machine: Machine, workload: Workload, device: torch.device, build: Build) -> Choice:
     """What is known of the workload, else what measuring shows; by the rules where nothing can be measured.
 
     Raises ConfigError when nothing can compute it on this machine.
     """
-    kind = cache_folder(), device, configuration(workload)
-    if (known := _known.get(kind)) and known[0].doublings_to(workload) is not None:
-        return known[1]
-    near = measured_near(planner.machine, workload)
+    near = measured_near(ways, machine, workload)
     if near is None and _may_measure(workload, device):
-        cell = measure(planner, workload, device, build)
+        cell = measure(ways, machine, workload, device, build)
         if cell is not None:
             try:
-                remember(tune_path(planner.machine), planner.machine, [cell])
+                remember(tune_path(machine), machine, [cell])
             except DilabenchError as error:
                 # The result still serves this process.
                 logger.warning("what was measured is not kept: %s", error)
             return Choice(cell.implementation, cell.backend, "first use", cell.told)
-    choice = choose_after(near, planner.catalogue, planner.machine, workload)
-    if near is not None:
-        _known[kind] = near, choice
-    return choice
+    return choose_after(near, ways, machine, workload)
 
 
-# What this process took of what was measured: for the next length, the file is not read again.
-_known: dict[Hashable, tuple[TunedCell, Choice]] = {}
-
-
-def measure(planner: Planner, workload: Workload, device: torch.device, build: Build) -> TunedCell | None:
+def measure(ways: Ways, machine: Machine, workload: Workload, device: torch.device, build: Build) -> TunedCell | None:
     """Run every way on random numbers; None where fewer than two run. Compiles what has to be compiled."""
     generator = torch.Generator(device).manual_seed(0)
     of_queries, of_keys = workload.num_heads, workload.num_kv_heads
@@ -103,18 +82,17 @@ def measure(planner: Planner, workload: Workload, device: torch.device, build: B
     shapes = [(workload.batch_size, workload.seq_len, one, workload.head_dim) for one in heads]
     dtype = getattr(torch, workload.dtype)
     q, dout, k, v = (torch.randn(shape, dtype=dtype, device=device, generator=generator) for shape in shapes)
-    found: list[tuple[Cost, Case]] = []
-    for case in ways(planner, workload):
+    found: list[tuple[Cost, Way]] = []
+    for way in ways_to_measure(ways, machine, workload):
         try:
-            # Its kernels may be a plug-in's: whatever they raise, the other ways are measured.
-            with guarded(planner.catalogue.implementations.origin(case.implementation)):
-                computation = build(case)
-                if computation is not None:
-                    limit = HOPELESS * min((cost.seen for cost, _ in found), default=math.inf)
-                    gradient = dout if workload.mode != "forward" else None
-                    found.append((_cost(computation, (q, k, v), gradient, limit), case))
-        except DilabenchError as error:
-            logger.info("%s over %s cannot serve %s: %s", case.implementation, case.backend, workload.label(), error)
+            computation = build(way)
+            if computation is not None:
+                limit = HOPELESS * min((cost.seen for cost, _ in found), default=math.inf)
+                gradient = dout if workload.mode != "forward" else None
+                found.append((_cost(computation, (q, k, v), gradient, limit), way))
+        # Kernels of other packages may raise anything: the other ways are still measured.
+        except Exception as error:  # noqa: BLE001
+            logger.info("%s cannot serve %s: %s", way_name(way), workload.label(), said(error))
     if len(found) < 2:
         return None
     (cost, best), *others = ranked(found)
@@ -132,35 +110,33 @@ def measure(planner: Planner, workload: Workload, device: torch.device, build: B
     )
 
 
-def ranked(found: Sequence[tuple[Cost, Case]]) -> list[tuple[Cost, Case]]:
+def ranked(found: Sequence[tuple[Cost, Way]]) -> list[tuple[Cost, Way]]:
     """The best first: of those as good to who calls one after another, that which leaves most of the GPU to others."""
     least = min(cost.seen for cost, _ in found)
     return sorted(found, key=lambda pair: pair[0].gpu if pair[0].seen <= AS_GOOD * least else pair[0].seen + least)
 
 
-def ways(planner: Planner, workload: Workload) -> list[Case]:
-    """Every implementation with a priority and worth a try, over every backend with one, that can serve it here; where
+def ways_to_measure(ways: Ways, machine: Machine, workload: Workload) -> list[Way]:
+    """Every implementation with a priority and worth a try, over every backend with one, that can serve it here; if
     that is one way alone, the plain method, too.
     """
-    found = [*_served(planner, workload, by_priority(planner.catalogue, workload))]
+    found = [*_served(ways, machine, workload, by_priority(ways, workload))]
     if len(found) < 2:
-        methods = planner.catalogue.implementations
-        plain = (one.name for one in methods if one.role == "plain" and one.takes == "heads")
-        found += _served(planner, workload, plain)
+        plain = (one.name for one in ways.implementations if one.role == "plain" and one.takes == "heads")
+        found += _served(ways, machine, workload, plain)
     return found
 
 
-def _served(planner: Planner, workload: Workload, names: Iterable[str]) -> Iterator[Case]:
+def _served(ways: Ways, machine: Machine, workload: Workload, names: Iterable[str]) -> Iterator[Way]:
     """By the implementations of these names, over each backend."""
-    catalogue, machine = planner.catalogue, planner.machine
     for name in names:
-        over = catalogue.preferred_backends(machine) if catalogue.implementations.get(name).uses_backend else (None,)
+        over = ways.preferred_backends(machine) if ways.implementations.get(name).uses_backend else (None,)
         for backend in over:
-            case = Case(implementation=name, backend=backend, workload=workload)
-            if catalogue.reasons_against(case, machine) or catalogue.reasons_untried(case, machine):
+            way = Way(name, backend, workload)
+            if ways.reasons_against(way, machine) or ways.reasons_untried(way, machine):
                 continue
-            if backend is None or not catalogue.reasons_against_backend(case, machine):
-                yield case
+            if backend is None or not ways.reasons_against_backend(way, machine):
+                yield way
 
 
 def _may_measure(workload: Workload, device: torch.device) -> bool:

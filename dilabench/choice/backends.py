@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from dilabench.choice.descriptors import Backend, Capabilities
+from dilabench.choice.implementations import CPU, CUDA, DENSE, HALF
 from dilabench.machine import multiplies_bfloat16_tiles
-from dilabench.plugins.builtin.implementations import CPU, CUDA, DENSE, HALF
-from dilabench.plugins.descriptors import Backend, Capabilities
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 

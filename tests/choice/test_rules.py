@@ -1,16 +1,19 @@
 """`-i auto`: measured cells first, the nearest of them, then the rule; and only what can run."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from dilabench.choice.measured import TunedCell, TuneFile, read_tune_file, remember, tune_path
+from dilabench.choice.rules import choose
+from dilabench.choice.ways import own_ways
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins import Implementation
 from dilabench.plugins.manager import discover
 from dilabench.record import Case, GpuInfo
 from dilabench.request import RunRequest
-from dilabench.suites.choice import TunedCell, TuneFile, choose, read_tune_file, tune_path
 from dilabench.suites.planner import Planner
 from dilabench.workload.spec import Workload, WorkloadRequest
 
@@ -134,3 +137,28 @@ def test_who_calls_windows_is_not_given_a_backend_without_them() -> None:
     case = plain.model_copy(update={"implementation": "windowed"})
     assert any("window" in reason for reason in catalogue.reasons_against_backend(case, H200))
     assert not any("window" in reason for reason in catalogue.reasons_against_backend(plain, H200))
+
+
+def test_cells_of_patterns_that_the_library_does_not_know_stay_in_the_file(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plug-in's pattern is unknown to a process of the library, which writes to the same file."""
+    known = TunedCell(workload=workload(), implementation="gather", backend="math", median_ns=10)
+    fields = json.loads(known.model_dump_json())
+    theirs = {**fields, "workload": {**fields["workload"], "pattern": {"kind": "theirs"}}}
+    path = tune_path(CPU)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"device": "cpu", "cells": [theirs, fields]}))
+    assert choose(own_ways(), CPU, workload()).source == "tuned"
+    another = known.model_copy(update={"workload": workload(head_dim=32)})
+    remember(path, CPU, [another])
+    file = read_tune_file(path)
+    assert (file.cells, file.unread) == ((known, another), (theirs,))
+
+
+def test_the_library_chooses_among_its_own_ways(cache: Path) -> None:
+    """A cell of a plug-in's implementation decides nothing there."""
+    write(tune_path(CPU), TunedCell(workload=workload(), implementation="theirs", backend=None, median_ns=10))
+    assert choose(own_ways(), CPU, workload()).source == "rule"
+    assert not own_ways().implementations.names[0].startswith("ring")
+    assert "ring" in own_ways(over_ranks=True).implementations

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from dilabench.attention import chosen, dilated_attention, first_use
-from dilabench.attention.planning import planner_of
+from dilabench.attention import chosen, dilated_attention
+from dilabench.choice import first_use
+from dilabench.choice.computation import machine_of
+from dilabench.choice.measured import TunedCell, TuneFile, read_tune_file, remember, tune_path
+from dilabench.choice.ways import Way, own_ways
 from dilabench.contracts import BuildContext, WithNotes
 from dilabench.errors import EnvironmentNotReady
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
-from dilabench.record import Case
-from dilabench.suites.choice import TunedCell, read_tune_file, remember, tune_path
 from dilabench.workload.spec import Workload, WorkloadRequest
 
 CPU = torch.device("cpu")
@@ -32,14 +33,14 @@ class Measured:
     def __init__(self) -> None:
         self.fastest, self.others, self.calls = "math", first_use.Cost(1.2, 0.5), 0
 
-    def build(self, case: Case) -> Any:
-        return case
+    def build(self, way: Way) -> Any:
+        return way
 
-    def cost(self, case: Case, *_tensors: object) -> first_use.Cost:
+    def cost(self, way: Way, *_tensors: object) -> first_use.Cost:
         self.calls += 1
-        if case.backend == "sdpa-flash":
+        if way.backend == "sdpa-flash":
             raise RuntimeError("no kernel image")
-        return first_use.Cost(1.0, 0.5) if case.backend == self.fastest else self.others
+        return first_use.Cost(1.0, 0.5) if way.backend == self.fastest else self.others
 
 
 @pytest.fixture
@@ -48,22 +49,22 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Measured:
     monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(first_use, "_cost", found.cost)
     monkeypatch.setattr(first_use, "_may_measure", lambda *_: True)
-    monkeypatch.setattr(first_use, "ways", ways_of_three)
+    monkeypatch.setattr(first_use, "ways_to_measure", ways_of_three)
     return found
 
 
-def ways_of_three(_planner: object, asked: Workload) -> list[Case]:
-    return [Case(implementation="strided", backend=name, workload=asked) for name in ("sdpa-flash", "math", "tiled")]
+def ways_of_three(_ways: object, _machine: object, asked: Workload) -> list[Way]:
+    return [Way("strided", name, asked) for name in ("sdpa-flash", "math", "tiled")]
 
 
 def choose(measured: Measured, **fields: object) -> first_use.Choice:
-    return first_use.fastest(planner_of("cpu"), workload(**fields), CPU, measured.build)
+    return first_use.fastest(own_ways(), machine_of("cpu"), workload(**fields), CPU, measured.build)
 
 
 def test_the_fastest_way_that_runs_is_taken_and_kept(measured: Measured) -> None:
     found = choose(measured)
     assert (found, found.told) == (first_use.Choice("strided", "math", "first use"), "1 s, strided:tiled 1.2 s")
-    (cell,) = read_tune_file(tune_path(planner_of("cpu").machine)).cells
+    (cell,) = read_tune_file(tune_path(machine_of("cpu"))).cells
     assert (cell.backend, cell.median_ns, cell.runner_up) == ("math", 10**9, "strided:tiled")
 
 
@@ -79,10 +80,12 @@ def test_near_lengths_are_not_measured_again_and_others_are(measured: Measured) 
         assert measured.calls == before + 3
 
 
-def test_the_file_is_read_once_for_lengths_that_it_tells_of(measured: Measured) -> None:
+def test_the_file_is_read_once_for_lengths_that_it_tells_of(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
     choose(measured)
     assert choose(measured, seq_len=300).source == "tuned"
-    tune_path(planner_of("cpu").machine).unlink()
+    monkeypatch.setattr(TuneFile, "model_validate_json", None)
     assert (choose(measured, seq_len=301).source, measured.calls) == ("tuned", 3)
     assert choose(measured, seq_len=4096).source == "first use", "too far for what is known"
 
@@ -109,7 +112,7 @@ def test_the_host_counts_where_it_is_the_slower_and_of_equals_the_gpu() -> None:
 
 
 def test_what_a_tune_run_left_in_the_file_stays(measured: Measured) -> None:
-    machine = planner_of("cpu").machine
+    machine = machine_of("cpu")
     cell = TunedCell(workload=workload(head_dim=32), implementation="gather", backend="math", median_ns=10)
     remember(tune_path(machine), machine, [cell], "a-run")
     choose(measured)
@@ -118,7 +121,7 @@ def test_what_a_tune_run_left_in_the_file_stays(measured: Measured) -> None:
 
 
 def test_a_single_way_is_nothing_to_choose_from(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_use, "ways", lambda *arguments: ways_of_three(*arguments)[:2])
+    monkeypatch.setattr(first_use, "ways_to_measure", lambda *arguments: ways_of_three(*arguments)[:2])
     assert choose(measured).source == "rule"
 
 
@@ -134,20 +137,21 @@ def test_a_cache_that_cannot_be_written_costs_only_the_memory(
 
 
 def test_ways_are_those_that_can_serve_the_call() -> None:
-    planner = planner_of("cpu")
-    found = {(case.implementation, case.backend) for case in first_use.ways(planner, workload())}
+    found = {
+        (way.implementation, way.backend)
+        for way in first_use.ways_to_measure(own_ways(), machine_of("cpu"), workload())
+    }
     assert ("strided", "sdpa-flash") in found
     assert not any(name in ("fused", "reference") for name, _ in found)
 
 
 def test_beside_a_single_way_the_plain_method_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 4 x 11975 float32 tokens of 192 columns views took an H100's host 30 ms to launch, indexed rows 20."""
-    planner = planner_of("cpu")
-    several = first_use.ways(planner, workload())
-    monkeypatch.setattr(type(planner.catalogue), "preferred_backends", lambda *_: ("sdpa-flash",))
-    alone = first_use.ways(planner, workload())
-    assert {case.implementation for case in several} == {"strided"}
-    assert [(case.implementation, case.backend) for case in alone] == [
+    several = first_use.ways_to_measure(own_ways(), machine_of("cpu"), workload())
+    monkeypatch.setattr(type(own_ways()), "preferred_backends", lambda *_: ("sdpa-flash",))
+    alone = first_use.ways_to_measure(own_ways(), machine_of("cpu"), workload())
+    assert {way.implementation for way in several} == {"strided"}
+    assert [(way.implementation, way.backend) for way in alone] == [
         ("strided", "sdpa-flash"),
         ("gather", "sdpa-flash"),
     ]
@@ -157,7 +161,7 @@ def test_the_library_computes_by_what_was_chosen(monkeypatch: pytest.MonkeyPatch
     """For a call that wants a gradient and for one that does not, each by its own."""
     asked: list[str] = []
 
-    def fastest(_planner: object, workload: Workload, _device: torch.device, _build: object) -> first_use.Choice:
+    def fastest(_ways: object, _machine: object, workload: Workload, *_others: object) -> first_use.Choice:
         asked.append(workload.mode)
         return first_use.Choice("strided", "math", "first use")
 
@@ -175,7 +179,7 @@ def test_what_the_library_takes_is_told_beside_its_row(monkeypatch: pytest.Monke
     """Chosen when it is built, for calls in the workload's mode, so that no timed call chooses."""
     asked: list[str] = []
 
-    def fastest(_planner: object, workload: Workload, _device: torch.device, _build: object) -> first_use.Choice:
+    def fastest(_ways: object, _machine: object, workload: Workload, *_others: object) -> first_use.Choice:
         asked.append(workload.mode)
         return first_use.Choice("strided", "math", "first use", "1 ms, strided:sdpa-flash 2 ms")
 

@@ -1,0 +1,354 @@
+"""Attention of every pattern, by one function.
+
+    from dilabench.attention import attention
+    from dilabench.patterns import WindowSinkPattern
+
+    out = attention(q, k, v, causal=True)                                     # dense
+    out = attention(q, k, v, pattern=WindowSinkPattern(sinks=4, window_size=1024), causal=True)
+
+Patterns are the objects that workloads of the benchmark have (`dilabench.patterns`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast, overload
+
+import torch
+from torch import Tensor
+
+from dilabench.attention import operands
+from dilabench.attention.dilated import IN_PATTERN, attend
+from dilabench.choice.computation import backend_of, implementation_of
+from dilabench.choice.descriptors import load_target
+from dilabench.choice.ways import AUTO, Way
+from dilabench.contracts import Attend, AttendBackward, AttentionFn, BuildContext, LoadedBackend, WithLse
+from dilabench.errors import ConfigError
+from dilabench.impls.one_operator import (
+    Computation,
+    _sink_gradient,
+    first_derivatives,
+    forward_before_backward,
+    outside_compilers,
+    refuse_forward_mode,
+)
+from dilabench.kernels.lse import add_null_mass_
+from dilabench.patterns.dense import DENSE
+from dilabench.patterns.dilated import DilatedPattern
+from dilabench.patterns.pattern import Pattern
+from dilabench.workload.spec import UNBOUNDED, Window
+
+__all__ = ["attention", "block_sparse_attention"]
+
+# What dense attention has in place of the fields of a dilated pattern.
+NO_BRANCHES: tuple[Any, ...] = ((), (), "all", "modulo", "head", "masked", "exact")
+
+
+class CallOptions(TypedDict, total=False):
+    """Keyword options of `attention` besides its pattern, described there."""
+
+    causal: bool
+    window: Window
+    scale: float | None
+    sink: Tensor | None
+    indices: Tensor | None
+
+
+class AttentionOptions(CallOptions, total=False):
+    """Keyword options of `attention`, described there."""
+
+    pattern: Pattern | None
+    cu_seqlens: Sequence[int] | Tensor | None
+    backend: str | Attend
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+) -> tuple[Tensor, Tensor]: ...
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    pattern: Pattern | None = None,
+    causal: bool = False,
+    window: Window = UNBOUNDED,
+    scale: float | None = None,
+    sink: Tensor | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    indices: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | Attend = AUTO,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention of any pattern: out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D].
+
+    K divides H: each key/value head serves H/K query heads. Gradients of query, key, value and sink are exact.
+
+    pattern: which query attends to which key; None is every one (dense). The objects of `dilabench.patterns`:
+        DilatedPattern (LongNet), BlockSparsePattern, TopKBlocksPattern (MoBA, VSA), WindowSinkPattern (StreamingLLM),
+        ColumnBoundsPattern (FlashMask), NativeSparsePattern (NSA).
+    causal: a query attends only to keys up to its own position.
+    window: (left, right) in positions, -1 unbounded: (1023, 0) is a causal window of 1024 keys.
+    scale: factor of the scores; 1/sqrt(D) by default.
+    sink: [H], per head the logit of one more key whose value is 0 (gpt-oss); gets a gradient.
+    cu_seqlens: packed sequences, bounds that rise from 0 to T; out [T, H, D] of query [T, H, D] and key, value
+        [T, K, D]. For dense and dilated patterns.
+    indices: [n, k] or [K, n, k] integers on the tensors' device, for TopKBlocksPattern: the k key blocks of each of n
+        query blocks, for all key/value heads or each. Order does not matter, -1 stands for none. They replace the
+        pattern's selector and top_k.
+    return_lse: also return lse [B, H, N], the natural logarithm of each query's sum of exponentials (packed: [H, T]),
+        without a gradient. A query that attends to no key has out 0 and lse -inf.
+    backend: for dense and dilated patterns a name of `dilabench list backends`, or a function
+        `(q, k, v, *, causal, window, scale) -> (out, lse)` of dense attention; 'auto' is the fastest way known.
+
+    Dense and dilated patterns work under torch.compile without a graph break and under torch.func; others break the
+    graph at the call.
+
+    Raises ValueError for shapes, patterns or options that do not fit together.
+
+    >>> import torch
+    >>> from dilabench.attention import attention
+    >>> from dilabench.patterns import DilatedPattern
+    >>> q, k, v = (torch.randn(1, 64, 4, 16) for _ in range(3))
+    >>> out, lse = attention(q, k, v, causal=True, return_lse=True)
+    >>> out.shape, lse.shape
+    (torch.Size([1, 64, 4, 16]), torch.Size([1, 4, 64]))
+    >>> pattern = DilatedPattern(segment_lengths=(16, 64), dilation_rates=(1, 4))
+    >>> attention(q, k, v, pattern=pattern).shape
+    torch.Size([1, 64, 4, 16])
+    """
+    dilated = None if pattern is None else DilatedPattern.match(pattern)
+    if pattern is None or pattern == DENSE or dilated is not None:
+        if indices is not None:
+            raise ValueError("indices are blocks of pattern=TopKBlocksPattern(block_size=...); give that pattern")
+        lengths, rates, *rules = NO_BRANCHES if dilated is None else (getattr(dilated, name) for name in IN_PATTERN)
+        fixed = lengths, rates, causal, window, scale
+        out, lse = attend(query, key, value, sink, cu_seqlens, *fixed, tuple(rules), backend)
+        lse = lse if cu_seqlens is None else lse[0]
+    else:
+        if cu_seqlens is not None:
+            raise ValueError(f"cu_seqlens with pattern {pattern.kind}: packed sequences are for dense and dilated ones")
+        if backend != AUTO:
+            raise ValueError(f"backend {backend!r} with pattern {pattern.kind}, whose kernels call none; leave it out")
+        refuse_forward_mode(query, key, value)
+        wants_gradient = torch.is_grad_enabled() and (
+            query.requires_grad or key.requires_grad or value.requires_grad or (sink is not None and sink.requires_grad)
+        )
+        options = _Options(causal, tuple(window), scale, (), wants_gradient)  # type: ignore[arg-type]
+        out, lse = outside_compilers(_attend, pattern, options, query, key, value, sink, indices, return_lse)
+    return (out, lse.detach()) if return_lse else out
+
+
+@overload
+def block_sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: str = "local_window",
+    block_size: int = 128,
+    density: float = 0.1,
+    seed: int = 0,
+    return_lse: Literal[False] = False,
+    **options: Unpack[CallOptions],
+) -> Tensor: ...
+@overload
+def block_sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: str = "local_window",
+    block_size: int = 128,
+    density: float = 0.1,
+    seed: int = 0,
+    return_lse: Literal[True],
+    **options: Unpack[CallOptions],
+) -> tuple[Tensor, Tensor]: ...
+def block_sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: str = "local_window",
+    block_size: int = 128,
+    density: float = 0.1,
+    seed: int = 0,
+    return_lse: bool = False,
+    **options: Unpack[CallOptions],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over blocks: `attention` with a BlockSparsePattern, or with the blocks that `indices` name.
+
+    With `indices` [n, k] or [K, n, k], each block of `block_size` queries attends to its k blocks of keys, and `mask`,
+    `density` and `seed` are not used. Without, `mask` names one that is drawn: local_window, global_local,
+    dilated_sparse, strided, hierarchical or random, with a share of `density` of the visible blocks. On a GPU
+    `block_size` is a multiple of 16. The other options are those of `attention`. Raises ValueError.
+
+    >>> import torch
+    >>> from dilabench.attention import block_sparse_attention
+    >>> q, k, v = (torch.randn(1, 64, 4, 16) for _ in range(3))
+    >>> own_and_first = torch.stack([torch.arange(4), torch.zeros(4, dtype=torch.long)], dim=-1)  # [n, k] = [4, 2]
+    >>> block_sparse_attention(q, k, v, indices=own_and_first, block_size=16, causal=True).shape
+    torch.Size([1, 64, 4, 16])
+    """
+    pattern = _block_pattern(mask, block_size, density, seed, options.get("indices") is not None)
+    result: Tensor | tuple[Tensor, Tensor] = attention(  # type: ignore[call-overload]
+        query, key, value, pattern=pattern, return_lse=return_lse, **options
+    )
+    return result
+
+
+@lru_cache(maxsize=64)
+def _block_pattern(mask: str, block_size: int, density: float, seed: int, selected: bool) -> Pattern:
+    from dilabench.patterns.block_sparse import BlockSparsePattern
+    from dilabench.patterns.topk_blocks import TopKBlocksPattern
+
+    try:
+        if selected:
+            return TopKBlocksPattern.from_request({"block_size": block_size, "selector": "random", "top_k": 1})
+        fields = {"mask": mask, "block_size": block_size, "density": density, "mask_seed": seed}
+        return BlockSparsePattern.from_request(fields)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+class _Options(NamedTuple):
+    """As `operands.Options`."""
+
+    causal: bool
+    window: Window
+    scale: float | None
+    cu_seqlens: tuple[int, ...]
+    wants_gradient: bool
+
+
+def _attend(
+    pattern: Pattern,
+    options: _Options,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None,
+    indices: Tensor | None,
+    needs_lse: bool,
+) -> tuple[Tensor, Tensor]:
+    """out and lse of a pattern that is neither dense nor dilated; lse is empty if there is none and none is needed."""
+    tensors = tuple((x.shape, x.dtype, x.device) for x in (query, key, value))
+    function: Any
+    if indices is None:
+        function = _function(pattern, tensors, options)
+    else:
+        function = _selected(pattern, tensors, options, indices)
+    if sink is not None:
+        operands.check_sink(sink, query, "detached" if pattern.is_detached else "exact")
+        if not isinstance(function, Computation):
+            raise ValueError(f"sink with pattern {pattern.kind}, a sum of several softmaxes; leave it out")
+        out, lse = _WithSink.apply(function, query, key, value, sink)
+        return out, lse
+    if isinstance(function, WithLse):
+        return function.with_lse(query, key, value)
+    if needs_lse:
+        raise ValueError(f"return_lse with pattern {pattern.kind}, a sum of several softmaxes; leave it out")
+    return function(query, key, value), query.new_empty(0)
+
+
+@lru_cache(maxsize=64)
+def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Options) -> AttentionFn:
+    """The function for tensors of these shapes, made once."""
+    device = tensors[0][2]
+    try:
+        workload = operands.workload_of(pattern, tensors, options)
+        implementation = implementation_of(workload, device)
+        way = Way(implementation.name, None, workload)
+        backend = backend_of(AUTO, way, device.type) if implementation.uses_backend else None
+        build = load_target(implementation.target)
+        function: AttentionFn = build(workload, BuildContext(device=device, backend=backend))
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return function
+
+
+def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Options, indices: Tensor) -> Computation:
+    """The function over the key blocks that `indices` name."""
+    from dilabench.kernels.block_sparse.selected import SelectedPlan
+    from dilabench.patterns.topk_blocks import TopKBlocksPattern
+
+    selection = TopKBlocksPattern.match(pattern)
+    if selection is None:
+        raise ValueError(f"indices with pattern {pattern.kind}: they are blocks of pattern=TopKBlocksPattern(...)")
+    (_, length, _, _), size, heads = tensors[0][0], selection.block_size, tensors[1][0][2]
+    blocks = -(-length // size)
+    shape = tuple(indices.shape)
+    if indices.is_floating_point() or shape[:-1] not in {(blocks,), (1, blocks), (heads, blocks)}:
+        raise ValueError(
+            f"indices {indices.dtype} {shape} must be integers [{blocks}, k] or [{heads}, {blocks}, k]: k key blocks "
+            f"for each of {blocks} blocks of {size} queries"
+        )
+    if indices.device != tensors[0][2]:
+        raise ValueError(f"indices are on {indices.device} and query on {tensors[0][2]}; move one of them")
+    # As selectors of dilabench give them.
+    by_head = (indices if indices.ndim == 3 else indices[None]).to(torch.int32).contiguous()
+    plan = SelectedPlan(by_head, size, length, options.causal, options.window)
+    union, rows = _over_blocks(pattern, tensors, options)
+    planned = replace(rows, plan=plan)
+    return replace(union, rows=lambda _device: (planned,))
+
+
+@lru_cache(maxsize=64)
+def _over_blocks(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Options) -> tuple[Any, Any]:
+    """The `BlockUnion` and its `PlannedRows` for tensors of these shapes, which lack only their plan."""
+    from dilabench.impls.block_sparse.block_sparse import kernels_for
+    from dilabench.impls.block_sparse.union import BlockUnion, planned_over_everything
+
+    device = tensors[0][2]
+    try:
+        workload = operands.workload_of(pattern, tensors, options)
+        implementation_of(workload, device)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    name, forward, backward = kernels_for(device)
+    union = BlockUnion(
+        backend=LoadedBackend(name, cast(Attend, forward), cast(AttendBackward, backward)),
+        rows=lambda _device: (),
+        covered=True,
+        causal=options.causal,
+        window=options.window,
+        scale=workload.softmax_scale,
+    )
+    (rows,) = planned_over_everything(workload, cast(Any, None))
+    return union, rows
+
+
+class _WithSink(torch.autograd.Function):
+    """out and lse of a computation with a sink [H] besides its keys."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, computation: Computation, query: Tensor, key: Tensor, value: Tensor, sink: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = forward_before_backward(computation, query, key, value)[:2]
+        add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
+        ctx.computation = computation
+        ctx.save_for_backward(query, key, value, out, lse, sink)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+            dout, *_, out, lse, sink = tensors
+            return *ctx.computation.backward(*tensors[:6]), _sink_gradient(dout, out, lse, sink)
+
+        return None, *first_derivatives(gradients, dout, *ctx.saved_tensors)

@@ -1,0 +1,1 @@
+"""Which way of computing a workload is the fastest: descriptors, measured cells, first use, rules."""

@@ -1,0 +1,140 @@
+"""From a workload to what computes it: the fastest way, or the one over a backend that the caller names or gives."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+
+from dilabench.choice import first_use
+from dilabench.choice.descriptors import Implementation, load_target
+from dilabench.choice.rules import Choice, by_priority
+from dilabench.choice.ways import AUTO, Candidate, Way, own_ways
+from dilabench.contracts import Attend, BuildContext, LoadedBackend
+from dilabench.errors import ConfigError
+from dilabench.impls.one_operator import Computation
+from dilabench.machine import Machine, detect
+from dilabench.workload.spec import Workload
+
+
+def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computation]:
+    """What `backend="auto"` takes, and its computation: the fastest way that is known or can be measured here.
+
+    A rule may leave the backend open; then it is the best dense kernel. Raises ConfigError when nothing can compute it
+    on this machine.
+    """
+    ways, machine = own_ways(), machine_of(device.type)
+    # Who asks for a backward pass will call a forward pass before it.
+    asked = workload if workload.mode == "forward" else workload.replace(mode="both")
+
+    def build(way: Candidate) -> Computation | None:
+        implementation = ways.implementations.get(way.implementation)
+        if implementation.uses_backend and way.backend is None:
+            return None
+        backend = load_backend(ways.backends.get(way.backend)) if way.backend else None
+        built = load_target(implementation.target)(asked, BuildContext(device=device, backend=backend))
+        return built if isinstance(built, Computation) else None
+
+    choice = first_use.fastest(ways, machine, asked, device, build)
+    computation = build(Way(choice.implementation, choice.backend, asked))
+    if computation is not None:
+        return choice, computation
+    name = choice.implementation if ways.implementations.get(choice.implementation).uses_backend else "strided"
+    backend = backend_of(AUTO, Way(name, None, workload.replace(mode="both")), device.type)
+    return Choice(name, backend.name, choice.source), over(backend, name, asked, device)
+
+
+def implementation_of(workload: Workload, device: torch.device) -> Implementation:
+    """The implementation of highest priority that can compute the workload without a backend. Raises ConfigError."""
+    ways, machine = own_ways(), machine_of(device.type)
+    against: list[str] = []
+    for name in by_priority(ways, workload):
+        way = Way(name, None, workload)
+        reasons = ways.reasons_against(way, machine) or ways.reasons_unasked(way, machine)
+        if not reasons:
+            return ways.implementations.get(name)
+        against.append(f"{name}: {', '.join(reasons)}")
+    why = "; ".join(against) or f"no implementation has pattern {workload.pattern.kind}"
+    raise ConfigError(f"nothing here can compute {workload.label()}: {why}")
+
+
+def over(backend: LoadedBackend, implementation: str, workload: Workload, device: torch.device) -> Computation:
+    """The computation of an implementation over a backend."""
+    build = load_target(own_ways().implementations.get(implementation).target)
+    computation: Computation = build(workload, BuildContext(device=device, backend=backend))
+    return computation
+
+
+def backend_of(backend: str | Attend, way: Candidate, device: str) -> LoadedBackend:
+    """The backend of a name that can serve a way here, what 'auto' means for it, or the caller's own function.
+
+    A function is differentiated by the plain backward pass of backend `math`. Raises ValueError for a backend that
+    cannot serve the way, ConfigError for an unknown name.
+    """
+    function = _functions.get(backend) if isinstance(backend, str) else backend
+    if function is not None:
+        from dilabench.backends import math
+
+        return LoadedBackend(getattr(function, "__name__", "function"), function, math.attend_backward)
+    assert isinstance(backend, str)
+    ways, machine = own_ways(way.world_size > 1), machine_of(device)
+    if backend == AUTO:
+        name, reasons = ways.choose_backend(way, machine)
+    else:
+        name = ways.backends.get(backend).name
+        reasons = "; ".join(ways.reasons_against_backend(way, machine, name))
+    if name is None or (backend != AUTO and reasons):
+        raise ValueError(f"backend {backend!r} cannot serve this call: {reasons}")
+    return load_backend(ways.backends.get(name))
+
+
+# Functions that callers gave as backends, by the names that operators take for them.
+_functions: dict[str, Attend] = {}
+_names: dict[Attend, str] = {}
+
+
+def name_of(function: Attend) -> str:
+    """A name by which operators of this process find a caller's function; it keeps the function."""
+    name = _names.setdefault(function, f"function {len(_names)}")
+    _functions[name] = function
+    return name
+
+
+class Described(Protocol):
+    """A backend's descriptor, or the part of it that is sent to a worker."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def target(self) -> str: ...
+    @property
+    def backward_target(self) -> str | None: ...
+    @property
+    def packed_target(self) -> str | None: ...
+    @property
+    def merging_target(self) -> str | None: ...
+    @property
+    def aligns_ends(self) -> bool: ...
+    @property
+    def places_results(self) -> bool: ...
+
+
+def load_backend(backend: Described) -> LoadedBackend:
+    """Import what a backend's targets name. Raises PluginError for one that names nothing."""
+    backward = load_target(backend.backward_target) if backend.backward_target else None
+    return LoadedBackend(
+        backend.name,
+        load_target(backend.target),
+        backward,
+        aligns_ends=backend.aligns_ends,
+        places_results=backend.places_results,
+        packed=load_target(backend.packed_target) if backend.packed_target else None,
+        merging=load_target(backend.merging_target) if backend.merging_target else None,
+    )
+
+
+@lru_cache(maxsize=2)
+def machine_of(device: str) -> Machine:
+    """The machine as calls on a kind of device see it."""
+    return detect(device)

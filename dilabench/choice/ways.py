@@ -1,0 +1,265 @@
+"""The ways to compute a workload: implementations over backends, by name, and what speaks against each of them here.
+
+`own_ways()` holds dilabench's own, which the library chooses among. The benchmark's catalogue adds those of plug-ins
+(`dilabench.plugins.catalogue`).
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from dilabench.choice.backends import BACKENDS
+from dilabench.choice.descriptors import Backend, Capabilities, Implementation, Named, load_target
+from dilabench.choice.implementations import IMPLEMENTATIONS
+from dilabench.choice.requirements import unmet
+from dilabench.errors import PluginError
+from dilabench.machine import Machine
+from dilabench.retired import no_such_name
+from dilabench.workload.spec import Workload
+
+if TYPE_CHECKING:
+    from dilabench.distributed.model import Sharding
+
+DescriptorT = TypeVar("DescriptorT", bound=Named)
+# What backend `auto` stands for: the fastest that can serve the call.
+AUTO = "auto"
+OWNER = "dilabench"
+
+
+class OverBackend(Protocol):
+    """An implementation, over a backend if it calls one."""
+
+    @property
+    def implementation(self) -> str: ...
+    @property
+    def backend(self) -> str | None: ...
+
+
+class Candidate(OverBackend, Protocol):
+    """An implementation, over a backend if it calls one, for a workload on a number of ranks."""
+
+    @property
+    def workload(self) -> Workload: ...
+    @property
+    def world_size(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A `Candidate` of the library."""
+
+    implementation: str
+    backend: str | None
+    workload: Workload
+    world_size: int = 1
+
+
+def way_name(of: OverBackend) -> str:
+    """'strided:math', or 'fused', which takes no backend."""
+    return f"{of.implementation}:{of.backend}" if of.backend else of.implementation
+
+
+class Registry(Generic[DescriptorT]):
+    """The descriptors of one kind, by name and alias. A name that is taken is an error.
+
+    `left_out` gives the names of plug-ins that could not be used: an unknown name may be one of theirs.
+    """
+
+    def __init__(self, kind: str, left_out: Callable[[], Iterable[str]] = tuple) -> None:
+        self.kind = kind
+        self._left_out = left_out
+        self._by_name: dict[str, DescriptorT] = {}
+        self._aliases: dict[str, str] = {}
+        self._origin: dict[str, str] = {}
+
+    def add(self, descriptor: DescriptorT, origin: str) -> None:
+        """Register a descriptor; raises PluginError when its name or an alias is taken."""
+        for name in (descriptor.name, *descriptor.aliases):
+            if name in self._by_name or name in self._aliases:
+                owner = self._origin[self._aliases.get(name, name)]
+                raise PluginError(
+                    f"{self.kind} {name!r} of plug-in {origin!r} is already registered by {owner!r}; "
+                    "rename it or uninstall one of the two"
+                )
+        self._by_name[descriptor.name] = descriptor
+        self._origin[descriptor.name] = origin
+        self._aliases.update(dict.fromkeys(descriptor.aliases, descriptor.name))
+
+    def get(self, name: str) -> DescriptorT:
+        """The descriptor of a name or alias; raises ConfigError (`no_such_name`) for others."""
+        found = self._by_name.get(self._aliases.get(name, name))
+        if found is None:
+            raise no_such_name(self.kind, name, [*self._by_name, *self._aliases], left_out=self._left_out())
+        return found
+
+    def origin(self, name: str) -> str:
+        """The plug-in that registered it."""
+        return self._origin[self.get(name).name]
+
+    def __iter__(self) -> Iterator[DescriptorT]:
+        return iter(self._by_name.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name or name in self._aliases
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names in the order of registration, without aliases."""
+        return tuple(self._by_name)
+
+
+class Ways:
+    """Implementations and backends, and why one of them cannot, or should not, compute a workload on a machine."""
+
+    def __init__(self, left_out: Callable[[], Iterable[str]] = tuple) -> None:
+        self.implementations: Registry[Implementation] = Registry("implementation", left_out)
+        self.backends: Registry[Backend] = Registry("backend", left_out)
+
+    def reasons_against(self, way: Candidate, machine: Machine) -> tuple[str, ...]:
+        """Why it cannot run on this machine; empty when nothing known speaks against it."""
+        implementation = self.implementations.get(way.implementation)
+        reasons = self._reasons_here(implementation, way.workload, machine, way.world_size)
+        if machine.device == "cuda" and way.world_size > len(machine.gpus):
+            reasons.append(f"{way.world_size} ranks need as many GPUs, have {len(machine.gpus)}")
+        if way.backend is not None:
+            reasons += [f"backend {way.backend}: {why}" for why in self.reasons_against_backend(way, machine)]
+        return tuple(reasons)
+
+    def reasons_against_backend(self, way: Candidate, machine: Machine, name: str | None = None) -> tuple[str, ...]:
+        """Why a backend, that of the way unless named, cannot serve it here: what it lacks, and what the workload asks
+        of a dense kernel.
+        """
+        backend = self.backends.get(name or way.backend or "")
+        dense = _of_a_kernel(way.workload)
+        only: tuple[str, ...] = ()
+        if way.implementation in self.implementations:
+            implementation = self.implementations.get(way.implementation)
+            only = implementation.backends
+            if implementation.calls_window:
+                dense = dense.model_copy(update={"window": (dense.seq_len, 0 if dense.causal else dense.seq_len)})
+        reasons = self._reasons_here(backend, dense, machine)
+        if only and backend.name not in only:
+            reasons.append(f"{way.implementation} calls only {' or '.join(only)}")
+        if way.workload.mode != "forward" and backend.backward_target is None:
+            reasons.append(f"mode {way.workload.mode} needs a backward pass, which it lacks")
+        return tuple(reasons)
+
+    def _reasons_here(
+        self, one: Implementation | Backend, workload: Workload, machine: Machine, world_size: int = 1
+    ) -> list[str]:
+        """What it requires and this machine lacks, and what the workload asks beyond what it computes.
+
+        If a missing device has been named already, the workload is checked against what it computes on that device: the
+        same cause would otherwise be given once more for the device, and again for its dtypes there.
+        """
+        lacking = self.unmet(one.requires, machine)
+        device: str = machine.device
+        if lacking and device not in one.supports.devices:
+            device = min(one.supports.devices)
+        return [*lacking, *self.unsupported(one, workload, device, world_size)]
+
+    def unmet(self, requires: Iterable[str], machine: Machine) -> tuple[str, ...]:
+        """Requirements that this machine does not meet (`choice.requirements.unmet`)."""
+        return unmet(requires, machine, self.find_module)
+
+    def find_module(self, name: str) -> ModuleSpec | None:
+        """The spec of a module, None if it is not installed. Importing its parents may raise anything."""
+        return find_spec(name)
+
+    def unsupported(
+        self, one: Implementation | Backend, workload: Workload, device: str, world_size: int = 1
+    ) -> tuple[str, ...]:
+        """Why it cannot compute a workload (`Capabilities.reasons`)."""
+        return self._reasons(one, one.supports, workload, device, world_size)
+
+    def reasons_unasked(self, way: Candidate, machine: Machine) -> tuple[str, ...]:
+        """Why an implementation is not taken unasked for a workload (`Implementation.preferred_for`)."""
+        one = self.implementations.get(way.implementation)
+        return self._reasons_beyond(one, one.preferred_for, way, machine) or self.reasons_untried(way, machine)
+
+    def reasons_untried(self, way: Candidate, machine: Machine) -> tuple[str, ...]:
+        """Why an implementation, over the backend that is named, is not measured to choose one for a workload
+        (`tried_for` of both).
+        """
+        one = self.implementations.get(way.implementation)
+        reasons = self._reasons_beyond(one, one.tried_for, way, machine)
+        if reasons or way.backend is None:
+            return reasons
+        return self.reasons_untried_backend(way, machine)
+
+    def reasons_untried_backend(self, way: Candidate, machine: Machine, name: str | None = None) -> tuple[str, ...]:
+        """Why a backend, that of the way unless named, is not taken unasked for its workload."""
+        backend = self.backends.get(name or way.backend or "")
+        called = Way(way.implementation, backend.name, _of_a_kernel(way.workload), way.world_size)
+        return self._reasons_beyond(backend, backend.tried_for, called, machine)
+
+    def _reasons_beyond(
+        self, one: Implementation | Backend, limits: Capabilities | None, way: Candidate, machine: Machine
+    ) -> tuple[str, ...]:
+        if limits is None:
+            return ()
+        return self._reasons(one, limits, way.workload, machine.device, way.world_size)
+
+    def _reasons(
+        self, _one: Implementation | Backend, limits: Capabilities, workload: Workload, device: str, world_size: int
+    ) -> tuple[str, ...]:
+        return limits.reasons(workload, device, world_size)
+
+    def preferred_backends(self, machine: Machine) -> tuple[str, ...]:
+        """What `auto` may take on this class of device, by falling priority; the first registered before its equals."""
+        here = machine.device_class
+        stated = [one for one in self.backends if here in one.priority]
+        return tuple(one.name for one in sorted(stated, key=lambda one: -one.priority[here]))
+
+    def choose_backend(self, way: Candidate, machine: Machine) -> tuple[str | None, str]:
+        """What backend `auto` means for a way here: the one of highest priority that can serve it and is tried for it.
+
+        If none is tried for it, the first that can serve it. The second value says what stands against those that came
+        before it.
+        """
+        against: list[str] = []
+        able: str | None = None
+        for name in self.preferred_backends(machine):
+            reasons = self.reasons_against_backend(way, machine, name)
+            if not reasons:
+                able = able or name
+                reasons = self.reasons_untried_backend(way, machine, name)
+            if not reasons:
+                return name, "; ".join(against)
+            against.append(f"{name}: {', '.join(reasons)}")
+        return able, "; ".join(against) or "none has a priority on this class of device"
+
+    def sharding_of(self, implementation: str) -> "Sharding | None":
+        """What the implementation's descriptor names as its sharding; None if it names nothing or is not there."""
+        if implementation not in self.implementations:
+            return None
+        target = self.implementations.get(implementation).sharding
+        sharding: Sharding | None = load_target(target) if target else None
+        return sharding
+
+
+def _of_a_kernel(workload: Workload) -> Workload:
+    """What a dense kernel is asked for below the workload."""
+    return workload.as_dense().model_copy(update={"layout": "padded", "cu_seqlens": None})
+
+
+@cache
+def own_ways(over_ranks: bool = False) -> Ways:
+    """dilabench's own backends and its implementations on one device; with `over_ranks` those over ranks, too."""
+    ways = Ways()
+    implementations: tuple[Implementation, ...] = IMPLEMENTATIONS
+    if over_ranks:
+        from dilabench.choice.rings import RINGS
+
+        implementations += RINGS
+    for implementation in implementations:
+        ways.implementations.add(implementation, OWNER)
+    for backend in BACKENDS:
+        ways.backends.add(backend, OWNER)
+    return ways

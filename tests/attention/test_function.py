@@ -1,0 +1,230 @@
+"""`attention` computes every pattern as the reference does, with lse, sinks, selected blocks and a caller's backend."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilabench.attention import attention, block_sparse_attention, dilated_attention, function
+from dilabench.choice.computation import machine_of
+from dilabench.choice.rules import by_priority
+from dilabench.choice.ways import Way, own_ways
+from dilabench.contracts import BuildContext
+from dilabench.impls import reference
+from dilabench.patterns.block_sparse import BlockSparsePattern
+from dilabench.patterns.dense import DENSE
+from dilabench.patterns.dilated import DilatedPattern
+from dilabench.patterns.native_sparse import NativeSparsePattern
+from dilabench.patterns.pattern import Pattern, SequenceShape
+from dilabench.patterns.registry import OWN_KINDS, pattern_type
+from dilabench.patterns.topk_blocks import TopKBlocksPattern
+from dilabench.patterns.window_sink import WindowSinkPattern
+from dilabench.workload.spec import Workload
+
+N, H, K, D, BLOCK = 96, 4, 2, 16, 16
+DILATED = DilatedPattern(segment_lengths=(24, 96), dilation_rates=(1, 4))
+SELECTION = TopKBlocksPattern(selector="random", block_size=BLOCK, top_k=1)
+# Of each block of queries: itself, the first one twice, and none.
+INDICES = torch.tensor([[block, 0, 0, -1] for block in range(N // BLOCK)])
+
+
+def workloads() -> list[Workload]:
+    """Of each kind of ours that has an implementation, the examples without a file, causal and not."""
+    fields = {"seq_len": N, "batch_size": 2, "num_heads": H, "num_kv_heads": K, "head_dim": D, "dtype": "float64"}
+    found = [
+        Workload(pattern=pattern, causal=causal, mode="both", **fields)
+        for kind in OWN_KINDS
+        for pattern in pattern_type(kind.name).examples()
+        if not pattern.is_detached and not pattern.has_fixed_length
+        for causal in (True, False)
+        if pattern.why_not_over(SequenceShape(N, H, K, causal=causal, window=(-1, -1))) is None
+    ]
+    ways, machine = own_ways(), machine_of("cpu")
+    return [
+        workload
+        for workload in found
+        if any(not ways.reasons_against(Way(name, None, workload), machine) for name in by_priority(ways, workload))
+    ]
+
+
+def operands(dtype: torch.dtype = torch.float64, **shape: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    heads = shape.get("heads", H), shape.get("kv_heads", K), shape.get("kv_heads", K)
+    q, k, v = (torch.randn(2, N, one, D, dtype=dtype, generator=generator) for one in heads)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """out and lse by torch's softmax over the keys that `seen` [N, N] has."""
+    k, v = (x.repeat_interleave(H // K, dim=2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / D**0.5
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if sink is not None:
+        scores = torch.cat([scores, sink[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    weights = scores.softmax(-1)[..., :N]
+    return torch.einsum("bhij,bjhd->bihd", weights, v), scores.logsumexp(-1)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: tuple[int, int], scale: float) -> Any:
+    """A caller's own dense attention, without GQA."""
+    assert window == (-1, -1)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+CAUSAL = torch.ones(N, N, dtype=torch.bool).tril()
+IN_BLOCKS = CAUSAL & torch.block_diag(*[torch.ones(BLOCK, BLOCK, dtype=torch.bool)] * (N // BLOCK)).bool()
+SELECTED = IN_BLOCKS | (CAUSAL & (torch.arange(N) < BLOCK))
+
+
+@pytest.mark.parametrize(
+    "workload", workloads(), ids=lambda one: f"{one.pattern.label()} {one.causal}".replace(" ", "-")
+)
+def test_every_pattern_is_computed_as_by_the_reference(workload: Workload) -> None:
+    inputs = operands()
+    out = attention(*inputs, pattern=workload.pattern, causal=workload.causal)
+    expected = reference.build(workload, BuildContext(device=torch.device("cpu")))(*inputs)
+    torch.testing.assert_close(out, expected)
+    dout = torch.randn_like(out)
+    torch.testing.assert_close(torch.autograd.grad(out, inputs, dout), torch.autograd.grad(expected, inputs, dout))
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        ({}, CAUSAL),
+        ({"pattern": DENSE, "window": (15, 0)}, CAUSAL & ~CAUSAL.tril(-16)),
+        ({"pattern": DilatedPattern(segment_lengths=(N,), dilation_rates=(1,))}, CAUSAL),
+        (
+            {"pattern": WindowSinkPattern(sinks=BLOCK, window_size=1)},
+            torch.eye(N).bool() | (CAUSAL & (torch.arange(N) < BLOCK)),
+        ),
+        ({"pattern": SELECTION, "indices": INDICES}, SELECTED),
+        ({"pattern": SELECTION, "indices": INDICES.expand(K, -1, -1)}, SELECTED),
+    ],
+    ids=["dense", "window", "dilated", "window_sink", "indices", "indices-by-head"],
+)
+@pytest.mark.parametrize("with_sink", [True, False])
+def test_lse_and_sinks_are_those_of_one_softmax(options: dict[str, Any], seen: Tensor, with_sink: bool) -> None:
+    inputs = operands()
+    sink = torch.linspace(-1, 2, H, dtype=torch.float64).requires_grad_() if with_sink else None
+    out, lse = attention(*inputs, causal=True, sink=sink, return_lse=True, **options)
+    expected, expected_lse = masked(*inputs, seen, sink)
+    torch.testing.assert_close((out, lse), (expected, expected_lse))
+    assert not lse.requires_grad
+    leaves, dout = (*inputs, *([] if sink is None else [sink])), torch.randn_like(out)
+    torch.testing.assert_close(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, leaves, dout))
+
+
+def test_shorthands_are_calls_of_it() -> None:
+    inputs = operands()
+    fields = {"segment_lengths": (24, 96), "dilation_rates": (1, 4)}
+    assert torch.equal(dilated_attention(*inputs, **fields), attention(*inputs, pattern=DilatedPattern(**fields)))
+    pattern = BlockSparsePattern.from_request({"mask": "random", "block_size": BLOCK, "density": 0.5, "mask_seed": 3})
+    drawn = block_sparse_attention(*inputs, mask="random", block_size=BLOCK, density=0.5, seed=3, causal=True)
+    assert torch.equal(drawn, attention(*inputs, pattern=pattern, causal=True))
+    selected = block_sparse_attention(*inputs, indices=INDICES, block_size=BLOCK, causal=True)
+    assert torch.equal(selected, attention(*inputs, pattern=SELECTION, indices=INDICES, causal=True))
+
+
+def test_packed_sequences_have_an_lse_for_each_token() -> None:
+    q, k, v = (x[0] for x in operands())
+    out, lse = attention(q, k, v, cu_seqlens=(0, 40, N), causal=True, return_lse=True)
+    first, first_lse = attention(q[None, :40], k[None, :40], v[None, :40], causal=True, return_lse=True)
+    assert (out.shape, lse.shape) == ((N, H, D), (H, N))
+    torch.testing.assert_close((out[:40], lse[:, :40]), (first[0], first_lse[0]))
+
+
+@pytest.mark.parametrize("pattern", [None, DILATED], ids=["dense", "dilated"])
+def test_a_function_of_the_caller_is_a_backend(pattern: Pattern | None) -> None:
+    inputs = operands(kv_heads=H)
+    sink = torch.zeros(H, dtype=torch.float64, requires_grad=True)
+    for options in ({}, {"sink": sink}):
+        own = attention(*inputs, pattern=pattern, causal=True, backend=plain, **options)
+        ours = attention(*inputs, pattern=pattern, causal=True, backend="math", **options)
+        torch.testing.assert_close(own, ours)
+        leaves, dout = (*inputs, *options.values()), torch.randn_like(own)
+        torch.testing.assert_close(torch.autograd.grad(own, leaves, dout), torch.autograd.grad(ours, leaves, dout))
+
+
+@pytest.mark.parametrize("backend", ["auto", plain], ids=["auto", "function"])
+@pytest.mark.parametrize("pattern", [None, DILATED], ids=["dense", "dilated"])
+def test_dense_and_dilated_compile_without_a_break(pattern: Pattern | None, backend: Any) -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return attention(q, k, v, pattern=pattern, causal=True, backend=backend, return_lse=True)
+
+    inputs = operands(torch.float32, kv_heads=H)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs), call(*inputs))
+
+
+def test_other_patterns_break_the_graph_and_are_right() -> None:
+    inputs = operands(torch.float32)
+    compiled = torch.compile(attention, backend="aot_eager")
+    pattern = WindowSinkPattern(sinks=4)
+    torch.testing.assert_close(
+        compiled(*inputs, pattern=pattern, window=(7, 0)), attention(*inputs, pattern=pattern, window=(7, 0))
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"indices": INDICES}, "indices are blocks of pattern=TopKBlocksPattern"),
+        ({"indices": INDICES, "pattern": WindowSinkPattern(sinks=4)}, "indices with pattern window_sink"),
+        ({"indices": INDICES[:3], "pattern": SELECTION}, r"must be integers \[6, k\] or \[2, 6, k\]"),
+        ({"indices": INDICES.double(), "pattern": SELECTION}, "must be integers"),
+        ({"pattern": NativeSparsePattern.examples()[0], "return_lse": True}, "a sum of several softmaxes"),
+        ({"pattern": NativeSparsePattern.examples()[0], "sink": torch.zeros(H)}, "a sum of several softmaxes"),
+        ({"pattern": WindowSinkPattern(sinks=4), "backend": "math"}, "whose kernels call none"),
+        ({"pattern": WindowSinkPattern(sinks=4), "cu_seqlens": (0, N)}, "for dense and dilated ones"),
+        ({"backend": "mth"}, "did you mean"),
+        ({"sink": torch.zeros(3)}, "must be one logit per query head"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_way_out(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention(*operands(), **options)
+
+
+def test_dilated_attention_needs_a_branch() -> None:
+    with pytest.raises(ValueError, match="have no branch"):
+        dilated_attention(*operands(), segment_lengths=(), dilation_rates=())
+
+
+def test_examples_of_the_docstrings_run() -> None:
+    found = doctest.testmod(function)
+    assert found.attempted >= 8
+    assert not found.failed
+
+
+def test_the_calls_of_the_page_for_models_run() -> None:
+    """The page's shapes are those of a real model; here a short sequence stands for each."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "use-in-a-model.md").read_text()
+    code = page.split("```python\n")[1].partition("```")[0].replace("15002", str(N)).replace("5001", "40")
+    packed, batched = [], []
+    for line in code.splitlines():
+        (packed if "cu_seqlens" in line else batched).append(line)
+    q, k, v = operands(torch.float32)
+    names: dict[str, Any] = {"q": q, "k": k, "v": v, "sink": torch.zeros(H), "indices": torch.zeros(2, 1).int()}
+    exec("\n".join(batched), names)
+    assert names["lse"].shape == (2, H, N)
+    names |= {"q": q[0], "k": k[0], "v": v[0]}
+    exec("\n".join(packed), names)
+    assert names["out"].shape == (N, H, D)
+
+
+def test_help_shows_every_option_with_its_default() -> None:
+    options = inspect.signature(attention).parameters
+    wanted = "query key value pattern causal window scale sink cu_seqlens indices return_lse backend"
+    assert list(options) == wanted.split()
+    text = inspect.getdoc(attention) or ""
+    assert all(f"{name}:" in text for name, one in options.items() if one.kind is inspect.Parameter.KEYWORD_ONLY)
