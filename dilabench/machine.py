@@ -6,17 +6,20 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from dilabench.devices import ACCELERATOR, CPU, CUDA, TUNED, DeviceFacts, device_named
 from dilabench.errors import EnvironmentNotReady
 from dilabench.validation import Model, content_hash
 from dilabench.workload.spec import AUTO_TOKENS, DType
 
-DeviceKind = Literal["cpu", "cuda"]
-DeviceClass = Literal["cpu", "older", "sm80", "sm90"]
+DeviceClass = Literal["cpu", "older", "sm80", "sm90", "accelerator"]
 
+# To import torch takes seconds, from a cold disk tens.
+PROBE_TIMEOUT_S = 120.0
 CXX_COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -36,51 +39,91 @@ class GpuInfo(Model):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The device kind a run will use, the GPUs, and why CUDA is not used where it is not."""
+    """The device that a run will use by its name in torch, the GPUs, and why CUDA is not used where it is not."""
 
-    device: DeviceKind
+    device: str
     gpus: tuple[GpuInfo, ...] = ()
     no_cuda: str | None = None
 
     @property
+    def facts(self) -> DeviceFacts:
+        """What is known about this kind of device."""
+        return device_named(self.device)
+
+    @property
     def compute_capability(self) -> int:
-        """Compute capability of the first GPU as 90 for 9.0; 0 on a CPU."""
-        if self.device == "cpu" or not self.gpus or self.gpus[0].compute_capability is None:
+        """Compute capability of the first GPU as 90 for 9.0; 0 on any device but CUDA."""
+        if self.device != CUDA.name or not self.gpus or self.gpus[0].compute_capability is None:
             return 0
         return int(self.gpus[0].compute_capability.replace(".", ""))
 
     @property
     def device_class(self) -> DeviceClass:
         """What priorities of backends are stated for: 'sm90' stands for sm_90 and newer, 'older' for below sm_80."""
-        if self.device == "cpu":
+        if self.device == CPU.name:
             return "cpu"
+        if self.device != CUDA.name:
+            return ACCELERATOR
         return "sm90" if self.compute_capability >= 90 else "sm80" if self.compute_capability >= 80 else "older"
 
     @property
     def auto_dtype(self) -> DType:
-        """bfloat16 on sm_80 and newer, float16 on sm_70 and sm_75, float32 below and on a CPU (catalog.md §2)."""
-        if self.compute_capability >= 80:
-            return "bfloat16"
-        return "float16" if self.compute_capability >= 70 else "float32"
+        """bfloat16 on sm_80 and newer, float16 on sm_70 and sm_75, float32 elsewhere (catalog.md §2)."""
+        return self.facts.preferred_dtype(self.compute_capability)
 
     @property
     def auto_tokens(self) -> int:
         """Tokens of a call whose batch is `auto`: enough to fill a GPU; a CPU has one sequence at a time to do."""
-        return AUTO_TOKENS if self.device == "cuda" else 1
+        return AUTO_TOKENS if self.facts.size == "large" else 1
 
 
 def detect(device: str = "auto") -> Machine:
-    """The machine as a run with `device` ('auto', 'cpu' or 'cuda') sees it.
+    """The machine as a run with `device` sees it: 'auto' (CUDA, else the CPU), 'cpu', 'cuda', or the name of another
+    device that `torch.accelerator` finds here.
 
-    Raises EnvironmentNotReady when CUDA is asked for by name and cannot be used.
+    Raises EnvironmentNotReady for a device that is asked for by name and cannot be used.
     """
-    installed = _nvml_gpus()
-    gpus = _visible(installed)
+    if device not in ("auto", *(tuned.name for tuned in TUNED)):
+        return _with_accelerator(device)
+    installed, gpus = _gpus()
     no_cuda = _why_no_cuda(installed, gpus)
     if device == "cuda" and no_cuda:
         raise EnvironmentNotReady(f"device 'cuda' cannot be used: {no_cuda}; use --device cpu or auto")
-    kind: DeviceKind = "cpu" if device == "cpu" or no_cuda else "cuda"
+    kind = CPU.name if device == CPU.name or no_cuda else CUDA.name
     return Machine(device=kind, gpus=gpus, no_cuda="device cpu was asked for" if device == "cpu" else no_cuda)
+
+
+def _with_accelerator(device: str) -> Machine:
+    """The machine with a device that is neither the CPU nor CUDA's."""
+    if device != accelerator():
+        usable = [CPU.name, *([] if _why_no_cuda(*_gpus()) else [CUDA.name]), *filter(None, [accelerator()])]
+        names = ", ".join(dict.fromkeys(usable))
+        raise EnvironmentNotReady(f"device {device!r} is not on this machine; use --device auto or one of: {names}")
+    return Machine(device=device, no_cuda=f"device {device} was asked for")
+
+
+def accelerator() -> str | None:
+    """The name of the device that `torch.accelerator` finds here ('mps', 'xpu', 'cuda'), None without one.
+
+    Where torch is not loaded, a process is started that loads it: this one may have to stay without.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return _accelerator_by_process()
+    found = getattr(torch, "accelerator", None)
+    return str(found.current_accelerator().type) if found is not None and found.is_available() else None
+
+
+@functools.cache
+def _accelerator_by_process() -> str | None:
+    code = "import torch; from dilabench.machine import accelerator; print('accelerator', accelerator() or '')"
+    asked = [sys.executable, "-c", code]
+    try:
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    name = re.search(r"^accelerator (\w+)$", answer, re.MULTILINE)
+    return name[1] if name else None
 
 
 def cxx_compiler() -> str | None:
@@ -116,6 +159,12 @@ def cpuinfo() -> str:
 def multiplies_bfloat16_tiles() -> bool:
     """Whether the processor has tile registers (AMX), which multiply bfloat16 several times as fast."""
     return "amx_bf16" in cpuinfo()
+
+
+def _gpus() -> tuple[tuple[GpuInfo, ...], tuple[GpuInfo, ...]]:
+    """The GPUs that NVML shows, and those of them that CUDA will see."""
+    installed = _nvml_gpus()
+    return installed, _visible(installed)
 
 
 def _visible(installed: tuple[GpuInfo, ...]) -> tuple[GpuInfo, ...]:

@@ -136,5 +136,5 @@ def load_backend(backend: Described) -> LoadedBackend:
 
 @lru_cache(maxsize=2)
 def machine_of(device: str) -> Machine:
-    """The machine as calls on a kind of device see it."""
-    return detect(device)
+    """The machine as calls on a kind of device see it; tensors without data, on `meta`, count as those of `auto`."""
+    return detect("auto" if device == "meta" else device)

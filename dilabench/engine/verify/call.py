@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dilabench.engine.call.returned import not_plain
 from dilabench.engine.call.torch_settings import as_text, settings_kept
+from dilabench.engine.device.device import device_of
 from dilabench.engine.verify.compare import agreement
 from dilabench.record import Check
 
@@ -164,8 +165,8 @@ def _filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _poison_cached_blocks(like: Sequence[Tensor]) -> None:
     blocks = []
     for tensor in like:
-        if tensor.device.type == "cuda":
-            free = torch.cuda.mem_get_info(tensor.device)[0]
+        free = device_of(tensor.device).free_bytes()
+        if free is not None:
             count = min(CACHED_BLOCKS, free // (4 * max(1, tensor.nbytes)))
             blocks += [torch.full_like(tensor, torch.nan) for _ in range(count)]
     del blocks
