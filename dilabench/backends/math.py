@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dilabench.backends.band import Band
-from dilabench.devices import Size, device_named
+from dilabench.machine import Size, device_named
 from dilabench.workload.spec import UNBOUNDED, Window
 
 # Bytes of one block of scores. About four blocks live at once in the backward pass. A CPU block should stay near its

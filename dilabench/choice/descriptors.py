@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from dilabench.devices import CUDA, device_named
 from dilabench.errors import PluginError
-from dilabench.machine import DeviceClass
+from dilabench.machine import CUDA, DeviceClass, device_named
 from dilabench.patterns.dense import DENSE
 from dilabench.validation import defined, shown
 from dilabench.workload.cuts import why_not_apart

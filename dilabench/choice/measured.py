@@ -19,9 +19,8 @@ from pydantic import Field, ValidationError, model_validator
 from dilabench.atomic_file import write_text
 from dilabench.cache_folder import cache_folder
 from dilabench.choice.ways import Ways
-from dilabench.devices import CUDA
 from dilabench.errors import ConfigError
-from dilabench.machine import Machine
+from dilabench.machine import CUDA, Machine
 from dilabench.patterns.registry import has_kind
 from dilabench.units import format_seconds
 from dilabench.validation import Model

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dilabench.choice.ways import Candidate, Ways
-from dilabench.devices import Size, device_named
 from dilabench.distributed.model import ideal_efficiency
+from dilabench.machine import Size, device_named
 from dilabench.workload.spec import UNBOUNDED
 from dilabench.workload.work import flops
 

@@ -5,12 +5,12 @@ from math import inf
 
 import psutil
 
-from dilabench.devices import CPU, device_named
 from dilabench.engine.case_state import CaseState
 from dilabench.engine.driver import Driver
 from dilabench.engine.method import default_timer
 from dilabench.engine.worker.client import Worker, WorkerFailure
 from dilabench.engine.worker.protocol import CommandName, IsolatedResult, case_spec, worker_key
+from dilabench.machine import CPU, device_named
 from dilabench.metadata import MEMORY_LIMIT, STREAM_CUT_SHORT, STREAM_INTERRUPTED, STREAM_WALL_NS
 from dilabench.predict.memory import plan_memory
 from dilabench.record import (

@@ -1,9 +1,9 @@
 """What `--timing` means on a device: which timer, how long, how sure. No torch."""
 
-from dilabench.devices import device_named
 from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker.protocol import TimerSpec
 from dilabench.errors import ConfigError, unknown_name
+from dilabench.machine import device_named
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Timer
 from dilabench.validation import Model

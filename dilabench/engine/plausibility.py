@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
-from dilabench.devices import device_named
 from dilabench.engine.lower_bounds import least_bytes, least_flops
 from dilabench.engine.warmup import lower_quartile
+from dilabench.machine import device_named
 from dilabench.metadata import ABOVE_PEAK_BANDWIDTH, ABOVE_PEAK_FLOPS, COPY_KEY, INTERFERENCE, NOTES, peak_flops
 from dilabench.plugins.descriptors import Backend
 from dilabench.record import Case, KernelUse, Measured, Note, Row, Slot

@@ -17,9 +17,9 @@ from pydantic import TypeAdapter, ValidationError
 
 import dilabench
 from dilabench.choice.requirements import refuse_unreadable
-from dilabench.devices import WORDS as WORDS_OF_DEVICES
 from dilabench.errors import PluginError
 from dilabench.impls.peers.paths import search_peer_paths
+from dilabench.machine import WORDS as WORDS_OF_DEVICES
 from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.registry import PatternKind, load, register
 from dilabench.plugins import NAME, builtin, hookspecs

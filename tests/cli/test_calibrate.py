@@ -8,8 +8,8 @@ import pytest
 
 from dilabench.cli.compare.calibrate import summary
 from dilabench.compare.fingerprint import machine_key
-from dilabench.devices import device_named
 from dilabench.engine import calibration, method
+from dilabench.machine import device_named
 from dilabench.plugins.manager import discover
 from dilabench.record import Slot, Timing
 from dilabench.store.lookup import Store

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from dilabench.devices import CPU
 from dilabench.engine import method
 from dilabench.errors import ExitCode
+from dilabench.machine import CPU
 
 SMALL = "--lengths 256 --set num_heads=2 --set batch_size=1 --set segment_lengths=64,128 --set dilation_rates=1,2"
 

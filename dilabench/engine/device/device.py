@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dilabench.devices import CPU, CUDA, device_named
+from dilabench.machine import CPU, CUDA, device_named
 
 
 class Device:

@@ -84,6 +84,34 @@ class Call:
             yield Check(name="settings", passed=False, detail=detail)
 
 
+class OnHost:
+    """A function of a device that the oracle cannot compute on, called with tensors of the host; its results, and what
+    it writes into its inputs, come back there. Differentiable. Raises ValueError for results on another device.
+    """
+
+    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
+        self._function = function
+        self._device = device
+        if hasattr(function, "with_lse"):
+            self.with_lse = OnHost(function.with_lse, device)
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        given = [tensor.to(self._device) for tensor in inputs]
+        found = self._function(*given)
+        for tensor, sent in zip(inputs, given, strict=True):
+            seen = sent.detach().to(tensor.device)
+            if not torch.equal(seen, tensor.detach()):
+                tensor.detach().copy_(seen)
+        return tuple(map(self._back, found)) if isinstance(found, tuple) else self._back(found)
+
+    def _back(self, result: Any) -> Any:
+        if not isinstance(result, Tensor):
+            return result
+        if result.device.type != self._device.type:
+            raise ValueError(f"a result is on {result.device}, not on {self._device}")
+        return result.cpu()
+
+
 def digest(tensor: Tensor) -> Tensor:
     """A checksum per row, of what stands where: rows or values that changed places show, and so does a row of zeros.
 

@@ -47,7 +47,7 @@ from dilabench.engine.worker.protocol import (
     WorkerSettings,
 )
 from dilabench.errors import first_line, text_of
-from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, refuse_unknown
+from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, UNTUNED_DEVICE, refuse_unknown
 from dilabench.record import Note, Slot
 
 # Least calls of a slot whose last call is checked: the first may have other inputs altogether, the last has those of
@@ -130,7 +130,15 @@ class Handlers:
         self._calls[spec.handle] = call
         self._checkers[spec.handle] = TimedOutputs(call)
         prepared = Prepared(setup_ns=call.setup_ns, call_ns=call.call_ns)
-        return Reply(prepared=prepared, notes=(*call.notes, *_settings_notes(call.changed_settings)))
+        notes = (*self._device_notes(), *call.notes, *_settings_notes(call.changed_settings))
+        return Reply(prepared=prepared, notes=notes)
+
+    def _device_notes(self) -> tuple[Note, ...]:
+        facts = self._on.facts
+        if facts.tuned:
+            return ()
+        message = f"no kernel of dilabench is tuned for {facts.name}: torch's own kernels, timed by the host's clock"
+        return (UNTUNED_DEVICE.note(message),)
 
     def _joined(self) -> World | None:
         """The world of this worker's ranks, joined at the first case; None for a worker that computes by itself."""

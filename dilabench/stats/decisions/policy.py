@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from math import log1p
 from typing import Literal
 
-from dilabench.devices import CUDA, device_named
 from dilabench.errors import ConfigError
+from dilabench.machine import CUDA, device_named
 from dilabench.stats.decisions.paired import SlotStatistic
 
 MIN_CHANGE_NS = 2_000.0

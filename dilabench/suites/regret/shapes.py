@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dilabench.devices import Size
 from dilabench.errors import ConfigError
-from dilabench.machine import Machine
+from dilabench.machine import Machine, Size
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.request import workload_request
 from dilabench.workload.spec import WorkloadRequest
