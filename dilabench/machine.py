@@ -67,6 +67,13 @@ class DeviceFacts:
         """The word of a descriptor that means this device: its own name, else that of its kind if `words` has it."""
         return self.word if self.name not in words and self.word in words else self.name
 
+    @property
+    def warning(self) -> str | None:
+        """What a run on a device without kernels of dilabench says of it; None for any other."""
+        if self.tuned:
+            return None
+        return f"no kernel of dilabench is tuned for {self.name}: torch's own kernels run, timed by the host's clock"
+
     def preferred_dtype(self, compute_capability: int) -> DType:
         """The dtype that `auto` means on such a device."""
         return next(dtype for least, dtype in self.dtypes if compute_capability >= least)

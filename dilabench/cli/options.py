@@ -46,8 +46,8 @@ Device = Annotated[
     str | None,
     typer.Option(
         "--device",
-        metavar="auto|cpu|cuda|NAME",
-        help="Where to run (default auto: cuda, else cpu); NAME: mps, xpu, or another of torch.accelerator.",
+        metavar="NAME",
+        help="auto (default), cpu, cuda, or another of torch.accelerator: mps, xpu.",
     ),
 ]
 StrictPlugins = Annotated[bool, typer.Option("--strict-plugins", help="Stop when a plug-in cannot be loaded.")]

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dilabench.choice.computation import machine_of
+from dilabench.choice.ways import Way, own_ways
 from dilabench.engine import runner
 from dilabench.engine.call.isolated_call import measure_isolated
 from dilabench.engine.device import device as device_module
@@ -24,6 +26,7 @@ from dilabench.record import Measured, RunHeader
 from dilabench.request import run_request
 from dilabench.suites.planner import Planner
 from dilabench.suites.range.cases import expand
+from dilabench.workload.spec import Workload
 
 HOST = torch.device("cpu")
 FEW = {"seq_len": 96, "batch_size": 1, "num_heads": 2, "head_dim": 16, "segment_lengths": [32, 96]}
@@ -117,6 +120,15 @@ def test_what_is_planned_runs_over_torchs_own_attention(accelerator):
     assert {one.case.workload.dtype for one in cases} == {"float32"}
     fused = next(one for one in cases if one.case.implementation == "fused")
     assert "needs cuda, have mps (device mps was asked for)" in fused.skip.why
+
+
+def test_the_library_takes_torchs_own_attention_there():
+    machine, ways = machine_of("xpu"), own_ways()
+    shape = {"batch_size": 1, "seq_len": 64, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
+    way = Way("strided", None, Workload(pattern={"kind": "dense"}, **shape))
+    assert (machine.device, machine.device_class, machine.auto_dtype) == ("xpu", "accelerator", "float32")
+    assert ways.choose_backend(way, machine) == ("sdpa", "")
+    assert machine_of("meta").device in ("cpu", "cuda")
 
 
 def test_its_timer_is_the_hosts_clock(accelerator):

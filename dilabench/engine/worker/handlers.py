@@ -134,11 +134,8 @@ class Handlers:
         return Reply(prepared=prepared, notes=notes)
 
     def _device_notes(self) -> tuple[Note, ...]:
-        facts = self._on.facts
-        if facts.tuned:
-            return ()
-        message = f"no kernel of dilabench is tuned for {facts.name}: torch's own kernels, timed by the host's clock"
-        return (UNTUNED_DEVICE.note(message),)
+        message = self._on.facts.warning
+        return (UNTUNED_DEVICE.note(message),) if message else ()
 
     def _joined(self) -> World | None:
         """The world of this worker's ranks, joined at the first case; None for a worker that computes by itself."""
