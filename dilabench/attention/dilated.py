@@ -13,7 +13,7 @@ torch.compile without graph breaks: forward and backward are one custom operator
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,32 @@ class AttentionOptions(TypedDict, total=False):
     backend: str | Attend
 
 
+@overload
+def dilated_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    sink: Tensor | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
+@overload
+def dilated_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    sink: Tensor | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
 def dilated_attention(
     query: Tensor,
     key: Tensor,
@@ -80,17 +106,19 @@ def dilated_attention(
     merge_grad: Literal["exact", "detached"] = "exact",
     sink: Tensor | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
+    return_lse: bool = False,
     backend: str | Attend = AUTO,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """LongNet's dilated attention: out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D], K dividing H.
 
     With `cu_seqlens`, rising from 0 to T: packed sequences, out [T, H, D] of query [T, H, D] and key, value [T, K, D].
     Segments begin anew in each sequence. A list is better than a tensor, which has to be read from its device.
 
     `segment_lengths` and `dilation_rates` pair up to branches; any sizes work, also segments that do not divide N or
-    rates that do not divide segments. `window` is (left, right) in positions, -1 unbounded; `scale` defaults to
-    1/sqrt(D). `heads`: every head in every branch, or heads split over the branches. `offset`: the residue that a head
-    keeps is h mod r (the paper) or h // ceil(H/r) (the authors' code), counted by query head or by key/value head.
+    rates that do not divide segments. Without any branch it is dense attention. `window` is (left, right) in positions,
+    -1 unbounded; `scale` defaults to 1/sqrt(D). `heads`: every head in every branch, or heads split over the branches.
+    `offset`: the residue that a head keeps is h mod r (the paper) or h // ceil(H/r) (the authors' code), counted by
+    query head or by key/value head.
     `padding`: whether positions that a segment lacks to a multiple of its rate are attended as zero keys (the authors'
     code). `merge_grad`: whether gradients flow through the weights that branches are merged with, or these count as
     constants (the authors' code); only the former computes pairs once that branches share, and only the latter keeps
@@ -100,7 +128,8 @@ def dilated_attention(
     (out, lse)` of dense attention (`contracts.Attend`); 'auto' takes the fastest way: on a GPU it measures them all at
     the first call of a configuration, which takes seconds once per machine (`choice.first_use`). The last bits of the
     query's gradient may differ from call to call, as FlashAttention's do, unless torch is asked for deterministic
-    algorithms (`torch.use_deterministic_algorithms`).
+    algorithms (`torch.use_deterministic_algorithms`). `return_lse`: also return lse [B, H, N] (packed: [H, T]), as
+    `attention` does.
 
     Raises ValueError for shapes or options that do not fit, for a dropout other than 0, for a sink with detached
     gradients, and for a backend that cannot serve the call.
@@ -110,31 +139,6 @@ def dilated_attention(
             f"dropout_p {dropout_p} is not supported: attention weights are never materialised, so that none can be "
             "dropped; use 0, and nn.Dropout on the output"
         )
-    branches = tuple(segment_lengths), tuple(dilation_rates)
-    if branches == ((), ()):
-        raise ValueError("segment_lengths () and dilation_rates () have no branch; give one, or call attention()")
-    rules = heads, offset, offset_by, padding, merge_grad
-    return attend(query, key, value, sink, cu_seqlens, *branches, causal, window, scale, rules, backend)[0]
-
-
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sink: Tensor | None,
-    cu_seqlens: Sequence[int] | Tensor | None,
-    segment_lengths: tuple[int, ...],
-    dilation_rates: tuple[int, ...],
-    causal: bool,
-    window: Window,
-    scale: float | None,
-    rules: tuple[str, str, str, str, str],
-    backend: str | Attend,
-) -> tuple[Tensor, Tensor]:
-    """`dilated_attention` with lse [B, H, N]; packed: [1, H, T]. Without any branch it is dense attention.
-
-    `rules`: heads, offset, offset_by, padding and merge_grad.
-    """
     if cu_seqlens is not None:
         if query.ndim != 3 or key.ndim != 3 or value.ndim != 3:
             shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
@@ -146,15 +150,17 @@ def attend(
     wants_gradient = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (sink is not None and sink.requires_grad)
     )
-    *layout, merge_grad = rules
     # As `Options`, which takes several times as long to make.
     options = (
-        segment_lengths,
-        dilation_rates,
+        tuple(segment_lengths),
+        tuple(dilation_rates),
         causal,
         tuple(window),
         scale,
-        *layout,
+        heads,
+        offset,
+        offset_by,
+        padding,
         # Outputs are the same, and more kernels give them.
         "exact" if merge_grad == "detached" and not wants_gradient else merge_grad,
         bounds,
@@ -169,15 +175,17 @@ def attend(
             out, lse = WithGradient.apply(computation, query, key, value)
         else:
             out, lse = computation.forward(query, key, value)[:2]
-        return (out, lse) if cu_seqlens is None else (out[0], lse)
-    operands.check_operands(query.shape, key.shape, value.shape)
-    if sink is not None:
-        operands.check_sink(sink, query, merge_grad)
-    if not isinstance(backend, str):
-        # Operators take texts.
-        options = (*options[:-1], name_of(backend))
-    out, lse = as_one_operator(DILATED, query, key, value, options, sink)
-    return (out, lse) if cu_seqlens is None else (out[0], lse)
+    else:
+        operands.check_operands(query.shape, key.shape, value.shape)
+        if sink is not None:
+            operands.check_sink(sink, query, merge_grad)
+        if not isinstance(backend, str):
+            # Operators take texts.
+            options = (*options[:-1], name_of(backend))
+        out, lse = as_one_operator(DILATED, query, key, value, options, sink)
+    if cu_seqlens is not None:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_lse else out
 
 
 class DilatedAttention(nn.Module):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dilabench.attention import operands
-from dilabench.attention.dilated import IN_PATTERN, attend
+from dilabench.attention.dilated import IN_PATTERN, dilated_attention
 from dilabench.choice.computation import backend_of, implementation_of
 from dilabench.choice.descriptors import load_target
 from dilabench.choice.ways import AUTO, Way
@@ -43,7 +43,7 @@ from dilabench.workload.spec import UNBOUNDED, Window
 __all__ = ["attention", "block_sparse_attention"]
 
 # What dense attention has in place of the fields of a dilated pattern.
-NO_BRANCHES: tuple[Any, ...] = ((), (), "all", "modulo", "head", "masked", "exact")
+NO_BRANCHES: dict[str, Any] = {"segment_lengths": (), "dilation_rates": ()}
 
 
 class CallOptions(TypedDict, total=False):
@@ -133,10 +133,20 @@ def attention(
     if pattern is None or pattern == DENSE or dilated is not None:
         if indices is not None:
             raise ValueError("indices are blocks of pattern=TopKBlocksPattern(block_size=...); give that pattern")
-        lengths, rates, *rules = NO_BRANCHES if dilated is None else (getattr(dilated, name) for name in IN_PATTERN)
-        fixed = lengths, rates, causal, window, scale
-        out, lse = attend(query, key, value, sink, cu_seqlens, *fixed, tuple(rules), backend)
-        lse = lse if cu_seqlens is None else lse[0]
+        fields = NO_BRANCHES if dilated is None else {name: getattr(dilated, name) for name in IN_PATTERN}
+        out, lse = dilated_attention(
+            query,
+            key,
+            value,
+            causal=causal,
+            window=window,
+            scale=scale,
+            sink=sink,
+            cu_seqlens=cu_seqlens,
+            backend=backend,
+            return_lse=True,
+            **fields,
+        )
     else:
         if cu_seqlens is not None:
             raise ValueError(f"cu_seqlens with pattern {pattern.kind}: packed sequences are for dense and dilated ones")

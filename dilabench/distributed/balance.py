@@ -93,7 +93,9 @@ def _branches(workload: Workload, length: int) -> Counter[_Branch]:
     counted = Counter[_Branch]()
     for head in range(workload.num_heads):
         segments = workload.pattern.strided_segments(shape, head) or ()
-        counted.update(_Branch(one.segment_length, one.rate, shape.causal, shape.window) for one in segments)
+        counted.update(
+            _Branch(segment.segment_length, segment.rate, shape.causal, shape.window) for segment in segments
+        )
     return counted
 
 

@@ -121,8 +121,8 @@ def _work(mask: Mask, size: int, rows: int, causal: bool) -> Callable[[Sequence[
     before = np.concatenate([[0], np.cumsum(work)])
 
     def of_chunks(edges: Sequence[int]) -> list[float]:
-        found: list[float] = np.diff(before[list(edges)]).tolist()
-        return found
+        pairs: list[float] = np.diff(before[list(edges)]).tolist()
+        return pairs
 
     return of_chunks
 
@@ -139,8 +139,8 @@ def _sight(mask: Mask, parts: int, price: float) -> Sight:
     before = np.concatenate([np.zeros_like(seen[:1], dtype=np.int32), seen.cumsum(0, dtype=np.int32)])
 
     def seen_by(edges: Sequence[int]) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = (np.diff(before[list(edges)], axis=0) > 0).reshape(len(edges) - 1, -1)
-        return found
+        seen_by_chunk: NDArray[np.bool_] = (np.diff(before[list(edges)], axis=0) > 0).reshape(len(edges) - 1, -1)
+        return seen_by_chunk
 
     return Sight(np.tile(blocks, parts), seen_by, price)
 
@@ -150,8 +150,8 @@ def _needed(mask: Mask, parts: int, size: int, rows: list[range]) -> Blocks:
     import numpy as np
 
     of_heads = mask.reshape(parts, -1, *mask.shape[1:])
-    found = [needed_key_blocks(one, size, rows) * parts + head for head, one in enumerate(of_heads)]
-    return np.sort(np.concatenate(found))
+    needed = [needed_key_blocks(head_mask, size, rows) * parts + head for head, head_mask in enumerate(of_heads)]
+    return np.sort(np.concatenate(needed))
 
 
 def _sizes(count: int, size: int, rows: int) -> Blocks:

@@ -122,9 +122,9 @@ def _sight(sequences: Runs, reach: Reach) -> Sight | None:
     return Sight(keys, seen_by, PAIRS_PER_KEY / USUAL_GROUP)
 
 
-def overlap(one: range, other: range) -> range:
+def overlap(run: range, other: range) -> range:
     """What two runs share."""
-    return range(max(one.start, other.start), min(one.stop, other.stop))
+    return range(max(run.start, other.start), min(run.stop, other.stop))
 
 
 def overlapping(runs: Runs, other: range) -> Runs:

@@ -25,18 +25,18 @@ def log_zero_keys(
     dtype: by default that of the workload's lse. rows: [R] positions on the CPU, by default all. apart: [parts, H, R],
     of each part of the pattern by itself.
     """
-    found = [
+    zero_keys = [
         (head, start, keys)
         for (start, _), shape in zip(workload.sequences, workload.shapes, strict=True)
         for head in range(workload.num_heads)
         for keys in workload.pattern.zero_keys(shape, head)
     ]
-    if not found:
+    if not zero_keys:
         return None
     lead = workload.pattern.parts if apart else 1, workload.num_heads
     dtype = dtype or torch.promote_types(getattr(torch, workload.dtype), torch.float32)
     counts = torch.zeros(*lead, workload.seq_len if rows is None else len(rows), dtype=dtype, device="cpu")
-    for head, start, keys in found:
+    for head, start, keys in zero_keys:
         counts[keys.part if apart else 0, head, _places(keys.rows, start, rows)] += keys.count
     return counts.log_().to(device)
 

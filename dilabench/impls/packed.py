@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ from dilabench.contracts import BuildContext, LoadedBackend, PackedKernel
 from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import Computation, differentiable, new_number, register
 from dilabench.impls.union.branches import branches_of
-from dilabench.impls.union.packed_rows import AllTokens, PackedRows, PackedUnion, packed_rows
+from dilabench.impls.union.packed_rows import AllTokens, PackedRows, PackedUnion, packed_rows, varlen_arguments
 from dilabench.kernels.lse import has_kernel
 from dilabench.kernels.varlen import SequencePlan, sequence_plan, varlen_backward, varlen_forward
 from dilabench.metadata import OWN_TILES, Note
-from dilabench.workload.spec import Window, Workload
+from dilabench.workload.spec import Workload
 
 # Of our own tiles.
 LARGEST_HEAD_DIM = 256
@@ -102,28 +102,22 @@ def build_packed(
 
 @dataclass(frozen=True, slots=True)
 class OneLaunch(_OverTokens):
-    """All sequences at once by a backend's kernel for packed ones. bounds: int32 [S + 1] on the device."""
+    """All sequences at once by a backend's kernel for packed ones. arguments: sequences, mask and scale, as it takes
+    them.
+    """
 
     kernel: PackedKernel
-    bounds: Tensor
-    longest: int
-    causal: bool
-    window: Window
-    scale: float
-
-    def _sequences(self) -> dict[str, Any]:
-        bounds = {"cu_seqlens": self.bounds, "longest": self.longest}
-        return {**bounds, "causal": self.causal, "window": self.window, "scale": self.scale}
+    arguments: Mapping[str, Any] = field(compare=False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = self.kernel.attend(q[0], k[0], v[0], **self._sequences())
+        out, lse = self.kernel.attend(q[0], k[0], v[0], **self.arguments)
         return out[None], lse[None]
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors = (x[0] for x in (dout, q, k, v, out, lse))
-        dq, dk, dv = self.kernel.attend_backward(*tensors, **self._sequences())
+        dq, dk, dv = self.kernel.attend_backward(*tensors, **self.arguments)
         return dq[None], dk[None], dv[None]
 
 
@@ -133,16 +127,7 @@ def in_one_launch(workload: Workload, context: BuildContext) -> OneLaunch | None
     if kernel is None or context.device.type not in kernel.devices:
         return None
     bounds = _whole_stretches(workload, context)
-    if bounds is None:
-        return None
-    return OneLaunch(
-        kernel,
-        torch.tensor(bounds, dtype=torch.int32).to(context.device),
-        max(stop - start for start, stop in pairwise(bounds)),
-        workload.causal,
-        workload.window,
-        workload.softmax_scale,
-    )
+    return None if bounds is None else OneLaunch(kernel, varlen_arguments(workload, 1, bounds, context.device))
 
 
 def _whole_stretches(workload: Workload, context: BuildContext) -> list[int] | None:
@@ -175,7 +160,8 @@ class InTiles(_OverTokens):
 def in_tiles(workload: Workload, context: BuildContext) -> InTiles | None:
     """The same by our own tiles, where the backend has no kernel for packed sequences and Triton runs."""
     backend = context.require_backend()
-    if backend.packed is not None or not _tiles_run(workload, context):
+    tiles_run = has_kernel(context.device, getattr(torch, workload.dtype)) and workload.head_dim <= LARGEST_HEAD_DIM
+    if backend.packed is not None or not tiles_run:
         return None
     bounds = _whole_stretches(workload, context)
     if bounds is None:
@@ -223,9 +209,3 @@ def by_branches(workload: Workload, context: BuildContext) -> ByBranches | None:
 def _as_batch(call: Callable[..., tuple[Tensor, ...]], *tensors: Tensor, **options: Any) -> tuple[Any, ...]:
     """A call on tokens, of tensors with a batch axis of one."""
     return tuple(x[None] for x in call(*(x[0] for x in tensors), **options))
-
-
-def _tiles_run(workload: Workload, context: BuildContext) -> bool:
-    """Whether our Triton kernels take these tensors."""
-    dtype = getattr(torch, workload.dtype)
-    return has_kernel(context.device, dtype) and workload.head_dim <= LARGEST_HEAD_DIM

@@ -24,19 +24,18 @@ class Part:
         """k or v [B, N, K, D] as this attention has them: means at the last position of each whole block, else 0."""
         if self.pool == 1:
             return x
-        means = block_means(x, self.pool)
-        found = x.new_zeros(x.shape)
-        found[:, self.pool - 1 :: self.pool] = means
-        return found
+        keys = x.new_zeros(x.shape)
+        keys[:, self.pool - 1 :: self.pool] = block_means(x, self.pool)
+        return keys
 
     def keys_backward(self, gradient: Tensor) -> Tensor:
         """The transpose of `keys`: the gradient of x from that of `keys(x)`."""
         if self.pool == 1:
             return gradient
         whole = block_means_backward(gradient[:, self.pool - 1 :: self.pool], self.pool)
-        found = torch.zeros_like(gradient)
-        found[:, : whole.shape[1]] = whole
-        return found
+        of_x = torch.zeros_like(gradient)
+        of_x[:, : whole.shape[1]] = whole
+        return of_x
 
 
 def block_means(x: Tensor, pool: int) -> Tensor:

@@ -228,7 +228,7 @@ _SUMS_MS, _SUMS_MS_OF_MILLION = 0.0037, 0.005
 _TWO_PASSES, _OF_SEVERAL_HEADS = 1.27, 1.22
 
 
-class KeyLists(NamedTuple):
+class WorkByKey(NamedTuple):
     """The lists by key of a group of branches: how many programs walk over one each, and their steps in the mean."""
 
     programs: float
@@ -236,7 +236,7 @@ class KeyLists(NamedTuple):
 
 
 def at_once_is_faster(
-    groups: Sequence[KeyLists], head_dim: int, *, causal: bool, grouped_queries: bool, sums: int, processors: int
+    groups: Sequence[WorkByKey], head_dim: int, *, causal: bool, grouped_queries: bool, sums: int, processors: int
 ) -> bool:
     """Whether one launch of each group costs less than two of smaller tiles: those at once overlap, so that only the
     longest program of all is waited for, and pay for sums of dQ.
@@ -258,11 +258,6 @@ def at_once_is_faster(
     return at_once + _SUMS_MS + _SUMS_MS_OF_MILLION * sums / 1e6 < two_passes
 
 
-# Heads whose programs are as many follow others in the float32 sums of dQ: at their end multiprocessors wait for the
-# last of them. Programs of narrower heads are the shorter, so more of them.
-_PROGRAMS_OF_128_COLUMNS = 2048
-
-
 def blocks_at_once_are_faster(head_dim: int, programs: float, steps: float) -> bool:
     """Whether both passes of the backward in one kernel beat two over a block mask, which has so many key tiles and so
     many steps for each of them in the mean.
@@ -271,6 +266,11 @@ def blocks_at_once_are_faster(head_dim: int, programs: float, steps: float) -> b
     are faster. At D128 51 steps 1.14 times as fast at once, 26 steps 0.95 times; no narrower head gains.
     """
     return head_dim > 64 and programs >= 512 and steps >= 48
+
+
+# Heads whose programs are as many follow others in the float32 sums of dQ: at their end multiprocessors wait for the
+# last of them. Programs of narrower heads are the shorter, so more of them.
+_PROGRAMS_OF_128_COLUMNS = 2048
 
 
 def heads_at_a_time(kv_heads: int, programs: int, head_dim: int) -> int:

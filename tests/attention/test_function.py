@@ -195,9 +195,10 @@ def test_what_does_not_fit_is_refused_with_a_way_out(options: dict[str, Any], me
         attention(*operands(), **options)
 
 
-def test_dilated_attention_needs_a_branch() -> None:
-    with pytest.raises(ValueError, match="have no branch"):
-        dilated_attention(*operands(), segment_lengths=(), dilation_rates=())
+def test_dilated_attention_without_a_branch_is_dense() -> None:
+    inputs = operands()
+    found = dilated_attention(*inputs, segment_lengths=(), dilation_rates=(), causal=True, return_lse=True)
+    torch.testing.assert_close(found, masked(*inputs, CAUSAL))
 
 
 def test_examples_of_the_docstrings_run() -> None:

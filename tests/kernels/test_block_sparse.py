@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilabench.kernels.block_sparse.lists import Visibility, block_lists, largest_tile, padded_lists
+from dilabench.impls.block_sparse.flash4 import padded_lists
+from dilabench.kernels.block_sparse.lists import Visibility, block_lists, largest_tile
 from dilabench.patterns.hidden_rows import HiddenRows
 
 CASES = [

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.impls.block_sparse.union import require_whole_plan
-from dilabench.kernels.block_sparse.lists import padded_lists
+from dilabench.kernels.block_sparse.lists import COUNTED_ONCE, TileLists
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.workload.spec import Workload
 
@@ -61,9 +61,8 @@ def block_tensors(plan: BlockPlan, by_key: bool, device: torch.device) -> Any:
     """The plan's lists as the library takes them."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    lists = padded_lists(plan.lists(BLOCK, BLOCK, by_key))
-    parts = (lists.partly_count, lists.partly, lists.full_count, lists.full)
-    return BlockSparseTensorsTorch(*(torch.from_numpy(part).to(device) for part in parts), block_size=(BLOCK, BLOCK))
+    parts = padded_lists(plan.lists(BLOCK, BLOCK, by_key))
+    return BlockSparseTensorsTorch(*(part.to(device) for part in parts), block_size=(BLOCK, BLOCK))
 
 
 @lru_cache(maxsize=1)
@@ -77,3 +76,28 @@ def _causal_mask() -> Callable[..., Any]:
 
     kept: Callable[..., Any] = causal
     return kept
+
+
+class PaddedLists(NamedTuple):
+    """Lists of tiles as rectangles, int32: how many partly and wholly visible partners each own tile has [1, heads, own
+    tiles], and which, rising [1, heads, own tiles, longest], then zeros.
+    """
+
+    partly_count: Tensor
+    partly: Tensor
+    full_count: Tensor
+    full: Tensor
+
+
+def padded_lists(lists: TileLists) -> PaddedLists:
+    """From lists on the host."""
+    first, n_full, n_partly = lists.spans.unbind(-1)
+    tiles = lists.entries & (COUNTED_ONCE - 1)
+
+    def rectangle(first: Tensor, count: Tensor) -> Tensor:
+        place = torch.arange(max(1, int(count.max())))
+        index = (first[..., None] + place).clamp_max(len(tiles) - 1)
+        return torch.where(place < count[..., None], tiles[index], 0)
+
+    parts = n_partly, rectangle(first + n_full, n_partly), n_full, rectangle(first, n_full)
+    return PaddedLists(*(part[None].contiguous() for part in parts))

@@ -159,12 +159,12 @@ def _united(pieces: Sequence[Piece]) -> tuple[Span, ...]:
 
 def _shared(shard: Sequence[Span], gathered: Sequence[Span]) -> tuple[Shared, ...]:
     """What of a rank's shard is among gathered rows."""
-    found = []
+    shared: list[Shared] = []
     for own in shard:
         for span in gathered:
             start, stop = max(own.start, span.start), min(own.stop, span.stop)
             if start < stop:
                 local, place = own.row + start - own.start, span.row + start - span.start
                 length = stop - start
-                found.append((RowSelection(local, local + length), RowSelection(place, place + length)))
-    return tuple(found)
+                shared.append((RowSelection(local, local + length), RowSelection(place, place + length)))
+    return tuple(shared)

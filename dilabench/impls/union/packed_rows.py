@@ -84,7 +84,7 @@ def packed_rows(workload: Workload, device: torch.device, buffers: BufferPool) -
     for branch in branches_of(workload):
         starts, lengths = _segments(workload, branch.segment_length)
         if branch.rate == 1 and len(branch.places) == workload.num_heads:
-            arguments = _arguments(workload, branch, [*starts.tolist(), workload.seq_len], device)
+            arguments = varlen_arguments(workload, branch.rate, [*starts.tolist(), workload.seq_len], device)
             found.append(AllTokens(rate=1, part=branch.part, first=branch.first, whole=True, arguments=arguments))
             continue
         groups: dict[tuple[int, int], list[Place]] = {}
@@ -138,13 +138,13 @@ def _rows_of(
         key_index=(position * K + kv_head).to(device),
         lse_index=(position[:, None] + T * head).T.flatten().to(device),
         buffers=buffers,
-        arguments=_arguments(workload, branch, [0, *np.concatenate(counts).cumsum().tolist()], device),
+        arguments=varlen_arguments(workload, branch.rate, [0, *np.concatenate(counts).cumsum().tolist()], device),
     )
 
 
-def _arguments(workload: Workload, branch: Branch, bounds: list[int], device: torch.device) -> dict[str, Any]:
-    """What `contracts.AttendPacked` takes besides tensors, for sequences with these bounds in rows of a branch."""
-    left, right = (side if side < 0 else side // branch.rate for side in workload.window)
+def varlen_arguments(workload: Workload, rate: int, bounds: list[int], device: torch.device) -> dict[str, Any]:
+    """What `contracts.AttendPacked` takes besides tensors, for sequences with these bounds of rows `rate` apart."""
+    left, right = (side if side < 0 else side // rate for side in workload.window)
     return {
         "cu_seqlens": torch.tensor(bounds, dtype=torch.int32).to(device),
         "longest": max((stop - start for start, stop in pairwise(bounds)), default=0),

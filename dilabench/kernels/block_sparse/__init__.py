@@ -1,1 +1,1 @@
-"""Triton and Gluon kernels over the visible blocks of a mask."""
+"""Block masks, bounds of columns and selections as lists of tiles, and launches of the `fused` kernels over them."""

@@ -148,39 +148,33 @@ def _query_kernel(
     dq_tail = zero_tail(BLOCK_M, TAIL)
 
     entry_ptr = entries_ptr + first
-    for _ in tl.range(0, n_full, num_stages=STAGES):
-        entry = tl.load(entry_ptr)
-        entry_ptr += 1
-        key_tile, partner, bias = unpack(entry, shift, R, ONE_CLASS)
-        key_row = base_row + key_tile * BLOCK_N
-        place, key_row = box_place(partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, SHIFTED, SHIFTED)
-        k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
-        v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
-        logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
-        dp = scores(dout, dout_tail, v, v_tail, TAIL, PRECISION)
-        p = tl.math.exp2(logits * scale_log2 - (log2_lse - bias)[:, None])
-        ds = p * (dp - delta[:, None])
-        dq, dq_tail = add_weighted(dq, dq_tail, ds, k, k_tail, TAIL, PRECISION)
-
-    if CAUSAL or RAGGED or WINDOWED:
-        for _ in tl.range(0, n_masked, num_stages=STAGES):
+    for masked in tl.static_range(2 if CAUSAL or RAGGED or WINDOWED else 1):
+        for _ in tl.range(0, n_masked if masked else n_full, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
             key_tile, partner, bias = unpack(entry, shift, R, ONE_CLASS)
             key_row = base_row + key_tile * BLOCK_N
             place, key_row = box_place(
-                partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, RAGGED, SHIFTED
+                partner,
+                key_row,
+                first_place,
+                whole_rows,
+                left_over,
+                R,
+                BLOCK_N,
+                RAGGED if masked else SHIFTED,
+                SHIFTED,
             )
             k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
             dp = scores(dout, dout_tail, v, v_tail, TAIL, PRECISION)
-            end = key_rows if ONE_CLASS else end_of(partner, rows_left, longer_classes, super_rows)
-            window = (window_left, window_right)
-            seen = seen_keys(query_row, residue, key_tile, partner, end, window, R, BLOCK_N, CAUSAL, WINDOWED)
-            ranges = hiding_ranges(bounds_ptr, (key_row + tl.arange(0, BLOCK_N))[None, :], key_rows, RANGES)
-            seen = outside(seen, query_row[:, None], ranges, RANGES)
-            logits = tl.where(seen, logits, float("-inf"))
+            if masked:
+                end = key_rows if ONE_CLASS else end_of(partner, rows_left, longer_classes, super_rows)
+                window = (window_left, window_right)
+                seen = seen_keys(query_row, residue, key_tile, partner, end, window, R, BLOCK_N, CAUSAL, WINDOWED)
+                ranges = hiding_ranges(bounds_ptr, (key_row + tl.arange(0, BLOCK_N))[None, :], key_rows, RANGES)
+                logits = tl.where(outside(seen, query_row[:, None], ranges, RANGES), logits, float("-inf"))
             p = tl.math.exp2(logits * scale_log2 - (log2_lse - bias)[:, None])
             ds = p * (dp - delta[:, None])
             dq, dq_tail = add_weighted(dq, dq_tail, ds, k, k_tail, TAIL, PRECISION)
@@ -305,50 +299,40 @@ def _key_kernel(
             n_full = tl.minimum(high, n_full)
         stats_at = ((batch * n_heads + head) * R * n_supers + super_index).to(tl.int64)
         stats_at = stats_ptr + stats_at * (stats_blocks * (2 * _STATS_BLOCK)) + stats_places(tl.arange(0, BLOCK_M))
-        for _ in tl.range(begin, n_full, num_stages=STAGES):
-            entry = tl.load(entry_ptr)
-            entry_ptr += 1
-            query_tile, partner, bias = unpack(entry, shift, R, ONE_CLASS)
-            query_tile *= BLOCK_M
-            # Of causal lists these tiles end before the last row, of the sequence where nothing is shifted.
-            cut: tl.constexpr = CUT and (SHIFTED or not CAUSAL)
-            place, box_row = box_place(
-                partner, base_row + query_tile, first_place, whole_rows, left_over, R, BLOCK_M, cut, SHIFTED
-            )
-            q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL)
-            stats = stats_at + (partner * class_stats + query_tile * 2)
-            log2_lse = tl.load(stats) - bias
-            logits = scores(k, k_tail, q, q_tail, TAIL, PRECISION)
-            dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL)
-            p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
-            delta = tl.load(stats + _STATS_BLOCK)
-            dp = scores(v, v_tail, dout, dout_tail, TAIL, PRECISION)
-            dv, dv_tail = add_weighted(dv, dv_tail, p, dout, dout_tail, TAIL, PRECISION)
-            ds = p * (dp - delta[None, :])
-            dk, dk_tail = add_weighted(dk, dk_tail, ds, q, q_tail, TAIL, PRECISION)
-        if CAUSAL or WINDOWED or RANGES > 0:
-            # Not pipelined: such tiles are few, and a second in flight beside its mask takes registers from the rest.
-            # But windows and bounds of columns make most of a list of them.
-            stages: tl.constexpr = STAGES if ONE_CLASS and (WINDOWED or RANGES > 0) else 1
-            for _ in tl.range(masked_begin, n_masked, num_stages=stages):
+        for masked in tl.static_range(2 if CAUSAL or WINDOWED or RANGES > 0 else 1):
+            # Tiles that a causal edge cuts are few: a second one in flight beside its mask takes registers from the
+            # rest. But windows and bounds of columns make most of a list of them.
+            for _ in tl.range(
+                masked_begin if masked else begin,
+                n_masked if masked else n_full,
+                num_stages=1 if masked and not (ONE_CLASS and (WINDOWED or RANGES > 0)) else STAGES,
+            ):
                 entry = tl.load(entry_ptr)
                 entry_ptr += 1
                 query_tile, partner, bias = unpack(entry, shift, R, ONE_CLASS)
                 query_tile *= BLOCK_M
+                # Of causal lists whole tiles end before the last row, of the sequence where nothing is shifted.
                 place, box_row = box_place(
-                    partner, base_row + query_tile, first_place, whole_rows, left_over, R, BLOCK_M, CUT, SHIFTED
+                    partner,
+                    base_row + query_tile,
+                    first_place,
+                    whole_rows,
+                    left_over,
+                    R,
+                    BLOCK_M,
+                    CUT and (masked or SHIFTED or not CAUSAL),
+                    SHIFTED,
                 )
                 q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL)
                 stats = stats_at + (partner * class_stats + query_tile * 2)
                 log2_lse = tl.load(stats) - bias
                 logits = scores(k, k_tail, q, q_tail, TAIL, PRECISION)
                 dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL)
-                query_row = query_tile + tl.arange(0, BLOCK_M)
-                seen = seen_queries(
-                    query_row, partner, key_row, residue, (window_left, window_right), R, CAUSAL, WINDOWED
-                )
-                seen = outside(seen, query_row[None, :], ranges, RANGES)
-                logits = tl.where(seen, logits, float("-inf"))
+                if masked:
+                    query_row = query_tile + tl.arange(0, BLOCK_M)
+                    window = (window_left, window_right)
+                    seen = seen_queries(query_row, partner, key_row, residue, window, R, CAUSAL, WINDOWED)
+                    logits = tl.where(outside(seen, query_row[None, :], ranges, RANGES), logits, float("-inf"))
                 p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
                 delta = tl.load(stats + _STATS_BLOCK)
                 dp = scores(v, v_tail, dout, dout_tail, TAIL, PRECISION)

@@ -16,7 +16,7 @@ from dilabench.kernels.fused.row_layout import on_hopper, segment_arguments
 from dilabench.kernels.fused.tile_lists import computed_pairs
 from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launch_cache import Arguments, Launch, LaunchCache
-from dilabench.kernels.tuning import L2_RESIDENT_BYTES, KeyLists, TileConfig, at_once_is_faster, select_kernel
+from dilabench.kernels.tuning import L2_RESIDENT_BYTES, TileConfig, WorkByKey, at_once_is_faster, select_kernel
 
 _LOG2E = 1.4426950408889634
 
@@ -59,7 +59,7 @@ def _is_faster(steps: list[AtOnce], q: Tensor, k: Tensor, causal: bool) -> bool:
     for group, tiles, _ in steps:
         rows = k.numel() / dim * group.covered_keys
         pairs = q.shape[0] * computed_pairs(group, min(tiles.block_m, group.largest_tile), causal)
-        lists.append(KeyLists(rows / tiles.block_n, pairs / (rows * tiles.block_m)))
+        lists.append(WorkByKey(rows / tiles.block_n, pairs / (rows * tiles.block_m)))
     return at_once_is_faster(
         lists,
         dim,

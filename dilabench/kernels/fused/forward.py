@@ -133,44 +133,35 @@ def _forward_kernel(
     acc_tail = zero_tail(BLOCK_M, TAIL)
 
     entry_ptr = entries_ptr + first
-    for _ in tl.range(0, n_full, num_stages=STAGES):
-        entry = tl.load(entry_ptr)
-        entry_ptr += 1
-        key_tile, partner, bias = unpack(entry, shift, R, ONE_CLASS)
-        key_row = base_row + key_tile * BLOCK_N
-        place, key_row = box_place(partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, SHIFTED, SHIFTED)
-        k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
-        logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
-        new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
-        p = tl.math.exp2(logits * scale_log2 - (new_top - bias)[:, None])
-        decay = tl.math.exp2(top - new_top)
-        total = total * decay + tl.sum(p, 1)
-        acc, acc_tail = scaled(acc, acc_tail, decay, TAIL)
-        v, v_tail = load_tile(v_desc, v_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
-        acc, acc_tail = add_weighted(acc, acc_tail, p, v, v_tail, TAIL, PRECISION)
-        top = new_top
-
     query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    if CAUSAL or RAGGED or WINDOWED:
-        for _ in tl.range(0, n_masked, num_stages=STAGES):
+    for masked in tl.static_range(2 if CAUSAL or RAGGED or WINDOWED else 1):
+        for _ in tl.range(0, n_masked if masked else n_full, num_stages=STAGES):
             entry = tl.load(entry_ptr)
             entry_ptr += 1
             key_tile, partner, bias = unpack(entry, shift, R, ONE_CLASS)
             key_row = base_row + key_tile * BLOCK_N
             place, key_row = box_place(
-                partner, key_row, first_place, whole_rows, left_over, R, BLOCK_N, RAGGED, SHIFTED
+                partner,
+                key_row,
+                first_place,
+                whole_rows,
+                left_over,
+                R,
+                BLOCK_N,
+                RAGGED if masked else SHIFTED,
+                SHIFTED,
             )
             k, k_tail = load_tile(k_desc, k_tail_desc, batch, key_row, place, kv_head, HEAD, TAIL)
             logits = scores(q, q_tail, k, k_tail, TAIL, PRECISION)
-            end = key_rows if ONE_CLASS else end_of(partner, rows_left, longer_classes, super_rows)
-            window = (window_left, window_right)
-            seen = seen_keys(query_row, residue, key_tile, partner, end, window, R, BLOCK_N, CAUSAL, WINDOWED)
-            ranges = hiding_ranges(bounds_ptr, (key_row + tl.arange(0, BLOCK_N))[None, :], key_rows, RANGES)
-            seen = outside(seen, query_row[:, None], ranges, RANGES)
-            logits = tl.where(seen, logits, float("-inf"))
+            if masked:
+                end = key_rows if ONE_CLASS else end_of(partner, rows_left, longer_classes, super_rows)
+                window = (window_left, window_right)
+                seen = seen_keys(query_row, residue, key_tile, partner, end, window, R, BLOCK_N, CAUSAL, WINDOWED)
+                ranges = hiding_ranges(bounds_ptr, (key_row + tl.arange(0, BLOCK_N))[None, :], key_rows, RANGES)
+                logits = tl.where(outside(seen, query_row[:, None], ranges, RANGES), logits, float("-inf"))
             new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
             # A row may see nothing yet.
-            safe_top = finite(new_top)
+            safe_top = finite(new_top) if masked else new_top
             p = tl.math.exp2(logits * scale_log2 - (safe_top - bias)[:, None])
             decay = tl.math.exp2(top - safe_top)
             total = total * decay + tl.sum(p, 1)

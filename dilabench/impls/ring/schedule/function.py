@@ -110,20 +110,20 @@ class ShardedAttention:
         rows = self.shards.rows[self.world.rank]
         lead = (rows,) if w.layout == "packed" else (w.batch_size, rows)
         wanted = [(*lead, heads, w.head_dim) for heads in (w.num_heads, w.num_kv_heads, w.num_kv_heads)]
-        found = [tuple(x.shape) for x in (q, k, v)]
-        right = found == wanted
+        given = [tuple(x.shape) for x in (q, k, v)]
+        right = given == wanted
         if not self._compared:
-            facts = self.world.share((w.model_dump_json(), self.shards.rows, None if right else str(found)))
+            facts = self.world.share((w.model_dump_json(), self.shards.rows, None if right else str(given)))
             self._compared = True
             wrong = {rank: fact[2] for rank, fact in enumerate(facts) if fact[2]}
             if wrong and right:
-                told = "; ".join(f"rank {rank} got q, k, v of {shapes}" for rank, shapes in wrong.items())
-                raise ValueError(f"{told}: no shards of {w.label()}")
+                shapes_of_ranks = "; ".join(f"rank {rank} got q, k, v of {shapes}" for rank, shapes in wrong.items())
+                raise ValueError(f"{shapes_of_ranks}: no shards of {w.label()}")
             if any(fact[:2] != facts[0][:2] for fact in facts):
                 self.world.agree("the workload", (w.label(), self.shards.rows))
                 self.world.agree("the workload", w.model_dump_json())
         if not right:
             raise ValueError(
-                f"rank {self.world.rank} got q, k, v of {found}, but its shards of {w.label()} on {self.world.size} "
+                f"rank {self.world.rank} got q, k, v of {given}, but its shards of {w.label()} on {self.world.size} "
                 f"ranks are {wanted}; cut whole tensors with `shards.take(x, rank)`"
             )

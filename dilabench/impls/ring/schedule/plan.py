@@ -51,7 +51,7 @@ def pieces_between(
 
     aligned: the backend takes a causal mask over fewer queries than keys.
     """
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for branch in branches:
         tiles = list(_tiles(workload, shards, reader, owner, branch))
         # Of many documents' tiles most are for the same heads.
@@ -75,8 +75,8 @@ def pieces_between(
                         cut.causal,
                         cut.window,
                     )
-                    found.append(piece)
-    return tuple(_joined(_joined(found, by_keys=True), by_keys=False))
+                    pieces.append(piece)
+    return tuple(_joined(_joined(pieces, by_keys=True), by_keys=False))
 
 
 def _tiles(workload: Workload, shards: Shards, reader: int, owner: int, branch: Branch) -> Iterator[Tile]:
@@ -182,6 +182,11 @@ def _joined(pieces: Sequence[Piece], *, by_keys: bool) -> list[Piece]:
     return result
 
 
-def _joinable(one: Piece, other: Piece) -> bool:
-    full = not (one.causal or other.causal) and one.window == other.window == UNBOUNDED
-    return full and one.step == other.step == 1 and one.stack.count == other.stack.count == 1 and one.run == other.run
+def _joinable(before: Piece, after: Piece) -> bool:
+    full = not (before.causal or after.causal) and before.window == after.window == UNBOUNDED
+    return (
+        full
+        and before.step == after.step == 1
+        and before.stack.count == after.stack.count == 1
+        and before.run == after.run
+    )
