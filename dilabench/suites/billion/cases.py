@@ -62,7 +62,7 @@ class Order:
         machine, shelf = self.planner.machine, self.planner.catalogue.implementations
         workload = asked.resolve(machine.auto_dtype, machine.auto_tokens)
         found = [shelf.get(name) for name in by_priority(self.planner.catalogue, workload, ranks)]
-        here = [one for one in found if machine.facts.word_in(one.supports.devices) in one.supports.devices]
+        here = [one for one in found if machine.facts.among(one.supports.devices)]
         if not found:
             raise ConfigError(f"nothing computes {workload.label()} unasked; name an implementation with -i")
         return (here or found)[0]
