@@ -43,6 +43,7 @@ RETIRED = (
         NO_NEIGHBORHOOD,
         "pattern=window_sink for a sliding window, or pattern=dense with --set window=LEFT,RIGHT",
     ),
+    Retired("reporter", "flashinfer-bench", "its datasets never ran in FlashInfer-Bench here", "csv, parquet or json"),
 )
 
 ANY_KIND = "name"

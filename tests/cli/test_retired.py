@@ -19,6 +19,7 @@ REQUESTS = {
     "workload": lambda name: {"configs": [name]},
     "pattern": lambda name: {"assignments": [f"pattern={name}"]},
 }
+COMMANDS = {"reporter": lambda name: (("report", "latest", "-f", name), ("run", "quick", "-f", name))}
 
 
 @pytest.fixture
@@ -44,10 +45,12 @@ def named(one):
 def test_a_retired_name_is_registered_no_more_and_answers(cli, one):
     catalogue = discover().catalogue
     assert one.name not in getattr(catalogue, KINDS[one.kind])
-    assert answer(one) in refusal(run_request, catalogue, suite="quick", **REQUESTS[one.kind](one.name))
-    done = cli("describe", one.name)
-    assert done.exit_code == ExitCode.BAD_REQUEST
-    assert answer(one) in " ".join(done.output.split())
+    if one.kind in REQUESTS:
+        assert answer(one) in refusal(run_request, catalogue, suite="quick", **REQUESTS[one.kind](one.name))
+    for command in (("describe", one.name), *COMMANDS.get(one.kind, lambda _: ())(one.name)):
+        done = cli(*command)
+        assert done.exit_code == ExitCode.BAD_REQUEST
+        assert answer(one) in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize("form", ["markdown", "json", "csv", "html"])
