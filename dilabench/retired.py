@@ -12,7 +12,10 @@ from dilabench.errors import ConfigError, unknown_name
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """`kind` is that of the registry: pattern, implementation, backend, workload, ...; `instead`: what to use."""
+    """`kind`: that of a registry (pattern, implementation, reporter, ...), or command, option, pytest fixture.
+
+    `instead`: what to use.
+    """
 
     kind: str
     name: str
@@ -24,6 +27,8 @@ NEVER_RAN = "it never ran against the real library"
 NEVER_ON_GPUS = "it never ran on GPUs"
 NO_NEIGHBORHOOD = "the peer that it was for, NATTEN, never ran here"
 ONE_FLEX = "`flex` computes every pattern"
+
+PYTEST_BENCHMARK = "pytest-benchmark, or `dilabench compare` on two runs"
 
 RETIRED = (
     Retired("implementation", "flex-permuted", "147.7 ms for longnet_32k where `flex` took 86.2 on an H200", "flex"),
@@ -44,6 +49,8 @@ RETIRED = (
         "pattern=window_sink for a sliding window, or pattern=dense with --set window=LEFT,RIGHT",
     ),
     Retired("reporter", "flashinfer-bench", "its datasets never ran in FlashInfer-Bench here", "csv, parquet or json"),
+    Retired("pytest fixture", "dilabench_benchmark", "it timed as pytest-benchmark does", PYTEST_BENCHMARK),
+    Retired("pytest option", "--dilabench-json", "pytest-benchmark could not compare its files", PYTEST_BENCHMARK),
 )
 
 ANY_KIND = "name"
