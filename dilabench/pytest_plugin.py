@@ -41,6 +41,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _removed(kind: str, name: str) -> str:
-    from dilabench.retired import no_such_name
+    from dilabench.retired import removed
 
-    return str(no_such_name(kind, name, ()))
+    return str(removed(kind, name))

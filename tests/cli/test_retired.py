@@ -19,7 +19,11 @@ REQUESTS = {
     "workload": lambda name: {"configs": [name]},
     "pattern": lambda name: {"assignments": [f"pattern={name}"]},
 }
-COMMANDS = {"reporter": lambda name: (("report", "latest", "-f", name), ("run", "quick", "-f", name))}
+COMMANDS = {
+    "reporter": lambda name: (("report", "latest", "-f", name), ("run", "quick", "-f", name)),
+    "command": lambda name: ((name, "latest"), (name, "--help")),
+    "option": lambda name: (name.split(), [*name.split(), "value"]),
+}
 
 
 @pytest.fixture
@@ -52,6 +56,15 @@ def test_a_retired_name_is_registered_no_more_and_answers(cli, one):
         done = cli(*command)
         assert done.exit_code == ExitCode.BAD_REQUEST
         assert answer(one) in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("one", [one for one in retired.RETIRED if one.kind == "option"], ids=named)
+def test_a_default_for_a_retired_option_answers(cli, tmp_path, one):
+    command, option = one.name.split()
+    (tmp_path / "dilabench.toml").write_text(f"[{command}]\n{option.lstrip('-')} = true\n")
+    done = cli(command)
+    assert done.exit_code == ExitCode.BAD_REQUEST
+    assert answer(one) in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize("form", ["markdown", "json", "csv", "html"])
