@@ -27,9 +27,9 @@ NEVER_RAN = "it never ran against the real library"
 NEVER_ON_GPUS = "it never ran on GPUs"
 NO_NEIGHBORHOOD = "the peer that it was for, NATTEN, never ran here"
 ONE_FLEX = "`flex` computes every pattern"
-
 PYTEST_BENCHMARK = "pytest-benchmark, or `dilabench compare` on two runs"
 A_CALL = "one call of your configuration, or `dilabench verify -i fused --head-dim 96`, which makes one"
+NPROC = "`run billion --nproc N` for ranks, or `run billion` for every GPU or one device"
 
 RETIRED = (
     Retired("implementation", "flex-permuted", "147.7 ms for longnet_32k where `flex` took 86.2 on an H200", "flex"),
@@ -52,6 +52,8 @@ RETIRED = (
     Retired("reporter", "flashinfer-bench", "its datasets never ran in FlashInfer-Bench here", "csv, parquet or json"),
     Retired("pytest fixture", "dilabench_benchmark", "it timed as pytest-benchmark does", PYTEST_BENCHMARK),
     Retired("pytest option", "--dilabench-json", "pytest-benchmark could not compare its files", PYTEST_BENCHMARK),
+    Retired("command", "leaderboard", "`report` of several runs shows the same", "`dilabench report RUN...`"),
+    Retired("option", "run --form", "the pieces of a stream were separate sequences, never one", NPROC),
     Retired(
         "option", "tune --compile", "a first call compiles the same kernels, and Triton keeps them on disk", A_CALL
     ),

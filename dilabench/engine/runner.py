@@ -201,10 +201,7 @@ class _Run:
     def _rows_of(self, group: Sequence[PlannedCase]) -> Iterator[Row]:
         """First the isolated cases, each in a process of its own, then the rest of the group in rounds."""
         for one in [one for one in group if one.procedure == "isolated"]:
-            measured = IsolatedRun(self.driver, one)
-            yield measured.row()
-            if measured.interrupted:
-                raise KeyboardInterrupt
+            yield IsolatedRun(self.driver, one).row()
         if interleaved := [one for one in group if one.procedure == "interleaved"]:
             yield from WorkloadGroupRun(self.driver, interleaved).rows()
 

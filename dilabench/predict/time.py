@@ -34,13 +34,12 @@ class TimePlan:
 
 
 def plan_time(case: Case, machine: Machine, cores: int) -> TimePlan:
-    """One call, or all pieces of a stream, at the assumed rate of each device; over ranks, the even share of each."""
+    """One call at the assumed rate of each device; over ranks, the even share of each."""
     rate = _rate(case, machine, cores)
     workload = case.workload
-    calls = max(1, -(-case.optimizations.stream_tokens // workload.tokens))
     # Ranks on a CPU share its cores.
     devices = case.world_size if machine.device == "cuda" else 1
-    return TimePlan(calls * flops(workload) / devices / rate, rate)
+    return TimePlan(flops(workload) / devices / rate, rate)
 
 
 def sufficient_budget_s(case: Case, machine: Machine, cores: int) -> float:

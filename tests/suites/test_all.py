@@ -42,7 +42,8 @@ def test_follow_ups_go_to_their_own_suite_and_the_last_ones_wait(catalogue):
     late = [Row(planned=one, outcome=Skipped(code="budget", why="budget of 1 s used up")) for one in [*planned, *more]]
     last = follow_up(late, request, planner)
     assert {one.labels["suite"] for one in last} == LAST
-    assert {one.labels["part"] for one in last if "part" in one.labels} == {"64K tokens, 6.1e-05 of 2^30"}
+    (billion,) = (one for one in last if one.labels["suite"] == "billion")
+    assert (billion.case.workload.seq_len, billion.memory_limit_bytes) == (8192, 256 * 2**20)
     ended = [*late, *(Row(planned=one, outcome=Skipped(code="budget", why="no time")) for one in last)]
     known = {row.case.case_id for row in ended}
     assert {one.case.case_id for one in follow_up(ended, request, planner)} <= known

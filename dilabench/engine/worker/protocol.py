@@ -24,7 +24,6 @@ CommandName = Literal[
     "ceilings",
     "release",
     "isolated",
-    "stream",
 ]
 # Codes of `record.FailureCode` that a worker or its absence tells of, and of `record.SkipCode` that one.
 TroubleCode = Literal[
@@ -143,12 +142,12 @@ class WarmedUp(Model):
 
 
 class IsolatedResult(Model):
-    """The result of an isolated case, or of some pieces of a stream."""
+    """The result of an isolated case."""
 
-    verification: Verification | None = None
+    verification: Verification
     why: str = ""
     memory: Memory | None = None
-    slot: Slot | None = None
+    slot: Slot
     notes: tuple[Note, ...] = ()
     setup_ns: dict[str, int] = Field(default_factory=dict)
     counters: dict[str, int] = Field(default_factory=dict)

@@ -49,7 +49,7 @@ def plan_memory(case: Case, device: str, catalogue: Catalogue) -> MemoryPlan | N
     """The memory of a case on a kind of device ('cpu' or 'cuda', which need not be there); None where it has no trace.
 
     Over ranks it is that of the rank that needs most; communicators (NCCL's buffers) and the CUDA context are left out.
-    A stream counts as one of its pieces, and compiled code as what it was compiled from.
+    Compiled code counts as what it was compiled from.
     """
     answer = _answer(case, device, catalogue)
     return None if "why" in answer else MemoryPlan.model_validate(answer)
@@ -105,7 +105,7 @@ def _order(case: Case, device: str, catalogue: Catalogue) -> tuple[dict[str, Any
         return {}, "no backend is named"
     if reasons := catalogue.unsupported(implementation, workload, device, case.world_size):
         return {}, reasons[0]
-    changes = {"stream_tokens": 0, "compile": False, "cuda_graph": False}
+    changes = {"compile": False, "cuda_graph": False}
     plain = case.model_copy(update={"optimizations": case.optimizations.model_copy(update=changes)})
     spec = {"case": plain.model_dump(mode="json"), "target": implementation.target, "takes": implementation.takes}
     return {**spec, "backend": backend}, ""

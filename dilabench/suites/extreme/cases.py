@@ -1,7 +1,7 @@
 """Suite `extreme`: how long can a sequence get? Real runs, doubled until one does not fit, then bisected; on a GPU the
 predictions say where to look first."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,12 +39,24 @@ class Way:
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """The first length of every implementation, mode and way; the rest follows from how it ends."""
-    longest = _longest(request)
-    shape = {"batch_size": 1, "seq_len": min(FIRST_LENGTH, longest)}
+    return first_lengths(request, planner, {}, lambda asked: planner.on_one_device(DENSE.kind, asked.pattern))
+
+
+def first_lengths(
+    request: RunRequest,
+    planner: Planner,
+    shape: Mapping[str, Any],
+    default: Callable[[WorkloadRequest], Iterable[str]],
+) -> tuple[PlannedCase, ...]:
+    """The first length of every implementation, mode and way, on workloads of the shape.
+
+    `default` names the implementations for a workload if the request names none.
+    """
+    shape = {"batch_size": 1, **shape, "seq_len": min(FIRST_LENGTH, _longest(request))}
     planned: list[PlannedCase] = []
     for asked in planner.workload_requests([shape]):
         modes = [asked.mode] if "mode" in asked.model_fields_set else MODES
-        for implementation in planner.implementations(planner.on_one_device(DENSE.kind, asked.pattern)):
+        for implementation in planner.implementations(default(asked)):
             for mode in modes:
                 for way in ways(request):
                     first = _first_length(asked.model_copy(update={"mode": mode}), way, planner)
