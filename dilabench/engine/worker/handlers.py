@@ -69,8 +69,8 @@ class Handlers:
         self.device = torch_device(settings.device, settings.gpu)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        if settings.lanes > 1:
-            share_cores(settings.lanes)
+        if settings.num_workers > 1:
+            share_cores(settings.num_workers)
         self._calls: dict[str, PreparedCall] = {}
         self._timers: dict[tuple[str, str], SampleTimer] = {}
         self._checkers: dict[str, TimedOutputs] = {}

@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 PREPARE_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 1800.0
-MOST_LANES = 8
+MAX_WORKERS = 8
 # A worker compiles and launches with about so many threads.
-CORES_PER_LANE = 4
+CORES_PER_WORKER = 4
 
 Outcome = Verification | Skipped | Failed
 """What the checks found, or why they could not be made."""
 Result = Literal["right", "wrong", "failed", "skipped"]
 
 
-def lanes_for(planned: Sequence[PlannedCase], machine: Machine, cores: int) -> int:
+def num_workers_for(planned: Sequence[PlannedCase], machine: Machine, cores: int) -> int:
     """Processes that check at the same time: one on a CPU, whose cores a single check fills, and one over ranks."""
     alone = all(plan.case.world_size == 1 for plan in planned)
-    return max(1, min(MOST_LANES, cores // CORES_PER_LANE)) if machine.device == "cuda" and alone else 1
+    return max(1, min(MAX_WORKERS, cores // CORES_PER_WORKER)) if machine.device == "cuda" and alone else 1
 
 
 def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: Machine, seed: int) -> Iterator[Outcome]:
@@ -45,9 +45,9 @@ def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: M
     from dilabench.engine.worker.protocol import WorkerSettings
     from dilabench.engine.worker.rank_group import start_worker
 
-    lanes = lanes_for(planned, machine, os.cpu_count() or 1)
-    settings = WorkerSettings(device=machine.device, lanes=lanes)
-    pools = [WorkerPool(settings, start_worker) for _ in range(lanes)]
+    num_workers = num_workers_for(planned, machine, os.cpu_count() or 1)
+    settings = WorkerSettings(device=machine.device, num_workers=num_workers)
+    pools = [WorkerPool(settings, start_worker) for _ in range(num_workers)]
     free: SimpleQueue[WorkerPool] = SimpleQueue()
     for pool in pools:
         free.put(pool)
@@ -63,7 +63,7 @@ def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: M
         finally:
             free.put(pool)
 
-    executor = ThreadPoolExecutor(lanes, thread_name_prefix="dilabench verify")
+    executor = ThreadPoolExecutor(num_workers, thread_name_prefix="dilabench verify")
     try:
         yield from executor.map(checked, planned)
     finally:

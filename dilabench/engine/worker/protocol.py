@@ -87,8 +87,8 @@ class TimerSpec(Model):
 class WorkerSettings(Model):
     """How a worker sets its process up: by itself, or as one of `world_size` ranks that meet at `store`.
 
-    gpu: the visible GPU that it computes on. store: see `dilabench.distributed.launch.meeting_store`. lanes: how many
-    workers of this machine work at the same time, each on its own cases.
+    gpu: the visible GPU that it computes on. store: see `dilabench.distributed.launch.meeting_store`. num_workers: how
+    many workers of this machine work at the same time, each on separate cases.
     """
 
     device: DeviceKind
@@ -97,7 +97,7 @@ class WorkerSettings(Model):
     world_size: int = 1
     store: str = ""
     rank_timeout_s: float = 120.0
-    lanes: int = 1
+    num_workers: int = 1
 
 
 class Hello(Model):
