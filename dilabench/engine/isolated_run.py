@@ -90,7 +90,7 @@ class IsolatedRun:
         driver = self._driver
         driver.progress.stage_started(self._state.case, "time")
         spec = self._state.spec.model_dump(mode="json")
-        self._timeout_s = driver.patience_s(self._state)
+        self._timeout_s = driver.stage_timeout_s(self._state)
         reply = worker.ask(
             "isolated",
             self._state.spec.handle,
