@@ -50,18 +50,18 @@ class Answering(TyperCommand):
 
 
 def _tell_defaults(context: Any) -> None:
-    """Say which options a file of defaults has set: what was refused may be one that was not on the command line."""
+    """Print the options that come from a file of defaults: the refused one may not be on the command line."""
     values = context.default_map or {}
     used = {}
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name)
         # By name, for typer may bring a click of its own.
         if source is not None and source.name == "DEFAULT_MAP":
-            option = next(one for one in parameter.opts if one.startswith("--"))
+            option = next(option for option in parameter.opts if option.startswith("--"))
             used[option.lstrip("-")] = values[parameter.name]
     if used:
-        told = ", ".join(f"{name} = {value!r}" for name, value in used.items())
-        note(f"defaults from {str(defaults_file())!r}: {told}")
+        settings = ", ".join(f"{name} = {value!r}" for name, value in used.items())
+        note(f"defaults from {str(defaults_file())!r}: {settings}")
 
 
 @dataclass(frozen=True, slots=True)

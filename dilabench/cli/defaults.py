@@ -56,7 +56,7 @@ def _of_command(
         known = commands()
         for key in sorted(tables - known.keys()):
             raise removed("command", key) or unknown_name("command", key, known, command="dilabench --help")
-        all_options = {option for one in known.values() for option in _options(one)}
+        all_options = {option for command in known.values() for option in _options(command)}
         for key in sorted(unknown - all_options):
             raise unknown_name("option", key, all_options, command="dilabench --help")
     own = settings.get(name, {})

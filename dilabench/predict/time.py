@@ -91,7 +91,9 @@ def case_seconds(rows: Sequence[Row], wall_s: float) -> dict[str, float]:
     """
     shown_s = {row.case.case_id: _shown_s(row.outcome) for row in rows if isinstance(row.outcome, Measured)}
     total_s = sum(shown_s.values())
-    return {case_id: wall_s * (one / total_s if total_s else 1 / len(shown_s)) for case_id, one in shown_s.items()}
+    return {
+        case_id: wall_s * (seconds / total_s if total_s else 1 / len(shown_s)) for case_id, seconds in shown_s.items()
+    }
 
 
 def seconds_like(case: Case, rows: Sequence[Row], took_s: Mapping[str, float]) -> float:

@@ -137,7 +137,7 @@ def _print_boards(ranked: "Leaderboard") -> None:
 def _of_samples(reporter: Reporter, catalogue: Catalogue) -> Reporter:
     """The reporter that shows samples where this one shows cases."""
     if reporter.samples is None:
-        able = ", ".join(one.name for one in catalogue.reporters if one.samples)
+        able = ", ".join(known.name for known in catalogue.reporters if known.samples)
         raise ConfigError(
             f"--samples: reporter {reporter.name!r} has no form with a line per sample; these have: {able}"
         )

@@ -44,17 +44,17 @@ class TraceCache:
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    answers: dict[str, dict[str, Any]] = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return found
+        return answers
     for line in lines:
         # Another process may be writing the last one.
         with contextlib.suppress(ValueError):
             key, answer = json.loads(line)
-            found[key] = answer
-    return found
+            answers[key] = answer
+    return answers
 
 
 def _file() -> Path:

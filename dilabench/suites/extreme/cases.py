@@ -74,15 +74,17 @@ def _first_length(asked: WorkloadRequest, way: Way, planner: Planner) -> Workloa
 
 
 def ways(request: RunRequest) -> tuple[Way, ...]:
-    """As it is, and what was asked for besides; each is a row of its own."""
-    found = [Way(label="as it is", changes={})]
+    """As it is, and the other ways that the request switches on; each gets separate rows."""
+    requested = [Way(label="as it is", changes={})]
     if request.options.get("gradient_checkpointing"):
-        found.append(Way(label="gradient checkpointing", changes={"gradient_checkpointing": True}))
+        requested.append(Way(label="gradient checkpointing", changes={"gradient_checkpointing": True}))
     if request.options.get("chunked"):
-        found.append(Way(label="chunked queries", changes={}, chunked=True))
+        requested.append(Way(label="chunked queries", changes={}, chunked=True))
     if request.options.get("offload"):
-        found.append(Way(label="chunked queries, inputs on the host", changes={"offload_inputs": True}, chunked=True))
-    return tuple(found)
+        requested.append(
+            Way(label="chunked queries, inputs on the host", changes={"offload_inputs": True}, chunked=True)
+        )
+    return tuple(requested)
 
 
 def follow_up(rows: Sequence[Row], request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
@@ -103,7 +105,7 @@ class Search:
 
     @property
     def fitting(self) -> tuple[Row, ...]:
-        """Those that ran and were right."""
+        """Rows that ran and were right."""
         return tuple(row for row in self.rows if isinstance(row.outcome, Measured))
 
     @property
@@ -153,7 +155,7 @@ class Search:
         implementation = planner.catalogue.implementations.get(row.case.implementation)
         way = next(way for way in ways(request) if way.label == WAY.of(row.planned))
         planned = _probe(planner, implementation, asked.model_copy(update={"seq_len": length}), way)
-        return tuple(one for one in planned if one.case.backend == row.case.backend)
+        return tuple(plan for plan in planned if plan.case.backend == row.case.backend)
 
 
 def _foreseen(search: Search, length: int, planner: Planner, request: RunRequest) -> int:
@@ -166,7 +168,7 @@ def _foreseen(search: Search, length: int, planner: Planner, request: RunRequest
     on_cpu = machine.device == "cpu"
 
     def cases_at(tokens: int) -> list[Case]:
-        return [one.case for one in search.at(tokens, planner, request) if one.skip is None]
+        return [plan.case for plan in search.at(tokens, planner, request) if plan.skip is None]
 
     share = SHARE_ON_CPU if on_cpu else 1
     foresight = Foresight(cases_at, machine, planner.catalogue, int(available * share), search.step)
@@ -183,12 +185,12 @@ def searches(rows: Sequence[Row]) -> tuple[Search, ...]:
 
     A row of another suite that happens to be of the same case counts as well: a case runs once.
     """
-    found: dict[str, list[Row]] = {}
+    by_search: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: WAY.of(row.planned) is None):
         key = _search_key(row.case)
-        if WAY.of(row.planned) is not None or key in found:
-            found.setdefault(key, []).append(row)
-    return tuple(Search(tuple(members)) for members in found.values())
+        if WAY.of(row.planned) is not None or key in by_search:
+            by_search.setdefault(key, []).append(row)
+    return tuple(Search(tuple(members)) for members in by_search.values())
 
 
 def _search_key(case: Case) -> str:
@@ -208,9 +210,9 @@ def _probe(planner: Planner, implementation: Implementation, asked: WorkloadRequ
     workload = asked.resolve(planner.machine.auto_dtype)
     cut = cut_length(workload)
     changes = {**way.changes, **({"query_chunk": cut or 0} if way.chunked else {})}
-    for one in planner.plan(implementation, asked, WAY.entry(way.label), **changes):
-        skip = one.skip or _skip(one, implementation, way, planner.machine.device)
-        yield one.isolated(limit_bytes).model_copy(update={"skip": skip})
+    for planned in planner.plan(implementation, asked, WAY.entry(way.label), **changes):
+        skip = planned.skip or _skip(planned, implementation, way, planner.machine.device)
+        yield planned.isolated(limit_bytes).model_copy(update={"skip": skip})
 
 
 def did_not_fit(row: Row) -> bool:
@@ -218,8 +220,8 @@ def did_not_fit(row: Row) -> bool:
     return isinstance(row.outcome, Skipped) and row.outcome.code == "out_of_memory"
 
 
-def _skip(one: PlannedCase, implementation: Implementation, way: Way, device: str) -> Skipped | None:
-    workload = one.case.workload
+def _skip(planned: PlannedCase, implementation: Implementation, way: Way, device: str) -> Skipped | None:
+    workload = planned.case.workload
     if implementation.takes != "heads":
         why = f"extreme searches attention on heads; {implementation.name} takes {implementation.takes}"
         return Skipped(code="unsupported", why=why)

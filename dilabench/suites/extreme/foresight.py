@@ -58,9 +58,9 @@ class Foresight:
         high = longest if too_long is None else min(too_long, longest)
         if too_long is None and self._possible(longest):
             return longest
-        found = self._longest_possible(low, high)
-        if found > low:
-            return found
+        possible = self._longest_possible(low, high)
+        if possible > low:
+            return possible
         above = low + self.step(low)
         return above if above < high and not self.fits(above) else length
 
