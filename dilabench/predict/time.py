@@ -38,7 +38,7 @@ def plan_time(case: Case, machine: Machine, cores: int) -> TimePlan:
     rate = _rate(case, machine, cores)
     workload = case.workload
     # Ranks on a CPU share its cores.
-    devices = case.world_size if machine.device == "cuda" else 1
+    devices = case.world_size if machine.facts.own_memory else 1
     return TimePlan(flops(workload) / devices / rate, rate)
 
 

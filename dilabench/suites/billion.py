@@ -59,7 +59,7 @@ def _ranks(planner: Planner) -> int:
     """As many as were requested, else one per GPU, else one device."""
     if planner.request.nproc > 1:
         return planner.request.nproc
-    return ranks_here(planner) if len(planner.machine.gpus) > 1 and planner.machine.device == "cuda" else 1
+    return ranks_here(planner) if len(planner.machine.gpus) > 1 and planner.machine.facts.own_memory else 1
 
 
 def _best(planner: Planner, asked: WorkloadRequest, ranks: int) -> tuple[str, ...]:
@@ -69,5 +69,6 @@ def _best(planner: Planner, asked: WorkloadRequest, ranks: int) -> tuple[str, ..
     names = by_priority(planner.catalogue, workload, ranks)
     if not names and not planner.request.implementations:
         raise ConfigError(f"nothing computes {workload.label()} by default; name an implementation with -i")
-    here = [name for name in names if machine.device in registry.get(name).supports.devices]
+    devices = {name: registry.get(name).supports.devices for name in names}
+    here = [name for name in names if machine.facts.word_in(devices[name]) in devices[name]]
     return tuple((here or names)[:1])

@@ -8,7 +8,7 @@ from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.memory_limit import memory_limited
 from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
-from dilabench.engine.device.device import release_cached
+from dilabench.engine.device.device import device_of
 from dilabench.engine.timers.wall import Wall
 from dilabench.engine.verify import summary
 from dilabench.engine.verify.sampled_rows import verify_sampled_rows
@@ -33,7 +33,7 @@ def measure_isolated(
         count = max(1, min(MAX_SAMPLES, int(seconds * 1e9 / call.call_ns)))
         timer = Wall(call)
         samples = timer.take(count)
-    release_cached(device)
+    device_of(device).release_cached()
     # The numbers that were timed are known by now; a result that was kept of them is not one of these.
     call.timed_calls.renew(call.inputs(0))
     verification = verify_sampled_rows(call)
