@@ -17,7 +17,7 @@ from dilabench.distributed.launch import meeting_store, share_cores
 from dilabench.distributed.world import World
 from dilabench.engine.call.compile_and_graph import OptimizationUnusableError
 from dilabench.engine.call.inputs import InputStore
-from dilabench.engine.call.isolated_call import Stream, measure_isolated
+from dilabench.engine.call.isolated_call import measure_isolated
 from dilabench.engine.call.kernel_trace import kernel_ledger, profiled
 from dilabench.engine.call.overlap_timing import time_parts
 from dilabench.engine.call.peak_memory import measure_memory
@@ -69,14 +69,13 @@ class Handlers:
         self.device = torch_device(settings.device, settings.gpu)
         self._hardware = device_of(self.device)
         self._hardware.make_current()
-        if settings.lanes > 1:
-            share_cores(settings.lanes)
+        if settings.num_workers > 1:
+            share_cores(settings.num_workers)
         self._calls: dict[str, PreparedCall] = {}
         self._timers: dict[tuple[str, str], SampleTimer] = {}
         self._checkers: dict[str, TimedOutputs] = {}
         self._input_store = InputStore(self.device)
         self._verifier = CaseVerifier(self.device)
-        self._stream: Stream | None = None
         self._clocks = clocks_of(self._hardware.uuid)
         self._commands: dict[CommandName, Callable[[Command], Reply]] = {
             "prepare": self._prepare,
@@ -90,7 +89,6 @@ class Handlers:
             "ceilings": self._ceilings,
             "release": self._release,
             "isolated": self._isolated,
-            "stream": self._stream_on,
         }
 
     def hello(self) -> Hello:
@@ -255,16 +253,6 @@ class Handlers:
         spec = CaseSpec.model_validate(command.arguments["spec"])
         limit_bytes, seconds = command.arguments["limit_bytes"], command.arguments["seconds"]
         return Reply(isolated=measure_isolated(spec, self.device, limit_bytes, seconds, self._joined()))
-
-    def _stream_on(self, command: Command) -> Reply:
-        """The first of these commands brings the case, later ones more pieces of it, the last one no count."""
-        arguments = command.arguments
-        if self._stream is None:
-            spec = CaseSpec.model_validate(arguments["spec"])
-            self._stream = Stream(spec, self.device, arguments["pieces"])
-        count = arguments["count"]
-        found = self._stream.process(arguments["start"], count) if count else self._stream.measure_memory()
-        return Reply(isolated=found)
 
     def _release(self, command: Command) -> Reply:
         self._drop(command.handle)
