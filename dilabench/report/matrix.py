@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dilabench.compare.comparison import ComparedPair
 from dilabench.compare.matrix import CaseMatrix, Matrix
 from dilabench.report import figures
-from dilabench.report.rows import case_name, workload_title
+from dilabench.report.columns import case_name, workload_title
 
 CORNER = "base ↓ new →"
 ADVISORY = "*"

@@ -9,9 +9,9 @@ from dilabench.compare.matrix import CaseMatrix, Matrix
 from dilabench.record import RunRecord
 from dilabench.report import figures
 from dilabench.report import matrix as texts
+from dilabench.report.columns import case_name, chosen_columns, workload_title
 from dilabench.report.findings import Section
 from dilabench.report.markdown import escaped, finding_lines, table_lines, tables_lines
-from dilabench.report.rows import COLUMNS, case_name, workload_title
 from dilabench.report.summary import device_text, headline, reproduce_command, unmeasured
 from dilabench.stats.decisions.verdicts import Code
 
@@ -39,7 +39,11 @@ def of_run(record: RunRecord, sections: Sequence[Section]) -> str:
             lines += finding_lines(section, heading="####")
     findings = [line for section in sections if not section.answers for line in finding_lines(section, heading="####")]
     told = [f"- {escaped(f'{one.rows}: {one.why}')}" for one in unmeasured(record)]
-    parts = [("Findings", findings), ("Rows without a time", told), ("Results", list(tables_lines(record, COLUMNS)))]
+    parts = [
+        ("Findings", findings),
+        ("Rows without a time", told),
+        ("Results", list(tables_lines(record, chosen_columns()))),
+    ]
     return _limited(lines, [*parts, ("Command", ["```", reproduce_command(record), "```"])])
 
 
@@ -94,13 +98,12 @@ def _compared(pairs: Sequence[ComparedPair]) -> Iterator[str]:
 
 
 def _cells(pair: ComparedPair) -> Sequence[str]:
-    numbers = pair.verdict.numbers
     return (
         pair.verdict.code + (" (advisory)" if pair.verdict.advisory else ""),
         case_name(pair.candidate),
         workload_title(pair.candidate),
-        figures.latency(numbers.baseline_ns),
-        figures.latency(numbers.candidate_ns),
+        figures.latency(pair.baseline_ns),
+        figures.latency(pair.candidate_ns),
         texts.ratio_text(pair),
         figures.ABSENT if pair.memory is None else pair.memory.code,
     )

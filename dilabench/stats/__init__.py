@@ -17,7 +17,6 @@ natural logarithms of time ratios (candidate / baseline) until a verdict turns t
 `calibration`       noise floor and detection rates of this machine
 `steps`             level shifts in a history (L1 Potts)
 `scaling`           power laws and crossover lengths, with intervals
-`derive`            tokens/s, TFLOP/s
 ==================  =====================================================================================
 
 A comparison in four lines::
@@ -28,5 +27,5 @@ A comparison in four lines::
     failed = [verdict for verdict in verdicts if verdict.fails_gate]
 
 The modules are imported one by one (`from dilabench.stats.decisions.decide import judge_many`), because numpy and
-scipy cost more than the whole of `dilabench --help`; `verdicts` and `derive` cost nothing.
+scipy cost more than the whole of `dilabench --help`; `verdicts` costs nothing.
 """

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from dilabench.cli.terminal import print_table, say, say_folded
 from dilabench.errors import ExitCode
 from dilabench.record import Case
+from dilabench.report import figures
+from dilabench.report.columns import case_name, workload_title
 from dilabench.report.pull_request import of_comparison
-from dilabench.report.rows import case_name, workload_title
 from dilabench.stats.decisions.verdicts import Code
 from dilabench.store.calibrations import Calibration
-from dilabench.units import format_bytes, format_seconds
+from dilabench.units import format_bytes
 
 if TYPE_CHECKING:
     from dilabench.compare.comparison import ComparedPair, Comparison, Uncompared
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 # Left out first where the terminal is narrow.
 SPARE = ("A12", "MDE")
 LEGEND = (
-    "ratio: the candidate's time over the baseline's, and its interval (CI); MDE: the smallest slow-down that would "
+    "baseline, candidate: the median of all samples; ratio: the candidate's time over the baseline's, from the lower "
+    "samples of each turn, and its interval (CI); MDE: the smallest slow-down that would "
     "have been found four times in five; A12: how often a call of the candidate takes longer than one of the baseline, "
     "0.50 where neither does"
 )
@@ -180,8 +182,8 @@ def _row(pair: "ComparedPair", case: str, alike: float | None) -> Sequence[str]:
     return (
         pair.verdict.code + (" (advisory)" if pair.verdict.advisory else ""),
         case,
-        format_seconds(numbers.baseline_ns * 1e-9),
-        format_seconds(numbers.candidate_ns * 1e-9),
+        figures.latency(pair.baseline_ns),
+        figures.latency(pair.candidate_ns),
         f"{numbers.ratio:.3f}",
         f"{numbers.ratio_low:.3f}–{numbers.ratio_high:.3f}{confidence}" if known else UNKNOWN,
         f"{numbers.mde:.1%}" if numbers.mde is not None else UNKNOWN,
@@ -205,4 +207,6 @@ def _memory(pair: "ComparedPair") -> str:
 
 def _plain(fields: dict[str, Any], baseline: Case, candidate: Case) -> dict[str, Any]:
     cases = {"baseline": baseline.model_dump(mode="json"), "candidate": candidate.model_dump(mode="json")}
+    medians = {side: fields.pop(side) for side in ("baseline_ns", "candidate_ns")}
+    fields["verdict"]["numbers"] |= medians
     return {**fields, **cases, "case_id": candidate.case_id}

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+from dilabench.compare.view import tokens_per_second
 from dilabench.metadata import FORM, STREAM_PIECES
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report import figures
+from dilabench.report.columns import implementation_text
 from dilabench.report.findings import Section
-from dilabench.report.rows import implementation_text
-from dilabench.stats.samples.derive import tokens_per_second
 from dilabench.suites.billion.cases import BILLION
 from dilabench.units import format_bytes, format_count, format_seconds
 

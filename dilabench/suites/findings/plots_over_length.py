@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from dilabench.record import Measured
 from dilabench.report.figures import is_certain
 from dilabench.report.findings import Curve, CurvePlot, Point, Span
-from dilabench.stats.samples.derive import tokens_per_second
 from dilabench.suites.findings.series import Series
 
 NS_PER_MS = 1e6
@@ -17,7 +15,7 @@ MIB = 2**20
 def plots_over_length(series: Sequence[Series]) -> tuple[CurvePlot, ...]:
     """The three plots; a plot without a curve of at least two points is left out."""
     batches = batch_spans(series)
-    intervals = [found.interval for one in series for _, found in one.measured if found.interval]
+    intervals = [view.interval for one in series for view in one.measured if view.interval]
     ranges = any(not is_certain(one) for one in intervals)
     plots = (
         CurvePlot(
@@ -58,8 +56,8 @@ def _drawable(plot: CurvePlot) -> CurvePlot:
 def batch_spans(series: Sequence[Series]) -> tuple[Span, ...]:
     """The lengths of each batch size; none where all were measured with one."""
     sizes: dict[int, set[int]] = {}
-    for row, _ in (measured for one in series for measured in one.measured):
-        sizes.setdefault(row.case.workload.seq_len, set()).add(row.case.workload.batch_size)
+    for workload in (view.row.case.workload for one in series for view in one.measured):
+        sizes.setdefault(workload.seq_len, set()).add(workload.batch_size)
     texts = {length: "/".join(map(str, sorted(sizes[length]))) for length in sorted(sizes)}
     runs = [(text, list(lengths)) for text, lengths in groupby(texts, key=texts.__getitem__)]
     return tuple(Span(lengths[0], lengths[-1], text) for text, lengths in runs) if len(runs) > 1 else ()
@@ -67,27 +65,22 @@ def batch_spans(series: Sequence[Series]) -> tuple[Span, ...]:
 
 def _latencies(series: Series) -> tuple[Point, ...]:
     points = []
-    for row, found in series.measured:
-        ends = (found.interval.low / NS_PER_MS, found.interval.high / NS_PER_MS) if found.interval else (None, None)
-        points.append(Point(row.case.workload.seq_len, found.median_ns / NS_PER_MS, *ends))
+    for view in series.measured:
+        ends = (view.interval.low / NS_PER_MS, view.interval.high / NS_PER_MS) if view.interval else (None, None)
+        points.append(Point(view.row.case.workload.seq_len, view.median_ns / NS_PER_MS, *ends))
     return tuple(points)
 
 
 def _throughputs(series: Series) -> tuple[Point, ...]:
-    points = []
-    for row, found in series.measured:
-        tokens = row.case.workload.tokens
-        ends: tuple[float, float] | tuple[None, None] = (None, None)
-        if found.interval is not None:
-            # The longest time is the lowest rate.
-            ends = (tokens_per_second(tokens, found.interval.high), tokens_per_second(tokens, found.interval.low))
-        points.append(Point(row.case.workload.seq_len, tokens_per_second(tokens, found.median_ns), *ends))
-    return tuple(points)
+    return tuple(
+        Point(view.row.case.workload.seq_len, view.tokens_per_s, *(view.tokens_per_s_interval or (None, None)))
+        for view in series.measured
+    )
 
 
 def _peaks(series: Series) -> tuple[Point, ...]:
     return tuple(
-        Point(row.case.workload.seq_len, row.outcome.memory.peak_bytes / MIB)
-        for row, _ in series.measured
-        if isinstance(row.outcome, Measured) and row.outcome.memory
+        Point(view.row.case.workload.seq_len, view.peak_bytes / MIB)
+        for view in series.measured
+        if view.peak_bytes is not None
     )

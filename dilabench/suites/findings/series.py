@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dilabench.compare.view import RowView, view_of
 from dilabench.record import Case, Row, RunRecord
-from dilabench.report.rows import location, row_name
-from dilabench.stats.samples.location import Location
+from dilabench.report.columns import row_name
 from dilabench.workload.spec import Workload
 
 VARIES_ALONG_A_RANGE = {"seq_len", "batch_size", "cu_seqlens"}
@@ -27,13 +27,13 @@ class Series:
     """All rows of a record that differ in length alone, by rising length; `label` names them and no others.
 
     `rivals` is equal for series that compute the same function of the same inputs, so that they may be compared.
-    `measured`: the rows that have a time, with where it lies.
+    `measured`: the figures of the rows that have a time.
     """
 
     label: str
     rivals: str
     rows: tuple[Row, ...]
-    measured: tuple[tuple[Row, Location], ...]
+    measured: tuple[RowView, ...]
 
 
 def series_of(record: RunRecord) -> tuple[Series, ...]:
@@ -44,13 +44,9 @@ def series_of(record: RunRecord) -> tuple[Series, ...]:
     ordered = [sorted(rows, key=lambda row: row.case.workload.seq_len) for rows in groups.values()]
     labels = _labels([rows[0] for rows in ordered])
     return tuple(
-        Series(label=label, rivals=_rivals(rows[0]), rows=tuple(rows), measured=_measured(rows))
+        Series(label=label, rivals=_rivals(rows[0]), rows=tuple(rows), measured=tuple(filter(None, map(view_of, rows))))
         for label, rows in zip(labels, ordered, strict=True)
     )
-
-
-def _measured(rows: Sequence[Row]) -> tuple[tuple[Row, Location], ...]:
-    return tuple((row, found) for row in rows if (found := location(row)))
 
 
 def _identity(row: Row) -> tuple[str, ...]:
