@@ -1,7 +1,7 @@
 """One view of a measured row, and the rounds that two rows share: every output reads its figures here.
 
 The time of a row is the median of all samples of its first timing (`record.ESTIMATOR`), with an interval that allows
-for samples taken in turns (`stats.samples.blocks`). Verdicts rest on sharper locations of turns, which are shown only
+for samples taken in turns (`stats.samples.location`). Verdicts rest on sharper locations of turns, which are shown only
 as a ratio (`stats.decisions.paired`).
 """
 
@@ -14,9 +14,8 @@ from statistics import fmean, stdev
 from dilabench.errors import ConfigError
 from dilabench.record import Measured, Memory, Row, Slot, Timing
 from dilabench.stats.decisions.paired import PairedRounds, estimate_many
-from dilabench.stats.samples.blocks import locate_sessions
 from dilabench.stats.samples.estimate import Estimate, Interval
-from dilabench.stats.samples.location import Location, quantile
+from dilabench.stats.samples.location import Location, locate_sessions, quantile
 from dilabench.workload.work import flops
 
 # Heat and brakes are faults of the moment; running into the power limit is how large GPUs work under full load.

@@ -4,9 +4,7 @@ One idea per module. Nothing here imports torch, reads a file or knows a record;
 natural logarithms of time ratios (candidate / baseline) until a verdict turns them into ratios.
 
 ==================  =====================================================================================
-`location`          quantiles, median with a distribution-free interval, Vargha-Delaney A12
-`blocks`            the median of samples taken in turns and sessions, which are alike inside each
-`autocorrelation`   how many independent samples a correlated series is worth
+`location`          quantiles, median with an interval that allows for turns and sessions, Vargha-Delaney A12
 `estimate`          a confidence interval; an estimated log ratio with its error
 `precision`         the stop rule: measure until the interval is narrow, never until it is significant
 `paired`            rounds that interleave both sides -> `Estimate` of the log ratio (the trusted way)

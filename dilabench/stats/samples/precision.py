@@ -9,8 +9,7 @@ from math import sqrt
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dilabench.stats.samples.autocorrelation import effective_size
-from dilabench.stats.samples.location import checked_samples, median_interval
+from dilabench.stats.samples.location import checked_samples, effective_size, median_interval
 
 DEFAULT_PRECISION = {"cuda": 0.01, "cpu": 0.02}
 """Relative half width to stop at, by device type."""

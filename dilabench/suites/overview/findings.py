@@ -6,8 +6,7 @@ from dilabench.compare.view import RowView, view_of
 from dilabench.record import RunRecord
 from dilabench.report.columns import row_name, workload_title
 from dilabench.report.findings import BarPlot, Bars, Plot, Section
-from dilabench.suites.findings.plots_over_length import NS_PER_MS, plots_over_length
-from dilabench.suites.findings.series import series_of
+from dilabench.suites.findings.series import NS_PER_MS, plots_over_length, series_of
 
 MIB = 2**20
 

@@ -9,8 +9,15 @@ from dilabench.report import figures
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
 from dilabench.stats.scaling import PowerLaw, fit_power_law
 from dilabench.suites.findings.crossings import crossover_section
-from dilabench.suites.findings.plots_over_length import NS_PER_MS, batch_spans, plots_over_length
-from dilabench.suites.findings.series import Series, batch_text, ns_per_sequence, series_of
+from dilabench.suites.findings.series import (
+    NS_PER_MS,
+    Series,
+    batch_spans,
+    batch_text,
+    ns_per_sequence,
+    plots_over_length,
+    series_of,
+)
 from dilabench.units import format_count
 
 SKIPPED = "skipped"

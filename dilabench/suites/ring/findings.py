@@ -11,7 +11,7 @@ from dilabench.report.columns import implementation_text, row_name
 from dilabench.report.findings import BarPlot, Bars, Plot, Section
 from dilabench.suites.findings.beside_one_device import MODES, Comparison, comparisons
 from dilabench.suites.findings.exposure import expected_bytes, exposure, ideal, rank_medians_ns
-from dilabench.suites.findings.plots_over_length import NS_PER_MS
+from dilabench.suites.findings.series import NS_PER_MS
 from dilabench.units import format_bytes
 
 TEXT_COLUMNS = ("workload", "mode", "implementation")
