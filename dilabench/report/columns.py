@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dilabench.compare.comparison import ComparedPair
 from dilabench.compare.ranking import is_quotable
 from dilabench.compare.view import RowView
 from dilabench.errors import unknown_name
@@ -48,7 +49,7 @@ class DisplayRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column. `cell`: its value in a row that was measured, None where there is none; `unit`: how that is written.
+    """A column. `cell`: its value in the view of a row or in a pair, None where there is none; `unit`: how to write it.
 
     `shown`: its text where that is more than the value in its unit; asked of every row. `right`: a number, set to the
     right. `spare`: when a narrow terminal leaves it out, the smallest first; None: never. `usual`: shown where no
@@ -56,7 +57,7 @@ class Column:
     """
 
     name: str
-    cell: Callable[[RowView], Any] = lambda _: None
+    cell: Callable[[Any], Any] = lambda _: None
     unit: Unit = ""
     shown: Callable[[DisplayRow], str] | None = None
     right: bool = True
@@ -70,8 +71,8 @@ class Column:
             return self.shown(line)
         return figures.ABSENT if line.view is None else self.value_text(line.view)
 
-    def value_text(self, view: RowView) -> str:
-        """The value of a measured row in its unit."""
+    def value_text(self, view: Any) -> str:
+        """The value of a measured row, or of a compared pair, in its unit."""
         value = self.cell(view)
         return figures.ABSENT if value is None else _FORMATS[self.unit](value)
 
@@ -198,3 +199,49 @@ def chosen_columns(wanted: Sequence[str] = ()) -> tuple[Column, ...]:
     if not wanted:
         return tuple(column for column in COLUMNS.values() if column.usual)
     return tuple(COLUMNS[name] for name in dict.fromkeys((*NAMING_COLUMNS, *wanted)))
+
+
+def spared(columns: Sequence[Column]) -> list[Column]:
+    """Those that a narrow terminal leaves out, the first of them first."""
+    return sorted((one for one in columns if one.spare is not None), key=lambda one: one.spare or 0)
+
+
+def pair_columns(named: Callable[[ComparedPair], str], confidence: float | None) -> tuple[Column, ...]:
+    """The columns of compared pairs. `named`: a pair's name; `confidence`: of all intervals, None where they differ."""
+    return (
+        Column(name="verdict", cell=verdict_text, right=False, spare=None),
+        Column(name="case", cell=named, right=False, spare=None),
+        Column(name="baseline", cell=lambda pair: pair.baseline_ns, unit="ns", spare=None),
+        Column(name="candidate", cell=lambda pair: pair.candidate_ns, unit="ns", spare=None),
+        Column(name="ratio", cell=lambda pair: f"{pair.verdict.numbers.ratio:.3f}", spare=None),
+        Column(
+            name="CI" if confidence is None else f"{100 * confidence:.4g} % CI",
+            cell=lambda pair: ratio_interval(pair, shows_confidence=confidence is None),
+            spare=None,
+        ),
+        Column(name="MDE", cell=lambda pair: pair.verdict.numbers.mde, unit="share", spare=2),
+        Column(name="A12", cell=lambda pair: f"{pair.verdict.numbers.a12:.2f}", spare=1),
+        Column(name="memory", cell=_memory, right=False, spare=None),
+    )
+
+
+def verdict_text(pair: ComparedPair) -> str:
+    """'SLOWER', 'SAME (advisory)'."""
+    return pair.verdict.code + (" (advisory)" if pair.verdict.advisory else "")
+
+
+def ratio_interval(pair: ComparedPair, *, shows_confidence: bool = False) -> str | None:
+    """The interval of the ratio candidate / baseline; None where there is none."""
+    numbers = pair.verdict.numbers
+    if numbers.ratio_low is None or numbers.ratio_high is None:
+        return None
+    confidence = f" ({100 * (numbers.confidence or 0):.4g} %)" if shows_confidence else ""
+    return f"{numbers.ratio_low:.3f}–{numbers.ratio_high:.3f}{confidence}"
+
+
+def _memory(pair: ComparedPair) -> str | None:
+    if pair.memory is None:
+        return None
+    change = pair.memory.candidate_bytes - pair.memory.baseline_bytes
+    sign = "-" if change < 0 else "+"
+    return pair.memory.code + ("" if pair.memory.code == "SAME" else f" {sign}{format_bytes(abs(change))}")

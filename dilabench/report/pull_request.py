@@ -7,9 +7,8 @@ from dilabench.atomic_file import write_text
 from dilabench.compare.comparison import ComparedPair, Comparison
 from dilabench.compare.matrix import CaseMatrix, Matrix
 from dilabench.record import RunRecord
-from dilabench.report import figures
 from dilabench.report import matrix as texts
-from dilabench.report.columns import case_name, chosen_columns, workload_title
+from dilabench.report.columns import Column, case_name, chosen_columns, pair_columns, workload_title
 from dilabench.report.findings import Section
 from dilabench.report.markdown import escaped, finding_lines, table_lines, tables_lines
 from dilabench.report.summary import device_text, headline, reproduce_command, unmeasured
@@ -18,8 +17,6 @@ from dilabench.stats.decisions.verdicts import Code
 FILENAME = "pull-request.md"
 # GitHub takes 65,536 characters in a comment.
 MOST_CHARACTERS = 60_000
-COMPARED = ("verdict", "case", "workload", "baseline", "candidate", "ratio", "memory")
-RULES = ("---", "---", "---", "---:", "---:", "---:", "---")
 
 
 def render(record: RunRecord, folder: Path | None, sections: Sequence[Section] = ()) -> str | None:
@@ -94,19 +91,13 @@ def _matters(pair: ComparedPair) -> bool:
 
 
 def _compared(pairs: Sequence[ComparedPair]) -> Iterator[str]:
-    return table_lines(COMPARED, RULES, [_cells(pair) for pair in pairs])
-
-
-def _cells(pair: ComparedPair) -> Sequence[str]:
-    return (
-        pair.verdict.code + (" (advisory)" if pair.verdict.advisory else ""),
-        case_name(pair.candidate),
-        workload_title(pair.candidate),
-        figures.latency(pair.baseline_ns),
-        figures.latency(pair.candidate_ns),
-        texts.ratio_text(pair),
-        figures.ABSENT if pair.memory is None else pair.memory.code,
-    )
+    known = {column.name: column for column in pair_columns(lambda pair: case_name(pair.candidate), None)}
+    workload = Column(name="workload", cell=lambda pair: workload_title(pair.candidate), right=False)
+    ratio = Column(name="ratio", cell=texts.ratio_text)
+    columns = [known["verdict"], known["case"], workload, known["baseline"], known["candidate"], ratio, known["memory"]]
+    rules = ["---:" if column.right else "---" for column in columns]
+    rows = [[column.value_text(pair) for column in columns] for pair in pairs]
+    return table_lines([column.name for column in columns], rules, rows)
 
 
 def _limited(lines: Sequence[str], folded: Sequence[tuple[str, Sequence[str]]]) -> str:

@@ -13,7 +13,7 @@ from rich.text import Text
 from dilabench.errors import counted
 from dilabench.plugins.boundary import standard_output
 from dilabench.record import RunRecord
-from dilabench.report.columns import Column, chosen_columns
+from dilabench.report.columns import Column, chosen_columns, spared
 from dilabench.report.findings import Section as Finding
 from dilabench.report.grid import grid, text_console
 from dilabench.report.rows import Section, WorkloadTable, footnotes, workload_tables
@@ -103,8 +103,7 @@ def _print_table(console: Console, table: WorkloadTable, wanted: Sequence[Column
 def _fitting_columns(wanted: Sequence[Column], widths: Mapping[str, int], width: int) -> tuple[list[Column], int]:
     """The columns to show and the gap between them: first the gap shrinks, then the columns to spare go."""
     columns = list(wanted)
-    spare = sorted((one for one in wanted if one.spare is not None), key=lambda one: one.spare or 0)
-    for victim in (None, *spare):
+    for victim in (None, *spared(wanted)):
         if victim is not None:
             columns.remove(victim)
         for gap in (2, 1):

@@ -8,7 +8,7 @@ from dilabench.compare.comparison import ComparedPair, Comparison
 from dilabench.compare.matrix import CaseMatrix, Matrix
 from dilabench.record import RunRecord
 from dilabench.report import figures
-from dilabench.report.columns import case_name, workload_title
+from dilabench.report.columns import case_name, verdict_text, workload_title
 from dilabench.report.html.page import page
 from dilabench.report.matrix import ratio_text, time_text
 from dilabench.report.summary import device_text, environment_rows, reproduce_command
@@ -81,7 +81,7 @@ def _entry(pair: ComparedPair | None) -> Entry:
     verdict = pair.verdict
     return Entry(
         look=LOOKS[verdict.code],
-        word=verdict.code + (" (advisory)" if verdict.advisory else ""),
+        word=verdict_text(pair),
         time=figures.latency(pair.candidate_ns),
         ratio=ratio_text(pair),
         reason=verdict.reason + (f"; {verdict.hint}" if verdict.hint else ""),
