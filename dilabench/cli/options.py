@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,14 +11,6 @@ from dilabench.errors import ConfigError
 
 # Where the folders of runs go.
 DEFAULT_FOLDER = Path("benchmark_results")
-
-
-class DeviceName(StrEnum):
-    """Where to run."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 Configs = Annotated[
@@ -51,7 +42,14 @@ Backends = Annotated[
     list[str] | None,
     typer.Option("--backend", "-b", metavar="NAME", help="A dense kernel, auto or all. Repeatable."),
 ]
-Device = Annotated[DeviceName | None, typer.Option("--device", help="Where to run (default auto).")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="auto (default), cpu, cuda, or another of torch.accelerator: mps, xpu.",
+    ),
+]
 StrictPlugins = Annotated[bool, typer.Option("--strict-plugins", help="Stop when a plug-in cannot be loaded.")]
 RelativeTo = Annotated[
     str | None,

@@ -16,7 +16,7 @@ GROUP_LIMIT_FILE = Path("/sys/fs/cgroup/memory.max")
 
 def memory_bytes(machine: Machine) -> int | None:
     """Memory of the device that cases run on: of the first GPU, or of the host within its control group's limit."""
-    if machine.device == "cuda":
+    if machine.facts.own_memory:
         return machine.gpus[0].memory_bytes if machine.gpus else None
     import psutil
 
@@ -31,7 +31,7 @@ def memory_bytes(machine: Machine) -> int | None:
 def rank_memory_bytes(machine: Machine, ranks: int) -> int | None:
     """What each of several ranks has: a GPU of its own, or its part of the host."""
     found = memory_bytes(machine)
-    return found if found is None or machine.device == "cuda" else found // ranks
+    return found if found is None or machine.facts.own_memory else found // ranks
 
 
 def shortage(case: Case, machine: Machine, catalogue: Catalogue) -> str | None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Sessions = Sequence[Mapping[str, Timing]]
 
 DEFAULT_SESSIONS = 10
-LENGTHS = {"cpu": 1024, "cuda": 32768}
+LENGTHS = {"small": 1024, "large": 32768}
 
 
 def calibrate(
@@ -58,7 +58,7 @@ def calibrate(
     request = run_request(
         found.catalogue,
         suite="calibrate",
-        workload={"seq_len": LENGTHS[machine.device], "batch_size": 1, "num_heads": 4}
+        workload={"seq_len": LENGTHS[machine.facts.size], "batch_size": 1, "num_heads": 4}
         | shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, None),
         run={"implementations": [calibration.BASELINE, *calibration.EFFECTS], "device": machine.device},
     )

@@ -237,6 +237,8 @@ def _carry_out(
         return ExitCode.OK
     if look.dry_run:
         dry.show(planned, look.as_json)
+        if warning := machine.facts.warning:
+            say(warning, err=True)
         return ExitCode.OK
     from dilabench.cli.run.execution import Execution, copy_record, new_header, ready_to_draw
 

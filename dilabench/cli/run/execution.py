@@ -151,7 +151,8 @@ class Execution:
         waiting = [one.case for one in self.planned if one.skip is None and one.case.case_id not in done]
         time = expected_time(waiting, self.machine, self.header.environment.cpu.cores, self.request.budget_s)
         cases = f"{counted(runs, 'case')}{kept}"
-        return f"dilabench {self.request.suite} on {self.machine.device} ({where}): {cases}; {time}"
+        opening = f"dilabench {self.request.suite} on {self.machine.device} ({where}): {cases}; {time}"
+        return "\n".join(filter(None, (opening, self.machine.facts.warning)))
 
     def _say(self, text: str) -> None:
         """Print a message: to stderr when stdout carries another format than the table."""
