@@ -166,7 +166,7 @@ class Section:
 _ESCAPED = re.compile(r"\\[bfru]")
 
 # Analyses of what any suite's record may hold.
-FOR_EVERY_SUITE = ("dilabench.report.findings:pictures_of",)
+FOR_EVERY_SUITE = ("dilabench.report.findings:_pictures_of",)
 # Beyond this a cell of a picture stands for several blocks.
 MAX_CELLS = 256
 
@@ -199,7 +199,7 @@ def sections_of(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     return tuple(sorted(found, key=lambda section: not section.answers))
 
 
-def pictures_of(record: RunRecord) -> tuple[Section, ...]:
+def _pictures_of(record: RunRecord) -> tuple[Section, ...]:
     """A section of pictures; nothing for a record whose patterns have none.
 
     One whose file is gone or has changed is named in the sentence instead.
