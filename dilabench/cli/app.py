@@ -19,7 +19,7 @@ COMMANDS = (
     Command("list", "dilabench.cli.show.list:list_names", "What there is, and why something cannot be used here."),
     Command("describe", "dilabench.cli.show.describe:describe", "Everything known about one name."),
     Command("doctor", "dilabench.cli.show.doctor:doctor", "The machine, the packages, and what makes times noisy."),
-    Command("report", "dilabench.cli.show.report:report", "Show a stored run again."),
+    Command("report", "dilabench.cli.show.report:report", "Show a stored run again, or rank several."),
     Command("compare", "dilabench.cli.compare.command:compare", "Slower, faster or the same: runs, or rows of one."),
     Command(
         "check",
@@ -36,11 +36,6 @@ COMMANDS = (
     ),
     Command(
         "merge", "dilabench.cli.compare.merge:merge", "Join shards, or runs of different workloads, to one record."
-    ),
-    Command(
-        "leaderboard",
-        "dilabench.cli.compare.leaderboard:leaderboard",
-        "Who is fastest, over the records of many runs.",
     ),
     Command(
         "calibrate",
