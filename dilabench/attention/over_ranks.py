@@ -34,15 +34,16 @@ from dilabench.impls.one_operator import (
     as_one_operator,
     is_plain_eager_call,
     new_number,
-    refuse_forward_mode,
     register,
 )
+from dilabench.impls.operator_rules import refuse_forward_mode
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.patterns.answers import reach_of
 from dilabench.patterns.dense import DensePattern
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.validation import validated
 from dilabench.workload.spec import UNBOUNDED, Window, Workload
+from dilabench.workload.work import attended_pairs
 
 Order = Literal["zigzag", "contiguous", "balanced"]
 
@@ -85,6 +86,11 @@ class SequenceShards:
                 raise ValueError(str(error)) from None
             self._functions[asked] = known
         return known
+
+    def _pairs_for(self, query: torch.Size, key: torch.Size, options: Options) -> int:
+        """This rank's share, if all have as many."""
+        of_query, of_key = (torch.empty(shape, device="meta") for shape in (query, key))
+        return attended_pairs(_workload(of_query, of_key, self, options)) // self.world.size
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a whole tensor; `dim` is the axis of tokens."""
@@ -169,6 +175,8 @@ def ring_attention(
     RuntimeError on the other ranks, after the timeout of the group at the latest, when a rank is gone.
     """
     refuse_forward_mode(query, key, value)
+    if torch._C._is_any_autocast_enabled():
+        query, key, value = operands.as_autocast(query, key, value)
     branches = tuple(segment_lengths or ()), tuple(dilation_rates or ())
     name = backend if isinstance(backend, str) else name_of(backend)
     options = Options(*branches, causal, tuple(window), scale, algorithm=algorithm, backend=name)
