@@ -49,7 +49,10 @@ Order = Literal["zigzag", "contiguous", "balanced"]
 
 
 class SequenceShards:
-    """Which tokens each rank of a group holds, and the functions that attend over them, kept from call to call."""
+    """Which tokens each rank of a group holds, and the functions that attend over them, kept from call to call.
+
+    Copies, as in `copy.deepcopy` of a model, are this object: it belongs to a process group. It cannot be pickled.
+    """
 
     def __init__(self, world: World, bounds: tuple[int, ...], packed: bool, order: Order, shards: Shards) -> None:
         self.world, self.bounds, self.packed, self.order, self.shards = world, bounds, packed, order, shards
@@ -93,17 +96,40 @@ class SequenceShards:
         return attended_pairs(_workload(of_query, of_key, self, options)) // self.world.size
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of a whole tensor; `dim` is the axis of tokens."""
-        if x.shape[dim] != self.seq_len:
-            raise ValueError(f"axis {dim} of {tuple(x.shape)} has no {self.seq_len} tokens: give the axis of tokens")
+        """This rank's tokens of a whole tensor; `dim` is the axis of tokens. Raises ValueError for another length."""
+        self._check_axis(x, dim, self.seq_len, "the tokens of all ranks")
         return self.shards.take(x, self.world.rank, dim)
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole tensor of every rank's tokens, on every rank; it carries no gradient. All ranks call it."""
+        """The whole tensor of every rank's tokens, on every rank; it carries no gradient. All ranks call it.
+
+        `dim` is the axis of tokens. Raises ValueError for another length than `rows`.
+        """
+        self._check_axis(x, dim, self.rows, "the tokens of this rank")
         dim %= x.ndim
         lead, rest = x.shape[:dim], x.shape[dim + 1 :]
         sizes = [(*lead, rows, *rest) for rows in self.shards.rows]
         return self.shards.join(self.world.all_gather(x.detach(), sizes), dim)
+
+    @staticmethod
+    def _check_axis(x: Tensor, dim: int, length: int, what: str) -> None:
+        if not -x.ndim <= dim < x.ndim or x.shape[dim] != length:
+            raise ValueError(
+                f"x {tuple(x.shape)} with dim={dim}: this axis must have {length} entries, {what}; give the axis of "
+                "tokens as dim"
+            )
+
+    def __copy__(self) -> SequenceShards:
+        return self
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> SequenceShards:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "SequenceShards belong to a process group of this process and cannot be pickled; call sequence_shards in "
+            "each process"
+        )
 
     def __repr__(self) -> str:
         what = f"{len(self.bounds) - 1} packed sequences, " if self.packed else ""

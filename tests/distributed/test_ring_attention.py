@@ -26,7 +26,7 @@ def test_results_are_those_of_one_device_and_refusals_say_why(launch):
         "must share dtype and device",
         "unknown implementation 'no-such'",
         "strided: ",
-        "give the axis of tokens",
+        "give the axis of tokens as dim",
         "give one of them",
         "must rise from 0",
         "must rise from 0",
