@@ -288,7 +288,7 @@ def _computation(
             return automatic(workload, device)[1]
         # A named backend may serve a forward pass alone.
         implementation = "dense" if workload.pattern == DENSE else "strided"
-        backend = backend_of(options.backend, Way(implementation, None, workload.replace(mode="forward")), device.type)
+        backend = backend_of(options.backend, Way(implementation, None, workload.replace(mode="forward")), device)
     except ConfigError as error:
         raise ValueError(str(error)) from None
     return over(backend, implementation, workload, device)

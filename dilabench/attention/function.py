@@ -296,7 +296,7 @@ def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
         workload = operands.workload_of(pattern, tensors, options)
         implementation = implementation_of(workload, device)
         way = Way(implementation.name, None, workload)
-        backend = backend_of(AUTO, way, device.type) if implementation.uses_backend else None
+        backend = backend_of(AUTO, way, device) if implementation.uses_backend else None
         build = load_target(implementation.target)
         function: AttentionFn = build(workload, BuildContext(device=device, backend=backend))
     except ConfigError as error:

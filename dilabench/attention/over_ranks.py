@@ -246,7 +246,7 @@ def _function(
     workload: Workload, shards: SequenceShards, device: torch.device, algorithm: str, backend: str
 ) -> ShardedAttention:
     """The function of the first algorithm that can, whose ranks hold the tokens that these do. Raises ValueError."""
-    ways, machine, size = own_ways(over_ranks=True), machine_of(device.type), shards.world.size
+    ways, machine, size = own_ways(over_ranks=True), machine_of(device), shards.world.size
     against: list[str] = []
     over_ranks = ways.implementations
     # What a single rank does, it does by the algorithms of several.
@@ -263,7 +263,7 @@ def _function(
         else:
             usable.append(way)
     for way, _ in fastest_expected(usable, machine.device, ways):
-        loaded = backend_of(backend, way, device.type)
+        loaded = backend_of(backend, way, device)
         context = BuildContext(device=device, backend=loaded, world=shards.world)
         built = load_target(over_ranks.get(way.implementation).target)(workload, context)
         if isinstance(built, ShardedAttention) and built.shards == shards.shards:

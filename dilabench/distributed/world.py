@@ -184,7 +184,7 @@ class World:
         group = group or dist.group.WORLD
         cuda = dist.get_backend(group) == "nccl"
         device, control = torch.device("cpu"), group
-        if cuda:
+        if cuda and group is not None:
             device = group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
             control = _control_of(group)
         return cls(

@@ -46,10 +46,13 @@ def tune(
 
     Compiling and warming up are never part of a time. Later runs add to the file; a newer result replaces an older one.
     """
-    from dilabench.choice.measured import tune_path
+    from dilabench.choice.measured import check_tune_file, tune_path
     from dilabench.cli.run.execution import Execution, new_header
     from dilabench.suites.tuner import add_to_file
 
+    if output is not None:
+        # Else what was measured would take the place of what is no tune file.
+        check_tune_file(output)
     found = discovered(strict_plugins)
     request = run_request(
         found.catalogue,
