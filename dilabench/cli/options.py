@@ -3,15 +3,11 @@
 import re
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from dilabench.errors import ConfigError
-
-# Where the folders of runs go.
-DEFAULT_FOLDER = Path("benchmark_results")
 
 
 class DeviceName(StrEnum):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import log1p
 
 from dilabench.compare.comparison import ComparedPair, Comparison
-from dilabench.errors import ExitCode
+from dilabench.errors import ExitCode, exit_code_for
 from dilabench.stats.decisions.verdicts import Code, confirm
 
 
@@ -17,18 +17,16 @@ def exit_code(comparison: Comparison, fail_on: Collection[str] = ("slower", "lar
     the baseline has. Without a single pair nothing was compared.
     """
     rest, pairs = comparison.uncompared, comparison.pairs
-    if any(one.lack == "wrong output" for one in rest):
-        return ExitCode.WRONG_OUTPUT
-    if any(one.lack == "failed" and one.regressed for one in rest):
-        return ExitCode.CASE_FAILED
-    if not pairs:
-        return ExitCode.NOTHING_MEASURED
-    if "slower" in fail_on and any(pair.verdict.fails_gate for pair in pairs):
-        return ExitCode.REGRESSION
-    if "larger" in fail_on and any(pair.memory is not None and pair.memory.fails_gate for pair in pairs):
-        return ExitCode.REGRESSION
     undecided = any(pair.verdict.code is Code.INCONCLUSIVE for pair in pairs) or any(one.regressed for one in rest)
-    return ExitCode.INCONCLUSIVE if "inconclusive" in fail_on and undecided else ExitCode.OK
+    slower = "slower" in fail_on and any(pair.verdict.fails_gate for pair in pairs)
+    larger = "larger" in fail_on and any(pair.memory is not None and pair.memory.fails_gate for pair in pairs)
+    return exit_code_for(
+        wrong=any(one.lack == "wrong output" for one in rest),
+        failed=any(one.lack == "failed" and one.regressed for one in rest),
+        slower=slower or larger,
+        undecided="inconclusive" in fail_on and undecided and bool(pairs),
+        nothing=not pairs,
+    )
 
 
 def common_change(comparison: Comparison) -> str | None:

@@ -32,12 +32,24 @@ def until_decided(
     while cases and (count := further(cases, len(records))):
         records += measure(cases, count)
         look += 1
-        found = judge(records, cases, replace(policy, look=look))
+        found = looked_at(records, cases, measure, judge, replace(policy, look=look))
         judged, cases = cases, {pair.candidate.case_id for pair in found.pairs if pair.verdict.undecided}
-        flagged = {case.case_id for case in found.flagged}
-        if flagged:
-            fresh = measure(flagged, max(LOOK_SESSIONS[0], len(records)))
-            # At the level of a second look: the baseline is the one that the first data were compared with.
-            found = confirmed(found, judge(fresh, flagged, replace(policy, look=2)) if fresh else None)
         final = final.updated(found, judged)
     return final
+
+
+def looked_at(
+    records: Sequence[RunRecord],
+    cases: CaseIds,
+    measure: Callable[[CaseIds, int], Sequence[RunRecord]],
+    judge: Callable[[Sequence[RunRecord], CaseIds, Policy], Comparison],
+    policy: Policy,
+) -> Comparison:
+    """The verdicts of one look at these sessions; what seems to have changed has that of as many fresh ones."""
+    found = judge(records, cases, policy)
+    flagged = {case.case_id for case in found.flagged}
+    if not flagged:
+        return found
+    fresh = measure(flagged, max(LOOK_SESSIONS[0], len(records)))
+    # At the level of a second look: the baseline is the one that the first data were compared with.
+    return confirmed(found, judge(fresh, flagged, replace(policy, look=2)) if fresh else None)

@@ -6,6 +6,7 @@ from dilabench.errors import ConfigError, unknown_name
 from dilabench.machine import DeviceKind
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Timer
+from dilabench.request import RunRequest
 from dilabench.stats.samples.precision import DEFAULT_PRECISION
 from dilabench.validation import Model
 
@@ -97,6 +98,20 @@ def choose_method(
         changes = {**counted, "max_slot_samples": 1, "min_samples": few, "sampling_s": UNLIMITED_S}
         method = method.model_copy(update=changes)
     return method
+
+
+def method_for(request: RunRequest, device: DeviceKind, catalogue: Catalogue) -> Method:
+    """The method of a request: what it and its suite ask for. Raises as `choose_method` does."""
+    suite = catalogue.suites.get(request.suite) if request.suite in catalogue.suites else None
+    return choose_method(
+        request.timing,
+        device,
+        catalogue,
+        warmup_runs=request.warmup_runs,
+        timing_runs=request.timing_runs,
+        sampling_s=suite.sampling_s if suite else None,
+        far_slower=suite.far_slower if suite else None,
+    )
 
 
 def _shortened(method: Method, sampling_s: float) -> Method:

@@ -21,6 +21,7 @@ from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.metadata import STREAM_INTERRUPTED
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
 from dilabench.record import SCHEMA_VERSION, Measured, Row, RunHeader, RunRecord, Skipped
+from dilabench.report.json import to_text
 from dilabench.store.migrations import migrated, migrated_row
 from dilabench.validation import describe, read_json
 from dilabench.workload.spec import Workload
@@ -106,7 +107,7 @@ class RunFolder:
     def finish(self, record: RunRecord) -> None:
         """Write run.json in one step and close the stream."""
         self.close()
-        write_text(self.path / RECORD_NAME, record.model_dump_json(indent=1) + "\n")
+        write_text(self.path / RECORD_NAME, to_text(record))
 
     def close(self) -> None:
         """Close the stream of a run that ends without a record; what was written stays."""

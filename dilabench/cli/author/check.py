@@ -12,7 +12,7 @@ from dilabench.cli.plugins import discovered
 from dilabench.cli.run.progress_bar import CheckedLines
 from dilabench.cli.terminal import WIDE, say
 from dilabench.cli.verify.everything import MARKS
-from dilabench.errors import ExitCode, counted, printable
+from dilabench.errors import ExitCode, counted, gravest, printable
 from dilabench.machine import detect
 from dilabench.plugins.boundary import standard_output
 
@@ -72,5 +72,4 @@ def check(
         counts = [sum(one.result == result for one in card.findings) for result in MARKS]
         ended = ", ".join(f"{count} {result}" for count, result in zip(counts, MARKS, strict=True))
         say(f"{card.kind} {card.name}: {ENDINGS.get(card.exit_code, 'DOES NOT CONFORM')} ({ended})", err=as_json)
-    gravest = max(cards, key=lambda card: (not card.passed, card.exit_code))
-    raise typer.Exit(gravest.exit_code)
+    raise typer.Exit(gravest(card.exit_code for card in cards))

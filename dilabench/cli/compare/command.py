@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
+from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold
 from dilabench.cli.github import GithubSummary, append_summary
 from dilabench.cli.options import AsJson, Backends, RelativeTo, require_one_format
 from dilabench.cli.plugins import real_names
@@ -73,6 +73,7 @@ def compare(
     from dilabench.compare.matrix import compare_all, run_names
     from dilabench.compare.selection import selection
     from dilabench.compare.within import compare_within
+    from dilabench.runs.verdicts import policy_for, refuse_other_machine
     from dilabench.store.lookup import Store
 
     require_one_format(as_json, () if form is Format.TABLE else (form,))

@@ -1,8 +1,8 @@
 """`dilabench run`: measure a suite."""
 
-from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -10,22 +10,17 @@ from dilabench.cli import options as shared
 from dilabench.cli.github import GithubSummary
 from dilabench.cli.options import given, names, one_or_none
 from dilabench.cli.plugins import discovered
-from dilabench.cli.run import dry_run as dry
 from dilabench.cli.run import options as own
+from dilabench.cli.run.dry_run import show as show_cases
 from dilabench.cli.run.plan import show_predictions
-from dilabench.cli.run.ranks import asking_all, on_ranks
-from dilabench.cli.run.resume import recorded_request, resumed_header
-from dilabench.cli.run.way_on import together
 from dilabench.cli.terminal import say
+from dilabench.engine.worker.torchrun import on_ranks
 from dilabench.errors import ConfigError, ExitCode, gravest
-from dilabench.machine import detect
 from dilabench.patterns.registry import kind_with_fields
-from dilabench.plugins.catalogue import Catalogue
-from dilabench.plugins.manager import Found
-from dilabench.record import Row, RunHeader
-from dilabench.request import RunRequest, read_budget, run_request
-from dilabench.store.run_files import RunFolder, completed_rows, folder_of_run
-from dilabench.suites.planner import Planner, expand
+from dilabench.request import read_budget, run_request
+from dilabench.runs import DEFAULT_FOLDER
+from dilabench.runs.resume import recorded_request
+from dilabench.store.run_files import folder_of_run
 from dilabench.units import parse_count
 from dilabench.workload.ranges import CUSTOM, range_lengths
 
@@ -81,7 +76,7 @@ def run(
     plan: own.Plan = False,
     resume: own.Resume = None,
     sessions: own.Sessions = 1,
-    output: own.Output = shared.DEFAULT_FOLDER,
+    output: own.Output = DEFAULT_FOLDER,
     formats: own.Formats = None,
     keep: own.KeepInStore = True,
     columns: shared.Columns = None,
@@ -135,21 +130,74 @@ def run(
     )
     if budget is not None:
         settings["budget_s"] = read_budget(budget)
-    asked = Asked(
-        suite=suite,
-        configs=config or [],
-        assignments=assignments or [],
-        workload=workload,
-        settings=settings,
-        github_summary=github_summary,
-        resume=None if resume is None else folder_of_run(resume, output_base(output)),
-        sessions=sessions,
-        folder=_elsewhere(resume, output),
-    )
+    look = dry_run or plan
     reporters = names(formats) or ["json" if as_json else TABLE]
-    shown = {"details": details, "columns": shared.column_names(columns)}
-    look = _Look(dry_run=dry_run, plan=plan, as_json=as_json)
-    raise typer.Exit(on_ranks(lambda nodes: _carry_out(found, asked, reporters, output, look, keep, shown, nodes)))
+    options = {"details": details, "columns": shared.column_names(columns)} if not look else {}
+    resumed = None if resume is None else folder_of_run(resume, output_base(output))
+    elsewhere = _elsewhere(resume, output)
+
+    def work(nodes: "Nodes | None") -> ExitCode:
+        catalogue = found.catalogue
+        shown = tuple(catalogue.reporters.get(name) for name in reporters)
+        earlier = None
+        if resumed is None:
+            request = run_request(
+                catalogue,
+                suite=suite,
+                configs=config or (),
+                assignments=assignments or (),
+                workload=workload,
+                run=settings,
+            )
+        else:
+            beside = {"--config": config, "--set": assignments, f"-o {elsewhere}": elsewhere}
+            fixed = {**workload, **settings, **given(**beside)}
+            request, earlier = recorded_request(resumed, suite, fixed.keys() - {"budget_s"})
+            request = request.model_copy(update={name: settings[name] for name in settings if name == "budget_s"})
+        if not look:
+            from dilabench.engine.worker.process import warm_server
+
+            # The server that workers are forked from loads torch while this process loads and plans the rest.
+            warm_server()
+        # What times cases needs numpy, which --help should not wait for.
+        from dilabench.runs.plan import plan_run
+
+        planned = plan_run(found, request, nodes)
+        if plan:
+            show_predictions(planned.planned, planned.planner(), as_json)
+            return ExitCode.OK
+        if dry_run:
+            show_cases(planned.planned, as_json)
+            return ExitCode.OK
+        from dilabench.cli.run.shown import show_run, together
+        from dilabench.runs.execution import Execution
+
+        _load_plots()
+        runs: list[tuple[ExitCode, str]] = []
+        for number in range(1, sessions + 1):
+            if resumed is not None and earlier is not None:
+                execution = Execution.resume(planned, resumed, earlier, lambda text: say(text, err=True))
+            else:
+                execution = Execution.begin(planned, output_base(output))
+            if sessions > 1:
+                say(f"session {number} of {sessions}", err=True)
+            code = show_run(execution, shown, keep=keep, options=options, github_summary=github_summary)
+            runs.append((code, str(execution.folder.path)))
+            if output.suffix == ".json":
+                execution.copy_record(output)
+            if code is ExitCode.INTERRUPTED:
+                break
+        if len(runs) > 1:
+            say(together([path for _, path in runs]), err=reporters != [TABLE])
+        return gravest(code for code, _ in runs)
+
+    raise typer.Exit(on_ranks(work))
+
+
+def _load_plots() -> None:
+    """Load what draws the plots, which takes a while: before the run there is time, for workers load even more."""
+    for kind in ("bars", "curves"):
+        import_module(f"dilabench.report.plots.{kind}")
 
 
 def _elsewhere(resume: str | None, output: Path) -> Path | None:
@@ -159,121 +207,8 @@ def _elsewhere(resume: str | None, output: Path) -> Path | None:
     if resume is None or not (run := Path(resume)).exists():
         return None
     places = (run, run.parent) if run.is_dir() else (run.parent, run.parent.parent)
-    known = output == shared.DEFAULT_FOLDER or output.suffix == ".json"
+    known = output == DEFAULT_FOLDER or output.suffix == ".json"
     return None if known or output.resolve() in [place.resolve() for place in places] else output
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What the command line asks to be measured, before it is checked."""
-
-    suite: str
-    configs: list[str]
-    assignments: list[str]
-    workload: dict[str, Any]
-    settings: dict[str, Any]
-    github_summary: bool
-    resume: Path | None
-    sessions: int
-    folder: Path | None
-
-    def request(self, catalogue: Catalogue) -> tuple[RunRequest, RunHeader | None]:
-        """The checked request; with `--resume`, that of the earlier run, and its header."""
-        if self.resume is None:
-            request = run_request(
-                catalogue,
-                suite=self.suite,
-                configs=self.configs,
-                assignments=self.assignments,
-                workload=self.workload,
-                run=self.settings,
-            )
-            return request, None
-        elsewhere = given(**{"--config": self.configs, "--set": self.assignments, f"-o {self.folder}": self.folder})
-        fixed = {**self.workload, **self.settings, **elsewhere}
-        request, header = recorded_request(self.resume, self.suite, fixed.keys() - {"budget_s"})
-        return request.model_copy(
-            update={name: value for name, value in self.settings.items() if name == "budget_s"}
-        ), header
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Look:
-    """A look at what would run instead of a run."""
-
-    dry_run: bool
-    plan: bool
-    as_json: bool
-
-
-def _carry_out(
-    found: Found,
-    asked: Asked,
-    formats: list[str],
-    output: Path,
-    look: _Look,
-    keep: bool,
-    shown: dict[str, Any],
-    nodes: "Nodes | None",
-) -> ExitCode:
-    catalogue = found.catalogue
-    request, earlier = asked.request(catalogue)
-    request = asking_all(request, nodes)
-    if not look.plan and not look.dry_run:
-        from dilabench.engine.worker.process import warm_server
-
-        # The server that workers are forked from loads torch while this process loads and plans the rest.
-        warm_server()
-    machine = detect(request.device)
-    machine = nodes.machine(machine) if nodes else machine
-    planned = expand(catalogue, machine, request)
-    reporters = tuple(catalogue.reporters.get(name) for name in formats)
-    # Its stop rule needs numpy, which --help should not wait for.
-    from dilabench.engine.method import choose_method
-
-    choose_method(request.timing, machine.device, catalogue)
-    if look.plan:
-        show_predictions(planned, Planner(catalogue, machine, request), look.as_json)
-        return ExitCode.OK
-    if look.dry_run:
-        dry.show(planned, look.as_json)
-        return ExitCode.OK
-    from dilabench.cli.run.execution import Execution, copy_record, new_header, ready_to_draw
-
-    ready_to_draw()
-    runs: list[tuple[ExitCode, str]] = []
-    for number in range(1, asked.sessions + 1):
-        header = new_header(found, machine, request)
-        completed: tuple[Row, ...] = ()
-        if asked.resume is not None and earlier is not None:
-            folder = RunFolder.resume(asked.resume, lambda text: say(text, err=True))
-            completed = completed_rows(asked.resume, header)
-            header = resumed_header(earlier, header, machine)
-        else:
-            folder = RunFolder.create(output_base(output), request.suite, header.run_id)
-        if asked.sessions > 1:
-            say(f"session {number} of {asked.sessions}", err=True)
-        execution = Execution(
-            found=found,
-            machine=machine,
-            request=request,
-            planned=planned,
-            header=header,
-            folder=folder,
-            formats=reporters,
-            completed=completed,
-            keep=keep,
-            options=shown,
-            launcher=nodes,
-            github_summary=asked.github_summary,
-        )
-        runs.append((execution.run(), str(folder.path)))
-        copy_record(folder, output)
-        if runs[-1][0] is ExitCode.INTERRUPTED:
-            break
-    if len(runs) > 1:
-        say(together([path for _, path in runs]), err=reporters != (catalogue.reporters.get(TABLE),))
-    return gravest(code for code, _ in runs)
 
 
 def _lengths(range_name: str | None, lengths: list[str], custom: list[str]) -> list[int] | None:

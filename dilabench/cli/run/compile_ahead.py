@@ -9,7 +9,7 @@ from typing import Any
 
 from dilabench.cli.terminal import Lines, say
 from dilabench.engine.worker.outcomes import first_call_in
-from dilabench.errors import ExitCode, counted
+from dilabench.errors import ExitCode, counted, exit_code_for
 from dilabench.record import Failed, PlannedCase, Skipped
 from dilabench.suites.planner import Planner
 from dilabench.units import format_seconds
@@ -108,9 +108,10 @@ def show(found: Iterator[Compiled], heads: Sequence[Sequence[str]]) -> list[Comp
 
 def verdict(found: Sequence[Compiled]) -> ExitCode:
     """4 when a case failed, 8 when nothing could be called."""
-    if any(isinstance(one.outcome, Failed) for one in found):
-        return ExitCode.CASE_FAILED
-    return ExitCode.OK if any(isinstance(one.outcome, int) for one in found) else ExitCode.NOTHING_MEASURED
+    return exit_code_for(
+        failed=any(isinstance(one.outcome, Failed) for one in found),
+        nothing=not any(isinstance(one.outcome, int) for one in found),
+    )
 
 
 def triton_cache() -> Path:
