@@ -5,7 +5,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dilabench.cli.plugins import discovered
+from dilabench.cli.options import discovered
 from dilabench.cli.terminal import note
 from dilabench.compare.comparison import Comparison
 from dilabench.errors import ConfigError, ExitCode

@@ -1,13 +1,18 @@
-"""Options that several commands share, and how their values become a request."""
+"""Options that several commands share, how their values become a request, and the plug-ins that they may name."""
 
 import re
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dilabench.cli.terminal import note
 from dilabench.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dilabench.plugins.boundary import Problem
+    from dilabench.plugins.manager import Found
 
 
 class DeviceName(StrEnum):
@@ -122,3 +127,38 @@ def one_or_none(**options: Sequence[Any] | None) -> Any:
         spelt = " and ".join(f"--{name.replace('_', '-')}" for name in found)
         raise ConfigError(f"{spelt} mean the same; give one of them")
     return next(iter(found.values()), None)
+
+
+def discovered(strict: bool = False) -> "Found":
+    """The plug-ins; says on stderr which were left out. With `strict`, raises PluginError for the first of them."""
+    from dilabench.plugins.manager import discover
+
+    found = discover(strict)
+    tell_of(found.problems)
+    return found
+
+
+def tell_of(problems: Iterable["Problem"]) -> None:
+    """Say on stderr which plug-ins, or parts of them, were left out, and why."""
+    for problem in problems:
+        note(f"left out, plug-in {problem.plugin!r}: {problem.why}")
+
+
+def real_names(
+    implementations: Sequence[str] | None, backends: Sequence[str] | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What records call the implementations and backends that -i and -b name, aliases resolved.
+
+    A name that is not known here may be that of a plug-in which made the record, and stays.
+    """
+    wanted = names(implementations), names(backends)
+    if not any(wanted):
+        return (), ()
+    from dilabench.plugins.manager import discover
+
+    catalogue = discover().catalogue
+    known, kernels = catalogue.implementations, catalogue.backends
+    return (
+        tuple(known.get(one).name if one in known else one for one in wanted[0]),
+        tuple(kernels.get(one).name if one in kernels else one for one in wanted[1]),
+    )

@@ -7,11 +7,18 @@ of the baseline every verdict on time is advisory (measurement.md §5.2). Memory
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.comparison import ComparedPair, Comparison, Uncompared, is_measured, uncompared
+from dilabench.compare.comparison import (
+    ComparedPair,
+    Comparison,
+    Selection,
+    Uncompared,
+    everything,
+    is_measured,
+    uncompared,
+)
 from dilabench.compare.fingerprint import Mismatch, hard_mismatches, soft_warnings
 from dilabench.compare.pairing import common_timings, is_throttled, sessions_of
 from dilabench.compare.relative import relative_to
-from dilabench.compare.selection import Selection, everything
 from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
 from dilabench.record import Measured, Row, RunRecord, Timing
 from dilabench.stats.decisions.decide import decide

@@ -133,8 +133,8 @@ def _shortened(method: Method, sampling_s: float) -> Method:
 def _method_of(timing: str, timer: Timer, is_default: bool, device: DeviceKind, catalogue: Catalogue) -> Method:
     again = next((one for one in catalogue.timers if one.for_launch_bound and device in one.devices), None)
     method = Method(
-        timer=TimerSpec.of(timer),
-        graph_timer=TimerSpec.of(again) if again and is_default else None,
+        timer=_spec(timer),
+        graph_timer=_spec(again) if again and is_default else None,
         warm_up=WARM_UP[device],
         precision=DEFAULT_PRECISION[device],
         sampling_s=SAMPLING_S[device],
@@ -151,3 +151,8 @@ def _method_of(timing: str, timer: Timer, is_default: bool, device: DeviceKind, 
         changes = {"warm_up": never, "max_rounds": 5, "max_slot_samples": 1, "max_turns": 0, "recheck": False}
         return method.model_copy(update=changes)
     return method
+
+
+def _spec(timer: Timer) -> TimerSpec:
+    """The part of a timer's descriptor that a worker needs."""
+    return TimerSpec(name=timer.name, target=timer.target, proves=timer.proves)

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 import dilabench
 from dilabench.choice.requirements import refuse_unreadable
 from dilabench.errors import PluginError
-from dilabench.impls.peers.paths import search_peer_paths
+from dilabench.impls.peers.paths import PEERS_VARIABLE, search_peer_paths
 from dilabench.machine import DeviceKind
 from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.registry import PatternKind, load, register
@@ -96,7 +96,8 @@ def discover(strict: bool = False, extra: Sequence[ModuleType | object] = ()) ->
     With `strict`, any problem raises PluginError, now or later. DILABENCH_DISABLE_PLUGINS=1 leaves third parties out.
     Raises ConfigError for folders in DILABENCH_PEERS that are none.
     """
-    search_peer_paths()
+    if os.environ.get(PEERS_VARIABLE):
+        search_peer_paths()
     found = Found(Catalogue(strict))
     for name, ours in (("builtin", builtin), ("peers", peers)):
         _admit(found, name, ours, PluginInfo(name=name, distribution=NAME))
@@ -145,7 +146,7 @@ def _admit(found: Found, name: str, module: Any, info: PluginInfo) -> None:
         raise PluginError("it registers nothing; does a function carry @hookimpl and return descriptors?")
     # Patterns are light, and requests and records ask all of them: one that cannot be loaded is not let in.
     patterns = [(kind, load(kind)) for kind in offered["patterns"]]
-    for kind, pattern in patterns:
+    for kind, pattern in patterns if module is not builtin else ():
         hold(name, pattern)
         _refuse_shadowing(kind, pattern)
     trial = _copied(found.catalogue)

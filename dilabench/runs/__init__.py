@@ -7,7 +7,6 @@
 `verdicts`        what records of one machine are decided with, and the refusal of another one's
 `check`           the gate: a baseline's cases, measured again until decided
 `remeasure`       the cases of a record, measured again
-`session_budget`  how many sessions the budget of a check holds
 `calibration`     a machine's noise between sessions
 `memory`          the cases of `plan`, and their traced peaks beside measured ones
 `verification`    the cases of `verify`

@@ -1,6 +1,6 @@
 """What every suite needs to make cases: the catalogue, the machine, and the rules that fill in `auto`."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +8,7 @@ from dilabench.choice.descriptors import load_target
 from dilabench.choice.rules import choose
 from dilabench.choice.ways import AUTO
 from dilabench.errors import ConfigError, PluginError, counted, listed
-from dilabench.machine import Machine
+from dilabench.machine import CXX_COMPILERS, Machine, cxx_compiler
 from dilabench.metadata import CHOSEN_BY, refuse_unknown
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.registry import kinds_with
@@ -17,7 +17,6 @@ from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Implementation, Suite
 from dilabench.record import Case, Optimizations, PlannedCase, Role, Row, SkipCode, Skipped
 from dilabench.request import ALL, RunRequest, Shard, preset_names, workload_request
-from dilabench.suites.optimization.variants import reasons_against
 from dilabench.workload.spec import DEFAULT_PATTERN, Workload, WorkloadRequest
 
 # Implementation `auto`: stands for what `dilabench.choice.rules` takes, workload by workload.
@@ -189,21 +188,19 @@ class Planner:
     ) -> PlannedCase:
         case = Case(
             implementation=implementation.name,
-            backend=backend,
+            backend=None if backend == AUTO else backend,
             workload=workload,
             optimizations=optimizations,
             world_size=self.request.nproc,
         )
-        reasons: tuple[str, ...] = ()
+        # A backend that is chosen below has nothing against it.
+        reasons = self.catalogue.reasons_against(case, self.machine)
         if backend == AUTO:
             chosen, against = self.choose_backend(case)
             case = case.model_copy(update={"backend": chosen})
-            reasons = () if chosen else (f"no backend can serve it here ({against})",)
-        elif backend is not None:
-            case = case.model_copy(update={"backend": backend})
-        reasons += self.catalogue.reasons_against(case, self.machine)
+            reasons = reasons if chosen else (f"no backend can serve it here ({against})", *reasons)
         code: SkipCode = "unsupported" if reasons else "unusable_optimization"
-        reasons += tuple(reasons_against(optimizations, self.machine))
+        reasons += tuple(reasons_against_optimizations(optimizations, self.machine))
         return PlannedCase(
             case=case,
             requested_backend=backend,
@@ -309,3 +306,11 @@ def refuse_unknown_options(request: RunRequest, known: Iterable[str]) -> None:
         if name not in known:
             way_on = f"it has {', '.join(known)}" if known else "it has no options of its own, leave it out"
             raise ConfigError(f"suite {request.suite!r} has no option {name!r}; {way_on}")
+
+
+def reasons_against_optimizations(optimizations: Optimizations, machine: Machine) -> Iterator[str]:
+    """Why optimizations cannot be switched on here; empty when nothing known speaks against them."""
+    if optimizations.cuda_graph and machine.device != "cuda":
+        yield f"cuda_graph needs cuda, have {machine.device}"
+    if optimizations.compile and machine.device == "cpu" and not cxx_compiler():
+        yield f"compile needs a C++ compiler on a CPU, none of {', '.join(CXX_COMPILERS)} works here"

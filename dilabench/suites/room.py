@@ -4,7 +4,6 @@ from pathlib import Path
 
 from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.predict.memory import plan_memory
 from dilabench.record import Case
 from dilabench.units import format_bytes
 from dilabench.workload.work import tensor_bytes
@@ -43,7 +42,11 @@ def shortage(case: Case, machine: Machine, catalogue: Catalogue) -> str | None:
     least = sum(tensor_bytes(case.workload).values())
     if available is None or PLENTY * least + PLENTY_BYTES <= available:
         return None
-    plan = plan_memory(case, machine.device, catalogue) if least <= available else None
+    plan = None
+    if least <= available:
+        from dilabench.predict.memory import plan_memory
+
+        plan = plan_memory(case, machine.device, catalogue)
     needed = plan.peak_bytes if plan else least
     if needed <= available:
         return None

@@ -11,7 +11,7 @@ import pytest
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Verification
 from dilabench.runs import check
-from dilabench.runs.session_budget import SessionBudget
+from dilabench.runs.check import SessionBudget
 from dilabench.store.archive import Archive
 
 WRONG = Failed(stage="verify", code="wrong_output", why="out differs", verification=Verification(checks=()))
@@ -71,7 +71,7 @@ def measured(monkeypatch, make_row, make_record):
             return records
 
     Measurer.asked = []
-    monkeypatch.setattr(check, "Remeasure", Measurer)
+    monkeypatch.setattr("dilabench.runs.remeasure.Remeasure", Measurer)
     return Measurer
 
 

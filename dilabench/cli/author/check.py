@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from dilabench.cli.author.new import Kind
-from dilabench.cli.options import AsJson, Device, StrictPlugins
-from dilabench.cli.plugins import discovered
+from dilabench.cli.options import AsJson, Device, StrictPlugins, discovered
 from dilabench.cli.run.progress_bar import CheckedLines
 from dilabench.cli.terminal import WIDE, say
 from dilabench.cli.verify.everything import MARKS

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold
-from dilabench.cli.github import GithubSummary, append_summary
-from dilabench.cli.options import AsJson, Backends, RelativeTo, StrictPlugins, names, require_one_format
-from dilabench.cli.plugins import real_names
+from dilabench.cli.github import GithubSummary, append_summary, require_github
+from dilabench.cli.options import AsJson, Backends, RelativeTo, StrictPlugins, names, real_names, require_one_format
 from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError, ExitCode, counted
@@ -81,12 +80,14 @@ def check(
     """
     from dilabench.cli.compare import verdict_view
     from dilabench.cli.run.progress_bar import progress_shown
+    from dilabench.compare.comparison import selection
     from dilabench.compare.gate import exit_code
-    from dilabench.compare.selection import selection
     from dilabench.runs.check import Check
     from dilabench.runs.verdicts import policy_for
     from dilabench.store.lookup import Store
 
+    if github_summary:
+        require_github()
     require_one_format(as_json, () if form is Format.TABLE else (form,))
     options = {"--run": run, "--budget": budget, "--sessions": sessions}
     given = [f"{option} {value}" for option, value in options.items() if value is not None]

@@ -1,28 +1,29 @@
 """`dilabench run`: measure a suite."""
 
+import json
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from dilabench.cli import options as shared
-from dilabench.cli.github import GithubSummary
-from dilabench.cli.options import given, names, one_or_none
-from dilabench.cli.plugins import discovered
+from dilabench.cli.github import GithubSummary, require_github
+from dilabench.cli.options import discovered, given, names, one_or_none
 from dilabench.cli.run import options as own
-from dilabench.cli.run.dry_run import show as show_cases
-from dilabench.cli.run.plan import show_predictions
-from dilabench.cli.terminal import say
+from dilabench.cli.terminal import print_table, say, say_folded
 from dilabench.engine.worker.torchrun import on_ranks
-from dilabench.errors import ConfigError, ExitCode, gravest
+from dilabench.errors import ConfigError, ExitCode, counted, gravest
 from dilabench.patterns.registry import kind_with_fields
+from dilabench.record import PlannedCase
 from dilabench.request import read_budget, run_request
 from dilabench.runs import DEFAULT_FOLDER
 from dilabench.runs.resume import recorded_request
 from dilabench.store.run_files import folder_of_run
-from dilabench.units import parse_count
+from dilabench.units import format_bytes, parse_count
 from dilabench.workload.ranges import CUSTOM, range_lengths
+from dilabench.workload.work import flops, tensor_bytes
 
 if TYPE_CHECKING:
     from dilabench.engine.worker.nodes import Nodes
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 PATTERN_CACHE_ENTRIES = 64
 POOL_BYTES = 2**30
 TABLE = "table"
+RANKS = "ranks"
+# Left out first where the terminal is narrow; --json has them.
+SPARE = ("tensors", "FLOPs", "pattern")
+COLUMNS = ("#", "implementation", "backend", RANKS, "workload", "pattern", "mode", "FLOPs", "tensors", "runs")
 
 
 def run(
@@ -97,6 +102,8 @@ def run(
             f"--sessions {sessions} makes several records, and there is place for one; leave --json or the .json file "
             "out: each run's folder has its run.json"
         )
+    if github_summary:
+        require_github()
     shared.require_one_format(as_json, names(formats))
     found = discovered(strict_plugins)
     workload = shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode)
@@ -164,6 +171,8 @@ def run(
 
         planned = plan_run(found, request, nodes)
         if plan:
+            from dilabench.cli.run.plan import show_predictions
+
             show_predictions(planned.planned, planned.planner(), as_json)
             return ExitCode.OK
         if dry_run:
@@ -222,3 +231,55 @@ def _lengths(range_name: str | None, lengths: list[str], custom: list[str]) -> l
 def output_base(output: Path) -> Path:
     """The folder that the run's own folder goes into; a path to a .json file stands for the folder it is in."""
     return output.parent if output.suffix == ".json" else output
+
+
+def show_cases(planned: Sequence[PlannedCase], as_json: bool = False) -> None:
+    """One line per case with its FLOPs, the bytes of its tensors, and why it would be skipped."""
+    if as_json:
+        say(json.dumps([_as_data(one) for one in planned], indent=1))
+        return
+    columns = [name for name in COLUMNS if name != RANKS or any(plan.case.world_size > 1 for plan in planned)]
+    by_name = [dict(zip(COLUMNS, _cells(index, plan), strict=True)) for index, plan in enumerate(planned, 1)]
+    cells = [tuple(row[name] for name in columns) for row in by_name]
+    print_table(None, columns, cells, right=(RANKS, "FLOPs", "tensors"), spare=SPARE)
+    reasons: dict[str, list[str]] = {}
+    for index, plan in enumerate(planned, 1):
+        if plan.skip is not None:
+            reasons.setdefault(plan.skip.why, []).append(str(index))
+    for why, rows in reasons.items():
+        say_folded(f"not run, {', '.join(rows)}: {why}", "  ")
+    skipped = sum(plan.skip is not None for plan in planned)
+    total = sum(flops(plan.case.workload) for plan in planned if plan.skip is None)
+    work = f"{total:.3g} FLOPs in one call of each"
+    say_folded(f"{counted(len(planned), 'case')}, {skipped} of them skipped; {work}. Nothing was run (--dry-run).")
+
+
+def _as_data(plan: PlannedCase) -> dict[str, Any]:
+    case = plan.case
+    return {
+        **case.model_dump(mode="json"),
+        "case_id": case.case_id,
+        "role": plan.role,
+        "flops": flops(case.workload),
+        "tensor_bytes": sum(tensor_bytes(case.workload).values()),
+        "skip": plan.skip and plan.skip.why,
+        "skip_code": plan.skip and plan.skip.code,
+    }
+
+
+def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
+    from dilabench.report.rows import implementation_text
+
+    case, workload = plan.case, plan.case.workload
+    return (
+        str(index),
+        implementation_text(case),
+        (case.backend or "-") + ("*" if plan.requested_backend == "auto" and case.backend else ""),
+        str(case.world_size),
+        workload.label(),
+        workload.pattern.details(workload.shapes) + (" (yardstick)" if plan.role == "yardstick" else ""),
+        workload.mode,
+        f"{flops(workload):.3g}",
+        format_bytes(sum(tensor_bytes(workload).values())),
+        "yes" if plan.skip is None else "no",
+    )

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from dilabench.cli import options as shared
-from dilabench.cli.options import given, names
-from dilabench.cli.plugins import discovered
+from dilabench.cli.options import discovered, given, names
 from dilabench.cli.run import options as own
 from dilabench.cli.show.advice import advice_on_shortage
 from dilabench.cli.terminal import Lines, print_table, say, say_folded

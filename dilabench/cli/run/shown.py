@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dilabench.cli.github import append_summary
-from dilabench.cli.plugins import tell_of
+from dilabench.cli.options import tell_of
 from dilabench.cli.run.progress_bar import progress_shown
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ExitCode, counted

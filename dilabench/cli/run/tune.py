@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from dilabench.cli import options as shared
-from dilabench.cli.options import given, names
-from dilabench.cli.plugins import discovered
+from dilabench.cli.options import discovered, given, names
 from dilabench.cli.run import options as own
 from dilabench.cli.terminal import say
 from dilabench.errors import ConfigError, ExitCode, counted

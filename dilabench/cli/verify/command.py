@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from dilabench.cli import options as shared
-from dilabench.cli.options import given, names
-from dilabench.cli.plugins import discovered
+from dilabench.cli.options import discovered, given, names
 from dilabench.cli.run.options import Implementations, Lengths, Processes
 from dilabench.cli.run.progress_bar import CheckedLines
 from dilabench.cli.terminal import ROW_INDENT, say, say_folded
