@@ -235,7 +235,7 @@ IMPLEMENTATIONS = (
         preferred_for=replace(FUSED, check=_better_branch_by_branch),
         tried_for=replace(FUSED, check=_too_wide_in_float32),
         quirks=(ADDED_QUERIES,),
-        tiles="dilabench.kernels.tile_candidates:candidates",
+        tiles="dilabench.kernels.tuning:candidates",
     ),
     Implementation(
         "library",

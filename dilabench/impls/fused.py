@@ -21,8 +21,7 @@ from dilabench.kernels.fused.forward import fused_forward, fused_forward_partial
 from dilabench.kernels.fused.partials import Partials
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
 from dilabench.kernels.launch_cache import Beside, Launch, LaunchCache
-from dilabench.kernels.tile_candidates import read_tiles
-from dilabench.kernels.tuning import Direction, TileConfig
+from dilabench.kernels.tuning import Direction, TileConfig, read_tiles
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import Workload
 

@@ -32,10 +32,9 @@ def share_of(lse: Tensor, union_lse: Tensor) -> Tensor:
     return torch.exp(lse - union_lse.masked_fill(union_lse == float("-inf"), 0.0))
 
 
-def share_of_two(lse: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """The lse of the union of two results, and the share of the first; 0 where it is -inf."""
-    share = torch.sigmoid(lse - other).masked_fill_(lse == float("-inf"), 0.0)
-    return torch.logaddexp(lse, other), share
+def share_of_two(lse: Tensor, other: Tensor) -> Tensor:
+    """The share of the first in the union of two results, whose lse is logaddexp(lse, other); 0 where it is -inf."""
+    return torch.sigmoid(lse - other).masked_fill_(lse == float("-inf"), 0.0)
 
 
 def by_row(share: Tensor) -> Tensor:
@@ -55,10 +54,8 @@ def merge_rows_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor
 
         merge_rows_fused_(out, lse, branch_out, branch_lse)
         return
-    merged, share = share_of_two(branch_lse, lse)
-    lse.copy_(merged)
-    # Its memory is for the slices.
-    del merged
+    share = share_of_two(branch_lse, lse)
+    lse.copy_(torch.logaddexp(lse, branch_lse))
     if out.dtype == share.dtype:
         out.lerp_(branch_out, by_row(share))
     else:
@@ -76,8 +73,8 @@ def add_null_mass_(out: Tensor, lse: Tensor, log_mass: Tensor) -> None:
         # As the result of keys whose out is one row of zeros.
         merge_rows_fused_(out, lse, out.new_zeros(out.shape[-1]).expand(out.shape), log_mass.expand(lse.shape))
         return
-    merged, share = share_of_two(lse, log_mass)
-    lse.copy_(merged)
+    share = share_of_two(lse, log_mass)
+    lse.copy_(torch.logaddexp(lse, log_mass))
     out.mul_(by_row(share))
 
 

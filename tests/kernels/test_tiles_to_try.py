@@ -2,8 +2,7 @@
 
 import pytest
 
-from dilabench.kernels.tile_candidates import KERNELS, SHARED_BYTES, candidates, read_tiles
-from dilabench.kernels.tuning import TileConfig
+from dilabench.kernels.tuning import KERNELS, SHARED_BYTES, TileConfig, candidates, read_tiles
 
 
 def test_a_text_names_kernels_and_their_shapes():
