@@ -7,6 +7,7 @@ from typing import Any
 
 from dilabench.cli.options import discovered
 from dilabench.cli.terminal import note
+from dilabench.compare.across import compare_across, policy_for, refuse_other_machine
 from dilabench.compare.comparison import Comparison
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.record import RunRecord
@@ -14,7 +15,6 @@ from dilabench.request import RunRequest, measuring_options, run_request
 from dilabench.runs import DEFAULT_FOLDER
 from dilabench.runs.execution import Execution
 from dilabench.runs.plan import plan_run
-from dilabench.runs.verdicts import compare_runs
 from dilabench.store.lookup import Store
 from dilabench.store.run_files import read_record
 
@@ -67,7 +67,11 @@ def compare(baseline: Run, candidate: Run, *, threshold: float | str | None = No
     `threshold`: the change that matters, 0.05 or "5%". Raises ConfigError for runs of different machines.
     """
     base, new = (run if isinstance(run, RunRecord) else load(run) for run in (baseline, candidate))
-    return compare_runs(Store(tell=note), [base], [new], None if threshold is None else str(threshold))
+    refuse_other_machine([base], [new], ConfigError)
+    calibration = Store(tell=note).calibration_of([base, new])
+    margin = None if threshold is None else str(threshold)
+    policy = policy_for([base, new], margin, calibration.sigma_aa if calibration else None)
+    return compare_across([base], [new], policy=policy)
 
 
 def _listed(names: str | Sequence[str]) -> list[str]:

@@ -1,9 +1,11 @@
-"""The application: its name, its version, its commands. Each is imported when it is called: `--help` waits for none."""
+"""The application: its commands, each imported when it is called, and how they end: by a message and an exit code."""
 
+import functools
 import importlib
-from collections.abc import MutableMapping
+import os
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -11,9 +13,67 @@ from typer.core import TyperCommand, TyperGroup
 import dilabench
 from dilabench.cli.arguments import INSTEAD, renamed
 from dilabench.cli.defaults import defaults_file, defaults_of
-from dilabench.cli.guard import guarded, require_working_folder, stopped
-from dilabench.cli.terminal import note
-from dilabench.errors import DilabenchError, ExitCode
+from dilabench.cli.terminal import note, output_lost, say, say_folded
+from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, said
+
+P = ParamSpec("P")
+
+DEBUG_VARIABLE = "DILABENCH_DEBUG"
+
+
+def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, None]:
+    """Wrap a command: errors meant for the user become one message on stderr, others a short text on where to report.
+
+    `prints`: what it prints is what it is for, so that it fails where that cannot be written. DILABENCH_DEBUG=1 lets
+    tracebacks through.
+    """
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        code = ExitCode.OK
+        try:
+            command(*args, **kwargs)
+        except typer.Exit as end:
+            code = ExitCode(end.exit_code)
+        except KeyboardInterrupt:
+            raise stopped("interrupted", ExitCode.INTERRUPTED) from None
+        # The outermost boundary: what arrives here and is no message for the user is a bug of dilabench.
+        except Exception as error:
+            if os.environ.get(DEBUG_VARIABLE):
+                raise
+            if isinstance(error, DilabenchError):
+                raise stopped(f"error: {error}", error.exit_code) from None
+            text = (
+                f"internal error: {said(error)}\n"
+                f"This is a bug in dilabench. Run again with {DEBUG_VARIABLE}=1 for the traceback and report it, "
+                "with the output of `dilabench doctor`, in the project's issue tracker."
+            )
+            raise stopped(text, ExitCode.INTERNAL) from None
+        if prints and code is ExitCode.OK and (lost := output_lost()):
+            raise stopped(f"error: standard output cannot be written: {lost.strerror}", ExitCode.ENVIRONMENT)
+        if code is not ExitCode.OK:
+            raise typer.Exit(code)
+
+    return run
+
+
+def require_working_folder() -> None:
+    """Raise EnvironmentNotReady where the working folder is gone."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        where = os.environ.get("PWD", ".")
+        raise EnvironmentNotReady(f"working folder {where!r} cannot be used: {error.strerror}; go to another") from None
+
+
+def stopped(message: str, code: ExitCode) -> typer.Exit:
+    """Say on stderr why a command ends, and return how."""
+    try:
+        say_folded(message, "  ", err=True)
+    except ConfigError:
+        # The width that the environment asks for is none, which is what the message says.
+        say(message, err=True)
+    return typer.Exit(code)
 
 
 class Answering(TyperCommand):

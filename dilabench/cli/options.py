@@ -9,6 +9,8 @@ import typer
 
 from dilabench.cli.terminal import note
 from dilabench.errors import ConfigError
+from dilabench.units import parse_count
+from dilabench.workload.ranges import CUSTOM, range_lengths
 
 if TYPE_CHECKING:
     from dilabench.plugins.boundary import Problem
@@ -117,16 +119,14 @@ def _split(text: str) -> Iterable[str]:
     return [part for part in re.split(r"[,\s]+", text) if part]
 
 
-def one_or_none(**options: Sequence[Any] | None) -> Any:
-    """The value of the one option that was given among several spellings of the same thing.
-
-    Raises ConfigError when more than one was given.
-    """
-    found = given(**options)
-    if len(found) > 1:
-        spelt = " and ".join(f"--{name.replace('_', '-')}" for name in found)
-        raise ConfigError(f"{spelt} mean the same; give one of them")
-    return next(iter(found.values()), None)
+def lengths_of(range_name: str | None, lengths: list[str], custom: list[str]) -> list[int] | None:
+    """The lengths asked for, by themselves or as a named range. Raises ConfigError where they are given twice."""
+    if lengths and custom:
+        raise ConfigError("--lengths and --custom-lengths mean the same; give one of them")
+    counts = [parse_count(length, "length") for length in lengths or custom]
+    if range_name is None and custom:
+        range_name = CUSTOM
+    return list(range_lengths(range_name, counts)) if range_name else counts
 
 
 def discovered(strict: bool = False) -> "Found":

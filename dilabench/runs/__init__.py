@@ -4,7 +4,6 @@
 `execution`       plan -> record: header, folder, measuring, reports
 `resume`          going on with a run, and which budget would do for the rest
 `machine_state`   what makes a machine's times noisy or wrong
-`verdicts`        what records of one machine are decided with, and the refusal of another one's
 `check`           the gate: a baseline's cases, measured again until decided
 `remeasure`       the cases of a record, measured again
 `calibration`     a machine's noise between sessions

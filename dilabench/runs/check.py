@@ -7,15 +7,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
 
-from dilabench.compare.across import compare_across
+from dilabench.compare.across import compare_across, refuse_other_machine
 from dilabench.compare.comparison import ComparedPair, Comparison, Selection, is_measured
 from dilabench.compare.gate import CaseIds, common_change, looked_at, until_decided
 from dilabench.engine.progress import Progress
 from dilabench.errors import ConfigError, EnvironmentNotReady, counted
-from dilabench.plugins.manager import discover
 from dilabench.predict.time import budget_option, case_seconds, elapsed_seconds
 from dilabench.record import PlannedCase, RunRecord
-from dilabench.runs.verdicts import refuse_other_machine
 from dilabench.stats.decisions.history import LOOK_SESSIONS
 from dilabench.stats.decisions.policy import Policy
 from dilabench.store.lookup import Store
@@ -167,6 +165,7 @@ class Check:
 
     def _measure(self, ids: CaseIds, count: int) -> Sequence[RunRecord]:
         """New sessions of these cases and of those that took turns with them. Raises EnvironmentNotReady."""
+        from dilabench.plugins.manager import discover
         from dilabench.runs.remeasure import Remeasure
 
         again = Remeasure(discover(self.strict_plugins), self.baseline[-1], self.output, self.store, self.progress)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from dilabench.compare.fingerprint import machine_key
@@ -23,8 +24,16 @@ class Store:
         self._tell = tell
         self.archive = Archive(root)
         self.root = self.archive.root
-        self.baselines = Baselines(self.root)
-        self.calibrations = Calibrations(self.root)
+
+    @cached_property
+    def baselines(self) -> Baselines:
+        """Names for runs."""
+        return Baselines(self.root)
+
+    @cached_property
+    def calibrations(self) -> Calibrations:
+        """What is known of the noise of machines."""
+        return Calibrations(self.root)
 
     def records(self, text: str) -> tuple[RunRecord, ...]:
         """The records that a text means: several for a baseline of several runs, else one.

@@ -40,7 +40,7 @@ class Planner:
 
         `--lengths` multiplies each of them.
         """
-        presets = preset_names(self.catalogue, self.request.presets)
+        presets = preset_names(self.catalogue, self.request.presets) if self.request.presets else ()
         bases = [workload_request(self.catalogue, name, self.request.overrides) for name in presets] or [
             workload_request(self.catalogue, None, {**fields, **self.request.overrides}) for fields in defaults
         ]

@@ -80,10 +80,10 @@ def check(
     """
     from dilabench.cli.compare import verdict_view
     from dilabench.cli.run.progress_bar import progress_shown
+    from dilabench.compare.across import policy_for
     from dilabench.compare.comparison import selection
     from dilabench.compare.gate import exit_code
     from dilabench.runs.check import Check
-    from dilabench.runs.verdicts import policy_for
     from dilabench.store.lookup import Store
 
     if github_summary:
@@ -105,7 +105,7 @@ def check(
         baseline=baseline,
         select=select,
         reference=relative_to,
-        policy=policy_for(baseline, threshold, calibration),
+        policy=policy_for(baseline, threshold, verdict_view.sigma_of(calibration)),
         budget_s=parse_duration(budget or DEFAULT_BUDGET),
         output=output,
         store=store if keep else None,

@@ -68,11 +68,11 @@ def compare(
     (with --fail-on inconclusive), 8 nothing to compare. Of several runs the first is BASE.
     """
     from dilabench.cli.compare import matrix_view, verdict_view
+    from dilabench.compare.across import policy_for, refuse_other_machine
     from dilabench.compare.comparison import selection
     from dilabench.compare.gate import exit_code
     from dilabench.compare.matrix import compare_all, run_names
     from dilabench.compare.within import compare_within
-    from dilabench.runs.verdicts import policy_for, refuse_other_machine
     from dilabench.store.lookup import Store
 
     if github_summary:
@@ -113,7 +113,7 @@ def compare(
     for record in records[1:] if by else ():
         refuse_other_machine(records[:1], [record], ConfigError)
     calibration = store.calibration_of(records)
-    policy = policy_for(records, threshold, calibration)
+    policy = policy_for(records, threshold, verdict_view.sigma_of(calibration))
     select = selection(only or (), *real_names(implementations, backends))
     wanted = set(fail_on or ())
     if by is None:

@@ -36,11 +36,10 @@ def recheck(
     """
     from dilabench.cli.compare import verdict_view
     from dilabench.cli.run.progress_bar import progress_shown
-    from dilabench.compare.across import compare_across
+    from dilabench.compare.across import compare_across, policy_for, refuse_other_machine
     from dilabench.compare.comparison import is_measured
     from dilabench.compare.gate import exit_code
     from dilabench.runs.remeasure import Remeasure
-    from dilabench.runs.verdicts import policy_for, refuse_other_machine
     from dilabench.store.lookup import Store
 
     store = Store(tell=note)
@@ -64,7 +63,7 @@ def recheck(
     records = again.sessions(planned, 1)
     ids = {one.case.case_id for one in chosen}
     calibration = store.calibration_of(recorded)
-    policy = policy_for(recorded, threshold, calibration)
+    policy = policy_for(recorded, threshold, verdict_view.sigma_of(calibration))
     comparison = compare_across(recorded, records, policy=policy, select=lambda case: case.case_id in ids)
     code = exit_code(comparison, {FailOn.SLOWER, FailOn.LARGER})
     if as_json:

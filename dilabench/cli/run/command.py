@@ -1,6 +1,7 @@
 """`dilabench run`: measure a suite."""
 
 import json
+import os
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -10,10 +11,9 @@ import typer
 
 from dilabench.cli import options as shared
 from dilabench.cli.github import GithubSummary, require_github
-from dilabench.cli.options import discovered, given, names, one_or_none
+from dilabench.cli.options import discovered, given, lengths_of, names
 from dilabench.cli.run import options as own
 from dilabench.cli.terminal import print_table, say, say_folded
-from dilabench.engine.worker.torchrun import on_ranks
 from dilabench.errors import ConfigError, ExitCode, counted, gravest
 from dilabench.patterns.registry import kind_with_fields
 from dilabench.record import PlannedCase
@@ -22,7 +22,6 @@ from dilabench.runs import DEFAULT_FOLDER
 from dilabench.runs.resume import recorded_request
 from dilabench.store.run_files import folder_of_run
 from dilabench.units import format_bytes, parse_count
-from dilabench.workload.ranges import CUSTOM, range_lengths
 from dilabench.workload.work import flops, tensor_bytes
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ def run(
     settings = given(
         implementations=names(implementations),
         backends=names(backends),
-        lengths=_lengths(range_name, names(lengths), names(custom_lengths)),
+        lengths=lengths_of(range_name, names(lengths), names(custom_lengths)),
         options=given(
             max_seq_length=max_seq_length and parse_count(max_seq_length, "max_seq_length"),
             memory_limit=memory_limit and parse_count(memory_limit, "memory_limit"),
@@ -141,7 +140,7 @@ def run(
     reporters = names(formats) or ["json" if as_json else TABLE]
     options = {"details": details, "columns": shared.column_names(columns)} if not look else {}
     resumed = None if resume is None else folder_of_run(resume, output_base(output))
-    elsewhere = _elsewhere(resume, output)
+    elsewhere = None if resume is None else _elsewhere(Path(resume), output)
 
     def work(nodes: "Nodes | None") -> ExitCode:
         catalogue = found.catalogue
@@ -200,6 +199,10 @@ def run(
             say(together([path for _, path in runs]), err=reporters != [TABLE])
         return gravest(code for code, _ in runs)
 
+    if "RANK" not in os.environ:
+        raise typer.Exit(work(None))
+    from dilabench.engine.worker.torchrun import on_ranks
+
     raise typer.Exit(on_ranks(work))
 
 
@@ -209,23 +212,15 @@ def _load_plots() -> None:
         import_module(f"dilabench.report.plots.{kind}")
 
 
-def _elsewhere(resume: str | None, output: Path) -> Path | None:
+def _elsewhere(run: Path, output: Path) -> Path | None:
     """Where the rest of a run that goes on should lie instead, if anywhere. Its own place is none, nor is a file that
     the record is copied to besides; of a run by its id, -o says where that is.
     """
-    if resume is None or not (run := Path(resume)).exists():
+    if not run.exists():
         return None
     places = (run, run.parent) if run.is_dir() else (run.parent, run.parent.parent)
     known = output == DEFAULT_FOLDER or output.suffix == ".json"
     return None if known or output.resolve() in [place.resolve() for place in places] else output
-
-
-def _lengths(range_name: str | None, lengths: list[str], custom: list[str]) -> list[int] | None:
-    chosen = one_or_none(lengths=lengths, custom_lengths=custom) or []
-    counts = [parse_count(length, "length") for length in chosen]
-    if range_name is None and custom:
-        range_name = CUSTOM
-    return list(range_lengths(range_name, counts)) if range_name else counts
 
 
 def output_base(output: Path) -> Path:
