@@ -14,7 +14,7 @@ from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
 from dilabench.request import run_request
-from dilabench.suites import planner, room
+from dilabench.suites import planner
 from dilabench.suites.planner import expand
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "default_cases.json"
@@ -40,7 +40,7 @@ def everything_installed(monkeypatch, tmp_path):
     monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(measured, "SHIPPED", tmp_path)
     monkeypatch.setattr(planner, "cxx_compiler", lambda: None)
-    monkeypatch.setattr(room, "GROUP_LIMIT_FILE", tmp_path / "no limit")
+    monkeypatch.setattr("dilabench.machine.GROUP_LIMIT_FILE", tmp_path / "no limit")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**36, available=2**36))
 
 

@@ -138,7 +138,7 @@ def run(
         settings["budget_s"] = read_budget(budget)
     look = dry_run or plan
     reporters = names(formats) or ["json" if as_json else TABLE]
-    options = {"details": details, "columns": shared.column_names(columns)} if not look else {}
+    options = {"details": details, "columns": shared.column_names(columns) if columns else []}
     resumed = None if resume is None else folder_of_run(resume, output_base(output))
     elsewhere = None if resume is None else _elsewhere(Path(resume), output)
 

@@ -15,7 +15,7 @@ from dilabench.cli.run import options as own
 from dilabench.cli.show.advice import advice_on_shortage
 from dilabench.cli.terminal import Lines, print_table, say, say_folded
 from dilabench.errors import ConfigError, ExitCode
-from dilabench.machine import detect
+from dilabench.machine import detect, memory_bytes, rank_memory_bytes
 from dilabench.metadata import FORM
 from dilabench.predict.memory import WITHIN, MemoryPlan, longest_that_fits, plan_ahead, plan_memory
 from dilabench.predict.time import plan_time
@@ -23,7 +23,6 @@ from dilabench.record import Failed, PlannedCase, Skipped
 from dilabench.request import run_request
 from dilabench.runs.memory import Peak, peaks_of, planned_for_memory, verdict
 from dilabench.suites.planner import Planner, expand, refuse_idle_fields
-from dilabench.suites.room import memory_bytes, rank_memory_bytes
 from dilabench.units import format_bytes, format_count, format_seconds, parse_bytes, parse_count, parse_duration
 
 LENGTHS = (4096, 16384, 65536, 262144, 1048576)

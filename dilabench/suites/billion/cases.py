@@ -7,6 +7,7 @@ from typing import Any
 
 from dilabench.choice.rules import by_priority
 from dilabench.errors import ConfigError, unknown_name
+from dilabench.machine import rank_memory_bytes
 from dilabench.metadata import FORM, PART
 from dilabench.plugins.descriptors import Implementation
 from dilabench.predict.memory import plan_memory
@@ -14,7 +15,6 @@ from dilabench.record import PlannedCase, Skipped
 from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner
 from dilabench.suites.ring.cases import ranks_here
-from dilabench.suites.room import rank_memory_bytes
 from dilabench.units import format_count, parse_count
 from dilabench.workload.cuts import cut_length, why_uncut
 from dilabench.workload.spec import WorkloadRequest
