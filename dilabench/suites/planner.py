@@ -59,8 +59,8 @@ class Planner:
         names = self.request.implementations or tuple(name for name in default if self._is_worth_planning(name))
         if ALL in names:
             names = self.catalogue.implementations.names
-        shelf = self.catalogue.implementations
-        return tuple(dict.fromkeys(FASTEST if name == AUTO else shelf.get(name) for name in names))
+        registry = self.catalogue.implementations
+        return tuple(dict.fromkeys(FASTEST if name == AUTO else registry.get(name) for name in names))
 
     def where(self, holds: Callable[[Implementation], bool]) -> tuple[str, ...]:
         """Names of the implementations of which a fact holds, in the catalogue's order.
@@ -68,8 +68,8 @@ class Planner:
         The oracle is no competitor, public projects are asked for by name or by suite `field`, and what chooses among
         the others by name or by suite `choice`.
         """
-        shelf = self.catalogue.implementations
-        ours = (one for one in shelf if one.role != "oracle" and one.project is None and not one.chooses)
+        registry = self.catalogue.implementations
+        ours = (one for one in registry if one.role != "oracle" and one.project is None and not one.chooses)
         return tuple(one.name for one in ours if holds(one))
 
     def on_one_device(self, *patterns: str) -> tuple[str, ...]:
@@ -90,9 +90,9 @@ class Planner:
         where none is for such workloads, so that each can say why.
         """
         known = self.where(lambda one: one.sharding is not None and one.takes == "heads")
-        shelf = self.catalogue.implementations
-        ordered = sorted(known, key=lambda name: -shelf.get(name).priority)
-        preferred = {name: shelf.get(name).preferred_for or shelf.get(name).supports for name in ordered}
+        registry = self.catalogue.implementations
+        ordered = sorted(known, key=lambda name: -registry.get(name).priority)
+        preferred = {name: registry.get(name).preferred_for or registry.get(name).supports for name in ordered}
         fitting = (
             name
             for name, limits in preferred.items()
@@ -100,7 +100,7 @@ class Planner:
             and asked.layout in limits.layouts
             and (
                 limits.check_ranks is None
-                or not self._against_ranks(shelf.get(name), asked, ranks or self.request.nproc)
+                or not self._against_ranks(registry.get(name), asked, ranks or self.request.nproc)
             )
         )
         return tuple(fitting) or tuple(ordered)
@@ -117,9 +117,9 @@ class Planner:
 
     def backends(self) -> tuple[str, ...]:
         """The backends asked for by name or alias, `all` spelt out; `auto` when none was named."""
-        shelf = self.catalogue.backends
-        names = shelf.names if ALL in self.request.backends else self.request.backends
-        return tuple(dict.fromkeys(name if name == AUTO else shelf.get(name).name for name in names)) or (AUTO,)
+        registry = self.catalogue.backends
+        names = registry.names if ALL in self.request.backends else self.request.backends
+        return tuple(dict.fromkeys(name if name == AUTO else registry.get(name).name for name in names)) or (AUTO,)
 
     def compare(
         self, requests: Sequence[WorkloadRequest], implementations: Sequence[Implementation]
@@ -304,8 +304,8 @@ def refuse_unknown_options(request: RunRequest, known: Iterable[str]) -> None:
     known = sorted(known)
     for name in request.options:
         if name not in known:
-            way_on = f"it has {', '.join(known)}" if known else "it has no options of its own, leave it out"
-            raise ConfigError(f"suite {request.suite!r} has no option {name!r}; {way_on}")
+            hint = f"it has {', '.join(known)}" if known else "it has no options of its own, leave it out"
+            raise ConfigError(f"suite {request.suite!r} has no option {name!r}; {hint}")
 
 
 def reasons_against_optimizations(optimizations: Optimizations, machine: Machine) -> Iterator[str]:

@@ -42,7 +42,7 @@ def check(
     cards: list[Scorecard] = []
     width = output_width(standard_output(), WIDE)
 
-    class Told(Listener):
+    class PrintedFindings(Listener):
         """Findings line by line, and on stderr how far the verification is."""
 
         lines: CheckedLines | None = None
@@ -64,7 +64,7 @@ def check(
     for registry in registries_with(name, found.catalogue, kind):
         if not as_json:
             say(f"{getattr(found.catalogue, registry).kind} {name} on {machine.device}")
-        cards.append(scorecard(registry, name, found, machine, Told()))
+        cards.append(scorecard(registry, name, found, machine, PrintedFindings()))
     if as_json:
         say(json.dumps([card.model_dump(mode="json") for card in cards], indent=2, ensure_ascii=False))
     for card in cards:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,6 +34,40 @@ RANKS = "ranks"
 # Left out first where the terminal is narrow; --json has them.
 SPARE = ("tensors", "FLOPs", "pattern")
 COLUMNS = ("#", "implementation", "backend", RANKS, "workload", "pattern", "mode", "FLOPs", "tensors", "runs")
+
+
+def _list_configs(asked: bool) -> None:
+    if asked:
+        from dilabench.cli.show.list import Kind, list_names
+
+        list_names(Kind.WORKLOADS)
+        raise typer.Exit
+
+
+ListConfigs = Annotated[
+    bool,
+    typer.Option("--list-configs", callback=_list_configs, is_eager=True, help="Show what --config takes and leave."),
+]
+
+
+def _as_it_was_asked_for(context: typer.Context, run: str | None) -> str | None:
+    """A run goes on as it was asked for: the defaults of today are not for it."""
+    if run is not None:
+        context.default_map = None
+    return run
+
+
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        "--resume",
+        metavar="RUN",
+        callback=_as_it_was_asked_for,
+        is_eager=True,
+        help="Go on with a run (its folder, file or id, or latest): cases without a row, and those that the budget "
+        "left no time for. Other rows stand, failed ones too.",
+    ),
+]
 
 
 def run(
@@ -78,7 +112,7 @@ def run(
     shard: own.ShardOption = None,
     dry_run: own.DryRun = False,
     plan: own.Plan = False,
-    resume: own.Resume = None,
+    resume: Resume = None,
     sessions: own.Sessions = 1,
     output: own.Output = DEFAULT_FOLDER,
     formats: own.Formats = None,
@@ -87,7 +121,7 @@ def run(
     details: shared.Details = False,
     github_summary: GithubSummary = False,
     as_json: shared.AsJson = False,
-    list_configs: own.ListConfigs = False,  # noqa: ARG001 - its callback has answered
+    list_configs: ListConfigs = False,  # noqa: ARG001 - its callback has answered
     strict_plugins: shared.StrictPlugins = False,
 ) -> None:
     """Measure a suite: verify each case, time it, and leave run.json, report.md and report.html in a folder.

@@ -57,7 +57,7 @@ class Standing:
         return ", ".join(texts)
 
 
-class Told(Silent):
+class ShownProgress(Silent):
     """Keeps the standing and tells of it; subclasses say how. What failed is said at once."""
 
     def __init__(self, standing: Standing) -> None:
@@ -91,7 +91,7 @@ class Told(Silent):
         raise NotImplementedError
 
 
-class ProgressBar(Told):
+class ProgressBar(ShownProgress):
     """One bar over all cases, with what goes on now beside it.
 
     It is drawn between measurements only: a thread that redraws it would take time from what is measured.
@@ -116,7 +116,7 @@ class ProgressBar(Told):
         self._bar.console.print(printable(text))
 
 
-class ProgressDisplay(Told):
+class ProgressDisplay(ShownProgress):
     """One bar in the output of a notebook's cell, drawn anew in place, between measurements and not all the time."""
 
     def __init__(
@@ -150,7 +150,7 @@ class ProgressDisplay(Told):
         say(text, err=True)
 
 
-class ProgressLines(Told):
+class ProgressLines(ShownProgress):
     """A line at the start and then every ten seconds at most; each reason for waiting once."""
 
     def __init__(self, standing: Standing, clock: Callable[[], float] = time.monotonic) -> None:
