@@ -1,4 +1,7 @@
-"""What this machine has, found without importing torch: NVML for GPUs, package metadata for torch."""
+"""What this machine has, and what is known of each kind of device, without torch: `engine/device` has what calls it.
+
+NVML tells of GPUs, package metadata of torch.
+"""
 
 import functools
 import importlib.util
@@ -6,19 +9,137 @@ import os
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from dilabench.errors import EnvironmentNotReady
 from dilabench.validation import Model, content_hash
 from dilabench.workload.spec import AUTO_TOKENS, DType
 
-DeviceKind = Literal["cpu", "cuda"]
-DeviceClass = Literal["cpu", "older", "sm80", "sm90"]
+DeviceClass = Literal["cpu", "older", "sm80", "sm90", "accelerator"]
 
+# To import torch takes seconds, from a cold disk tens.
+PROBE_TIMEOUT_S = 120.0
 CXX_COMPILERS = ("c++", "g++", "clang++")
 GROUP_LIMIT_FILE = Path("/sys/fs/cgroup/memory.max")
+
+
+# How large the workloads are that suites ask for unless told: a processor's, or those that fill a data-centre GPU.
+Size = Literal["small", "large"]
+# In descriptors (`Capabilities.devices`), any device that torch.accelerator knows besides CUDA.
+ACCELERATOR: Final = "accelerator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """A kind of device: `name` as torch spells it, `word` for it in the descriptors of what runs on it.
+
+    `dtypes`: the preferred one from each compute capability on (0 for what has none), highest first.
+    `tuned`: dilabench has kernels for it. `own_memory`: its memory is its own, and each rank has such a device for
+    itself. `holds_float64`: it computes in float64, so that verification runs on it.
+    `margin`, `precision`: of comparisons, and of an interval to stop sampling at, relative. `sampling_s`: longest
+    sampling of a case. `warm_up_s`: shortest and longest warm-up. `min_timeout_s`: time for any command.
+    `above_peak`: times its measured peak that a call may seem to reach. `affordable_flops`: of a call that verification
+    may add. `matmul_size`, `wide_matmul_size` (of float32 and float64), `copy_bytes`: of the measurement of peaks.
+    """
+
+    name: str
+    word: str
+    dtypes: tuple[tuple[int, DType], ...] = ((0, "float32"),)
+    tuned: bool = True
+    size: Size
+    own_memory: bool
+    holds_float64: bool = True
+    margin: float
+    precision: float
+    sampling_s: float
+    warm_up_s: tuple[float, float]
+    min_timeout_s: float
+    above_peak: float
+    affordable_flops: float
+    matmul_size: int
+    wide_matmul_size: int
+    copy_bytes: int
+
+    def word_in(self, words: Collection[str]) -> str:
+        """The word of a descriptor that means this device: its own name, else that of its kind if `words` has it."""
+        return self.word if self.name not in words and self.word in words else self.name
+
+    @property
+    def warning(self) -> str | None:
+        """What a run on a device without kernels of dilabench says of it; None for any other."""
+        if self.tuned:
+            return None
+        return f"no kernel of dilabench is tuned for {self.name}: torch's own kernels run, timed by the host's clock"
+
+    def preferred_dtype(self, compute_capability: int) -> DType:
+        """The dtype that `auto` means on such a device."""
+        return next(dtype for least, dtype in self.dtypes if compute_capability >= least)
+
+
+CPU = DeviceFacts(
+    name="cpu",
+    word="cpu",
+    size="small",
+    own_memory=False,
+    margin=0.02,
+    precision=0.02,
+    sampling_s=2.0,
+    warm_up_s=(0.0, 0.5),
+    min_timeout_s=20.0,
+    above_peak=1.5,
+    # About a second of two cores.
+    affordable_flops=5e10,
+    matmul_size=1024,
+    wide_matmul_size=1024,
+    copy_bytes=64 << 20,
+)
+CUDA = DeviceFacts(
+    name="cuda",
+    word="cuda",
+    dtypes=((80, "bfloat16"), (70, "float16"), (0, "float32")),
+    size="large",
+    own_memory=True,
+    margin=0.03,
+    precision=0.01,
+    sampling_s=3.0,
+    warm_up_s=(0.3, 5.0),
+    # A first call may compile: FlexAttention and CuTe kernels were seen to take up to half a minute.
+    min_timeout_s=60.0,
+    above_peak=1.1,
+    # About ten seconds.
+    affordable_flops=4e15,
+    matmul_size=8192,
+    # It multiplies float64, and float32 without tensor cores, far slower; a smaller matrix tells as much.
+    wide_matmul_size=4096,
+    copy_bytes=1 << 30,
+)
+# Nothing was measured on such a device: times are those of the host's clock, with the margins of a processor.
+_OTHER = replace(
+    CPU,
+    name=ACCELERATOR,
+    word=ACCELERATOR,
+    tuned=False,
+    own_memory=True,
+    holds_float64=False,
+    warm_up_s=CUDA.warm_up_s,
+    min_timeout_s=CUDA.min_timeout_s,
+    matmul_size=4096,
+    wide_matmul_size=4096,
+    copy_bytes=256 << 20,
+)
+TUNED = (CPU, CUDA)
+WORDS = frozenset({*(device.word for device in TUNED), ACCELERATOR})
+
+
+@functools.cache
+def device_named(name: str) -> DeviceFacts:
+    """The facts of 'cpu', 'cuda:1' or 'mps': of any name that is not dilabench's, those of an untuned accelerator."""
+    kind = name.partition(":")[0]
+    return next((device for device in TUNED if device.name == kind), None) or replace(_OTHER, name=kind)
 
 
 class GpuInfo(Model):
@@ -37,51 +158,91 @@ class GpuInfo(Model):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The device kind a run will use, the GPUs, and why CUDA is not used where it is not."""
+    """The device that a run will use by its name in torch, the GPUs, and why CUDA is not used where it is not."""
 
-    device: DeviceKind
+    device: str
     gpus: tuple[GpuInfo, ...] = ()
     no_cuda: str | None = None
 
     @property
+    def facts(self) -> DeviceFacts:
+        """What is known about this kind of device."""
+        return device_named(self.device)
+
+    @property
     def compute_capability(self) -> int:
-        """Compute capability of the first GPU as 90 for 9.0; 0 on a CPU."""
-        if self.device == "cpu" or not self.gpus or self.gpus[0].compute_capability is None:
+        """Compute capability of the first GPU as 90 for 9.0; 0 on any device but CUDA."""
+        if self.device != CUDA.name or not self.gpus or self.gpus[0].compute_capability is None:
             return 0
         return int(self.gpus[0].compute_capability.replace(".", ""))
 
     @property
     def device_class(self) -> DeviceClass:
         """What priorities of backends are stated for: 'sm90' stands for sm_90 and newer, 'older' for below sm_80."""
-        if self.device == "cpu":
+        if self.device == CPU.name:
             return "cpu"
+        if self.device != CUDA.name:
+            return ACCELERATOR
         return "sm90" if self.compute_capability >= 90 else "sm80" if self.compute_capability >= 80 else "older"
 
     @property
     def auto_dtype(self) -> DType:
-        """bfloat16 on sm_80 and newer, float16 on sm_70 and sm_75, float32 below and on a CPU (catalog.md §2)."""
-        if self.compute_capability >= 80:
-            return "bfloat16"
-        return "float16" if self.compute_capability >= 70 else "float32"
+        """bfloat16 on sm_80 and newer, float16 on sm_70 and sm_75, float32 elsewhere (catalog.md §2)."""
+        return self.facts.preferred_dtype(self.compute_capability)
 
     @property
     def auto_tokens(self) -> int:
         """Tokens of a call whose batch is `auto`: enough to fill a GPU; a CPU has one sequence at a time to do."""
-        return AUTO_TOKENS if self.device == "cuda" else 1
+        return AUTO_TOKENS if self.facts.size == "large" else 1
 
 
 def detect(device: str = "auto") -> Machine:
-    """The machine as a run with `device` ('auto', 'cpu' or 'cuda') sees it.
+    """The machine as a run with `device` sees it: 'auto' (CUDA, else the CPU), 'cpu', 'cuda', or the name of another
+    device that `torch.accelerator` finds here.
 
-    Raises EnvironmentNotReady when CUDA is asked for by name and cannot be used.
+    Raises EnvironmentNotReady for a device that is asked for by name and cannot be used.
     """
-    installed = _nvml_gpus()
-    gpus = _visible(installed)
+    if device not in ("auto", *(tuned.name for tuned in TUNED)):
+        return _with_accelerator(device)
+    installed, gpus = _gpus()
     no_cuda = _why_no_cuda(installed, gpus)
     if device == "cuda" and no_cuda:
         raise EnvironmentNotReady(f"device 'cuda' cannot be used: {no_cuda}; use --device cpu or auto")
-    kind: DeviceKind = "cpu" if device == "cpu" or no_cuda else "cuda"
+    kind = CPU.name if device == CPU.name or no_cuda else CUDA.name
     return Machine(device=kind, gpus=gpus, no_cuda="device cpu was asked for" if device == "cpu" else no_cuda)
+
+
+def _with_accelerator(device: str) -> Machine:
+    """The machine with a device that is neither the CPU nor CUDA's."""
+    if device != accelerator():
+        usable = [CPU.name, *([] if _why_no_cuda(*_gpus()) else [CUDA.name]), *filter(None, [accelerator()])]
+        names = ", ".join(dict.fromkeys(usable))
+        raise EnvironmentNotReady(f"device {device!r} is not on this machine; use --device auto or one of: {names}")
+    return Machine(device=device, no_cuda=f"device {device} was asked for")
+
+
+def accelerator() -> str | None:
+    """The name of the device that `torch.accelerator` finds here ('mps', 'xpu', 'cuda'), None without one.
+
+    Where torch is not loaded, a process is started that loads it: this one may have to stay without.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return _accelerator_by_process()
+    found = getattr(torch, "accelerator", None)
+    return str(found.current_accelerator().type) if found is not None and found.is_available() else None
+
+
+@functools.cache
+def _accelerator_by_process() -> str | None:
+    code = "import torch; from dilabench.machine import accelerator; print('accelerator', accelerator() or '')"
+    asked = [sys.executable, "-c", code]
+    try:
+        answer = subprocess.run(asked, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    name = re.search(r"^accelerator (\w+)$", answer, re.MULTILINE)
+    return name[1] if name else None
 
 
 def cxx_compiler() -> str | None:
@@ -117,6 +278,12 @@ def cpuinfo() -> str:
 def multiplies_bfloat16_tiles() -> bool:
     """Whether the processor has tile registers (AMX), which multiply bfloat16 several times as fast."""
     return "amx_bf16" in cpuinfo()
+
+
+def _gpus() -> tuple[tuple[GpuInfo, ...], tuple[GpuInfo, ...]]:
+    """The GPUs that NVML shows, and those of them that CUDA will see."""
+    installed = _nvml_gpus()
+    return installed, _visible(installed)
 
 
 def _visible(installed: tuple[GpuInfo, ...]) -> tuple[GpuInfo, ...]:
@@ -204,7 +371,7 @@ def _text(value: str | bytes) -> str:
 
 def memory_bytes(machine: Machine) -> int | None:
     """Memory of the device that cases run on: of the first GPU, or of the host within its control group's limit."""
-    if machine.device == "cuda":
+    if machine.facts.own_memory:
         return machine.gpus[0].memory_bytes if machine.gpus else None
     import psutil
 
@@ -219,4 +386,4 @@ def memory_bytes(machine: Machine) -> int | None:
 def rank_memory_bytes(machine: Machine, ranks: int) -> int | None:
     """What each of several ranks has: a GPU of its own, or its part of the host."""
     found = memory_bytes(machine)
-    return found if found is None or machine.device == "cuda" else found // ranks
+    return found if found is None or machine.facts.own_memory else found // ranks

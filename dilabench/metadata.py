@@ -185,6 +185,7 @@ OWN_TILES = NoteKind(
     "the backend has no kernel for packed sequences, which dilabench's own tiles computed in its place",
     kernels=(r"_(block_query|block_key|forward)_kernel",),
 )
+UNTUNED_DEVICE = NoteKind("untuned_device", "no kernel of dilabench is tuned for this device")
 MEMORY_LIMIT = NoteKind("memory_limit", "what the process of an isolated case was allowed", "bytes")
 STREAMED = NoteKind("streamed", "pieces, each a sequence of its own; a sample is one piece")
 STREAM_CUT_SHORT = NoteKind("stream_cut_short", "the budget ended a stream; pieces done, pieces wanted", "count")

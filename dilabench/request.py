@@ -4,7 +4,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, field_validator
 
@@ -38,7 +38,7 @@ class RunRequest(Model):
     presets: tuple[str, ...] = ()
     overrides: dict[str, Any] = Field(default_factory=dict)
     lengths: tuple[int, ...] = ()
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = AUTO
     timing: str = "warmup"
     warmup_runs: int | None = Field(default=None, ge=0, le=10**6)
     timing_runs: int | None = Field(default=None, ge=1, le=10**6)
@@ -51,6 +51,13 @@ class RunRequest(Model):
     cuda_graph: bool = False
     compile: bool = False
     shard: Shard | None = None
+
+    @field_validator("device")
+    @classmethod
+    def _device(cls, value: str) -> str:
+        if not re.fullmatch(r"[a-z][a-z0-9]{0,31}", value):
+            raise ValueError(f"device {value!r} must be auto, cpu, cuda or the name of another, with no number")
+        return value
 
     @field_validator("shard", mode="before")
     @classmethod

@@ -85,7 +85,7 @@ def check_implementation(
     if isinstance(build_or_name, str):
         implementation = catalogue.implementations.get(build_or_name)
         build = load_target(implementation.target)
-    machine = Machine(device="cpu" if device == "cpu" else "cuda")
+    machine = Machine(device=device.partition(":")[0])
     if backend is None and implementation.uses_backend:
         backend = catalogue.preferred_backends(machine)[-1]
     descriptor = catalogue.backends.get(backend) if backend else None

@@ -88,7 +88,7 @@ NAMES = [
     ({"run": {"lengths": [0]}}, "length 0 must be at least 1"),
     ({"run": {"nproc": 0}}, "nproc 0 should be greater than or equal to 1"),
     ({"run": {"seed": -1}}, "seed -1 should be greater than or equal to 0"),
-    ({"run": {"device": "tpu"}}, "device 'tpu' should be 'auto', 'cpu' or 'cuda'"),
+    ({"run": {"device": "cuda:1"}}, "device 'cuda:1' must be auto, cpu, cuda or the name of another, with no number"),
 ]
 
 

@@ -20,7 +20,7 @@ SOURCE_ROOT = Path(__file__).resolve().parents[2]
 
 
 def probe(target: str, backward_target: str | None, device: str, timeout_s: float = TIMEOUT_S) -> str | None:
-    """Why the backend with these targets cannot be used on this device ('cpu' or 'cuda'), or None when it works.
+    """Why the backend with these targets cannot be used on this device ('cpu', 'cuda', 'mps'), or None when it works.
 
     Takes seconds: it imports torch and the library in a new process. Nothing is imported here.
     """

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from dilabench.choice.descriptors import Backend, Capabilities
 from dilabench.choice.implementations import CPU, CUDA, DENSE, HALF
-from dilabench.machine import multiplies_bfloat16_tiles
+from dilabench.machine import ACCELERATOR, WORDS, multiplies_bfloat16_tiles
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 
@@ -31,7 +31,8 @@ def _better_by_tiles(workload: Workload) -> str | None:
     return "torch's kernel multiplies it in tile registers" if forward and multiplies_bfloat16_tiles() else None
 
 
-WHEREVER = Capabilities(patterns=DENSE, max_world_size=None)
+ON_ANY_DEVICE = Capabilities(patterns=DENSE, devices=WORDS)
+WHEREVER = replace(ON_ANY_DEVICE, max_world_size=None)
 
 # FlashAttention on CUDA: half precision, head dim padded to a multiple of 8 inside.
 FLASH_ON_CUDA = Capabilities(patterns=DENSE, devices=CUDA, dtypes=HALF, max_head_dim=256)
@@ -42,10 +43,11 @@ BACKENDS = (
         "plain PyTorch on any device, blocked over queries",
         "dilabench.backends.math:attend",
         "dilabench.backends.math:attend_backward",
+        supports=ON_ANY_DEVICE,
         aliases=("standard",),
         aligns_ends=True,
         places_results=True,
-        priority={"cpu": 10, "older": 10, "sm80": 10, "sm90": 10},
+        priority={"cpu": 10, "older": 10, "sm80": 10, "sm90": 10, "accelerator": 10},
         tried_for=replace(WHEREVER, on_cuda=replace(WHEREVER, check=_slower_than_kernels)),
     ),
     Backend(
@@ -58,6 +60,15 @@ BACKENDS = (
         requires=("cuda>=sm80|cpu",),
         kernels=(r"pytorch_flash::", r"_scaled_dot_product_flash_attention_for_cpu"),
         priority={"cpu": 20, "sm80": 30, "sm90": 30},
+    ),
+    Backend(
+        "sdpa",
+        "torch's scaled_dot_product_attention on other accelerators (mps, xpu), lse by plain products",
+        "dilabench.backends.sdpa.dispatched:attend",
+        "dilabench.backends.math:attend_backward",
+        supports=Capabilities(patterns=DENSE, devices=frozenset({ACCELERATOR})),
+        aligns_ends=True,
+        priority={"accelerator": 20},
     ),
     Backend(
         "flash-cpu",

@@ -14,7 +14,7 @@ from dilabench.choice.ways import AUTO, Candidate, Way, own_ways
 from dilabench.contracts import Attend, BuildContext, LoadedBackend
 from dilabench.errors import ConfigError
 from dilabench.impls.one_operator import Computation
-from dilabench.machine import Machine, detect
+from dilabench.machine import CPU, CUDA, Machine, detect
 from dilabench.workload.spec import Workload
 
 
@@ -136,5 +136,8 @@ def load_backend(backend: Described) -> LoadedBackend:
 
 @lru_cache(maxsize=2)
 def machine_of(device: str) -> Machine:
-    """The machine as calls on a kind of device see it."""
-    return detect(device)
+    """The machine as calls on a kind of device see it; tensors without data, on `meta`, count as those of `auto`."""
+    if device in (CPU.name, CUDA.name):
+        return detect(device)
+    # There are tensors on it, so that nobody has to look whether it is there.
+    return detect() if device == "meta" else Machine(device=device)

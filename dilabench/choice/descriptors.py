@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from dilabench.errors import PluginError
-from dilabench.machine import DeviceClass
+from dilabench.machine import CUDA, DeviceClass, device_named
 from dilabench.patterns.dense import DENSE
 from dilabench.validation import defined, shown
 from dilabench.workload.cuts import why_not_apart
@@ -33,7 +33,8 @@ class Capabilities:
     `check` may add a rule of its own: it takes the workload and returns the reason against it, or None. `check_ranks`
     is one for so many ranks. `parts_apart`: the part of each must need nothing of the others (`cuts.cut_apart`).
     `patterns=ANY_PATTERN`: whatever pattern it is, but sums of several attentions only with `sums`. `on_cuda` holds
-    instead of all of this on CUDA, for a kernel that differs between the two kinds of device.
+    instead of all of this on CUDA, for a kernel that differs between the two kinds of device. `devices`: 'cpu', 'cuda',
+    and 'accelerator' for any other that `torch.accelerator` knows.
     """
 
     patterns: frozenset[str] = frozenset({DEFAULT_PATTERN})
@@ -66,17 +67,17 @@ class Capabilities:
         return self.patterns == {DENSE.kind}
 
     def reasons(self, workload: Workload, device: str, world_size: int = 1) -> tuple[str, ...]:
-        """Why this workload cannot be computed on this kind of device ('cpu' or 'cuda'); empty when it can.
+        """Why this workload cannot be computed on this kind of device ('cpu', 'cuda', 'mps'); empty when it can.
 
         Raises what the rules of its own raise, and PluginError for one that returns anything but a text or None.
         """
-        holding = self.on_cuda if device == "cuda" and self.on_cuda is not None else self
+        holding = self.on_cuda if device == CUDA.name and self.on_cuda is not None else self
         return tuple(holding._reasons(workload, device, world_size))
 
     def _reasons(self, workload: Workload, device: str, world_size: int) -> Iterator[str]:
         asked_and_offered: tuple[tuple[str, Any, frozenset[Any]], ...] = (
             ("pattern", workload.pattern.kind, self.patterns),
-            ("device", device, self.devices),
+            ("device", device_named(device).word_in(self.devices), self.devices),
             ("dtype", workload.dtype, self.dtypes),
             ("mode", workload.mode, self.modes),
             ("layout", workload.layout, self.layouts),

@@ -8,6 +8,7 @@ from itertools import pairwise
 from math import lcm
 
 from dilabench.choice.descriptors import ANY_PATTERN, Capabilities, Implementation
+from dilabench.machine import WORDS
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import UNBOUNDED, Workload
 
@@ -195,7 +196,7 @@ IMPLEMENTATIONS = (
         "dense",
         "full attention through one backend: what a user has without dilation",
         "dilabench.impls.strided:build",
-        supports=Capabilities(patterns=DENSE, layouts=BOTH_LAYOUTS),
+        supports=Capabilities(patterns=DENSE, devices=WORDS, layouts=BOTH_LAYOUTS),
         aliases=("standard",),
         uses_backend=True,
         priority=10,
@@ -220,7 +221,9 @@ IMPLEMENTATIONS = (
         "strided",
         "per branch: zero-copy strided views, dense backend, fused merge",
         "dilabench.impls.strided:build",
-        supports=Capabilities(patterns=DILATED, layouts=BOTH_LAYOUTS, merge_grads=BOTH_MERGES, zero_keys=True),
+        supports=Capabilities(
+            patterns=DILATED, devices=WORDS, layouts=BOTH_LAYOUTS, merge_grads=BOTH_MERGES, zero_keys=True
+        ),
         aliases=("improved",),
         uses_backend=True,
         priority=10,

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from dilabench.choice.ways import Candidate, Ways
 from dilabench.distributed.model import ideal_efficiency
-from dilabench.machine import DeviceKind
+from dilabench.machine import Size, device_named
 from dilabench.workload.spec import UNBOUNDED
 from dilabench.workload.work import flops
 
@@ -27,7 +27,7 @@ class Rates:
 
 # What H200s with NVLink reach, and processes on one CPU. All ranks have to come to the same end, so that nothing of a
 # rank's own machine is asked; and only ratios of these count, and little.
-RATES: Mapping[DeviceKind, Rates] = {"cuda": Rates(500e12, 400e9, 4e12), "cpu": Rates(50e9, 2e9, 10e9)}
+RATES: Mapping[Size, Rates] = {"large": Rates(500e12, 400e9, 4e12), "small": Rates(50e9, 2e9, 10e9)}
 # Of messages beside computation: on two and four H200 a seventh to a fifth of their time was waited for.
 LEAST_EXPOSED = 0.2
 # Reads and writes of an element of q where the results of hops are added up at the end: parts of out and dq, row sums.
@@ -36,9 +36,10 @@ LEAST_EXPOSED = 0.2
 BYTES_SUMMED = 40
 
 
-def expected_seconds(way: Candidate, device: DeviceKind, ways: Ways) -> float | None:
+def expected_seconds(way: Candidate, device: str, ways: Ways) -> float | None:
     """One call of a way over ranks; None if its sharding, or a formula of it, is not known."""
-    sharding, workload, ranks, rates = ways.sharding_of(way.implementation), way.workload, way.world_size, RATES[device]
+    rates = RATES[device_named(device).size]
+    sharding, workload, ranks = ways.sharding_of(way.implementation), way.workload, way.world_size
     if sharding is None:
         return None
     balance, meanwhile = sharding.load_balance(workload, ranks), sharding.overlapping_share(workload, ranks)
@@ -58,7 +59,7 @@ def expected_seconds(way: Candidate, device: DeviceKind, ways: Ways) -> float | 
 
 
 def fastest_expected(
-    candidates: Sequence[CandidateT], device: DeviceKind, ways: Ways
+    candidates: Sequence[CandidateT], device: str, ways: Ways
 ) -> list[tuple[CandidateT, float | None]]:
     """Ways of one workload, each with its seconds, the fastest expected first and those of unknown time last.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.machinery import ModuleSpec
 
 from dilabench.errors import PluginError
-from dilabench.machine import CXX_COMPILERS, Machine, cxx_compiler
+from dilabench.machine import CUDA, CXX_COMPILERS, Machine, cxx_compiler
 
 FindModule = Callable[[str], ModuleSpec | None]
 _REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9_.+-]+?)\s*(?:>=\s*(?P<version>[A-Za-z0-9.]+))?$")
@@ -34,9 +34,9 @@ def unmet(
 
 def wrong_device(devices: frozenset[str], machine: Machine) -> tuple[str, ...]:
     """Why what runs on such kinds of device has none here; empty when it has."""
-    if machine.device in devices:
+    if machine.facts.word_in(devices) in devices:
         return ()
-    why = f" ({machine.no_cuda})" if machine.no_cuda else ""
+    why = f" ({machine.no_cuda})" if machine.no_cuda and CUDA.name in devices else ""
     return (f"runs on {', '.join(sorted(devices))}, have {machine.device}{why}",)
 
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,14 +14,6 @@ from dilabench.workload.ranges import CUSTOM, range_lengths
 if TYPE_CHECKING:
     from dilabench.plugins.boundary import Problem
     from dilabench.plugins.manager import Found
-
-
-class DeviceName(StrEnum):
-    """Where to run."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 Configs = Annotated[
@@ -54,7 +45,14 @@ Backends = Annotated[
     list[str] | None,
     typer.Option("--backend", "-b", metavar="NAME", help="A dense kernel, auto or all. Repeatable."),
 ]
-Device = Annotated[DeviceName | None, typer.Option("--device", help="Where to run (default auto).")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="auto (default), cpu, cuda, or another of torch.accelerator: mps, xpu.",
+    ),
+]
 StrictPlugins = Annotated[bool, typer.Option("--strict-plugins", help="Stop when a plug-in cannot be loaded.")]
 RelativeTo = Annotated[
     str | None,

@@ -12,15 +12,13 @@ from dilabench.engine.method import Method
 from dilabench.engine.progress import Progress
 from dilabench.engine.worker.client import Worker, WorkerFailure, WorkerPool
 from dilabench.engine.worker.protocol import CommandName, Prepared, Reply, TimerSpec
-from dilabench.machine import Machine
+from dilabench.machine import Machine, device_named
 from dilabench.metadata import TIMER_UNUSABLE
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Diagnostic, Failed, Skipped, Stage
 from dilabench.units import format_seconds
 
 MAX_TIMEOUT_S = 600.0
-# On a GPU a first call may compile: FlexAttention and CuTe kernels were seen to take up to half a minute.
-MIN_TIMEOUT_S = {"cpu": 20.0, "cuda": 60.0}
 SHARES_PER_COMMAND = 4.0
 OVERRUN_S = 1.0
 
@@ -169,7 +167,7 @@ class Driver:
     @property
     def _least_s(self) -> float:
         """Seconds below which a timed-out case counts as short of budget, not as slow."""
-        return min(self.timeout_s, MIN_TIMEOUT_S[self.pool.settings.device])
+        return min(self.timeout_s, device_named(self.pool.settings.device).min_timeout_s)
 
     def budget_skip(self, when: str) -> Skipped:
         """The row of a case that there was no time for."""

@@ -10,6 +10,7 @@ from dilabench.engine.driver import Driver
 from dilabench.engine.method import default_timer
 from dilabench.engine.worker.client import Worker, WorkerFailure
 from dilabench.engine.worker.protocol import CommandName, IsolatedResult, case_spec, worker_key
+from dilabench.machine import CPU, device_named
 from dilabench.metadata import MEMORY_LIMIT, STREAM_CUT_SHORT, STREAM_INTERRUPTED, STREAM_WALL_NS
 from dilabench.predict.memory import plan_memory
 from dilabench.record import (
@@ -136,7 +137,7 @@ class IsolatedRun:
         note: Note | None,
     ) -> Measured:
         # Its calls are timed by the host, as on a CPU, whatever the device.
-        timer = default_timer("cpu", self._driver.catalogue)
+        timer = default_timer(CPU.name, self._driver.catalogue)
         return Measured(
             verification=verification,
             timings=(Timing(timer=timer.name, proves=timer.proves, slots=slots),),
@@ -156,12 +157,12 @@ class IsolatedRun:
         return reply.isolated
 
     def _limit(self) -> tuple[int | None, Note | None]:
-        """What the process may allocate, and the note that says so; a GPU needs none, its allocator knows the end."""
+        """What the process may allocate, and the note that says so; a device with memory of its own needs none."""
         asked = self._planned.memory_limit_bytes
         if asked is not None:
             message = f"its process was allowed {format_bytes(asked)} by --memory-limit; the machine may have more"
             return asked, MEMORY_LIMIT.note(message, threshold=asked)
-        if self._device == "cuda":
+        if device_named(self._device).own_memory:
             return None, None
         ranks = self._planned.case.world_size
         limit = int(SHARE_OF_AVAILABLE * psutil.virtual_memory().available) // ranks

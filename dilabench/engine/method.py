@@ -3,11 +3,10 @@
 from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker.protocol import TimerSpec
 from dilabench.errors import ConfigError, unknown_name
-from dilabench.machine import DeviceKind
+from dilabench.machine import device_named
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Timer
 from dilabench.request import RunRequest
-from dilabench.stats.samples.precision import DEFAULT_PRECISION
 from dilabench.validation import Model
 
 METHODS = ("simple", "warmup", "profiler")
@@ -15,8 +14,6 @@ METHODS = ("simple", "warmup", "profiler")
 MIN_TURNS = 3
 # Where the number of samples is given, only the budget ends them earlier.
 UNLIMITED_S = 1e9
-SAMPLING_S = {"cpu": 2.0, "cuda": 3.0}
-WARM_UP = {"cpu": WarmUpLimits(min_s=0.0, max_s=0.5), "cuda": WarmUpLimits(min_s=0.3, max_s=5.0)}
 # Where a suite is content with less sampling: verification has called each case by then, so that a tenth of it warms up
 # what is left, at most a third where a device asks for more; half as many turns again as intervals need at least
 # (measurement.md 5.1) are enough.
@@ -48,17 +45,21 @@ class Method(Model):
     trace: bool = False
 
 
-def default_timer(device: DeviceKind, catalogue: Catalogue) -> Timer:
+def default_timer(device: str, catalogue: Catalogue) -> Timer:
     """The timer of this kind of device. Raises ConfigError when no timer says that it is."""
-    found = next((one for one in catalogue.timers if device in one.default_on), None)
+    found = next((one for one in catalogue.timers if _has(device, one.default_on)), None)
     if found is None:
         raise ConfigError(f"no timer is the default on {device}; name one with --timing")
     return found
 
 
+def _has(device: str, words: frozenset[str]) -> bool:
+    return device_named(device).word_in(words) in words
+
+
 def choose_method(
     timing: str,
-    device: DeviceKind,
+    device: str,
     catalogue: Catalogue,
     *,
     warmup_runs: int | None = None,
@@ -79,7 +80,7 @@ def choose_method(
     if name not in catalogue.timers:
         raise unknown_name("timing", timing, [*METHODS, *catalogue.timers.names])
     timer = catalogue.timers.get(name)
-    if device not in timer.devices:
+    if not _has(device, timer.devices):
         raise ConfigError(
             f"timer {name!r} works on {', '.join(sorted(timer.devices))}, not on {device}; use --timing warmup"
         )
@@ -100,7 +101,7 @@ def choose_method(
     return method
 
 
-def method_for(request: RunRequest, device: DeviceKind, catalogue: Catalogue) -> Method:
+def method_for(request: RunRequest, device: str, catalogue: Catalogue) -> Method:
     """The method of a request: what it and its suite ask for. Raises as `choose_method` does."""
     suite = catalogue.suites.get(request.suite) if request.suite in catalogue.suites else None
     return choose_method(
@@ -130,14 +131,16 @@ def _shortened(method: Method, sampling_s: float) -> Method:
     return method.model_copy(update=changes)
 
 
-def _method_of(timing: str, timer: Timer, is_default: bool, device: DeviceKind, catalogue: Catalogue) -> Method:
-    again = next((one for one in catalogue.timers if one.for_launch_bound and device in one.devices), None)
+def _method_of(timing: str, timer: Timer, is_default: bool, device: str, catalogue: Catalogue) -> Method:
+    again = next((one for one in catalogue.timers if one.for_launch_bound and _has(device, one.devices)), None)
+    facts = device_named(device)
+    shortest_s, longest_s = facts.warm_up_s
     method = Method(
         timer=_spec(timer),
         graph_timer=_spec(again) if again and is_default else None,
-        warm_up=WARM_UP[device],
-        precision=DEFAULT_PRECISION[device],
-        sampling_s=SAMPLING_S[device],
+        warm_up=WarmUpLimits(min_s=shortest_s, max_s=longest_s),
+        precision=facts.precision,
+        sampling_s=facts.sampling_s,
         trace=timing == "profiler",
     )
     if timing == "simple":

@@ -6,11 +6,11 @@ from statistics import median
 
 from dilabench.engine.lower_bounds import least_bytes, least_flops
 from dilabench.engine.warmup import lower_quartile
+from dilabench.machine import device_named
 from dilabench.metadata import ABOVE_PEAK_BANDWIDTH, ABOVE_PEAK_FLOPS, COPY_KEY, INTERFERENCE, NOTES, peak_flops
 from dilabench.plugins.descriptors import Backend
 from dilabench.record import Case, KernelUse, Measured, Note, Row, Slot
 
-ABOVE_PEAK = {"cpu": 1.5, "cuda": 1.1}
 SHOWN = 5
 LEAST_CHANGE = 0.03
 ISOLATED_SLOTS = 3
@@ -36,13 +36,13 @@ def typical_seconds(measured: Measured) -> float:
 
 
 def _above_peak(case: Case, seconds: float, ceilings: Mapping[str, float], device: str) -> Iterable[Note]:
-    on_cuda = device.startswith("cuda")
-    margin, workload = ABOVE_PEAK["cuda" if on_cuda else "cpu"], case.workload
+    facts, workload = device_named(device), case.workload
+    margin = facts.above_peak
     # Ranks have a GPU each, and share one processor.
-    seconds *= case.world_size if on_cuda else 1
+    seconds *= case.world_size if facts.own_memory else 1
     hint = "part of the work was not done, was cached, or ran elsewhere; do not quote this time"
     limits = [(ABOVE_PEAK_FLOPS, least_flops(workload), peak_flops(ceilings, workload.dtype))]
-    if on_cuda:
+    if facts.own_memory:
         limits.append((ABOVE_PEAK_BANDWIDTH, float(least_bytes(workload)), ceilings.get(COPY_KEY)))
     for kind, work, ceiling in limits:
         if ceiling and work / seconds > margin * ceiling:

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator
 
-from dilabench.machine import DeviceKind, Machine
+from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Implementation
 from dilabench.record import Case, Optimizations
 from dilabench.workload.work import flops
 
-# Work of a call that may be spent on it: about a second of two CPU cores, and ten of a GPU.
-AFFORDABLE_FLOPS: dict[DeviceKind, float] = {"cpu": 5e10, "cuda": 4e15}
 MOST = 3
 BUILTIN = "builtin"
 
@@ -25,7 +23,7 @@ def second_implementations(
     """
     workload = case.workload
     takes = catalogue.implementations.get(case.implementation).takes
-    if takes != "heads" or flops(workload) > AFFORDABLE_FLOPS[machine.device]:
+    if takes != "heads" or flops(workload) > machine.facts.affordable_flops:
         return
     found = [
         (one, backend)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import AttentionFn, BuildContext
-from dilabench.engine.device.device import synchronize
+from dilabench.engine.device.device import device_of
 from dilabench.engine.timers.cuda_events import elapsed_ns
 from dilabench.impls.strided import build as build_plain
 from dilabench.workload.spec import Workload
@@ -77,13 +77,13 @@ def _gpu_ns(work: Callable[[], object], device: torch.device) -> float:
     work()
     times = []
     for _ in range(PROBE_CALLS):
-        synchronize(device)
+        device_of(device).synchronize()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         # the launches hide behind a spin, as they do in the timer
         torch.cuda._sleep(PROBE_CYCLES)
         begin.record()
         work()
         end.record()
-        synchronize(device)
+        device_of(device).synchronize()
         times.append(elapsed_ns(begin, end))
     return float(median(times))

@@ -19,7 +19,7 @@ import dilabench
 from dilabench.choice.requirements import refuse_unreadable
 from dilabench.errors import PluginError
 from dilabench.impls.peers.paths import PEERS_VARIABLE, search_peer_paths
-from dilabench.machine import DeviceKind
+from dilabench.machine import WORDS as WORDS_OF_DEVICES
 from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.registry import PatternKind, load, register
 from dilabench.plugins import NAME, builtin, hookspecs
@@ -52,8 +52,8 @@ HOOK_PREFIX = "dilabench_register_"
 DISABLE_VARIABLE = "DILABENCH_DISABLE_PLUGINS"
 # Fields that hold words of ours, and fields that have a least value.
 WORDS: Mapping[str, frozenset[str]] = {
-    "devices": frozenset(get_args(DeviceKind)),
-    "default_on": frozenset(get_args(DeviceKind)),
+    "devices": WORDS_OF_DEVICES,
+    "default_on": WORDS_OF_DEVICES,
     "dtypes": frozenset(get_args(DType)),
     "modes": frozenset(get_args(Mode)),
     "layouts": frozenset(get_args(Layout)),

@@ -39,7 +39,7 @@ def plan_time(case: Case, machine: Machine, cores: int) -> TimePlan:
     workload = case.workload
     calls = max(1, -(-case.optimizations.stream_tokens // workload.tokens))
     # Ranks on a CPU share its cores.
-    devices = case.world_size if machine.device == "cuda" else 1
+    devices = case.world_size if machine.facts.own_memory else 1
     return TimePlan(calls * flops(workload) / devices / rate, rate)
 
 

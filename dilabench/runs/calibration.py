@@ -31,7 +31,7 @@ from dilabench.suites.planner import Planner
 
 Sessions = Sequence[Mapping[str, Timing]]
 
-LENGTHS = {"cpu": 1024, "cuda": 32768}
+LENGTHS = {"small": 1024, "large": 32768}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class CalibrationRun:
         request = run_request(
             found.catalogue,
             suite="calibrate",
-            workload={"seq_len": LENGTHS[machine.device], "batch_size": 1, "num_heads": 4, **workload},
+            workload={"seq_len": LENGTHS[machine.facts.size], "batch_size": 1, "num_heads": 4, **workload},
             run={"implementations": [BASELINE, *EFFECTS], "device": machine.device},
         )
         planner = Planner(found.catalogue, machine, request)

@@ -75,4 +75,4 @@ def test_distributions_that_share_a_module_are_told_apart(monkeypatch: pytest.Mo
 def test_catalogue_names() -> None:
     ours = [b.name for b in BACKENDS if BACKENDS.origin(b.name) == "builtin"]
     of_libraries = ["sdpa-efficient", "sdpa-cudnn", "flash2", "flash3", "flash4", "xformers", "flex"]
-    assert ours == ["math", "sdpa-flash", "flash-cpu", *of_libraries]
+    assert ours == ["math", "sdpa-flash", "sdpa", "flash-cpu", *of_libraries]

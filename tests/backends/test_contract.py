@@ -176,7 +176,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     from dilabench.backends import math
     from dilabench.backends.sdpa import flash_cpu as sdpa_flash_cpu
 
-    monkeypatch.setattr(math, "BLOCK_BYTES", {"cpu": 16000, "cuda": 16000})
+    monkeypatch.setattr(math, "BLOCK_BYTES", {"small": 16000, "large": 16000})
     monkeypatch.setattr(sdpa_flash_cpu, "QUERY_BLOCK", 16)
 
 

@@ -1,13 +1,14 @@
 """`dilabench calibrate`: from sessions to a noise floor and a power curve, and back into verdicts."""
 
 import random
+from dataclasses import replace
 from math import exp
 
 import pytest
 
 from dilabench.compare.fingerprint import machine_key
-from dilabench.engine import calibration
-from dilabench.engine.method import SAMPLING_S
+from dilabench.engine import calibration, method
+from dilabench.machine import device_named
 from dilabench.plugins.manager import discover
 from dilabench.record import Slot, Timing
 from dilabench.runs.calibration import summary
@@ -81,8 +82,7 @@ def test_on_this_machine(cli, monkeypatch, tmp_path):
     """Real workers and timers, as short as can be; what it finds is this machine's own affair."""
     monkeypatch.setenv("DILABENCH_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
-    for device in SAMPLING_S:
-        monkeypatch.setitem(SAMPLING_S, device, 0.2)
+    monkeypatch.setattr(method, "device_named", lambda name: replace(device_named(name), sampling_s=0.2))
     result = cli("calibrate", "--sessions", "3", "--seq-length", "64")
     assert result.exit_code == 0, result.output
     assert "noise between sessions" in result.stdout

@@ -22,3 +22,13 @@ def test_other_patterns_are_told_by_their_kind(cli):
     result = cli("run", "quick", "-i", "strided", "--lengths", "1K", "--dry-run")
     assert " dilated " in result.stdout
     assert "Nothing was run" in result.stdout
+
+
+def test_a_device_without_kernels_says_so(cli, monkeypatch):
+    monkeypatch.setattr("dilabench.machine.accelerator", lambda: "mps")
+    result = cli("run", "range", "--lengths", "1K", "--device", "mps", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "no kernel of dilabench is tuned for mps" in result.stderr
+    rows = [line.split() for line in result.stdout.splitlines() if line[:1].isdigit() and "cases," not in line]
+    assert {row[1]: row[-1] for row in rows} == {"dense": "yes", "gather": "no", "strided": "yes", "fused": "no"}
+    assert {row[2] for row in rows} == {"sdpa*", "-"}

@@ -49,7 +49,7 @@ WRONG = [
     ("run quick --nproc 0", "nproc 0 should be greater than or equal to 1"),
     ("run quick -f markdwn", "unknown reporter 'markdwn'; did you mean markdown"),
     ("run quick --resume nowhere", "'nowhere'"),
-    ("run quick --device tpu", "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
+    ("run quick --device cuda:1", "device 'cuda:1' must be auto, cpu, cuda or the name of another, with no number"),
     ("list implementatins", "'implementatins' is not one of 'patterns'"),
     ("run", "Missing argument 'SUITE'"),
     ("run quick --no-such-option", "No such option: --no-such-option"),
@@ -78,6 +78,12 @@ def test_cuda_by_name_without_a_gpu_is_an_environment_error(cli, monkeypatch):
     result = cli("run", "quick", "--device", "cuda")
     assert result.exit_code == 3
     assert "device 'cuda' cannot be used: no NVIDIA GPU is visible; use --device cpu or auto" in result.stderr
+
+
+def test_a_device_that_is_not_there_is_an_environment_error(cli):
+    result = cli("run", "quick", "--device", "xpu")
+    assert result.exit_code == 3
+    assert "device 'xpu' is not on this machine; use --device auto or one of: cpu" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """`dilabench tune`: measures, keeps the fastest, and `-i auto` then goes by it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from dilabench.engine.method import SAMPLING_S
+from dilabench.engine import method
 from dilabench.errors import ExitCode
+from dilabench.machine import CPU
 
 SMALL = "--lengths 256 --set num_heads=2 --set batch_size=1 --set segment_lengths=64,128 --set dilation_rates=1,2"
 
@@ -14,7 +16,7 @@ SMALL = "--lengths 256 --set num_heads=2 --set batch_size=1 --set segment_length
 def test_keeps_the_fastest_and_auto_takes_it(cli, monkeypatch, tmp_path):
     monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
-    monkeypatch.setitem(SAMPLING_S, "cpu", 0.2)
+    monkeypatch.setattr(method, "device_named", lambda _name: replace(CPU, sampling_s=0.2))
     shared = [*SMALL.split(), "--device", "cpu"]
     done = cli("tune", *shared, "--budget", "60s")
     assert done.exit_code == 0, done.output

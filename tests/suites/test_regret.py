@@ -38,7 +38,7 @@ def ended(planned, outcome=MEASURED):
 
 @pytest.mark.parametrize("machine", [CPU, GPU], ids=["cpu", "cuda"])
 def test_shapes_are_those_of_the_seed_and_of_every_kind(machine):
-    found, limits = drawn(machine), RANGES[machine.device]
+    found, limits = drawn(machine), RANGES[machine.facts.size]
     assert found == drawn(machine)
     assert found[7] == drawn(machine, count=8)[7]
     assert set(found).isdisjoint(drawn(machine, seed=1))

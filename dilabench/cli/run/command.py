@@ -210,6 +210,8 @@ def run(
             return ExitCode.OK
         if dry_run:
             show_cases(planned.planned, as_json)
+            if warning := planned.machine.facts.warning:
+                say(warning, err=True)
             return ExitCode.OK
         from dilabench.cli.run.shown import show_run, together
         from dilabench.runs.execution import Execution

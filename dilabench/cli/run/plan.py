@@ -27,7 +27,7 @@ from dilabench.units import format_bytes, format_count, format_seconds, parse_by
 
 LENGTHS = (4096, 16384, 65536, 262144, 1048576)
 # Those that `--check` really computes.
-LENGTHS_CHECKED = {"cpu": (1024, 4096), "cuda": (4096, 16384, 65536)}
+LENGTHS_CHECKED = {"small": (1024, 4096), "large": (4096, 16384, 65536)}
 PEAK_COLUMNS = ("traced", "measured", "traced/measured", "")
 HEAD = ("implementation", "backend", "mode", "batch", "length")
 COLUMNS = (*HEAD, "memory", "bytes/token", "inputs", "saved", "fits")
@@ -112,7 +112,7 @@ def plan(
         return
     planner = Planner(found.catalogue, machine, request)
     batches = [parse_count(size, "batch_size") for size in names(batch_sizes)] or [1]
-    planned = planned_for_memory(planner, batches, LENGTHS_CHECKED[machine.device] if check else LENGTHS)
+    planned = planned_for_memory(planner, batches, LENGTHS_CHECKED[machine.facts.size] if check else LENGTHS)
     refuse_idle_fields(request, planned)
     plan_ahead([one.case for one in planned], machine.device, found.catalogue)
     capacity = parse_bytes(memory) if memory else rank_memory_bytes(machine, request.nproc)

@@ -83,7 +83,8 @@ def _opening(execution: Execution) -> str:
     waiting = [case for case in runs if case.case_id not in done]
     time = expected_time(waiting, plan.machine, cpu.cores, plan.request.budget_s)
     cases = f"{counted(len(runs), 'case')}{kept}"
-    return f"dilabench {plan.request.suite} on {plan.machine.device} ({where}): {cases}; {time}"
+    opening = f"dilabench {plan.request.suite} on {plan.machine.device} ({where}): {cases}; {time}"
+    return "\n".join(filter(None, (opening, plan.machine.facts.warning)))
 
 
 def verdict(record: RunRecord, code: ExitCode) -> str:

@@ -6,6 +6,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from dilabench.engine.device.device import device_of
 from dilabench.metadata import (
     BUFFER_POOL_HELD_BYTES,
     BUFFER_POOL_PEAK_BYTES,
@@ -113,8 +114,8 @@ class SizedBufferPool:
 
 
 def _place(device: torch.device) -> Place:
-    return device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return device, device_of(device).stream
 
 
 def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device_of(device).is_capturing

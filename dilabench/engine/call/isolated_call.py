@@ -12,7 +12,7 @@ from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.memory_limit import memory_limited
 from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
-from dilabench.engine.device.device import release_cached, synchronize
+from dilabench.engine.device.device import device_of
 from dilabench.engine.timers.wall import Wall
 from dilabench.engine.verify import summary
 from dilabench.engine.verify.sampled_rows import verify_sampled_rows
@@ -40,7 +40,7 @@ def measure_isolated(
         count = max(1, min(MAX_SAMPLES, int(seconds * 1e9 / call.call_ns)))
         timer = Wall(call)
         samples = timer.take(count)
-    release_cached(device)
+    device_of(device).release_cached()
     # The numbers that were timed are known by now; a result that was kept of them is not one of these.
     call.timed_calls.renew(call.inputs(0))
     verification = verify_sampled_rows(call)
@@ -60,7 +60,7 @@ class Stream:
 
     def __init__(self, spec: CaseSpec, device: torch.device, pieces: int) -> None:
         self._call = PreparedCall(spec, device, InputStore(device))
-        self._device = device
+        self._device = device_of(device)
         self._generator = torch.Generator(device)
         self._verified = _spread(pieces)
 
@@ -111,10 +111,10 @@ class Stream:
 
     def _time(self) -> int:
         call = self._call.fresh()
-        synchronize(self._device)
+        self._device.synchronize()
         started = time.perf_counter_ns()
         result = call()
-        synchronize(self._device)
+        self._device.synchronize()
         elapsed = max(1, time.perf_counter_ns() - started)
         del result
         gc.collect(0)

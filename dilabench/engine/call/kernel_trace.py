@@ -7,6 +7,7 @@ import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.autograd.profiler import profile
 
+from dilabench.engine.device.device import device_of
 from dilabench.record import KernelUse
 
 MAX_KERNELS = 100
@@ -16,16 +17,15 @@ MEMORY_EVENT = "[memory]"
 def profiled(call: Callable[[], object], device: torch.device, *, memory: bool = False) -> profile:
     """One call under the profiler; with `memory`, what torch's allocators give and take as well."""
     # torch.profiler.profile wraps this one and costs a second of imports.
-    on = "cuda" if device.type == "cuda" else None
-    with profile(use_device=on, use_kineto=True, profile_memory=memory) as profiler:
+    on = device_of(device)
+    with profile(use_device=on.profiler, use_kineto=True, profile_memory=memory) as profiler:
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        on.synchronize()
     return profiler
 
 
 def kernel_ledger(profiler: profile, device: torch.device, trace: Path | None = None) -> tuple[KernelUse, ...]:
-    """The kernels of a profiled call, longest first: CUDA kernels on a GPU, operators with their own time on a CPU.
+    """The kernels of a profiled call, longest first: CUDA kernels on a GPU, operators with their own time elsewhere.
 
     Of more than 100 kernels the shortest are left out. With `trace`, a Chrome trace of the call is written there;
     raises OSError or RuntimeError when it cannot be.
@@ -43,7 +43,7 @@ def kernel_ledger(profiler: profile, device: torch.device, trace: Path | None = 
 
 def _entries(profiler: profile, device: torch.device) -> list[tuple[str, int]]:
     events = [event for event in profiler.function_events or [] if event.name != MEMORY_EVENT]
-    if device.type == "cuda":
+    if device_of(device).profiler:
         cuda = DeviceType.CUDA
         return [
             (event.name, round(event.time_range.elapsed_us() * 1000)) for event in events if event.device_type == cuda

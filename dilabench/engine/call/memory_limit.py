@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from dilabench.engine.call.kernel_trace import profiled
-from dilabench.engine.device.device import resident_bytes
+from dilabench.engine.device.device import device_of, resident_bytes
 from dilabench.errors import said, text_of
 
 # What Python, and what C++ and the system say where a thread or a process gets no memory for its stack.
@@ -23,17 +23,13 @@ def memory_limited(device: torch.device, limit_bytes: int | None, *, backward: b
 
     CUDA: a cap on torch's caching allocator; other libraries' memory does not count. CPU: RLIMIT_DATA above what the
     process has mapped now, with every thread's stack and heap; a thread that finds too little left raises MemoryError.
-    None sets no limit. `backward`: what is called inside has a backward pass.
+    Raises ValueError on any other device. None sets no limit. `backward`: what is called inside has a backward pass.
     """
     if limit_bytes is None:
         yield
-    elif device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
-        try:
+    elif (on := device_of(device)).facts.own_memory:
+        with on.memory_limited(limit_bytes):
             yield
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
     else:
         yield from _data_limited(limit_bytes, backward)
 

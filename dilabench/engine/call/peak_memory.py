@@ -11,17 +11,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dilabench.engine.call.kernel_trace import MEMORY_EVENT, profiled
 from dilabench.engine.call.prepared_call import PreparedCall
-from dilabench.engine.device.device import synchronize
+from dilabench.engine.device.device import device_of
 from dilabench.record import Memory
 
-METHODS = {
-    "cuda": "torch.cuda.max_memory_allocated over one call after a first call",
-    "cpu": "all that torch's CPU allocator reported to torch's profiler over one call after a first call",
-}
 
-
-def measure_memory(call: PreparedCall, profiled_call: profile | None = None) -> Memory:
+def measure_memory(call: PreparedCall, profiled_call: profile | None = None) -> Memory | None:
     """Inputs, parameters, workspace (outputs and temporaries) and what is saved for backward; they add up to the peak.
+    None on a device whose allocator keeps no statistics.
 
     On a CPU `profiled_call`, one of these calls under the profiler with its memory, spares another one.
 
@@ -41,8 +37,10 @@ def measure_memory(call: PreparedCall, profiled_call: profile | None = None) -> 
         # Garbage of the first call that goes during the measured one would count as memory that this one did not need:
         # a caught exception keeps the frames it passed through, and those the tensors in them.
         gc.collect()
-        on_cuda = call.device.type == "cuda"
-        extra = held + (_cuda_extra(call) if on_cuda else cpu_allocations(lambda: _whole_call(call))[1])
+        found = _extra(call)
+        if found is None:
+            return None
+        extra = held + found
     return Memory(
         peak_bytes=inputs + parameters + max(extra, saved or 0),
         inputs_bytes=inputs,
@@ -51,25 +49,23 @@ def measure_memory(call: PreparedCall, profiled_call: profile | None = None) -> 
         saved_for_backward_bytes=saved,
         isolated=True,
         source="allocator",
-        method=METHODS[call.device.type],
+        method=device_of(call.device).peak_method,
     )
 
 
 def _whole_call(call: PreparedCall) -> None:
     """Forward, and backward when it belongs to the mode; the result is dropped at the end."""
     result = call.fresh()()
-    synchronize(call.device)
+    device_of(call.device).synchronize()
     del result
 
 
-def _cuda_extra(call: PreparedCall) -> int:
-    device = call.device
-    torch.cuda.empty_cache()
-    synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    _whole_call(call)
-    return torch.cuda.max_memory_allocated(device) - before
+def _extra(call: PreparedCall) -> int | None:
+    """Bytes that a call holds at most beyond those before it."""
+    device = device_of(call.device)
+    if device.profiles_memory:
+        return cpu_allocations(lambda: _whole_call(call))[1]
+    return device.peak_over(lambda: _whole_call(call))
 
 
 def cpu_allocations(call: Callable[[], object]) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from dilabench.engine.call.inputs import InputSet, InputStore, make_inputs, rank
 from dilabench.engine.call.returned import UnusableFunctionError, no_gradient, not_callable, not_plain
 from dilabench.engine.call.timed_calls import KeptCall, TimedCalls
 from dilabench.engine.call.torch_settings import settings_kept
-from dilabench.engine.device.device import cache_bytes, synchronize
+from dilabench.engine.device.device import device_of
 from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.metadata import BUFFER_POOL_HELD_BYTES, CUDA_GRAPH_BYTES, PATTERN_CACHE_BYTES, refuse_unknown
 from dilabench.record import Note
@@ -230,11 +230,12 @@ class PreparedCall:
 
         Bounded by `MAX_INPUT_SETS` and a quarter of the free memory; then calls may be warm, and `is_cold` says so.
         """
-        need = 2 * cache_bytes(self.device)
+        device = device_of(self.device)
+        need = 2 * device.l2_bytes
         size = max(1, self.inputs(0).nbytes)
         wanted = min(MAX_INPUT_SETS, -(-need // size)) if need else 1
-        if self.device.type == "cuda":
-            wanted = min(wanted, max(1, torch.cuda.mem_get_info(self.device)[0] // (4 * size)))
+        if (free := device.free_bytes()) is not None:
+            wanted = min(wanted, max(1, free // (4 * size)))
         if self.world is not None:
             # The least of all ranks: with another number of sets, calls of two ranks would not go together.
             wanted = -self.world.max_over_ranks([-wanted])[0]
@@ -249,7 +250,7 @@ class PreparedCall:
     @property
     def is_cold(self) -> bool:
         """The input sets in rotation hold at least twice the L2 cache."""
-        return self._sets * self.inputs(0).nbytes >= 2 * cache_bytes(self.device)
+        return self._sets * self.inputs(0).nbytes >= 2 * device_of(self.device).l2_bytes
 
     def parameters(self) -> list[Tensor]:
         """Trainable parameters, where the function is a module."""
@@ -316,8 +317,8 @@ class PreparedCall:
         if options.compile:
             function = compiled(function)
         if options.cuda_graph:
-            if self.device.type != "cuda":
-                raise ValueError("cuda_graph=true needs a CUDA device; leave it out on a CPU")
+            if not device_of(self.device).has_graphs:
+                raise ValueError("cuda_graph=true needs a CUDA device; leave it out elsewhere")
             # Capturing calls the function, so that it is compiled there already.
             with self._compiling(options.compile):
                 samples = self._shard(0, self.world) if self.world else self.inputs(0)
@@ -357,17 +358,17 @@ class PreparedCall:
         """What a call takes: those after the first tell, unless it was so long that its own set-up hardly counts."""
         if self.world is not None:
             return self._estimate_together_ns(self.world)
-        first_ns = self.setup_ns["first_call"]
-        if first_ns > SLOW_CALL_NS and self.device.type == "cpu" and self.workload.mode == "forward":
+        device, first_ns = device_of(self.device), self.setup_ns["first_call"]
+        if first_ns > SLOW_CALL_NS and not device.facts.own_memory and self.workload.mode == "forward":
             return first_ns
         found: list[int] = []
         # Launches may be quicker from the third call on, which counts for short calls.
         while len(found) < ESTIMATES and (not found or found[-1] < SHORT_CALL_NS):
             call = self.fresh()
-            synchronize(self.device)
+            device.synchronize()
             started = time.perf_counter_ns()
             call()
-            synchronize(self.device)
+            device.synchronize()
             found.append(max(1, time.perf_counter_ns() - started))
         return min(found)
 
@@ -377,7 +378,7 @@ class PreparedCall:
         world.traffic.clear()
         started = time.perf_counter_ns()
         call()
-        synchronize(self.device)
+        device_of(self.device).synchronize()
         elapsed = time.perf_counter_ns() - started
         self._traffic = world.traffic.counters()
         return max(1, world.max_over_ranks([elapsed])[0])
@@ -386,6 +387,6 @@ class PreparedCall:
         started = time.perf_counter_ns()
         with settings_kept(self.changed_settings):
             result = work()
-        synchronize(self.device)
+        device_of(self.device).synchronize()
         self.setup_ns[stage] = max(0, time.perf_counter_ns() - started)
         return result

@@ -1,53 +1,225 @@
-"""The device of a worker: torch names, synchronisation, cache size."""
+"""A device of a worker as one object: all that the engine asks torch about it, by `device_of`."""
+
+from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import torch
 
-from dilabench.machine import DeviceKind
+from dilabench.machine import CPU, CUDA, device_named
 
 
-def torch_device(kind: DeviceKind, gpu: int = 0) -> torch.device:
-    """The device that a worker computes on: the CPU, or one of the visible GPUs."""
-    return torch.device("cpu") if kind == "cpu" else torch.device("cuda", gpu)
+class Device:
+    """A device through `torch.accelerator`, which knows no kernels, streams or clocks of it; `Cpu` and `Cuda` do more.
+
+    `where`: as torch names it. `facts`: what is known without torch. `profiler`: the name under which torch's profiler
+    lists its kernels, None where the profiler shows operators only. `profiles_memory`: the profiler also counts its
+    memory. `has_graphs`: calls can be captured. `has_streams`: verification calls on a side stream. `peak_method`: what
+    `peak_over` reads.
+    """
+
+    profiler: str | None = None
+    profiles_memory = False
+    has_graphs = False
+    has_streams = False
+    has_tensor_cores = False
+    peak_method = "torch.accelerator.max_memory_allocated over one call after a first call"
+
+    def __init__(self, where: torch.device) -> None:
+        self.where = where
+        self.facts = device_named(where.type)
+
+    def synchronize(self) -> None:
+        """Wait for all work given to the device."""
+        torch.accelerator.synchronize(self.where)
+
+    def make_current(self) -> None:
+        """Make it the device of this process, where there may be several."""
+
+    @property
+    def l2_bytes(self) -> int:
+        """Size of the L2 cache that timers flush; 0 where it is not known, or where they do not."""
+        return 0
+
+    @property
+    def uuid(self) -> str | None:
+        """The UUID by which NVML finds its clocks."""
+        return None
+
+    @property
+    def stream(self) -> int:
+        """The number of the current stream; 0 where there is but one."""
+        return 0
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured now."""
+        return False
+
+    @property
+    def verifies_on(self) -> torch.device:
+        """Where the oracle computes: here, or on the host for a device without float64."""
+        return self.where if self.facts.holds_float64 else torch.device(CPU.name)
+
+    def release_cached(self) -> None:
+        """Give memory that the allocator holds back to the device, for other processes."""
+        # Not of torch before 2.9, nor of every device.
+        with suppress(AttributeError, RuntimeError):
+            torch.accelerator.empty_cache()
+
+    def free_bytes(self) -> int | None:
+        """Memory that is free on the device; None where nothing is made to depend on it."""
+        return None
+
+    def peak_over(self, work: Callable[[], object]) -> int | None:
+        """Bytes that the allocator held at most during `work` beyond those before it; None where torch cannot tell."""
+        try:
+            self.release_cached()
+            self.synchronize()
+            before = int(torch.accelerator.memory_allocated(self.where))
+            torch.accelerator.reset_peak_memory_stats(self.where)
+        # torch before 2.9, or a device whose allocator keeps no statistics.
+        except (AttributeError, RuntimeError):
+            return None
+        work()
+        return int(torch.accelerator.max_memory_allocated(self.where)) - before
+
+    @contextmanager
+    def memory_limited(self, limit_bytes: int) -> Iterator[None]:
+        """Let torch's allocator give at most so many bytes. Raises ValueError where torch has no such limit."""
+        raise ValueError(f"memory of {self.facts.name} cannot be limited to {limit_bytes} bytes: leave out the limit")
+        yield
+
+    def describe(self) -> dict[str, str]:
+        """Facts about the device for the record, by name."""
+        return {"accelerator": self.facts.name}
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for all work given to the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+class Cpu(Device):
+    """The host's processor. It waits for nothing, and torch's profiler counts its memory."""
+
+    profiles_memory = True
+    peak_method = "all that torch's CPU allocator reported to torch's profiler over one call after a first call"
+
+    def synchronize(self) -> None:
+        """Nothing: calls return when they have computed."""
+
+    def release_cached(self) -> None:
+        """Nothing: the allocator holds nothing back."""
+
+    def describe(self) -> dict[str, str]:
+        """Nothing: `environment` reads the processor's facts without torch."""
+        return {}
 
 
-def cache_bytes(device: torch.device) -> int:
-    """Size of the L2 cache of a GPU; 0 for a CPU, whose timers do not flush."""
-    return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0
+class Cuda(Device):
+    """A GPU of NVIDIA."""
 
+    profiler = "cuda"
+    has_graphs = True
+    has_streams = True
+    peak_method = "torch.cuda.max_memory_allocated over one call after a first call"
 
-def release_cached(device: torch.device) -> None:
-    """Give memory that the allocator holds back to the device, for other processes."""
-    if device.type == "cuda":
+    def synchronize(self) -> None:
+        """Wait for all work given to the device."""
+        torch.cuda.synchronize(self.where)
+
+    def make_current(self) -> None:
+        """Make it the process's current device."""
+        torch.cuda.set_device(self.where)
+
+    @property
+    def has_tensor_cores(self) -> bool:  # type: ignore[override]
+        """Whether it multiplies in tensor cores."""
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+
+    @property
+    def l2_bytes(self) -> int:
+        """Size of the L2 cache."""
+        return int(torch.cuda.get_device_properties(self.where).L2_cache_size)
+
+    @property
+    def uuid(self) -> str:
+        """Its UUID as NVML spells it."""
+        return f"GPU-{torch.cuda.get_device_properties(self.where).uuid}"
+
+    @property
+    def stream(self) -> int:
+        """The address of the current stream."""
+        return torch.cuda.current_stream(self.where).cuda_stream
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being captured now."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def release_cached(self) -> None:
+        """Give memory that the allocator holds back to the device, for other processes."""
         torch.cuda.empty_cache()
 
+    def free_bytes(self) -> int:
+        """Memory that is free on the device, other processes counted."""
+        return torch.cuda.mem_get_info(self.where)[0]
 
-def describe_torch(device: torch.device) -> dict[str, str]:
-    """torch, its libraries and the switches that change results or speed."""
-    cudnn = torch.backends.cudnn.version() if device.type == "cuda" else None
+    def peak_over(self, work: Callable[[], object]) -> int:
+        """Bytes that the caching allocator held at most during `work` beyond those before it."""
+        torch.cuda.empty_cache()
+        self.synchronize()
+        before = torch.cuda.memory_allocated(self.where)
+        torch.cuda.reset_peak_memory_stats(self.where)
+        work()
+        return torch.cuda.max_memory_allocated(self.where) - before
+
+    @contextmanager
+    def memory_limited(self, limit_bytes: int) -> Iterator[None]:
+        """Cap torch's caching allocator; the memory of other libraries does not count."""
+        total = torch.cuda.get_device_properties(self.where).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), self.where)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.where)
+
+    def describe(self) -> dict[str, str]:
+        """The GPU's name, its L2, and the version of cuDNN."""
+        facts = {"gpu": torch.cuda.get_device_name(self.where), "l2_bytes": str(self.l2_bytes)}
+        cudnn = torch.backends.cudnn.version()
+        return facts if cudnn is None else {**facts, "cudnn": str(cudnn)}
+
+
+# By torch's name; any other is a `Device`.
+KINDS: dict[str, type[Device]] = {CPU.name: Cpu, CUDA.name: Cuda}
+
+
+@cache
+def device_of(where: torch.device) -> Device:
+    """The device that tensors with this `.device` live on."""
+    return KINDS.get(where.type, Device)(where)
+
+
+def torch_device(kind: str, index: int = 0) -> torch.device:
+    """The device that a worker computes on: the CPU, or one of the visible GPUs or accelerators."""
+    return torch.device(CPU.name) if kind == CPU.name else torch.device(kind, index)
+
+
+def describe_torch(device: Device) -> dict[str, str]:
+    """torch, its libraries, the switches that change results or speed, and the device."""
     facts: dict[str, object] = {
         "version": torch.__version__,
         "git": (torch.version.git_version or "")[:12],
         "cuda": torch.version.cuda,
-        "cudnn": cudnn,
         "threads": torch.get_num_threads(),
         "openmp_turns": os.environ.get("GOMP_SPINCOUNT"),
         "openmp_wait": os.environ.get("OMP_WAIT_POLICY"),
         "matmul_tf32": torch.backends.cuda.matmul.allow_tf32,
         "cudnn_tf32": torch.backends.cudnn.allow_tf32,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        **device.describe(),
     }
-    if device.type == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name(device)
-        facts["l2_bytes"] = cache_bytes(device)
     return {name: str(value) for name, value in facts.items() if value not in (None, "")}
 
 

@@ -9,13 +9,11 @@ from dilabench.metadata import COPY_KEY, TENSOR_CORE_DTYPE, matmul_key
 if TYPE_CHECKING:
     import torch
 
+    from dilabench.engine.device.device import Device
+
 REPEATS = 5
 # After so long it is not repeated: many a CPU takes seconds for a product in float16.
 ENOUGH_S = 1.0
-MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
-COPY_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
-# A GPU runs double precision and unaccelerated products far slower; a smaller matrix tells as much.
-SMALL_MATMUL = 4096
 
 
 def measure_ceilings(device: "torch.device", dtypes: Sequence[str]) -> dict[str, float]:
@@ -26,34 +24,31 @@ def measure_ceilings(device: "torch.device", dtypes: Sequence[str]) -> dict[str,
     import torch
 
     from dilabench.engine.call.inputs import TORCH_DTYPE
+    from dilabench.engine.device.device import device_of
 
     ceilings = {}
-    has_tensor_cores = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    more = {TENSOR_CORE_DTYPE} if has_tensor_cores and "float32" in dtypes else set()
+    on = device_of(device)
+    more = {TENSOR_CORE_DTYPE} if "float32" in dtypes and on.has_tensor_cores else set()
     for dtype in sorted({*dtypes, *more}):
-        size = MATMUL_SIZE[device.type]
-        if device.type == "cuda" and dtype in {"float64", "float32"}:
-            size = SMALL_MATMUL
+        size = on.facts.wide_matmul_size if dtype in {"float64", "float32"} else on.facts.matmul_size
         left = torch.randn(size, size, device=device).to(TORCH_DTYPE[dtype])
         out = torch.empty_like(left)
-        seconds = _best_seconds(lambda left=left, out=out: torch.matmul(left, left, out=out), device)  # type: ignore[misc]
+        seconds = _best_seconds(lambda left=left, out=out: torch.matmul(left, left, out=out), on)  # type: ignore[misc]
         ceilings[matmul_key(dtype)] = 2.0 * size**3 / seconds
-    source = torch.ones(COPY_BYTES[device.type] // 4, dtype=torch.float32, device=device)
+    source = torch.ones(on.facts.copy_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    ceilings[COPY_KEY] = 2.0 * source.nbytes / _best_seconds(lambda: target.copy_(source), device)
+    ceilings[COPY_KEY] = 2.0 * source.nbytes / _best_seconds(lambda: target.copy_(source), on)
     return ceilings
 
 
-def _best_seconds(work: Callable[[], object], device: "torch.device") -> float:
-    from dilabench.engine.device.device import synchronize
-
+def _best_seconds(work: Callable[[], object], device: "Device") -> float:
     work()
     best, spent = float("inf"), 0.0
     for _ in range(REPEATS):
-        synchronize(device)
+        device.synchronize()
         started = time.perf_counter_ns()
         work()
-        synchronize(device)
+        device.synchronize()
         seconds = (time.perf_counter_ns() - started) * 1e-9
         best, spent = min(best, seconds), spent + seconds
         if spent > ENOUGH_S:

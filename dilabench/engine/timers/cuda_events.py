@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from dilabench.engine.device.device import cache_bytes
+from dilabench.engine.device.device import device_of
 
 SPACER_MIN_NS = 20_000
 # Of any call, and of one that is known not to wait for the device inside.
@@ -46,7 +46,7 @@ class ColdStage:
 
     def __init__(self, device: torch.device, working_set_bytes: int) -> None:
         self._device = device
-        l2 = cache_bytes(device)
+        l2 = device_of(device).l2_bytes
         # Inputs of four times the L2 push each other out: a flush would only cost time.
         self.flushes = working_set_bytes <= 4 * l2
         self._flush = torch.empty(2 * l2, dtype=torch.uint8, device=device) if self.flushes else None

@@ -61,13 +61,13 @@ def main(device_kind: str, spec_json: str) -> dict[str, int]:
 
     from dilabench.engine.call.inputs import InputStore
     from dilabench.engine.call.prepared_call import PreparedCall
-    from dilabench.engine.device.device import synchronize
+    from dilabench.engine.device.device import device_of
     from dilabench.engine.worker.protocol import CaseSpec
 
     device = torch.device(device_kind)
-    if device.type == "cuda":
-        torch.zeros(1, device=device)
-        synchronize(device)
+    # The first use of a device sets it up.
+    torch.zeros(1, device=device)
+    device_of(device).synchronize()
     started = time.perf_counter_ns()
     call = PreparedCall(CaseSpec.model_validate_json(spec_json), device, InputStore(device))
     return {**call.setup_ns, "total": time.perf_counter_ns() - started}

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from dilabench.engine.device.device import synchronize
+from dilabench.engine.device.device import device_of
 from dilabench.engine.timers import Call, ClockError, Samples
 from dilabench.metadata import BATCHED, CLOCK
 from dilabench.record import Note
@@ -26,7 +26,8 @@ class Wall:
         wanted = -(-floor_ns // max(1, call.call_ns))
         self._batch = 1 if call.workload.mode == "backward" else max(1, min(MAX_BATCH, wanted))
         self._backwards = 0
-        if call.device.type == "cuda":
+        self._device = device_of(call.device)
+        if self._device.l2_bytes:
             call.rotate()
 
     def take(self, count: int) -> Samples:
@@ -51,11 +52,11 @@ class Wall:
     def _sample(self) -> int:
         for _ in range(RETRIES):
             calls = [self._call.fresh() for _ in range(self._batch)]
-            synchronize(self._call.device)
+            self._device.synchronize()
             started = self._clock()
             for call in calls:
                 call()
-            synchronize(self._call.device)
+            self._device.synchronize()
             elapsed = self._clock() - started
             if elapsed >= self._batch:
                 return elapsed // self._batch

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dilabench.engine.call.returned import not_plain
 from dilabench.engine.call.torch_settings import as_text, settings_kept
+from dilabench.engine.device.device import device_of
 from dilabench.engine.verify.compare import agreement
 from dilabench.record import Check
 
@@ -81,6 +82,34 @@ class Call:
         if self.settings:
             detail = f"a call changed settings of all of torch: {as_text(self.settings)}; they were put back"
             yield Check(name="settings", passed=False, detail=detail)
+
+
+class OnHost:
+    """A function of a device that the oracle cannot compute on, called with tensors of the host; its results, and what
+    it writes into its inputs, come back there. Differentiable. Raises ValueError for results on another device.
+    """
+
+    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
+        self._function = function
+        self._device = device
+        if hasattr(function, "with_lse"):
+            self.with_lse = OnHost(function.with_lse, device)
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        given = [tensor.to(self._device) for tensor in inputs]
+        found = self._function(*given)
+        for tensor, sent in zip(inputs, given, strict=True):
+            seen = sent.detach().to(tensor.device)
+            if not torch.equal(seen, tensor.detach()):
+                tensor.detach().copy_(seen)
+        return tuple(map(self._back, found)) if isinstance(found, tuple) else self._back(found)
+
+    def _back(self, result: Any) -> Any:
+        if not isinstance(result, Tensor):
+            return result
+        if result.device.type != self._device.type:
+            raise ValueError(f"a result is on {result.device}, not on {self._device}")
+        return result.cpu()
 
 
 def digest(tensor: Tensor) -> Tensor:
@@ -164,8 +193,8 @@ def _filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _poison_cached_blocks(like: Sequence[Tensor]) -> None:
     blocks = []
     for tensor in like:
-        if tensor.device.type == "cuda":
-            free = torch.cuda.mem_get_info(tensor.device)[0]
+        free = device_of(tensor.device).free_bytes()
+        if free is not None:
             count = min(CACHED_BLOCKS, free // (4 * max(1, tensor.nbytes)))
             blocks += [torch.full_like(tensor, torch.nan) for _ in range(count)]
     del blocks

@@ -8,7 +8,9 @@ from dilabench.choice.computation import load_backend
 from dilabench.choice.descriptors import load_target
 from dilabench.contracts import AttentionFn, BuildContext
 from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.device.device import device_of
 from dilabench.engine.verify import Oracle, summary, verify
+from dilabench.engine.verify.call import OnHost
 from dilabench.engine.verify.confirmed import Confirmed
 from dilabench.engine.worker.protocol import SecondSpec
 from dilabench.record import Verification
@@ -20,7 +22,7 @@ class CaseVerifier:
     what every row was compared with."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = device_of(device).verifies_on
         self._oracle: Oracle | None = None
         self._second: tuple[SecondSpec, Confirmed] | None = None
 
@@ -28,7 +30,7 @@ class CaseVerifier:
         """The checks of semantics.md §4 that apply to this call, and their summary in one line."""
         oracle = self._oracle_of(call)
         verification = verify(
-            call.whole,
+            call.whole if device_of(call.device).facts.holds_float64 else OnHost(call.whole, call.device),
             call.workload,
             takes=call.spec.takes,
             deterministic=call.spec.deterministic,

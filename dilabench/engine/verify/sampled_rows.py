@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.device.device import device_of
 from dilabench.engine.verify.call import form_checks
 from dilabench.engine.verify.compare import compare_both_ways
 from dilabench.engine.verify.heads import GRADIENTS, NO_GRADIENT, how_many, row_axes
@@ -25,8 +26,9 @@ def verify_sampled_rows(call: PreparedCall) -> Verification:
     """Call once more and hold the result to the oracle. The call's dout is zero outside the sampled rows afterwards."""
     started = time.perf_counter_ns()
     inputs = call.inputs(0)
-    dout = call.output_gradient() if call.workload.mode != "forward" else None
-    given = (inputs.q, inputs.k, inputs.v)
+    there = device_of(inputs.q.device).verifies_on
+    dout = call.output_gradient().to(there) if call.workload.mode != "forward" else None
+    given = (inputs.q.to(there), inputs.k.to(there), inputs.v.to(there))
     if call.world is None:
         oracle = InPlaceOracle(call.workload, given, dout, call.spec.seed)
     else:
@@ -41,17 +43,21 @@ def _checks(call: PreparedCall, oracle: InPlaceOracle) -> Iterator[Check]:
     backward = call.workload.mode != "forward"
     with torch.set_grad_enabled(backward):
         out = call.function(inputs.q, inputs.k, inputs.v)
-    form = form_checks(out.detach() if isinstance(out, Tensor) else out, oracle.out_shape, oracle.dtype, oracle.device)
+    form = form_checks(
+        out.detach() if isinstance(out, Tensor) else out, oracle.out_shape, oracle.dtype, inputs.q.device
+    )
     yield from form
     if not oracle.together(all(check.passed for check in form)):
         return
     gradients: tuple[Tensor | None, ...] = ()
     if backward:
-        full = torch.autograd.grad(out, inputs.distinct, oracle.sampled_dout, allow_unused=True)
+        full = torch.autograd.grad(out, inputs.distinct, oracle.sampled_dout.to(out.device), allow_unused=True)
         taken = (oracle.sampled, oracle.keys_of, oracle.keys_of)
-        gradients = tuple(None if x is None else take(x).clone() for take, x in zip(taken, full, strict=True))
+        gradients = tuple(
+            None if x is None else take(x.to(oracle.device)).clone() for take, x in zip(taken, full, strict=True)
+        )
         del full
-    rows = oracle.sampled(out.detach()).clone()
+    rows = oracle.sampled(out.detach().to(oracle.device)).clone()
     # Only now is there room for the oracle's own tensors.
     del out
     yield from compare_both_ways("out", rows, oracle.expected[0], row_axes(oracle), how_many(oracle))

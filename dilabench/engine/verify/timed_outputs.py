@@ -22,8 +22,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from dilabench.engine.call.inputs import InputSet
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.call.timed_calls import KeptCall
+from dilabench.engine.device.device import device_of
 from dilabench.engine.verify.call import form_checks
 from dilabench.engine.verify.compare import compare
 from dilabench.engine.verify.embeddings import plain_embeddings
@@ -102,12 +104,23 @@ def timed_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, fl
         same = torch.equal(now, kept.rows)
         text = "its values changed after the call had returned: it was not finished, or a later call wrote into it"
         yield Check(name="timed_kept", passed=same, detail=None if same else text)
+    kept = _where_verified(kept)
     if call.spec.takes == "heads":
         yield from _heads_checks(call, kept, tolerances, seed)
     elif call.world is None:
         yield _embeddings_check(call, kept, tolerances, seed)
     else:
         yield Check(name="timed_form", passed=True, detail=f"{OF}: its values, over ranks, were not compared")
+
+
+def _where_verified(kept: KeptCall) -> KeptCall:
+    """The call with its tensors where the oracle computes: the kept one itself but for a device without float64."""
+    inputs, there = kept.inputs, device_of(kept.inputs.q.device).verifies_on
+    if there == inputs.q.device or not isinstance(kept.out, Tensor):
+        return kept
+    q, k, v = (x.detach().to(there) for x in (inputs.q, inputs.k, inputs.v))
+    gradients = tuple(None if x is None else x.to(there) for x in kept.gradients)
+    return replace(kept, inputs=InputSet(q, k, v), out=kept.out.detach().to(there), gradients=gradients)
 
 
 def _heads_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, float], seed: int) -> Iterator[Check]:
@@ -165,7 +178,7 @@ def _compared(name: str, oracle: Oracle, rows: Tensor, expected: Expected, toler
 def _oracle(call: PreparedCall, kept: KeptCall, seed: int) -> InPlaceOracle:
     workload, inputs = call.workload, kept.inputs
     sample = _sample(call, kept, seed)
-    dout = call.output_gradient() if workload.mode != "forward" else None
+    dout = call.output_gradient().to(inputs.q.device) if workload.mode != "forward" else None
     given = (inputs.q, inputs.k, inputs.v)
     if call.world is None or call.takes_whole:
         return InPlaceOracle(workload, given, dout, seed, sample)

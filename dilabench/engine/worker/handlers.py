@@ -26,7 +26,7 @@ from dilabench.engine.call.returned import UnusableFunctionError
 from dilabench.engine.call.torch_settings import as_text, settings_kept
 from dilabench.engine.device.capture import no_collection
 from dilabench.engine.device.clocks import clocks_of
-from dilabench.engine.device.device import describe_torch, release_cached, synchronize, torch_device
+from dilabench.engine.device.device import describe_torch, device_of, torch_device
 from dilabench.engine.device.peaks import measure_ceilings
 from dilabench.engine.timers import HeldTimer, SampleTimer, TimerUnusableError
 from dilabench.engine.verify import summary
@@ -47,7 +47,7 @@ from dilabench.engine.worker.protocol import (
     WorkerSettings,
 )
 from dilabench.errors import first_line, text_of
-from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, refuse_unknown
+from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, UNTUNED_DEVICE, refuse_unknown
 from dilabench.record import Note, Slot
 
 # Least calls of a slot whose last call is checked: the first may have other inputs altogether, the last has those of
@@ -67,8 +67,8 @@ class Handlers:
         self._settings = settings
         self._world: World | None = None
         self.device = torch_device(settings.device, settings.gpu)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        self._on = device_of(self.device)
+        self._on.make_current()
         if settings.lanes > 1:
             share_cores(settings.lanes)
         self._calls: dict[str, PreparedCall] = {}
@@ -77,7 +77,7 @@ class Handlers:
         self._input_store = InputStore(self.device)
         self._verifier = CaseVerifier(self.device)
         self._stream: Stream | None = None
-        self._clocks = clocks_of(_gpu_uuid(self.device))
+        self._clocks = clocks_of(self._on.uuid)
         self._commands: dict[CommandName, Callable[[Command], Reply]] = {
             "prepare": self._prepare,
             "verify": self._verify,
@@ -95,7 +95,7 @@ class Handlers:
 
     def hello(self) -> Hello:
         """Process id and torch facts of this worker."""
-        return Hello(pid=os.getpid(), torch=describe_torch(self.device))
+        return Hello(pid=os.getpid(), torch=describe_torch(self._on))
 
     def answer(self, command: Command) -> Reply:
         """Carry out a command; whatever it raises becomes the reply's `trouble`."""
@@ -130,7 +130,12 @@ class Handlers:
         self._calls[spec.handle] = call
         self._checkers[spec.handle] = TimedOutputs(call)
         prepared = Prepared(setup_ns=call.setup_ns, call_ns=call.call_ns)
-        return Reply(prepared=prepared, notes=(*call.notes, *_settings_notes(call.changed_settings)))
+        notes = (*self._device_notes(), *call.notes, *_settings_notes(call.changed_settings))
+        return Reply(prepared=prepared, notes=notes)
+
+    def _device_notes(self) -> tuple[Note, ...]:
+        message = self._on.facts.warning
+        return (UNTUNED_DEVICE.note(message),) if message else ()
 
     def _joined(self) -> World | None:
         """The world of this worker's ranks, joined at the first case; None for a worker that computes by itself."""
@@ -147,13 +152,13 @@ class Handlers:
     def _verify(self, command: Command) -> Reply:
         verification, why = self._verifier.verify(self._calls[command.handle])
         self._checkers[command.handle].know(verification)
-        release_cached(self.device)
+        self._on.release_cached()
         return Reply(verification=verification, why=why)
 
     def _kernels(self, command: Command) -> Reply:
         trace, call = command.arguments.get("trace"), self._calls[command.handle]
         # On a CPU one call shows both; in mode backward the forward pass, which belongs to the peak, is not in it.
-        with_memory = self.device.type == "cpu" and call.workload.mode != "backward"
+        with_memory = self._on.profiles_memory and call.workload.mode != "backward"
         if with_memory:
             gc.collect()
         seen = profiled(call.fresh(), self.device, memory=with_memory)
@@ -240,7 +245,7 @@ class Handlers:
         with no_collection():
             parts = time_parts(self._calls[command.handle], partial(HeldTimer, spec.target), command.arguments["turns"])
         gc.collect()
-        release_cached(self.device)
+        self._on.release_cached()
         return Reply(diagnostics=parts)
 
     def _memory(self, command: Command) -> Reply:
@@ -248,7 +253,7 @@ class Handlers:
 
     def _ceilings(self, command: Command) -> Reply:
         ceilings = measure_ceilings(self.device, command.arguments["dtypes"])
-        release_cached(self.device)
+        self._on.release_cached()
         return Reply(ceilings=ceilings)
 
     def _isolated(self, command: Command) -> Reply:
@@ -282,7 +287,7 @@ class Handlers:
             self._input_store.clear()
             self._verifier.forget()
         gc.collect()
-        release_cached(self.device)
+        self._on.release_cached()
 
     def _trouble(self, error: BaseException) -> Trouble:
         text = "".join(traceback.format_exception(error))
@@ -298,7 +303,7 @@ class Handlers:
             traceback.clear_frames(error.__traceback__)
             gc.collect()
             if not fatal:
-                release_cached(self.device)
+                self._on.release_cached()
             why = f"out of memory: {line or type(error).__name__}"
             return Trouble(code="out_of_memory", why=why, traceback=text, fatal=fatal)
         name = type(error).__name__
@@ -323,7 +328,7 @@ class Handlers:
     def _device_is_broken(self) -> bool:
         """A CUDA error such as an illegal address stays with the process for ever."""
         try:
-            synchronize(self.device)
+            self._on.synchronize()
         except RuntimeError:
             return True
         return False
@@ -343,9 +348,3 @@ def _settings_notes(changed: Mapping[str, str]) -> tuple[Note, ...]:
         return ()
     message = f"its code changed settings of all of torch: {as_text(changed)}; they were put back each time"
     return (CHANGED_SETTINGS.note(message),)
-
-
-def _gpu_uuid(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"

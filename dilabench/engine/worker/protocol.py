@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from dilabench.engine.second_implementation import second_implementations
-from dilabench.machine import DeviceKind, Machine
+from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Case, Diagnostic, KernelUse, Memory, Note, Slot, Verification
 from dilabench.validation import Model, content_hash
@@ -86,7 +86,7 @@ class WorkerSettings(Model):
     workers of this machine work at the same time, each on its own cases.
     """
 
-    device: DeviceKind
+    device: str
     gpu: int = 0
     rank: int = 0
     world_size: int = 1

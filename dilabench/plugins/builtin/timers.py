@@ -1,8 +1,9 @@
 """The timers that dilabench ships, as data. Each says what it proves."""
 
+from dilabench.machine import ACCELERATOR, CPU, CUDA, WORDS
 from dilabench.plugins.descriptors import Timer
 
-CUDA = frozenset({"cuda"})
+ON_CUDA = frozenset({CUDA.name})
 
 TIMERS: tuple[Timer, ...] = (
     Timer(
@@ -10,29 +11,30 @@ TIMERS: tuple[Timer, ...] = (
         "host clock around a call and a device synchronisation",
         "dilabench.engine.timers.wall:Wall",
         proves="elapsed host time of one call, device work and launches included",
-        default_on=frozenset({"cpu"}),
+        devices=WORDS,
+        default_on=frozenset({CPU.name, ACCELERATOR}),
     ),
     Timer(
         "cold",
         "CUDA events around a call on an emptied L2, launches hidden behind a spacer",
         "dilabench.engine.timers.cold:Cold",
         proves="GPU time of one call whose inputs come from memory, as long as no note launch_exposed stands beside it",
-        devices=CUDA,
-        default_on=CUDA,
+        devices=ON_CUDA,
+        default_on=ON_CUDA,
     ),
     Timer(
         "hot",
         "CUDA events around a batch of calls on warm caches",
         "dilabench.engine.timers.hot:Hot",
         proves="mean GPU time of calls in a loop, with launches where they are not hidden by the call before",
-        devices=CUDA,
+        devices=ON_CUDA,
     ),
     Timer(
         "graph",
         "CUDA events around the replay of a CUDA graph on an emptied L2",
         "dilabench.engine.timers.graph:Graph",
         proves="GPU time of one call without launches between its kernels, inputs from memory",
-        devices=CUDA,
+        devices=ON_CUDA,
         for_launch_bound=True,
     ),
     Timer(
@@ -40,6 +42,7 @@ TIMERS: tuple[Timer, ...] = (
         "import, build and first call in a new process with empty compiler caches",
         "dilabench.engine.timers.first_call:FirstCall",
         proves="what a user waits for before the second call: import, build, compilation, autotuning, first call",
+        devices=WORDS,
         fresh_process=True,
     ),
 )

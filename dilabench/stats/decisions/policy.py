@@ -5,13 +5,8 @@ from math import log1p
 from typing import Literal
 
 from dilabench.errors import ConfigError
+from dilabench.machine import CUDA, device_named
 from dilabench.stats.decisions.paired import SlotStatistic
-
-DEFAULT_MARGIN = {"cuda": 0.03, "cpu": 0.02}
-"""Smallest relative change that is reported, by device type.
-
-On a CPU it is 2 %, because a margin of 5 % never finds a change of 5 %.
-"""
 
 MIN_CHANGE_NS = 2_000.0
 """Smallest absolute change in ns that is reported."""
@@ -44,7 +39,7 @@ class Policy:
     power: of the minimum detectable effect. Raises ConfigError for a value out of range.
     """
 
-    user_margin: float = DEFAULT_MARGIN["cuda"]
+    user_margin: float = CUDA.margin
     sigma_aa: float | None = None
     timer_floor_ns: float = 0.0
     min_change_ns: float = MIN_CHANGE_NS
@@ -72,9 +67,8 @@ class Policy:
         sigma_aa: float | None = None,
         timer_floor_ns: float = 0.0,
     ) -> "Policy":
-        """The defaults of a device ("cpu", "cuda", "cuda:1"); unknown kinds get those of a CPU."""
-        default = DEFAULT_MARGIN.get(device.partition(":")[0], DEFAULT_MARGIN["cpu"])
-        margin = default if user_margin is None else user_margin
+        """The defaults of a device: "cpu", "cuda", "cuda:1", "mps"."""
+        margin = device_named(device).margin if user_margin is None else user_margin
         return cls(user_margin=margin, sigma_aa=sigma_aa, timer_floor_ns=timer_floor_ns)
 
     def confidence_at(self, look: int) -> float:

@@ -12,9 +12,6 @@ from numpy.typing import ArrayLike
 from dilabench.stats.samples.autocorrelation import effective_size
 from dilabench.stats.samples.location import checked_samples, median_interval
 
-DEFAULT_PRECISION = {"cuda": 0.01, "cpu": 0.02}
-"""Relative half width to stop at, by device type."""
-
 
 def relative_half_width(locations_ns: ArrayLike, confidence: float = 0.95) -> float | None:
     """Half the width of the median's interval over the median, from one location per round in the order taken.

@@ -5,9 +5,9 @@ from dilabench.record import PlannedCase
 from dilabench.request import ALL, RunRequest
 from dilabench.suites.planner import Planner
 
-DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "float16", "float32")}
+DTYPES = {"small": ("float32", "bfloat16"), "large": ("bfloat16", "float16", "float32")}
 # Plain PyTorch over all pairs is one of the backends; a CPU should not need minutes for it.
-LENGTH = {"cpu": 2048, "cuda": 8192}
+LENGTH = {"small": 2048, "large": 8192}
 
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
@@ -16,8 +16,8 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     A dtype, backends or implementations that are named are the only ones.
     """
     planner = planner.asking(backends=request.backends or (ALL,))
-    device = planner.machine.device
-    defaults = [{"seq_len": LENGTH[device], "dtype": dtype} for dtype in DTYPES[device]]
+    size = planner.machine.facts.size
+    defaults = [{"seq_len": LENGTH[size], "dtype": dtype} for dtype in DTYPES[size]]
     workloads = planner.workload_requests(defaults)
 
     def is_shown(one: Implementation) -> bool:

@@ -181,7 +181,7 @@ def _subject(row: Row) -> str:
 
 def _auto_text(record: RunRecord, standing: Standing, catalogue: Catalogue) -> str:
     """What `auto` stands for among these backends, and what that costs."""
-    machine = Machine(device="cuda" if record.device.startswith("cuda") else "cpu", gpus=record.environment.gpus)
+    machine = Machine(device=record.device.partition(":")[0], gpus=record.environment.gpus)
     preference = catalogue.preferred_backends(machine)
     names = [str(row.case.backend) for row in standing.rows]
     choice = next((name for name in preference if name in names), None)

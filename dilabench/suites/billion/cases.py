@@ -24,10 +24,10 @@ BILLION = 2**30
 SHAPE = {"batch_size": 1, "num_heads": 1, "head_dim": 64}
 AUTO = "auto"
 # Of a host's memory others use a part, of a GPU's only the context and the communicators.
-RESIDENT_SHARE = {"cuda": 0.95, "cpu": 0.5}
+RESIDENT_SHARE = {"large": 0.95, "small": 0.5}
 PIECE_SHARE = 0.25
 # Long enough to fill a device, short enough that a piece lasts seconds at most.
-LONGEST_PIECE = {"cuda": 2**25, "cpu": 2**17}
+LONGEST_PIECE = {"large": 2**25, "small": 2**17}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Order:
 
     @property
     def device(self) -> str:
-        """The kind of device: 'cpu' or 'cuda'."""
+        """The kind of device: 'cpu', 'cuda' or another."""
         return self.planner.machine.device
 
     def plan(self, length: int, form: str, ranks: int = 1, **changes: Any) -> tuple[PlannedCase, ...]:
@@ -62,7 +62,7 @@ class Order:
         machine, shelf = self.planner.machine, self.planner.catalogue.implementations
         workload = asked.resolve(machine.auto_dtype, machine.auto_tokens)
         found = [shelf.get(name) for name in by_priority(self.planner.catalogue, workload, ranks)]
-        here = [one for one in found if self.device in one.supports.devices]
+        here = [one for one in found if machine.facts.word_in(one.supports.devices) in one.supports.devices]
         if not found:
             raise ConfigError(f"nothing computes {workload.label()} unasked; name an implementation with -i")
         return (here or found)[0]
@@ -99,7 +99,7 @@ def streamed(order: Order) -> tuple[PlannedCase, ...]:
         skip = Skipped(code="unsupported", why=why_uncut(whole))
         return tuple(one.model_copy(update={"skip": skip}) for one in order.plan(order.tokens, "streamed"))
     length = cut
-    longest = min(order.tokens, max(cut, LONGEST_PIECE[order.device]))
+    longest = min(order.tokens, max(cut, LONGEST_PIECE[order.planner.machine.facts.size]))
     while 2 * length <= longest and order.fits(2 * length, PIECE_SHARE):
         length *= 2
     return order.plan(length, f"streamed, {format_count(order.tokens)} tokens processed", stream_tokens=order.tokens)
@@ -137,7 +137,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
 def _first_that_fits(order: Order) -> tuple[PlannedCase, ...]:
     """One sequence on one device, else over ranks, else a stream; with `--nproc` over ranks, else a stream."""
-    planner, share = order.planner, RESIDENT_SHARE[order.device]
+    planner, share = order.planner, RESIDENT_SHARE[order.planner.machine.facts.size]
     if planner.request.nproc == 1 and order.fits(order.tokens, share):
         return resident(order)
     several_gpus = order.device == "cuda" and len(planner.machine.gpus) > 1

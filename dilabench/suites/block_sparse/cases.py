@@ -11,8 +11,8 @@ from dilabench.suites.planner import Planner, as_dense
 from dilabench.workload.spec import WorkloadRequest
 
 SHAPE = {
-    "cpu": {"batch_size": 1, "seq_len": 8192, "num_heads": 4, "head_dim": 64},
-    "cuda": {"batch_size": 1, "seq_len": 32768, "num_heads": 16, "head_dim": 128},
+    "small": {"batch_size": 1, "seq_len": 8192, "num_heads": 4, "head_dim": 64},
+    "large": {"batch_size": 1, "seq_len": 32768, "num_heads": 16, "head_dim": 128},
 }
 
 
@@ -23,10 +23,9 @@ def expand(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     masks first. A density, block size or mask file that is named is the only one. Shapes with branches get the mask
     laid over each branch's rows. With `--nproc` the rows over ranks stand beside those of one device.
     """
-    device = planner.machine.device
     implementations = planner.implementations(planner.where(_sparse_or_full))
     cases: list[PlannedCase] = []
-    for base in planner.workload_requests([SHAPE[device]]):
+    for base in planner.workload_requests([SHAPE[planner.machine.facts.size]]):
         points = [point for kind in _kinds(base) for point in _points(base, kind)]
         for implementation in implementations:
             on_one = implementation.supports.max_world_size == 1

@@ -20,12 +20,12 @@ PATTERNS = (DENSE.kind, DEFAULT_PATTERN)
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """Each length on 1, 2, 4, ... ranks up to `--nproc` (strong), and the shortest per rank on each (weak)."""
     most = request.nproc if request.nproc > 1 else ranks_here(planner)
-    cuda = planner.machine.device == "cuda"
-    shape = {"batch_size": 1, "num_heads": 32 if cuda else 4, "head_dim": 128 if cuda else 64}
+    large = planner.machine.facts.size == "large"
+    shape = {"batch_size": 1, "num_heads": 32 if large else 4, "head_dim": 128 if large else 64}
     asked = planner.workload_requests(
         [
             {"pattern": pattern, "seq_len": length, **shape}
-            for length in (LENGTHS_CUDA if cuda else LENGTHS_CPU)
+            for length in (LENGTHS_CUDA if large else LENGTHS_CPU)
             for pattern in PATTERNS
         ]
     )

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dilabench.machine import memory_bytes
+from dilabench.machine import device_named, memory_bytes
 from dilabench.metadata import WAY
 from dilabench.patterns.dense import DENSE
 from dilabench.plugins.descriptors import Implementation
@@ -151,14 +151,13 @@ def _foreseen(search: Search, length: int, planner: Planner, request: RunRequest
     available = memory_bytes(machine) if limit is None else parse_count(limit, "memory_limit")
     if available is None or search.longest == 0:
         return length
-    on_cpu = machine.device == "cpu"
 
     def cases_at(tokens: int) -> list[Case]:
         return [one.case for one in search.at(tokens, planner, request) if one.skip is None]
 
-    share = SHARE_ON_CPU if on_cpu else 1
+    share = 1 if machine.facts.own_memory else SHARE_ON_CPU
     foresight = Foresight(cases_at, machine, planner.catalogue, int(available * share), search.step)
-    if on_cpu:
+    if not machine.facts.own_memory:
         return length if search.too_long else foresight.leap(length, longest)
     too_long = [row.case.workload.seq_len for row in search.rows if did_not_fit(row)]
     if not foresight.agrees([row.case.workload.seq_len for row in search.fitting], too_long):
@@ -213,7 +212,7 @@ def _skip(one: PlannedCase, implementation: Implementation, way: Way, device: st
         return Skipped(code="unsupported", why=why)
     if way.changes.get("gradient_checkpointing") and workload.mode == "forward":
         return Skipped(code="not_applicable", why="gradient checkpointing saves nothing in a forward pass")
-    if way.changes.get("offload_inputs") and device == "cpu":
+    if way.changes.get("offload_inputs") and not device_named(device).own_memory:
         return Skipped(code="not_applicable", why="inputs are in host memory already")
     if way.chunked and cut_length(workload) is None:
         return Skipped(code="unsupported", why=why_uncut(workload))

@@ -11,12 +11,12 @@ from dilabench.suites.ring.cases import beside_one_device
 from dilabench.workload.spec import DEFAULT_PATTERN, WorkloadRequest
 
 SHAPE: dict[str, dict[str, Any]] = {
-    "cpu": {"batch_size": 1, "seq_len": 4000, "num_heads": 4, "head_dim": 64},
-    "cuda": {"batch_size": 1, "seq_len": 65000, "num_heads": 16, "head_dim": 64},
+    "small": {"batch_size": 1, "seq_len": 4000, "num_heads": 4, "head_dim": 64},
+    "large": {"batch_size": 1, "seq_len": 65000, "num_heads": 16, "head_dim": 64},
 }
 BRANCHES: dict[str, dict[str, Any]] = {
-    "cpu": {"segment_lengths": (1024, 2048, 4096), "dilation_rates": (1, 2, 4)},
-    "cuda": {"segment_lengths": (2048, 4096, 8192, 16384, 32768), "dilation_rates": (1, 2, 4, 8, 16)},
+    "small": {"segment_lengths": (1024, 2048, 4096), "dilation_rates": (1, 2, 4)},
+    "large": {"segment_lengths": (2048, 4096, 8192, 16384, 32768), "dilation_rates": (1, 2, 4, 8, 16)},
 }
 # LongNet's formula as its paper has it, and as the released models compute it.
 FUNCTIONS: tuple[dict[str, Any], ...] = (
@@ -36,8 +36,8 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """
     machine = planner.machine
     ranks = request.nproc if request.nproc > 1 else max(1, len(machine.gpus))
-    shape = {**SHAPE[machine.device], "mode": "both"}
-    dilated = [{**shape, "pattern": DEFAULT_PATTERN, **BRANCHES[machine.device], **one} for one in FUNCTIONS]
+    shape = {**SHAPE[machine.facts.size], "mode": "both"}
+    dilated = [{**shape, "pattern": DEFAULT_PATTERN, **BRANCHES[machine.facts.size], **one} for one in FUNCTIONS]
     asked = planner.workload_requests([shape] if "pattern" in request.overrides else dilated)
     cases = list(_on_one_device(asked, planner.asking(nproc=1)))
     if ranks > 1:

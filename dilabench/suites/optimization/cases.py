@@ -7,7 +7,7 @@ from dilabench.suites.optimization.variants import variants
 from dilabench.suites.planner import Planner
 
 # Launches and tables weigh most where calls are short, copies and workspace where they are long.
-LENGTHS = {"cpu": (1024, 4096), "cuda": (4096, 16384, 65536)}
+LENGTHS = {"small": (1024, 4096), "large": (4096, 16384, 65536)}
 
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
@@ -17,7 +17,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     Together leaves out what this device does not have. All variants of a length are timed in the same rounds. To
     torch.compile the implementations of heads are one operator each: it compiles what is around them, nothing inside.
     """
-    defaults = [{"seq_len": length} for length in LENGTHS[planner.machine.device]]
+    defaults = [{"seq_len": length} for length in LENGTHS[planner.machine.facts.size]]
     cases: list[PlannedCase] = []
     for workload in planner.workload_requests(defaults):
         for implementation in planner.implementations(planner.on_one_device(workload.pattern)):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dilabench.errors import ConfigError
-from dilabench.machine import DeviceKind, Machine
+from dilabench.machine import Machine, Size
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.request import workload_request
 from dilabench.workload.spec import WorkloadRequest
@@ -25,9 +25,9 @@ class Range:
     most_flops: float
 
 
-RANGES: Mapping[DeviceKind, Range] = {
-    "cpu": Range(lengths=(512, 8192), num_heads=(1, 2, 4), dtypes=("float32", "bfloat16"), most_flops=2e10),
-    "cuda": Range(
+RANGES: Mapping[Size, Range] = {
+    "small": Range(lengths=(512, 8192), num_heads=(1, 2, 4), dtypes=("float32", "bfloat16"), most_flops=2e10),
+    "large": Range(
         lengths=(2048, 100_000),
         num_heads=(4, 8, 12, 16),
         dtypes=("bfloat16", "float16", "float32"),
@@ -47,17 +47,17 @@ def shape(catalogue: Catalogue, machine: Machine, seed: int, number: int, fixed:
     What is impossible or too much work is drawn again. Raises ConfigError where the fixed fields leave nothing else.
     """
     drawn = random.Random(f"{seed}:{number}")
-    why = ""
+    why, limits = "", RANGES[machine.facts.size]
     for _ in range(MOST_DRAWS):
         try:
-            asked = workload_request(catalogue, None, {**_fields(drawn, RANGES[machine.device], fixed), **fixed})
+            asked = workload_request(catalogue, None, {**_fields(drawn, limits, fixed), **fixed})
             workload = asked.resolve(machine.auto_dtype)
         except ConfigError as error:
             why = str(error)
             continue
-        if flops(workload) <= RANGES[machine.device].most_flops:
+        if flops(workload) <= limits.most_flops:
             return asked
-        why = f"{workload.label()} takes {flops(workload):.2g} FLOPs, more than {RANGES[machine.device].most_flops:.2g}"
+        why = f"{workload.label()} takes {flops(workload):.2g} FLOPs, more than {limits.most_flops:.2g}"
     raise ConfigError(f"no shape can be drawn with {', '.join(fixed)} as given: {why}; leave some of them out")
 
 
