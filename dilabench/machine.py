@@ -65,8 +65,12 @@ class DeviceFacts:
     copy_bytes: int
 
     def word_in(self, words: Collection[str]) -> str:
-        """The word of a descriptor that means this device: its own name, else that of its kind if `words` has it."""
-        return self.word if self.name not in words and self.word in words else self.name
+        """The word in a descriptor that means this device; its name where `words` has none."""
+        return self.word if self.word in words else self.name
+
+    def among(self, words: Collection[str]) -> bool:
+        """Whether what a descriptor says of devices means this one."""
+        return self.word in words
 
     @property
     def warning(self) -> str | None:

@@ -64,7 +64,7 @@ def run(
     method: Method | None = None,
     project: Project | None = None,
     trace_folder: Path | None = None,
-    patience_s: float = MAX_TIMEOUT_S,
+    timeout_s: float = MAX_TIMEOUT_S,
     launcher: Launcher | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> RunRecord:
@@ -72,7 +72,7 @@ def run(
 
     `completed` are rows of an earlier part of the same run (`--resume`): they are kept and their cases not repeated.
     `follow_up` gets all rows when no case is left and may ask for more. With `--timing profiler`, a Chrome trace of
-    every case goes to `trace_folder`. A worker that does not answer for `patience_s` seconds is ended with its case.
+    every case goes to `trace_folder`. A worker that does not answer for `timeout_s` seconds is ended with its case.
     `method`: how each case is timed, that of the request by default. `project` gets the record at its end and gives its
     projections. `launcher`: where ranks run, this machine by default.
     Ctrl-C ends the run with status 'interrupted' and the rows so far.
@@ -89,7 +89,7 @@ def run(
         progress=progress or Silent(),
         seed=request.seed,
         trace_folder=trace_folder if method.trace else None,
-        timeout_s=patience_s,
+        timeout_s=timeout_s,
         next_round=1 + max(_rounds_of(completed), default=-1),
         machine=machine,
     )
@@ -202,10 +202,7 @@ class _Run:
     def _rows_of(self, group: Sequence[PlannedCase]) -> Iterator[Row]:
         """First the isolated cases, each in a process of its own, then the rest of the group in rounds."""
         for one in [one for one in group if one.procedure == "isolated"]:
-            measured = IsolatedRun(self.driver, one)
-            yield measured.row()
-            if measured.interrupted:
-                raise KeyboardInterrupt
+            yield IsolatedRun(self.driver, one).row()
         if interleaved := [one for one in group if one.procedure == "interleaved"]:
             yield from WorkloadGroupRun(self.driver, interleaved).rows()
 

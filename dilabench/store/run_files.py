@@ -18,9 +18,8 @@ from pydantic import BaseModel, ValidationError
 
 from dilabench.atomic_file import write_text
 from dilabench.errors import ConfigError, EnvironmentNotReady
-from dilabench.metadata import STREAM_INTERRUPTED
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
-from dilabench.record import SCHEMA_VERSION, Measured, Row, RunHeader, RunRecord, Skipped
+from dilabench.record import SCHEMA_VERSION, Row, RunHeader, RunRecord, Skipped
 from dilabench.report.json import to_text
 from dilabench.store.migrations import migrated, migrated_row
 from dilabench.validation import describe, read_json
@@ -227,7 +226,7 @@ def refuse_other_rows(run: Path, record: RunRecord) -> None:
 
 
 def completed_rows(run: Path, header: RunHeader | None = None) -> tuple[Row, ...]:
-    """Rows that `--resume` keeps: all, failed ones too, but those without time in the budget and interrupted streams.
+    """Rows that `--resume` keeps: all, failed ones too, but those without time in the budget.
 
     With the header of the run that wants to go on, another device or machine is refused: times would not compare.
     """
@@ -238,8 +237,6 @@ def completed_rows(run: Path, header: RunHeader | None = None) -> tuple[Row, ...
 
 
 def _is_open(row: Row) -> bool:
-    if isinstance(row.outcome, Measured):
-        return bool(STREAM_INTERRUPTED.among(row.outcome.notes))
     return isinstance(row.outcome, Skipped) and row.outcome.code == "budget"
 
 

@@ -160,9 +160,9 @@ def test_plan_of_a_suite_is_that_of_its_run(cli):
 
 
 def test_run_plan_predicts_memory_and_time_and_runs_nothing(cli, tmp_path):
-    result = cli("run", "billion", "--plan", "--tokens", "1M", "--form", "streamed", "--device", "cpu")
+    result = cli("run", "billion", "--plan", "--tokens", "1M", "--nproc", "2", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert "streamed, 1M tokens processed" in result.stdout
+    assert "1x1M H1 D64" in result.stdout
     assert "Predicted, not measured" in result.stdout
     assert os.listdir(tmp_path) == []
 
@@ -192,7 +192,7 @@ def test_verify_all_marks_every_family(fresh):
     assert {marks[family] for family in ("causal", "full", "window", "blocked", "grouped", "scale")} == {"✓"}
     assert (marks["detached"], marks["zero_key"], marks["dense"], marks["sparse"]) == ("✓", "✓", "-", "-")
     assert "skipped: pattern dense is not supported (has dilated)" in result.stdout
-    assert lines[-1] == "8 right, 0 wrong, 19 skipped"
+    assert lines[-1] == "8 right, 0 wrong, 17 skipped"
 
 
 WRONG = """

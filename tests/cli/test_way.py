@@ -29,7 +29,7 @@ with open(sys.argv[1], "w") as out:
     json.dump({"files": sorted(set(files)), "switches": switches}, out)
 """
 # The goals are 30 files with 70 switches, and 40 files (design.md); the limits are what has been reached.
-MOST_FILES_OF_A_PLAN, MOST_SWITCHES_OF_A_PLAN = 37, 135
+MOST_FILES_OF_A_PLAN, MOST_SWITCHES_OF_A_PLAN = 37, 136
 MOST_FILES_OF_A_CHECK = 42
 
 

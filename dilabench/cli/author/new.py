@@ -104,10 +104,10 @@ def _files(name: str, package: str, kind: Kind) -> Iterator[tuple[Path, str]]:
 
     # What is written is Python, TOML and Markdown.
     environment = Environment(loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True)
-    told: dict[str, Any] = tomllib.loads((TEMPLATES / "kinds.toml").read_text(encoding="utf-8"))[kind]
+    of_kind: dict[str, Any] = tomllib.loads((TEMPLATES / "kinds.toml").read_text(encoding="utf-8"))[kind]
     facts = {
-        **told,
-        "use": told["use"].format(name=name),
+        **of_kind,
+        "use": of_kind["use"].format(name=name),
         "name": name,
         "package": package,
         "class": package.title().replace("_", ""),

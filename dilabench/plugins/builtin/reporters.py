@@ -82,11 +82,4 @@ REPORTERS = (
         "dilabench.report.services:render_github_action",
         filename="github-action-benchmark.json",
     ),
-    Reporter(
-        "flashinfer-bench",
-        "the workloads as a dataset for FlashInfer-Bench: definitions with a reference, and workloads",
-        "dilabench.report.flashinfer_bench.export:render",
-        filename="flashinfer-bench",
-        prints=False,
-    ),
 )

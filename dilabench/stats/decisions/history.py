@@ -62,13 +62,13 @@ def sessions_needed(
     """
     change = abs(estimate.log_ratio)
     gap = max(margin, change - margin)
-    power, room = (0.0, gap) if at_best else (policy.power, gap if both else abs(change - margin))
+    power, max_reach = (0.0, gap) if at_best else (policy.power, gap if both else abs(change - margin))
     for look, k in enumerate(LOOK_SESSIONS, start=1):
         df = 2 * k - 2 if both else estimate.stored + k - 2
         fixed = estimate.reducible_variance / k if both else estimate.fixed_variance
         se = (estimate.reducible_variance / k + fixed) ** 0.5
         reach = t_quantile(df, (1 + policy.confidence_at(look)) / 2)
-        if (reach + t_quantile(df, (1 + power) / 2)) * se < gap and reach * se < room:
+        if (reach + t_quantile(df, (1 + power) / 2)) * se < gap and reach * se < max_reach:
             return k
     return None
 
