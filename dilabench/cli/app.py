@@ -10,12 +10,12 @@ from typing import Annotated, Any, ParamSpec
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-import dilabench
 from dilabench.cli.arguments import INSTEAD, renamed
 from dilabench.cli.defaults import defaults_file, defaults_of
 from dilabench.cli.terminal import note, output_lost, say, say_folded
 from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, said
 from dilabench.retired import removed
+from dilabench.version import __version__
 
 P = ParamSpec("P")
 
@@ -249,7 +249,7 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"dilabench {dilabench.__version__}")
+        typer.echo(f"dilabench {__version__}")
         raise typer.Exit
 
 

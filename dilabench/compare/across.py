@@ -17,9 +17,9 @@ from dilabench.compare.comparison import (
     uncompared,
 )
 from dilabench.compare.fingerprint import Mismatch, hard_mismatches, soft_warnings
-from dilabench.compare.pairing import common_timings, is_throttled, sessions_of
 from dilabench.compare.relative import relative_to
 from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
+from dilabench.compare.view import common_timings, is_throttled, median_over, sessions_of
 from dilabench.errors import DilabenchError
 from dilabench.record import Measured, Row, RunRecord, Timing
 from dilabench.stats.decisions.decide import decide
@@ -199,6 +199,8 @@ def _compared(match: _Match, verdict: Verdict) -> ComparedPair:
         candidate=match.candidate[-1].case,
         timer=match.timer,
         route="stored",
+        baseline_ns=median_over(match.timings(match.baseline)),
+        candidate_ns=median_over(match.timings(match.candidate)),
         verdict=verdict,
         memory=memory,
         notes=(*([no_memory] if no_memory else []), *notes),

@@ -51,7 +51,7 @@ def keep_mask(path: Path, digest: str, folder: Path) -> None:
 
 
 def look_for_masks_in(folder: Path) -> None:
-    """From now on `mask_of_digest` looks there, too."""
+    """From now on `mask_of_digest` looks in this folder, too."""
     if folder not in _kept_in:
         _kept_in.append(folder)
 

@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import dilabench
 from dilabench.atomic_file import write_text
 from dilabench.choice.descriptors import load_target
 from dilabench.compare.comparison import is_wrong
@@ -31,6 +30,7 @@ from dilabench.runs.resume import resumed_header
 from dilabench.store.archive import Archive
 from dilabench.store.run_files import RECORD_NAME, RunFolder, completed_rows
 from dilabench.suites.planner import more_cases_of
+from dilabench.version import __version__
 
 # Beside the record, which the folder itself writes.
 ALWAYS_WRITTEN = ("plots", "markdown", "html")
@@ -141,7 +141,7 @@ class Reports:
 def new_header(found: Found, machine: Machine, request: RunRequest, argv: Sequence[str] | None = None) -> RunHeader:
     """The header of a run that starts now."""
     return RunHeader(
-        tool_version=dilabench.__version__,
+        tool_version=__version__,
         run_id=secrets.token_hex(4),
         suite=request.suite,
         argv=tuple(sys.argv[1:] if argv is None else argv),

@@ -267,18 +267,16 @@ class WorkloadRequest(Model):
         if "batch" in data or data.get("cu_seqlens"):
             data = with_packed_fields(data)
         asked = data.get("pattern", DEFAULT_PATTERN)
-        own: set[str] = set()
-        if isinstance(asked, str) and has_kind(asked):
-            own = pattern_type(asked).request_model().model_fields.keys() - {"kind"}
+        own = pattern_type(asked).request_model().model_fields.keys() - {"kind"} if has_kind(asked) else frozenset()
         if not data.keys() <= cls.model_fields.keys() | own:
             # Other kinds are looked at only then: plug-ins may have some.
             data = with_present_names(data)
         by_kind: dict[str, dict[str, Any]] = {}
         for name in data.keys() - cls.model_fields.keys():
-            kinds = (asked,) if name in own else tuple(kinds_with(name))
-            if not kinds:
+            kind = asked if name in own else next(kinds_with(name), None)
+            if kind is None:
                 raise ValueError(unknown_key(name, {*cls.model_fields, *request_fields()}))
-            by_kind.setdefault(asked if asked in kinds else kinds[0], {})[name] = data[name]
+            by_kind.setdefault(kind, {})[name] = data[name]
         read: dict[str, Any] = {}
         for kind, fields in by_kind.items():
             model = pattern_type(kind).request_model()

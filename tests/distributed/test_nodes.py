@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 SETTINGS = WorkerSettings(device="cpu")
 AGENT = """
 import sys
-from dilabench.engine.worker.torchrun import on_ranks
+from dilabench.engine.worker.nodes import on_ranks
 from dilabench.engine.worker import store_channel
 store_channel.SILENT_S = float(sys.argv[1])
 sys.exit(on_ranks(None))

@@ -235,7 +235,7 @@ def run(
 
     if "RANK" not in os.environ:
         raise typer.Exit(work(None))
-    from dilabench.engine.worker.torchrun import on_ranks
+    from dilabench.engine.worker.nodes import on_ranks
 
     raise typer.Exit(on_ranks(work))
 
@@ -297,7 +297,7 @@ def _as_data(plan: PlannedCase) -> dict[str, Any]:
 
 
 def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
-    from dilabench.report.rows import implementation_text
+    from dilabench.report.columns import implementation_text
 
     case, workload = plan.case, plan.case.workload
     return (

@@ -78,7 +78,8 @@ def _opening(execution: Execution) -> str:
     runs = [one.case for one in plan.planned if one.skip is None]
     kept = f", {len(execution.completed)} of them kept from before" if execution.completed else ""
     cpu = execution.header.environment.cpu
-    where = plan.machine.gpus[0].name if plan.machine.device == "cuda" else cpu.model
+    gpus = plan.machine.used_gpus
+    where = gpus[0].name if gpus else cpu.model
     done = {row.case.case_id for row in execution.completed}
     waiting = [case for case in runs if case.case_id not in done]
     time = expected_time(waiting, plan.machine, cpu.cores, plan.request.budget_s)

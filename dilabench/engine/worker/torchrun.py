@@ -5,22 +5,15 @@ Every process runs the same `dilabench run`. Rank 0 is the one that plans, print
 
 import contextlib
 import os
-import signal
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from dilabench.errors import EnvironmentNotReady, ExitCode
-
-if TYPE_CHECKING:
-    from dilabench.engine.worker.nodes import Nodes
+from dilabench.errors import EnvironmentNotReady
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 MEETING_TIMEOUT_S = 180.0
 MOST_RANKS = 2**20
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -79,27 +72,3 @@ def machine_id() -> str:
     with contextlib.suppress(OSError):
         return BOOT_ID.read_text().strip()
     return socket.gethostname()
-
-
-def on_ranks(work: Callable[["Nodes | None"], ExitCode]) -> ExitCode:
-    """Do the command's work on rank 0 with the ranks of torchrun, or with None when torchrun did not start us.
-
-    Any other rank serves until rank 0 has ended.
-    """
-    rank = Rank.from_environment()
-    if rank is None:
-        return work(None)
-    if rank.store_host in LOOPBACK:
-        # gloo would otherwise look the host's name up, which not every machine can.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if rank.rank > 0:
-        from dilabench.engine.worker.node_agent import serve
-
-        # It waits inside of torch, where Python sees no signal, and has nothing to save.
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        return serve(rank)
-    from dilabench.engine.worker.nodes import gathered
-
-    with gathered(rank) as nodes:
-        return work(nodes)

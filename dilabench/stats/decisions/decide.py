@@ -112,8 +112,6 @@ def _numbers(estimate: Estimate, margin: Margin, policy: Policy) -> Numbers:
         p_faster=_p_beyond(-estimate.log_ratio - margin.log, estimate) if known else None,
         mde=mde,
         a12=estimate.a12,
-        baseline_ns=estimate.baseline_ns,
-        candidate_ns=estimate.candidate_ns,
         sessions=estimate.sessions,
         rounds=estimate.rounds,
         sessions_needed=needed,
