@@ -15,7 +15,6 @@ from typing import Any, get_args, get_type_hints
 import pluggy
 from pydantic import TypeAdapter, ValidationError
 
-import dilabench
 from dilabench.choice.requirements import refuse_unreadable
 from dilabench.errors import PluginError
 from dilabench.impls.peers.paths import PEERS_VARIABLE, search_peer_paths
@@ -37,6 +36,7 @@ from dilabench.plugins.descriptors import (
 )
 from dilabench.plugins.pattern_guard import hold
 from dilabench.record import PluginInfo
+from dilabench.version import __version__
 from dilabench.workload.spec import DType, Layout, Mode, WorkloadRequest
 
 REGISTRIES = {
@@ -130,10 +130,10 @@ def _refuse_other_version(distribution: importlib.metadata.Distribution | None) 
 
     for one in map(Requirement, required):
         asked = one.name == NAME and (one.marker is None or one.marker.evaluate())
-        if asked and not one.specifier.contains(dilabench.__version__, prereleases=True):
+        if asked and not one.specifier.contains(__version__, prereleases=True):
             raise PluginError(
                 f"{distribution.name} {distribution.version} was made for dilabench {one.specifier}, this is "
-                f"{dilabench.__version__}; install a version of one of the two that goes with the other"
+                f"{__version__}; install a version of one of the two that goes with the other"
             )
 
 

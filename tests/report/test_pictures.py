@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from dilabench.patterns.block_masks import block_mask, block_shares
-from dilabench.patterns.block_sparse import BlockSparsePattern
+from dilabench.patterns.block_masks import block_shares
+from dilabench.patterns.block_sparse import BlockSparsePattern, block_mask
 from dilabench.plugins.manager import discover
 from dilabench.record import Skipped
 from dilabench.report import markdown

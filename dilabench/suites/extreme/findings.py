@@ -85,7 +85,7 @@ def _ending(search: Search) -> str:
         why = outcome.why if isinstance(outcome, Skipped) else f"{stopped.outcome.status}"
         return f"at {format_count(stopped.case.workload.seq_len)}: {why}"
     if search.too_long is None:
-        return "at the longest length requested: it may go further"
+        return "at the requested length: it may go further"
     return f"between the two, to {format_count(search.step(max(1, search.longest)))} tokens"
 
 
