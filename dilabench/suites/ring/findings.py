@@ -7,7 +7,7 @@ from dilabench.metadata import CHOSEN_BY, RECEIVED_BYTES
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report import figures
-from dilabench.report.columns import implementation_text, row_name
+from dilabench.report.columns import COLUMNS, implementation_text, row_name
 from dilabench.report.findings import BarPlot, Bars, Plot, Section
 from dilabench.suites.findings.beside_one_device import MODES, Comparison, comparisons
 from dilabench.suites.findings.exposure import expected_bytes, exposure, ideal, rank_medians_ns
@@ -267,7 +267,7 @@ def _balance(one: Comparison, name: Callable[[Row], str], catalogue: Catalogue) 
     yield RECEIVED_BYTES.shown(counted) if counted or formula == 0 else NONE
     yield NONE if alone_ns is None else figures.significant(gigabytes_per_second(counted, alone_ns), 3)
     yield ", ".join(map(figures.latency, rank_medians_ns(one.row))) or NONE
-    yield format_bytes(outcome.memory.peak_bytes) if outcome.memory else NONE
+    yield COLUMNS["peak mem."].value_text(measured_view(one.row))
 
 
 def _signed(time_ns: float | None) -> str:
