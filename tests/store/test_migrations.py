@@ -159,3 +159,15 @@ def test_check_names_of_every_record_are_members_and_stay_as_they_are_written():
             # The text of an early development version stays a text.
             assert {name for name in names if not isinstance(name, CheckName)} <= {"inputs unchanged"}
             assert found is None or [one["name"] for one in found.model_dump(mode="json")["checks"]] == written
+
+
+def test_roles_of_old_rows_do_not_change_with_the_implementations_of_today():
+    rows = rows_of_older_versions()
+    roles = {(row.case.implementation, row.planned.role) for row in rows if row.planned.role != "yardstick"}
+    assert {one for one in roles if one[1] != "method"} == {
+        ("reference", "oracle"),
+        ("gather", "plain"),
+        ("gather-multihead", "plain"),
+    }
+    source = (ROOT / "dilabench" / "store" / "migrations.py").read_text()
+    assert "dilabench.plugins" not in source and "dilabench.choice.implementations" not in source
