@@ -115,8 +115,8 @@ class NoteKind:
 
 
 WAY = Label("way", "suite `extreme`: how the search tries to go further; rows of one search have the same", str)
-FORM = Label("form", "suite `billion`: one sequence in memory, one over ranks, or a stream of pieces", str)
-PART = Label("part", "suite `billion`: the tokens asked for, and which part of 2^30 that is", str)
+FORM = Label("form", "old records of suite `billion`: one sequence in memory, one over ranks, or a stream", str)
+PART = Label("part", "old records of suite `billion`: the tokens requested, and which part of 2^30 that is", str)
 SCALING = Label("scaling", "suite `distributed`: 'strong' (same length) or 'weak' (same length per rank)", str)
 VARIANT = Label("variant", "suite `optimization`: what is switched on", str)
 SUITE = Label("suite", "suite `all`: the suite that asked for the case", str)
@@ -127,7 +127,7 @@ DENSITY_REACHED = Label(
     "density_reached", "share of visible block pairs that are computed", float, "{:.4f}".format, unit="share"
 )
 SPARSITY_REACHED = Label(
-    "sparsity_reached", "in older records: the share that is not computed", float, "{:.4f}".format, unit="share"
+    "sparsity_reached", "in old records: the share that is not computed", float, "{:.4f}".format, unit="share"
 )
 STEPS = Label("steps", "suite `block-sparse`: the steps of a call, as 'select plan attend'", str)
 STEPS_OF = Label("steps_of", "suite `block-sparse`: the implementation whose calls have these steps, all or some", str)
@@ -145,9 +145,9 @@ BUFFER_POOL_HELD_BYTES = Counter("buffer_pool_held_bytes", "what the pool keeps 
 COMPILE_GRAPHS = Counter("compile_graphs", "graphs that torch.compile made")
 COMPILE_BREAKS = Counter("compile_breaks", "breaks between them")
 CUDA_GRAPH_BYTES = Counter("cuda_graph_bytes", "what the CUDA graph keeps between calls", "bytes")
-STREAM_PIECES = Counter("stream_pieces", "pieces of a stream that were computed")
-STREAM_TOKENS = Counter("stream_tokens", "tokens of these pieces")
-STREAM_WALL_NS = Counter("stream_wall_ns", "time that the pieces took, inputs and verification included", "ns")
+STREAM_PIECES = Counter("stream_pieces", "old records: pieces of a stream that were computed")
+STREAM_TOKENS = Counter("stream_tokens", "old records: tokens of these pieces")
+STREAM_WALL_NS = Counter("stream_wall_ns", "old records: time of these pieces, inputs and verification included", "ns")
 SENT_BYTES = Counter("sent_bytes", "sent to other ranks in one call, by the rank that sends most", "bytes")
 RECEIVED_BYTES = Counter("received_bytes", "received from other ranks in one call, by the rank with most", "bytes")
 
@@ -187,15 +187,19 @@ OWN_TILES = NoteKind(
 )
 UNTUNED_DEVICE = NoteKind("untuned_device", "no kernel of dilabench is tuned for this device")
 MEMORY_LIMIT = NoteKind("memory_limit", "what the process of an isolated case was allowed", "bytes")
-STREAMED = NoteKind("streamed", "pieces, each a sequence of its own; a sample is one piece")
-STREAM_CUT_SHORT = NoteKind("stream_cut_short", "the budget ended a stream; pieces done, pieces wanted", "count")
-STREAM_INTERRUPTED = NoteKind("stream_interrupted", "Ctrl-C ended a stream; `--resume` repeats it", "count")
+STREAMED = NoteKind("streamed", "old records: pieces, each a separate sequence; a sample is one piece")
+STREAM_CUT_SHORT = NoteKind(
+    "stream_cut_short", "old records: the budget ended a stream; pieces done and wanted", "count"
+)
+STREAM_INTERRUPTED = NoteKind(
+    "stream_interrupted", "old records: Ctrl-C ended a stream; pieces done and wanted", "count"
+)
 ABOVE_PEAK_FLOPS = NoteKind("above_peak_flops", "more FLOP/s than this device can do", "FLOP/s", disqualifies=True)
 ABOVE_PEAK_BANDWIDTH = NoteKind(
     "above_peak_bandwidth", "more bytes/s than this device can move", "bytes/s", disqualifies=True
 )
 GROWS_TOO_SLOWLY = NoteKind(
-    "grows_too_slowly", "time grew much less than the work (older records only)", "times", disqualifies=True
+    "grows_too_slowly", "time grew much less than the work (old records only)", "times", disqualifies=True
 )
 CHOSEN = NoteKind("chosen", "what the library took, and how long it took to choose, before any timed call", "ns")
 UNCHECKED = NoteKind("unchecked", "what the time is held against could not be had from the pattern's plug-in")

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import pandas
 
 SCHEMA_VERSION = "1.1"
+# What every output means by the time of a row (`compare.view`).
+ESTIMATOR = "median of all samples"
 
 Stage = Literal["build", "verify", "warmup", "time", "memory", "worker"]
 Part = Literal["whole", "computation", "communication"]
@@ -64,8 +66,8 @@ class Optimizations(Model):
     """What may be switched on around an implementation; size zero or false means off.
 
     `query_chunk`: tokens of a sequence that are processed at a time. `offload_inputs`: inputs and results stay in host
-    memory, a chunk at a time on the device. `stream_tokens`: so many tokens in all pass through in pieces of the
-    workload, one after another; each piece is a sequence of its own. `sharding_inside`: over ranks, each call begins
+    memory, a chunk at a time on the device. `stream_tokens`: only in old records; so many tokens in all passed
+    through in pieces of the workload, each a separate sequence. `sharding_inside`: over ranks, each call begins
     and ends with whole tensors on every rank; otherwise with shards. `tiles`: shapes of an implementation's kernels
     instead of its own, in its own words; empty for those it has.
     """
@@ -393,6 +395,7 @@ class RunHeader(Model):
     environment: Environment
     plugins: tuple[PluginInfo, ...] = ()
     ceilings: dict[str, float] = Field(default_factory=dict)
+    estimator: str = ESTIMATOR
 
 
 class RunRecord(RunHeader):

@@ -12,7 +12,10 @@ from dilabench.errors import ConfigError, unknown_name
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """`kind` is that of the registry: pattern, implementation, backend, workload, ...; `instead`: what to use."""
+    """`kind`: that of a registry (pattern, implementation, reporter, ...), or command, option, pytest fixture.
+
+    `instead`: what to use.
+    """
 
     kind: str
     name: str
@@ -24,6 +27,9 @@ NEVER_RAN = "it never ran against the real library"
 NEVER_ON_GPUS = "it never ran on GPUs"
 NO_NEIGHBORHOOD = "the peer that it was for, NATTEN, never ran here"
 ONE_FLEX = "`flex` computes every pattern"
+PYTEST_BENCHMARK = "pytest-benchmark, or `dilabench compare` on two runs"
+A_CALL = "one call of your configuration, or `dilabench verify -i fused --head-dim 96`, which makes one"
+NPROC = "`run billion --nproc N` for ranks, or `run billion` for every GPU or one device"
 
 RETIRED = (
     Retired("implementation", "flex-permuted", "147.7 ms for longnet_32k where `flex` took 86.2 on an H200", "flex"),
@@ -43,6 +49,14 @@ RETIRED = (
         NO_NEIGHBORHOOD,
         "pattern=window_sink for a sliding window, or pattern=dense with --set window=LEFT,RIGHT",
     ),
+    Retired("reporter", "flashinfer-bench", "its datasets never ran in FlashInfer-Bench here", "csv, parquet or json"),
+    Retired("pytest fixture", "dilabench_benchmark", "it timed as pytest-benchmark does", PYTEST_BENCHMARK),
+    Retired("pytest option", "--dilabench-json", "pytest-benchmark could not compare its files", PYTEST_BENCHMARK),
+    Retired("command", "leaderboard", "`report` of several runs shows the same", "`dilabench report RUN...`"),
+    Retired("option", "run --form", "the pieces of a stream were separate sequences, never one", NPROC),
+    Retired(
+        "option", "tune --compile", "a first call compiles the same kernels, and Triton keeps them on disk", A_CALL
+    ),
 )
 
 ANY_KIND = "name"
@@ -53,14 +67,22 @@ def is_retired(kind: str, name: str) -> bool:
     return any((retired.kind, retired.name) == (kind, name) for retired in RETIRED)
 
 
+def removed(kind: str, name: str) -> ConfigError | None:
+    """The error for a retired name: the reason and what to use instead; None for others.
+
+    `kind` may be ANY_KIND, for names of every kind.
+    """
+    answers = [
+        f"{retired.kind} {retired.name!r} was removed: {retired.reason}; use {retired.instead}"
+        for retired in RETIRED
+        if retired.name == name and kind in (retired.kind, ANY_KIND)
+    ]
+    return ConfigError("; ".join(answers)) if answers else None
+
+
 def no_such_name(kind: str, name: str, known: Iterable[str], left_out: Iterable[str] = ()) -> ConfigError:
     """The error for a name that is not registered: why it was retired, or else the nearest known names.
 
     `kind` is that of a registry, or 'name' for all of them; `left_out`: plug-ins that could not be used.
     """
-    found = [retired for retired in RETIRED if retired.name == name and kind in (retired.kind, ANY_KIND)]
-    if not found:
-        return unknown_name(kind, name, known, left_out=left_out)
-    return ConfigError(
-        "; ".join(f"{each.kind} {name!r} was removed: {each.reason}; use {each.instead}" for each in found)
-    )
+    return removed(kind, name) or unknown_name(kind, name, known, left_out=left_out)

@@ -51,8 +51,8 @@ def check_plugin(name: str, *, kind: str | None = None, device: str = "auto") ->
     cards = tuple(scorecard(one, name, found, machine) for one in registries_with(name, found.catalogue, kind))
     for card in cards:
         if not card.passed:
-            told = "\n".join(card.failures()) or "nothing of what it does could be tried here"
-            raise AssertionError(f"{card.kind} {card.name} does not conform:\n{told}")
+            failures = "\n".join(card.failures()) or "nothing of what it does could be tried here"
+            raise AssertionError(f"{card.kind} {card.name} does not conform:\n{failures}")
     return cards
 
 

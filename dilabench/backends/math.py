@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from dilabench.backends.band import Band
-from dilabench.machine import Size, device_named
 from dilabench.workload.spec import UNBOUNDED, Window
 
 # Bytes of one block of scores. About four blocks live at once in the backward pass. A CPU block should stay near its
 # caches, a GPU block should fill the device.
-BLOCK_BYTES: dict[Size, int] = {"small": 8 * 2**20, "large": 256 * 2**20}
+BLOCK_BYTES, BLOCK_BYTES_ON_CUDA = 8 * 2**20, 256 * 2**20
 
 
 def attend(
@@ -101,7 +100,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def _blocks(q: Tensor, k: Tensor, compute: torch.dtype) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
     """Batch ranges, each with the query ranges whose scores fit into a block."""
     B, M, H, _ = q.shape
-    budget = BLOCK_BYTES[device_named(q.device.type).size]
+    budget = BLOCK_BYTES_ON_CUDA if q.device.type == "cuda" else BLOCK_BYTES
     fitting_rows = max(1, budget // max(1, compute.itemsize * H * k.shape[1]))
     batches, rows = max(1, fitting_rows // max(1, M)), min(fitting_rows, M)
     for b0 in range(0, B, batches):

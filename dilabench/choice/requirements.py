@@ -36,7 +36,7 @@ def unmet(
 
 def wrong_device(devices: frozenset[str], machine: Machine) -> tuple[str, ...]:
     """Why what runs on such kinds of device has none here; empty when it has."""
-    if machine.facts.word_in(devices) in devices:
+    if machine.facts.among(devices):
         return ()
     why = f" ({machine.no_cuda})" if machine.no_cuda and CUDA.name in devices else ""
     return (f"runs on {', '.join(sorted(devices))}, have {machine.device}{why}",)

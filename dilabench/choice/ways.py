@@ -160,7 +160,7 @@ class Ways:
         """
         lacking = self.unmet(one.requires, machine)
         device: str = machine.device
-        if lacking and machine.facts.word_in(one.supports.devices) not in one.supports.devices:
+        if lacking and not machine.facts.among(one.supports.devices):
             device = min(one.supports.devices)
         return [*lacking, *self.unsupported(one, workload, device, world_size)]
 

@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-import dilabench
 from dilabench.cli.commands import Command, Commands
+from dilabench.version import __version__
 
 COMMANDS = (
     Command("run", "dilabench.cli.run.command:run", "Measure a suite: verify, time, report.", prints=False),
@@ -19,7 +19,7 @@ COMMANDS = (
     Command("list", "dilabench.cli.show.list:list_names", "What there is, and why something cannot be used here."),
     Command("describe", "dilabench.cli.show.describe:describe", "Everything known about one name."),
     Command("doctor", "dilabench.cli.show.doctor:doctor", "The machine, the packages, and what makes times noisy."),
-    Command("report", "dilabench.cli.show.report:report", "Show a stored run again."),
+    Command("report", "dilabench.cli.show.report:report", "Show a stored run again, or rank several."),
     Command("compare", "dilabench.cli.compare.command:compare", "Slower, faster or the same: runs, or rows of one."),
     Command(
         "check",
@@ -36,11 +36,6 @@ COMMANDS = (
     ),
     Command(
         "merge", "dilabench.cli.compare.merge:merge", "Join shards, or runs of different workloads, to one record."
-    ),
-    Command(
-        "leaderboard",
-        "dilabench.cli.compare.leaderboard:leaderboard",
-        "Who is fastest, over the records of many runs.",
     ),
     Command(
         "calibrate",
@@ -84,7 +79,7 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"dilabench {dilabench.__version__}")
+        typer.echo(f"dilabench {__version__}")
         raise typer.Exit
 
 

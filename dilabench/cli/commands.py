@@ -13,6 +13,7 @@ from dilabench.cli.defaults import defaults_file, defaults_of
 from dilabench.cli.guard import guarded, require_working_folder, stopped
 from dilabench.cli.terminal import note
 from dilabench.errors import DilabenchError, ExitCode
+from dilabench.retired import removed
 
 
 class Answering(TyperCommand):
@@ -26,6 +27,8 @@ class Answering(TyperCommand):
         except Exception as error:
             # Only an error about an option that there is not has its name.
             name = getattr(error, "option_name", None)
+            if refusal := removed("option", f"{self.name} {name}"):
+                raise stopped(f"error: {refusal}", ExitCode.BAD_REQUEST) from None
             if name in INSTEAD:
                 raise stopped(
                     f"error: there is no {name}; write instead: {INSTEAD[name]}", ExitCode.BAD_REQUEST
@@ -47,18 +50,18 @@ class Answering(TyperCommand):
 
 
 def _tell_defaults(context: Any) -> None:
-    """Say which options a file of defaults has set: what was refused may be one that was not on the command line."""
+    """Print the options that come from a file of defaults: the refused one may not be on the command line."""
     values = context.default_map or {}
     used = {}
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name)
         # By name, for typer may bring a click of its own.
         if source is not None and source.name == "DEFAULT_MAP":
-            option = next(one for one in parameter.opts if one.startswith("--"))
+            option = next(option for option in parameter.opts if option.startswith("--"))
             used[option.lstrip("-")] = values[parameter.name]
     if used:
-        told = ", ".join(f"{name} = {value!r}" for name, value in used.items())
-        note(f"defaults from {str(defaults_file())!r}: {told}")
+        settings = ", ".join(f"{name} = {value!r}" for name, value in used.items())
+        note(f"defaults from {str(defaults_file())!r}: {settings}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,10 @@ class Commands(TyperGroup):
 
     def get_command(self, context: Any, name: str) -> Any:
         """The command of that name, with the user's defaults for its options; None where there is none."""
-        entry = next((one for one in self.entries if one.name == name), None)
+        entry = next((entry for entry in self.entries if entry.name == name), None)
         if entry is None:
+            if refusal := removed("command", name):
+                raise stopped(f"error: {refusal}", ExitCode.BAD_REQUEST)
             return None
         try:
             require_working_folder()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dilabench.errors import ConfigError, unknown_name
+from dilabench.retired import removed
 
 OWN_FILE = "dilabench.toml"
 PROJECT_FILE = "pyproject.toml"
@@ -54,14 +55,17 @@ def _of_command(
         # Rarely: each command has to be imported for that.
         known = commands()
         for key in sorted(tables - known.keys()):
-            raise unknown_name("command", key, known, command="dilabench --help")
-        all_options = {option for one in known.values() for option in _options(one)}
+            raise removed("command", key) or unknown_name("command", key, known, command="dilabench --help")
+        all_options = {option for command in known.values() for option in _options(command)}
         for key in sorted(unknown - all_options):
             raise unknown_name("option", key, all_options, command="dilabench --help")
     own = settings.get(name, {})
     for key in own:
         if key not in options:
-            raise unknown_name(f"option of {name}", key, options, command=f"dilabench {name} --help")
+            spelt = f"{name} --{key.replace('_', '-')}"
+            raise removed("option", spelt) or unknown_name(
+                f"option of {name}", key, options, command=f"dilabench {name} --help"
+            )
     values = {**{key: everywhere[key] for key in everywhere.keys() & options.keys()}, **own}
     return {options[key]: value for key, value in values.items()}
 

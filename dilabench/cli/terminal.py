@@ -189,8 +189,8 @@ class Lines:
         """One row; the cells beyond the known ones are not padded but for the last gap."""
         if not self._fits:
             others = zip(self._columns[self._names :], cells[self._names :], strict=True)
-            told = ", ".join(f"{column} {cell}" for column, cell in others if cell)
-            say_folded(f"{' '.join(cells[: self._names])}: {told}", ROW_INDENT)
+            sentence = ", ".join(f"{column} {cell}" for column, cell in others if cell)
+            say_folded(f"{' '.join(cells[: self._names])}: {sentence}", ROW_INDENT)
             return
         padded = [cell.ljust(width) for cell, width in zip(cells, self._widths, strict=False)]
         rest = cells[len(self._widths) :]

@@ -41,8 +41,8 @@ def check_backend(backend: Backend, catalogue: Catalogue, machine: Machine, find
         if reasons[name]:
             findings.add(name, "skipped", reasons[name])
         else:
-            told = "out, lse, dq, dk, dv of a union of key sets" if backend.backward_target else "out and lse"
-            findings.add(name, "wrong" if wrong[name] else "right", wrong[name] or told)
+            checked = "out, lse, dq, dk, dv of a union of key sets" if backend.backward_target else "out and lse"
+            findings.add(name, "wrong" if wrong[name] else "right", wrong[name] or checked)
     over = (one for one in catalogue.implementations if one.uses_backend and one.role == "plain" and not one.backends)
     if (plain := next(over, None)) is not None:
         findings.add("below: the plain method", "right", f"{plain.name} over {backend.name}, held to the oracle")

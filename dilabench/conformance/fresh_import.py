@@ -83,15 +83,15 @@ class _Watch:
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self._on:
             return
-        told: list[str] | None = None
+        events: list[str] | None = None
         if event.startswith(NETWORK):
-            told = self.network
+            events = self.network
         elif event.startswith((*PROCESSES, *CHANGES)) or (event == "open" and _writes(arguments)):
-            told = self.effects
-        if told is not None:
+            events = self.effects
+        if events is not None:
             self._on = False
             shown = ", ".join(f"{one!r:.60}" for one in arguments if one is not None and not _is_socket(one))
-            told.append(f"{event}({shown}){_place()}")
+            events.append(f"{event}({shown}){_place()}")
             self._on = True
 
 

@@ -67,7 +67,7 @@ def _verified(
 ) -> list[tuple[PlannedCase, Outcome]]:
     """Every case with its outcome; each aspect is judged as soon as the last case that has it is known."""
     tried: list[tuple[PlannedCase, Outcome]] = []
-    told: set[str] = set()
+    named: set[str] = set()
     waiting = {aspect: sum(aspect.has(one.case) for one in planned) for aspect in aspects}
     findings.listener.verified(0, len(planned), "")
     for one, outcome in zip(planned, outcomes_of(planned, catalogue, machine, SEED), strict=True):
@@ -77,7 +77,7 @@ def _verified(
         for aspect in [aspect for aspect in waiting if aspect.has(one.case)]:
             waiting[aspect] -= 1
             if not waiting[aspect]:
-                _judge(aspect.name, [each for each in tried if aspect.has(each[0].case)], told, findings)
+                _judge(aspect.name, [each for each in tried if aspect.has(each[0].case)], named, findings)
     return tried
 
 
@@ -142,10 +142,10 @@ def _aspects(kinds: Iterable[str]) -> Iterator[Aspect]:
     yield Aspect(f"{RANKS} ranks", lambda case: case.world_size > 1)
 
 
-def _judge(name: str, tried: list[tuple[PlannedCase, Outcome]], told: set[str], findings: Findings) -> None:
+def _judge(name: str, tried: list[tuple[PlannedCase, Outcome]], named: set[str], findings: Findings) -> None:
     """One finding for the cases that have something in common: the gravest result, with the first reason for it.
 
-    `told`: mistakes that were shown with a place before; they are only named again.
+    `named`: mistakes that were shown with a place before; they are only named again.
     """
     results = [(one, said_of(outcome)[0], outcome) for one, outcome in tried]
     graves: tuple[Result, ...] = ("wrong", "failed")
@@ -154,8 +154,8 @@ def _judge(name: str, tried: list[tuple[PlannedCase, Outcome]], told: set[str], 
         if found:
             case, (mistake, at_length) = found[0][0].case, mistake_of(found[0][1])
             where = f"{case.workload.label()} {case.workload.pattern.label()} {case.workload.mode}"
-            shown = mistake if mistake in told else f"{at_length}; on {where}"
-            told.add(mistake)
+            shown = mistake if mistake in named else f"{at_length}; on {where}"
+            named.add(mistake)
             findings.add(name, grave, f"{len(found)} of {counted(len(tried), 'case')}: {shown}")
             return
     right = sum(result == "right" for _, result, _ in results)
@@ -201,7 +201,7 @@ def _check_memory(passed: Iterable[PlannedCase], catalogue: Catalogue, machine: 
     if not isinstance(found, Memory):
         findings.add("memory", "failed", found.why)
         return
-    told = f"{format_bytes(plan.peak_bytes)} traced, {format_bytes(found.peak_bytes)} measured on {workload.label()}"
+    peaks = f"{format_bytes(plan.peak_bytes)} traced, {format_bytes(found.peak_bytes)} measured on {workload.label()}"
     off = abs(plan.peak_bytes / found.peak_bytes - 1) > WITHIN
     hint = "; tables belong into context.patterns, and an operator of your own needs a fake form that allocates alike"
-    findings.hold("memory", told + hint if off else None, told)
+    findings.hold("memory", peaks + hint if off else None, peaks)

@@ -22,12 +22,12 @@ def check_package(descriptor: Named, plugin: str, found: Found, findings: Findin
     reports = import_reports(light, heavy)
     broken = "; ".join(f"{one.module}: {one.error}" for one in reports if one.error)
     spent = sum(one.lasted_ns for one in reports if one.module in light)
-    loading = _told((one for one in reports if one.module in light), "heavy")
+    loading = _problems((one for one in reports if one.module in light), "heavy")
     rule = f"{loading}; import it inside of the functions that need it, or `dilabench list` waits for it"
     lasted = f"{', '.join(light)} in {format_seconds(spent * 1e-9)}, nothing heavy"
     findings.hold("import", broken or (rule if loading else None), lasted)
-    findings.hold("no network", _told(reports, "network"), "no address was looked up or met at import")
-    effects = _told(reports, "effects")
+    findings.hold("no network", _problems(reports, "network"), "no address was looked up or met at import")
+    effects = _problems(reports, "effects")
     right = "no file, process, thread or setting at import"
     findings.hold("no side effects", effects, right)
 
@@ -44,6 +44,6 @@ def _modules(descriptor: Named, module: str) -> tuple[list[str], list[str]]:
     return list(light), [one for one in heavy if one not in light]
 
 
-def _told(reports: Iterable[ImportReport], what: str) -> str | None:
-    told = [f"importing {one.module}: {', '.join(getattr(one, what))}" for one in reports if getattr(one, what)]
-    return "; ".join(told) or None
+def _problems(reports: Iterable[ImportReport], what: str) -> str | None:
+    problems = [f"importing {one.module}: {', '.join(getattr(one, what))}" for one in reports if getattr(one, what)]
+    return "; ".join(problems) or None

@@ -37,18 +37,18 @@ def _rendered(reporter: Reporter, record: RunRecord, catalogue: Catalogue) -> tu
     # Where there is no time, a plot or a table of numbers may be nothing.
     measured = any(row.outcome.status == "measured" for row in record.rows)
     with tempfile.TemporaryDirectory() as name:
-        folder, told = Path(name), []
+        folder, rendered = Path(name), []
         if reporter.prints:
             texts = [render(reporter, record, None, sections, catalogue) for _ in range(2)]
             if not texts[0] and measured:
                 return "it prints nothing", ""
             if texts[0] != texts[1]:
                 return "the same record gives another text the second time", ""
-            told.append(counted(len((texts[0] or "").splitlines()), "line"))
+            rendered.append(counted(len((texts[0] or "").splitlines()), "line"))
         if reporter.filename:
             render(reporter, record, folder, sections, catalogue)
             path = folder / reporter.filename
             if measured and not path.exists():
                 return f"it did not write {reporter.filename!r} into the folder it was given", ""
-            told.append(counted(sum(1 for one in folder.rglob("*") if one.is_file()), "file"))
-        return None, ", ".join(told)
+            rendered.append(counted(sum(1 for one in folder.rglob("*") if one.is_file()), "file"))
+        return None, ", ".join(rendered)

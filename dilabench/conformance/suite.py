@@ -17,8 +17,8 @@ def check_suite(suite: Suite, catalogue: Catalogue, machine: Machine, findings: 
     request = run_request(catalogue, suite=suite.name, run={"device": machine.device})
     planned = expand(catalogue, machine, request)
     runs = sum(one.skip is None for one in planned)
-    told = f"{counted(len(planned), 'case')}, of which {runs} run here"
-    findings.hold("plan", None if planned else "it plans no case for a request without options", told)
+    summary = f"{counted(len(planned), 'case')}, of which {runs} run here"
+    findings.hold("plan", None if planned else "it plans no case for a request without options", summary)
     again = expand(catalogue, machine, request)
     same = [one.case.case_id for one in planned] == [one.case.case_id for one in again]
     findings.hold("determinism", None if same else "the same request comes to other cases the second time")

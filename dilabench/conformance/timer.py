@@ -57,7 +57,7 @@ def check_timer(timer: Timer, catalogue: Catalogue, machine: Machine, findings: 
         samples = timing.samples_ns
         medians.append(locate(samples).median_ns)
         other = f"the samples are by {timing.timer!r}: {'; '.join(map(note_text, outcome.notes))}"
-        told = f"{counted(len(samples), 'sample')}, median {format_seconds(medians[-1] * 1e-9)}"
-        findings.hold(name, None if timing.timer == timer.name else other, told)
+        summary = f"{counted(len(samples), 'sample')}, median {format_seconds(medians[-1] * 1e-9)}"
+        findings.hold(name, None if timing.timer == timer.name else other, summary)
     if len(medians) == len(LENGTHS):
         findings.hold("longer work takes longer", None if medians[0] < medians[1] else "it does not")

@@ -126,11 +126,11 @@ class Driver:
         self, worker: Worker, state: CaseState, stage: Stage, name: CommandName, **arguments: object
     ) -> Reply | None:
         """The same to a given worker."""
-        patience_s = self.patience_s(state)
+        timeout_s = self.stage_timeout_s(state)
         try:
-            return worker.ask(name, state.spec.handle, timeout_s=patience_s, **arguments)
+            return worker.ask(name, state.spec.handle, timeout_s=timeout_s, **arguments)
         except WorkerFailure as failure:
-            if failure.code == "timeout" and patience_s < self._least_s:
+            if failure.code == "timeout" and timeout_s < self._least_s:
                 state.outcome = self.budget_skip(f"during its stage {stage!r}")
             else:
                 self.fail(state, stage, failure)
@@ -140,8 +140,8 @@ class Driver:
         """The parts of a call over ranks, timed in turns. Raises WorkerFailure, which is no failure of the case."""
         assert state.home is not None
         arguments = {"timer": self.method.timer.model_dump(), "turns": turns}
-        patience_s = self.patience_s(state)
-        reply = state.home.ask("diagnose", state.spec.handle, timeout_s=patience_s, **arguments)
+        timeout_s = self.stage_timeout_s(state)
+        reply = state.home.ask("diagnose", state.spec.handle, timeout_s=timeout_s, **arguments)
         return reply.diagnostics
 
     def release(self, state: CaseState) -> None:
@@ -149,11 +149,11 @@ class Driver:
         if state.home is None or not state.home.alive:
             return
         try:
-            state.home.ask("release", state.spec.handle, timeout_s=self.patience_s(state))
+            state.home.ask("release", state.spec.handle, timeout_s=self.stage_timeout_s(state))
         except WorkerFailure:
             state.home.kill()
 
-    def patience_s(self, state: CaseState) -> float:
+    def stage_timeout_s(self, state: CaseState) -> float:
         """Longest wait for one answer: generous against the case's fair share, little beyond the budget.
 
         Where other cases wait, half of what is left of the budget is theirs.

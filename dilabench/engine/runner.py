@@ -15,6 +15,7 @@ from dilabench.engine.isolated_run import IsolatedRun
 from dilabench.engine.method import choose_method
 from dilabench.engine.plausibility import suspicions
 from dilabench.engine.progress import Progress, Silent
+from dilabench.engine.temporary_folder import remove_left_over
 from dilabench.engine.worker.client import Worker, WorkerFailure, WorkerPool
 from dilabench.engine.worker.launcher import Launcher, ThisMachine
 from dilabench.engine.worker.process import warm_server
@@ -27,7 +28,6 @@ from dilabench.metadata import UNCHECKED, matmul_key
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Measured, PlannedCase, Row, RunHeader, RunRecord
 from dilabench.request import RunRequest
-from dilabench.temporary_folder import remove_left_over
 
 FollowUp = Callable[[Sequence[Row]], Sequence[PlannedCase]]
 CEILINGS_TIMEOUT_S = 120.0
@@ -61,7 +61,7 @@ def run(
     completed: Sequence[Row] = (),
     *,
     trace_folder: Path | None = None,
-    patience_s: float = MAX_TIMEOUT_S,
+    timeout_s: float = MAX_TIMEOUT_S,
     launcher: Launcher | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> RunRecord:
@@ -69,7 +69,7 @@ def run(
 
     `completed` are rows of an earlier part of the same run (`--resume`): they are kept and their cases not repeated.
     `follow_up` gets all rows when no case is left and may ask for more. With `--timing profiler`, a Chrome trace of
-    every case goes to `trace_folder`. A worker that does not answer for `patience_s` seconds is ended with its case.
+    every case goes to `trace_folder`. A worker that does not answer for `timeout_s` seconds is ended with its case.
     `launcher`: where ranks run, this machine by default.
     Ctrl-C ends the run with status 'interrupted' and the rows so far.
 
@@ -94,7 +94,7 @@ def run(
         progress=progress or Silent(),
         seed=request.seed,
         trace_folder=trace_folder if method.trace else None,
-        timeout_s=patience_s,
+        timeout_s=timeout_s,
         next_round=1 + max(_rounds_of(completed), default=-1),
         machine=machine,
     )
@@ -201,10 +201,7 @@ class _Run:
     def _rows_of(self, group: Sequence[PlannedCase]) -> Iterator[Row]:
         """First the isolated cases, each in a process of its own, then the rest of the group in rounds."""
         for one in [one for one in group if one.procedure == "isolated"]:
-            measured = IsolatedRun(self.driver, one)
-            yield measured.row()
-            if measured.interrupted:
-                raise KeyboardInterrupt
+            yield IsolatedRun(self.driver, one).row()
         if interleaved := [one for one in group if one.procedure == "interleaved"]:
             yield from WorkloadGroupRun(self.driver, interleaved).rows()
 

@@ -34,13 +34,12 @@ class TimePlan:
 
 
 def plan_time(case: Case, machine: Machine, cores: int) -> TimePlan:
-    """One call, or all pieces of a stream, at the assumed rate of each device; over ranks, the even share of each."""
+    """One call at the assumed rate of each device; over ranks, the even share of each."""
     rate = _rate(case, machine, cores)
     workload = case.workload
-    calls = max(1, -(-case.optimizations.stream_tokens // workload.tokens))
     # Ranks on a CPU share its cores.
     devices = case.world_size if machine.facts.own_memory else 1
-    return TimePlan(calls * flops(workload) / devices / rate, rate)
+    return TimePlan(flops(workload) / devices / rate, rate)
 
 
 def sufficient_budget_s(case: Case, machine: Machine, cores: int) -> float:
@@ -92,7 +91,9 @@ def case_seconds(rows: Sequence[Row], wall_s: float) -> dict[str, float]:
     """
     shown_s = {row.case.case_id: _shown_s(row.outcome) for row in rows if isinstance(row.outcome, Measured)}
     total_s = sum(shown_s.values())
-    return {case_id: wall_s * (one / total_s if total_s else 1 / len(shown_s)) for case_id, one in shown_s.items()}
+    return {
+        case_id: wall_s * (seconds / total_s if total_s else 1 / len(shown_s)) for case_id, seconds in shown_s.items()
+    }
 
 
 def seconds_like(case: Case, rows: Sequence[Row], took_s: Mapping[str, float]) -> float:

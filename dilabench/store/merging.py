@@ -1,7 +1,7 @@
 """Several records of one machine as one: shards of a request, or runs of different workloads. No torch.
 
-Nothing that was measured is changed. Rows of one workload come from one record, because only rows that took turns may
-be compared; what cannot be joined is refused, with the record and the reason.
+Measured values do not change. Rows of one workload come from one record, because only interleaved rows may be compared.
+Records that cannot be joined are refused, with the reason.
 """
 
 from collections import Counter
@@ -27,17 +27,17 @@ ASKING = ("implementations", "backends", "presets", "overrides", "lengths", "bud
 def shared_records(store: Store, runs: Sequence[str]) -> tuple[list[RunRecord], list[str]]:
     """The records of runs as they are named, and what to call each in a message.
 
-    Raises ConfigError for a run whose files tell different things.
+    Raises ConfigError for a run whose files contradict each other.
     """
     records: list[RunRecord] = []
     names: list[str] = []
     for run in runs:
         path = store.path_of(run)
-        found = store.records(run)
+        of_run = store.records(run)
         if path is not None:
-            refuse_other_rows(path, found[0])
-        records += found
-        names += [run] if len(found) == 1 else [f"{run} ({one.run_id})" for one in found]
+            refuse_other_rows(path, of_run[0])
+        records += of_run
+        names += [run] if len(of_run) == 1 else [f"{run} ({record.run_id})" for record in of_run]
     return records, names
 
 
@@ -65,14 +65,14 @@ def merged(records: Sequence[RunRecord], names: Sequence[str]) -> RunRecord:
     for record, name in zip(records, names, strict=True):
         _refuse_unfinished(record, name)
     for record, name in zip(records[1:], names[1:], strict=True):
-        _refuse_stranger(records[0], record, names[0], name)
+        _check_mergeable(records[0], record, names[0], name)
     shards = [shard_of(record.config) for record in records]
     if any(shards):
         _refuse_broken_set(records, shards, names)
-        records = [record for _, record in sorted(enumerate(records), key=lambda one: shards[one[0]] or (0, 0))]
+        records = [records[index] for index in sorted(range(len(records)), key=lambda index: shards[index] or (0, 0))]
     _refuse_shared_workloads(records, names)
-    hands = [record.rows for record in records]
-    return _joined(records, _dealt_back(hands) if any(shards) else tuple(chain.from_iterable(hands)))
+    parts = [record.rows for record in records]
+    return _joined(records, _in_planned_order(parts) if any(shards) else tuple(chain.from_iterable(parts)))
 
 
 def _refuse_unfinished(record: RunRecord, name: str) -> None:
@@ -90,23 +90,24 @@ def _refuse_unsound_rows(record: RunRecord, name: str) -> None:
         if not row.outcome.verification.passed:
             raise ConfigError(f"{where} has a time but no passed verification; it was edited, or measure it again")
         noted = {note.code for note in row.outcome.notes}
-        missing = [one for one in suspicions(row, record.ceilings, record.device) if one.code not in noted]
+        missing = [note for note in suspicions(row, record.ceilings, record.device) if note.code not in noted]
         if missing:
             raise ConfigError(f"{where}: {missing[0].message}, and no note says so; the record was edited")
 
 
-def _refuse_stranger(first: RunRecord, record: RunRecord, first_name: str, name: str) -> None:
+def _check_mergeable(first: RunRecord, record: RunRecord, first_name: str, name: str) -> None:
+    """Raise ConfigError for another suite, machine or version of dilabench, or another way of measuring."""
     if record.suite != first.suite:
         raise ConfigError(
             f"{first_name} is of suite {first.suite!r}, {name} of {record.suite!r}; merge runs of one suite"
         )
-    differing = [str(one) for one in hard_mismatches(first, record)]
+    differing = [str(mismatch) for mismatch in hard_mismatches(first, record)]
     if record.tool_version != first.tool_version:
         differing.append(f"dilabench: {first.tool_version} against {record.tool_version}")
     for field in MEASURING:
-        one, other = first.config.get(field), record.config.get(field)
-        if one != other:
-            differing.append(f"{field}: {one} against {other}")
+        value, other = first.config.get(field), record.config.get(field)
+        if value != other:
+            differing.append(f"{field}: {value} against {other}")
     if differing:
         raise ConfigError(f"{first_name} and {name} were not measured alike: {'; '.join(differing)}")
 
@@ -169,13 +170,13 @@ def _joined(records: Sequence[RunRecord], rows: tuple[Row, ...]) -> RunRecord:
     return RunRecord.model_validate(together.model_dump())
 
 
-def _dealt_back(hands: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
-    """Workloads in the order planned: they were dealt back and forth (`dilabench.suites.planner.in_shard`)."""
+def _in_planned_order(shards: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
+    """The rows of all shards in the order planned: `in_shard` assigned the workloads in alternating direction."""
     groups = []
-    for rows in hands:
+    for rows in shards:
         by_group: dict[str, list[Row]] = {}
         for row in rows:
             by_group.setdefault(row.case.group_id, []).append(row)
         groups.append(list(by_group.values()))
-    turns = enumerate(zip_longest(*groups, fillvalue=[]))
-    return tuple(row for turn, dealt in turns for group in dealt[:: -1 if turn % 2 else 1] for row in group)
+    rounds = enumerate(zip_longest(*groups, fillvalue=[]))
+    return tuple(row for index, dealt in rounds for group in dealt[:: -1 if index % 2 else 1] for row in group)

@@ -18,9 +18,8 @@ from pydantic import BaseModel, ValidationError
 
 from dilabench.atomic_file import write_text
 from dilabench.errors import ConfigError, EnvironmentNotReady
-from dilabench.metadata import STREAM_INTERRUPTED
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
-from dilabench.record import SCHEMA_VERSION, Measured, Row, RunHeader, RunRecord, Skipped
+from dilabench.record import SCHEMA_VERSION, Row, RunHeader, RunRecord, Skipped
 from dilabench.store.migrations import migrated, migrated_row
 from dilabench.validation import describe, read_json
 from dilabench.workload.spec import Workload
@@ -160,7 +159,9 @@ def read_record(run: Path) -> RunRecord:
     path = run
     if os.path.isdir(run):
         path = run / RECORD_NAME if os.path.exists(run / RECORD_NAME) else run / ROWS_NAME
-    look_for_masks_in(path.parent / MASKS_NAME)
+    # Methods of Path raise for a folder that may not be entered.
+    if os.path.isdir(path.parent / MASKS_NAME):
+        look_for_masks_in(path.parent / MASKS_NAME)
     if path.name.endswith(".jsonl"):
         header, rows = read_rows(path)
         return RunRecord.model_validate({**header.model_dump(), "rows": rows, "status": "interrupted"})
@@ -178,7 +179,9 @@ def read_record(run: Path) -> RunRecord:
             f"{str(path)!r} is JSON, but no run record: it has none of {', '.join(MARKS)}, so no run of dilabench "
             f"wrote it; name a run's folder or its {RECORD_NAME}"
         )
-    return _validated(RunRecord, migrated(document, path), path)
+    if document.get("schema_version") != SCHEMA_VERSION:
+        document = migrated(document, path)
+    return _validated(RunRecord, document, path)
 
 
 def read_rows(run: Path) -> tuple[RunHeader, tuple[Row, ...]]:
@@ -222,7 +225,7 @@ def refuse_other_rows(run: Path, record: RunRecord) -> None:
 
 
 def completed_rows(run: Path, header: RunHeader | None = None) -> tuple[Row, ...]:
-    """Rows that `--resume` keeps: all, failed ones too, but those without time in the budget and interrupted streams.
+    """Rows that `--resume` keeps: all, failed ones too, but those without time in the budget.
 
     With the header of the run that wants to go on, another device or machine is refused: times would not compare.
     """
@@ -233,8 +236,6 @@ def completed_rows(run: Path, header: RunHeader | None = None) -> tuple[Row, ...
 
 
 def _is_open(row: Row) -> bool:
-    if isinstance(row.outcome, Measured):
-        return bool(STREAM_INTERRUPTED.among(row.outcome.notes))
     return isinstance(row.outcome, Skipped) and row.outcome.code == "budget"
 
 

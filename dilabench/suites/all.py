@@ -13,8 +13,8 @@ from dilabench.suites.planner import Planner, cases_of, more_cases_of
 
 def suites(planner: Planner) -> tuple[Suite, ...]:
     """The other suites, those first that tell most, those last that can use any time that is left."""
-    others = [one for one in planner.catalogue.suites if one.name != planner.request.suite and not one.by_name]
-    return tuple(sorted(others, key=lambda one: (one.takes_the_rest, -one.priority)))
+    others = [suite for suite in planner.catalogue.suites if suite.name != planner.request.suite and not suite.by_name]
+    return tuple(sorted(others, key=lambda suite: (suite.takes_the_rest, -suite.priority)))
 
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
@@ -22,7 +22,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
     Those that take the rest of the time are left to `follow_up`.
     """
-    offered = {one.name: one.options for one in suites(planner) if one.options}
+    offered = {suite.name: suite.options for suite in suites(planner) if suite.options}
     unknown = sorted(request.options.keys() - {option for options in offered.values() for option in options})
     if unknown:
         passed_on = ", ".join(offered)
@@ -30,8 +30,8 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     planned: dict[str, PlannedCase] = {}
     for suite in suites(planner):
         if not suite.takes_the_rest:
-            for one in _cases(planner, suite):
-                planned.setdefault(one.case.case_id, one)
+            for plan in _cases(planner, suite):
+                planned.setdefault(plan.case.case_id, plan)
     return tuple(planned.values())
 
 
@@ -44,7 +44,7 @@ def follow_up(rows: Sequence[Row], _request: RunRequest, planner: Planner) -> tu
             with _left_out(planner, suite):
                 planned += _labelled(more_cases_of(suite, _own(planner, suite), own), suite)
     known = {row.case.case_id for row in rows}
-    if not any(one.case.case_id not in known for one in planned):
+    if not any(plan.case.case_id not in known for plan in planned):
         for suite in suites(planner):
             if suite.takes_the_rest:
                 planned += _cases(planner, suite)
@@ -69,4 +69,4 @@ def _own(planner: Planner, suite: Suite) -> Planner:
 
 
 def _labelled(planned: Sequence[PlannedCase], suite: Suite) -> Iterator[PlannedCase]:
-    return (one.model_copy(update={"labels": one.labels | SUITE.entry(suite.name)}) for one in planned)
+    return (plan.model_copy(update={"labels": plan.labels | SUITE.entry(suite.name)}) for plan in planned)

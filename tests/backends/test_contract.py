@@ -176,7 +176,8 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     from dilabench.backends import math
     from dilabench.backends.sdpa import flash_cpu as sdpa_flash_cpu
 
-    monkeypatch.setattr(math, "BLOCK_BYTES", {"small": 16000, "large": 16000})
+    for name in ("BLOCK_BYTES", "BLOCK_BYTES_ON_CUDA"):
+        monkeypatch.setattr(math, name, 16000)
     monkeypatch.setattr(sdpa_flash_cpu, "QUERY_BLOCK", 16)
 
 

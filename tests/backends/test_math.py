@@ -8,7 +8,7 @@ from dilabench.backends import math
 
 
 def test_rows_that_see_no_key_give_zero_and_minus_infinity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math, "BLOCK_BYTES", {"small": 1})
+    monkeypatch.setattr(math, "BLOCK_BYTES", 1)
     q = torch.randn(1, 9, 2, 8, dtype=torch.float64)
     k, v = torch.randn(2, 1, 4, 2, 8, dtype=torch.float64)
     options = {"causal": True, "window": (2, -1), "scale": 0.5}
@@ -23,7 +23,7 @@ def test_rows_that_see_no_key_give_zero_and_minus_infinity(monkeypatch: pytest.M
 
 
 def test_scores_never_exceed_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(math, "BLOCK_BYTES", {"small": 4 * 2 * 100 * 10})
+    monkeypatch.setattr(math, "BLOCK_BYTES", 4 * 2 * 100 * 10)
     seen: list[int] = []
     original = math._scores
 
@@ -63,7 +63,7 @@ class Copies(TorchDispatchMode):
 def test_keys_are_copied_once_for_all_query_blocks_or_never(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, copies: int
 ) -> None:
-    monkeypatch.setattr(math, "BLOCK_BYTES", {"small": 8 * 4 * 64 * 10})
+    monkeypatch.setattr(math, "BLOCK_BYTES", 8 * 4 * 64 * 10)
     # Keys of every other row, values of the last heads: both views.
     q, k, v = torch.randn(1, 64, 4, 8), torch.randn(1, 128, 2, 8)[:, ::2], torch.randn(1, 64, 5, 8)[:, :, 3:]
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

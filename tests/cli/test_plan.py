@@ -160,9 +160,9 @@ def test_plan_of_a_suite_is_that_of_its_run(cli):
 
 
 def test_run_plan_predicts_memory_and_time_and_runs_nothing(cli, tmp_path):
-    result = cli("run", "billion", "--plan", "--tokens", "1M", "--form", "streamed", "--device", "cpu")
+    result = cli("run", "billion", "--plan", "--tokens", "1M", "--nproc", "2", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert "streamed, 1M tokens processed" in result.stdout
+    assert "1x1M H1 D64" in result.stdout
     assert "Predicted, not measured" in result.stdout
     assert os.listdir(tmp_path) == []
 

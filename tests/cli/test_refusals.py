@@ -113,7 +113,7 @@ def test_a_wrong_toml_file_is_refused(cli, tmp_path, content, text):
         ("compare one two", "html"),
         ("check --against main", "markdown"),
         ("history", "html"),
-        ("leaderboard one", "html"),
+        ("report one two", "html"),
     ],
 )
 def test_json_beside_another_format_is_refused(cli, command, form):

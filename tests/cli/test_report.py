@@ -55,10 +55,24 @@ def test_a_compressed_file(cli, archive):
 
 
 @pytest.mark.usefixtures("archive")
-def test_several_runs_are_not_one(cli):
-    result = cli("report", "main")
+def test_a_baseline_of_several_runs_is_ranked(cli):
+    result = cli("report", "main", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert {run["run_id"] for run in json.loads(result.stdout)["runs"]} == {"aaaa", "bbbb"}
+
+
+@pytest.mark.usefixtures("archive")
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("aaaa bbbb -f csv", "-f csv renders one run; several are shown as table, html, json"),
+        ("aaaa bbbb --samples --columns mean", "--samples, --columns: for the report of one run"),
+    ],
+)
+def test_what_renders_one_run_is_refused_for_several(cli, arguments, text):
+    result = cli("report", *arguments.split())
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "'main' stands for 2 runs; name one of them" in result.stderr
+    assert text in " ".join(result.stderr.split())
 
 
 def test_files_of_a_stored_run_need_a_place(cli, archive, tmp_path):

@@ -19,6 +19,11 @@ REQUESTS = {
     "workload": lambda name: {"configs": [name]},
     "pattern": lambda name: {"assignments": [f"pattern={name}"]},
 }
+COMMANDS = {
+    "reporter": lambda name: (("report", "latest", "-f", name), ("run", "quick", "-f", name)),
+    "command": lambda name: ((name, "latest"), (name, "--help")),
+    "option": lambda name: (name.split(), [*name.split(), "value"]),
+}
 
 
 @pytest.fixture
@@ -32,28 +37,43 @@ def refusal(call, *args, **kwargs):
     return str(caught.value)
 
 
-def answer(one):
-    return f"{one.kind} {one.name!r} was removed: {one.reason}; use {one.instead}"
+def answer(entry):
+    return f"{entry.kind} {entry.name!r} was removed: {entry.reason}; use {entry.instead}"
 
 
-def named(one):
-    return f"{one.kind} {one.name}"
+def named(entry):
+    return f"{entry.kind} {entry.name}"
 
 
-@pytest.mark.parametrize("one", retired.RETIRED, ids=named)
-def test_a_retired_name_is_registered_no_more_and_answers(cli, one):
+@pytest.mark.parametrize("entry", retired.RETIRED, ids=named)
+def test_a_entry_is_registered_no_more_and_answers(cli, entry):
     catalogue = discover().catalogue
-    assert one.name not in getattr(catalogue, KINDS[one.kind])
-    assert answer(one) in refusal(run_request, catalogue, suite="quick", **REQUESTS[one.kind](one.name))
-    done = cli("describe", one.name)
+    if entry.kind in KINDS:
+        assert entry.name not in getattr(catalogue, KINDS[entry.kind])
+    if entry.kind in REQUESTS:
+        assert answer(entry) in refusal(run_request, catalogue, suite="quick", **REQUESTS[entry.kind](entry.name))
+    for command in (
+        ("describe", "--", entry.name),
+        *COMMANDS.get(entry.kind, lambda _: ())(entry.name),
+    ):
+        done = cli(*command)
+        assert done.exit_code == ExitCode.BAD_REQUEST
+        assert answer(entry) in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("entry", [entry for entry in retired.RETIRED if entry.kind == "option"], ids=named)
+def test_a_default_for_a_retired_option_answers(cli, tmp_path, entry):
+    command, option = entry.name.split()
+    (tmp_path / "dilabench.toml").write_text(f"[{command}]\n{option.lstrip('-')} = true\n")
+    done = cli(command)
     assert done.exit_code == ExitCode.BAD_REQUEST
-    assert answer(one) in " ".join(done.output.split())
+    assert answer(entry) in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize("form", ["markdown", "json", "csv", "html"])
-def test_a_record_with_all_retired_names_is_shown(cli, tmp_path, make_row, make_record, form):
-    names = {one.name for one in retired.RETIRED if one.kind == "implementation"}
-    kinds = {one.name for one in retired.RETIRED if one.kind == "pattern"}
+def test_a_record_with_all_entrys_is_shown(cli, tmp_path, make_row, make_record, form):
+    names = {entry.name for entry in retired.RETIRED if entry.kind == "implementation"}
+    kinds = {entry.name for entry in retired.RETIRED if entry.kind == "pattern"}
     rows = [make_row(name) for name in sorted(names)]
     rows += [make_row("fused", pattern={"kind": kind, "size_of_old": 7}) for kind in sorted(kinds)]
     path = tmp_path / "old.json"
@@ -64,18 +84,24 @@ def test_a_record_with_all_retired_names_is_shown(cli, tmp_path, make_row, make_
     assert RunRecord.model_validate_json(path.read_text()).model_dump_json() == path.read_text()
 
 
-@pytest.mark.parametrize("one", [one for one in MADE if one.kind in REQUESTS], ids=lambda one: one.kind)
-def test_a_request_for_a_retired_name_is_answered(made, one):
-    assert answer(one) in refusal(run_request, discover().catalogue, suite="quick", **REQUESTS[one.kind](one.name))
+@pytest.mark.parametrize(
+    "entry",
+    [entry for entry in MADE if entry.kind in REQUESTS],
+    ids=lambda entry: entry.kind,
+)
+def test_a_request_for_a_entry_is_answered(made, entry):
+    assert answer(entry) in refusal(
+        run_request, discover().catalogue, suite="quick", **REQUESTS[entry.kind](entry.name)
+    )
 
 
-@pytest.mark.parametrize("one", MADE, ids=lambda one: one.kind)
-def test_describe_verify_and_check_answer_too(made, one, cli):
-    done = cli("describe", one.name)
+@pytest.mark.parametrize("entry", MADE, ids=lambda entry: entry.kind)
+def test_describe_verify_and_check_answer_too(made, entry, cli):
+    done = cli("describe", "--", entry.name)
     assert done.exit_code == ExitCode.BAD_REQUEST
-    assert answer(one) in " ".join(done.output.split())
-    for kind in (None, one.kind):
-        assert refusal(registries_with, one.name, discover().catalogue, kind) == answer(one)
+    assert answer(entry) in " ".join(done.output.split())
+    for kind in (None, entry.kind):
+        assert refusal(registries_with, entry.name, discover().catalogue, kind) == answer(entry)
 
 
 def test_the_library_answers_for_a_backend(made):

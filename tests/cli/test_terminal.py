@@ -2,7 +2,7 @@
 
 import pytest
 
-from dilabench.cli.run.progress_bar import CheckedLines, ProgressDisplay, ProgressLines, Standing, progress_shown
+from dilabench.cli.run.progress_bar import CheckedLines, ProgressDisplay, ProgressLines, RunProgress, progress_shown
 from dilabench.cli.terminal import note, print_table
 from dilabench.record import Case, Failed, Measured, PlannedCase, Row, Skipped, Verification
 from dilabench.workload.spec import WorkloadRequest
@@ -86,7 +86,7 @@ class Clock:
 
 def test_a_run_in_a_pipe_says_now_and_then_how_far_it_is(capsys):
     clock = Clock()
-    lines = ProgressLines(Standing(60.0, clock), clock)
+    lines = ProgressLines(RunProgress(60.0, clock), clock)
     skipped, failed, measured = (row_of(status) for status in ("skipped", "failed", "measured"))
     clock.now += 1000
     lines.device_held()  # waiting for the device takes nothing from the budget
@@ -118,14 +118,14 @@ def test_a_notebook_has_one_bar_that_is_drawn_anew_for_rows_and_now_and_then():
             self.drawn.append(data)
 
     clock, shown = Clock(), Shown()
-    bar = ProgressDisplay(Standing(60.0, clock), lambda data, raw, display_id: shown, clock)
+    bar = ProgressDisplay(RunProgress(60.0, clock), lambda data, raw, display_id: shown, clock)
     bar.run_started(1)
     row = row_of("measured")
     for _ in range(20):
         clock.now += 0.1
         bar.stage_started(row.case, "<time>")
     bar.row_done(row)
-    texts = [one["text/plain"] for one in shown.drawn]
+    texts = [data["text/plain"] for data in shown.drawn]
     assert len(texts) <= 4
     assert texts[0].startswith("0 of 1 rows; 60 s of the budget left · starting")
     assert "&lt;time&gt;" in shown.drawn[1]["text/html"]

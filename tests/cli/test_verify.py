@@ -64,12 +64,12 @@ def test_ranks_verify_together(cli):
 
 
 @pytest.mark.parametrize(
-    ("device", "cores", "ranks", "lanes"),
+    ("device", "cores", "ranks", "num_workers"),
     [("cpu", 64, 1, 1), ("cuda", 2, 1, 1), ("cuda", 16, 1, 4), ("cuda", 128, 1, 8), ("cuda", 128, 2, 1)],
 )
-def test_only_a_gpu_checks_several_cases_at_once(device, cores, ranks, lanes):
+def test_only_a_gpu_checks_several_cases_at_once(device, cores, ranks, num_workers):
     cases = [one.model_copy(update={"case": one.case.model_copy(update={"world_size": ranks})}) for one in planned()]
-    assert verify_outcomes.lanes_for(cases, Machine(device=device), cores) == lanes
+    assert verify_outcomes.num_workers_for(cases, Machine(device=device), cores) == num_workers
 
 
 def test_several_at_once_give_the_outcomes_in_the_order_of_the_cases(monkeypatch):
@@ -79,7 +79,7 @@ def test_several_at_once_give_the_outcomes_in_the_order_of_the_cases(monkeypatch
     )
     broken = cases[0].model_copy(update={"case": cases[0].case.model_copy(update={"backend": "xformers"})})
     cases = (*cases[:3], broken, *cases[3:])
-    monkeypatch.setattr(verify_outcomes, "lanes_for", lambda *_: 2)
+    monkeypatch.setattr(verify_outcomes, "num_workers_for", lambda *_: 2)
     found = list(verify_outcomes.outcomes_of(cases, discover().catalogue, CPU, 0))
     assert len(found) == len(cases)
     for one, outcome in zip(cases, found, strict=True):
@@ -93,7 +93,7 @@ def test_several_at_once_give_the_outcomes_in_the_order_of_the_cases(monkeypatch
 
 def test_nobody_goes_on_when_the_outcomes_are_not_wanted_any_more(monkeypatch):
     started = []
-    monkeypatch.setattr(verify_outcomes, "lanes_for", lambda *_: 2)
+    monkeypatch.setattr(verify_outcomes, "num_workers_for", lambda *_: 2)
     monkeypatch.setattr(verify_outcomes, "_checked", lambda plan, *_: (started.append(plan), sleep(0.05))[1])
     cases = planned(implementations=("strided",)) * 20
     outcomes = verify_outcomes.outcomes_of(cases, discover().catalogue, CPU, 0)

@@ -13,7 +13,7 @@ from dilabench.distributed.transport.ring_buffers import COUNTER_STEP, RingBuffe
 
 # Places are multiples of 512 bytes: three of them, and the longest chunk takes half of that.
 REGION = 1536
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 class ThreadQueue:
@@ -35,10 +35,10 @@ class ThreadQueue:
     def copy(self, target, source, nbytes):
         self._steps.put(lambda: ctypes.memmove(target, source, nbytes))
 
-    def finish(self, patience_s=PATIENCE_S):
+    def finish(self, timeout_s=TIMEOUT_S):
         """Whether everything was done in time."""
         self._steps.put(None)
-        self._thread.join(patience_s)
+        self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     @staticmethod

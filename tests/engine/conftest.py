@@ -82,7 +82,7 @@ def engine(catalogue, dense_case):
         planned = planned or [dense_case(name, **fields) for name in names]
         request = RunRequest(suite="test", timing=timing, budget_s=budget_s, seed=seed, **runs)
         header = RunHeader(tool_version="0", run_id="test", suite="test", started_at="now", environment=snapshot(CPU))
-        options.setdefault("patience_s", 60.0)
+        options.setdefault("timeout_s", 60.0)
         machine = options.pop("machine", CPU)
         return run(planned, request, catalogue, machine, header, sink or Keeper(), progress, **options)
 

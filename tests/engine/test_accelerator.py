@@ -171,6 +171,7 @@ def test_an_isolated_case_is_verified_on_its_rows(accelerator):
     catalogue, _, (case,) = planned(accelerator, "strided", mode="both")
     found = measure_isolated(case_spec(case.case, catalogue, 0), HOST, None, 0.01)
     assert found.verification.passed, found.why
+    assert [note.code for note in found.notes] == ["untuned_device"]
 
 
 def test_memory_that_torch_does_not_count_is_left_out(accelerator, monkeypatch):

@@ -13,11 +13,11 @@ TIMED = "wrong once it is timed"
 @pytest.fixture
 def outcome(engine, catalogue):
     def of(name, *, beside=(), **workload):
-        patience_s = workload.pop("patience_s", 60.0)
+        timeout_s = workload.pop("timeout_s", 60.0)
         for one in (name, *beside):
             target = f"adversaries:{one}"
             catalogue.implementations.add(Implementation(one, "", target, supports=DENSE), "builtin")
-        record = engine(name, *beside, workload=workload, patience_s=patience_s)
+        record = engine(name, *beside, workload=workload, timeout_s=timeout_s)
         found = {row.case.implementation: row.outcome for row in record.rows}
         return found if beside else found[name]
 
@@ -107,7 +107,7 @@ def test_an_honest_one_has_calls_of_the_timed_sequence_checked(outcome):
 
 
 def test_a_verification_that_hangs_has_its_own_code(outcome):
-    found = outcome("hangs_when_verified", patience_s=3.0)
+    found = outcome("hangs_when_verified", timeout_s=3.0)
     assert isinstance(found, Failed)
     assert (found.stage, found.code) == ("verify", "verification_timeout")
     assert "neither right nor wrong" in found.why

@@ -37,7 +37,7 @@ def test_a_fault_ends_one_case_with_its_reason(engine, name, stage, why):
 
 
 def test_a_hang_ends_one_case(engine):
-    found = outcomes(engine("late_hang", "honest", patience_s=3.0))
+    found = outcomes(engine("late_hang", "honest", timeout_s=3.0))
     assert isinstance(found["late_hang"], Failed)
     assert "hang" in found["late_hang"].why
     assert isinstance(found["honest"], Measured)

@@ -12,11 +12,10 @@ from dilabench.engine.method import Method
 from dilabench.engine.progress import Silent
 from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker.client import WorkerFailure
-from dilabench.engine.worker.protocol import IsolatedResult, Reply, TimerSpec, WorkerSettings
+from dilabench.engine.worker.protocol import TimerSpec, WorkerSettings
 from dilabench.machine import Machine
-from dilabench.metadata import STREAM_INTERRUPTED
 from dilabench.plugins.descriptors import Capabilities, Implementation
-from dilabench.record import Check, Failed, Measured, Optimizations, RunHeader, Skipped, Slot, Verification
+from dilabench.record import Failed, RunHeader, Skipped
 from dilabench.store.run_files import RunFolder, completed_rows
 
 DENSE = Capabilities(patterns=frozenset({"dense"}))
@@ -50,11 +49,9 @@ class Pool:
 
 @pytest.fixture
 def row(catalogue, dense_case):
-    def measure(budget_s, starts=True, answers=(), tokens=0):
+    def measure(budget_s, starts=True, answers=()):
         catalogue.implementations.add(Implementation("slow", "", "m:b", supports=DENSE), "builtin")
         planned = dense_case("slow")
-        streamed = planned.case.model_copy(update={"optimizations": Optimizations(stream_tokens=tokens)})
-        planned = planned.model_copy(update={"case": streamed})
         timer = TimerSpec(name="wall", target="t", proves="p")
         driver = Driver(
             catalogue=catalogue,
@@ -64,8 +61,7 @@ def row(catalogue, dense_case):
             progress=Silent(),
             timeout_s=600.0,
         )
-        run = IsolatedRun(driver, planned)
-        return run.row(), run.interrupted
+        return IsolatedRun(driver, planned).row()
 
     return measure
 
@@ -81,7 +77,7 @@ def resumed(row, tmp_path):
 
 
 def test_a_case_that_the_budget_ended_is_tried_again_by_a_resumed_run(row, tmp_path):
-    ended, _ = row(budget_s=60.0)
+    ended = row(budget_s=60.0)
     assert isinstance(ended.outcome, Skipped)
     assert ended.outcome.code == "budget"
     assert ended.outcome.why.startswith("budget of 60 s used up during its stage 'time'")
@@ -89,7 +85,7 @@ def test_a_case_that_the_budget_ended_is_tried_again_by_a_resumed_run(row, tmp_p
 
 
 def test_a_case_that_gave_no_answer_in_the_longest_time_has_failed(row, tmp_path):
-    ended, _ = row(budget_s=None)
+    ended = row(budget_s=None)
     assert isinstance(ended.outcome, Failed)
     assert ended.outcome.code == "timeout"
     assert ended.outcome.why == "no answer to 'isolated' within 600 s"
@@ -97,38 +93,14 @@ def test_a_case_that_gave_no_answer_in_the_longest_time_has_failed(row, tmp_path
 
 
 def test_a_worker_that_does_not_start_is_no_matter_of_the_budget(row):
-    assert isinstance(row(budget_s=60.0, starts=False)[0].outcome, Failed)
+    assert isinstance(row(budget_s=60.0, starts=False).outcome, Failed)
 
 
 @pytest.mark.parametrize(
     ("code", "outcome"), [("out_of_memory", Skipped), ("unusable_optimization", Skipped), ("crash", Failed)]
 )
 def test_what_a_worker_tells_becomes_the_code_of_the_row(row, tmp_path, code, outcome):
-    ended, _ = row(None, answers=[WorkerFailure(code, "in any words")])
+    ended = row(None, answers=[WorkerFailure(code, "in any words")])
     assert type(ended.outcome) is outcome
     assert ended.outcome.code == code
     assert resumed(ended, tmp_path) == (ended,)
-
-
-def slice_of(pieces):
-    found = IsolatedResult(
-        verification=Verification(checks=(Check(name="out", passed=True),)),
-        slot=Slot(samples_ns=(1_000_000,) * pieces),
-        counters={"stream_wall_ns": pieces * 10**10},
-    )
-    return Reply(isolated=found)
-
-
-def test_an_interrupted_stream_keeps_what_has_passed_and_is_repeated_by_a_resumed_run(row, tmp_path):
-    ended, interrupted = row(None, answers=[slice_of(1), slice_of(1), KeyboardInterrupt()], tokens=10**6)
-    assert interrupted
-    assert isinstance(ended.outcome, Measured)
-    assert len(ended.outcome.timings[0].samples_ns) == 2
-    (note,) = STREAM_INTERRUPTED.among(ended.outcome.notes)
-    assert note.message.startswith("the run was interrupted after 2 of 7752 pieces")
-    assert resumed(ended, tmp_path) == ()
-
-
-def test_a_stream_of_which_nothing_has_passed_has_no_row(row):
-    with pytest.raises(KeyboardInterrupt):
-        row(None, answers=[KeyboardInterrupt()], tokens=10**6)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from dilabench.compare.pairing import pair
+from dilabench.compare.view import pair
 from dilabench.engine.budget import Budget
 from dilabench.engine.case_state import TimerRun
 from dilabench.engine.driver import Driver
@@ -37,7 +37,7 @@ class Lab:
         self.script = script or {}
         self.build_s = build_s or {}
         self.call_ns = call_ns
-        self.asked, self.patience = [], {}
+        self.asked, self.timeouts_s = [], {}
         self.started = Counter()
         self.homes = {}
         self.now = 0.0
@@ -73,7 +73,7 @@ class FakeWorker:
             self.names[handle] = arguments["spec"]["case"]["implementation"]
         name = self.names[handle]
         self.lab.asked.append((name, command, self.key, arguments))
-        self.lab.patience[name, command] = timeout_s
+        self.lab.timeouts_s[name, command] = timeout_s
         scripted = self.lab.script.get((name, command), [])
         answer = scripted.pop(0) if scripted else None
         if command == "prepare":
@@ -387,7 +387,7 @@ def test_a_late_answer_is_a_failure_only_where_the_wait_was_long(measure, device
     lab = Lab(device=device)
     lab.script["hangs", "prepare"] = [WorkerFailure("timeout", "no answer", died=True)]
     found = measure(["hangs", "a"], lab, budget_s=budget_s)
-    assert lab.patience["hangs", "prepare"] == pytest.approx(waited_s)
+    assert lab.timeouts_s["hangs", "prepare"] == pytest.approx(waited_s)
     assert isinstance(found["hangs"], kind)
     assert isinstance(found["a"], Measured)
 

@@ -1,5 +1,6 @@
 """Shelves, requirements and reasons."""
 
+import itertools
 import sys
 from importlib.machinery import ModuleSpec
 
@@ -10,6 +11,8 @@ from dilabench.choice.requirements import refuse_unreadable, unmet
 from dilabench.choice.ways import Registry
 from dilabench.errors import ConfigError, PluginError
 from dilabench.machine import Machine
+from dilabench.patterns.registry import OWN_KINDS, load
+from dilabench.plugins import manager
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Capabilities, Implementation
 from dilabench.record import Case, GpuInfo
@@ -21,6 +24,15 @@ HOPPER = Machine(device="cuda", gpus=(H200, H200))
 DILATED = {"kind": "dilated", "segment_lengths": [16, 40], "dilation_rates": [1, 3]}
 ZERO_KEYS = {"kind": "dilated", "segment_lengths": [16, 39], "dilation_rates": [1, 3], "padding": "zero_key"}
 WORKLOAD = Workload(pattern=DILATED, batch_size=1, seq_len=96, num_heads=6, num_kv_heads=3, head_dim=24)
+
+
+def test_our_own_descriptors_hold_what_those_of_plug_ins_must():
+    for module, kind in itertools.product(manager.OWN, manager.REGISTRIES):
+        hook = getattr(module, manager.HOOK_PREFIX + kind, None)
+        for descriptor in hook() if hook else ():
+            manager._refuse_impossible(hook.__name__, descriptor, reserved=frozenset())
+    for kind in OWN_KINDS:
+        manager._refuse_shadowing(kind, load(kind))
 
 
 def implementation(name, aliases=(), **fields):

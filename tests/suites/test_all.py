@@ -24,8 +24,8 @@ def catalogue():
 @pytest.mark.parametrize("machine", [CPU, H200], ids=["cpu", "cuda"])
 def test_every_suite_is_there_in_order_and_every_case_once(catalogue, machine):
     planned = expand(catalogue, machine, run_request(catalogue, suite="all"))
-    assert len({one.case.case_id for one in planned}) == len(planned)
-    suites = list(dict.fromkeys(one.labels["suite"] for one in planned))
+    assert len({plan.case.case_id for plan in planned}) == len(planned)
+    suites = list(dict.fromkeys(plan.labels["suite"] for plan in planned))
     assert suites[: len(ORDER)] == list(ORDER)
     assert set(suites) >= set(catalogue.suites.names) - {"all", *LAST, "ring", "distributed", "tiles"}
     assert LAST.isdisjoint(suites)
@@ -35,17 +35,22 @@ def test_follow_ups_go_to_their_own_suite_and_the_last_ones_wait(catalogue):
     request = run_request(catalogue, suite="all", run={"options": {"tokens": "64K", "memory_limit": "256M"}})
     planner = Planner(catalogue, CPU, request)
     planned = expand(catalogue, CPU, request)
-    rows = [Row(planned=one, outcome=one.skip or Skipped(code="out_of_memory", why="out of memory")) for one in planned]
+    rows = [
+        Row(planned=plan, outcome=plan.skip or Skipped(code="out_of_memory", why="out of memory")) for plan in planned
+    ]
     more = follow_up(rows, request, planner)
-    assert {one.labels["suite"] for one in more} == {"extreme"}
-    assert {one.case.workload.seq_len for one in more} == {4096}
-    late = [Row(planned=one, outcome=Skipped(code="budget", why="budget of 1 s used up")) for one in [*planned, *more]]
+    assert {plan.labels["suite"] for plan in more} == {"extreme"}
+    assert {plan.case.workload.seq_len for plan in more} == {4096}
+    late = [
+        Row(planned=plan, outcome=Skipped(code="budget", why="budget of 1 s used up")) for plan in [*planned, *more]
+    ]
     last = follow_up(late, request, planner)
-    assert {one.labels["suite"] for one in last} == LAST
-    assert {one.labels["part"] for one in last if "part" in one.labels} == {"64K tokens, 6.1e-05 of 2^30"}
-    ended = [*late, *(Row(planned=one, outcome=Skipped(code="budget", why="no time")) for one in last)]
+    assert {plan.labels["suite"] for plan in last} == LAST
+    (billion,) = (plan for plan in last if plan.labels["suite"] == "billion")
+    assert (billion.case.workload.seq_len, billion.memory_limit_bytes) == (8192, 256 * 2**20)
+    ended = [*late, *(Row(planned=plan, outcome=Skipped(code="budget", why="no time")) for plan in last)]
     known = {row.case.case_id for row in ended}
-    assert {one.case.case_id for one in follow_up(ended, request, planner)} <= known
+    assert {plan.case.case_id for plan in follow_up(ended, request, planner)} <= known
 
 
 def test_options_of_no_suite_are_refused(catalogue):

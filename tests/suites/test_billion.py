@@ -1,4 +1,4 @@
-"""`billion`: the form that fits, pieces of whole segments, what was really computed, and projections apart from it."""
+"""`billion`: a search up to 2^30 tokens on one device, one sequence of them over ranks."""
 
 import pytest
 
@@ -9,12 +9,11 @@ from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.predict.memory import plan_memory
 from dilabench.predict.time import plan_time
-from dilabench.record import GpuInfo, RunHeader
+from dilabench.record import GpuInfo, Row, RunHeader, Skipped
 from dilabench.request import run_request
-from dilabench.suites.billion.cases import BILLION
-from dilabench.suites.billion.findings import analyse, computed_tokens, project
-from dilabench.suites.planner import expand
-from dilabench.workload.spec import WorkloadRequest
+from dilabench.suites.billion import BILLION, follow_up
+from dilabench.suites.extreme.findings import analyse
+from dilabench.suites.planner import Planner, expand
 
 CPU = Machine(device="cpu", no_cuda="test")
 H200 = Machine(
@@ -29,89 +28,66 @@ def catalogue():
     return discover().catalogue
 
 
-def asked(catalogue, names=("strided",), budget_s=None, workload=SMALL, nproc=1, **options):
-    fields = {"implementations": list(names), "options": options, "timing": "simple", "budget_s": budget_s}
-    fields["nproc"] = nproc
-    return run_request(
-        catalogue,
-        suite="billion",
-        workload=workload,
-        run={name: value for name, value in fields.items() if value is not None},
+def asked(catalogue, names=("strided",), workload=SMALL, nproc=1, **options):
+    fields = {"implementations": list(names), "options": options, "timing": "simple", "nproc": nproc}
+    return run_request(catalogue, suite="billion", workload=workload, run=fields)
+
+
+def test_one_gpu_searches_for_the_longest_part_of_a_billion_that_fits(catalogue, make_row):
+    request = asked(catalogue, (), workload={})
+    (first,) = expand(catalogue, H200, request)
+    assert (first.case.implementation, first.case.world_size, first.procedure) == ("fused", 1, "isolated")
+    assert (first.case.workload.seq_len, first.case.workload.num_heads, first.case.workload.mode) == (
+        8192,
+        1,
+        "forward",
     )
+    ran = Row(planned=first, outcome=make_row().outcome)
+    (then,) = follow_up([ran], request, Planner(catalogue, H200, request))
+    assert BILLION // 8 < then.case.workload.seq_len < BILLION // 2
+    few = asked(catalogue, (), workload={}, tokens="64M")
+    (then,) = follow_up([ran], few, Planner(catalogue, H200, few))
+    assert then.case.workload.seq_len == 2**26
 
 
-def test_a_billion_is_streamed_on_one_gpu_and_a_quarter_of_it_is_resident(catalogue):
-    (whole,) = expand(catalogue, H200, asked(catalogue, ("fused",), workload={}))
-    assert whole.labels["form"] == "streamed, 1G tokens processed"
-    assert whole.case.optimizations.stream_tokens == BILLION == 2**30
-    assert whole.case.workload.seq_len % 32768 == 0
-    assert BILLION % whole.case.workload.seq_len == 0
-    (part,) = expand(catalogue, H200, asked(catalogue, ("fused",), workload={}, tokens="256M"))
-    assert part.labels["form"].startswith("resident")
-    assert part.labels["part"] == "256M tokens, 0.25 of 2^30"
-    assert (part.case.workload.seq_len, part.case.optimizations.stream_tokens) == (2**28, 0)
-
-
-def test_four_gpus_hold_a_billion_as_one_sequence_and_one_of_them_a_quarter(catalogue):
-    (whole,) = expand(catalogue, FOUR_H200, asked(catalogue, (), workload={}))
-    assert whole.labels["form"] == "resident over 4 ranks: one sequence"
+def test_four_gpus_hold_a_billion_as_one_sequence(catalogue):
+    request = asked(catalogue, (), workload={})
+    (whole,) = expand(catalogue, FOUR_H200, request)
+    assert whole.labels["way"] == "one sequence over 4 ranks"
     assert (whole.case.implementation, whole.case.world_size, whole.skip) == ("fused-sharded", 4, None)
-    assert (whole.case.workload.seq_len, whole.case.optimizations.stream_tokens) == (2**30, 0)
+    assert (whole.case.workload.seq_len, whole.procedure) == (BILLION, "isolated")
     # q, k, v and out of 64 bfloat16 values and one float32 lse for a quarter of the tokens, and nothing else.
-    found = plan_memory(whole.case, "cuda", discover().catalogue)
-    assert found.peak_bytes - found.tables_bytes == 2**28 * (4 * 64 * 2 + 4)
+    plan = plan_memory(whole.case, "cuda", catalogue)
+    assert plan.peak_bytes - plan.tables_bytes == 2**28 * (4 * 64 * 2 + 4)
     assert plan_time(whole.case, FOUR_H200, 1).seconds == pytest.approx(
         plan_time(whole.case.model_copy(update={"world_size": 1}), FOUR_H200, 1).seconds / 4
     )
-    (part,) = expand(catalogue, FOUR_H200, asked(catalogue, (), workload={}, tokens="256M"))
-    assert (part.case.implementation, part.case.world_size) == ("fused", 1)
-    (more,) = expand(catalogue, FOUR_H200, asked(catalogue, (), workload={}, tokens="2G"))
-    assert more.labels["form"].startswith("streamed")
+    row = Row(planned=whole, outcome=Skipped(code="out_of_memory", why="out of memory"))
+    assert follow_up([row], request, Planner(catalogue, FOUR_H200, request)) == ()
 
 
-def test_ranks_that_were_asked_for_are_taken_even_where_one_device_would_do(catalogue):
-    (one,) = expand(catalogue, CPU, asked(catalogue, (), nproc=3, tokens="12K"))
-    assert one.labels["form"] == "resident over 3 ranks: one sequence"
-    assert (one.case.implementation, one.case.world_size) == ("ring-allgather", 3)
+def test_requested_ranks_are_taken_even_if_one_device_would_do(catalogue):
+    (case,) = expand(catalogue, CPU, asked(catalogue, (), nproc=3, tokens="12K"))
+    assert (case.case.implementation, case.case.world_size) == ("ring-allgather", 3)
     window = {**SMALL, "window": (64, 0)}
     (within,) = expand(catalogue, CPU, asked(catalogue, (), workload=window, nproc=3, tokens="12K"))
-    assert within.labels["form"] == "resident over 3 ranks: one sequence"
-    (forced,) = expand(catalogue, CPU, asked(catalogue, (), workload=window, nproc=3, tokens="12K", form="ranks"))
-    assert forced.case.world_size == 3
+    assert within.case.world_size == 3
 
 
 def test_branches_that_cross_ranks_are_nothing_for_fused_sharded(catalogue):
     long = {"segment_lengths": (2**16, 2**28), "dilation_rates": (1, 16)}
-    (one,) = expand(catalogue, FOUR_H200, asked(catalogue, (), workload=long, tokens="512M", form="ranks"))
-    assert "cannot be cut into 4 parts that need nothing of each other, only into 2" in one.skip.why
-    assert "ring-allgather" in one.skip.why
+    (case,) = expand(catalogue, FOUR_H200, asked(catalogue, (), workload=long, tokens="512M"))
+    assert "cannot be cut into 4 parts that need nothing of each other, only into 2" in case.skip.why
+    assert "ring-allgather" in case.skip.why
 
 
-@pytest.mark.parametrize("form", ["resident", "streamed"])
-def test_a_form_for_one_device_refuses_ranks(catalogue, form):
-    with pytest.raises(ConfigError, match="--nproc 4 asks for ranks"):
-        expand(catalogue, CPU, asked(catalogue, nproc=4, form=form))
-
-
-def test_pieces_are_whole_segments_that_fit_into_the_limit(catalogue):
-    (one,) = expand(catalogue, CPU, asked(catalogue, tokens="1M", form="streamed", memory_limit="4M"))
-    assert one.case.workload.seq_len == 1024
-    (one,) = expand(catalogue, CPU, asked(catalogue, tokens="1M", form="streamed", memory_limit="64M"))
-    assert one.case.workload.seq_len == 16384
-
-
-def test_what_cannot_be_cut_is_skipped_with_the_reason(catalogue):
-    dense = {name: value for name, value in SMALL.items() if name in WorkloadRequest.model_fields} | {
-        "pattern": "dense"
-    }
-    (one,) = expand(catalogue, CPU, asked(catalogue, workload=dense, names=["dense"], tokens="64K", form="streamed"))
-    assert "has no cut" in one.skip.why
-
-
-@pytest.mark.parametrize(("option", "value"), [("tokens", "0"), ("tokens", "-5"), ("tokens", "abc"), ("form", "both")])
-def test_bad_options_are_refused(catalogue, option, value):
+@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize(
+    ("option", "value"), [("tokens", "0"), ("tokens", "-5"), ("tokens", "abc"), ("form", "streamed")]
+)
+def test_bad_options_are_refused(catalogue, option, value, nproc):
     with pytest.raises(ConfigError, match=option):
-        expand(catalogue, CPU, asked(catalogue, **{option: value}))
+        expand(catalogue, CPU, asked(catalogue, nproc=nproc, **{option: value}))
 
 
 class Sink:
@@ -123,39 +99,19 @@ class Sink:
 def recorded(catalogue, request, tmp_path, monkeypatch):
     monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
     header = RunHeader(tool_version="0", run_id="t", suite="billion", started_at="now", environment=snapshot(CPU))
-    return run(expand(catalogue, CPU, request), request, catalogue, CPU, header, Sink())
+    planner = Planner(catalogue, CPU, request)
+    planned = expand(catalogue, CPU, request)
+    return run(
+        planned, request, catalogue, CPU, header, Sink(), follow_up=lambda rows: follow_up(rows, request, planner)
+    )
 
 
-def test_a_small_stream_processes_every_token_and_verifies_some_pieces(catalogue, tmp_path, monkeypatch):
-    request = asked(catalogue, tokens="15K", form="streamed", memory_limit="8M")
-    record = recorded(catalogue, request, tmp_path, monkeypatch)
-    (row,) = record.rows
-    assert row.outcome.status == "measured", row.outcome
-    piece = row.case.workload.seq_len
-    pieces = -(-15 * 1024 // piece)
-    assert pieces > 3
-    assert row.outcome.counters["stream_pieces"] == pieces == len(row.outcome.timings[0].samples_ns)
-    assert computed_tokens(row) == pieces * piece == row.outcome.counters["stream_tokens"]
-    places = {check.where.partition(",")[0] for check in row.outcome.verification.checks if check.where}
-    assert {"piece 0", f"piece {pieces - 1}"} <= places
-    assert row.outcome.memory.peak_bytes > 4 * piece * 32 * 4
-    (section,) = analyse(record)
-    assert section.sentence.startswith("Streamed, ")
-    assert "tokens processed" in section.sentence
-    assert "sequence" not in section.sentence
-    (projection,) = project(record)
-    assert projection["kind"] == "projection"
-    calls_s = sum(row.outcome.timings[0].samples_ns) * 1e-9
-    assert projection["seconds"] == pytest.approx(calls_s * BILLION / computed_tokens(row))
-
-
-def test_a_small_resident_sequence_is_one_sequence_and_has_no_projection(catalogue, tmp_path, monkeypatch):
-    record = recorded(catalogue, asked(catalogue, tokens="4000", form="resident"), tmp_path, monkeypatch)
-    (row,) = record.rows
-    assert row.outcome.verification.passed
-    (section,) = analyse(record)
-    assert section.sentence.startswith("Resident, 4000 tokens as one sequence")
-    assert project(record) == ()
+def test_a_small_search_ends_at_the_tokens_requested(catalogue, tmp_path, monkeypatch):
+    record = recorded(catalogue, asked(catalogue, tokens="20000"), tmp_path, monkeypatch)
+    assert [row.case.workload.seq_len for row in record.rows] == [8192, 20000]
+    assert all(row.outcome.verification.passed for row in record.rows)
+    (section,) = analyse(record, catalogue)
+    assert section.sentence.startswith("Longest sequence that ran and was right on sampled rows: 20000 tokens")
 
 
 @pytest.mark.distributed
@@ -165,18 +121,16 @@ def test_a_sequence_over_two_ranks_is_measured_weighed_by_formula_and_verified(c
     (row,) = record.rows
     assert row.outcome.status == "measured", row.outcome
     assert row.outcome.verification.sampled_rows >= 24
-    assert computed_tokens(row) == 50 * 1024
     plan = plan_memory(row.case, "cpu", discover().catalogue)
     assert plan.inputs_bytes == row.outcome.memory.inputs_bytes == 3 * 25 * 1024 * 32 * 4
     assert row.outcome.memory.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.25)
-    (section,) = analyse(record)
-    assert section.sentence.startswith("Resident over 2 ranks, 50K tokens as one sequence")
-    assert project(record) == ()
+    (section,) = analyse(record, catalogue)
+    assert "50K tokens, ring-allgather (forward, one sequence over 2 ranks)" in section.sentence
 
 
 @pytest.mark.distributed
 def test_a_sequence_that_fits_on_no_rank_is_skipped_with_what_each_needs(catalogue, tmp_path, monkeypatch):
-    request = asked(catalogue, (), tokens="64K", nproc=2, form="ranks", memory_limit="4M")
+    request = asked(catalogue, (), tokens="64K", nproc=2, memory_limit="4M")
     (row,) = recorded(catalogue, request, tmp_path, monkeypatch).rows
     assert row.outcome.status == "skipped"
     assert row.outcome.why.startswith("does not fit into memory: each rank needs 1")

@@ -41,11 +41,7 @@ Offload = Annotated[
     bool | None, typer.Option("--offload", help="Search (extreme) with inputs in host memory, in chunks, too.")
 ]
 Tokens = Annotated[
-    str | None, typer.Option("--tokens", metavar="N", help="Tokens that billion computes (default 2^30 = 1G).")
-]
-Form = Annotated[
-    str | None,
-    typer.Option("--form", metavar="FORM", help="How billion holds them: resident, ranks, streamed or auto."),
+    str | None, typer.Option("--tokens", metavar="N", help="Tokens of the sequence of billion (default 2^30 = 1G).")
 ]
 Sharding = Annotated[
     str | None,

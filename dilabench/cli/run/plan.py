@@ -17,7 +17,6 @@ from dilabench.cli.show.advice import advice_on_shortage
 from dilabench.cli.terminal import print_table, say, say_folded
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.machine import detect
-from dilabench.metadata import FORM
 from dilabench.patterns.dense import DENSE
 from dilabench.predict.memory import WITHIN, MemoryPlan, longest_that_fits, plan_ahead, plan_memory
 from dilabench.predict.time import plan_time
@@ -35,9 +34,9 @@ MODES = ("forward", "both")
 HEAD = ("implementation", "backend", "mode", "batch", "length")
 COLUMNS = (*HEAD, "memory", "bytes/token", "inputs", "saved", "fits")
 LONGEST_COLUMNS = ("implementation", "backend", "mode", "batch", "longest that fits")
-TIME_COLUMNS = ("implementation", "backend", "workload", "mode", "form", "memory", "fits", "time", "runs")
+TIME_COLUMNS = ("implementation", "backend", "workload", "mode", "memory", "fits", "time", "runs")
 # A column in which all rows say the same, as usual, is left out.
-USUAL = {"form": "-", "fits": "yes", "runs": "yes"}
+USUAL = {"fits": "yes", "runs": "yes"}
 NO_TRACE = "no trace"
 NO = "NO"
 
@@ -159,7 +158,6 @@ def show_predictions(planned: Sequence[PlannedCase], planner: Planner, as_json: 
                 *_names(one),
                 one.case.workload.label(),
                 one.case.workload.mode,
-                FORM.of(one) or "-",
                 _memory_text(needed, one),
                 _fits(needed, rank_memory_bytes(machine, one.case.world_size)),
                 format_seconds(time.seconds),
@@ -178,10 +176,9 @@ def show_predictions(planned: Sequence[PlannedCase], planner: Planner, as_json: 
     duration = format_seconds(max(total_s, 1e-9))
     there = "unknown" if capacity is None else format_bytes(capacity)
     fits = f"each fits into {there}" if "fits" in dull else f"this machine has {there}"
-    pieces = ", all pieces of a stream," if any(one.case.optimizations.stream_tokens for one in planned) else ""
     say_folded(
         f"Predicted, not measured; nothing was run. Memory is what tracing the code shows: {fits}. Time is that of one "
-        f"call of each case{pieces} at an assumed {assumed} GFLOP/s, {duration} in all; a run verifies each and calls "
+        f"call of each case at an assumed {assumed} GFLOP/s, {duration} in all; a run verifies each and calls "
         "it often."
     )
     say("* chosen by auto")

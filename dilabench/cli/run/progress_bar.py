@@ -22,16 +22,16 @@ EVERY_S = 10.0
 REDRAWN_EVERY_S = 1.0
 
 
-class Standing:
-    """How far a run is: rows done, time left by what the rows so far took, and what is left of the budget."""
+class RunProgress:
+    """Rows done of a run, the time left as estimated from them, and the time left of the budget."""
 
     def __init__(self, budget_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget_s, self._clock = budget_s, clock
         self._started = clock()
         self.total: int | None = None
         self.done = 0
-        # Rows that are skipped take no time and say nothing about the others.
-        self._took_time = 0
+        # Skipped rows take no time, so the estimate leaves them out.
+        self._measured = 0
 
     def start(self) -> None:
         """Time counts from now on."""
@@ -40,16 +40,16 @@ class Standing:
     def add(self, row: Row) -> None:
         """A row has ended."""
         self.done += 1
-        self._took_time += row.outcome.status != "skipped"
+        self._measured += row.outcome.status != "skipped"
 
     @property
     def left(self) -> str:
-        """'about 40 s left, budget 90 s left', as far as that is known."""
+        """'about 40 s left, 90 s of the budget left', or the known part of that."""
         elapsed = self._clock() - self._started
         budget_left = None if self._budget_s is None else max(0.0, self._budget_s - elapsed)
         texts = []
-        if budget_left != 0 and self._took_time and self.total is not None and self.done < self.total:
-            about = elapsed / self._took_time * (self.total - self.done)
+        if budget_left != 0 and self._measured and self.total is not None and self.done < self.total:
+            about = elapsed / self._measured * (self.total - self.done)
             about = about if budget_left is None else min(about, budget_left)
             texts.append(f"about {format_seconds(about)} left")
         if budget_left is not None:
@@ -57,19 +57,19 @@ class Standing:
         return ", ".join(texts)
 
 
-class Told(Silent):
-    """Keeps the standing and tells of it; subclasses say how. What failed is said at once."""
+class ProgressReporter(Silent):
+    """Listens to a run and prints its progress, a failure immediately; subclasses define how."""
 
-    def __init__(self, standing: Standing) -> None:
-        self._standing = standing
+    def __init__(self, progress: RunProgress) -> None:
+        self._progress = progress
 
     def device_held(self) -> None:
         """The budget runs from here."""
-        self._standing.start()
+        self._progress.start()
 
     def run_started(self, total: int) -> None:
         """The number of rows, known or changed."""
-        self._standing.total = total
+        self._progress.total = total
         self._tell("starting")
 
     def stage_started(self, case: Case, stage: str) -> None:
@@ -78,68 +78,68 @@ class Told(Silent):
 
     def row_done(self, row: Row) -> None:
         """One case further."""
-        self._standing.add(row)
+        self._progress.add(row)
         if row.outcome.status == "failed":
             self._say(f"failed: {row.case.implementation}, {row.case.workload.label()}: {row.outcome.why}")
         self._tell(None)
 
     def _tell(self, now: str | None) -> None:
-        """Show the standing, and what goes on `now` where that has changed."""
+        """Show the progress; `now` describes the current stage, None if it has not changed."""
         raise NotImplementedError
 
     def _say(self, text: str) -> None:
         raise NotImplementedError
 
 
-class ProgressBar(Told):
+class ProgressBar(ProgressReporter):
     """One bar over all cases, with what goes on now beside it.
 
     It is drawn between measurements only: a thread that redraws it would take time from what is measured.
     """
 
-    def __init__(self, standing: Standing, bar: "Bar") -> None:
-        super().__init__(standing)
+    def __init__(self, progress: RunProgress, bar: "Bar") -> None:
+        super().__init__(progress)
         self._bar = bar
         self._task = bar.add_task("starting", total=None)
         self._now = ""
 
     def waiting(self, why: str) -> None:
-        """Show why nothing is measured, in place of what is."""
+        """Show the reason for waiting in place of the current stage."""
         self._bar.update(self._task, description=printable(f"WAITING: {why}"), refresh=True)
 
     def _tell(self, now: str | None) -> None:
-        standing, self._now = self._standing, now or self._now
-        text = " · ".join(filter(None, (standing.left, printable(self._now))))
-        self._bar.update(self._task, total=standing.total, completed=standing.done, description=text, refresh=True)
+        progress, self._now = self._progress, now or self._now
+        text = " · ".join(filter(None, (progress.left, printable(self._now))))
+        self._bar.update(self._task, total=progress.total, completed=progress.done, description=text, refresh=True)
 
     def _say(self, text: str) -> None:
         self._bar.console.print(printable(text))
 
 
-class ProgressDisplay(Told):
+class ProgressDisplay(ProgressReporter):
     """One bar in the output of a notebook's cell, drawn anew in place, between measurements and not all the time."""
 
     def __init__(
-        self, standing: Standing, display: Callable[..., Any], clock: Callable[[], float] = time.monotonic
+        self, progress: RunProgress, display: Callable[..., Any], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        super().__init__(standing)
+        super().__init__(progress)
         self._clock = clock
         self._now, self._drawn, self._drawn_at = "", -1, clock()
         self._shown = display({"text/plain": "starting"}, raw=True, display_id=True)
 
     def waiting(self, why: str) -> None:
-        """Show why nothing is measured, in place of what is."""
+        """Show the reason for waiting in place of the current stage."""
         self._draw(f"WAITING: {why}")
 
     def _tell(self, now: str | None) -> None:
-        standing, self._now = self._standing, now or self._now
-        if standing.done == self._drawn and self._clock() - self._drawn_at < REDRAWN_EVERY_S:
+        progress, self._now = self._progress, now or self._now
+        if progress.done == self._drawn and self._clock() - self._drawn_at < REDRAWN_EVERY_S:
             return
-        ended = standing.done == standing.total
-        self._draw("" if ended else " · ".join(filter(None, (standing.left, self._now))))
+        ended = progress.done == progress.total
+        self._draw("" if ended else " · ".join(filter(None, (progress.left, self._now))))
 
     def _draw(self, text: str) -> None:
-        done, total = self._standing.done, self._standing.total
+        done, total = self._progress.done, self._progress.total
         self._drawn, self._drawn_at = done, self._clock()
         rows = f"{done} of {total} rows" if total is not None else ""
         text = printable("; ".join(filter(None, (rows, text))))
@@ -150,11 +150,11 @@ class ProgressDisplay(Told):
         say(text, err=True)
 
 
-class ProgressLines(Told):
+class ProgressLines(ProgressReporter):
     """A line at the start and then every ten seconds at most; each reason for waiting once."""
 
-    def __init__(self, standing: Standing, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(standing)
+    def __init__(self, progress: RunProgress, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(progress)
         self._clock = clock
         self._said_at: float | None = None
         self._reasons: set[str] = set()
@@ -169,9 +169,9 @@ class ProgressLines(Told):
         if now is None or (self._said_at is not None and self._clock() - self._said_at < EVERY_S):
             return
         self._said_at = self._clock()
-        standing = self._standing
-        rows = f"{standing.done} of {standing.total} rows" if standing.total is not None else ""
-        self._say("; ".join(filter(None, (rows, standing.left, f"now: {now}"))))
+        progress = self._progress
+        rows = f"{progress.done} of {progress.total} rows" if progress.total is not None else ""
+        self._say("; ".join(filter(None, (rows, progress.left, f"now: {now}"))))
 
     def _say(self, text: str) -> None:
         say(text, err=True)
@@ -201,17 +201,17 @@ class CheckedLines:
 def progress_shown(budget_s: float | None = None) -> Iterator[Progress]:
     """A progress bar on stderr when that is a terminal, or in a notebook's cell; else a line now and then."""
     if (display := _notebook_display()) is not None:
-        yield ProgressDisplay(Standing(budget_s), display)
+        yield ProgressDisplay(RunProgress(budget_s), display)
         return
-    screen, standing = console(to_stderr=True), Standing(budget_s)
+    screen, progress = console(to_stderr=True), RunProgress(budget_s)
     if not screen.is_terminal:
-        yield ProgressLines(standing)
+        yield ProgressLines(progress)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=screen, transient=True, auto_refresh=False) as bar:
-        yield ProgressBar(standing, bar)
+        yield ProgressBar(progress, bar)
 
 
 def _notebook_display() -> Callable[..., Any] | None:

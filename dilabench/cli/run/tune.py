@@ -11,23 +11,15 @@ from dilabench.cli.options import given, names
 from dilabench.cli.plugins import discovered
 from dilabench.cli.run import options as own
 from dilabench.cli.terminal import say
-from dilabench.errors import ConfigError, ExitCode, counted
+from dilabench.errors import counted
 from dilabench.machine import detect
 from dilabench.request import ALL, read_budget, run_request
 from dilabench.store.run_files import RunFolder
-from dilabench.suites.planner import Planner, expand
+from dilabench.suites.planner import expand
 from dilabench.units import parse_count
 
 TunePath = Annotated[
     Path | None, typer.Option("--output", "-o", help="Write this file instead of the one for this machine.")
-]
-CompileOnly = Annotated[
-    bool,
-    typer.Option(
-        "--compile",
-        help="Measure nothing: compile Triton's kernels of head dims and dtypes (48,64,96,128 in bfloat16 and float16; "
-        "--head-dim 64,80 names others) into its cache on disk, so that no later process waits for them.",
-    ),
 ]
 
 
@@ -46,7 +38,6 @@ def tune(
     mode: shared.ModeName = None,
     device: shared.Device = None,
     budget: own.Budget = None,
-    compile_only: CompileOnly = False,
     output: TunePath = None,
     as_json: shared.AsJson = False,
     strict_plugins: shared.StrictPlugins = False,
@@ -54,18 +45,12 @@ def tune(
     """Measure every implementation over every backend on the workloads, and keep the fastest of each for `-i auto`.
 
     Compiling and warming up are never part of a time. Later runs add to the file; a newer result replaces an older one.
-    With --compile, each case is called once and nothing measured, so that its kernels are there from then on.
     """
     from dilabench.choice.measured import tune_path
     from dilabench.cli.run.execution import Execution, new_header
     from dilabench.suites.tuner import add_to_file
 
     found = discovered(strict_plugins)
-    head_dims, dtypes = names(head_dim and [head_dim]), names(dtype and [dtype])
-    if compile_only:
-        if budget is not None or output is not None:
-            raise ConfigError("--budget and --output are for measuring, and --compile measures nothing; leave them out")
-        head_dim, dtype, mode = None, None, mode or "both"
     request = run_request(
         found.catalogue,
         suite=next(suite.name for suite in found.catalogue.suites if suite.tunes),
@@ -74,15 +59,13 @@ def tune(
         workload=shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode),
         run=given(
             implementations=names(implementations),
-            backends=names(backends) or ([] if compile_only else [ALL]),
+            backends=names(backends) or [ALL],
             lengths=[parse_count(length, "length") for length in names(lengths)],
             device=device,
         )
         | {"budget_s": budget and read_budget(budget)},
     )
     machine = detect(request.device)
-    if compile_only:
-        raise typer.Exit(_compile(Planner(found.catalogue, machine, request), head_dims, dtypes, as_json))
     planned = tuple(
         one
         for one in expand(found.catalogue, machine, request)
@@ -108,16 +91,3 @@ def tune(
     else:
         say(f"{counted(added, 'workload')} tuned in {path}")
     raise typer.Exit(code)
-
-
-def _compile(planner: Planner, head_dims: list[str], dtypes: list[str], as_json: bool) -> ExitCode:
-    from dilabench.cli.run import compile_ahead
-
-    planned = compile_ahead.planned_for(planner, compile_ahead.wanted(head_dims, dtypes))
-    found = compile_ahead.compiled(planned, planner)
-    if as_json:
-        done = list(found)
-        say(json.dumps([one.as_data() for one in done], indent=1))
-    else:
-        done = compile_ahead.show(found, [compile_ahead.head_of(one) for one in planned])
-    return compile_ahead.verdict(done)

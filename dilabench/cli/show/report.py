@@ -1,23 +1,34 @@
-"""`dilabench report`: a run record, rendered."""
+"""`dilabench report`: a run record, rendered; the rows of several records, ranked per device and family."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dilabench.cli.github import GithubSummary, append_summary
 from dilabench.cli.options import AsJson, Columns, Details, StrictPlugins, column_names, names, require_one_format
 from dilabench.cli.plugins import discovered, tell_of
-from dilabench.cli.terminal import note, say
+from dilabench.cli.terminal import note, print_table, say, say_folded, say_page
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Reporter
 from dilabench.report.findings import render, sections_of
 from dilabench.report.pull_request import of_run
 
+if TYPE_CHECKING:
+    from dilabench.report.leaderboard import Leaderboard
+    from dilabench.store.lookup import Store
+
+BOARD_COLUMNS = ("workload", "place", "implementation", "time", "behind", "memory", "run")
+BOARD_FORMATS = ("table", "html", "json")
+
 
 def report(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, run.json or id, or 'latest'.")],
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN", help="A run's folder, run.json or id, or 'latest'; or several.")
+    ],
     formats: Annotated[
         list[str] | None, typer.Option("--format", "-f", metavar="FORMAT", help="Name of a reporter. Repeatable.")
     ] = None,
@@ -31,28 +42,39 @@ def report(
     as_json: AsJson = False,
     strict_plugins: StrictPlugins = False,
 ) -> None:
-    """Render a run record: a table by default, html, markdown, json, csv, or what a plug-in brings."""
+    """Render a run record: a table by default, html, markdown, json, csv, or what a plug-in brings.
+
+    Several runs are ranked together, as table, html or json: one board per device and family of workloads. It lists
+    verified rows only. Rows share a place if no difference between them is proven (=, or ? after too few rounds). Rows
+    of different runs were not interleaved, so each run is ranked separately. Edited records and a run that is named
+    twice are refused. Exit code 8: no row was verified and measured.
+    """
     from dilabench.store.lookup import Store
 
     require_one_format(as_json, names(formats))
     catalogue = discovered(strict_plugins).catalogue
     reporters = [catalogue.reporters.get(name) for name in names(formats) or ["json" if as_json else "table"]]
+    store, (run, *others) = Store(tell=note), runs
+    records = store.records(run)
+    if others or len(records) > 1:
+        only_one = {"--samples": samples, "--columns": columns, "--github-summary": github_summary}
+        if unheard := [option for option, value in only_one.items() if value]:
+            raise ConfigError(f"{', '.join(unheard)}: for the report of one run; name one run, or leave it out")
+        _report_several(store, runs, [reporter.name for reporter in reporters], output)
+        return
     if samples:
         reporters = [_of_samples(reporter, catalogue) for reporter in reporters]
-    store = Store(tell=note)
-    records = store.records(run)
-    if len(records) > 1:
-        raise ConfigError(f"{run!r} stands for {len(records)} runs; name one of them (see `dilabench baseline list`)")
+    (record,) = records
     known = len(catalogue.problems)
-    sections = sections_of(records[0], catalogue)
+    sections = sections_of(record, catalogue)
     options = {"details": details, "columns": column_names(columns)}
     if github_summary:
-        append_summary(of_run(records[0], sections))
+        append_summary(of_run(record, sections))
     written: list[tuple[str | None, Path | None]] = []
     for reporter in reporters:
         folder = output if output is not None or reporter.prints else _own_folder(store.path_of(run), run, reporter)
         with catalogue.left_out(catalogue.reporters.origin(reporter.name), ""):
-            text = render(reporter, records[0], folder, sections, catalogue, options)
+            text = render(reporter, record, folder, sections, catalogue, options)
             written.append((text, folder / reporter.filename if folder and reporter.filename else None))
     for text, path in written:
         if text is not None:
@@ -66,10 +88,56 @@ def report(
         raise typer.Exit(ExitCode.ENVIRONMENT)
 
 
+def _report_several(store: "Store", runs: Sequence[str], formats: Sequence[str], output: Path | None) -> None:
+    from dilabench.report.leaderboard import leaderboard
+    from dilabench.store.merging import refuse_unsound, shared_records
+
+    for form in formats:
+        if form not in BOARD_FORMATS:
+            raise ConfigError(f"-f {form} renders one run; several are shown as {', '.join(BOARD_FORMATS)}")
+    records, called = shared_records(store, runs)
+    refuse_unsound(records, called)
+    ranked = leaderboard(records)
+    for form in formats:
+        if form == "json":
+            say(json.dumps(ranked.as_dict(), indent=1, ensure_ascii=False))
+        elif form == "html":
+            from dilabench.report.html import leaderboard as html
+
+            say_page(html.to_text(ranked), output, html.FILENAME)
+        else:
+            _print_boards(ranked)
+    if not ranked.boards:
+        say("no row of these runs was verified and measured", err=True)
+        raise typer.Exit(ExitCode.NOTHING_MEASURED)
+
+
+def _print_boards(ranked: "Leaderboard") -> None:
+    for board in ranked.boards:
+        rows = [
+            (
+                contest.workload,
+                entry.place_text,
+                entry.name,
+                entry.time,
+                f"{entry.behind:.2f}x",
+                entry.memory,
+                contest.run_id,
+            )
+            for contest in board.contests
+            for entry in contest.entries
+        ]
+        print_table(f"{board.family}\n{board.device}", BOARD_COLUMNS, rows, right=BOARD_COLUMNS[3:6], spare=("memory",))
+        say()
+    for run in ranked.runs:
+        say_folded(f"run {run.run_id}: {run.device}, dilabench {run.dilabench}, commit {run.commit}", "    ")
+        say_folded(f"    {run.command}", "    ")
+
+
 def _of_samples(reporter: Reporter, catalogue: Catalogue) -> Reporter:
     """The reporter that shows samples where this one shows cases."""
     if reporter.samples is None:
-        able = ", ".join(one.name for one in catalogue.reporters if one.samples)
+        able = ", ".join(known.name for known in catalogue.reporters if known.samples)
         raise ConfigError(
             f"--samples: reporter {reporter.name!r} has no form with a line per sample; these have: {able}"
         )

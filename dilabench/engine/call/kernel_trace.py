@@ -17,10 +17,10 @@ MEMORY_EVENT = "[memory]"
 def profiled(call: Callable[[], object], device: torch.device, *, memory: bool = False) -> profile:
     """One call under the profiler; with `memory`, what torch's allocators give and take as well."""
     # torch.profiler.profile wraps this one and costs a second of imports.
-    on = device_of(device)
-    with profile(use_device=on.profiler, use_kineto=True, profile_memory=memory) as profiler:
+    hardware = device_of(device)
+    with profile(use_device=hardware.profiler, use_kineto=True, profile_memory=memory) as profiler:
         call()
-        on.synchronize()
+        hardware.synchronize()
     return profiler
 
 

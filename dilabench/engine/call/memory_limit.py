@@ -27,8 +27,8 @@ def memory_limited(device: torch.device, limit_bytes: int | None, *, backward: b
     """
     if limit_bytes is None:
         yield
-    elif (on := device_of(device)).facts.own_memory:
-        with on.memory_limited(limit_bytes):
+    elif (hardware := device_of(device)).facts.own_memory:
+        with hardware.memory_limited(limit_bytes):
             yield
     else:
         yield from _data_limited(limit_bytes, backward)

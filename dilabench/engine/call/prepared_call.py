@@ -32,7 +32,13 @@ from dilabench.engine.call.timed_calls import KeptCall, TimedCalls
 from dilabench.engine.call.torch_settings import settings_kept
 from dilabench.engine.device.device import device_of
 from dilabench.engine.worker.protocol import CaseSpec
-from dilabench.metadata import BUFFER_POOL_HELD_BYTES, CUDA_GRAPH_BYTES, PATTERN_CACHE_BYTES, refuse_unknown
+from dilabench.metadata import (
+    BUFFER_POOL_HELD_BYTES,
+    CUDA_GRAPH_BYTES,
+    PATTERN_CACHE_BYTES,
+    UNTUNED_DEVICE,
+    refuse_unknown,
+)
 from dilabench.record import Note
 
 MAX_INPUT_SETS = 32
@@ -279,11 +285,14 @@ class PreparedCall:
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """What the function has to say about how it was built. Raises PluginError for a code of nobody's."""
-        built = self._unoptimized
+        """What the function has to say about how it was built, and what is to be known of the device.
+
+        Raises PluginError for a code of nobody's.
+        """
+        built, warning = self._unoptimized, device_of(self.device).facts.warning
         notes = tuple(built.notes) if isinstance(built, WithNotes) else ()
         refuse_unknown("note", [note.code for note in notes])
-        return notes
+        return notes if warning is None else (UNTUNED_DEVICE.note(warning), *notes)
 
     @property
     def held_bytes(self) -> int:

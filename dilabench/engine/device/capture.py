@@ -5,10 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 @contextmanager
@@ -30,9 +28,6 @@ def harmless_if_it_fails(device: torch.device) -> Iterator[None]:
     A capture that cannot be begun or ended leaves its own stream as the current one, and torch's generator of the
     device refuses every further number: it takes itself to be in the capture yet (torch 2.11).
     """
-    # The pytest plug-in takes the other one from here, and must not wait for torch.
-    import torch
-
     stream = torch.cuda.current_stream(device)
     generator = torch.cuda.default_generators[stream.device.index]
     before = generator.clone_state()

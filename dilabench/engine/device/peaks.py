@@ -27,17 +27,17 @@ def measure_ceilings(device: "torch.device", dtypes: Sequence[str]) -> dict[str,
     from dilabench.engine.device.device import device_of
 
     ceilings = {}
-    on = device_of(device)
-    more = {TENSOR_CORE_DTYPE} if "float32" in dtypes and on.has_tensor_cores else set()
+    hardware = device_of(device)
+    more = {TENSOR_CORE_DTYPE} if "float32" in dtypes and hardware.has_tensor_cores else set()
     for dtype in sorted({*dtypes, *more}):
-        size = on.facts.wide_matmul_size if dtype in {"float64", "float32"} else on.facts.matmul_size
+        size = hardware.facts.wide_matmul_size if dtype in {"float64", "float32"} else hardware.facts.matmul_size
         left = torch.randn(size, size, device=device).to(TORCH_DTYPE[dtype])
         out = torch.empty_like(left)
-        seconds = _best_seconds(lambda left=left, out=out: torch.matmul(left, left, out=out), on)  # type: ignore[misc]
+        seconds = _best_seconds(lambda left=left, out=out: torch.matmul(left, left, out=out), hardware)  # type: ignore[misc]
         ceilings[matmul_key(dtype)] = 2.0 * size**3 / seconds
-    source = torch.ones(on.facts.copy_bytes // 4, dtype=torch.float32, device=device)
+    source = torch.ones(hardware.facts.copy_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    ceilings[COPY_KEY] = 2.0 * source.nbytes / _best_seconds(lambda: target.copy_(source), on)
+    ceilings[COPY_KEY] = 2.0 * source.nbytes / _best_seconds(lambda: target.copy_(source), hardware)
     return ceilings
 
 

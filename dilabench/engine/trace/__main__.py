@@ -23,9 +23,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    room = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    hard_limit = resource.getrlimit(resource.RLIMIT_DATA)[1]
     least = psutil.Process().memory_info().vms + int(SHARE_OF_MEMORY * psutil.virtual_memory().available)
-    resource.setrlimit(resource.RLIMIT_DATA, (least if room < 0 else min(room, least), room))
+    resource.setrlimit(resource.RLIMIT_DATA, (least if hard_limit < 0 else min(hard_limit, least), hard_limit))
     modules = 0
     for line in sys.stdin:
         if len(sys.modules) > modules:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from dilabench.engine.device.device import device_of
+from dilabench.engine.verify.buffer_reuse import buffer_reuse_check
 from dilabench.engine.verify.call import Call, Result, digest, form_checks, stream_check
 from dilabench.engine.verify.compare import compare_both_ways, locate, slope_on
 from dilabench.engine.verify.heads import NO_GRADIENT, how_many, repeat_checks
-from dilabench.engine.verify.kept import kept_check
 from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.oracle.rounding import forward_sizes, gradient_sizes
 from dilabench.engine.verify.oracle.tolerance import (
@@ -91,7 +91,7 @@ def embeddings_checks(
     if backward:
         yield from _gradient_checks(oracle, first, names, expected)
     yield _dependency(call, oracle)
-    yield kept_check(call, oracle.inputs, first.out, kept)
+    yield buffer_reuse_check(call, oracle.inputs, first.out, kept)
     yield from repeat_checks(call, oracle, first, deterministic, expected[CheckName.OUT].tolerance)
     if device_of(oracle.device).has_streams:
         yield stream_check(call, oracle.inputs, first.out, 2 * expected[CheckName.OUT].tolerance)

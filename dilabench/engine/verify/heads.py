@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dilabench.engine.device.device import device_of
+from dilabench.engine.verify.buffer_reuse import buffer_reuse_check
 from dilabench.engine.verify.call import Call, Result, digest, form_checks, stream_check
 from dilabench.engine.verify.compare import Axes, agreement, compare, compare_both_ways
 from dilabench.engine.verify.confirmed import Confirmed
-from dilabench.engine.verify.kept import kept_check
 from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.oracle.tolerance import Expected
 from dilabench.engine.verify.probes import FROM_EVERY_ROW, gradients_from_every_row, probe_checks
@@ -77,7 +77,7 @@ def heads_checks(
         again = gradients_from_every_row(oracle, call(second[-1], oracle.full_dout))
         seen.misreads_dout = all(check.passed for check in again)
     del results, second, dout
-    yield kept_check(call, oracle.inputs, first.out, kept)
+    yield buffer_reuse_check(call, oracle.inputs, first.out, kept)
     yield from repeat_checks(call, oracle, first, deterministic, expected_out.tolerance)
     if hasattr(function, "with_lse"):
         yield from _lse_checks(function, oracle, seen)

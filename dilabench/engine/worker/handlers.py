@@ -17,7 +17,7 @@ from dilabench.distributed.launch import meeting_store, share_cores
 from dilabench.distributed.world import World
 from dilabench.engine.call.compile_and_graph import OptimizationUnusableError
 from dilabench.engine.call.inputs import InputStore
-from dilabench.engine.call.isolated_call import Stream, measure_isolated
+from dilabench.engine.call.isolated_call import measure_isolated
 from dilabench.engine.call.kernel_trace import kernel_ledger, profiled
 from dilabench.engine.call.overlap_timing import time_parts
 from dilabench.engine.call.peak_memory import measure_memory
@@ -47,7 +47,7 @@ from dilabench.engine.worker.protocol import (
     WorkerSettings,
 )
 from dilabench.errors import first_line, text_of
-from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, UNTUNED_DEVICE, refuse_unknown
+from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, refuse_unknown
 from dilabench.record import Note, Slot
 
 # Least calls of a slot whose last call is checked: the first may have other inputs altogether, the last has those of
@@ -67,17 +67,16 @@ class Handlers:
         self._settings = settings
         self._world: World | None = None
         self.device = torch_device(settings.device, settings.gpu)
-        self._on = device_of(self.device)
-        self._on.make_current()
-        if settings.lanes > 1:
-            share_cores(settings.lanes)
+        self._hardware = device_of(self.device)
+        self._hardware.make_current()
+        if settings.num_workers > 1:
+            share_cores(settings.num_workers)
         self._calls: dict[str, PreparedCall] = {}
         self._timers: dict[tuple[str, str], SampleTimer] = {}
         self._checkers: dict[str, TimedOutputs] = {}
         self._input_store = InputStore(self.device)
         self._verifier = CaseVerifier(self.device)
-        self._stream: Stream | None = None
-        self._clocks = clocks_of(self._on.uuid)
+        self._clocks = clocks_of(self._hardware.uuid)
         self._commands: dict[CommandName, Callable[[Command], Reply]] = {
             "prepare": self._prepare,
             "verify": self._verify,
@@ -90,12 +89,11 @@ class Handlers:
             "ceilings": self._ceilings,
             "release": self._release,
             "isolated": self._isolated,
-            "stream": self._stream_on,
         }
 
     def hello(self) -> Hello:
         """Process id and torch facts of this worker."""
-        return Hello(pid=os.getpid(), torch=describe_torch(self._on))
+        return Hello(pid=os.getpid(), torch=describe_torch(self._hardware))
 
     def answer(self, command: Command) -> Reply:
         """Carry out a command; whatever it raises becomes the reply's `trouble`."""
@@ -130,12 +128,7 @@ class Handlers:
         self._calls[spec.handle] = call
         self._checkers[spec.handle] = TimedOutputs(call)
         prepared = Prepared(setup_ns=call.setup_ns, call_ns=call.call_ns)
-        notes = (*self._device_notes(), *call.notes, *_settings_notes(call.changed_settings))
-        return Reply(prepared=prepared, notes=notes)
-
-    def _device_notes(self) -> tuple[Note, ...]:
-        message = self._on.facts.warning
-        return (UNTUNED_DEVICE.note(message),) if message else ()
+        return Reply(prepared=prepared, notes=(*call.notes, *_settings_notes(call.changed_settings)))
 
     def _joined(self) -> World | None:
         """The world of this worker's ranks, joined at the first case; None for a worker that computes by itself."""
@@ -152,13 +145,13 @@ class Handlers:
     def _verify(self, command: Command) -> Reply:
         verification, why = self._verifier.verify(self._calls[command.handle])
         self._checkers[command.handle].know(verification)
-        self._on.release_cached()
+        self._hardware.release_cached()
         return Reply(verification=verification, why=why)
 
     def _kernels(self, command: Command) -> Reply:
         trace, call = command.arguments.get("trace"), self._calls[command.handle]
         # On a CPU one call shows both; in mode backward the forward pass, which belongs to the peak, is not in it.
-        with_memory = self._on.profiles_memory and call.workload.mode != "backward"
+        with_memory = self._hardware.profiles_memory and call.workload.mode != "backward"
         if with_memory:
             gc.collect()
         seen = profiled(call.fresh(), self.device, memory=with_memory)
@@ -245,7 +238,7 @@ class Handlers:
         with no_collection():
             parts = time_parts(self._calls[command.handle], partial(HeldTimer, spec.target), command.arguments["turns"])
         gc.collect()
-        self._on.release_cached()
+        self._hardware.release_cached()
         return Reply(diagnostics=parts)
 
     def _memory(self, command: Command) -> Reply:
@@ -253,23 +246,13 @@ class Handlers:
 
     def _ceilings(self, command: Command) -> Reply:
         ceilings = measure_ceilings(self.device, command.arguments["dtypes"])
-        self._on.release_cached()
+        self._hardware.release_cached()
         return Reply(ceilings=ceilings)
 
     def _isolated(self, command: Command) -> Reply:
         spec = CaseSpec.model_validate(command.arguments["spec"])
         limit_bytes, seconds = command.arguments["limit_bytes"], command.arguments["seconds"]
         return Reply(isolated=measure_isolated(spec, self.device, limit_bytes, seconds, self._joined()))
-
-    def _stream_on(self, command: Command) -> Reply:
-        """The first of these commands brings the case, later ones more pieces of it, the last one no count."""
-        arguments = command.arguments
-        if self._stream is None:
-            spec = CaseSpec.model_validate(arguments["spec"])
-            self._stream = Stream(spec, self.device, arguments["pieces"])
-        count = arguments["count"]
-        found = self._stream.process(arguments["start"], count) if count else self._stream.measure_memory()
-        return Reply(isolated=found)
 
     def _release(self, command: Command) -> Reply:
         self._drop(command.handle)
@@ -287,7 +270,7 @@ class Handlers:
             self._input_store.clear()
             self._verifier.forget()
         gc.collect()
-        self._on.release_cached()
+        self._hardware.release_cached()
 
     def _trouble(self, error: BaseException) -> Trouble:
         text = "".join(traceback.format_exception(error))
@@ -303,7 +286,7 @@ class Handlers:
             traceback.clear_frames(error.__traceback__)
             gc.collect()
             if not fatal:
-                self._on.release_cached()
+                self._hardware.release_cached()
             why = f"out of memory: {line or type(error).__name__}"
             return Trouble(code="out_of_memory", why=why, traceback=text, fatal=fatal)
         name = type(error).__name__
@@ -328,7 +311,7 @@ class Handlers:
     def _device_is_broken(self) -> bool:
         """A CUDA error such as an illegal address stays with the process for ever."""
         try:
-            self._on.synchronize()
+            self._hardware.synchronize()
         except RuntimeError:
             return True
         return False

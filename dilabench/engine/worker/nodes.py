@@ -94,8 +94,8 @@ class RemoteWorker(Worker):
     def __init__(self, key: str, settings: WorkerSettings, agent: RemoteAgent, name: str) -> None:
         self.key = key
         self._agent, self._name = agent, name
-        patience_s = START_TIMEOUT_S + REQUEST_TIMEOUT_S
-        started = agent.ask("start", timeout_s=patience_s, name=name, settings=settings.model_dump(mode="json"))
+        timeout_s = START_TIMEOUT_S + REQUEST_TIMEOUT_S
+        started = agent.ask("start", timeout_s=timeout_s, name=name, settings=settings.model_dump(mode="json"))
         self.hello = Hello.model_validate(started["hello"])
 
     @property

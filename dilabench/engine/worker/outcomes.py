@@ -21,23 +21,22 @@ from dilabench.record import Case, Check, Failed, Memory, PlannedCase, Skipped, 
 if TYPE_CHECKING:
     from dilabench.engine.worker.client import WorkerPool
     from dilabench.engine.worker.protocol import CaseSpec, Reply
-    from dilabench.record import Stage
 
 PREPARE_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 1800.0
-MOST_LANES = 8
+MAX_WORKERS = 8
 # A worker compiles and launches with about so many threads.
-CORES_PER_LANE = 4
+CORES_PER_WORKER = 4
 
 Outcome = Verification | Skipped | Failed
 """What the checks found, or why they could not be made."""
 Result = Literal["right", "wrong", "failed", "skipped"]
 
 
-def lanes_for(planned: Sequence[PlannedCase], machine: Machine, cores: int) -> int:
+def num_workers_for(planned: Sequence[PlannedCase], machine: Machine, cores: int) -> int:
     """Processes that check at the same time: one on a CPU, whose cores a single check fills, and one over ranks."""
     alone = all(plan.case.world_size == 1 for plan in planned)
-    return max(1, min(MOST_LANES, cores // CORES_PER_LANE)) if machine.device == "cuda" and alone else 1
+    return max(1, min(MAX_WORKERS, cores // CORES_PER_WORKER)) if machine.device == "cuda" and alone else 1
 
 
 def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: Machine, seed: int) -> Iterator[Outcome]:
@@ -46,9 +45,9 @@ def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: M
     from dilabench.engine.worker.protocol import WorkerSettings
     from dilabench.engine.worker.rank_group import start_worker
 
-    lanes = lanes_for(planned, machine, os.cpu_count() or 1)
-    settings = WorkerSettings(device=machine.device, lanes=lanes)
-    pools = [WorkerPool(settings, start_worker) for _ in range(lanes)]
+    num_workers = num_workers_for(planned, machine, os.cpu_count() or 1)
+    settings = WorkerSettings(device=machine.device, num_workers=num_workers)
+    pools = [WorkerPool(settings, start_worker) for _ in range(num_workers)]
     free: SimpleQueue[WorkerPool] = SimpleQueue()
     for pool in pools:
         free.put(pool)
@@ -64,7 +63,7 @@ def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: M
         finally:
             free.put(pool)
 
-    executor = ThreadPoolExecutor(lanes, thread_name_prefix="dilabench verify")
+    executor = ThreadPoolExecutor(num_workers, thread_name_prefix="dilabench verify")
     try:
         yield from executor.map(checked, planned)
     finally:
@@ -89,7 +88,7 @@ def _checked(plan: PlannedCase, pool: WorkerPool, catalogue: Catalogue, machine:
 
 
 def ask_about(
-    spec: CaseSpec, pool: WorkerPool, catalogue: Catalogue, question: Literal["prepare", "verify", "memory"]
+    spec: CaseSpec, pool: WorkerPool, catalogue: Catalogue, question: Literal["verify", "memory"]
 ) -> Reply | Skipped | Failed:
     """Have a worker prepare a case, answer one question about it, and forget it; or why there is no answer."""
     from dilabench.engine.driver import unverified_in_time
@@ -98,17 +97,15 @@ def ask_about(
 
     try:
         worker = pool.resident(worker_key(spec.case, catalogue))
-        reply = worker.ask("prepare", spec.handle, timeout_s=PREPARE_TIMEOUT_S, spec=spec.model_dump(mode="json"))
-        if question != "prepare":
-            reply = worker.ask(question, spec.handle, timeout_s=ANSWER_TIMEOUT_S)
+        worker.ask("prepare", spec.handle, timeout_s=PREPARE_TIMEOUT_S, spec=spec.model_dump(mode="json"))
+        reply = worker.ask(question, spec.handle, timeout_s=ANSWER_TIMEOUT_S)
         worker.ask("release", spec.handle, timeout_s=PREPARE_TIMEOUT_S)
     except WorkerFailure as failure:
         if failure.code == "unusable_optimization":
             return Skipped(code=failure.code, why=failure.why)
         if failure.code == "timeout" and question == "verify":
             return unverified_in_time(failure.why, failure.traceback)
-        stage: Stage = "build" if question == "prepare" else question
-        return Failed(stage=stage, code=failure.code, why=failure.why, traceback=failure.traceback)
+        return Failed(stage=question, code=failure.code, why=failure.why, traceback=failure.traceback)
     return reply
 
 
@@ -134,17 +131,6 @@ def memory_in(pool: WorkerPool, case: Case, catalogue: Catalogue, seed: int) -> 
         return reply
     assert reply.memory is not None
     return reply.memory
-
-
-def first_call_in(pool: WorkerPool, case: Case, catalogue: Catalogue, seed: int) -> int | Skipped | Failed:
-    """Nanoseconds of build and first call in a worker of the pool, compilation included; or why there was none."""
-    from dilabench.engine.worker.protocol import case_spec
-
-    reply = ask_about(case_spec(case, catalogue, seed), pool, catalogue, "prepare")
-    if isinstance(reply, Skipped | Failed):
-        return reply
-    assert reply.prepared is not None
-    return reply.prepared.setup_ns["build"] + reply.prepared.setup_ns["first_call"]
 
 
 def said_of(outcome: Outcome) -> tuple[Result, str]:

@@ -24,7 +24,6 @@ CommandName = Literal[
     "ceilings",
     "release",
     "isolated",
-    "stream",
 ]
 # Codes of `record.FailureCode` that a worker or its absence tells of, and of `record.SkipCode` that one.
 TroubleCode = Literal[
@@ -88,8 +87,8 @@ class TimerSpec(Model):
 class WorkerSettings(Model):
     """How a worker sets its process up: by itself, or as one of `world_size` ranks that meet at `store`.
 
-    gpu: the visible GPU that it computes on. store: see `dilabench.distributed.launch.meeting_store`. lanes: how many
-    workers of this machine work at the same time, each on its own cases.
+    gpu: the visible GPU that it computes on. store: see `dilabench.distributed.launch.meeting_store`. num_workers: how
+    many workers of this machine work at the same time, each on separate cases.
     """
 
     device: str
@@ -98,7 +97,7 @@ class WorkerSettings(Model):
     world_size: int = 1
     store: str = ""
     rank_timeout_s: float = 120.0
-    lanes: int = 1
+    num_workers: int = 1
 
 
 class Hello(Model):
@@ -143,12 +142,12 @@ class WarmedUp(Model):
 
 
 class IsolatedResult(Model):
-    """The result of an isolated case, or of some pieces of a stream."""
+    """The result of an isolated case."""
 
-    verification: Verification | None = None
+    verification: Verification
     why: str = ""
     memory: Memory | None = None
-    slot: Slot | None = None
+    slot: Slot
     notes: tuple[Note, ...] = ()
     setup_ns: dict[str, int] = Field(default_factory=dict)
     counters: dict[str, int] = Field(default_factory=dict)

@@ -113,11 +113,12 @@ SUITES: tuple[Suite, ...] = (
     ),
     Suite(
         "billion",
-        "2^30 tokens, really computed: resident on one device or over ranks, else streamed in pieces",
-        "dilabench.suites.billion.cases:expand",
-        analysis="dilabench.suites.billion.findings:analyse",
-        projections="dilabench.suites.billion.findings:project",
-        options=("tokens", "form", "memory_limit"),
+        "one sequence of 2^30 tokens: on one device the longest part that runs, over ranks all of it",
+        "dilabench.suites.billion:expand",
+        follow_up="dilabench.suites.billion:follow_up",
+        analysis="dilabench.suites.extreme.findings:analyse",
+        reads_catalogue=True,
+        options=("tokens", "memory_limit"),
         takes_the_rest=True,
     ),
     Suite(

@@ -1,6 +1,6 @@
 """How much device memory a call needs: what fits, before anything runs. No tensors here, and no torch.
 
-A process of its own runs the implementation on tensors without data (`dilabench.engine.trace`); answers are kept.
+A separate process runs the implementation on tensors without data (`dilabench.engine.trace`); answers are cached.
 """
 
 from dilabench.predict.memory.longest import longest_that_fits

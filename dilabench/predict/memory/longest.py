@@ -25,8 +25,8 @@ def longest_that_fits(case: Case, device: str, capacity_bytes: int, catalogue: C
 
     def peak(length: int) -> int | None:
         workload = case.workload.replace(seq_len=length)
-        found = plan_memory(case.model_copy(update={"workload": workload}), device, catalogue)
-        return None if found is None else found.peak_bytes
+        plan = plan_memory(case.model_copy(update={"workload": workload}), device, catalogue)
+        return None if plan is None else plan.peak_bytes
 
     length, last = case.workload.seq_len, last_length(case.workload)
     fits, too_long = (0, 0), (MAX_SEQ_LEN, MAX_SEQ_LEN)

@@ -7,7 +7,7 @@ from queue import LifoQueue
 from typing import Any
 
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.predict.memory.kept import KeptAnswers
+from dilabench.predict.memory.trace_cache import TraceCache
 from dilabench.predict.memory.tracer import Tracer
 from dilabench.record import Case
 from dilabench.validation import Model, content_hash
@@ -42,14 +42,14 @@ class MemoryPlan(Model):
 _tracers: LifoQueue[Tracer] = LifoQueue()
 for _ in range(min(4, os.cpu_count() or 1)):
     _tracers.put(Tracer())
-_kept = KeptAnswers()
+_cache = TraceCache()
 
 
 def plan_memory(case: Case, device: str, catalogue: Catalogue) -> MemoryPlan | None:
     """The memory of a case on a kind of device ('cpu' or 'cuda', which need not be there); None where it has no trace.
 
     Over ranks it is that of the rank that needs most; communicators (NCCL's buffers) and the CUDA context are left out.
-    A stream counts as one of its pieces, and compiled code as what it was compiled from.
+    Compiled code counts as what it was compiled from.
     """
     answer = _answer(case, device, catalogue)
     return None if "why" in answer else MemoryPlan.model_validate(answer)
@@ -73,7 +73,7 @@ def _answer(case: Case, device: str, catalogue: Catalogue) -> dict[str, Any]:
         return {"why": why}
     # Kernels on a CPU have buffers per thread.
     key = content_hash([order, device, os.environ.get("OMP_NUM_THREADS")])
-    answer = _kept.get(key)
+    answer = _cache.get(key)
     if answer is None:
         about = f"the memory of {case.implementation} at {case.workload.label()} on {device}"
         tracer = _tracers.get()
@@ -81,7 +81,7 @@ def _answer(case: Case, device: str, catalogue: Catalogue) -> dict[str, Any]:
             answer = tracer.ask({"spec": order, "device": device}, about)
         finally:
             _tracers.put(tracer)
-        _kept.put(key, answer, lasting=_is_ours(case, order))
+        _cache.put(key, answer, lasting=_is_ours(case, order))
     return answer
 
 
@@ -94,18 +94,18 @@ def _order(case: Case, device: str, catalogue: Catalogue) -> tuple[dict[str, Any
     if case.backend is not None:
         if case.backend not in catalogue.backends:
             return {}, f"no backend {case.backend!r}"
-        one = catalogue.backends.get(case.backend)
+        descriptor = catalogue.backends.get(case.backend)
         targets = ("target", "backward_target", "packed_target", "merging_target")
         named = ("name", *targets, "aligns_ends", "places_results")
-        backend = {name: getattr(one, name) for name in named}
+        backend = {name: getattr(descriptor, name) for name in named}
         dense = case.workload.as_dense().model_copy(update={"layout": "padded", "cu_seqlens": None})
-        if reasons := catalogue.unsupported(one, dense, device):
+        if reasons := catalogue.unsupported(descriptor, dense, device):
             return {}, reasons[0]
     elif implementation.uses_backend:
         return {}, "no backend is named"
     if reasons := catalogue.unsupported(implementation, workload, device, case.world_size):
         return {}, reasons[0]
-    changes = {"stream_tokens": 0, "compile": False, "cuda_graph": False}
+    changes = {"compile": False, "cuda_graph": False}
     plain = case.model_copy(update={"optimizations": case.optimizations.model_copy(update=changes)})
     spec = {"case": plain.model_dump(mode="json"), "target": implementation.target, "takes": implementation.takes}
     return {**spec, "backend": backend}, ""

@@ -12,7 +12,7 @@ MODULE = "dilabench.engine.trace"
 # After this long a question is told of; after that long it is given up. A trace bounds itself by the processor's time,
 # so that this ends only one that hangs, on a busy machine too.
 SILENT_S = 1.0
-PATIENCE_S = 300.0
+TIMEOUT_S = 300.0
 
 
 class Tracer:
@@ -37,7 +37,7 @@ class Tracer:
             answer: dict[str, Any] = json.loads(line)
         except ValueError:
             self.stop()
-            return {"why": f"its trace ended without an answer, or took more than {PATIENCE_S:.0f} s"}
+            return {"why": f"its trace ended without an answer, or took more than {TIMEOUT_S:.0f} s"}
         return answer
 
     def stop(self) -> None:
@@ -72,12 +72,12 @@ class Tracer:
 
     @staticmethod
     def _line(process: subprocess.Popen[str], about: str) -> str:
-        """The next line; empty at the end of the process or of patience."""
+        """The next line; empty at the end of the process or after TIMEOUT_S."""
         assert process.stdout is not None
         with selectors.DefaultSelector() as ready:
             ready.register(process.stdout, selectors.EVENT_READ)
             if not ready.select(SILENT_S):
                 sys.stderr.write(f"tracing {about} ...\n")
-                if not ready.select(PATIENCE_S):
+                if not ready.select(TIMEOUT_S):
                     return ""
         return process.stdout.readline()

@@ -17,13 +17,12 @@ import numpy as np
 from dilabench.errors import ConfigError
 from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.samples.estimate import Estimate, Interval, t_quantile
-from dilabench.stats.samples.location import a12
-from dilabench.stats.samples.slots import Floats, flatten_slots, group_medians, group_quantiles
+from dilabench.stats.samples.location import Floats, a12, flatten_slots, group_medians, group_quantiles
 
 SESSIONS_FOR_GATE = 5
 """Fewer stored sessions than this are advisory: shown, never failing a gate."""
 
-LOOK_SESSIONS = tuple(3 << doubled for doubled in range(8))
+LOOK_SESSIONS = (3, 6, 12, 24, 48, 96, 192, 384)
 """New sessions at each look. Of three, one that something disturbed widens the interval more than it moves the mean."""
 
 Slots = Sequence[Sequence[float]]
@@ -62,13 +61,13 @@ def sessions_needed(
     """
     change = abs(estimate.log_ratio)
     gap = max(margin, change - margin)
-    power, room = (0.0, gap) if at_best else (policy.power, gap if both else abs(change - margin))
+    power, max_reach = (0.0, gap) if at_best else (policy.power, gap if both else abs(change - margin))
     for look, k in enumerate(LOOK_SESSIONS, start=1):
         df = 2 * k - 2 if both else estimate.stored + k - 2
         fixed = estimate.reducible_variance / k if both else estimate.fixed_variance
         se = (estimate.reducible_variance / k + fixed) ** 0.5
         reach = t_quantile(df, (1 + policy.confidence_at(look)) / 2)
-        if (reach + t_quantile(df, (1 + power) / 2)) * se < gap and reach * se < room:
+        if (reach + t_quantile(df, (1 + power) / 2)) * se < gap and reach * se < max_reach:
             return k
     return None
 

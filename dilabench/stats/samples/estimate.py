@@ -10,6 +10,9 @@ from scipy.special import stdtrit
 MIN_ROUNDS = 5
 """Fewest paired rounds for an interval when fewer than three sessions tell the spread between sessions."""
 
+SESSIONS_FOR_SPREAD = 3
+"""From this many sessions on, their own spread is the error."""
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -90,10 +93,10 @@ class Estimate:
         units = self.units
         for _ in range(8):
             t = t_quantile(max(1.0, round(self.df + units - self.units, 3)), level)
-            room = half_width**2 - t**2 * self.fixed_variance
-            if room <= 0:
+            reducible = half_width**2 - t**2 * self.fixed_variance
+            if reducible <= 0:
                 return None
-            needed = t**2 * self.reducible_variance / room
+            needed = t**2 * self.reducible_variance / reducible
             if needed > 100 * self.units:
                 return None
             units = (units + needed) / 2

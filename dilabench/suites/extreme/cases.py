@@ -1,7 +1,7 @@
 """Suite `extreme`: how long can a sequence get? Real runs, doubled until one does not fit, then bisected; on a GPU the
 predictions say where to look first."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,12 +40,24 @@ class Way:
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """The first length of every implementation, mode and way; the rest follows from how it ends."""
-    longest = _longest(request)
-    shape = {"batch_size": 1, "seq_len": min(FIRST_LENGTH, longest)}
+    return first_lengths(request, planner, {}, lambda asked: planner.on_one_device(DENSE.kind, asked.pattern))
+
+
+def first_lengths(
+    request: RunRequest,
+    planner: Planner,
+    shape: Mapping[str, Any],
+    default: Callable[[WorkloadRequest], Iterable[str]],
+) -> tuple[PlannedCase, ...]:
+    """The first length of every implementation, mode and way, on workloads of the shape.
+
+    `default` names the implementations for a workload if the request names none.
+    """
+    shape = {"batch_size": 1, **shape, "seq_len": min(FIRST_LENGTH, _longest(request))}
     planned: list[PlannedCase] = []
     for asked in planner.workload_requests([shape]):
         modes = [asked.mode] if "mode" in asked.model_fields_set else MODES
-        for implementation in planner.implementations(planner.on_one_device(DENSE.kind, asked.pattern)):
+        for implementation in planner.implementations(default(asked)):
             for mode in modes:
                 for way in ways(request):
                     first = _first_length(asked.model_copy(update={"mode": mode}), way, planner)
@@ -63,15 +75,17 @@ def _first_length(asked: WorkloadRequest, way: Way, planner: Planner) -> Workloa
 
 
 def ways(request: RunRequest) -> tuple[Way, ...]:
-    """As it is, and what was asked for besides; each is a row of its own."""
-    found = [Way(label="as it is", changes={})]
+    """As it is, and the other ways that the request switches on; each gets separate rows."""
+    requested = [Way(label="as it is", changes={})]
     if request.options.get("gradient_checkpointing"):
-        found.append(Way(label="gradient checkpointing", changes={"gradient_checkpointing": True}))
+        requested.append(Way(label="gradient checkpointing", changes={"gradient_checkpointing": True}))
     if request.options.get("chunked"):
-        found.append(Way(label="chunked queries", changes={}, chunked=True))
+        requested.append(Way(label="chunked queries", changes={}, chunked=True))
     if request.options.get("offload"):
-        found.append(Way(label="chunked queries, inputs on the host", changes={"offload_inputs": True}, chunked=True))
-    return tuple(found)
+        requested.append(
+            Way(label="chunked queries, inputs on the host", changes={"offload_inputs": True}, chunked=True)
+        )
+    return tuple(requested)
 
 
 def follow_up(rows: Sequence[Row], request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
@@ -92,7 +106,7 @@ class Search:
 
     @property
     def fitting(self) -> tuple[Row, ...]:
-        """Those that ran and were right."""
+        """Rows that ran and were right."""
         return tuple(row for row in self.rows if isinstance(row.outcome, Measured))
 
     @property
@@ -142,7 +156,7 @@ class Search:
         implementation = planner.catalogue.implementations.get(row.case.implementation)
         way = next(way for way in ways(request) if way.label == WAY.of(row.planned))
         planned = _probe(planner, implementation, asked.model_copy(update={"seq_len": length}), way)
-        return tuple(one for one in planned if one.case.backend == row.case.backend)
+        return tuple(plan for plan in planned if plan.case.backend == row.case.backend)
 
 
 def _foreseen(search: Search, length: int, planner: Planner, request: RunRequest) -> int:
@@ -154,7 +168,7 @@ def _foreseen(search: Search, length: int, planner: Planner, request: RunRequest
         return length
 
     def cases_at(tokens: int) -> list[Case]:
-        return [one.case for one in search.at(tokens, planner, request) if one.skip is None]
+        return [plan.case for plan in search.at(tokens, planner, request) if plan.skip is None]
 
     share = 1 if machine.facts.own_memory else SHARE_ON_CPU
     foresight = Foresight(cases_at, machine, planner.catalogue, int(available * share), search.step)
@@ -171,12 +185,12 @@ def searches(rows: Sequence[Row]) -> tuple[Search, ...]:
 
     A row of another suite that happens to be of the same case counts as well: a case runs once.
     """
-    found: dict[str, list[Row]] = {}
+    by_search: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: WAY.of(row.planned) is None):
         key = _search_key(row.case)
-        if WAY.of(row.planned) is not None or key in found:
-            found.setdefault(key, []).append(row)
-    return tuple(Search(tuple(members)) for members in found.values())
+        if WAY.of(row.planned) is not None or key in by_search:
+            by_search.setdefault(key, []).append(row)
+    return tuple(Search(tuple(members)) for members in by_search.values())
 
 
 def _search_key(case: Case) -> str:
@@ -196,9 +210,9 @@ def _probe(planner: Planner, implementation: Implementation, asked: WorkloadRequ
     workload = asked.resolve(planner.machine.auto_dtype)
     cut = cut_length(workload)
     changes = {**way.changes, **({"query_chunk": cut or 0} if way.chunked else {})}
-    for one in planner.plan(implementation, asked, WAY.entry(way.label), **changes):
-        skip = one.skip or _skip(one, implementation, way, planner.machine.device)
-        yield one.isolated(limit_bytes).model_copy(update={"skip": skip})
+    for planned in planner.plan(implementation, asked, WAY.entry(way.label), **changes):
+        skip = planned.skip or _skip(planned, implementation, way, planner.machine.device)
+        yield planned.isolated(limit_bytes).model_copy(update={"skip": skip})
 
 
 def did_not_fit(row: Row) -> bool:
@@ -206,8 +220,8 @@ def did_not_fit(row: Row) -> bool:
     return isinstance(row.outcome, Skipped) and row.outcome.code == "out_of_memory"
 
 
-def _skip(one: PlannedCase, implementation: Implementation, way: Way, device: str) -> Skipped | None:
-    workload = one.case.workload
+def _skip(planned: PlannedCase, implementation: Implementation, way: Way, device: str) -> Skipped | None:
+    workload = planned.case.workload
     if implementation.takes != "heads":
         why = f"extreme searches attention on heads; {implementation.name} takes {implementation.takes}"
         return Skipped(code="unsupported", why=why)

@@ -16,7 +16,7 @@ from dilabench.predict.time import plan_time
 from dilabench.record import Case
 
 # Nobody waits for a call that takes longer only because it would fit: there lengths are doubled as ever.
-PATIENCE_S = 5.0
+MAX_CALL_S = 5.0
 
 
 def between(low: int, high: int, step: int) -> int | None:
@@ -58,9 +58,9 @@ class Foresight:
         high = longest if too_long is None else min(too_long, longest)
         if too_long is None and self._possible(longest):
             return longest
-        found = self._longest_possible(low, high)
-        if found > low:
-            return found
+        possible = self._longest_possible(low, high)
+        if possible > low:
+            return possible
         above = low + self.step(low)
         return above if above < high and not self.fits(above) else length
 
@@ -78,4 +78,4 @@ class Foresight:
 
     def _quick(self, length: int) -> bool:
         cores = os.cpu_count() or 1
-        return all(plan_time(case, self.machine, cores).seconds <= PATIENCE_S for case in self.cases_at(length))
+        return all(plan_time(case, self.machine, cores).seconds <= MAX_CALL_S for case in self.cases_at(length))

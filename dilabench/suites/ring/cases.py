@@ -32,8 +32,8 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
         planner = planner.asking(presets=ON_CUDA)
     cases: list[PlannedCase] = []
     for workload in planner.workload_requests(ON_CPU):
-        for one in in_modes(workload, planner):
-            cases += beside_one_device(one, planner, ranks)
+        for in_mode in in_modes(workload, planner):
+            cases += beside_one_device(in_mode, planner, ranks)
     return tuple(cases)
 
 
@@ -59,8 +59,8 @@ def beside_one_device(workload: WorkloadRequest, planner: Planner, ranks: int) -
     implementations = parallel.implementations(default)
     # With projections around it an implementation is compared with itself on one rank, which is the plain module.
     beside = _on_one_device(planner, workload, default)
-    alone = dict.fromkeys(beside if one.takes == "heads" else one for one in implementations)
-    cases = [case for one in alone for case in single.plan(one, workload)]
+    alone = dict.fromkeys(beside if sharded.takes == "heads" else sharded for sharded in implementations)
+    cases = [case for implementation in alone for case in single.plan(implementation, workload)]
     inside = sharding_of(planner.request) == INSIDE
     for implementation in implementations:
         cases += parallel.plan(implementation, workload, sharding_inside=inside)
@@ -72,19 +72,19 @@ def _on_one_device(planner: Planner, workload: WorkloadRequest, over_ranks: Sequ
 
     Where there is none, the first of those over ranks, on one rank.
     """
-    shelf = planner.catalogue.implementations
-    first = shelf.get(over_ranks[0])
-    found = planner.where(
-        lambda one: (
-            one.supports.max_world_size == 1
-            and one.takes == "heads"
-            and one.role == "method"
-            and one.uses_backend == first.uses_backend
-            and workload.pattern in one.supports.patterns
-            and workload.layout in one.supports.layouts
+    registry = planner.catalogue.implementations
+    first = registry.get(over_ranks[0])
+    names = planner.where(
+        lambda known: (
+            known.supports.max_world_size == 1
+            and known.takes == "heads"
+            and known.role == "method"
+            and known.uses_backend == first.uses_backend
+            and workload.pattern in known.supports.patterns
+            and workload.layout in known.supports.layouts
         )
     )
-    return max(map(shelf.get, found), key=lambda one: one.priority, default=first)
+    return max(map(registry.get, names), key=lambda known: known.priority, default=first)
 
 
 def sharding_of(request: RunRequest) -> str:

@@ -24,12 +24,12 @@ def swapped(world, lengths):
     return world.transport, wrong
 
 
-def late(world, patience_s):
+def late(world, timeout_s):
     """Rank 1 sends long after rank 0 has stopped waiting."""
-    world.copies.timeout_s = patience_s
+    world.copies.timeout_s = timeout_s
     inbox = torch.empty(8, device=world.device)
     if world.rank == 1:
-        time.sleep(3 * patience_s)
+        time.sleep(3 * timeout_s)
     world.send_recv({1 - world.rank: [torch.ones_like(inbox)]}, {1 - world.rank: [inbox]}, "test").wait()
     if world.rank == 0:
         # The wait above is the stream's: this one is for the device, and tells what was too slow.

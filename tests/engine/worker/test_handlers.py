@@ -304,11 +304,11 @@ def test_ranks_share_the_cores_of_a_machine(environment, expected, monkeypatch):
     assert found == expected
 
 
-@pytest.mark.parametrize(("lanes", "expected"), [(1, []), (4, [2])])
-def test_lanes_share_the_cores_of_a_machine(lanes, expected, monkeypatch):
+@pytest.mark.parametrize(("num_workers", "expected"), [(1, []), (4, [2])])
+def test_workers_share_the_cores_of_a_machine(num_workers, expected, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     found = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(torch, "set_num_threads", found.append)
-    Handlers(WorkerSettings(device="cpu", lanes=lanes))
+    Handlers(WorkerSettings(device="cpu", num_workers=num_workers))
     assert found == expected

@@ -1,11 +1,11 @@
-"""What has a plan and what has none, what only a GPU runs, how answers are kept, and the longest sequence that fits."""
+"""Cases with a plan and without, what only a GPU runs, the cache of answers, and the longest sequence that fits."""
 
 import subprocess
 import sys
 
 import pytest
 
-from dilabench.predict.memory import kept, longest_that_fits, plan_memory, tracer, why_no_plan
+from dilabench.predict.memory import longest_that_fits, plan_memory, trace_cache, tracer, why_no_plan
 from dilabench.record import Optimizations
 
 
@@ -106,9 +106,9 @@ def test_a_compiled_backward_pass_copies_dout(kind, peak_mib, peaks):
     assert one_head.peak_bytes / 2**20 < peak_mib / 8
 
 
-def test_an_answer_is_kept_for_later_processes(peaks, tmp_path, monkeypatch):
+def test_an_answer_is_cached_for_later_processes(peaks, tmp_path, monkeypatch):
     monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
-    first, later = kept.KeptAnswers(), kept.KeptAnswers()
+    first, later = trace_cache.TraceCache(), trace_cache.TraceCache()
     assert first.get("a") is None
     first.put("a", {"workspace_bytes": 1}, lasting=True)
     first.put("b", {"workspace_bytes": 2}, lasting=False)

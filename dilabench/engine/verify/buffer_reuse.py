@@ -1,4 +1,4 @@
-"""Is a returned tensor the caller's own? A buffer that a later call writes into is not, however many take turns."""
+"""The check that no later call writes into a returned tensor, even if several buffers are used in rotation."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 from dilabench.engine.verify.call import Call, digest
 from dilabench.record import Check, CheckName
 
-# Buffers that may take turns where something suggests that there are any, and how long is spent on looking for them.
+# The most buffers in rotation that are looked for, and the time for it.
 MAX_CALLS, MAX_SECONDS = 32, 5.0
 
 
-def kept_check(call: Call, inputs: Sequence[Tensor], out: Tensor, before: Tensor) -> Check:
-    """The result still holds what it held when it was returned, also after more calls than there may be buffers.
+def buffer_reuse_check(call: Call, inputs: Sequence[Tensor], out: Tensor, before: Tensor) -> Check:
+    """Check that `out` keeps its values, also after more calls than there may be buffers in rotation.
 
-    `before`: its digest then. Where nothing but the caller holds the storage, no later call can reach it. Where
-    something does, calls are made until one of them writes into it, or gets memory that an earlier result still has.
+    `before`: digest of `out` when it was returned. If only the caller holds the storage, no later call can reach it.
+    Otherwise calls are made until one writes into it, or returns memory that an earlier result still has.
     """
     reused = not torch.equal(digest(out), before) or (
         _held_elsewhere(out) and _is_reused(lambda: call.unwatched(inputs), out, before)
@@ -30,7 +30,7 @@ def kept_check(call: Call, inputs: Sequence[Tensor], out: Tensor, before: Tensor
 
 
 def _held_elsewhere(out: Tensor) -> bool:
-    """Whether the storage has other owners. True where torch does not tell; garbage is no owner."""
+    """Return True if the storage has other owners, garbage not counted, or if torch cannot count them."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     if count is None:
         return True
@@ -48,11 +48,11 @@ def _held_elsewhere(out: Tensor) -> bool:
 
 def _is_reused(again: Callable[[], Tensor], out: Tensor, before: Tensor) -> bool:
     started = time.monotonic()
-    living = [out]
+    results = [out]
     for _ in range(MAX_CALLS):
-        living.append(again())
-        known = {one.untyped_storage().data_ptr() for one in living if one.numel()}
-        if len(known) < len(living) or not torch.equal(digest(out), before):
+        results.append(again())
+        known = {result.untyped_storage().data_ptr() for result in results if result.numel()}
+        if len(known) < len(results) or not torch.equal(digest(out), before):
             return out.numel() > 0
         if time.monotonic() - started > MAX_SECONDS:
             break

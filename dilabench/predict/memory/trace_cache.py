@@ -1,4 +1,4 @@
-"""Answers of traces, kept in the process and, for what we ship, in the cache folder: the same case is traced once."""
+"""A cache of traced answers: in the process and, for what dilabench ships, in the cache folder. One trace per case."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2]
 SOURCES = ("backends", "distributed", "engine/call", "engine/trace", "impls", "kernels", "patterns", "workload")
 
 
-class KeptAnswers:
+class TraceCache:
     """Answers by key. A file that cannot be read or written is no error: then a case is traced again."""
 
     def __init__(self) -> None:
@@ -44,17 +44,17 @@ class KeptAnswers:
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    answers: dict[str, dict[str, Any]] = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return found
+        return answers
     for line in lines:
         # Another process may be writing the last one.
         with contextlib.suppress(ValueError):
             key, answer = json.loads(line)
-            found[key] = answer
-    return found
+            answers[key] = answer
+    return answers
 
 
 def _file() -> Path:

@@ -1,1 +1,0 @@
-"""Workloads for FlashInfer-Bench: definitions with a reference in PyTorch, and workload files (its "trace" schema)."""

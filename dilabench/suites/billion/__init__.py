@@ -1,1 +1,0 @@
-"""Suite `billion`: 2^30 tokens, really computed."""
