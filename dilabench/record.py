@@ -11,7 +11,7 @@ from itertools import chain
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from dilabench.choice.descriptors import Role as Role
 from dilabench.choice.descriptors import Takes as Takes
@@ -69,8 +69,11 @@ class Optimizations(Model):
     memory, a chunk at a time on the device. `stream_tokens`: only in old records; so many tokens in all passed
     through in pieces of the workload, each a separate sequence. `sharding_inside`: over ranks, each call begins
     and ends with whole tensors on every rank; otherwise with shards. `tiles`: shapes of an implementation's kernels
-    instead of its own, in its own words; empty for those it has.
+    instead of its own, in its own words; empty for those it has. Fields of another version of dilabench are kept and
+    shown; a case that has any is never measured (`unknown`).
     """
+
+    model_config = ConfigDict(extra="allow")
 
     pattern_cache_entries: int = Field(default=64, ge=0)
     buffer_pool_bytes: int = Field(default=0, ge=0)
@@ -82,6 +85,11 @@ class Optimizations(Model):
     stream_tokens: int = Field(default=0, ge=0)
     sharding_inside: bool = False
     tiles: str = ""
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Names of fields that this version does not know."""
+        return tuple(self.model_extra or ())
 
 
 class Case(Model):
