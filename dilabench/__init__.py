@@ -7,10 +7,11 @@ imported when they are first used.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dilabench.version import __version__
+
 if TYPE_CHECKING:
     from dilabench.api import compare, load, run
 
-__version__ = "0.1.0"
 __all__ = ["__version__", "compare", "load", "run"]
 
 

@@ -115,6 +115,42 @@ def modules_named(tree: ast.Module) -> set[str]:
     return {name for name in named if name.startswith("dilabench.")}
 
 
+def files_imported_by(path: Path) -> set[str]:
+    """Our files that a file imports outside of functions, `TYPE_CHECKING` included, by their import names."""
+    files = {dotted(one) for one in MODULES}
+    package = dotted(path) if path.name == "__init__.py" else dotted(path).rpartition(".")[0]
+    imported: set[str] = set()
+    pending: list[ast.AST] = [ast.parse(SOURCES[path])]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *filter(None, [node.module])])
+            # `from package import module` is an import of the module's file, where there is one.
+            names = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in files else base for alias in node.names]
+        else:
+            names = []
+            pending += [
+                child
+                for child in ast.iter_child_nodes(node)
+                if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            ]
+        imported |= {name for name in names if name in files}
+    return imported - {dotted(path)}
+
+
+def test_no_files_import_in_a_circle() -> None:
+    imported = {dotted(path): files_imported_by(path) for path in MODULES}
+    # What imports nothing that is left is in no circle.
+    left = dict(imported)
+    while free := [name for name, others in left.items() if not others & left.keys()]:
+        for name in free:
+            del left[name]
+    assert {name: sorted(others & left.keys()) for name, others in left.items()} == {}
+
+
 def test_the_library_names_nothing_of_the_benchmark() -> None:
     allowed = {name.removesuffix(".py") for name in LIBRARY} | SHARED
     found = {

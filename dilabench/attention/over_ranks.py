@@ -38,7 +38,7 @@ from dilabench.impls.one_operator import (
     register,
 )
 from dilabench.impls.ring.schedule.function import ShardedAttention
-from dilabench.patterns.counting import reach_of
+from dilabench.patterns.answers import reach_of
 from dilabench.patterns.dense import DensePattern
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.validation import validated

@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-import dilabench
 from dilabench.cli.commands import Command, Commands
+from dilabench.version import __version__
 
 COMMANDS = (
     Command("run", "dilabench.cli.run.command:run", "Measure a suite: verify, time, report.", prints=False),
@@ -79,7 +79,7 @@ app = typer.Typer(
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"dilabench {dilabench.__version__}")
+        typer.echo(f"dilabench {__version__}")
         raise typer.Exit
 
 

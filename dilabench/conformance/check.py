@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import dilabench
 from dilabench.choice.ways import Registry
 from dilabench.conformance.backend import check_backend
 from dilabench.conformance.implementation import check_implementation
@@ -18,6 +17,7 @@ from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.manager import REGISTRIES, Found
 from dilabench.retired import ANY_KIND, no_such_name
+from dilabench.version import __version__
 
 # Of each kind of thing, what is asked of what it does: `check(descriptor, catalogue, machine, findings)`.
 CHECKS: Mapping[str, Callable[[Any, Catalogue, Machine, Findings], None]] = {
@@ -59,7 +59,7 @@ def scorecard(
         name=descriptor.name,
         kind=registry.kind,
         plugin=plugin,
-        version=dilabench.__version__,
+        version=__version__,
         device=machine.device,
         package=tuple(package),
         behaviour=tuple(behaviour),

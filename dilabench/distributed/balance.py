@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dilabench.patterns.counting import windowed_pairs
+from dilabench.patterns.answers import windowed_pairs
 from dilabench.patterns.dilated import rows_kept
 from dilabench.workload.spec import Workload
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dilabench.distributed.assignment import PAIRS_PER_KEY, Assignment, Runs, Sight, balanced
 from dilabench.distributed.balance import Interval, cut_runs
-from dilabench.patterns.counting import Reach, visible_pairs
+from dilabench.patterns.answers import Reach, visible_pairs
 from dilabench.workload.spec import Workload
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from dilabench.engine.isolated_run import IsolatedRun
 from dilabench.engine.method import choose_method
 from dilabench.engine.plausibility import suspicions
 from dilabench.engine.progress import Progress, Silent
+from dilabench.engine.temporary_folder import remove_left_over
 from dilabench.engine.worker.client import Worker, WorkerFailure, WorkerPool
 from dilabench.engine.worker.launcher import Launcher, ThisMachine
 from dilabench.engine.worker.process import warm_server
@@ -27,7 +28,6 @@ from dilabench.metadata import UNCHECKED, matmul_key
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Measured, PlannedCase, Row, RunHeader, RunRecord
 from dilabench.request import RunRequest
-from dilabench.temporary_folder import remove_left_over
 
 FollowUp = Callable[[Sequence[Row]], Sequence[PlannedCase]]
 CEILINGS_TIMEOUT_S = 120.0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dilabench.kernels.block_sparse.lists import TileLists
 from dilabench.kernels.block_sparse.plan import ListedPlan
-from dilabench.patterns.hidden_rows import HiddenRows
+from dilabench.patterns.answers import HiddenRows
 
 BLOCK = 128
 

@@ -15,58 +15,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dilabench.errors import ConfigError
-from dilabench.patterns.mask_files import mask_digest, mask_of_digest, read_mask_file
+from dilabench.patterns.mask_files import mask_digest as digest_of
+from dilabench.patterns.mask_files import mask_of_digest, read_mask_file
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from dilabench.patterns.block_sparse import BlockSparsePattern
 
     Mask = NDArray[np.bool_]
 
 MAX_BLOCKS = 2**15
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WholeBlocks:
-    """Which blocks of `block_size` keys a block of as many queries sees: bool `mask` [heads, n, n], n rounded up.
-
-    `heads`: 1 where all query heads share a mask, or as many as there are key/value heads, or query heads.
-    """
-
-    mask: NDArray[np.bool_]
-    block_size: int
-
-
-def block_mask(pattern: BlockSparsePattern, rows: int, causal: bool, num_heads: int) -> Mask:
-    """The mask [num_heads or 1, n, n] over n = ceil(rows / block_size) blocks: True where block (i, j) is computed.
-
-    Raises ConfigError when there are more than 2^15 blocks a side, or when a mask file does not fit.
-    """
-    blocks = -(-rows // pattern.block_size)
-    if blocks > MAX_BLOCKS:
-        raise ConfigError(
-            f"block_size={pattern.block_size} cuts {rows} rows into {blocks} blocks a side, above {MAX_BLOCKS}; "
-            f"use block_size={-(-rows // MAX_BLOCKS)} or more"
-        )
-    if pattern.mask == "custom":
-        return _custom_mask(pattern, blocks, causal, num_heads)
-    heads = num_heads if pattern.per_head else 1
-    return _generated(pattern, blocks, causal, heads)
-
-
 @lru_cache(maxsize=8)
-def _generated(pattern: BlockSparsePattern, blocks: int, causal: bool, heads: int) -> Mask:
+def generated_mask(kind: str, sparsity: float, seed: int, blocks: int, causal: bool, heads: int) -> Mask:
+    """[heads, blocks, blocks]: each row keeps the share 1 - sparsity of its visible blocks that the kind prefers."""
     import numpy as np
 
     mask = np.zeros((heads, blocks, blocks), dtype=bool)
-    prefer = PREFERENCES[pattern.mask]
+    prefer = PREFERENCES[kind]
     for head in range(heads):
         for row in range(blocks):
             visible = row + 1 if causal else blocks
-            keep = max(1, round((1 - pattern.sparsity) * visible))
-            order = prefer(MaskRow(row, visible, keep, head, pattern.seed))
+            keep = max(1, round((1 - sparsity) * visible))
+            order = prefer(MaskRow(row, visible, keep, head, seed))
             mask[head, row, order[:keep]] = True
     mask.flags.writeable = False
     return mask
@@ -223,22 +195,23 @@ def _distinct(*orders: NDArray[np.int64]) -> NDArray[np.int64]:
     return joined[np.sort(first)]
 
 
-def _custom_mask(pattern: BlockSparsePattern, blocks: int, causal: bool, num_heads: int) -> Mask:
+def custom_mask(
+    mask_file: str, mask_digest: str | None, block_size: int, blocks: int, causal: bool, num_heads: int
+) -> Mask:
+    """[num_heads or 1, blocks, blocks]: the mask of a file. Raises ConfigError when it does not fit."""
     import numpy as np
 
-    assert pattern.mask_file is not None
-    path = Path(pattern.mask_file)
-    digest = pattern.mask_digest or mask_digest(path)
+    path = Path(mask_file)
+    digest = mask_digest or digest_of(path)
     mask = _from_file(mask_of_digest(path, digest), digest, blocks)
     if mask.shape[0] not in (1, num_heads):
         raise ConfigError(
-            f"mask file {pattern.mask_file!r} has {mask.shape[0]} heads; the workload has {num_heads}; "
-            f"give 1 or {num_heads}"
+            f"mask file {mask_file!r} has {mask.shape[0]} heads; the workload has {num_heads}; give 1 or {num_heads}"
         )
     if mask.shape[1:] != (blocks, blocks):
         raise ConfigError(
-            f"mask file {pattern.mask_file!r} has {mask.shape[1]}x{mask.shape[2]} blocks; the workload needs "
-            f"{blocks}x{blocks} blocks of {pattern.block_size}; change seq_len, block_size or the file"
+            f"mask file {mask_file!r} has {mask.shape[1]}x{mask.shape[2]} blocks; the workload needs "
+            f"{blocks}x{blocks} blocks of {block_size}; change seq_len, block_size or the file"
         )
     return np.tril(mask) if causal else mask
 

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from dilabench.errors import ConfigError
+from dilabench.patterns.answers import KeyGroup, Pairs, Picture, SequenceShape, StridedSegments, WholeBlocks
 from dilabench.patterns.block_masks import (
-    WholeBlocks,
-    block_mask,
+    MAX_BLOCKS,
     block_shares,
+    custom_mask,
+    generated_mask,
     masked_pairs,
     rows_of_blocks,
     rows_with_keys,
@@ -22,16 +25,7 @@ from dilabench.patterns.block_masks import (
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern, DilatedRequest, rows_kept
 from dilabench.patterns.mask_files import mask_digest
-from dilabench.patterns.pattern import (
-    KeyGroup,
-    Pairs,
-    Pattern,
-    Picture,
-    SequenceShape,
-    StridedSegments,
-    group_rows,
-    hide_future,
-)
+from dilabench.patterns.pattern import Pattern, group_rows, hide_future
 from dilabench.units import format_count
 from dilabench.validation import Model, read_count, validated
 
@@ -39,7 +33,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from dilabench.patterns.pattern import Positions
+    from dilabench.patterns.answers import Positions
+    from dilabench.patterns.block_masks import Mask
 
 MaskKind = Literal["local_window", "global_local", "dilated_sparse", "strided", "hierarchical", "random", "custom"]
 
@@ -386,6 +381,23 @@ class BlockSparsePattern(Pattern):
                 for times, part in ((full, w), (1, tail)):
                     if rows := rows_kept(part, r, offset):
                         yield branch, times, rows, head, (left, right)
+
+
+def block_mask(pattern: BlockSparsePattern, rows: int, causal: bool, num_heads: int) -> Mask:
+    """The mask [num_heads or 1, n, n] over n = ceil(rows / block_size) blocks: True where block (i, j) is computed.
+
+    Raises ConfigError when there are more than 2^15 blocks a side, or when a mask file does not fit.
+    """
+    size, blocks = pattern.block_size, -(-rows // pattern.block_size)
+    if blocks > MAX_BLOCKS:
+        raise ConfigError(
+            f"block_size={size} cuts {rows} rows into {blocks} blocks a side, above {MAX_BLOCKS}; "
+            f"use block_size={-(-rows // MAX_BLOCKS)} or more"
+        )
+    if pattern.mask_file is not None:
+        return custom_mask(pattern.mask_file, pattern.mask_digest, size, blocks, causal, num_heads)
+    heads = num_heads if pattern.per_head else 1
+    return generated_mask(pattern.mask, pattern.sparsity, pattern.seed, blocks, causal, heads)
 
 
 @lru_cache(maxsize=4096)

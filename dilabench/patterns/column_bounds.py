@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dilabench.errors import ConfigError
-from dilabench.patterns.hidden_rows import HiddenRows, HiddenRowsPattern
+from dilabench.patterns.answers import HiddenRows, SequenceShape
+from dilabench.patterns.hidden_rows import HiddenRowsPattern
 from dilabench.patterns.mask_files import mask_digest, mask_of_digest, read_array
-from dilabench.patterns.pattern import SequenceShape
 from dilabench.validation import Model, read_count, read_counts, validated
 
 if TYPE_CHECKING:
-    from dilabench.patterns.pattern import Positions
+    from dilabench.patterns.answers import Positions
 
 BoundsKind = Literal["documents", "prefix_documents", "shared_question", "file"]
 DEFAULT_LENGTHS = (300, 1500, 700, 4000, 2500, 8000)

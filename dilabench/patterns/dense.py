@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dilabench.patterns.pattern import KeyGroup, Pairs, Pattern, SequenceShape, StridedSegments
+from dilabench.patterns.answers import KeyGroup, Pairs, SequenceShape, StridedSegments
+from dilabench.patterns.pattern import Pattern
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from dilabench.patterns.pattern import Positions
+    from dilabench.patterns.answers import Positions
 
 
 class DensePattern(Pattern):

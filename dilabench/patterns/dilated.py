@@ -10,16 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import ValidationInfo, field_validator, model_validator
 
-from dilabench.patterns.counting import windowed_pairs
-from dilabench.patterns.pattern import (
-    KeyGroup,
-    Pairs,
-    Pattern,
-    SequenceShape,
-    StridedSegments,
-    ZeroKeys,
-    group_rows,
-)
+from dilabench.patterns.answers import KeyGroup, Pairs, SequenceShape, StridedSegments, ZeroKeys, windowed_pairs
+from dilabench.patterns.pattern import Pattern, group_rows
 from dilabench.units import format_count
 from dilabench.validation import Model, read_counts, validated
 
@@ -28,7 +20,7 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
     from numpy.typing import NDArray
 
-    from dilabench.patterns.pattern import Positions
+    from dilabench.patterns.answers import Positions
 
 Heads = Literal["all", "grouped"]
 Offset = Literal["modulo", "blocked"]

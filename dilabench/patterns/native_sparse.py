@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from dilabench.patterns.hidden_rows import HiddenRows, HiddenRowsPattern
-from dilabench.patterns.pattern import KeyGroup, Pairs, Pattern, Positions, SequenceShape
+from dilabench.patterns.answers import HiddenRows, KeyGroup, Pairs, Positions, SequenceShape
+from dilabench.patterns.hidden_rows import HiddenRowsPattern
+from dilabench.patterns.pattern import Pattern, Summand
 from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.patterns.window_sink import WindowSinkPattern
 from dilabench.validation import read_count
@@ -23,18 +24,6 @@ if TYPE_CHECKING:
 
 # Gates are this many parts of one, so that every dtype holds them exactly.
 GATE_STEPS = 128
-
-
-class Summand(NamedTuple):
-    """One attention of a sum. `pattern`: who sees whom in it. `gates` [N, H]: what its out is multiplied with.
-
-    `pool` above 1: keys and values are the means of whole blocks of so many positions, and each mean stands at the last
-    position of its block.
-    """
-
-    pattern: Pattern
-    pool: int
-    gates: NDArray[np.float64]
 
 
 class CompressedPattern(HiddenRowsPattern):

@@ -11,21 +11,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel
 
-from dilabench.patterns.counting import (
-    MAX_PICTURED_LENGTH,
-    Reach,
-    counted_pairs,
-    counted_shares,
-    keys_between,
-    reach_of,
-    windowed_pairs,
-)
+from dilabench.patterns.answers import HiddenRows as HiddenRows
+from dilabench.patterns.answers import KeyGroup as KeyGroup
+from dilabench.patterns.answers import Pairs as Pairs
+from dilabench.patterns.answers import Picture as Picture
+from dilabench.patterns.answers import Positions as Positions
+from dilabench.patterns.answers import SequenceShape as SequenceShape
+from dilabench.patterns.answers import StridedSegments as StridedSegments
+from dilabench.patterns.answers import WholeBlocks as WholeBlocks
+from dilabench.patterns.answers import ZeroKeys as ZeroKeys
 from dilabench.units import format_count
 from dilabench.validation import Model, validated
 
@@ -34,123 +35,9 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
     from numpy.typing import NDArray
 
-    from dilabench.patterns.block_masks import WholeBlocks
-    from dilabench.patterns.hidden_rows import HiddenRows
-    from dilabench.patterns.native_sparse import Summand
-
-    Positions = NDArray[np.int64]
-else:
-    Positions = Any
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceShape:
-    """What a pattern lies over: one sequence of `length` positions. `window` is (left, right), -1 unbounded."""
-
-    length: int
-    num_heads: int
-    num_kv_heads: int
-    causal: bool
-    window: tuple[int, int]
-
-    @property
-    def reach(self) -> Reach:
-        """How many positions back and ahead a row sees under window and causal mask; None is unbounded."""
-        return reach_of(self.window, self.causal)
-
-    @property
-    def visible_pairs(self) -> int:
-        """(query, key) pairs under causal mask and window, over all query heads: those of full attention."""
-        return self.num_heads * windowed_pairs(self.length, self.causal, *self.window)
-
-    def bounds(self, rows: Positions) -> tuple[Positions, Positions]:
-        """The first key and one past the last key that the window and the causal mask let each row see."""
-        import numpy as np
-
-        left, right = self.reach
-        first = np.zeros_like(rows) if left is None else np.maximum(rows - left, 0)
-        stop = np.full_like(rows, self.length) if right is None else np.minimum(rows + right + 1, self.length)
-        return first, stop
-
-    def rows_in_reach(self, keys: Positions) -> tuple[Positions, Positions]:
-        """The first row and one past the last row that the window and the causal mask let see each key."""
-        import numpy as np
-
-        left, right = self.reach
-        first = np.zeros_like(keys) if right is None else np.maximum(keys - right, 0)
-        stop = np.full_like(keys, self.length) if left is None else np.minimum(keys + left + 1, self.length)
-        return first, stop
-
-
-@dataclass(frozen=True, slots=True)
-class KeyGroup:
-    """Rows of one head that have the same keys. `rows`: [R] positions, ascending.
-
-    `parts`: positions of keys, ascending and each once inside a part, as a range or an array. C[h, row, j] is the
-    number of parts that hold j. A detached merge takes the softmax of each part apart (semantics.md §2).
-    """
-
-    rows: Positions
-    parts: tuple[range | Positions, ...]
-
-    def keys(self) -> Positions:
-        """The distinct keys, ascending."""
-        import numpy as np
-
-        if len(self.parts) == 1:
-            return np.asarray(self.parts[0], dtype=np.int64)
-        parts = [part for part in self.parts if len(part)]
-        if not parts:
-            return np.empty(0, np.int64)
-        # Marks are many times as fast as `np.unique`.
-        first, last = min(part[0] for part in parts), max(part[-1] for part in parts)
-        there = np.zeros(last - first + 1, bool)
-        for part in parts:
-            if isinstance(part, range):
-                there[part.start - first : part.stop - first : part.step] = True
-            else:
-                there[part - first] = True
-        found: Positions = np.flatnonzero(there) + first
-        return found
-
-
-class StridedSegments(NamedTuple):
-    """Strided segments: i and j see each other where both lie in one segment of `segment_length` positions, and on
-    the residue `offset` of `rate` inside it."""
-
-    segment_length: int
-    rate: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class ZeroKeys:
-    """Keys of score 0 and value 0 that part `part` (as in `KeyGroup`) adds to a head: each of `rows` sees `count`."""
-
-    part: int
-    rows: range
-    count: int
-
-
-class Pairs(NamedTuple):
-    """(query, key) pairs over all query heads of one sequence: as often as they count, and a lower bound of those
-    that differ, which an implementation that computes each pair once cannot avoid."""
-
-    attended: int
-    least: int
-
-
-class Picture(NamedTuple):
-    """Cells of a picture of head 0, first queries on top: the share that is computed, None where the mask hides all.
-
-    `blocks`: units a side, of `block_size` positions each. `name`: stem of a file.
-    """
-
-    name: str
-    title: str
-    blocks: int
-    block_size: int
-    cells: tuple[tuple[float | None, ...], ...]
+# Beyond this a picture drawn from `counts` would take longer than it is worth.
+MAX_PICTURED_LENGTH = 2**17
+ROWS_PER_LINE = 16
 
 
 class Pattern(Model, ABC):
@@ -267,12 +154,12 @@ class Pattern(Model, ABC):
         seen = np.zeros(shape.length, dtype=bool)
         for group in self.counts(shape, head, np.arange(shape.length)):
             first, stop = shape.bounds(group.rows)
-            seen[group.rows] = sum(keys_between(part, first, stop) for part in group.parts) > 0
+            seen[group.rows] = sum(_keys_between(part, first, stop) for part in group.parts) > 0
         return seen
 
     def pairs(self, shape: SequenceShape) -> Pairs:
         """How many pairs are attended, under causal mask and window."""
-        return Pairs(*counted_pairs(self, shape))
+        return Pairs(*_counted_pairs(self, shape))
 
     def density_of(self, shapes: Sequence[SequenceShape]) -> float:
         """What is computed over what full attention computes under the same mask and window: by default, of pairs.
@@ -392,7 +279,7 @@ class Pattern(Model, ABC):
 
         Of several rows in a line some are looked at. None where there is nothing to see or too much to count.
         """
-        return counted_shares(self, shape, lines, columns).copy() if shape.length <= MAX_PICTURED_LENGTH else None
+        return _counted_shares(self, shape, lines, columns).copy() if shape.length <= MAX_PICTURED_LENGTH else None
 
     def pictures(self, shape: SequenceShape, cells: int) -> Iterator[Picture]:
         """Pictures for a report, of at most `cells` a side. Raises ConfigError when a file does not fit any more."""
@@ -401,6 +288,18 @@ class Pattern(Model, ABC):
             causal = ", causal" if shape.causal else ""
             title = f"{self.label()}, {format_count(shape.length)} tokens{causal}"
             yield Picture(f"{self.kind}_{shape.length}", title, shape.length, 1, hide_future(shares, shape.causal))
+
+
+class Summand(NamedTuple):
+    """One attention of a sum. `pattern`: who sees whom in it. `gates` [N, H]: what its out is multiplied with.
+
+    `pool` above 1: keys and values are the means of whole blocks of so many positions, and each mean stands at the last
+    position of its block.
+    """
+
+    pattern: Pattern
+    pool: int
+    gates: NDArray[np.float64]
 
 
 def hide_future(shares: NDArray[np.float64], causal: bool) -> tuple[tuple[float | None, ...], ...]:
@@ -427,3 +326,55 @@ def _holds(part: range | Positions, key: int) -> bool:
         return key in part
     at = int(part.searchsorted(key))
     return at < len(part) and int(part[at]) == key
+
+
+def _keys_between(part: range | Positions, first: Positions, stop: Positions) -> Positions:
+    """How many positions of the part lie in [first, stop), for each pair of bounds."""
+    import numpy as np
+
+    if isinstance(part, range):
+        below = [np.clip(-(-(edge - part.start) // part.step), 0, len(part)) for edge in (first, stop)]
+    else:
+        below = [np.searchsorted(part, edge) for edge in (first, stop)]
+    counted: Positions = np.maximum(below[1] - below[0], 0)
+    return counted
+
+
+@lru_cache(maxsize=4096)
+def _counted_pairs(pattern: Pattern, shape: SequenceShape) -> tuple[int, int]:
+    """Attended pairs, and those that differ, over all query heads."""
+    import numpy as np
+
+    alike: dict[Hashable, list[int]] = {}
+    for head in range(shape.num_heads):
+        alike.setdefault(pattern.head_key(shape, head), []).append(head)
+    attended = least = 0
+    for heads in alike.values():
+        for group in pattern.counts(shape, heads[0], np.arange(shape.length)):
+            first, stop = shape.bounds(group.rows)
+            counted = [int(_keys_between(part, first, stop).sum()) for part in group.parts]
+            attended += len(heads) * sum(counted)
+            least += len(heads) * (
+                int(_keys_between(group.keys(), first, stop).sum()) if len(counted) > 1 else sum(counted)
+            )
+    return attended, least
+
+
+@lru_cache(maxsize=32)  # A picture is up to half a mebibyte.
+def _counted_shares(pattern: Pattern, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64]:
+    """[lines, columns] of a picture of head 0: the share of pairs in each cell that is computed, of a few rows each."""
+    import numpy as np
+
+    line_edges, key_edges = (
+        np.arange(min(shape.length, size) + 1) * shape.length // min(shape.length, size) for size in (lines, columns)
+    )
+    shares = np.zeros((len(line_edges) - 1, len(key_edges) - 1))
+    for line, (start, end) in enumerate(pairwise(line_edges.tolist())):
+        rows = np.unique(np.linspace(start, end - 1, min(end - start, ROWS_PER_LINE)).astype(np.int64))
+        for group in pattern.counts(shape, 0, rows):
+            keys = group.keys()
+            for first, stop in zip(*shape.bounds(group.rows), strict=True):
+                seen = keys[np.searchsorted(keys, first) : np.searchsorted(keys, stop)]
+                shares[line] += np.diff(np.searchsorted(seen, key_edges))
+        shares[line] /= len(rows) * np.diff(key_edges)
+    return shares

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dilabench.errors import ConfigError
-from dilabench.patterns.block_masks import MAX_BLOCKS, WholeBlocks, visible_blocks
+from dilabench.patterns.answers import SequenceShape, WholeBlocks
+from dilabench.patterns.block_masks import MAX_BLOCKS, visible_blocks
 from dilabench.patterns.mask_files import mask_digest, mask_of_digest, read_array
-from dilabench.patterns.pattern import SequenceShape
 from dilabench.patterns.selectors import ABSENT, SELECTORS, Blocks, select
 from dilabench.patterns.whole_blocks import WholeBlocksPattern
 from dilabench.validation import Model, read_count, validated

@@ -6,8 +6,9 @@ from abc import abstractmethod
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
-from dilabench.patterns.block_masks import WholeBlocks, block_shares, masked_pairs, rows_of_blocks, rows_with_keys
-from dilabench.patterns.pattern import KeyGroup, Pairs, Pattern, Positions, SequenceShape
+from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SequenceShape, WholeBlocks
+from dilabench.patterns.block_masks import block_shares, masked_pairs, rows_of_blocks, rows_with_keys
+from dilabench.patterns.pattern import Pattern
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from dilabench.patterns.hidden_rows import HiddenRows, HiddenRowsPattern
-from dilabench.patterns.pattern import Pattern, SequenceShape
+from dilabench.patterns.answers import HiddenRows, SequenceShape
+from dilabench.patterns.hidden_rows import HiddenRowsPattern
 from dilabench.validation import read_count
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-    from dilabench.patterns.pattern import Positions
+    from dilabench.patterns.answers import Positions
+    from dilabench.patterns.pattern import Pattern
 
 
 class WindowSinkPattern(HiddenRowsPattern):

@@ -8,7 +8,7 @@ from dilabench.contracts import BuildContext
 from dilabench.distributed.block_assignment import BlockAssignment
 from dilabench.distributed.shardings import BLOCKS
 from dilabench.impls.ring import block_sparse
-from dilabench.patterns.block_masks import block_mask
+from dilabench.patterns.block_sparse import block_mask
 from dilabench.workload.spec import Workload
 
 

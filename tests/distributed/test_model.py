@@ -7,7 +7,7 @@ from dilabench.distributed.sharding import contiguous, zigzag
 from dilabench.distributed.shardings import RING, RING_ALLGATHER, RING_OVERLAP, RING_VARLEN, ULYSSES, ZIGZAG_RING
 from dilabench.impls.ring.schedule.plan import pieces_between
 from dilabench.impls.union.branches import branches_of
-from dilabench.patterns.counting import windowed_pairs
+from dilabench.patterns.answers import windowed_pairs
 from dilabench.plugins.manager import discover
 from dilabench.workload.spec import UNBOUNDED, Workload
 

@@ -13,7 +13,7 @@ from dilabench.engine.verify.verification import summary, verify
 from dilabench.impls.block_sparse.block_sparse import build
 from dilabench.impls.reference import Reference
 from dilabench.impls.visible_keys import multiplicity
-from dilabench.patterns.block_masks import block_mask
+from dilabench.patterns.block_sparse import block_mask
 from dilabench.workload.spec import Workload
 from dilabench.workload.visibility import alike_heads, covered, seen_by
 from dilabench.workload.work import attended_pairs

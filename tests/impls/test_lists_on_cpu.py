@@ -11,7 +11,7 @@ import torch
 from dilabench.impls.block_sparse.on_cpu import blocked_backward, blocked_forward, listed_backward, listed_forward
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.kernels.cpu import flash
-from dilabench.patterns.hidden_rows import HiddenRows
+from dilabench.patterns.answers import HiddenRows
 
 pytestmark = pytest.mark.skipif(not flash.serves(torch.float32), reason="needs a C++ compiler, none works here")
 

@@ -24,7 +24,7 @@ from dilabench.kernels.gates import gated, gated_sum
 from dilabench.kernels.lse import merge_rows_
 from dilabench.kernels.tuning import TileConfig
 from dilabench.kernels.varlen import sequence_plan
-from dilabench.patterns.hidden_rows import HiddenRows
+from dilabench.patterns.answers import HiddenRows
 
 # name: (B, N, H, K, D, block, causal, window, mask heads, tiles)
 CASES = {

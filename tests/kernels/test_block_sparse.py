@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dilabench.impls.block_sparse.flash4 import padded_lists
 from dilabench.kernels.block_sparse.lists import Visibility, block_lists, largest_tile
-from dilabench.patterns.hidden_rows import HiddenRows
+from dilabench.patterns.answers import HiddenRows
 
 CASES = [
     "full tiles",

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dilabench.kernels.block_sparse.plan import BlockPlan, BoundedPlan
-from dilabench.patterns.hidden_rows import HiddenRows
+from dilabench.patterns.answers import HiddenRows
 
 
 def lists_of(lists):

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
-from dilabench.patterns.block_masks import PREFERENCES, block_mask, needed_key_blocks
-from dilabench.patterns.block_sparse import BlockSparsePattern
+from dilabench.patterns.block_masks import PREFERENCES, needed_key_blocks
+from dilabench.patterns.block_sparse import BlockSparsePattern, block_mask
 from dilabench.workload.spec import WorkloadRequest
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
+from dilabench.patterns.answers import HiddenRows
 from dilabench.patterns.column_bounds import ColumnBoundsPattern
-from dilabench.patterns.hidden_rows import HiddenRows
 from dilabench.patterns.native_sparse import NativeSparsePattern
 from dilabench.patterns.pattern import Pattern, SequenceShape
 from dilabench.patterns.selectors import ABSENT, SELECTORS, Blocks, select, stand_ins

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dilabench.errors import ConfigError, EnvironmentNotReady
-from dilabench.patterns.block_masks import block_mask
+from dilabench.patterns.block_sparse import block_mask
 from dilabench.record import (
     SCHEMA_VERSION,
     Case,

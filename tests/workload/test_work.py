@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilabench.patterns.counting import windowed_pairs
+from dilabench.patterns.answers import windowed_pairs
 from dilabench.patterns.dilated import DilatedPattern, rows_kept
 from dilabench.workload.spec import Workload
 from dilabench.workload.work import attended_pairs, flops, tensor_bytes

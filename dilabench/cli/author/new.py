@@ -13,11 +13,11 @@ from typing import Annotated, Any
 
 import typer
 
-import dilabench
 from dilabench.atomic_file import write_text
 from dilabench.cli.terminal import say
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.plugins.manager import REGISTRIES, RESERVED, discover
+from dilabench.version import __version__
 
 TEMPLATES = Path(__file__).with_name("templates")
 COMMON = "common"
@@ -112,7 +112,7 @@ def _files(name: str, package: str, kind: Kind) -> Iterator[tuple[Path, str]]:
         "package": package,
         "class": package.title().replace("_", ""),
         "kind": kind.value,
-        "version": dilabench.__version__,
+        "version": __version__,
     }
     for part in (COMMON, kind.value):
         for template in sorted((TEMPLATES / part).rglob(f"*{SUFFIX}")):

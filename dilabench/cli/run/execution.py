@@ -10,7 +10,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import dilabench
 from dilabench.atomic_file import write_text
 from dilabench.choice.descriptors import load_target
 from dilabench.cli.compare.noise import busy
@@ -40,6 +39,7 @@ from dilabench.request import RunRequest
 from dilabench.store.archive import Archive
 from dilabench.store.run_files import RECORD_NAME, RunFolder
 from dilabench.suites.planner import Planner, more_cases_of
+from dilabench.version import __version__
 
 ALWAYS_WRITTEN = ("json", "plots", "markdown", "html")
 TABLE = "table"
@@ -146,7 +146,8 @@ class Execution:
     def _opening(self) -> str:
         runs = sum(plan.skip is None for plan in self.planned)
         kept = f", {len(self.completed)} of them kept from before" if self.completed else ""
-        where = self.machine.gpus[0].name if self.machine.device == "cuda" else self.header.environment.cpu.model
+        gpus = self.machine.used_gpus
+        where = gpus[0].name if gpus else self.header.environment.cpu.model
         done = {row.case.case_id for row in self.completed}
         waiting = [one.case for one in self.planned if one.skip is None and one.case.case_id not in done]
         time = expected_time(waiting, self.machine, self.header.environment.cpu.cores, self.request.budget_s)
@@ -168,7 +169,7 @@ def ready_to_draw() -> None:
 def new_header(found: Found, machine: Machine, request: RunRequest) -> RunHeader:
     """The header of a run that starts now."""
     return RunHeader(
-        tool_version=dilabench.__version__,
+        tool_version=__version__,
         run_id=secrets.token_hex(4),
         suite=request.suite,
         argv=tuple(sys.argv[1:]),

@@ -7,10 +7,10 @@ import sys
 import time
 
 from dilabench.cache_folder import COMPILED_VARIABLE
+from dilabench.engine.temporary_folder import temporary_folder
 from dilabench.engine.timers import Call, Samples
 from dilabench.metadata import FIRST_CALL
 from dilabench.record import Note
-from dilabench.temporary_folder import temporary_folder
 
 STAGES = ("import", "build", "first_call")
 TIMEOUT_S = 600.0

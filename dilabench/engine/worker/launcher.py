@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
+from dilabench.engine.temporary_folder import temporary_folder
 from dilabench.engine.worker.client import Worker
 from dilabench.engine.worker.protocol import WorkerSettings
-from dilabench.temporary_folder import temporary_folder
 
 
 class Launcher(Protocol):

@@ -13,7 +13,6 @@ import threading
 from importlib.metadata import version
 from typing import Any
 
-import dilabench
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent
 from dilabench.engine.worker.client import Worker, WorkerFailure
@@ -23,6 +22,7 @@ from dilabench.engine.worker.store_channel import BEAT_S, StoreChannel
 from dilabench.engine.worker.torchrun import Rank, machine_id
 from dilabench.errors import ExitCode
 from dilabench.machine import Machine, detect
+from dilabench.version import __version__
 
 
 def serve(rank: Rank) -> ExitCode:
@@ -63,7 +63,7 @@ def facts_of(rank: Rank, machine: Machine) -> dict[str, Any]:
         "gpus": len(machine.gpus),
         "local_rank": rank.local_rank,
         "gpu": gpu and gpu.model_dump(mode="json"),
-        "versions": {"dilabench": dilabench.__version__, "torch": version("torch")},
+        "versions": {"dilabench": __version__, "torch": version("torch")},
     }
 
 

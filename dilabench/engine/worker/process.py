@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dilabench.temporary_folder import temporary_folder
+from dilabench.engine.temporary_folder import temporary_folder
 
 SERVER_MODULES = ["dilabench.engine.worker.handlers"]
 TAIL_CHARACTERS = 2000

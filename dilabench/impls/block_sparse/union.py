@@ -15,8 +15,7 @@ from dilabench.impls.union.head_runs import Progression
 from dilabench.impls.union.strided_rows import StridedRows, strided_rows
 from dilabench.impls.union.union import Rows, Union
 from dilabench.kernels.block_sparse.plan import BlockPlan, Plan
-from dilabench.patterns.block_masks import block_mask
-from dilabench.patterns.block_sparse import BlockSparsePattern
+from dilabench.patterns.block_sparse import BlockSparsePattern, block_mask
 from dilabench.workload.spec import Workload
 
 # Rows that are looked at together where a pattern has no blocks of its own.

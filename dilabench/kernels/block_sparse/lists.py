@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
-from dilabench.patterns.hidden_rows import HiddenRows
+from dilabench.patterns.answers import HiddenRows
 
 SMALLEST_TILE = 16
 # A list entry whose tile counts once; of one class, so that tiles may use the bits of classes, too.

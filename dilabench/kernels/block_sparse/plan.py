@@ -26,7 +26,7 @@ from dilabench.kernels.block_sparse.lists import (
 )
 from dilabench.kernels.fused.branch_group import MAX_WINDOW, BranchGroup
 from dilabench.kernels.tuning import Direction, TileConfig, select_kernel
-from dilabench.patterns.hidden_rows import HiddenRows
+from dilabench.patterns.answers import HiddenRows
 
 if TYPE_CHECKING:
     from dilabench.kernels.block_sparse.key_lists import KeyLists

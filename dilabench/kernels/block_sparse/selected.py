@@ -18,7 +18,7 @@ from torch import Tensor
 from dilabench.kernels.block_sparse.lists import QueryLists, Selection, TileLists
 from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.tuning import TileConfig
-from dilabench.patterns.hidden_rows import HiddenRows
+from dilabench.patterns.answers import HiddenRows
 
 
 @dataclass(frozen=True, eq=False)

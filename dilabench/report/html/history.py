@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import dilabench
 from dilabench.report.findings import CurvePlot
 from dilabench.report.html.data import plots_as_json
 from dilabench.report.html.page import chart_library, page
+from dilabench.version import __version__
 
 FILENAME = "history.html"
 
@@ -35,5 +35,5 @@ def to_text(trends: Sequence[Trend], heading: str) -> str:
         stepped=[trend for trend in trends if trend.steps],
         charts=charts,
         data=plots_as_json(plots),
-        version=dilabench.__version__,
+        version=__version__,
     )

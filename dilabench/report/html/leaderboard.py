@@ -1,8 +1,8 @@
 """leaderboard.html: a board per device and family, with what is needed to repeat every row."""
 
-import dilabench
 from dilabench.report.html.page import page
 from dilabench.report.leaderboard import Leaderboard
+from dilabench.version import __version__
 
 FILENAME = "leaderboard.html"
 
@@ -14,5 +14,5 @@ def to_text(found: Leaderboard) -> str:
         boards=found.boards,
         runs=found.runs,
         run_of={run.run_id: run for run in found.runs},
-        version=dilabench.__version__,
+        version=__version__,
     )
