@@ -173,11 +173,16 @@ class Machine:
         return device_named(self.device)
 
     @property
+    def used_gpus(self) -> tuple[GpuInfo, ...]:
+        """The GPUs that a run can use; none on any device but CUDA."""
+        return self.gpus if self.device == CUDA.name else ()
+
+    @property
     def compute_capability(self) -> int:
         """Compute capability of the first GPU as 90 for 9.0; 0 on any device but CUDA."""
-        if self.device != CUDA.name or not self.gpus or self.gpus[0].compute_capability is None:
+        if not self.used_gpus or self.used_gpus[0].compute_capability is None:
             return 0
-        return int(self.gpus[0].compute_capability.replace(".", ""))
+        return int(self.used_gpus[0].compute_capability.replace(".", ""))
 
     @property
     def device_class(self) -> DeviceClass:

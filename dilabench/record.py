@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     import pandas
 
 SCHEMA_VERSION = "1.1"
+# What every output means by the time of a row (`compare.view`).
+ESTIMATOR = "median of all samples"
 
 Stage = Literal["build", "verify", "warmup", "time", "memory", "worker"]
 Part = Literal["whole", "computation", "communication"]
@@ -341,6 +343,7 @@ class RunHeader(Model):
     environment: Environment
     plugins: tuple[PluginInfo, ...] = ()
     ceilings: dict[str, float] = Field(default_factory=dict)
+    estimator: str = ESTIMATOR
 
 
 class RunRecord(RunHeader):

@@ -20,7 +20,7 @@ from dilabench.atomic_file import write_text
 from dilabench.cache_folder import cache_folder
 from dilabench.choice.ways import Ways
 from dilabench.errors import ConfigError
-from dilabench.machine import CUDA, Machine
+from dilabench.machine import Machine
 from dilabench.patterns.registry import has_kind
 from dilabench.units import format_seconds
 from dilabench.validation import Model
@@ -201,7 +201,7 @@ def tune_path(machine: Machine) -> Path:
 
 def device_name(machine: Machine) -> str:
     """The GPU's name, or that of the device: 'cpu', 'mps'."""
-    return machine.gpus[0].name if machine.device == CUDA.name else machine.device
+    return machine.used_gpus[0].name if machine.used_gpus else machine.device
 
 
 @cache

@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.machinery import ModuleSpec
 
+from packaging.version import InvalidVersion, Version
+
 from dilabench.errors import PluginError
 from dilabench.machine import CUDA, CXX_COMPILERS, Machine, cxx_compiler
 
@@ -43,10 +45,19 @@ def wrong_device(devices: frozenset[str], machine: Machine) -> tuple[str, ...]:
 def refuse_unreadable(where: str, requirement: str) -> None:
     """Raise PluginError for a requirement that is in none of the forms of `unmet`."""
     for alternative in requirement.split("|"):
-        match = _REQUIREMENT.match(alternative)
-        form = _VERSIONS.get(match["name"], ".*") if match else ""
-        if match is None or not re.fullmatch(form, match["version"] or ""):
+        if _name_and_version(alternative) is None:
             raise PluginError(f"{where}: requires {requirement!r} cannot be read; write 'cuda>=sm80' or 'module>=1.2'")
+
+
+def _name_and_version(alternative: str) -> tuple[str, str | None] | None:
+    """Split 'module>=1.2' into the name and the version; None if it is in none of the forms of `unmet`."""
+    match = _REQUIREMENT.match(alternative)
+    if match is None:
+        return None
+    name, version = match["name"], match["version"]
+    form = _VERSIONS.get(name)
+    readable = version is None or _version(version) is not None if form is None else re.fullmatch(form, version or "")
+    return (name, version) if readable else None
 
 
 def _unmet_alternatives(requirement: str, machine: Machine, find_module: FindModule) -> str | None:
@@ -55,10 +66,10 @@ def _unmet_alternatives(requirement: str, machine: Machine, find_module: FindMod
 
 
 def _unmet(requirement: str, machine: Machine, find_module: FindModule) -> str | None:
-    match = _REQUIREMENT.match(requirement)
-    if match is None:
+    asked = _name_and_version(requirement)
+    if asked is None:
         return f"requirement {requirement!r} cannot be read; write 'cuda>=sm80' or 'module>=1.2'"
-    name, version = match["name"], match["version"]
+    name, version = asked
     if name == "cuda":
         return _unmet_cuda(version, machine)
     if name == "cpu":
@@ -90,7 +101,7 @@ def _unmet_distribution(name: str, version: str | None) -> str | None:
         installed = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return f"distribution {name} is not installed"
-    if version is not None and _version_key(installed) < _version_key(version):
+    if version is not None and is_older(installed, version):
         return f"needs {name} {version} or newer, have {installed}"
     return None
 
@@ -112,7 +123,7 @@ def _unmet_module(name: str, version: str | None, find_module: FindModule) -> st
     installed = _version_of_module(name.partition(".")[0])
     if installed is None:
         return f"module {name} has no version, {version} or newer is needed"
-    if _version_key(installed) < _version_key(version):
+    if is_older(installed, version):
         return f"needs {name} {version} or newer, have {installed}"
     return None
 
@@ -136,5 +147,17 @@ def _distributions_by_module() -> Mapping[str, list[str]]:
     return importlib.metadata.packages_distributions()
 
 
-def _version_key(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
+def is_older(installed: str, needed: str) -> bool:
+    """Return True if a version is below another by PEP 440: 2.10rc1 is below 2.10, 2.10+cu128 is not.
+
+    An installed version that PEP 440 does not know counts as older.
+    """
+    have, least = _version(installed), _version(needed)
+    return have is None or least is None or have < least
+
+
+def _version(text: str) -> Version | None:
+    try:
+        return Version(text)
+    except InvalidVersion:
+        return None

@@ -103,7 +103,7 @@ def names(*options: Sequence[str] | None) -> list[str]:
 
 def column_names(options: Sequence[str] | None) -> list[str]:
     """The columns asked for, checked; their names hold blanks, so that only commas part them. Raises ConfigError."""
-    from dilabench.report.rows import chosen_columns
+    from dilabench.report.columns import chosen_columns
 
     wanted = [name.strip() for text in options or () for name in text.split(",") if name.strip()]
     chosen_columns(wanted)

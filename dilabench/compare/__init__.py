@@ -2,7 +2,7 @@
 
 ================  ===========================================================================================
 `fingerprint`     may two records be compared at all? hard fields refuse, soft ones warn
-`pairing`         slots of two cases that took turns -> rounds (`stats.paired`)
+`view`            the figures of a row; slots of two cases that took turns -> rounds (`stats.paired`)
 `within`          rows of one record (or several of the same request) against each other, by interleaved rounds
 `across`          two records joined on `case_id`, by the spread of the stored sessions
 `matrix`          more than two records, each against each

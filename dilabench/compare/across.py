@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from dilabench.compare.comparison import ComparedPair, Comparison, Uncompared, is_measured, uncompared
 from dilabench.compare.fingerprint import Mismatch, hard_mismatches, soft_warnings
-from dilabench.compare.pairing import common_timings, is_throttled, sessions_of
 from dilabench.compare.relative import relative_to
 from dilabench.compare.selection import Selection, everything
 from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
+from dilabench.compare.view import common_timings, is_throttled, median_over, sessions_of
 from dilabench.record import Measured, Row, RunRecord, Timing
 from dilabench.stats.decisions.decide import decide
 from dilabench.stats.decisions.history import SESSIONS_FOR_GATE, StoredSessions, estimate_stored
@@ -170,6 +170,8 @@ def _compared(match: _Match, verdict: Verdict) -> ComparedPair:
         candidate=match.candidate[-1].case,
         timer=match.timer,
         route="stored",
+        baseline_ns=median_over(match.timings(match.baseline)),
+        candidate_ns=median_over(match.timings(match.candidate)),
         verdict=verdict,
         memory=memory,
         notes=(*([no_memory] if no_memory else []), *notes),

@@ -21,14 +21,17 @@ class ComparedPair:
     """One case against its baseline: the same case in other records, or another case of the same workload group.
 
     route: "interleaved" when both sides took turns in the same rounds, "stored" when they were measured in different
-    sessions. memory is None where a side has no peak, or the peaks were taken in different ways. notes: warnings of the
-    rows themselves.
+    sessions. baseline_ns, candidate_ns: the median of all samples of each side, as reports show it; the verdict's ratio
+    comes from sharper locations of turns. memory is None where a side has no peak, or the peaks were taken in different
+    ways. notes: warnings of the rows themselves.
     """
 
     baseline: Case
     candidate: Case
     timer: str
     route: Route
+    baseline_ns: float
+    candidate_ns: float
     verdict: Verdict
     memory: MemoryVerdict | None = None
     notes: tuple[str, ...] = ()

@@ -7,10 +7,9 @@ ratio of the medians is what there is to say.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from dilabench.compare.pairing import location_of
 from dilabench.compare.ranking import is_quotable
-from dilabench.record import Case, Measured, Row, RunRecord
-from dilabench.stats.samples.location import Location
+from dilabench.compare.view import RowView, measured_view
+from dilabench.record import Case, Row, RunRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +18,8 @@ class MachineRatio:
 
     base: Case
     new: Case
-    base_time: Location
-    new_time: Location
+    base_time: RowView
+    new_time: RowView
 
     @property
     def ratio(self) -> float:
@@ -37,12 +36,12 @@ def machine_ratios(base: RunRecord, new: RunRecord) -> Iterator[MachineRatio]:
             yield MachineRatio(base=other.case, new=row.case, base_time=other_time, new_time=time)
 
 
-def _fastest(rows: Iterable[Row]) -> dict[str, tuple[Row, Location]]:
-    found: dict[str, tuple[Row, Location]] = {}
+def _fastest(rows: Iterable[Row]) -> dict[str, tuple[Row, RowView]]:
+    found: dict[str, tuple[Row, RowView]] = {}
     for row in rows:
-        if not isinstance(row.outcome, Measured) or not is_quotable(row):
+        if not is_quotable(row):
             continue
-        time = location_of(next(timing for timing in row.outcome.timings if timing.has_samples))
+        time = measured_view(row)
         key = row.case.model_copy(update={"backend": None}).case_id
         if key not in found or time.median_ns < found[key][1].median_ns:
             found[key] = row, time

@@ -25,10 +25,10 @@ class CaseMatrix:
 
     @property
     def times_ns(self) -> dict[int, float]:
-        """The typical time in each run that was compared, by its number."""
+        """The median of all samples in each run that was compared, by its number."""
         times: dict[int, float] = {}
         for (base, new), pair in self.pairs.items():
-            times |= {base: pair.verdict.numbers.baseline_ns, new: pair.verdict.numbers.candidate_ns}
+            times |= {base: pair.baseline_ns, new: pair.candidate_ns}
         return times
 
 

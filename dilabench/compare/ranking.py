@@ -9,7 +9,7 @@ is not what its user sees there: it is proven to be faster only if its median sa
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.pairing import common_timings, location_of, pair
+from dilabench.compare.view import common_timings, pair, pair_views
 from dilabench.metadata import NOTES
 from dilabench.record import Measured, Row
 from dilabench.stats.decisions.verdicts import Cause, Code
@@ -49,7 +49,7 @@ def rank(rows: Sequence[Row], device: str) -> Ranking | None:
     if not quotable:
         return None
     baseline = next((row for row in quotable if row.planned.role == "plain"), quotable[0])
-    ratios = _ratios(baseline, quotable)
+    ratios = [view.ratio for view in pair_views([(baseline, row) for row in quotable])]
     speedups = {row.case.case_id: 1 / ratio for row, ratio in zip(quotable, ratios, strict=True)}
     fastest = quotable[ratios.index(min(ratios))]
     others = [row for row in quotable if row is not fastest]
@@ -61,25 +61,6 @@ def rank(rows: Sequence[Row], device: str) -> Ranking | None:
         tied=tuple(row for row in (fastest, *tied) if row is not ahead),
         too_few_rounds=bool(tied) and tied == unheard,
     )
-
-
-def _ratios(baseline: Row, candidates: Sequence[Row]) -> list[float]:
-    """Time of each candidate over that of the baseline, from the rounds that they share where there are any."""
-    from dilabench.stats.decisions.paired import estimate_many
-
-    rounds = []
-    for row in candidates:
-        timings = None if row is baseline else common_timings(baseline, row)
-        rounds.append(pair([timings]).rounds if timings else None)
-    estimates = iter(estimate_many([one for one in rounds if one is not None]))
-    return [
-        next(estimates).ratio if found is not None else _ratio_of_medians(baseline, row)
-        for row, found in zip(candidates, rounds, strict=True)
-    ]
-
-
-def _ratio_of_medians(baseline: Row, candidate: Row) -> float:
-    return 1.0 if candidate is baseline else _median_ns(candidate) / _median_ns(baseline)
 
 
 def _not_slower(fastest: Row, others: Sequence[Row], device: str) -> tuple[tuple[Row, ...], tuple[Row, ...], Row]:
@@ -113,9 +94,3 @@ def _not_slower(fastest: Row, others: Sequence[Row], device: str) -> tuple[tuple
     chosen = {id(row) for row in (*undecided, *unheard)}, {id(row) for row in unheard}
     tied, alone = (tuple(row for row in others if id(row) in some) for some in chosen)
     return tied, alone, ahead
-
-
-def _median_ns(row: Row) -> float:
-    """Of the first timer that took samples of a row to quote."""
-    assert isinstance(row.outcome, Measured)
-    return location_of(next(one for one in row.outcome.timings if one.has_samples)).median_ns

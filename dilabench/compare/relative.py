@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from dilabench.compare.comparison import is_measured
 from dilabench.compare.fingerprint import soft_mismatches
-from dilabench.compare.pairing import matched
+from dilabench.compare.view import matched
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.record import Measured, RunRecord, Timing
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dilabench.compare.comparison import ComparedPair, Comparison, Uncompared, ending, is_measured, lack_of
-from dilabench.compare.pairing import Pairing, common_timings, pair, sessions_of
 from dilabench.compare.selection import Selection, everything
 from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
+from dilabench.compare.view import Pairing, common_timings, median_over, pair, sessions_of
 from dilabench.errors import counted, unknown_name
 from dilabench.record import Case, Row, RunRecord, Timing
 from dilabench.stats.decisions.decide import decide, judge_many
@@ -140,6 +140,8 @@ def _compared(pairs: Sequence[_Pair], policy: Policy) -> Iterator[ComparedPair]:
             candidate=found.candidate.case,
             timer=found.timings[0][0].timer,
             route="stored" if pairing.rounds is None else "interleaved",
+            baseline_ns=median_over([old for old, _ in found.timings]),
+            candidate_ns=median_over([new for _, new in found.timings]),
             verdict=verdict,
             memory=memory,
             notes=(*notes, *row_notes(found.baseline, found.candidate)),

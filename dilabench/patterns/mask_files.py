@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import shutil
 import stat
 from collections.abc import Iterator
@@ -52,9 +51,8 @@ def keep_mask(path: Path, digest: str, folder: Path) -> None:
 
 
 def look_for_masks_in(folder: Path) -> None:
-    """From now on `mask_of_digest` looks there, too."""
-    # Methods of Path raise for a folder that may not be entered.
-    if os.path.isdir(folder) and folder not in _kept_in:
+    """From now on `mask_of_digest` looks in this folder, too."""
+    if folder not in _kept_in:
         _kept_in.append(folder)
 
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from dilabench.compare.ranking import Ranking, is_quotable, rank
+from dilabench.compare.view import view_of
 from dilabench.plugins.axis import Axis
-from dilabench.record import Failed, Measured, Row, RunRecord, Skipped
+from dilabench.record import Failed, Row, RunRecord, Skipped
 from dilabench.report import figures
-from dilabench.report.rows import WorkloadTable, location, row_name, shape_id, verified_text, workload_tables
-from dilabench.units import format_bytes
+from dilabench.report.columns import COLUMNS, row_name
+from dilabench.report.rows import WorkloadTable, shape_id, workload_tables
 
 TITLE = "Answer"
 # Before a ratio that is not proven to be another than 1.
@@ -86,11 +87,11 @@ class Answer:
         columns["batch"] = [str(row.batch) for row in self.rows]
         columns["workload"] = [row.workload for row in self.rows]
         columns["fastest"] = [row.winner for row in self.rows]
-        columns["time"] = [_time(row.fastest) for row in self.rows]
+        columns["time"] = [_cell("median", row.fastest) for row in self.rows]
         columns["vs dense"] = [_versus(row.times_dense, row.dense_proven) for row in self.rows]
         columns[ONE_DEVICE] = [_versus(row.times_one, row.one_proven) for row in self.rows]
-        columns["memory"] = [_memory(row.fastest) for row in self.rows]
-        columns["verified"] = [_verified(row.fastest) for row in self.rows]
+        columns["memory"] = [_cell("peak mem.", row.fastest) for row in self.rows]
+        columns["verified"] = [_cell("verified", row.fastest) for row in self.rows]
         maybe = ("workload", "vs dense", ONE_DEVICE, "memory")
         dull = {name for name in maybe if set(columns[name]) <= {"", figures.ABSENT}}
         if set(columns["batch"]) == {"1"}:
@@ -174,7 +175,7 @@ def _answer_row(
 
 
 def _against_dense(line: AnswerRow, fastest: Row, rows: Sequence[Row], device: str) -> AnswerRow:
-    timed = [(found.median_ns, row) for row in rows if is_quotable(row) and (found := location(row))]
+    timed = [(view.median_ns, row) for row in rows if is_quotable(row) and (view := view_of(row))]
     if not timed:
         return line
     dense = min(timed, key=lambda one: one[0])[1]
@@ -204,8 +205,7 @@ def _times(fastest: Row, other: Row, device: str) -> tuple[float, bool]:
 
 def _apart(one: Row, other: Row) -> bool:
     """Whether intervals do not meet: the most that can be said of rows that did not take turns, as most yardsticks."""
-    places = [found.interval if (found := location(row)) else None for row in (one, other)]
-    a, b = places
+    a, b = (view.interval if (view := view_of(row)) else None for row in (one, other))
     return a is not None and b is not None and (a.high < b.low or b.high < a.low)
 
 
@@ -224,7 +224,7 @@ def _told(rows: Sequence[AnswerRow], workload: str, axis: str) -> Iterator[str]:
     """The sentences on the lines of one workload, in the order of the axis."""
     texts = []
     for (name, claim), places in _gathered(rows).items():
-        timed = f" ({_time(rows[0].fastest)})" if len(rows) == 1 and rows[0].fastest else ""
+        timed = f" ({_cell('median', rows[0].fastest)})" if len(rows) == 1 and rows[0].fastest else ""
         unproven = [place for place in places if _is_unproven(rows[place])]
         doubt = ""
         if len(unproven) == len(places):
@@ -309,21 +309,10 @@ def _runs(places: Sequence[int], rows: Sequence[AnswerRow]) -> str:
     return ", ".join(texts)
 
 
-def _time(row: Row | None) -> str:
-    found = None if row is None else location(row)
-    return figures.ABSENT if found is None else figures.latency(found.median_ns)
+def _cell(name: str, row: Row | None) -> str:
+    view = None if row is None else view_of(row)
+    return figures.ABSENT if view is None else COLUMNS[name].value_text(view)
 
 
 def _versus(times: float | None, proven: bool) -> str:
     return figures.ABSENT if times is None else ("" if proven else ABOUT) + figures.ratio(times)
-
-
-def _memory(row: Row | None) -> str:
-    outcome = row.outcome if row else None
-    return (
-        format_bytes(outcome.memory.peak_bytes) if isinstance(outcome, Measured) and outcome.memory else figures.ABSENT
-    )
-
-
-def _verified(row: Row | None) -> str:
-    return verified_text(row.outcome) if row and isinstance(row.outcome, Measured) else figures.ABSENT

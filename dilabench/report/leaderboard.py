@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dilabench.compare.ranking import is_quotable, rank
-from dilabench.record import Measured, Row, RunRecord
+from dilabench.compare.view import measured_view
+from dilabench.record import Row, RunRecord
 from dilabench.report import figures
+from dilabench.report.columns import COLUMNS, row_name
 from dilabench.report.html.commands import quoted, row_command
-from dilabench.report.rows import location, row_name, verified_text, workload_tables
+from dilabench.report.rows import workload_tables
 from dilabench.report.summary import environment_rows, reproduce_command
-from dilabench.units import format_bytes
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 
@@ -155,20 +156,17 @@ def _entries(rows: Sequence[Row], record: RunRecord) -> Iterator[Entry]:
         assert ranking is not None
         sharing = (ranking.fastest, *ranking.tied)
         for row in sharing:
-            found = location(row)
-            assert found is not None
-            assert isinstance(row.outcome, Measured)
-            memory, command = row.outcome.memory, row_command(row, record)
+            view, command = measured_view(row), row_command(row, record)
             yield Entry(
                 place=place,
                 tied=len(sharing) > 1,
                 unproven=ranking.too_few_rounds,
                 name=row_name(row),
-                median_ns=found.median_ns,
-                time=figures.latency(found.median_ns),
+                median_ns=view.median_ns,
+                time=COLUMNS["median"].value_text(view),
                 behind=fastest / first.speedups[row.case.case_id],
-                memory=format_bytes(memory.peak_bytes) if memory else figures.ABSENT,
-                verified=verified_text(row.outcome),
+                memory=COLUMNS["peak mem."].value_text(view),
+                verified=view.verified,
                 command=command and f"dilabench {quoted((*command[0], *command[1]))}",
             )
         place += len(sharing)

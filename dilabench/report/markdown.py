@@ -5,17 +5,10 @@ from pathlib import Path
 
 from dilabench.atomic_file import write_text
 from dilabench.record import RunRecord
+from dilabench.report.columns import Column, DisplayRow, chosen_columns
 from dilabench.report.findings import Section as Finding
 from dilabench.report.plots.plots import FOLDER
-from dilabench.report.rows import (
-    ALL_COLUMNS,
-    TEXT_COLUMNS,
-    DisplayRow,
-    Section,
-    chosen_columns,
-    footnotes,
-    workload_tables,
-)
+from dilabench.report.rows import Section, footnotes, workload_tables
 from dilabench.report.summary import (
     NoteGroup,
     Unmeasured,
@@ -50,12 +43,14 @@ def to_text(
     return "\n".join(_lines(record, sections, folder, chosen_columns(columns))) + "\n"
 
 
-def _lines(record: RunRecord, sections: Sequence[Finding], folder: Path | None, names: Sequence[str]) -> Iterator[str]:
+def _lines(
+    record: RunRecord, sections: Sequence[Finding], folder: Path | None, columns: Sequence[Column]
+) -> Iterator[str]:
     yield f"# dilabench {record.suite}"
     yield from ("", escaped(headline(record)))
     for finding in sections:
         yield from finding_lines(finding, folder)
-    yield from ("", "## Results", *tables_lines(record, names))
+    yield from ("", "## Results", *tables_lines(record, columns))
     entries = unmeasured(record)
     for status, heading in (("failed", "Failures"), ("skipped", "Skipped")):
         chosen = [entry for entry in entries if entry.status == status]
@@ -73,7 +68,7 @@ def _lines(record: RunRecord, sections: Sequence[Finding], folder: Path | None, 
     yield f"Run `{record.run_id}`, dilabench {record.tool_version}, record schema {record.schema_version}."
 
 
-def tables_lines(record: RunRecord, names: Sequence[str]) -> Iterator[str]:
+def tables_lines(record: RunRecord, columns: Sequence[Column]) -> Iterator[str]:
     """A table per workload with these columns, and what their marks mean."""
     tables = workload_tables(record)
     for table in tables:
@@ -82,8 +77,8 @@ def tables_lines(record: RunRecord, names: Sequence[str]) -> Iterator[str]:
             if section.title is not None:
                 yield from ("", f"{escaped(section.title)}:")
             yield ""
-            yield from _section(section, names)
-    for meaning in footnotes(tables, names):
+            yield from _section(section, columns)
+    for meaning in footnotes(tables, columns):
         yield from ("", escaped(meaning))
 
 
@@ -109,14 +104,14 @@ def _notes(group: NoteGroup) -> Iterator[str]:
         yield from ("", "  </details>")
 
 
-def _section(section: Section, names: Sequence[str]) -> Iterator[str]:
-    rules = ["---" if name in TEXT_COLUMNS else "---:" for name in names]
-    rows = [[_cell(row, name) for name in names] for row in section.rows]
-    return table_lines(names, rules, rows, escape=False)
+def _section(section: Section, columns: Sequence[Column]) -> Iterator[str]:
+    rules = ["---:" if column.right else "---" for column in columns]
+    rows = [[_cell(row, column) for column in columns] for row in section.rows]
+    return table_lines([column.name for column in columns], rules, rows, escape=False)
 
 
-def _cell(row: DisplayRow, name: str) -> str:
-    text = escaped(row.cells[ALL_COLUMNS.index(name)])
+def _cell(row: DisplayRow, column: Column) -> str:
+    text = escaped(column.text(row))
     return f"**{text}**" if row.fastest else text
 
 

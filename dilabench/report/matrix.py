@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dilabench.compare.comparison import ComparedPair
 from dilabench.compare.matrix import CaseMatrix, Matrix
 from dilabench.report import figures
-from dilabench.report.rows import case_name, workload_title
+from dilabench.report.columns import case_name, ratio_interval, workload_title
 
 CORNER = "base ↓ new →"
 ADVISORY = "*"
@@ -50,9 +50,8 @@ def pair_text(pair: ComparedPair | None) -> str:
 
 def ratio_text(pair: ComparedPair) -> str:
     """The ratio candidate / baseline and its interval, where there is one."""
-    numbers = pair.verdict.numbers
-    known = numbers.ratio_low is not None and numbers.ratio_high is not None
-    return f"{numbers.ratio:.3f}" + (f" ({numbers.ratio_low:.3f}–{numbers.ratio_high:.3f})" if known else "")
+    interval = ratio_interval(pair)
+    return f"{pair.verdict.numbers.ratio:.3f}" + (f" ({interval})" if interval else "")
 
 
 def is_advisory(matrix: Matrix) -> bool:

@@ -7,19 +7,16 @@ from dilabench.atomic_file import write_text
 from dilabench.compare.comparison import ComparedPair, Comparison
 from dilabench.compare.matrix import CaseMatrix, Matrix
 from dilabench.record import RunRecord
-from dilabench.report import figures
 from dilabench.report import matrix as texts
+from dilabench.report.columns import Column, case_name, chosen_columns, pair_columns, workload_title
 from dilabench.report.findings import Section
 from dilabench.report.markdown import escaped, finding_lines, table_lines, tables_lines
-from dilabench.report.rows import COLUMNS, case_name, workload_title
 from dilabench.report.summary import device_text, headline, reproduce_command, unmeasured
 from dilabench.stats.decisions.verdicts import Code
 
 FILENAME = "pull-request.md"
 # GitHub takes 65,536 characters in a comment.
 MOST_CHARACTERS = 60_000
-COMPARED = ("verdict", "case", "workload", "baseline", "candidate", "ratio", "memory")
-RULES = ("---", "---", "---", "---:", "---:", "---:", "---")
 
 
 def render(record: RunRecord, folder: Path | None, sections: Sequence[Section] = ()) -> str | None:
@@ -39,7 +36,11 @@ def of_run(record: RunRecord, sections: Sequence[Section]) -> str:
             lines += finding_lines(section, heading="####")
     findings = [line for section in sections if not section.answers for line in finding_lines(section, heading="####")]
     told = [f"- {escaped(f'{one.rows}: {one.why}')}" for one in unmeasured(record)]
-    parts = [("Findings", findings), ("Rows without a time", told), ("Results", list(tables_lines(record, COLUMNS)))]
+    parts = [
+        ("Findings", findings),
+        ("Rows without a time", told),
+        ("Results", list(tables_lines(record, chosen_columns()))),
+    ]
     return _limited(lines, [*parts, ("Command", ["```", reproduce_command(record), "```"])])
 
 
@@ -90,20 +91,13 @@ def _matters(pair: ComparedPair) -> bool:
 
 
 def _compared(pairs: Sequence[ComparedPair]) -> Iterator[str]:
-    return table_lines(COMPARED, RULES, [_cells(pair) for pair in pairs])
-
-
-def _cells(pair: ComparedPair) -> Sequence[str]:
-    numbers = pair.verdict.numbers
-    return (
-        pair.verdict.code + (" (advisory)" if pair.verdict.advisory else ""),
-        case_name(pair.candidate),
-        workload_title(pair.candidate),
-        figures.latency(numbers.baseline_ns),
-        figures.latency(numbers.candidate_ns),
-        texts.ratio_text(pair),
-        figures.ABSENT if pair.memory is None else pair.memory.code,
-    )
+    known = {column.name: column for column in pair_columns(lambda pair: case_name(pair.candidate), None)}
+    workload = Column(name="workload", cell=lambda pair: workload_title(pair.candidate), right=False)
+    ratio = Column(name="ratio", cell=texts.ratio_text)
+    columns = [known["verdict"], known["case"], workload, known["baseline"], known["candidate"], ratio, known["memory"]]
+    rules = ["---:" if column.right else "---" for column in columns]
+    rows = [[column.value_text(pair) for column in columns] for pair in pairs]
+    return table_lines([column.name for column in columns], rules, rows)
 
 
 def _limited(lines: Sequence[str], folded: Sequence[tuple[str, Sequence[str]]]) -> str:

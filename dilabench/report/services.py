@@ -8,11 +8,10 @@ from typing import Any
 
 from dilabench.atomic_file import write_text
 from dilabench.compare.ranking import is_quotable
-from dilabench.record import Measured, Row, RunRecord
-from dilabench.report.rows import location, row_name, workload_title
-from dilabench.stats.samples.derive import tokens_per_second
-from dilabench.stats.samples.location import Location
-from dilabench.units import format_seconds
+from dilabench.compare.view import RowView, view_of
+from dilabench.record import RunRecord
+from dilabench.report import figures
+from dilabench.report.columns import row_name, workload_title
 
 
 def render_bencher(record: RunRecord, folder: Path | None) -> str | None:
@@ -20,7 +19,7 @@ def render_bencher(record: RunRecord, folder: Path | None) -> str | None:
 
     `lower_value` and `upper_value` are the ends of the interval. Written as bencher.json into `folder`, else returned.
     """
-    document = {name: _metrics(row, found) for name, row, found in _quotable(record)}
+    document = {name: _metrics(view) for name, view in _quotable(record)}
     return _written(document, folder, "bencher.json")
 
 
@@ -30,39 +29,34 @@ def render_github_action(record: RunRecord, folder: Path | None) -> str | None:
         {
             "name": name,
             "unit": "ns",
-            "value": found.median_ns,
-            **({"range": f"± {found.interval.half_width:.0f}"} if found.interval else {}),
-            "extra": f"{format_seconds(found.median_ns * 1e-9)}, {found.n} samples, case {row.case.case_id}",
+            "value": view.median_ns,
+            **({"range": f"± {view.interval.half_width:.0f}"} if view.interval else {}),
+            "extra": f"{figures.latency(view.median_ns)}, {view.samples} samples, case {view.row.case.case_id}",
         }
-        for name, row, found in _quotable(record)
+        for name, view in _quotable(record)
     ]
     return _written(document, folder, "github-action-benchmark.json")
 
 
-def _quotable(record: RunRecord) -> Iterator[tuple[str, Row, Location]]:
+def _quotable(record: RunRecord) -> Iterator[tuple[str, RowView]]:
     """The rows whose time may be quoted, under names that differ and stay the same from run to run."""
-    rows = [(row, found) for row in record.rows if is_quotable(row) and (found := location(row))]
-    names = [f"{row_name(row)} / {workload_title(row.case)}" for row, _ in rows]
+    views = [view for row in record.rows if is_quotable(row) and (view := view_of(row))]
+    names = [f"{row_name(view.row)} / {workload_title(view.row.case)}" for view in views]
     shared = Counter(names)
-    for name, (row, found) in zip(names, rows, strict=True):
-        yield (name if shared[name] == 1 else f"{name} / {row.case.case_id}"), row, found
+    for name, view in zip(names, views, strict=True):
+        yield (name if shared[name] == 1 else f"{name} / {view.row.case.case_id}"), view
 
 
-def _metrics(row: Row, found: Location) -> dict[str, Any]:
-    tokens = row.case.workload.tokens
-    latency: dict[str, float] = {"value": found.median_ns}
-    throughput: dict[str, float] = {"value": tokens_per_second(tokens, found.median_ns)}
-    if found.interval:
-        latency |= {"lower_value": found.interval.low, "upper_value": found.interval.high}
-        # The longest time is the lowest rate.
-        throughput["lower_value"] = tokens_per_second(tokens, found.interval.high)
-        throughput["upper_value"] = tokens_per_second(tokens, found.interval.low)
-    assert isinstance(row.outcome, Measured)
-    memory = row.outcome.memory
+def _metrics(view: RowView) -> dict[str, Any]:
+    latency: dict[str, float] = {"value": view.median_ns}
+    throughput: dict[str, float] = {"value": view.tokens_per_s}
+    if view.interval and view.tokens_per_s_interval:
+        latency |= {"lower_value": view.interval.low, "upper_value": view.interval.high}
+        throughput |= dict(zip(("lower_value", "upper_value"), view.tokens_per_s_interval, strict=True))
     return {
         "latency": latency,
         "throughput": throughput,
-        **({"peak-memory": {"value": memory.peak_bytes}} if memory else {}),
+        **({} if view.peak_bytes is None else {"peak-memory": {"value": view.peak_bytes}}),
     }
 
 

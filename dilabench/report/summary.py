@@ -9,7 +9,7 @@ from pathlib import PurePath
 from dilabench.errors import counted
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import Check, Environment, Failed, FailureCode, Note, RunRecord, Skipped
-from dilabench.report.rows import row_name
+from dilabench.report.columns import row_name
 from dilabench.units import format_bytes
 
 UNVERIFIED: frozenset[FailureCode] = frozenset({"wrong_output", "backend_not_proven"})

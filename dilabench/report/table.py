@@ -1,7 +1,8 @@
 """The terminal report: findings, a table per workload, what has no time and why, notes, and last the answer."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -12,17 +13,10 @@ from rich.text import Text
 from dilabench.errors import counted
 from dilabench.plugins.boundary import standard_output
 from dilabench.record import RunRecord
+from dilabench.report.columns import Column, chosen_columns, spared
 from dilabench.report.findings import Section as Finding
 from dilabench.report.grid import grid, text_console
-from dilabench.report.rows import (
-    ALL_COLUMNS,
-    TEXT_COLUMNS,
-    Section,
-    WorkloadTable,
-    chosen_columns,
-    footnotes,
-    workload_tables,
-)
+from dilabench.report.rows import Section, WorkloadTable, footnotes, workload_tables
 from dilabench.report.summary import Unmeasured, device_text, headline, note_groups, unmeasured
 from dilabench.units import output_width
 
@@ -32,8 +26,6 @@ MAX_TABLES = 6
 MAX_TOLD = 3
 MAX_WHY = 240
 DETAILS_HINT = "--details shows them, and so does report.md"
-# Dropped from the left of this list when a terminal is too narrow for all columns.
-LEAST_NEEDED = ("std", "mean", "TFLOP/s", "timer", "95 % CI", "peak mem.", "backend", "tok/s", "verified")
 STYLES = {"failed": "bold red", "skipped": "dim"}
 
 
@@ -65,15 +57,15 @@ def to_text(
     Without `details` many tables are left out, and what many rows share is said once. `columns`: of the tables.
     """
     console, out = text_console(width, colour)
-    names = chosen_columns(columns)
+    wanted = chosen_columns(columns)
     tables = workload_tables(record)
     console.print(Text(f"dilabench {record.suite} on {device_text(record)}", style="bold"))
     for finding in sections:
         if not finding.answers and (finding.rows or not finding.plots):
             _print_finding(console, finding)
     if details or columns or len(tables) <= MAX_TABLES:
-        shown = {name for table in tables for name in _print_table(console, table, names)}
-        _print_footnotes(console, tables, shown)
+        shown = {column.name for table in tables for column in _print_table(console, table, wanted)}
+        _print_footnotes(console, tables, [column for column in wanted if column.name in shown])
     elif tables:
         console.print()
         console.print(Text(f"{len(tables)} tables, one of each workload, are left out; {DETAILS_HINT}", style="dim"))
@@ -90,55 +82,51 @@ def to_text(
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def _print_table(console: Console, table: WorkloadTable, wanted: Sequence[str]) -> list[str]:
+def _print_table(console: Console, table: WorkloadTable, wanted: Sequence[Column]) -> list[Column]:
     """Print a table with those of the wanted columns that there is room for, which it returns."""
     console.print()
     console.print(Text(table.title, style="bold"))
-    names, gap = _fitting_columns(table, wanted, console.width)
+    cells = {column.name: [column.text(row) for row in table.rows] for column in wanted}
+    # Columns are as wide as their widest text in any section, so that the sections of a table line up.
+    widths = {name: max(cell_len(name), *map(cell_len, texts)) for name, texts in cells.items()}
+    columns, gap = _fitting_columns(wanted, widths, console.width)
     for index, section in enumerate(table.sections):
         if section.title is not None:
             console.print(Text(section.title, style="dim"))
-        console.print(_drawn(section, _widths(table, names), gap, header=index == 0))
-    left_out = [name for name in wanted if name not in names]
+        console.print(_drawn(section, columns, widths, gap, header=index == 0))
+    left_out = [column.name for column in wanted if column not in columns]
     if left_out:
         console.print(Text(f"left out at {console.width} columns: {', '.join(left_out)}", style="dim"))
-    return names
+    return columns
 
 
-def _fitting_columns(table: WorkloadTable, wanted: Sequence[str], width: int) -> tuple[list[str], int]:
-    """The columns to show and the gap between them: first the gap shrinks, then the least needed columns go."""
-    names = list(wanted)
-    for victim in (None, *(name for name in LEAST_NEEDED if name in wanted)):
+def _fitting_columns(wanted: Sequence[Column], widths: Mapping[str, int], width: int) -> tuple[list[Column], int]:
+    """The columns to show and the gap between them: first the gap shrinks, then the columns to spare go."""
+    columns = list(wanted)
+    for victim in (None, *spared(wanted)):
         if victim is not None:
-            names.remove(victim)
+            columns.remove(victim)
         for gap in (2, 1):
-            if sum(_widths(table, names).values()) + gap * (len(names) - 1) <= width:
-                return names, gap
-    return names, 1
+            if sum(widths[one.name] for one in columns) + gap * (len(columns) - 1) <= width:
+                return columns, gap
+    return columns, 1
 
 
-def _widths(table: WorkloadTable, names: Sequence[str]) -> dict[str, int]:
-    """Columns are as wide as their widest text in any section, so that the sections of a table line up."""
-    rows = [dict(zip(ALL_COLUMNS, row.cells, strict=True)) for row in table.rows]
-    return {name: max(cell_len(name), *(cell_len(row[name]) for row in rows)) for name in names}
-
-
-def _drawn(section: Section, widths: dict[str, int], gap: int, header: bool) -> Table:
+def _drawn(section: Section, columns: Sequence[Column], widths: Mapping[str, int], gap: int, header: bool) -> Table:
     drawn = Table(box=SIMPLE_HEAD, padding=(0, gap - 1, 0, 0), pad_edge=False, show_edge=False, show_header=header)
-    for name, width in widths.items():
-        drawn.add_column(name, justify="left" if name in TEXT_COLUMNS else "right", width=width, no_wrap=True)
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column.right else "left"
+        drawn.add_column(column.name, justify=justify, width=widths[column.name], no_wrap=True)
     for row in section.rows:
         style = STYLES.get(row.status, "bold green" if row.fastest else "")
-        cells = dict(zip(ALL_COLUMNS, row.cells, strict=True))
-        drawn.add_row(*(cells[name] for name in widths), style=style)
+        drawn.add_row(*(column.text(row) for column in columns), style=style)
     return drawn
 
 
-def _print_footnotes(console: Console, tables: Sequence[WorkloadTable], names: Collection[str]) -> None:
-    used = footnotes(tables, names)
-    if used:
+def _print_footnotes(console: Console, tables: Sequence[WorkloadTable], columns: Sequence[Column]) -> None:
+    if notes := footnotes(tables, columns):
         console.print()
-        console.print(Text("; ".join(used), style="dim"))
+        console.print(Text("; ".join(notes), style="dim"))
 
 
 def _print_finding(console: Console, finding: Finding) -> None:

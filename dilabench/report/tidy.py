@@ -1,44 +1,28 @@
 """A record as tidy tables: one line per case, or one per sample, with plain values under fixed names and in raw units.
 
 Times are in nanoseconds and sizes in bytes; None stands where there is nothing. `label_*` columns are there for the
-labels that the record has. CSV, Parquet, data frames and the HTML report all read this.
+labels that the record has. CSV, Parquet (extra `data`) and data frames are written here.
 """
 
-from collections.abc import Iterator
-from statistics import fmean, stdev
+import csv
+import io
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from dilabench.atomic_file import write_bytes, write_text
+from dilabench.compare.view import memory_of, view_of
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Measured, Memory, Row, RunRecord
-from dilabench.report.rows import first_timing, implementation_text, location
+from dilabench.report.columns import COLUMNS, implementation_text
 from dilabench.report.summary import device_text
-from dilabench.stats.samples.derive import tflops_per_second, tokens_per_second
-from dilabench.stats.samples.location import quantile
-from dilabench.workload.work import flops
 
 if TYPE_CHECKING:
     import pandas
 
 Line = dict[str, Any]
-MEMORY = tuple(name for name in Memory.model_fields if name.endswith("_bytes"))
-TIMES = (
-    "timer",
-    "samples",
-    "sessions",
-    "median_ns",
-    "ci_low_ns",
-    "ci_high_ns",
-    "ci_confidence",
-    "p25_ns",
-    "p75_ns",
-    "mean_ns",
-    "std_ns",
-    "min_ns",
-    "tokens_per_s",
-    "tflops_per_s",
-)
+# The peak is a column of tables, too.
+MEMORY = tuple(name for name in Memory.model_fields if name.endswith("_bytes") and name != "peak_bytes")
 
 
 def cases(record: RunRecord) -> list[Line]:
@@ -70,11 +54,31 @@ def frame(record: RunRecord, samples_too: bool = False) -> "pandas.DataFrame":
     return pandas.DataFrame(samples(record) if samples_too else cases(record))
 
 
+def render_csv(record: RunRecord, folder: Path | None) -> str | None:
+    """Write cases.csv into `folder` and print nothing; without a folder, return the text to print."""
+    return _csv(cases(record), folder, "cases.csv")
+
+
+def render_csv_samples(record: RunRecord, folder: Path | None) -> str | None:
+    """As `render_csv`, one line per sample, in samples.csv."""
+    return _csv(samples(record), folder, "samples.csv")
+
+
+def render_parquet(record: RunRecord, folder: Path | None) -> None:
+    """Write cases.parquet into `folder`; without one there is nothing to do. Raises EnvironmentNotReady."""
+    _parquet(lambda: cases(record), folder, "cases.parquet")
+
+
+def render_parquet_samples(record: RunRecord, folder: Path | None) -> None:
+    """As `render_parquet`, one line per sample, in samples.parquet."""
+    _parquet(lambda: samples(record), folder, "samples.parquet")
+
+
 def _case(row: Row) -> Line:
     case, planned, outcome = row.case, row.planned, row.outcome
     workload = case.workload
     measured = outcome if isinstance(outcome, Measured) else None
-    memory = measured.memory if measured else None
+    view, memory = view_of(row), memory_of(row)
     return {
         "case_id": case.case_id,
         "group_id": case.group_id,
@@ -104,33 +108,8 @@ def _case(row: Row) -> Line:
         "why": None if isinstance(outcome, Measured) else outcome.why,
         "verified_rows": measured.verification.sampled_rows if measured else None,
         "notes": ";".join(dict.fromkeys(note.code for note in measured.notes)) or None if measured else None,
-        **dict.fromkeys(TIMES),
-        **_times(row),
+        **{one.export: view and one.cell(view) for one in COLUMNS.values() if one.export},
         **{name: getattr(memory, name) if memory else None for name in MEMORY},
-    }
-
-
-def _times(row: Row) -> Line:
-    timing, found = first_timing(row), location(row)
-    if timing is None or found is None:
-        return {}
-    taken = timing.samples_ns
-    tokens = row.case.workload.tokens
-    return {
-        "timer": timing.timer,
-        "samples": len(taken),
-        "sessions": len({slot.session for slot in timing.slots}),
-        "median_ns": found.median_ns,
-        "ci_low_ns": found.interval.low if found.interval else None,
-        "ci_high_ns": found.interval.high if found.interval else None,
-        "ci_confidence": found.interval.confidence if found.interval else None,
-        "p25_ns": found.p25_ns,
-        "p75_ns": quantile(np.sort(np.asarray(taken, np.float64)), 0.75),
-        "mean_ns": fmean(taken),
-        "std_ns": stdev(taken) if len(taken) > 1 else None,
-        "min_ns": min(taken),
-        "tokens_per_s": tokens_per_second(tokens, found.median_ns),
-        "tflops_per_s": tflops_per_second(flops(row.case.workload), found.median_ns),
     }
 
 
@@ -159,3 +138,30 @@ def _samples(record: RunRecord, row: Row) -> Iterator[Line]:
             }
             for index, sample in enumerate(slot.samples_ns):
                 yield {**about, **turn, "sample": index, "time_ns": sample}
+
+
+def _csv(lines: Sequence[Line], folder: Path | None, filename: str) -> str | None:
+    text = io.StringIO()
+    if lines:
+        writer = csv.DictWriter(text, lines[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+    if folder is None:
+        return text.getvalue()
+    write_text(folder / filename, text.getvalue())
+    return None
+
+
+def _parquet(lines: Callable[[], Sequence[Line]], folder: Path | None, filename: str) -> None:
+    if folder is None:
+        return
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise EnvironmentNotReady(
+            "Parquet files need pyarrow, which is not installed; pip install 'dilabench[data]', or take -f csv"
+        ) from None
+    sink = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(lines()), sink)
+    write_bytes(folder / filename, sink.getvalue())

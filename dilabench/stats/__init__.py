@@ -4,9 +4,7 @@ One idea per module. Nothing here imports torch, reads a file or knows a record;
 natural logarithms of time ratios (candidate / baseline) until a verdict turns them into ratios.
 
 ==================  =====================================================================================
-`location`          quantiles, median with a distribution-free interval, Vargha-Delaney A12
-`blocks`            the median of samples taken in turns and sessions, which are alike inside each
-`autocorrelation`   how many independent samples a correlated series is worth
+`location`          quantiles, median with an interval that allows for turns and sessions, Vargha-Delaney A12
 `estimate`          a confidence interval; an estimated log ratio with its error
 `precision`         the stop rule: measure until the interval is narrow, never until it is significant
 `paired`            rounds that interleave both sides -> `Estimate` of the log ratio (the trusted way)
@@ -17,7 +15,6 @@ natural logarithms of time ratios (candidate / baseline) until a verdict turns t
 `calibration`       noise floor and detection rates of this machine
 `steps`             level shifts in a history (L1 Potts)
 `scaling`           power laws and crossover lengths, with intervals
-`derive`            tokens/s, TFLOP/s
 ==================  =====================================================================================
 
 A comparison in four lines::
@@ -28,5 +25,5 @@ A comparison in four lines::
     failed = [verdict for verdict in verdicts if verdict.fails_gate]
 
 The modules are imported one by one (`from dilabench.stats.decisions.decide import judge_many`), because numpy and
-scipy cost more than the whole of `dilabench --help`; `verdicts` and `derive` cost nothing.
+scipy cost more than the whole of `dilabench --help`; `verdicts` costs nothing.
 """

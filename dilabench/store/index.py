@@ -199,17 +199,18 @@ def _case_fields(file: str, record: RunRecord) -> list[tuple[object, ...]]:
 
 
 def _row_fields(row: Row) -> tuple[object, ...]:
-    from dilabench.report.rows import first_timing, implementation_text, location, workload_title
+    from dilabench.compare.view import memory_of, view_of
+    from dilabench.report.columns import implementation_text, workload_title
 
     case, outcome = row.case, row.outcome
     title = workload_title(case) + implementation_text(case).removeprefix(case.implementation)
     names = (case.implementation, case.backend, title, outcome.status)
     if not isinstance(outcome, Measured):
         return (*names, outcome.why, *(None,) * 5, 0, 0, None)
-    peak = outcome.memory.peak_bytes if outcome.memory else None
-    timing, found = first_timing(row), location(row)
-    if timing is None or found is None:
+    memory, view = memory_of(row), view_of(row)
+    peak = memory.peak_bytes if memory else None
+    if view is None:
         return (*names, None, *(None,) * 5, 0, 0, peak)
-    interval = (found.interval.low, found.interval.high) if found.interval else (None, None)
-    sessions = len({slot.session for slot in timing.slots})
-    return (*names, None, timing.timer, found.p25_ns, found.median_ns, *interval, found.n, sessions, peak)
+    interval = (view.interval.low, view.interval.high) if view.interval else (None, None)
+    times = (view.timing.timer, view.p25_ns, view.median_ns, *interval)
+    return (*names, None, *times, view.samples, view.sessions, peak)

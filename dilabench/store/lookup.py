@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from dilabench.compare.fingerprint import machine_key
@@ -10,6 +11,7 @@ from dilabench.record import RunRecord
 from dilabench.store.archive import SUFFIX, Archive, read_compressed, sound_records
 from dilabench.store.baselines import Baseline, Baselines
 from dilabench.store.calibrations import Calibration, Calibrations
+from dilabench.store.files import store_root
 from dilabench.store.run_files import read_record
 
 
@@ -21,10 +23,27 @@ class Store:
 
     def __init__(self, root: Path | None = None, tell: Callable[[str], None] = lambda _: None) -> None:
         self._tell = tell
-        self.archive = Archive(root)
-        self.root = self.archive.root
-        self.baselines = Baselines(self.root)
-        self.calibrations = Calibrations(self.root)
+        self._root = root
+
+    @cached_property
+    def root(self) -> Path:
+        """The store's folder."""
+        return store_root() if self._root is None else self._root
+
+    @cached_property
+    def archive(self) -> Archive:
+        """The runs."""
+        return Archive(self.root)
+
+    @cached_property
+    def baselines(self) -> Baselines:
+        """The names of runs."""
+        return Baselines(self.root)
+
+    @cached_property
+    def calibrations(self) -> Calibrations:
+        """The noise of machines."""
+        return Calibrations(self.root)
 
     def records(self, text: str) -> tuple[RunRecord, ...]:
         """The records that a text means: several for a baseline of several runs, else one.

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from packaging.version import Version
+
 from dilabench.errors import ConfigError
 from dilabench.metadata import COUNTERS, LABELS, NOTES, TIMER_UNUSABLE, VARIANT
 from dilabench.plugins import builtin
@@ -113,7 +115,6 @@ def _plugins(key: str, known: Mapping[str, object]) -> str:
     return key if key in known or ":" in key else f"plugin:{key}"
 
 
-_NUMBER = re.compile(r"[0-9]{1,9}")
 # From each version to the next one, row by row.
 STEPS: Mapping[str, tuple[Step, str]] = MappingProxyType({"1.0": (_to_1_1, "1.1")})
 
@@ -153,7 +154,7 @@ def _way(version: str, path: Path, steps: Mapping[str, tuple[Step, str]], curren
     way: list[Step] = []
     while version != current:
         if version not in steps:
-            newer = _key(version) > _key(current)
+            newer = _is_newer(version, current)
             way_out = "update dilabench" if newer else "it is not a version that was ever released"
             raise ConfigError(
                 f"{str(path)!r} has schema version {version!r:.40}, this dilabench reads up to {current}; {way_out}"
@@ -163,5 +164,9 @@ def _way(version: str, path: Path, steps: Mapping[str, tuple[Step, str]], curren
     return way
 
 
-def _key(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if _NUMBER.fullmatch(part))
+def _is_newer(version: str, current: str) -> bool:
+    try:
+        return Version(version) > Version(current)
+    except ValueError:
+        # Not a version, or one of thousands of digits.
+        return False

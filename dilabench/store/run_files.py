@@ -159,7 +159,9 @@ def read_record(run: Path) -> RunRecord:
     path = run
     if os.path.isdir(run):
         path = run / RECORD_NAME if os.path.exists(run / RECORD_NAME) else run / ROWS_NAME
-    look_for_masks_in(path.parent / MASKS_NAME)
+    # Methods of Path raise for a folder that may not be entered.
+    if os.path.isdir(path.parent / MASKS_NAME):
+        look_for_masks_in(path.parent / MASKS_NAME)
     if path.name.endswith(".jsonl"):
         header, rows = read_rows(path)
         return RunRecord.model_validate({**header.model_dump(), "rows": rows, "status": "interrupted"})
@@ -177,7 +179,9 @@ def read_record(run: Path) -> RunRecord:
             f"{str(path)!r} is JSON, but no run record: it has none of {', '.join(MARKS)}, so no run of dilabench "
             f"wrote it; name a run's folder or its {RECORD_NAME}"
         )
-    return _validated(RunRecord, migrated(document, path), path)
+    if document.get("schema_version") != SCHEMA_VERSION:
+        document = migrated(document, path)
+    return _validated(RunRecord, document, path)
 
 
 def read_rows(run: Path) -> tuple[RunHeader, tuple[Row, ...]]:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from dilabench.choice.measured import TunedCell, remember
 from dilabench.choice.ways import way_name
+from dilabench.compare.view import measured_view
 from dilabench.machine import Machine
-from dilabench.record import Measured, Row, RunRecord
-from dilabench.stats.samples.location import locate
+from dilabench.record import Measured, RunRecord
 from dilabench.store.run_files import read_record
 
 
@@ -28,21 +28,16 @@ def fastest(record: RunRecord) -> list[TunedCell]:
     measured = [row for row in record.rows if isinstance(row.outcome, Measured)]
     cells = []
     for _, group in groupby(sorted(measured, key=lambda row: row.case.group_id), key=lambda row: row.case.group_id):
-        ranked = sorted(group, key=_median_ns)
+        ranked = sorted(group, key=lambda row: measured_view(row).median_ns)
         best, second = ranked[0], ranked[1] if len(ranked) > 1 else None
         cells.append(
             TunedCell(
                 workload=best.case.workload,
                 implementation=best.case.implementation,
                 backend=best.case.backend,
-                median_ns=_median_ns(best),
+                median_ns=round(measured_view(best).median_ns),
                 runner_up=way_name(second.case) if second else None,
-                runner_up_ns=_median_ns(second) if second else None,
+                runner_up_ns=round(measured_view(second).median_ns) if second else None,
             )
         )
     return cells
-
-
-def _median_ns(row: Row) -> int:
-    assert isinstance(row.outcome, Measured)
-    return round(locate(row.outcome.timings[0].samples_ns).median_ns)

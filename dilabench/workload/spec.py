@@ -22,7 +22,14 @@ from pydantic import (
 from dilabench.errors import ConfigError
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern, SequenceShape
-from dilabench.patterns.registry import kinds_with, pattern_type, read_pattern, request_fields, with_present_names
+from dilabench.patterns.registry import (
+    has_kind,
+    kinds_with,
+    pattern_type,
+    read_pattern,
+    request_fields,
+    with_present_names,
+)
 from dilabench.units import format_count
 from dilabench.validation import Model, content_hash, describe, read_count, unknown_key, validated
 from dilabench.workload.batch_spec import with_packed_fields
@@ -257,14 +264,15 @@ class WorkloadRequest(Model):
         """Read what is not a field of the shape as the pattern that has such a field reads it."""
         if not isinstance(data, dict):
             return data
-        data = with_present_names(with_packed_fields(data))
+        data = with_present_names(with_packed_fields(data) if "batch" in data or data.get("cu_seqlens") else data)
+        asked = data.get("pattern", DEFAULT_PATTERN)
+        own = pattern_type(asked).request_model().model_fields.keys() - {"kind"} if has_kind(asked) else frozenset()
         by_kind: dict[str, dict[str, Any]] = {}
         for name in data.keys() - cls.model_fields.keys():
-            kinds = tuple(kinds_with(name))
-            if not kinds:
+            kind = asked if name in own else next(kinds_with(name), None)
+            if kind is None:
                 raise ValueError(unknown_key(name, {*cls.model_fields, *request_fields()}))
-            asked = data.get("pattern", DEFAULT_PATTERN)
-            by_kind.setdefault(asked if asked in kinds else kinds[0], {})[name] = data[name]
+            by_kind.setdefault(kind, {})[name] = data[name]
         read: dict[str, Any] = {}
         for kind, fields in by_kind.items():
             model = pattern_type(kind).request_model()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dilabench.compare.pairing import is_throttled, pair, sessions_of
+from dilabench.compare.view import is_throttled, pair, sessions_of
 from dilabench.record import Slot, Timing
 
 

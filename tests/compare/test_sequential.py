@@ -89,7 +89,15 @@ def stored(sessions, case):
 
 def pair(case_id, verdict):
     case = SimpleNamespace(case_id=case_id)
-    return ComparedPair(baseline=case, candidate=case, timer="wall", route="stored", verdict=verdict)
+    return ComparedPair(
+        baseline=case,
+        candidate=case,
+        timer="wall",
+        route="stored",
+        baseline_ns=1e6,
+        candidate_ns=1e6,
+        verdict=verdict,
+    )
 
 
 def checks(count=300, **machine):

@@ -1,14 +1,18 @@
 """Shelves, requirements and reasons."""
 
+import itertools
 import sys
+from importlib.machinery import ModuleSpec
 
 import pytest
 
 from dilabench.choice.descriptors import load_target
-from dilabench.choice.requirements import unmet
+from dilabench.choice.requirements import refuse_unreadable, unmet
 from dilabench.choice.ways import Registry
 from dilabench.errors import ConfigError, PluginError
 from dilabench.machine import Machine
+from dilabench.patterns.registry import OWN_KINDS, load
+from dilabench.plugins import manager
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Capabilities, Implementation
 from dilabench.record import Case, GpuInfo
@@ -20,6 +24,15 @@ HOPPER = Machine(device="cuda", gpus=(H200, H200))
 DILATED = {"kind": "dilated", "segment_lengths": [16, 40], "dilation_rates": [1, 3]}
 ZERO_KEYS = {"kind": "dilated", "segment_lengths": [16, 39], "dilation_rates": [1, 3], "padding": "zero_key"}
 WORKLOAD = Workload(pattern=DILATED, batch_size=1, seq_len=96, num_heads=6, num_kv_heads=3, head_dim=24)
+
+
+def test_our_own_descriptors_hold_what_those_of_plug_ins_must():
+    for module, kind in itertools.product(manager.OWN, manager.REGISTRIES):
+        hook = getattr(module, manager.HOOK_PREFIX + kind, None)
+        for descriptor in hook() if hook else ():
+            manager._refuse_impossible(hook.__name__, descriptor, reserved=frozenset())
+    for kind in OWN_KINDS:
+        manager._refuse_shadowing(kind, load(kind))
 
 
 def implementation(name, aliases=(), **fields):
@@ -108,6 +121,35 @@ def test_requirements(requirement, machine, reason):
 def test_a_requirement_names_the_version_that_is_there():
     (reason,) = unmet(["pydantic>=99.1"], CPU)
     assert reason.startswith("needs pydantic 99.1 or newer, have 2.")
+
+
+@pytest.mark.parametrize(
+    ("installed", "needed", "meets"),
+    [
+        ("2.10", "2.10", True),
+        ("2.10rc1", "2.10", False),
+        ("2.10rc1", "2.10rc1", True),
+        ("2.10", "2.9", True),
+        ("2.9.1", "2.10", False),
+        ("2.10+cu128", "2.10", True),
+        ("2.10.0a0+git1234567", "2.10", False),
+        ("2.10.dev20250101", "2.10", False),
+        ("2.7.4.post1", "2.7.4", True),
+        ("4.0.0b1", "4.0.0b2", False),
+        ("1!1.0", "2024.1", True),
+        ("of our own", "0.1", False),
+    ],
+)
+@pytest.mark.parametrize("package", ["flash-attn", "flash_attn"])
+def test_versions_are_compared_by_pep_440(package, installed, needed, meets, monkeypatch):
+    monkeypatch.setattr("importlib.metadata.version", lambda name: installed)
+    reasons = unmet([f"{package}>={needed}"], CPU, lambda name: ModuleSpec(name, None))
+    assert reasons == (() if meets else (f"needs {package} {needed} or newer, have {installed}",))
+
+
+def test_a_required_version_that_is_none_is_refused():
+    with pytest.raises(PluginError, match=r"x: requires 'torch>=two' cannot be read"):
+        refuse_unreadable("x", "torch>=two")
 
 
 def test_checking_a_requirement_does_not_import_the_module():

@@ -6,11 +6,11 @@ import json
 import pytest
 
 from dilabench.compare.across import compare_across
+from dilabench.compare.view import view_of
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Skipped, Slot, Timing
-from dilabench.report import services, tabular, tidy
+from dilabench.report import services, tidy
 from dilabench.report.html.page import notebook
-from dilabench.report.rows import location
 from dilabench.stats.decisions.policy import Policy
 
 pandas = pytest.importorskip("pandas", reason="pandas is part of the data extra")
@@ -32,7 +32,7 @@ def test_a_frame_has_a_line_per_case_and_what_the_tables_show(record):
     assert list(frame["implementation"]) == ["gather", "strided", "flex", "fused"]
     assert list(frame["status"]) == ["measured", "measured", "skipped", "failed"]
     assert frame["case_id"].is_unique
-    found = location(record.rows[0])
+    found = view_of(record.rows[0])
     first = frame.iloc[0]
     assert (first.median_ns, first.ci_low_ns, first.ci_high_ns) == (
         found.median_ns,
@@ -57,8 +57,8 @@ def test_a_frame_of_samples_has_every_one_of_them(record):
 def test_csv_and_parquet_are_the_frame(record, tmp_path, samples):
     pytest.importorskip("pyarrow", reason="pyarrow is part of the data extra")
     expected = record.to_frame(samples)
-    text = (tabular.render_csv_samples if samples else tabular.render_csv)(record, None)
-    (tabular.render_parquet_samples if samples else tabular.render_parquet)(record, tmp_path)
+    text = (tidy.render_csv_samples if samples else tidy.render_csv)(record, None)
+    (tidy.render_parquet_samples if samples else tidy.render_parquet)(record, tmp_path)
     name = "samples.parquet" if samples else "cases.parquet"
     for loaded in (pandas.read_csv(io.StringIO(text)), pandas.read_parquet(tmp_path / name)):
         assert list(loaded.columns) == list(expected.columns)

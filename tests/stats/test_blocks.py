@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
-from dilabench.stats.samples.blocks import locate_sessions
-from dilabench.stats.samples.location import locate, median_interval
+from dilabench.stats.samples.location import locate, locate_sessions, median_interval
 
 times = st.lists(st.floats(1, 1e9), min_size=1, max_size=12)
 

@@ -9,6 +9,12 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dilabench.compare.view import (
+    gigabytes_per_second,
+    speedup,
+    tflops_per_second,
+    tokens_per_second,
+)
 from dilabench.errors import ConfigError
 from dilabench.stats.decisions.calibration import binomial_interval, detection_rate, noise_floor
 from dilabench.stats.decisions.decide import judge_many
@@ -16,12 +22,6 @@ from dilabench.stats.decisions.memory import MemoryCode, judge_memory
 from dilabench.stats.decisions.paired import estimate_many
 from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Code
-from dilabench.stats.samples.derive import (
-    gigabytes_per_second,
-    speedup,
-    tflops_per_second,
-    tokens_per_second,
-)
 
 MIB = 2**20
 
@@ -81,7 +81,7 @@ def test_rates():
 
 def test_verdict_types_cost_no_numpy_and_nothing_imports_torch():
     code = (
-        "import sys, dilabench.stats.decisions.verdicts, dilabench.stats.samples.derive\n"
+        "import sys, dilabench.stats.decisions.verdicts\n"
         "import dilabench.stats.decisions.memory\n"
         "assert 'numpy' not in sys.modules and 'scipy' not in sys.modules\n"
         "import dilabench.stats.decisions.multiplicity, dilabench.stats.decisions.history\n"

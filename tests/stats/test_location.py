@@ -7,10 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
-from dilabench.stats.samples.autocorrelation import autocorrelation, effective_size
-from dilabench.stats.samples.location import a12, locate, median_interval, quantile
+from dilabench.stats.samples.location import (
+    a12,
+    autocorrelation,
+    effective_size,
+    flatten_slots,
+    group_quantiles,
+    locate,
+    median_interval,
+    quantile,
+)
 from dilabench.stats.samples.precision import relative_half_width
-from dilabench.stats.samples.slots import flatten_slots, group_quantiles
 
 times = st.lists(st.floats(1, 1e9), min_size=1, max_size=40)
 

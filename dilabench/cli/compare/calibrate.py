@@ -122,7 +122,7 @@ def summary(sessions: Sessions, here: RunRecord, workload: str) -> Calibration:
 
 def _verdicts(sessions: Sessions, candidate: str, policy: "Policy") -> "list[Verdict]":
     """The verdict of every session on its own."""
-    from dilabench.compare.pairing import pair
+    from dilabench.compare.view import pair
     from dilabench.engine.calibration import BASELINE
     from dilabench.stats.decisions.decide import judge_many
 

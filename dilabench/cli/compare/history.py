@@ -14,7 +14,8 @@ from dilabench.cli.plugins import real_names
 from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, print_table, say, say_page
 from dilabench.errors import ConfigError
-from dilabench.units import format_bytes, format_seconds
+from dilabench.report import figures
+from dilabench.units import format_bytes
 
 if TYPE_CHECKING:
     from dilabench.report.html.history import Trend
@@ -177,7 +178,7 @@ def _row(entry: "CaseEntry", step: float | None) -> Sequence[str]:
     change = ""
     if step is not None:
         change = f"<- step: {_change(step)}"
-    times = (format_seconds(entry.p25_ns * 1e-9), format_seconds(entry.median_ns * 1e-9))
+    times = (figures.latency(entry.p25_ns), figures.latency(entry.median_ns))
     peak = format_bytes(entry.peak_bytes) if entry.peak_bytes is not None else ""
     return (*start, *times, str(entry.samples), peak, change)
 

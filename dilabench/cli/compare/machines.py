@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from dilabench.cli.terminal import print_table, say, say_folded
 from dilabench.errors import ExitCode, counted
 from dilabench.report import figures
-from dilabench.report.rows import implementation_text, workload_title
+from dilabench.report.columns import implementation_text, workload_title
 from dilabench.report.summary import device_text
 
 if TYPE_CHECKING:

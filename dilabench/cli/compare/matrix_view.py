@@ -9,9 +9,9 @@ from dilabench.compare.matrix import Matrix
 from dilabench.errors import ExitCode, gravest
 from dilabench.record import RunRecord
 from dilabench.report import matrix as texts
+from dilabench.report.columns import workload_title
 from dilabench.report.html import comparison
 from dilabench.report.pull_request import of_matrix
-from dilabench.report.rows import workload_title
 from dilabench.store.calibrations import Calibration
 
 

@@ -9,26 +9,23 @@ from typing import TYPE_CHECKING, Any
 from dilabench.cli.terminal import print_table, say, say_folded
 from dilabench.errors import ExitCode
 from dilabench.record import Case
+from dilabench.report.columns import case_name, pair_columns, spared, workload_title
 from dilabench.report.pull_request import of_comparison
-from dilabench.report.rows import case_name, workload_title
 from dilabench.stats.decisions.verdicts import Code
 from dilabench.store.calibrations import Calibration
-from dilabench.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from dilabench.compare.comparison import ComparedPair, Comparison, Uncompared
 
-# Left out first where the terminal is narrow.
-SPARE = ("A12", "MDE")
 LEGEND = (
-    "ratio: the candidate's time over the baseline's, and its interval (CI); MDE: the smallest slow-down that would "
+    "baseline, candidate: the median of all samples; ratio: the candidate's time over the baseline's, from the lower "
+    "samples of each turn, and its interval (CI); MDE: the smallest slow-down that would "
     "have been found four times in five; A12: how often a call of the candidate takes longer than one of the baseline, "
     "0.50 where neither does"
 )
 # So many undecided pairs of one cause are told in full.
 MAX_TOLD = 2
 INDENT = "  "
-UNKNOWN = "—"
 WORDS = {
     ExitCode.OK: "ok",
     ExitCode.CASE_FAILED: "A MEASURED CASE NOW FAILS",
@@ -46,15 +43,20 @@ def show(comparison: "Comparison", code: ExitCode, calibration: Calibration | No
     say_folded(noise_line(calibration), INDENT)
     confidences = {one.verdict.numbers.confidence for one in comparison.pairs} - {None}
     alike = confidences.pop() if len(confidences) == 1 else None
-    interval = "CI" if alike is None else f"{100 * alike:.4g} % CI"
-    columns = ("verdict", "case", "baseline", "candidate", "ratio", interval, "MDE", "A12", "memory")
     for title, pairs in _by_workload(comparison.pairs).items():
         say()
         baselines = {case_name(pair.baseline) for pair in pairs if pair.baseline != pair.candidate}
         # Said once where all rows face the same one.
         against = f", against {baselines.pop()}" if len(baselines) == 1 and len(pairs) > 1 else ""
-        rows = [_row(pair, case_name(pair.candidate) if against else _facing(pair), alike) for pair in pairs]
-        print_table(title + against, columns, rows, right=columns[2:8], spare=SPARE)
+        columns = pair_columns((lambda pair: case_name(pair.candidate)) if against else _facing, alike)
+        rows = [[column.value_text(pair) for column in columns] for pair in pairs]
+        print_table(
+            title + against,
+            [column.name for column in columns],
+            rows,
+            right=[column.name for column in columns if column.right],
+            spare=[column.name for column in spared(columns)],
+        )
     if comparison.pairs:
         say_folded(LEGEND, INDENT)
         say()
@@ -172,37 +174,13 @@ def _by_workload(pairs: Sequence["ComparedPair"]) -> dict[str, list["ComparedPai
     return groups
 
 
-def _row(pair: "ComparedPair", case: str, alike: float | None) -> Sequence[str]:
-    """Its cells; the confidence of the interval where not all pairs have it alike."""
-    numbers = pair.verdict.numbers
-    known = numbers.ratio_low is not None
-    confidence = "" if alike is not None else f" ({100 * (numbers.confidence or 0):.4g} %)"
-    return (
-        pair.verdict.code + (" (advisory)" if pair.verdict.advisory else ""),
-        case,
-        format_seconds(numbers.baseline_ns * 1e-9),
-        format_seconds(numbers.candidate_ns * 1e-9),
-        f"{numbers.ratio:.3f}",
-        f"{numbers.ratio_low:.3f}–{numbers.ratio_high:.3f}{confidence}" if known else UNKNOWN,
-        f"{numbers.mde:.1%}" if numbers.mde is not None else UNKNOWN,
-        f"{numbers.a12:.2f}",
-        _memory(pair),
-    )
-
-
 def _facing(pair: "ComparedPair") -> str:
     text = case_name(pair.candidate)
     return text if pair.baseline == pair.candidate else f"{text} against {case_name(pair.baseline)}"
 
 
-def _memory(pair: "ComparedPair") -> str:
-    if pair.memory is None:
-        return UNKNOWN
-    change = pair.memory.candidate_bytes - pair.memory.baseline_bytes
-    sign = "-" if change < 0 else "+"
-    return pair.memory.code + ("" if pair.memory.code == "SAME" else f" {sign}{format_bytes(abs(change))}")
-
-
 def _plain(fields: dict[str, Any], baseline: Case, candidate: Case) -> dict[str, Any]:
     cases = {"baseline": baseline.model_dump(mode="json"), "candidate": candidate.model_dump(mode="json")}
+    medians = {side: fields.pop(side) for side in ("baseline_ns", "candidate_ns")}
+    fields["verdict"]["numbers"] |= medians
     return {**fields, **cases, "case_id": candidate.case_id}

@@ -51,7 +51,7 @@ def _as_data(plan: PlannedCase) -> dict[str, Any]:
 
 
 def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
-    from dilabench.report.rows import implementation_text
+    from dilabench.report.columns import implementation_text
 
     case, workload = plan.case, plan.case.workload
     return (

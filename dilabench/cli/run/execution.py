@@ -146,7 +146,8 @@ class Execution:
     def _opening(self) -> str:
         runs = sum(plan.skip is None for plan in self.planned)
         kept = f", {len(self.completed)} of them kept from before" if self.completed else ""
-        where = self.machine.gpus[0].name if self.machine.device == "cuda" else self.header.environment.cpu.model
+        gpus = self.machine.used_gpus
+        where = gpus[0].name if gpus else self.header.environment.cpu.model
         done = {row.case.case_id for row in self.completed}
         waiting = [one.case for one in self.planned if one.skip is None and one.case.case_id not in done]
         time = expected_time(waiting, self.machine, self.header.environment.cpu.cores, self.request.budget_s)

@@ -77,7 +77,7 @@ def _fingerprinted(environment: Environment, machine: Machine) -> Environment:
         "matmul_tf32": facts.get("matmul_tf32"),
         "deterministic": facts.get("deterministic"),
     }
-    if machine.device == "cuda" and environment.gpus:
+    if machine.used_gpus and environment.gpus:
         gpu = environment.gpus[0]
         hard |= {
             "gpu": gpu.name,

@@ -36,7 +36,7 @@ def locks_of(machine: Machine, gpus: Sequence[int] = (0,)) -> tuple[Lock, ...]:
     Several locks are always taken in this order, which depends on the GPUs alone, so that no two runs deadlock.
     """
     folder = Path(os.environ.get(FOLDER_VARIABLE) or tempfile.gettempdir())
-    if machine.device != "cuda" or not machine.gpus:
+    if not machine.used_gpus:
         return (Lock(folder / "dilabench-cpu.lock", "the device"),)
     found: dict[Path, Lock] = {}
     for index in gpus:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from packaging.version import Version
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -89,8 +90,8 @@ def _fits_a_box(x: Tensor, group: BranchGroup) -> bool:
 @lru_cache(maxsize=16)
 def on_hopper(device: torch.device) -> bool:
     """Whether ``device`` runs sm_90 code and this Triton has the Gluon of its kernel (seen with 3.6)."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and version >= (3, 6)
+    on_sm90 = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return on_sm90 and Version(triton.__version__) >= Version("3.6")
 
 
 def product_precision(x: Tensor) -> str:

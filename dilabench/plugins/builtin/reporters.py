@@ -45,20 +45,20 @@ REPORTERS = (
     Reporter(
         "csv",
         "one line per case, for spreadsheets and programs",
-        "dilabench.report.tabular:render_csv",
+        "dilabench.report.tidy:render_csv",
         filename="cases.csv",
         samples="csv-samples",
     ),
     Reporter(
         "csv-samples",
         "one line per sample",
-        "dilabench.report.tabular:render_csv_samples",
+        "dilabench.report.tidy:render_csv_samples",
         filename="samples.csv",
     ),
     Reporter(
         "parquet",
         "one line per case (extra: data)",
-        "dilabench.report.tabular:render_parquet",
+        "dilabench.report.tidy:render_parquet",
         filename="cases.parquet",
         prints=False,
         samples="parquet-samples",
@@ -66,7 +66,7 @@ REPORTERS = (
     Reporter(
         "parquet-samples",
         "one line per sample (extra: data)",
-        "dilabench.report.tabular:render_parquet_samples",
+        "dilabench.report.tidy:render_parquet_samples",
         filename="samples.parquet",
         prints=False,
     ),

@@ -8,9 +8,9 @@ from dilabench.compare.comparison import ComparedPair, Comparison
 from dilabench.compare.matrix import CaseMatrix, Matrix
 from dilabench.record import RunRecord
 from dilabench.report import figures
+from dilabench.report.columns import case_name, verdict_text, workload_title
 from dilabench.report.html.page import page
 from dilabench.report.matrix import ratio_text, time_text
-from dilabench.report.rows import case_name, workload_title
 from dilabench.report.summary import device_text, environment_rows, reproduce_command
 
 FILENAME = "comparison.html"
@@ -81,8 +81,8 @@ def _entry(pair: ComparedPair | None) -> Entry:
     verdict = pair.verdict
     return Entry(
         look=LOOKS[verdict.code],
-        word=verdict.code + (" (advisory)" if verdict.advisory else ""),
-        time=figures.latency(verdict.numbers.candidate_ns),
+        word=verdict_text(pair),
+        time=figures.latency(pair.candidate_ns),
         ratio=ratio_text(pair),
         reason=verdict.reason + (f"; {verdict.hint}" if verdict.hint else ""),
         memory="" if pair.memory is None or pair.memory.code == "SAME" else f"memory {pair.memory.code}",

@@ -5,26 +5,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from dilabench.compare.view import first_timing, view_of
 from dilabench.engine.lower_bounds import least_bytes, least_flops
 from dilabench.metadata import COPY_KEY, COUNTERS, note_text, peak_flops
 from dilabench.record import Failed, Measured, Row, RunRecord, Skipped, Slot
+from dilabench.report.columns import Column, DisplayRow, implementation_text
 from dilabench.report.findings import BarPlot, CurvePlot, Plot
 from dilabench.report.html.commands import quoted, row_command
 from dilabench.report.html.winners import family
-from dilabench.report.rows import (
-    ALL_COLUMNS,
-    COLUMNS,
-    DisplayRow,
-    WorkloadTable,
-    first_timing,
-    implementation_text,
-    location,
-)
+from dilabench.report.rows import WorkloadTable
 from dilabench.report.summary import check_text
-from dilabench.stats.samples.derive import tflops_per_second, tokens_per_second
 from dilabench.units import format_bytes, format_seconds
 from dilabench.workload.spec import Workload
-from dilabench.workload.work import flops
 
 # Numbers of raw samples that the page holds: with more, turns are shown by their medians, and with more still, by none.
 MOST_SAMPLES = 120_000
@@ -39,7 +31,7 @@ PARTS = {
 class PageData:
     """Collects rows; texts that many rows share are held once and referred to by their number."""
 
-    def __init__(self, record: RunRecord, tables: Sequence[WorkloadTable], columns: Sequence[str] = COLUMNS) -> None:
+    def __init__(self, record: RunRecord, tables: Sequence[WorkloadTable], columns: Sequence[Column]) -> None:
         self._record = record
         self._columns = columns
         self._texts: dict[str, int] = {}
@@ -50,7 +42,7 @@ class PageData:
     def as_json(self, plots: Mapping[str, Plot]) -> str:
         """The data as JSON that may stand inside of a script element."""
         document = {
-            "columns": self._columns,
+            "columns": [column.name for column in self._columns],
             "rows": self._rows,
             "workloads": self._workloads,
             "texts": list(self._texts),
@@ -69,7 +61,7 @@ class PageData:
         row = line.row
         entry: dict[str, Any] = {
             "w": self._workload(row, table),
-            "c": [line.cells[ALL_COLUMNS.index(name)] for name in self._columns],
+            "c": [column.text(line) for column in self._columns],
             "i": self._text(implementation_text(row.case)),
             "s": line.status,
             **({"best": 1} if line.fastest else {}),
@@ -98,22 +90,20 @@ class PageData:
         return len(self._workloads) - 1
 
     def _figures(self, row: Row) -> dict[str, Any]:
-        found = location(row)
-        if found is None:
+        view = view_of(row)
+        if view is None:
             return {}
-        assert isinstance(row.outcome, Measured)
-        workload, memory, interval = row.case.workload, row.outcome.memory, found.interval
         entry: dict[str, Any] = {
-            "m": found.median_ns,
-            "tps": _short(tokens_per_second(workload.tokens, found.median_ns)),
-            "tf": _short(tflops_per_second(flops(workload), found.median_ns)),
+            "m": view.median_ns,
+            "tps": _short(view.tokens_per_s),
+            "tf": _short(view.tflops_per_s),
         }
-        if interval:
-            entry |= {"lo": _short(interval.low), "hi": _short(interval.high)}
-        if memory:
-            entry |= {"p": memory.peak_bytes, "parts": [getattr(memory, name) for name in PARTS.values()]}
+        if view.interval:
+            entry |= {"lo": _short(view.interval.low), "hi": _short(view.interval.high)}
+        if view.memory:
+            entry |= {"p": view.peak_bytes, "parts": [getattr(view.memory, name) for name in PARTS.values()]}
         if self._record.ceilings and row.case.world_size == 1:
-            entry |= _roofline(workload, found.median_ns)
+            entry |= _roofline(row.case.workload, view.median_ns)
         return entry
 
     def _details(self, row: Row) -> dict[str, Any]:

@@ -14,11 +14,12 @@ from dilabench.cache_folder import cache_folder
 from dilabench.errors import EnvironmentNotReady
 from dilabench.plugins.manager import discover
 from dilabench.record import RunRecord
+from dilabench.report.columns import chosen_columns
 from dilabench.report.findings import Bars, Curve, CurvePlot, MaskPlot, Plot, Section, sections_of
 from dilabench.report.html.data import PageData
 from dilabench.report.html.winners import winner_map
 from dilabench.report.plots.plots import subject, svg
-from dilabench.report.rows import COLUMNS, chosen_columns, footnotes, workload_tables
+from dilabench.report.rows import footnotes, workload_tables
 from dilabench.report.summary import device_text, environment_rows, headline, note_groups, reproduce_command, unmeasured
 from dilabench.units import format_count
 
@@ -63,11 +64,11 @@ def render(
 
 def to_text(record: RunRecord, sections: Sequence[Section] = (), columns: Sequence[str] = ()) -> str:
     """The whole page."""
-    names = chosen_columns(columns)
+    chosen = chosen_columns(columns)
     tables = workload_tables(record)
     charts = chart_library()
     drawn = {id(plot): one for plot, one in _drawn(record, sections, scripted=charts is not None)}
-    data = PageData(record, tables, names)
+    data = PageData(record, tables, chosen)
     return page(
         "report.html.j2",
         record=record,
@@ -84,7 +85,7 @@ def to_text(record: RunRecord, sections: Sequence[Section] = (), columns: Sequen
         notes=note_groups(record),
         subject=subject(record),
         unmeasured=unmeasured(record),
-        footnotes=footnotes(tables, names),
+        footnotes=footnotes(tables, chosen),
         charts=charts,
         data=data.as_json({one.key: one.plot for one in drawn.values() if one.key}),
     )
@@ -99,7 +100,7 @@ def notebook(record: RunRecord) -> str:
         answers=[section for section in sections if section.answers],
         headline=headline(record),
         tables=tables[:MOST_IN_NOTEBOOK],
-        columns=COLUMNS,
+        columns=chosen_columns(),
         left_out=max(0, len(tables) - MOST_IN_NOTEBOOK),
     )
 

@@ -4,10 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dilabench.compare.view import measured_view
 from dilabench.record import Measured
 from dilabench.report import figures
 from dilabench.report.answer import winner_text
-from dilabench.report.rows import Section, WorkloadTable, location, row_name
+from dilabench.report.columns import row_name
+from dilabench.report.rows import Section, WorkloadTable
 from dilabench.units import format_count
 
 
@@ -76,7 +78,6 @@ def _field(section: Section) -> Field:
         # A row that was measured and may not be quoted is no winner either.
         state = "failed" if "failed" in states else "skipped" if "skipped" in states else "not to be quoted"
         return Field(state=state, word=state, reasons=reasons)
-    winner = location(ranking.fastest)
-    assert winner is not None
+    winner = measured_view(ranking.fastest)
     state = "single" if len(ranking.speedups) == 1 else "won" if ranking.proven else "tied"
     return Field(state=state, word=winner_text(ranking), time=figures.latency(winner.median_ns), reasons=reasons)

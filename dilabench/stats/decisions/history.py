@@ -17,13 +17,12 @@ import numpy as np
 from dilabench.errors import ConfigError
 from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.samples.estimate import Estimate, Interval, t_quantile
-from dilabench.stats.samples.location import a12
-from dilabench.stats.samples.slots import Floats, flatten_slots, group_medians, group_quantiles
+from dilabench.stats.samples.location import Floats, a12, flatten_slots, group_medians, group_quantiles
 
 SESSIONS_FOR_GATE = 5
 """Fewer stored sessions than this are advisory: shown, never failing a gate."""
 
-LOOK_SESSIONS = tuple(3 << doubled for doubled in range(8))
+LOOK_SESSIONS = (3, 6, 12, 24, 48, 96, 192, 384)
 """New sessions at each look. Of three, one that something disturbed widens the interval more than it moves the mean."""
 
 Slots = Sequence[Sequence[float]]

@@ -7,8 +7,8 @@ In session k and round r both sides run one slot in random order. With L the slo
     SE^2 = s^2(y) / R + sigma_AA^2     for K < 3, with s^2(y) pooled within sessions over R rounds
 
 Drift, clocks and load that last longer than a round hit both sides alike and cancel in y. What is left of
-autocorrelation between rounds makes R smaller (`moments`). With few sessions the fastest sample of a slot is the
-sharpest location, with three or more the lower quartile is.
+autocorrelation between rounds makes R smaller (`_effective_rounds`). With few sessions the fastest sample of a slot is
+the sharpest location, with three or more the lower quartile is.
 
 The error for K < 3 is that of a mean: on normal noise and without a noise floor its nominal 95 % cover 91 %, which
 the margin makes up for. For K >= 3 the intervals cover what they say.
@@ -23,10 +23,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dilabench.errors import ConfigError
-from dilabench.stats.samples.estimate import MIN_ROUNDS, Estimate, Interval, t_quantile
-from dilabench.stats.samples.location import a12
-from dilabench.stats.samples.moments import SESSIONS_FOR_SPREAD, ErrorTerms, Layout, paired_moments
-from dilabench.stats.samples.slots import Floats, Slots, flatten_slots, group_medians, group_quantiles
+from dilabench.stats.samples.estimate import MIN_ROUNDS, SESSIONS_FOR_SPREAD, Estimate, Interval, t_quantile
+from dilabench.stats.samples.location import (
+    Counts,
+    Floats,
+    Slots,
+    a12,
+    flatten_slots,
+    group_means,
+    group_medians,
+    group_quantiles,
+    group_sums,
+)
 
 Session = Sequence[tuple[Sequence[float], Sequence[float]]]
 SlotStatistic = Literal["auto", "min", "p25", "median"]
@@ -44,6 +52,48 @@ class PairedRounds:
 
     rounds: Sequence[Session]
     clocks_mhz: Sequence[Sequence[tuple[float | None, float | None]]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Which rounds belong to which session and pair; everything lies in order, one after the other."""
+
+    sessions: Counts  # [pairs] sessions of each pair
+    rounds: Counts  # [all sessions] rounds of each session
+    pair_rounds: Counts  # [pairs] rounds of each pair
+
+
+@dataclass(frozen=True, slots=True)
+class _ErrorTerms:
+    """Squared error = reducible / units + fixed, with `df` degrees of freedom."""
+
+    df: float
+    reducible: float
+    fixed: float
+    units: float
+
+    @property
+    def se(self) -> float:
+        return float((self.reducible / self.units + self.fixed) ** 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moments:
+    """theta `[pairs]`, D `[all sessions]`, s^2(D) `[pairs]`, pooled s^2(y) `[pairs]`, effective rounds `[pairs]`."""
+
+    theta: Floats
+    session_medians: Floats
+    between: Floats
+    within: Floats
+    effective_rounds: Floats
+
+    def error_terms(self, pair: int, sessions: int, sigma_aa: float) -> _ErrorTerms:
+        """The error of theta of one pair, from its sessions when they are enough, else from its rounds."""
+        if sessions >= SESSIONS_FOR_SPREAD:
+            return _ErrorTerms(sessions - 1.0, float(self.between[pair]), 0.0, float(sessions))
+        units = float(self.effective_rounds[pair])
+        # rounded, so that the quantiles of t are found in the cache
+        return _ErrorTerms(max(1.0, round(units - sessions, 2)), float(self.within[pair]), sigma_aa**2, units)
 
 
 def estimate(
@@ -75,9 +125,9 @@ def estimate_many(
     y = np.log(locations[:, 1] / locations[:, 0])
     typical = [np.exp(group_medians(np.log(side), layout.pair_rounds)) for side in locations.T]
     effects = _effects(slots, layout)
-    in_time = paired_moments(y, layout)
+    in_time = _paired_moments(y, layout)
     shift, clocks_known = _clock_shift(pairs, layout)
-    in_cycles = paired_moments(y + shift, layout) if clocks_known.any() else in_time
+    in_cycles = _paired_moments(y + shift, layout) if clocks_known.any() else in_time
 
     first = np.cumsum(layout.sessions) - layout.sessions
     estimates = []
@@ -110,20 +160,20 @@ def estimate_many(
     return estimates
 
 
-def _interval(theta: float, terms: ErrorTerms, confidence: float) -> Interval:
+def _interval(theta: float, terms: _ErrorTerms, confidence: float) -> Interval:
     reach = t_quantile(terms.df, (1 + confidence) / 2) * terms.se
     return Interval(theta - reach, theta + reach, confidence)
 
 
-def _layout(pairs: Sequence[PairedRounds]) -> Layout:
+def _layout(pairs: Sequence[PairedRounds]) -> _Layout:
     sessions = np.fromiter((len(pair.rounds) for pair in pairs), np.intp, len(pairs))
     rounds = np.fromiter((len(session) for pair in pairs for session in pair.rounds), np.intp, int(sessions.sum()))
     if sessions.min() == 0 or rounds.min() == 0:
         raise ConfigError("a pair has a session without rounds; drop the session, or the pair when nothing is left")
-    return Layout(sessions, rounds, np.add.reduceat(rounds, np.cumsum(sessions) - sessions))
+    return _Layout(sessions, rounds, np.add.reduceat(rounds, np.cumsum(sessions) - sessions))
 
 
-def _slot_levels(slots: Slots, layout: Layout, statistic: SlotStatistic) -> Floats:
+def _slot_levels(slots: Slots, layout: _Layout, statistic: SlotStatistic) -> Floats:
     """Level at which every slot is read.
 
     "min" reads both slots of a pair at the level of the smallest sample of the smaller one, 2 / (3 n + 1), so that
@@ -140,7 +190,7 @@ def _slot_levels(slots: Slots, layout: Layout, statistic: SlotStatistic) -> Floa
     return np.repeat(levels, 2)
 
 
-def _clock_shift(pairs: Sequence[PairedRounds], layout: Layout) -> tuple[Floats, NDArray[np.bool_]]:
+def _clock_shift(pairs: Sequence[PairedRounds], layout: _Layout) -> tuple[Floats, NDArray[np.bool_]]:
     """ln(candidate clock / baseline clock) of every round, and of which pairs all clocks are known.
 
     Cycles are time x clock, so a log ratio in cycles is the log ratio in time plus this.
@@ -162,7 +212,7 @@ def _clock_shift(pairs: Sequence[PairedRounds], layout: Layout) -> tuple[Floats,
     return shift, known
 
 
-def _effects(slots: Slots, layout: Layout) -> list[float]:
+def _effects(slots: Slots, layout: _Layout) -> list[float]:
     """A12 of each pair over all samples of each side."""
     is_candidate = np.repeat(np.arange(len(slots.sizes)) % 2 == 1, slots.sizes)
     stops = np.cumsum(slots.sizes)[np.cumsum(2 * layout.pair_rounds) - 1].tolist()
@@ -171,3 +221,30 @@ def _effects(slots: Slots, layout: Layout) -> list[float]:
         samples, chosen = slots.samples_ns[start:stop], is_candidate[start:stop]
         effects.append(a12(samples[~chosen], samples[chosen]))
     return effects
+
+
+def _paired_moments(y: Floats, layout: _Layout) -> _Moments:
+    """_Moments of the log ratios `y`, `[all rounds]`."""
+    medians = group_medians(y, layout.rounds)
+    theta = group_means(medians, layout.sessions)
+    between = group_sums((medians - np.repeat(theta, layout.sessions)) ** 2, layout.sessions)
+    residual = y - np.repeat(group_means(y, layout.rounds), layout.rounds)
+    squares = group_sums(residual**2, layout.pair_rounds)
+    return _Moments(
+        theta=theta,
+        session_medians=medians,
+        between=between / np.maximum(1, layout.sessions - 1),
+        within=squares / np.maximum(1, layout.pair_rounds - layout.sessions),
+        effective_rounds=_effective_rounds(residual, squares, layout),
+    )
+
+
+def _effective_rounds(residual: Floats, squares: Floats, layout: _Layout) -> Floats:
+    """R (1 - r1) / (1 + r1) where the lag-one correlation within sessions is significantly positive, else R."""
+    session = np.repeat(np.arange(len(layout.rounds)), layout.rounds)
+    products = np.zeros_like(residual)
+    products[1:] = np.where(session[1:] == session[:-1], residual[1:] * residual[:-1], 0.0)
+    lag_one = group_sums(products, layout.pair_rounds) / np.where(squares > 0, squares, 1.0)
+    r1 = np.where(lag_one > 1.645 / np.sqrt(layout.pair_rounds), lag_one, 0.0)
+    effective = layout.pair_rounds * (1 - r1) / (1 + r1)
+    return np.asarray(np.minimum(np.maximum(2.0, effective), layout.pair_rounds))

@@ -54,8 +54,6 @@ class Numbers:
     p_adjusted: float | None = None
     mde: float | None
     a12: float
-    baseline_ns: float
-    candidate_ns: float
     sessions: int
     rounds: int
     rounds_needed: int | None = None

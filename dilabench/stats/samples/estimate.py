@@ -10,6 +10,9 @@ from scipy.special import stdtrit
 MIN_ROUNDS = 5
 """Fewest paired rounds for an interval when fewer than three sessions tell the spread between sessions."""
 
+SESSIONS_FOR_SPREAD = 3
+"""From this many sessions on, their own spread is the error."""
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:

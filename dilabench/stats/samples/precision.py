@@ -9,8 +9,7 @@ from math import sqrt
 import numpy as np
 from numpy.typing import ArrayLike
 
-from dilabench.stats.samples.autocorrelation import effective_size
-from dilabench.stats.samples.location import checked_samples, median_interval
+from dilabench.stats.samples.location import checked_samples, effective_size, median_interval
 
 
 def relative_half_width(locations_ns: ArrayLike, confidence: float = 0.95) -> float | None:

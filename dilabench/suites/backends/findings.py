@@ -3,17 +3,16 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from dilabench.compare.view import RowView, measured_view, pair_views, view_of
 from dilabench.compare.within import compare_within
 from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import KernelUse, Measured, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import BarPlot, Bars, Section
-from dilabench.report.rows import location
 from dilabench.report.summary import device_text
 from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Code
-from dilabench.stats.samples.estimate import Interval
 from dilabench.units import format_count
 
 NS_PER_MS = 1e6
@@ -43,9 +42,7 @@ class Standing:
     @property
     def best_ns(self) -> float:
         """Its median."""
-        found = location(self.best)
-        assert found is not None
-        return found.median_ns
+        return measured_view(self.best).median_ns
 
     def among(self, names: Sequence[str]) -> Iterator[str]:
         """'flash4', 'flash3 (1.31x)': those of the backends that are here, times against the first of them."""
@@ -107,17 +104,15 @@ def standings_of(record: RunRecord) -> tuple[Standing, ...]:
     """One standing per workload and implementation that ran over backends, in the order of the record."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in record.rows:
-        if row.case.backend is not None and isinstance(row.outcome, Measured) and location(row):
+        if row.case.backend is not None and isinstance(row.outcome, Measured) and view_of(row):
             key = (row.case.group_id, row.case.implementation, row.case.optimizations.model_dump_json())
             groups.setdefault(key, []).append(row)
     return tuple(_standing(record, rows) for rows in groups.values())
 
 
 def _standing(record: RunRecord, rows: Sequence[Row]) -> Standing:
-    medians = {row.case.case_id: found.median_ns for row in rows if (found := location(row))}
-    ordered = sorted(rows, key=lambda row: medians[row.case.case_id])
-    best = ordered[0].case
-    ids = set(medians)
+    ordered = sorted(rows, key=lambda row: measured_view(row).median_ns)
+    best, ids = ordered[0].case, {row.case.case_id for row in rows}
     comparison = compare_within(
         [record],
         policy=Policy.for_device(record.device),
@@ -128,7 +123,7 @@ def _standing(record: RunRecord, rows: Sequence[Row]) -> Standing:
     slower = {cell.candidate.backend for cell in comparison.pairs if cell.verdict.code is Code.SLOWER}
     return Standing(
         rows=tuple(ordered),
-        ratios=tuple(medians[row.case.case_id] / medians[best.case_id] for row in ordered),
+        ratios=tuple(view.ratio for view in pair_views([(ordered[0], row) for row in ordered])),
         tied=frozenset(str(row.case.backend) for row in ordered[1:] if row.case.backend not in slower),
     )
 
@@ -239,9 +234,9 @@ def _plot(standings: Sequence[Standing]) -> BarPlot:
         bars.append(
             Bars(
                 label=name,
-                values=tuple(None if one is None else one[0] / NS_PER_MS for one in found),
-                low=tuple(one[1].low / NS_PER_MS if one and one[1] else None for one in found),
-                high=tuple(one[1].high / NS_PER_MS if one and one[1] else None for one in found),
+                values=tuple(None if view is None else view.median_ns / NS_PER_MS for view in found),
+                low=tuple(view.interval.low / NS_PER_MS if view and view.interval else None for view in found),
+                high=tuple(view.interval.high / NS_PER_MS if view and view.interval else None for view in found),
             )
         )
     return BarPlot(
@@ -257,8 +252,5 @@ def _short_subject(row: Row) -> str:
     return row.case.implementation if row.planned.role != "yardstick" else row.case.workload.pattern.kind
 
 
-def _at(standing: Standing, backend: str) -> tuple[float, Interval | None] | None:
-    for row in standing.rows:
-        if row.case.backend == backend and (found := location(row)):
-            return found.median_ns, found.interval
-    return None
+def _at(standing: Standing, backend: str) -> RowView | None:
+    return next((view_of(row) for row in standing.rows if row.case.backend == backend), None)

@@ -4,17 +4,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from dilabench.compare.view import RowView, measured_view, pair_views, view_of
 from dilabench.metadata import STEPS, STEPS_OF
 from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.patterns.pattern import Pattern
-from dilabench.record import Measured, Row, RunRecord
+from dilabench.record import Row, RunRecord
 from dilabench.report import figures
+from dilabench.report.columns import COLUMNS as ROW_COLUMNS
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
-from dilabench.report.rows import location
-from dilabench.stats.samples.derive import tflops_per_second
-from dilabench.units import format_bytes
 from dilabench.workload.spec import Workload
-from dilabench.workload.work import flops
 
 COLUMNS = ("implementation", "block", "asked", "density", "median", "of dense", "speed-up", "TFLOP/s", "peak memory")
 
@@ -23,23 +21,18 @@ COLUMNS = ("implementation", "block", "asked", "density", "median", "of dense", 
 class Step:
     """A measured row at one density, the share of visible blocks, or pairs, that is computed.
 
-    `dense_ns` is the fastest yardstick of its shape, None where there is none.
+    `speedup`: time of the fastest yardstick of its shape / this time, None where there is none.
     """
 
     row: Row
     density: float
     median_ns: float
-    dense_ns: float | None
+    speedup: float | None
 
     @property
     def pattern(self) -> Pattern:
         """The row's pattern."""
         return self.row.case.workload.pattern
-
-    @property
-    def speedup(self) -> float | None:
-        """Dense time / this time."""
-        return None if self.dense_ns is None else self.dense_ns / self.median_ns
 
     @property
     def who(self) -> str:
@@ -74,22 +67,23 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
 
 def steps_of(record: RunRecord) -> tuple[Step, ...]:
     """Every measured row of a pattern that skips something, in the order of the record."""
-    dense: dict[str, float] = {}
-    for row in record.rows:
-        found = location(row)
-        if found and row.planned.role == "yardstick" and row.case.workload.is_dense:
-            dense[_shape(row)] = min(found.median_ns, dense.get(_shape(row), found.median_ns))
+    dense: dict[str, RowView] = {}
+    for view in filter(None, map(view_of, record.rows)):
+        if view.row.planned.role == "yardstick" and view.row.case.workload.is_dense:
+            known = dense.setdefault(_shape(view.row), view)
+            dense[_shape(view.row)] = min(known, view, key=lambda one: one.median_ns)
     densities: dict[Workload, float] = {}
     steps: list[Step] = []
     for row in record.rows:
         workload = row.case.workload.replace(mode="forward")
-        if workload.is_dense or (found := location(row)) is None:
+        if workload.is_dense or (found := view_of(row)) is None:
             continue
         if workload not in densities:
             # A mask is made, or read from its file, once.
             densities[workload] = workload.pattern.density_of(workload.shapes)
-        dense_ns = dense.get(_shape(row))
-        steps.append(Step(row=row, density=densities[workload], median_ns=found.median_ns, dense_ns=dense_ns))
+        full = dense.get(_shape(row))
+        speedup = pair_views([(row, full.row)])[0].ratio if full else None
+        steps.append(Step(row=row, density=densities[workload], median_ns=found.median_ns, speedup=speedup))
     return tuple(steps)
 
 
@@ -190,19 +184,17 @@ def _steps_of_calls(steps: Sequence[Step]) -> Iterable[str]:
 
 
 def _figures(step: Step) -> tuple[str, ...]:
-    outcome = step.row.outcome
-    assert isinstance(outcome, Measured)
-    rate = tflops_per_second(flops(step.row.case.workload), step.median_ns)
+    view = measured_view(step.row)
     return (
         step.who,
         figures.ABSENT if step.pattern.block_length is None else str(step.pattern.block_length),
         step.asked,
         f"{step.density:.1%}",
-        figures.latency(step.median_ns),
-        figures.ABSENT if step.dense_ns is None else f"{step.median_ns / step.dense_ns:.1%}",
+        ROW_COLUMNS["median"].value_text(view),
+        figures.ABSENT if step.speedup is None else f"{1 / step.speedup:.1%}",
         figures.ABSENT if step.speedup is None else figures.ratio(step.speedup),
-        figures.significant(rate, 3),
-        format_bytes(outcome.memory.peak_bytes) if outcome.memory else figures.ABSENT,
+        ROW_COLUMNS["TFLOP/s"].value_text(view),
+        ROW_COLUMNS["peak mem."].value_text(view),
     )
 
 

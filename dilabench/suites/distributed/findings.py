@@ -3,18 +3,17 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dilabench.compare.view import measured_view, memory_of, speedup
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.record import Measured, Row, RunRecord
+from dilabench.record import Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
-from dilabench.stats.samples.derive import speedup, tflops_per_second, tokens_per_second
-from dilabench.suites.findings.beside_one_device import Comparison, comparisons, median_ns
+from dilabench.suites.findings.beside_one_device import Comparison, comparisons
 from dilabench.suites.findings.crossings import crossover_section
 from dilabench.suites.findings.series import VARIES_ALONG_A_RANGE, series_of
 from dilabench.suites.ring import findings as parallel
 from dilabench.suites.ring.findings import namer, section, workload_text
 from dilabench.units import format_bytes
-from dilabench.workload.work import flops
 
 MIB = 2**20
 STRONG_MEANING = "Strong scaling: the same workload on more ranks. Speed-up over one device, and that per rank."
@@ -138,28 +137,30 @@ def _scaling(
 
 
 def _speedup_text(row: Row, single: Row) -> str:
-    time = figures.latency(median_ns(row))
+    time = figures.latency(measured_view(row).median_ns)
     if row is single:
         return time
-    gain = speedup(median_ns(single), median_ns(row))
+    gain = speedup(measured_view(single).median_ns, measured_view(row).median_ns)
     return f"{time} ({figures.ratio(gain)}, {gain / row.case.world_size:.0%})"
 
 
 def _speedup_plot(workload: str, several: Sequence[_Scaling]) -> CurvePlot:
     most = max(ranks for one in several for ranks in one.by_ranks)
     ideal = Curve(label="as many times one device", points=(Point(1, 1), Point(most, most)))
-    curves = _curves(several, lambda row, single: speedup(median_ns(single), median_ns(row)))
+    curves = _curves(
+        several, lambda row, single: speedup(measured_view(single).median_ns, measured_view(row).median_ns)
+    )
     return _plot(f"Strong scaling: {workload}", "speed-up over one device", (*curves, ideal))
 
 
 def _rate(row: Row) -> float:
     """Useful TFLOP/s per rank."""
-    return tflops_per_second(flops(row.case.workload), median_ns(row)) / row.case.world_size
+    return measured_view(row).tflops_per_s / row.case.world_size
 
 
 def _rate_text(row: Row, single: Row) -> str:
-    workload, time_ns = row.case.workload, median_ns(row)
-    texts = figures.latency(time_ns), f"{figures.decimal(tokens_per_second(workload.tokens, time_ns))} tok/s"
+    view = measured_view(row)
+    texts = figures.latency(view.median_ns), f"{figures.decimal(view.tokens_per_s)} tok/s"
     share = "" if row is single else f" ({_rate(row) / _rate(single):.0%})"
     return f"{', '.join(texts)}{share}"
 
@@ -170,8 +171,8 @@ def _rate_plot(workload: str, several: Sequence[_Scaling]) -> CurvePlot:
 
 
 def _peak(row: Row) -> int | None:
-    outcome = row.outcome
-    return outcome.memory.peak_bytes if isinstance(outcome, Measured) and outcome.memory else None
+    memory = memory_of(row)
+    return memory.peak_bytes if memory else None
 
 
 def _peak_text(row: Row, _single: Row) -> str:

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
+from dilabench.compare.view import view_of
 from dilabench.metadata import WAY
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.memory import plan_memory
 from dilabench.record import Measured, Row, RunRecord, Skipped
 from dilabench.report import figures
+from dilabench.report.columns import implementation_text
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
-from dilabench.report.rows import implementation_text, location
-from dilabench.stats.samples.derive import tokens_per_second
 from dilabench.suites.extreme.cases import Search, searches
 from dilabench.units import format_count
 
@@ -63,14 +63,14 @@ def _line(search: Search, device: str, catalogue: Catalogue) -> tuple[str, ...]:
     if not search.fitting:
         return (*head, figures.ABSENT, too_long, *[figures.ABSENT] * 4, _ending(search))
     at = max(search.fitting, key=lambda row: row.case.workload.seq_len)
-    tokens, peak, where = at.case.workload.tokens, _peak(at), location(at)
+    tokens, peak, where = at.case.workload.tokens, _peak(at), view_of(at)
     plan = plan_memory(at.case, device, catalogue)
     slope = _slope(search.fitting)
     return (
         *head,
         format_count(search.longest),
         too_long,
-        figures.decimal(tokens_per_second(tokens, where.median_ns)) if where else figures.ABSENT,
+        figures.decimal(where.tokens_per_s) if where else figures.ABSENT,
         figures.ABSENT if peak is None else figures.significant(peak / tokens, 4),
         figures.ABSENT if slope is None else figures.significant(slope, 4),
         figures.ABSENT if plan is None else figures.significant(plan.peak_bytes / tokens, 4),
@@ -85,7 +85,7 @@ def _ending(search: Search) -> str:
         why = outcome.why if isinstance(outcome, Skipped) else f"{stopped.outcome.status}"
         return f"at {format_count(stopped.case.workload.seq_len)}: {why}"
     if search.too_long is None:
-        return "at the longest length requested: it may go further"
+        return "at the requested length: it may go further"
     return f"between the two, to {format_count(search.step(max(1, search.longest)))} tokens"
 
 

@@ -4,13 +4,13 @@ to get those that are missing.
 
 from collections.abc import Iterator, Sequence
 
+from dilabench.compare.view import measured_view, pair_views, view_of
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import Failed, Measured, Row, RunRecord
 from dilabench.report import figures
+from dilabench.report.columns import row_name
 from dilabench.report.findings import Section
-from dilabench.report.rows import location, row_name
-from dilabench.stats.samples.derive import speedup
 from dilabench.suites.overview import findings as overview
 from dilabench.suites.ring import findings as over_ranks
 
@@ -52,24 +52,23 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
 
 def _beside(row: Row, ours: Sequence[Row]) -> tuple[str, ...]:
     """A peer's row beside the fastest row of ours for the same workload on as many ranks."""
-    case, their_place = row.case, location(row)
-    assert their_place is not None
-    places = [
-        (place.median_ns, row_name(one))
+    case, theirs = row.case, measured_view(row)
+    rivals = [
+        view
         for one in ours
         if (one.case.workload, one.case.world_size, one.planned.takes)
         == (case.workload, case.world_size, row.planned.takes)
-        and (place := location(one)) is not None
+        and (view := view_of(one)) is not None
     ]
-    median_ns, name = min(places, default=(None, figures.ABSENT))
+    best = min(rivals, key=lambda view: view.median_ns, default=None)
     return (
         _workload_text(row),
         row_name(row),
         str(case.world_size),
-        figures.latency(their_place.median_ns),
-        name,
-        figures.ABSENT if median_ns is None else figures.latency(median_ns),
-        figures.ABSENT if median_ns is None else figures.ratio(speedup(their_place.median_ns, median_ns)),
+        figures.latency(theirs.median_ns),
+        figures.ABSENT if best is None else row_name(best.row),
+        figures.ABSENT if best is None else figures.latency(best.median_ns),
+        figures.ABSENT if best is None else figures.ratio(pair_views([(best.row, row)])[0].ratio),
     )
 
 

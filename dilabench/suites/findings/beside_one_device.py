@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dilabench.record import Measured, Row, RunRecord
-from dilabench.report.rows import location
-from dilabench.stats.samples.derive import speedup
+from dilabench.compare.view import measured_view, speedup, view_of
+from dilabench.record import Row, RunRecord
 
 MODES = ("forward", "backward", "both")
 
@@ -35,13 +34,13 @@ class Comparison:
     @property
     def gain(self) -> float:
         """T_single / T_parallel."""
-        return speedup(median_ns(self.single_row), median_ns(self.row))
+        return speedup(measured_view(self.single_row).median_ns, measured_view(self.row).median_ns)
 
     def gain_in(self, mode: str) -> float | None:
         """The same in one mode, where both were measured in it."""
         if mode not in self.parallel or mode not in self.single:
             return None
-        return speedup(median_ns(self.single[mode]), median_ns(self.parallel[mode]))
+        return speedup(measured_view(self.single[mode]).median_ns, measured_view(self.parallel[mode]).median_ns)
 
     @property
     def _mode(self) -> str:
@@ -56,7 +55,7 @@ def comparisons(record: RunRecord) -> tuple[Comparison, ...]:
     singles: dict[tuple[str, str], list[Row]] = {}
     parallels: dict[str, list[Row]] = {}
     for row in record.rows:
-        if not isinstance(row.outcome, Measured) or location(row) is None:
+        if view_of(row) is None:
             continue
         if row.case.world_size == 1:
             singles.setdefault(_function(row), []).append(row)
@@ -71,13 +70,6 @@ def comparisons(record: RunRecord) -> tuple[Comparison, ...]:
         for rows in parallels.values()
     )
     return tuple(one for one in found if one.parallel.keys() & one.single.keys())
-
-
-def median_ns(row: Row) -> float:
-    """The median of a measured row."""
-    found = location(row)
-    assert found is not None
-    return found.median_ns
 
 
 def _function(row: Row) -> tuple[str, str]:

@@ -7,14 +7,10 @@ A crossover is one change of sides: below it one of the two is faster, above it 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from math import log
 
-from dilabench.compare.pairing import common_timings, pair
 from dilabench.compare.ranking import is_quotable
-from dilabench.record import Row
+from dilabench.compare.view import PairView, pair_views
 from dilabench.report.findings import Section
-from dilabench.stats.decisions.paired import estimate
-from dilabench.stats.samples.location import Location
 from dilabench.stats.scaling import Crossover, crossover
 from dilabench.suites.findings.series import Series
 from dilabench.units import format_count
@@ -77,7 +73,7 @@ def _against_dense(series: Sequence[Series]) -> Iterator[str]:
         others = [one for one in series if _same_shape(one, dense) and len(_ratios(dense, one)) > 1]
         if not others:
             continue
-        best = min(others, key=lambda one: one.measured[-1][1].median_ns / one.measured[-1][0].case.workload.tokens)
+        best = min(others, key=lambda one: 1 / one.measured[-1].tokens_per_s)
         ratios = _ratios(dense, best)
         winners = {ratio.winner for ratio in ratios} - {None}
         if len(_changes(ratios)) == 1 and ratios[-1].winner == best.label:
@@ -103,30 +99,21 @@ def _same_shape(one: Series, dense: Series) -> bool:
 
 
 def _ratios(baseline: Series, candidate: Series) -> list[_Ratio]:
-    others = {row.case.workload.seq_len: (row, found) for row, found in candidate.measured if is_quotable(row)}
+    others = {view.row.case.workload.seq_len: view.row for view in candidate.measured if is_quotable(view.row)}
+    at = {view.row.case.workload.seq_len: view.row for view in baseline.measured if is_quotable(view.row)}
+    lengths = [length for length in at if length in others]
+    ratios = pair_views([(at[length], others[length]) for length in lengths])
     return [
-        _ratio((baseline.label, row, found), (candidate.label, *others[row.case.workload.seq_len]))
-        for row, found in baseline.measured
-        if is_quotable(row) and row.case.workload.seq_len in others
+        _Ratio(length, view.session_log_ratios, _winner(view, baseline.label, candidate.label))
+        for length, view in zip(lengths, ratios, strict=True)
     ]
 
 
-def _ratio(baseline: tuple[str, Row, Location], candidate: tuple[str, Row, Location]) -> _Ratio:
-    """From the rounds that both took turns in; where they took none, from medians and their separate intervals."""
-    (name, row, at), (other_name, other, other_at) = baseline, candidate
-    length = row.case.workload.seq_len
-    timings = common_timings(row, other)
-    rounds = pair([timings]).rounds if timings else None
-    if rounds is not None:
-        found = estimate(rounds)
-        low, high = (found.interval.low, found.interval.high) if found.interval else (-1.0, 1.0)
-        sessions = found.session_log_ratios
-    else:
-        sessions = (log(other_at.median_ns / at.median_ns),)
-        low, high = -1.0, 1.0
-        if at.interval and other_at.interval:
-            low, high = log(other_at.interval.low / at.interval.high), log(other_at.interval.high / at.interval.low)
-    return _Ratio(length, sessions, name if low > 0 else other_name if high < 0 else None)
+def _winner(view: PairView, baseline: str, candidate: str) -> str | None:
+    """The side that the whole interval of the ratio says is faster."""
+    if view.interval is None:
+        return None
+    return baseline if view.interval.low > 1 else candidate if view.interval.high < 1 else None
 
 
 def _changes(ratios: Sequence[_Ratio]) -> list[tuple[_Ratio, _Ratio]]:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from dilabench.compare.view import first_timing
 from dilabench.distributed.model import Sharding, ideal_efficiency, joined_bytes
 from dilabench.metadata import RECEIVED_BYTES
 from dilabench.record import Diagnostic, Measured, Row
-from dilabench.report.rows import first_timing
 from dilabench.stats.samples.estimate import Interval
 from dilabench.stats.samples.location import locate
 

@@ -1,14 +1,22 @@
-"""Rows of a record by what they are: the measured rows of one way to compute, by rising length, under one name."""
+"""Rows of a record by what they are: the measured rows of one way to compute, by rising length, under one name.
+
+Of records with more than one length: latency, tokens per second and peak memory over it, as plots.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
+from dilabench.compare.view import RowView, view_of
 from dilabench.record import Case, Row, RunRecord
-from dilabench.report.rows import location, row_name
-from dilabench.stats.samples.location import Location
+from dilabench.report.columns import row_name
+from dilabench.report.figures import is_certain
+from dilabench.report.findings import Curve, CurvePlot, Point, Span
 from dilabench.workload.spec import Workload
 
+NS_PER_MS = 1e6
+MIB = 2**20
 VARIES_ALONG_A_RANGE = {"seq_len", "batch_size", "cu_seqlens"}
 
 # What tells rows of one name apart, in the order in which it is added to the name.
@@ -27,13 +35,13 @@ class Series:
     """All rows of a record that differ in length alone, by rising length; `label` names them and no others.
 
     `rivals` is equal for series that compute the same function of the same inputs, so that they may be compared.
-    `measured`: the rows that have a time, with where it lies.
+    `measured`: the figures of the rows that have a time.
     """
 
     label: str
     rivals: str
     rows: tuple[Row, ...]
-    measured: tuple[tuple[Row, Location], ...]
+    measured: tuple[RowView, ...]
 
 
 def series_of(record: RunRecord) -> tuple[Series, ...]:
@@ -44,13 +52,9 @@ def series_of(record: RunRecord) -> tuple[Series, ...]:
     ordered = [sorted(rows, key=lambda row: row.case.workload.seq_len) for rows in groups.values()]
     labels = _labels([rows[0] for rows in ordered])
     return tuple(
-        Series(label=label, rivals=_rivals(rows[0]), rows=tuple(rows), measured=_measured(rows))
+        Series(label=label, rivals=_rivals(rows[0]), rows=tuple(rows), measured=tuple(filter(None, map(view_of, rows))))
         for label, rows in zip(labels, ordered, strict=True)
     )
-
-
-def _measured(rows: Sequence[Row]) -> tuple[tuple[Row, Location], ...]:
-    return tuple((row, found) for row in rows if (found := location(row)))
 
 
 def _identity(row: Row) -> tuple[str, ...]:
@@ -94,3 +98,77 @@ def _labels(firsts: Sequence[Row]) -> list[str]:
 def ns_per_sequence(case: Case, time_ns: float) -> float:
     """The time of a call, shared among the sequences of its batch."""
     return time_ns / case.workload.batch_size
+
+
+def plots_over_length(series: Sequence[Series]) -> tuple[CurvePlot, ...]:
+    """The three plots; a plot without a curve of at least two points is left out."""
+    batches = batch_spans(series)
+    intervals = [view.interval for one in series for view in one.measured if view.interval]
+    ranges = any(not is_certain(one) for one in intervals)
+    plots = (
+        CurvePlot(
+            name="latency",
+            title="Latency of one call",
+            y_label="latency (ms)",
+            curves=tuple(Curve(label=one.label, points=_latencies(one)) for one in series),
+            spans=batches,
+            ranges=ranges,
+        ),
+        CurvePlot(
+            name="throughput",
+            title="Throughput",
+            y_label="throughput (tokens/s)",
+            curves=tuple(Curve(label=one.label, points=_throughputs(one)) for one in series),
+            spans=batches,
+            ranges=ranges,
+        ),
+        CurvePlot(
+            name="memory",
+            title="Peak memory of one call",
+            y_label="peak memory (MiB)",
+            curves=tuple(Curve(label=one.label, points=_peaks(one)) for one in series),
+            spans=batches,
+        ),
+    )
+    return tuple(plot for plot in map(_drawable, plots) if plot.curves)
+
+
+def _drawable(plot: CurvePlot) -> CurvePlot:
+    if max((len(curve.points) for curve in plot.curves), default=0) < 2:
+        curves: tuple[Curve, ...] = ()
+    else:
+        curves = tuple(curve for curve in plot.curves if curve.points)
+    return replace(plot, curves=curves)
+
+
+def batch_spans(series: Sequence[Series]) -> tuple[Span, ...]:
+    """The lengths of each batch size; none where all were measured with one."""
+    sizes: dict[int, set[int]] = {}
+    for workload in (view.row.case.workload for one in series for view in one.measured):
+        sizes.setdefault(workload.seq_len, set()).add(workload.batch_size)
+    texts = {length: "/".join(map(str, sorted(sizes[length]))) for length in sorted(sizes)}
+    runs = [(text, list(lengths)) for text, lengths in groupby(texts, key=texts.__getitem__)]
+    return tuple(Span(lengths[0], lengths[-1], text) for text, lengths in runs) if len(runs) > 1 else ()
+
+
+def _latencies(series: Series) -> tuple[Point, ...]:
+    points = []
+    for view in series.measured:
+        ends = (view.interval.low / NS_PER_MS, view.interval.high / NS_PER_MS) if view.interval else (None, None)
+        points.append(Point(view.row.case.workload.seq_len, view.median_ns / NS_PER_MS, *ends))
+    return tuple(points)
+
+
+def _throughputs(series: Series) -> tuple[Point, ...]:
+    return tuple(
+        Point(view.row.case.workload.seq_len, view.tokens_per_s, *(view.tokens_per_s_interval or (None, None)))
+        for view in series.measured
+    )
+
+
+def _peaks(series: Series) -> tuple[Point, ...]:
+    return tuple(
+        Point(view.row.case.workload.seq_len, view.peak_bytes / MIB)
+        for view in series.measured
+        if view.peak_bytes is not None
+    )

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-from dilabench.record import Measured, Row, RunRecord
+from dilabench.compare.view import RowView, view_of
+from dilabench.record import RunRecord
+from dilabench.report.columns import row_name, workload_title
 from dilabench.report.findings import BarPlot, Bars, Plot, Section
-from dilabench.report.rows import location, row_name, workload_title
-from dilabench.stats.samples.location import Location
-from dilabench.suites.findings.plots_over_length import NS_PER_MS, plots_over_length
-from dilabench.suites.findings.series import series_of
+from dilabench.suites.findings.series import NS_PER_MS, plots_over_length, series_of
 
 MIB = 2**20
 
@@ -29,10 +28,10 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
 
 def _bars(record: RunRecord) -> tuple[BarPlot, ...]:
     """Time and peak memory of every row: a group of bars per workload, a bar per way to compute it."""
-    groups: dict[str, dict[str, tuple[Location, Row]]] = {}
+    groups: dict[str, dict[str, RowView]] = {}
     for row in record.rows:
-        if found := location(row):
-            groups.setdefault(workload_title(row.case), {})[row_name(row)] = found, row
+        if view := view_of(row):
+            groups.setdefault(workload_title(row.case), {})[row_name(row)] = view
     titles = [title.split(" · ") for title in groups]
     shared = [part for part in titles[0] if all(part in title for title in titles)] if len(titles) > 1 else []
     categories = tuple("\n".join(part for part in title if part not in shared) for title in titles)
@@ -62,21 +61,17 @@ def _bars(record: RunRecord) -> tuple[BarPlot, ...]:
     return tuple(plots)
 
 
-def _latency_bars(name: str, at: Sequence[tuple[Location, Row] | None]) -> Bars:
-    places = [one and one[0] for one in at]
+def _latency_bars(name: str, at: Sequence[RowView | None]) -> Bars:
     return Bars(
         label=name,
-        values=tuple(None if place is None else place.median_ns / NS_PER_MS for place in places),
-        low=tuple(place.interval.low / NS_PER_MS if place and place.interval else None for place in places),
-        high=tuple(place.interval.high / NS_PER_MS if place and place.interval else None for place in places),
+        values=tuple(None if view is None else view.median_ns / NS_PER_MS for view in at),
+        low=tuple(view.interval.low / NS_PER_MS if view and view.interval else None for view in at),
+        high=tuple(view.interval.high / NS_PER_MS if view and view.interval else None for view in at),
     )
 
 
-def _memory_bars(name: str, at: Sequence[tuple[Location, Row] | None]) -> Bars:
-    outcomes = [one and one[1].outcome for one in at]
+def _memory_bars(name: str, at: Sequence[RowView | None]) -> Bars:
     return Bars(
         label=name,
-        values=tuple(
-            one.memory.peak_bytes / MIB if isinstance(one, Measured) and one.memory else None for one in outcomes
-        ),
+        values=tuple(None if view is None or view.peak_bytes is None else view.peak_bytes / MIB for view in at),
     )

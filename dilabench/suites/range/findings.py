@@ -3,15 +3,21 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from dilabench.compare.ranking import Ranking, rank
+from dilabench.compare.view import measured_view, view_of
 from dilabench.record import Failed, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
-from dilabench.report.rows import location
-from dilabench.stats.samples.derive import tokens_per_second
 from dilabench.stats.scaling import PowerLaw, fit_power_law
 from dilabench.suites.findings.crossings import crossover_section
-from dilabench.suites.findings.plots_over_length import NS_PER_MS, batch_spans, plots_over_length
-from dilabench.suites.findings.series import Series, batch_text, ns_per_sequence, series_of
+from dilabench.suites.findings.series import (
+    NS_PER_MS,
+    Series,
+    batch_spans,
+    batch_text,
+    ns_per_sequence,
+    plots_over_length,
+    series_of,
+)
 from dilabench.units import format_count
 
 SKIPPED = "skipped"
@@ -22,7 +28,7 @@ NO_TIMES = frozenset({figures.ABSENT, SKIPPED})
 def analyse(record: RunRecord) -> tuple[Section, ...]:
     """Medians by length, fitted exponents and crossover lengths; nothing for a record of a single length."""
     series = [one for one in series_of(record) if one.measured]
-    if len({row.case.workload.seq_len for one in series for row, _ in one.measured}) < 2:
+    if len({view.row.case.workload.seq_len for one in series for view in one.measured}) < 2:
         return ()
     crossings = crossover_section(series)
     return (_by_length(series, record.device), _growth(series), *([crossings] if crossings else []))
@@ -86,10 +92,10 @@ def _leaders(
             continue
         names = {row.case.case_id: one.label for one in members for row in one.rows}
         row = ranking.fastest
-        found = location(row)
-        assert found is not None
-        rate = figures.decimal(tokens_per_second(row.case.workload.tokens, found.median_ns))
-        best = f"{names[row.case.case_id]}, {figures.latency(found.median_ns)}, {rate} tok/s"
+        view = measured_view(row)
+        best = (
+            f"{names[row.case.case_id]}, {figures.latency(view.median_ns)}, {figures.decimal(view.tokens_per_s)} tok/s"
+        )
         if ranking.tied:
             others = ", ".join(names[one.case.case_id] for one in ranking.tied)
             texts.append(f"At {format_count(longest)} no proven difference: {best}; {others}.")
@@ -101,11 +107,11 @@ def _leaders(
 def _median_text(row: Row | None, ranking: Ranking | None) -> str:
     if row is None:
         return figures.ABSENT
-    found = location(row)
-    if found is None:
+    view = view_of(row)
+    if view is None:
         return "FAILED" if isinstance(row.outcome, Failed) else SKIPPED
     gain = None if ranking is None or row is ranking.baseline else ranking.speedups.get(row.case.case_id)
-    return f"{figures.latency(found.median_ns)}{'' if gain is None else f' ({figures.ratio(gain)})'}"
+    return f"{figures.latency(view.median_ns)}{'' if gain is None else f' ({figures.ratio(gain)})'}"
 
 
 def _growth(series: Sequence[Series]) -> Section:
@@ -132,7 +138,9 @@ def _growth(series: Sequence[Series]) -> Section:
 
 
 def _points_ns(series: Series) -> list[tuple[int, float]]:
-    return [(row.case.workload.seq_len, ns_per_sequence(row.case, found.median_ns)) for row, found in series.measured]
+    return [
+        (view.row.case.workload.seq_len, ns_per_sequence(view.row.case, view.median_ns)) for view in series.measured
+    ]
 
 
 def _fit(series: Series) -> PowerLaw:

@@ -6,16 +6,16 @@ from statistics import fmean, median
 from typing import Any
 
 from dilabench.choice.ways import way_name
-from dilabench.compare.pairing import common_timings, pair
 from dilabench.compare.ranking import is_quotable, rank
+from dilabench.compare.view import common_timings, measured_view, pair
 from dilabench.errors import counted
 from dilabench.metadata import CHOSEN, INTERFERENCE, LAUNCH_BOUND, SHAPE
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.time import budget_option, elapsed_seconds
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report import figures
+from dilabench.report.columns import row_name
 from dilabench.report.findings import Section
-from dilabench.report.rows import location, row_name
 from dilabench.request import shard_of
 from dilabench.stats.decisions.decide import judge
 from dilabench.stats.decisions.policy import Policy
@@ -121,7 +121,7 @@ def _awaited(chosen: Row, others: Sequence[Row]) -> dict[str, Any]:
 
 
 def _awaited_ns(row: Row) -> float:
-    return max(_median_ns(row), _launching_ns(row))
+    return max(measured_view(row).median_ns, _launching_ns(row))
 
 
 def _launching_ns(row: Row) -> float:
@@ -132,7 +132,7 @@ def _launching_ns(row: Row) -> float:
 
 def _regret(number: int, chosen: Row, other: Row, device: str, disturbed: bool) -> Regret:
     # Without common rounds, as where a run went on in the middle of a shape, there is no interval.
-    ratio, low, high = _median_ns(chosen) / _median_ns(other), None, None
+    ratio, low, high = measured_view(chosen).median_ns / measured_view(other).median_ns, None, None
     timings = common_timings(other, chosen)
     rounds = pair([timings]).rounds if timings else None
     if rounds is not None:
@@ -221,9 +221,9 @@ def _line(one: Regret) -> tuple[str, ...]:
         str(one.number),
         f"{workload.label()} · {workload.pattern.label()} · {workload.mode}",
         _taken(one.chosen),
-        figures.latency(_median_ns(one.chosen)),
+        figures.latency(measured_view(one.chosen).median_ns),
         row_name(one.other),
-        figures.latency(_median_ns(one.other)),
+        figures.latency(measured_view(one.other).median_ns),
         f"{one.ratio:.2f}",
         interval,
         verdict,
@@ -239,9 +239,3 @@ def _taken(row: Row) -> str:
 def _choosing_ns(row: Row) -> float | None:
     assert isinstance(row.outcome, Measured)
     return next((note.observed for note in CHOSEN.among(row.outcome.notes)), None)
-
-
-def _median_ns(row: Row) -> float:
-    found = location(row)
-    assert found is not None
-    return found.median_ns

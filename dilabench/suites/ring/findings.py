@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from dilabench.compare.view import gigabytes_per_second, measured_view
 from dilabench.metadata import CHOSEN_BY, RECEIVED_BYTES
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report import figures
+from dilabench.report.columns import implementation_text, row_name
 from dilabench.report.findings import BarPlot, Bars, Plot, Section
-from dilabench.report.rows import implementation_text, row_name
-from dilabench.stats.samples.derive import gigabytes_per_second, tokens_per_second
-from dilabench.suites.findings.beside_one_device import MODES, Comparison, comparisons, median_ns
+from dilabench.suites.findings.beside_one_device import MODES, Comparison, comparisons
 from dilabench.suites.findings.exposure import expected_bytes, exposure, ideal, rank_medians_ns
-from dilabench.suites.findings.plots_over_length import NS_PER_MS
+from dilabench.suites.findings.series import NS_PER_MS
 from dilabench.units import format_bytes
 
 TEXT_COLUMNS = ("workload", "mode", "implementation")
@@ -177,8 +177,8 @@ def _line(rows: dict[str, Row], mode: str, gain: tuple[str, str]) -> Iterator[st
     yield workload_text(row)
     yield mode
     yield str(row.case.world_size)
-    yield from (figures.latency(median_ns(rows[mode])) if mode in rows else NONE for mode in MODES)
-    yield NONE if total is None else figures.decimal(tokens_per_second(row.case.workload.tokens, median_ns(total)))
+    yield from (figures.latency(measured_view(rows[mode]).median_ns) if mode in rows else NONE for mode in MODES)
+    yield NONE if total is None else figures.decimal(measured_view(total).tokens_per_s)
     yield from gain
 
 
@@ -240,7 +240,7 @@ def _ms(time_ns: float | None) -> float | None:
 
 def _ideal(one: Comparison, name: Callable[[Row], str], catalogue: Catalogue) -> Iterator[str]:
     found = exposure(one.row)
-    best = ideal(one.row, median_ns(one.single_row), catalogue.sharding_of(one.row.case.implementation))
+    best = ideal(one.row, measured_view(one.single_row).median_ns, catalogue.sharding_of(one.row.case.implementation))
     yield from (workload_text(one.row), name(one.row), str(one.row.case.world_size))
     yield _signed(found.computation_ns)
     yield _signed(found.communication_ns)

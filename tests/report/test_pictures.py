@@ -8,9 +8,8 @@ from dilabench.patterns.block_sparse import BlockSparsePattern, block_mask
 from dilabench.plugins.manager import discover
 from dilabench.record import Skipped
 from dilabench.report import markdown
-from dilabench.report.findings import sections_of
+from dilabench.report.findings import MAX_CELLS, _pictures_of, sections_of
 from dilabench.report.plots import plots
-from dilabench.suites.findings.masks import MAX_CELLS, analyse
 
 
 def sparse(**fields):
@@ -23,7 +22,7 @@ def pictures(make_record, make_row):
 
     def drawn(*patterns, **workload):
         rows = [make_row(pattern=pattern, seq_len=1024, **workload) for pattern in patterns]
-        sections = analyse(make_record(rows))
+        sections = _pictures_of(make_record(rows))
         return [plot for section in sections for plot in section.plots]
 
     return drawn
@@ -77,10 +76,10 @@ def test_a_file_that_is_gone_is_told_and_the_others_are_drawn(make_record, make_
     np.save(path, np.eye(16, dtype=bool))
     custom = sparse(mask="custom", mask_file=str(path), sparsity=0.0)
     record = make_record([make_row(pattern=pattern, seq_len=1024) for pattern in (custom, sparse())])
-    (section,) = analyse(record)
+    (section,) = _pictures_of(record)
     assert section.plots[0].title.endswith("density from a file, 11.8% reached")
     path.unlink()
-    (section,) = analyse(record)
+    (section,) = _pictures_of(record)
     assert len(section.plots) == 1
     assert "cannot be drawn" in section.sentence
     assert str(path) in section.sentence

@@ -1,0 +1,326 @@
+"""One view of a measured row, and the rounds that two rows share: every output reads its figures here.
+
+The time of a row is the median of all samples of its first timing (`record.ESTIMATOR`), with an interval that allows
+for samples taken in turns (`stats.samples.location`). Verdicts rest on sharper locations of turns, which are shown only
+as a ratio (`stats.decisions.paired`).
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import log
+from statistics import fmean, stdev
+
+from dilabench.errors import ConfigError
+from dilabench.record import Measured, Memory, Row, Slot, Timing
+from dilabench.stats.decisions.paired import PairedRounds, estimate_many
+from dilabench.stats.samples.estimate import Estimate, Interval
+from dilabench.stats.samples.location import Location, locate_sessions, quantile
+from dilabench.workload.work import flops
+
+# Heat and brakes are faults of the moment; running into the power limit is how large GPUs work under full load.
+FAULTS = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
+MAX_FAULTY_SHARE = 0.2
+
+SessionSlots = list[tuple[int, ...]]
+
+# By the identity of timings that are alive: comparing thousands of samples would take longer than locating them.
+_LOCATIONS: dict[int, tuple[weakref.ref[Timing], Location]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class RowView:
+    """A measured row with its first timing that has samples. Times are in ns, sizes in bytes."""
+
+    row: Row
+    timing: Timing
+    location: Location
+
+    @property
+    def median_ns(self) -> float:
+        """The median of all samples."""
+        return self.location.median_ns
+
+    @property
+    def interval(self) -> Interval | None:
+        """The interval of the median; None below five samples."""
+        return self.location.interval
+
+    @property
+    def samples(self) -> int:
+        """How many samples there are."""
+        return self.location.n
+
+    @property
+    def sessions(self) -> int:
+        """In how many sessions they were taken."""
+        return len({slot.session for slot in self.timing.slots})
+
+    @property
+    def p25_ns(self) -> float:
+        """The lower quartile."""
+        return self.location.p25_ns
+
+    @property
+    def p75_ns(self) -> float:
+        """The upper quartile."""
+        return quantile(sorted(self.timing.samples_ns), 0.75)
+
+    @property
+    def min_ns(self) -> int:
+        """The fastest sample."""
+        return min(self.timing.samples_ns)
+
+    @property
+    def mean_ns(self) -> float:
+        """The mean of all samples."""
+        return fmean(self.timing.samples_ns)
+
+    @property
+    def std_ns(self) -> float | None:
+        """The standard deviation, with n - 1; None of a single sample."""
+        return stdev(self.timing.samples_ns) if self.samples > 1 else None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens (batch x length) per second, at the median."""
+        return tokens_per_second(self.row.case.workload.tokens, self.median_ns)
+
+    @property
+    def tokens_per_s_interval(self) -> tuple[float, float] | None:
+        """The interval of tokens per second."""
+        if self.interval is None:
+            return None
+        tokens = self.row.case.workload.tokens
+        return tokens_per_second(tokens, self.interval.high), tokens_per_second(tokens, self.interval.low)
+
+    @property
+    def tflops_per_s(self) -> float:
+        """10^12 floating-point operations per second by the multiset formula (`workload.work.flops`), at the median."""
+        return tflops_per_second(flops(self.row.case.workload), self.median_ns)
+
+    @property
+    def memory(self) -> Memory | None:
+        """The memory of one call, where it was measured."""
+        return memory_of(self.row)
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The peak memory of one call."""
+        return self.memory.peak_bytes if self.memory else None
+
+    @property
+    def density(self) -> float:
+        """What is computed over what full attention computes under the same mask and window."""
+        return self.row.case.workload.pattern.density_of(self.row.case.workload.shapes)
+
+    @property
+    def verified(self) -> str:
+        """How far its output was checked (`verified_text`)."""
+        assert isinstance(self.row.outcome, Measured)
+        return verified_text(self.row.outcome)
+
+
+def view_of(row: Row) -> RowView | None:
+    """The figures of a row; None when it was not measured."""
+    timing = first_timing(row)
+    return None if timing is None else RowView(row, timing, location_of(timing))
+
+
+def measured_view(row: Row) -> RowView:
+    """The figures of a row that is known to be measured."""
+    view = view_of(row)
+    assert view is not None
+    return view
+
+
+def first_timing(row: Row) -> Timing | None:
+    """The timing that is shown: the first one with samples; None when the row was not measured."""
+    if not isinstance(row.outcome, Measured):
+        return None
+    return next((timing for timing in row.outcome.timings if timing.has_samples), None)
+
+
+def memory_of(row: Row) -> Memory | None:
+    """The memory of one call of a row; None where it was not measured."""
+    return row.outcome.memory if isinstance(row.outcome, Measured) else None
+
+
+def verified_text(outcome: Measured) -> str:
+    """How far a row was checked: every output row, those compared with a built-in, or the number sampled."""
+    verification = outcome.verification
+    if not verification.passed:
+        return "no"
+    if verification.sampled_rows is None:
+        return "✓ all"
+    return f"✓ all vs {verification.against}" if verification.against else f"✓ {verification.sampled_rows}"
+
+
+def location_of(timing: Timing) -> Location:
+    """Median and interval of a timing's samples; found once, because tables, rankings and plots all ask for it."""
+    key = id(timing)
+    known = _LOCATIONS.get(key)
+    if known is None or known[0]() is not timing:
+        known = weakref.ref(timing, lambda _: _LOCATIONS.pop(key, None)), locate_sessions(sessions_of([timing]))
+        _LOCATIONS[key] = known
+    return known[1]
+
+
+def median_over(timings: Sequence[Timing]) -> float:
+    """The median of all samples of one case in one or several records, in ns."""
+    return (location_of(timings[0]) if len(timings) == 1 else locate_sessions(sessions_of(timings))).median_ns
+
+
+def sessions_of(timings: Iterable[Timing]) -> list[SessionSlots]:
+    """The slots of one case by session, each record adding its own."""
+    sessions: list[SessionSlots] = []
+    for timing in timings:
+        by_session: dict[int, SessionSlots] = {}
+        for slot in timing.slots:
+            by_session.setdefault(slot.session, []).append(slot.samples_ns)
+        sessions += by_session.values()
+    return sessions
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """The rounds of two cases. `rounds` is None when they were never interleaved; `throttled`: too many rounds were."""
+
+    rounds: PairedRounds | None
+    left_out: int = 0
+    throttled: bool = False
+
+
+def common_timings(baseline: Row, candidate: Row) -> tuple[Timing, Timing] | None:
+    """The timings of the first timer that took samples of both; None when they share none."""
+    assert isinstance(baseline.outcome, Measured)
+    assert isinstance(candidate.outcome, Measured)
+    others = {timing.timer: timing for timing in candidate.outcome.timings if timing.slots}
+    for timing in baseline.outcome.timings:
+        if timing.slots and timing.timer in others:
+            return timing, others[timing.timer]
+    return None
+
+
+def pair(timings: Iterable[tuple[Timing, Timing]]) -> Pairing:
+    """Pair the slots of two cases, (baseline, candidate) per record; each record adds its sessions.
+
+    Slots pair when they belong to one round and took different turns in it: equal positions mean that the cases were
+    measured one after the other, whatever their numbers say. Rounds slowed down by heat are left out while they are
+    few (a fifth at most).
+    """
+    sessions: list[list[tuple[Slot, Slot]]] = []
+    left_out = 0
+    for baseline, candidate in timings:
+        found = matched(baseline, candidate)
+        left_out += max(len(baseline.slots), len(candidate.slots)) - sum(map(len, found))
+        sessions += found
+    count = sum(map(len, sessions))
+    if not count:
+        return Pairing(None, left_out)
+    sound = [[turn for turn in session if not _is_faulty(turn)] for session in sessions]
+    faulty = count - sum(map(len, sound))
+    throttled = faulty > MAX_FAULTY_SHARE * count
+    if not throttled:
+        sessions, left_out = [session for session in sound if session], left_out + faulty
+    rounds = PairedRounds(
+        rounds=[[(a.samples_ns, b.samples_ns) for a, b in session] for session in sessions],
+        clocks_mhz=[[(a.sm_clock_mhz, b.sm_clock_mhz) for a, b in session] for session in sessions],
+    )
+    return Pairing(rounds, left_out, throttled)
+
+
+def is_throttled(timings: Sequence[Timing]) -> bool:
+    """More than a fifth of the slots were slowed down by heat or power delivery."""
+    slots = [slot for timing in timings for slot in timing.slots]
+    return sum(bool(FAULTS.intersection(slot.throttle)) for slot in slots) > MAX_FAULTY_SHARE * len(slots)
+
+
+def matched(baseline: Timing, candidate: Timing) -> list[list[tuple[Slot, Slot]]]:
+    """Pairs of slots by session.
+
+    Where a round has one number throughout, that number alone decides: a case whose worker died continues in a new
+    session while the other cases stay in the old one.
+    """
+    alone = _rounds_are_unique(baseline) and _rounds_are_unique(candidate)
+    partners = {slot.round if alone else (slot.session, slot.round): slot for slot in candidate.slots}
+    sessions: dict[tuple[int, int], list[tuple[Slot, Slot]]] = {}
+    for slot in baseline.slots:
+        partner = partners.get(slot.round if alone else (slot.session, slot.round))
+        if partner is not None and partner.position != slot.position:
+            sessions.setdefault((slot.session, partner.session), []).append((slot, partner))
+    return list(sessions.values())
+
+
+def _rounds_are_unique(timing: Timing) -> bool:
+    return len({slot.round for slot in timing.slots}) == len(timing.slots)
+
+
+def _is_faulty(turn: tuple[Slot, Slot]) -> bool:
+    return not (FAULTS.isdisjoint(turn[0].throttle) and FAULTS.isdisjoint(turn[1].throttle))
+
+
+@dataclass(frozen=True, slots=True)
+class PairView:
+    """Time of a candidate / time of a baseline: from the rounds that both took turns in, else from their medians.
+
+    `interval`: of the ratio; None where the evidence is too thin for one. `session_log_ratios`: ln(ratio) by session.
+    """
+
+    ratio: float
+    interval: Interval | None
+    session_log_ratios: tuple[float, ...]
+
+
+def pair_views(pairs: Sequence[tuple[Row, Row]]) -> list[PairView]:
+    """The view of each (baseline, candidate), both measured."""
+    timings = [None if one is other else common_timings(one, other) for one, other in pairs]
+    rounds = [pair([both]).rounds if both else None for both in timings]
+    estimates = iter(estimate_many([one for one in rounds if one is not None]))
+    return [
+        _of_medians(*both) if one is None else _of_rounds(next(estimates))
+        for both, one in zip(pairs, rounds, strict=True)
+    ]
+
+
+def _of_rounds(found: Estimate) -> PairView:
+    interval = found.interval and found.interval.as_ratio()
+    return PairView(found.ratio, interval, found.session_log_ratios)
+
+
+def _of_medians(baseline: Row, candidate: Row) -> PairView:
+    """The interval reaches from the ends of one row's interval to the other ends of the other's."""
+    if baseline is candidate:
+        return PairView(1.0, None, (0.0,))
+    old, new = measured_view(baseline), measured_view(candidate)
+    ratio, interval = new.median_ns / old.median_ns, None
+    if old.interval and new.interval:
+        low, high = new.interval.low / old.interval.high, new.interval.high / old.interval.low
+        interval = Interval(low, high, min(old.interval.confidence, new.interval.confidence))
+    return PairView(ratio, interval, (log(ratio),))
+
+
+def tokens_per_second(tokens: int, time_ns: float) -> float:
+    """Tokens (batch x length) per second. Raises ConfigError for a time that is not positive."""
+    return tokens * 1e9 / _positive(time_ns)
+
+
+def tflops_per_second(flops: float, time_ns: float) -> float:
+    """10^12 floating-point operations per second; useful or dense-equivalent is the caller's choice of `flops`."""
+    return flops / _positive(time_ns) / 1e3
+
+
+def gigabytes_per_second(traffic_bytes: float, time_ns: float) -> float:
+    """10^9 bytes per second."""
+    return traffic_bytes / _positive(time_ns)
+
+
+def speedup(baseline_ns: float, candidate_ns: float) -> float:
+    """Baseline time / candidate time: above one the candidate is faster."""
+    return _positive(baseline_ns) / _positive(candidate_ns)
+
+
+def _positive(value: float) -> float:
+    if not value > 0:
+        raise ConfigError(f"{value} is not positive; a time or ratio that was not measured has no derived figures")
+    return value

@@ -1,0 +1,247 @@
+"""The columns of tables and exports: one object each, which table, Markdown, HTML, CSV and Parquet read.
+
+A new column is one more object in `COLUMNS`: tables show it where it is asked for by its name, and with an `export`
+name CSV, Parquet and data frames hold its raw value.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dilabench.compare.comparison import ComparedPair
+from dilabench.compare.ranking import is_quotable
+from dilabench.compare.view import RowView
+from dilabench.errors import unknown_name
+from dilabench.record import Case, Failed, Row
+from dilabench.report import figures
+from dilabench.units import format_bytes, format_count
+
+DOUBTFUL = "‡"
+Unit = Literal["", "ns", "bytes", "tokens/s", "TFLOP/s", "times", "share"]
+_FORMATS: dict[Unit, Callable[[Any], str]] = {
+    "": str,
+    "ns": figures.latency,
+    "bytes": format_bytes,
+    "tokens/s": figures.decimal,
+    "TFLOP/s": lambda value: figures.significant(value, 3),
+    "times": figures.ratio,
+    "share": lambda value: f"{value:.1%}",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DisplayRow:
+    """One line of a table: `status` is the outcome's, `fastest` marks the best of a section, `view` has its figures.
+
+    `view` is None of a row that was not measured, `speedup` of one that is not ranked.
+    """
+
+    row: Row
+    view: RowView | None
+    speedup: float | None = None
+    status: str
+    fastest: bool = False
+
+    def text(self, name: str) -> str:
+        """The cell of a column, by the column's name."""
+        return COLUMNS[name].text(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A column. `cell`: its value in the view of a row or in a pair, None where there is none; `unit`: how to write it.
+
+    `shown`: its text where that is more than the value in its unit; asked of every row. `right`: a number, set to the
+    right. `spare`: when a narrow terminal leaves it out, the smallest first; None: never. `usual`: shown where no
+    columns are asked for. `export`: its name in CSV, Parquet and data frames; None: not there.
+    """
+
+    name: str
+    cell: Callable[[Any], Any] = lambda _: None
+    unit: Unit = ""
+    shown: Callable[[DisplayRow], str] | None = None
+    right: bool = True
+    spare: int | None = 0
+    usual: bool = False
+    export: str | None = None
+
+    def text(self, line: DisplayRow) -> str:
+        """The cell of a line."""
+        if self.shown is not None:
+            return self.shown(line)
+        return figures.ABSENT if line.view is None else self.value_text(line.view)
+
+    def value_text(self, view: Any) -> str:
+        """The value of a measured row, or of a compared pair, in its unit."""
+        value = self.cell(view)
+        return figures.ABSENT if value is None else _FORMATS[self.unit](value)
+
+
+def workload_title(case: Case) -> str:
+    """What a table is about: shape, pattern, mode and world size."""
+    workload = case.workload
+    world = f" · {case.world_size} devices" if case.world_size > 1 else ""
+    return f"{workload.label()} · {workload.pattern.label()} · {workload.mode}{world}"
+
+
+def implementation_text(case: Case) -> str:
+    """The implementation with the optimizations that are not the default ones: 'strided +pool 1G'."""
+    words = {
+        "pattern_cache_entries": "cache",
+        "buffer_pool_bytes": "pool",
+        "cuda_graph": "cuda-graph",
+        "compile": "compile",
+        "gradient_checkpointing": "checkpointing",
+        "query_chunk": "chunk",
+        "offload_inputs": "offload",
+        "stream_tokens": "streamed",
+        "sharding_inside": "sharding",
+        "tiles": "tiles",
+    }
+    changed = case.optimizations.model_dump(exclude_defaults=True)
+    texts = [
+        words[name] if value is True else f"{words[name]} {value if isinstance(value, str) else format_count(value)}"
+        for name, value in changed.items()
+    ]
+    return " +".join([case.implementation, *texts])
+
+
+def case_name(case: Case) -> str:
+    """Implementation and backend as one name: 'gather over sdpa-flash'."""
+    return implementation_text(case) + (f" over {case.backend}" if case.backend else "")
+
+
+def row_name(row: Row) -> str:
+    """The name of its case."""
+    return case_name(row.case)
+
+
+def _backend(line: DisplayRow) -> str:
+    """The effective backend; a star marks a choice of `auto`."""
+    row = line.row
+    if row.case.backend is None:
+        return row.planned.requested_backend or figures.ABSENT
+    return row.case.backend + ("*" if row.planned.requested_backend == "auto" else "")
+
+
+def _median(line: DisplayRow) -> str:
+    """The median, or how a row without one ended."""
+    if line.view is None:
+        return "FAILED" if isinstance(line.row.outcome, Failed) else line.status
+    return figures.latency(line.view.median_ns) + ("" if is_quotable(line.row) else DOUBTFUL)
+
+
+def _interval(line: DisplayRow) -> str:
+    view = line.view
+    return figures.ABSENT if view is None else figures.latency_interval(view.median_ns, view.interval)
+
+
+def _speedup(line: DisplayRow) -> str:
+    return figures.ABSENT if line.speedup is None else figures.ratio(line.speedup)
+
+
+_COLUMNS = (
+    Column(
+        name="implementation",
+        shown=lambda line: implementation_text(line.row.case),
+        right=False,
+        spare=None,
+        usual=True,
+    ),
+    Column(name="backend", shown=_backend, right=False, spare=7, usual=True),
+    Column(name="timer", cell=lambda view: view.timing.timer, right=False, spare=4, usual=True, export="timer"),
+    Column(name="samples", cell=lambda view: view.samples, export="samples"),
+    Column(name="sessions", cell=lambda view: view.sessions, export="sessions"),
+    Column(
+        name="median",
+        cell=lambda view: view.median_ns,
+        unit="ns",
+        shown=_median,
+        spare=None,
+        usual=True,
+        export="median_ns",
+    ),
+    Column(name="95 % CI", shown=_interval, spare=5, usual=True),
+    Column(name="CI low", cell=lambda view: view.interval and view.interval.low, unit="ns", export="ci_low_ns"),
+    Column(name="CI high", cell=lambda view: view.interval and view.interval.high, unit="ns", export="ci_high_ns"),
+    Column(
+        name="CI confidence",
+        cell=lambda view: view.interval and view.interval.confidence,
+        unit="share",
+        export="ci_confidence",
+    ),
+    Column(name="p25", cell=lambda view: view.p25_ns, unit="ns", export="p25_ns"),
+    Column(name="p75", cell=lambda view: view.p75_ns, unit="ns", export="p75_ns"),
+    Column(name="mean", cell=lambda view: view.mean_ns, unit="ns", spare=2, export="mean_ns"),
+    Column(name="std", cell=lambda view: view.std_ns, unit="ns", spare=1, export="std_ns"),
+    Column(name="min", cell=lambda view: view.min_ns, unit="ns", export="min_ns"),
+    Column(
+        name="tok/s", cell=lambda view: view.tokens_per_s, unit="tokens/s", spare=8, usual=True, export="tokens_per_s"
+    ),
+    Column(
+        name="TFLOP/s", cell=lambda view: view.tflops_per_s, unit="TFLOP/s", spare=3, usual=True, export="tflops_per_s"
+    ),
+    Column(name="peak mem.", cell=lambda view: view.peak_bytes, unit="bytes", spare=6, usual=True, export="peak_bytes"),
+    Column(name="density", cell=lambda view: view.density, unit="share"),
+    Column(name="speed-up", shown=_speedup, spare=None, usual=True),
+    Column(name="verified", cell=lambda view: view.verified, right=False, spare=9, usual=True),
+)
+COLUMNS = {column.name: column for column in _COLUMNS}
+# They tell which row it is, and are shown beside whatever columns are asked for.
+NAMING_COLUMNS = ("implementation", "backend")
+
+
+def chosen_columns(wanted: Sequence[str] = ()) -> tuple[Column, ...]:
+    """The columns to show: the usual ones, or the `wanted` after those that name a row. Raises ConfigError."""
+    for name in wanted:
+        if name not in COLUMNS:
+            raise unknown_name("column", name, COLUMNS)
+    if not wanted:
+        return tuple(column for column in COLUMNS.values() if column.usual)
+    return tuple(COLUMNS[name] for name in dict.fromkeys((*NAMING_COLUMNS, *wanted)))
+
+
+def spared(columns: Sequence[Column]) -> list[Column]:
+    """Those that a narrow terminal leaves out, the first of them first."""
+    return sorted((one for one in columns if one.spare is not None), key=lambda one: one.spare or 0)
+
+
+def pair_columns(named: Callable[[ComparedPair], str], confidence: float | None) -> tuple[Column, ...]:
+    """The columns of compared pairs. `named`: a pair's name; `confidence`: of all intervals, None where they differ."""
+    return (
+        Column(name="verdict", cell=verdict_text, right=False, spare=None),
+        Column(name="case", cell=named, right=False, spare=None),
+        Column(name="baseline", cell=lambda pair: pair.baseline_ns, unit="ns", spare=None),
+        Column(name="candidate", cell=lambda pair: pair.candidate_ns, unit="ns", spare=None),
+        Column(name="ratio", cell=lambda pair: f"{pair.verdict.numbers.ratio:.3f}", spare=None),
+        Column(
+            name="CI" if confidence is None else f"{100 * confidence:.4g} % CI",
+            cell=lambda pair: ratio_interval(pair, shows_confidence=confidence is None),
+            spare=None,
+        ),
+        Column(name="MDE", cell=lambda pair: pair.verdict.numbers.mde, unit="share", spare=2),
+        Column(name="A12", cell=lambda pair: f"{pair.verdict.numbers.a12:.2f}", spare=1),
+        Column(name="memory", cell=_memory, right=False, spare=None),
+    )
+
+
+def verdict_text(pair: ComparedPair) -> str:
+    """'SLOWER', 'SAME (advisory)'."""
+    return pair.verdict.code + (" (advisory)" if pair.verdict.advisory else "")
+
+
+def ratio_interval(pair: ComparedPair, *, shows_confidence: bool = False) -> str | None:
+    """The interval of the ratio candidate / baseline; None where there is none."""
+    numbers = pair.verdict.numbers
+    if numbers.ratio_low is None or numbers.ratio_high is None:
+        return None
+    confidence = f" ({100 * (numbers.confidence or 0):.4g} %)" if shows_confidence else ""
+    return f"{numbers.ratio_low:.3f}–{numbers.ratio_high:.3f}{confidence}"
+
+
+def _memory(pair: ComparedPair) -> str | None:
+    if pair.memory is None:
+        return None
+    change = pair.memory.candidate_bytes - pair.memory.baseline_bytes
+    sign = "-" if change < 0 else "+"
+    return pair.memory.code + ("" if pair.memory.code == "SAME" else f" {sign}{format_bytes(abs(change))}")
