@@ -297,6 +297,27 @@ class Memory(Model):
     method: str = ""
 
 
+class MemoryPlan(Model):
+    """Bytes on the device at the fullest moment of a call, by what they are for; they add up to the peak.
+
+    inputs: q, k, v (or embeddings), with dout unless the mode is forward. saved: what lives from forward to backward,
+    the result with it, inputs left out. workspace: everything else. tables: index tensors and block lists that are kept
+    between calls. Over ranks it is what the fullest rank holds.
+    """
+
+    inputs_bytes: int
+    parameters_bytes: int = 0
+    saved_bytes: int = 0
+    workspace_bytes: int
+    tables_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """What must fit, and what the engine's memory pass measures."""
+        held = self.inputs_bytes + self.parameters_bytes + self.tables_bytes
+        return held + self.saved_bytes + self.workspace_bytes
+
+
 class KernelUse(Model):
     """A kernel that really ran in one call, from the profiler."""
 
