@@ -19,7 +19,7 @@ from dilabench.report.findings import Section
 from dilabench.request import shard_of
 from dilabench.stats.decisions.decide import judge
 from dilabench.stats.decisions.policy import Policy
-from dilabench.suites.regret.cases import cut_short, shapes_asked
+from dilabench.suites.choice.cases import cut_short, shapes_asked
 from dilabench.units import format_seconds
 
 TITLE = "Regret of the choice"
