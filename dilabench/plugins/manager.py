@@ -20,7 +20,7 @@ from dilabench.errors import PluginError
 from dilabench.impls.peers.paths import PEERS_VARIABLE, search_peer_paths
 from dilabench.machine import WORDS as WORDS_OF_DEVICES
 from dilabench.patterns.pattern import Pattern
-from dilabench.patterns.registry import PatternKind, load, register
+from dilabench.patterns.registry import PatternKind, find_kinds_with, load, register
 from dilabench.plugins import NAME, builtin, hookspecs
 from dilabench.plugins.boundary import Problem, defined, shown
 from dilabench.plugins.builtin import peers
@@ -262,3 +262,6 @@ def _annotations(descriptor: type) -> dict[str, Any]:
 @functools.cache
 def _adapter(annotation: Any) -> TypeAdapter[Any]:
     return TypeAdapter(annotation)
+
+
+find_kinds_with(discover)
