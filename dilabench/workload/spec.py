@@ -264,9 +264,13 @@ class WorkloadRequest(Model):
         """Read what is not a field of the shape as the pattern that has such a field reads it."""
         if not isinstance(data, dict):
             return data
-        data = with_present_names(with_packed_fields(data) if "batch" in data or data.get("cu_seqlens") else data)
+        if "batch" in data or data.get("cu_seqlens"):
+            data = with_packed_fields(data)
         asked = data.get("pattern", DEFAULT_PATTERN)
         own = pattern_type(asked).request_model().model_fields.keys() - {"kind"} if has_kind(asked) else frozenset()
+        if not data.keys() <= cls.model_fields.keys() | own:
+            # Other kinds are looked at only then: plug-ins may have some.
+            data = with_present_names(data)
         by_kind: dict[str, dict[str, Any]] = {}
         for name in data.keys() - cls.model_fields.keys():
             kind = asked if name in own else next(kinds_with(name), None)
