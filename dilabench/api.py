@@ -1,5 +1,6 @@
 """dilabench from scripts and notebooks: `run`, `load` and `compare`, as the commands of these names do it."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
@@ -125,3 +126,30 @@ def _command(request: RunRequest) -> Iterator[str]:
     if request.shard:
         yield from ("--shard", "{}/{}".format(*request.shard))
     yield from measuring_options(request.model_dump())
+
+
+def _record_html(record: RunRecord) -> str:
+    # Only a notebook needs jinja2.
+    from dilabench.report.html.page import notebook
+
+    return notebook(record)
+
+
+def _comparison_html(comparison: Comparison) -> str:
+    from dilabench.report.html.comparison import notebook
+
+    return notebook(comparison)
+
+
+def _show_in_notebooks() -> None:
+    """Have IPython show records and comparisons as HTML, where it runs this process."""
+    # A program that IPython has not started has not loaded it.
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module is not None else None
+    if shell is not None:
+        formatter = shell.display_formatter.formatters["text/html"]
+        formatter.for_type(RunRecord, _record_html)
+        formatter.for_type(Comparison, _comparison_html)
+
+
+_show_in_notebooks()

@@ -8,7 +8,6 @@ import importlib
 from collections import Counter
 from enum import StrEnum
 from itertools import chain
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -17,7 +16,6 @@ from dilabench.choice.descriptors import Role as Role
 from dilabench.choice.descriptors import Takes as Takes
 from dilabench.machine import GpuInfo as GpuInfo
 from dilabench.metadata import Note as Note
-from dilabench.patterns.registry import find_kinds_with
 from dilabench.validation import Model, content_hash
 from dilabench.workload.spec import Workload, WorkloadRequest
 
@@ -299,6 +297,27 @@ class Memory(Model):
     method: str = ""
 
 
+class MemoryPlan(Model):
+    """Bytes on the device at the fullest moment of a call, by what they are for; they add up to the peak.
+
+    inputs: q, k, v (or embeddings), with dout unless the mode is forward. saved: what lives from forward to backward,
+    the result with it, inputs left out. workspace: everything else. tables: index tensors and block lists that are kept
+    between calls. Over ranks it is what the fullest rank holds.
+    """
+
+    inputs_bytes: int
+    parameters_bytes: int = 0
+    saved_bytes: int = 0
+    workspace_bytes: int
+    tables_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """What must fit, and what the engine's memory pass measures."""
+        held = self.inputs_bytes + self.parameters_bytes + self.tables_bytes
+        return held + self.saved_bytes + self.workspace_bytes
+
+
 class KernelUse(Model):
     """A kernel that really ran in one call, from the profiler."""
 
@@ -416,27 +435,11 @@ class RunRecord(RunHeader):
 
     def to_frame(self, samples: bool = False) -> "pandas.DataFrame":
         """One line per case, or with `samples` one per sample, as a pandas frame (extra `data`); times are in ns."""
-        found: pandas.DataFrame = _rendering("tidy").frame(self, samples)
+        # By name: renderings lie above the record, which needs none of them to be one.
+        found: pandas.DataFrame = importlib.import_module("dilabench.report.tidy").frame(self, samples)
         return found
 
     def __repr__(self) -> str:
         ended = Counter(row.outcome.status for row in self.rows)
         rows = ", ".join(f"{count} {status}" for status, count in ended.items())
         return f"<RunRecord {self.run_id}: {self.suite} on {self.device}, {self.status}, {rows or 'no rows'}>"
-
-    def _repr_html_(self) -> str:
-        """What notebooks show."""
-        return str(_rendering("html.page").notebook(self))
-
-
-def _find_patterns() -> None:
-    """Register the patterns of plug-ins, by name: the plug-in manager lies above the record."""
-    importlib.import_module("dilabench.plugins.manager").discover()
-
-
-find_kinds_with(_find_patterns)
-
-
-def _rendering(name: str) -> ModuleType:
-    """A module of renderings, by name: they lie above the record, which needs none of them to be one."""
-    return importlib.import_module(f"dilabench.report.{name}")

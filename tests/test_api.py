@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,6 +58,19 @@ def test_compare_is_the_function_whatever_was_imported_before(make_row, make_rec
 
     found = dilabench.compare(make_record([make_row()]), make_record([make_row(ns=2e7)], run_id="bbbb"))
     assert len(found.pairs) == 1
+
+
+def test_a_notebook_shows_records_and_comparisons_as_html(make_row, make_record, monkeypatch):
+    from dilabench import api
+
+    shown = {}
+    formatter = SimpleNamespace(for_type=shown.__setitem__)
+    shell = SimpleNamespace(display_formatter=SimpleNamespace(formatters={"text/html": formatter}))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    api._show_in_notebooks()
+    record = make_record([make_row()])
+    comparison = dilabench.compare(record, record)
+    assert all("<table>" in shown[type(value)](value) for value in (record, comparison))
 
 
 def test_load_reads_a_file_and_refuses_what_is_none(make_row, make_record, tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """The result of a comparison: verdicts on pairs, and by name every row without a verdict."""
 
-import importlib
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -68,11 +67,6 @@ class Comparison:
         codes = Counter(pair.verdict.code.value for pair in self.pairs)
         found = ", ".join(f"{count} {code}" for code, count in codes.items())
         return f"<Comparison: {found or 'no pair'}, {len(self.uncompared)} not compared>"
-
-    def _repr_html_(self) -> str:
-        """What notebooks show."""
-        # As with records: the renderings lie above.
-        return str(importlib.import_module("dilabench.report.html.comparison").notebook(self))
 
     def updated(self, later: "Comparison", judged: Collection[str]) -> "Comparison":
         """With what a later comparison found on the cases with these ids in place of what is here, in this order."""

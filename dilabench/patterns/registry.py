@@ -2,7 +2,7 @@
 
 The kinds that plug-ins were found to have are kept for the process. A workload is read in many places (requests,
 records, worker processes), often before anybody asked for the catalogue: a kind that is not there has the finder
-called, which the benchmark sets (`find_kinds_with`).
+called, which the plug-in manager and the worker processes set (`find_kinds_with`).
 """
 
 import importlib

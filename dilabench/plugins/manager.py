@@ -15,7 +15,7 @@ import pluggy
 from dilabench.errors import PluginError
 from dilabench.impls.peers.paths import PEERS_VARIABLE, search_peer_paths
 from dilabench.patterns.pattern import Pattern
-from dilabench.patterns.registry import PatternKind, load, register
+from dilabench.patterns.registry import PatternKind, find_kinds_with, load, register
 from dilabench.plugins import NAME, builtin, hookspecs
 from dilabench.plugins.boundary import Problem, defined, shown
 from dilabench.plugins.builtin import peers
@@ -189,3 +189,6 @@ def _offered(manager: pluggy.PluginManager, shelf: str, *, third_party: bool) ->
         function = caller.get_hookimpls()[0].function
         raise PluginError(f"{hook}: {error.why}; see {defined(function)}") from None
     return descriptors
+
+
+find_kinds_with(discover)

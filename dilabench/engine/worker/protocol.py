@@ -7,6 +7,7 @@ from pydantic import Field
 
 from dilabench.engine.second_implementation import second_implementations
 from dilabench.machine import Machine
+from dilabench.patterns.registry import find_kinds_with
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Timer
 from dilabench.record import Case, Diagnostic, KernelUse, Memory, Note, Slot, Verification
@@ -224,3 +225,13 @@ def worker_key(case: Case, catalogue: Catalogue) -> str:
     foreign = catalogue.backends.origin(backend.name)
     parts = [origin, *([foreign] if foreign != origin else []), *([backend.name] if backend.library else [])]
     return "+".join(parts) + ranks
+
+
+def _discover() -> None:
+    # Only a process that meets a plug-in's pattern looks for plug-ins.
+    from dilabench.plugins.manager import discover
+
+    discover()
+
+
+find_kinds_with(_discover)

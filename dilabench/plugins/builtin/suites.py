@@ -99,9 +99,9 @@ SUITES: tuple[Suite, ...] = (
     Suite(
         "choice",
         "how far the library's automatic choice is from the fastest of its ways, on shapes drawn at random",
-        "dilabench.suites.regret.cases:expand",
-        follow_up="dilabench.suites.regret.cases:follow_up",
-        analysis="dilabench.suites.regret.findings:analyse",
+        "dilabench.suites.choice.cases:expand",
+        follow_up="dilabench.suites.choice.cases:follow_up",
+        analysis="dilabench.suites.choice.findings:analyse",
         reads_catalogue=True,
         aliases=("regret",),
         # A regret of 1.1 shows in thirty turns, and there are many shapes.

@@ -9,33 +9,12 @@ from typing import Any
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.memory.trace_cache import TraceCache
 from dilabench.predict.memory.tracer import Tracer
-from dilabench.record import Case
-from dilabench.validation import Model, content_hash
+from dilabench.record import Case, MemoryPlan
+from dilabench.validation import content_hash
 
 OURS = "dilabench."
 # How far a traced peak may lie from the measured one.
 WITHIN = 0.1
-
-
-class MemoryPlan(Model):
-    """Bytes on the device at the fullest moment of a call, by what they are for; they add up to the peak.
-
-    inputs: q, k, v (or embeddings), with dout unless the mode is forward. saved: what lives from forward to backward,
-    the result with it, inputs left out. workspace: everything else. tables: index tensors and block lists that are kept
-    between calls. Over ranks it is what the fullest rank holds.
-    """
-
-    inputs_bytes: int
-    parameters_bytes: int = 0
-    saved_bytes: int = 0
-    workspace_bytes: int
-    tables_bytes: int = 0
-
-    @property
-    def peak_bytes(self) -> int:
-        """What must fit, and what the engine's memory pass measures."""
-        held = self.inputs_bytes + self.parameters_bytes + self.tables_bytes
-        return held + self.saved_bytes + self.workspace_bytes
 
 
 # The last one that was used comes first: who asks for one plan after another starts one process.
