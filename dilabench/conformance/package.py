@@ -5,8 +5,9 @@ from collections.abc import Iterable
 from dilabench.conformance.fresh_import import ImportReport, import_reports
 from dilabench.conformance.scorecard import Findings
 from dilabench.plugins.descriptors import Backend, Implementation, Named, Timer
-from dilabench.plugins.manager import TARGETS, Found
+from dilabench.plugins.manager import Found
 from dilabench.units import format_seconds
+from dilabench.validation import targets_of
 
 # Whose targets run in workers and may load torch; those of every other kind run where records are shown.
 IN_WORKERS = (Implementation, Backend, Timer)
@@ -34,10 +35,9 @@ def check_package(descriptor: Named, plugin: str, found: Found, findings: Findin
 
 def _modules(descriptor: Named, module: str) -> tuple[list[str], list[str]]:
     """Modules that must stay light, the one of the hooks first, and those that may load torch."""
-    targets = {name: getattr(descriptor, name, None) for name in sorted(TARGETS)}
     light, heavy = {module: None}, dict[str, None]()
-    for name, target in targets.items():
-        if isinstance(target, str):
+    for name, target in targets_of(descriptor).items():
+        if target is not None:
             (heavy if isinstance(descriptor, IN_WORKERS) and name not in LIGHT_FIELDS else light)[
                 target.partition(":")[0]
             ] = None
