@@ -6,10 +6,11 @@ The JSON form of RunRecord is the one file format; its JSON Schema is docs/refer
 
 import importlib
 from collections import Counter
+from enum import StrEnum
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from dilabench.choice.descriptors import Role as Role
 from dilabench.choice.descriptors import Takes as Takes
@@ -66,8 +67,11 @@ class Optimizations(Model):
     memory, a chunk at a time on the device. `stream_tokens`: only in old records; so many tokens in all passed
     through in pieces of the workload, each a separate sequence. `sharding_inside`: over ranks, each call begins
     and ends with whole tensors on every rank; otherwise with shards. `tiles`: shapes of an implementation's kernels
-    instead of its own, in its own words; empty for those it has.
+    instead of its own, in its own words; empty for those it has. Fields of another version of dilabench are kept and
+    shown; a case that has any is never measured (`unknown`).
     """
+
+    model_config = ConfigDict(extra="allow")
 
     pattern_cache_entries: int = Field(default=64, ge=0)
     buffer_pool_bytes: int = Field(default=0, ge=0)
@@ -79,6 +83,11 @@ class Optimizations(Model):
     stream_tokens: int = Field(default=0, ge=0)
     sharding_inside: bool = False
     tiles: str = ""
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Names of fields that this version does not know."""
+        return tuple(self.model_extra or ())
 
 
 class Case(Model):
@@ -139,10 +148,61 @@ class PlannedCase(Model):
         return self.model_copy(update={"procedure": "isolated", "memory_limit_bytes": memory_limit_bytes})
 
 
-class Check(Model):
-    """One verification check: its error against its tolerance, and where the error is largest."""
+class CheckName(StrEnum):
+    """What a verification check looked at (docs/reference/semantics.md §4).
 
-    name: str
+    `_slope`: the regression on the oracle. `_all_rows`: every row against a confirmed implementation.
+    `_from_every_row`: under an upstream gradient that is random in every row. `timed_`: a call of the timed sequence.
+    """
+
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    DEVICE = "device"
+    FINITE = "finite"
+    OUT = "out"
+    OUT_SLOPE = "out_slope"
+    OUT_ALL_ROWS = "out_all_rows"
+    OUT_WITH_LSE = "out_with_lse"
+    LSE = "lse"
+    LSE_SLOPE = "lse_slope"
+    DQ = "dq"
+    DQ_SLOPE = "dq_slope"
+    DQ_ALL_ROWS = "dq_all_rows"
+    DK = "dk"
+    DK_SLOPE = "dk_slope"
+    DK_ALL_ROWS = "dk_all_rows"
+    DK_FROM_EVERY_ROW = "dk_from_every_row"
+    DV = "dv"
+    DV_SLOPE = "dv_slope"
+    DV_ALL_ROWS = "dv_all_rows"
+    DV_FROM_EVERY_ROW = "dv_from_every_row"
+    DX = "dx"
+    DX_SLOPE = "dx_slope"
+    SECOND_CALL = "second_call"
+    ONES = "ones"
+    DEPENDENCY = "dependency"
+    RESULT_KEPT = "result_kept"
+    REPEAT = "repeat"
+    STREAM = "stream"
+    INPUTS = "inputs"
+    SETTINGS = "settings"
+    TIMED_FORM = "timed_form"
+    TIMED_THREADS = "timed_threads"
+    TIMED_KEPT = "timed_kept"
+    TIMED_GRADIENTS = "timed_gradients"
+    TIMED_OUT = "timed_out"
+    TIMED_DQ = "timed_dq"
+    TIMED_DK = "timed_dk"
+    TIMED_DV = "timed_dv"
+
+
+class Check(Model):
+    """One verification check: its error against its tolerance, and where the error is largest.
+
+    `name` is a text if a parameter of a module gave it ('d q_proj.weight'), or another version of dilabench.
+    """
+
+    name: Annotated[CheckName | str, Field(union_mode="left_to_right")]
     passed: bool
     error: float | None = None
     tolerance: float | None = None

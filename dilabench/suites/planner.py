@@ -18,6 +18,7 @@ from dilabench.plugins.descriptors import Implementation, Suite
 from dilabench.record import Case, Optimizations, PlannedCase, Role, Row, SkipCode, Skipped
 from dilabench.request import ALL, RunRequest, Shard, preset_names, workload_request
 from dilabench.suites.optimization.variants import reasons_against
+from dilabench.validation import unknown_key
 from dilabench.workload.spec import DEFAULT_PATTERN, Workload, WorkloadRequest
 
 # Implementation `auto`: stands for what `dilabench.choice.rules` takes, workload by workload.
@@ -149,7 +150,7 @@ class Planner:
         """The cases of one implementation and workload: one per backend asked for when it uses backends.
 
         `role` is what its rows are among the others, where that is not what it is in general; `changes` are fields of
-        Optimizations that differ from the request's.
+        Optimizations that differ from the request's. Raises ConfigError for a field that does not exist.
         """
         workload = workload_request.resolve(self.machine.auto_dtype, self.machine.auto_tokens)
         labels = dict(labels or {})
@@ -172,6 +173,8 @@ class Planner:
                 **changes,
             }
         )
+        for name in optimizations.unknown:
+            raise ConfigError(unknown_key(name, Optimizations.model_fields))
         return tuple(
             self._planned(implementation, backend, workload, workload_request, optimizations).model_copy(
                 update={"labels": labels, "role": role or implementation.role}

@@ -70,6 +70,11 @@ class Remeasure:
 
     def _skip(self, planned: PlannedCase) -> Skipped | None:
         """Why a case cannot run here and now; plug-ins and libraries may have gone since it was recorded."""
+        if unknown := planned.case.optimizations.unknown:
+            why = (
+                f"optimizations that this dilabench does not know: {', '.join(unknown)}; measure with the one that does"
+            )
+            return Skipped(code="unusable_optimization", why=why)
         try:
             why = "; ".join(self.found.catalogue.reasons_against(planned.case, self.machine))
         except ConfigError as error:
