@@ -95,10 +95,9 @@ def test_a_wrong_setting_is_refused_before_anything_runs(tmp_path):
 
 def test_budgets_are_those_of_the_command(tmp_path, monkeypatch):
     from dilabench import api
-    from dilabench.cli.run.execution import Execution
 
     requests = []
-    monkeypatch.setattr(Execution, "run", lambda self: requests.append(self.request))
+    monkeypatch.setattr("dilabench.cli.run.shown.show_run", lambda run, keep: requests.append(run.plan.request))
     monkeypatch.setattr(api, "read_record", lambda path: None)
     for settings in ({}, {"budget": "none"}, {"budget": "60s"}):
         dilabench.run("quick", output=tmp_path, device="cpu", **settings)

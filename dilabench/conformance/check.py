@@ -21,7 +21,7 @@ from dilabench.metadata import note_text
 from dilabench.patterns.dense import DENSE
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Implementation, Named, Reporter, Suite, Timer, WorkloadPreset
-from dilabench.plugins.manager import REGISTRIES, TARGETS, Found
+from dilabench.plugins.manager import REGISTRIES, Found
 from dilabench.record import Measured, Row, RunHeader, RunRecord
 from dilabench.report.findings import render, sections_of
 from dilabench.request import preset_names, run_request, workload_request
@@ -29,6 +29,7 @@ from dilabench.retired import ANY_KIND, no_such_name
 from dilabench.stats.samples.location import locate
 from dilabench.suites.planner import Planner, expand, more_cases_of
 from dilabench.units import format_seconds
+from dilabench.validation import targets_of
 from dilabench.version import __version__
 from dilabench.workload.work import attended_pairs
 
@@ -94,10 +95,9 @@ def check_package(descriptor: Named, plugin: str, found: Found, findings: Findin
 
 def _modules(descriptor: Named, module: str) -> tuple[list[str], list[str]]:
     """Modules that must stay light, the one of the hooks first, and those that may load torch."""
-    targets = {name: getattr(descriptor, name, None) for name in sorted(TARGETS)}
     light, heavy = {module: None}, dict[str, None]()
-    for name, target in targets.items():
-        if isinstance(target, str):
+    for name, target in targets_of(descriptor).items():
+        if target is not None:
             (heavy if isinstance(descriptor, IN_WORKERS) and name not in LIGHT_FIELDS else light)[
                 target.partition(":")[0]
             ] = None

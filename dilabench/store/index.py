@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
+from dilabench.compare.comparison import searchable
 from dilabench.compare.fingerprint import machine_key
-from dilabench.compare.selection import searchable
 from dilabench.errors import DilabenchError
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.store.archive import Archive, moment_of, run_and_version, sound_records

@@ -213,7 +213,7 @@ class WorkloadRequest(Model):
     Presets, TOML files, `--set` and the short options all fill this one model. Beside the fields here it takes those of
     every pattern that is installed (`Pattern.request_model`): the pattern asked for uses its own, and the others wait
     for a suite that asks for theirs. `batch="2q2k_4q512"` stands for the packed layout of these sequences
-    (`workload.batch_spec`). `resolve` makes the Workload; the two differ only where `auto` stands here.
+    (`_packed_fields`). `resolve` makes the Workload; the two differ only where `auto` stands here.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -266,9 +266,13 @@ class WorkloadRequest(Model):
         """Read what is not a field of the shape as the pattern that has such a field reads it."""
         if not isinstance(data, dict):
             return data
-        data = with_present_names(_with_packed_fields(data) if "batch" in data or data.get("cu_seqlens") else data)
+        if "batch" in data or data.get("cu_seqlens"):
+            data = _with_packed_fields(data)
         asked = data.get("pattern", DEFAULT_PATTERN)
         own = pattern_type(asked).request_model().model_fields.keys() - {"kind"} if has_kind(asked) else frozenset()
+        if not data.keys() <= cls.model_fields.keys() | own:
+            # Other kinds are looked at only then: plug-ins may have some.
+            data = with_present_names(data)
         by_kind: dict[str, dict[str, Any]] = {}
         for name in data.keys() - cls.model_fields.keys():
             kind = asked if name in own else next(kinds_with(name), None)

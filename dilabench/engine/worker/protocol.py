@@ -9,7 +9,6 @@ from dilabench.engine.second_implementation import second_implementations
 from dilabench.machine import Machine
 from dilabench.patterns.registry import find_kinds_with
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.plugins.descriptors import Timer
 from dilabench.record import Case, Diagnostic, KernelUse, Memory, Note, Slot, Verification
 from dilabench.validation import Model, content_hash
 
@@ -78,11 +77,6 @@ class TimerSpec(Model):
     name: str
     target: str
     proves: str
-
-    @classmethod
-    def of(cls, timer: Timer) -> "TimerSpec":
-        """The part of a timer's descriptor that a worker needs."""
-        return cls(name=timer.name, target=timer.target, proves=timer.proves)
 
 
 class WorkerSettings(Model):
