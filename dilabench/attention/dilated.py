@@ -27,6 +27,7 @@ from dilabench.errors import ConfigError
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.one_operator import (
     DILATED,
+    SHAPES_ONLY,
     Computation,
     Options,
     WithGradient,
@@ -179,6 +180,9 @@ def dilated_attention(
         operands.check_operands(query.shape, key.shape, value.shape)
         if sink is not None:
             operands.check_sink(sink, query, merge_grad)
+        if not torch.compiler.is_compiling() and torch._C._is_tracing():
+            # Whoever runs the trace may want gradients.
+            options = (*options[:9], merge_grad, bounds, True, *options[12:])
         if not isinstance(backend, str):
             # Operators take texts.
             options = (*options[:-1], name_of(backend))
@@ -278,6 +282,8 @@ def _computation(
         fields = {name: getattr(options, name) for name in IN_PATTERN}
         workload = operands.workload_of(DENSE if is_dense else validated(DilatedPattern, fields), tensors, options)
         device = tensors[0][2]
+        if device.type == "meta":
+            return SHAPES_ONLY
         if options.backend == AUTO:
             return automatic(workload, device)[1]
         # A named backend may serve a forward pass alone.

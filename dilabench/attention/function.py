@@ -27,10 +27,12 @@ from dilabench.choice.ways import AUTO, Way
 from dilabench.contracts import Attend, AttendBackward, AttentionFn, BuildContext, LoadedBackend, WithLse
 from dilabench.errors import ConfigError
 from dilabench.impls.one_operator import (
+    SHAPES_ONLY,
     Computation,
     _sink_gradient,
     first_derivatives,
     forward_before_backward,
+    materialised,
     outside_compilers,
     refuse_forward_mode,
 )
@@ -255,6 +257,12 @@ def _attend(
     needs_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a pattern that is neither dense nor dilated; lse is empty if there is none and none is needed."""
+    if torch._C._is_tracing():
+        raise ValueError(
+            f"pattern {pattern.kind} under torch.jit.trace, which would record none of its kernels; trace dense or "
+            "dilated attention, or use torch.compile"
+        )
+    query, key, value = materialised(query), materialised(key), materialised(value)
     tensors = tuple((x.shape, x.dtype, x.device) for x in (query, key, value))
     function: Any
     if indices is None:
@@ -263,6 +271,7 @@ def _attend(
         function = _selected(pattern, tensors, options, indices)
     if sink is not None:
         operands.check_sink(sink, query, "detached" if pattern.is_detached else "exact")
+        sink = materialised(sink)
         if not isinstance(function, Computation):
             raise ValueError(f"sink with pattern {pattern.kind}, a sum of several softmaxes; leave it out")
         out, lse = _WithSink.apply(function, query, key, value, sink)
@@ -280,6 +289,8 @@ def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
     device = tensors[0][2]
     try:
         workload = operands.workload_of(pattern, tensors, options)
+        if device.type == "meta":
+            return SHAPES_ONLY
         implementation = implementation_of(workload, device)
         way = Way(implementation.name, None, workload)
         backend = backend_of(AUTO, way, device.type) if implementation.uses_backend else None
@@ -308,8 +319,11 @@ def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
         )
     if indices.device != tensors[0][2]:
         raise ValueError(f"indices are on {indices.device} and query on {tensors[0][2]}; move one of them")
+    if indices.is_meta:
+        # As with indices drawn here, which refuses what does not fit.
+        return cast(Computation, _function(pattern, tensors, options))
     # As selectors of dilabench give them.
-    by_head = (indices if indices.ndim == 3 else indices[None]).to(torch.int32).contiguous()
+    by_head = (materialised(indices) if indices.ndim == 3 else indices[None]).to(torch.int32).contiguous()
     plan = SelectedPlan(by_head, size, length, options.causal, options.window)
     union, rows = _over_blocks(pattern, tensors, options)
     planned = replace(rows, plan=plan)
@@ -361,4 +375,4 @@ class _WithSink(torch.autograd.Function):
             dout, *_, out, lse, sink = tensors
             return *ctx.computation.backward(*tensors[:6]), _sink_gradient(dout, out, lse, sink)
 
-        return None, *first_derivatives(gradients, dout, *ctx.saved_tensors)
+        return None, *first_derivatives(gradients, materialised(dout), *ctx.saved_tensors)

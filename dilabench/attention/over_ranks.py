@@ -75,6 +75,8 @@ class SequenceShards:
     def _computation_for(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> ShardedAttention:
         """What attends with tensors like these, made once for each shape and kind. Raises ValueError."""
         operands.check_kinds((x.dtype, x.device) for x in (query, key, value))
+        if query.is_meta:
+            raise ValueError("query, key and value are on meta: ranks exchange data; give tensors that have some")
         asked = (query.shape, key.shape, query.dtype, query.device, options)
         known = self._functions.get(asked)
         if known is None:
