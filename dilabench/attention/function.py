@@ -158,7 +158,9 @@ def attention(
         wants_gradient = torch.is_grad_enabled() and (
             query.requires_grad or key.requires_grad or value.requires_grad or (sink is not None and sink.requires_grad)
         )
-        options = _Options(causal, tuple(window), scale, (), wants_gradient)  # type: ignore[arg-type]
+        sides = operands.integers("window", window)
+        operands.refuse_types({"causal": causal, "window": sides, "scale": scale})
+        options = _Options(causal, sides, scale, (), wants_gradient)  # type: ignore[arg-type]
         out, lse = outside_compilers(_attend, pattern, options, query, key, value, sink, indices, return_lse)
     return (out, lse.detach()) if return_lse else out
 
@@ -215,6 +217,8 @@ def block_sparse_attention(
     >>> block_sparse_attention(q, k, v, indices=own_and_first, block_size=16, causal=True).shape
     torch.Size([1, 64, 4, 16])
     """
+    if isinstance(density, Tensor) or isinstance(block_size, Tensor) or isinstance(seed, Tensor):
+        operands.check_options({"block_size": block_size, "density": density, "seed": seed})
     pattern = _block_pattern(mask, block_size, density, seed, options.get("indices") is not None)
     result: Tensor | tuple[Tensor, Tensor] = attention(  # type: ignore[call-overload]
         query, key, value, pattern=pattern, return_lse=return_lse, **options
