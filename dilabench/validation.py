@@ -248,9 +248,8 @@ def _explained(kind: Any, given: Mapping[str, Any], error: ValidationError) -> s
     if item["type"] == "descriptor":
         return f"{where}: {name} {item['msg']}"
     wanted = hints[name]
-    return f"{where}: {name} {shown(value)} must be " + (
-        wanted.__name__ if isinstance(wanted, type) else str(wanted).replace("typing.", "")
-    )
+    text = wanted.__name__ if isinstance(wanted, type) else str(wanted).replace("typing.", "")
+    return f"{where}: {name} {shown(value)} must be " + re.sub(r"^Optional\[(.*)\]$", r"\1 | None", text)
 
 
 @functools.cache

@@ -156,7 +156,7 @@ def differentiable(
     keeps_more: `forward` gives a list of tensors besides, which `backward` takes last. The operator does not hand these
     on, so that the compiler leaves such a computation alone.
     """
-    if torch.compiler.is_compiling() and not keeps_more:
+    if (torch.compiler.is_compiling() or torch._C._is_tracing()) and not keeps_more:
         return as_one_operator(number, q, k, v)
     return outside_compilers(eager, computation, q, k, v)
 
@@ -174,7 +174,9 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def is_plain_eager_call(*tensors: Tensor) -> bool:
-    """Whether a call is no more than a call: no compiler, mode or function transform that must see one operator.
+    """Whether a call is no more than a call: no compiler, tracer, mode or function transform that must see one
+    operator, and no negative view or zero tensor, whose memory does not hold its values: torch's dispatcher copies
+    those before an operator reads them.
 
     An operator takes torch a hundred microseconds to call, and hands on only results of known number and shape.
     """
@@ -182,12 +184,25 @@ def is_plain_eager_call(*tensors: Tensor) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
+        or torch._C._is_tracing()
     )
-    return not looked_at and _PLAIN.issuperset(map(type, tensors))
+    if looked_at or not _PLAIN.issuperset(map(type, tensors)):
+        return False
+    for x in tensors:  # noqa: SIM110, a generator is slower, and one function more
+        if x.is_neg() or x._is_zerotensor():
+            return False
+    return True
+
+
+def materialised(x: Tensor) -> Tensor:
+    """x, or a copy where its memory does not hold its values (a negative view, a zero tensor); differentiable."""
+    x = x.resolve_neg()
+    return x.clone() if x._is_zerotensor() else x
 
 
 def eager(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse as `differentiable` gives them, without a compiler."""
+    q, k, v = materialised(q), materialised(k), materialised(v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out, lse = WithGradient.apply(computation, q, k, v)
     else:
@@ -198,6 +213,41 @@ def eager(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
 def forward_before_backward(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> Any:
     """`Computation.forward`, which `Computation.backward` follows: together with that, where it has such a form."""
     return getattr(computation, "forward_before_backward", computation.forward)(q, k, v)
+
+
+class ShapesOnly:
+    """`Computation` of tensors without data or without elements: results of the right shapes, and no kernel runs."""
+
+    # Of what ranks keep, as `ShardedAttention.kept`.
+    kept: tuple[()] = ()
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """out in the shape of q, differentiable."""
+        return self.with_lse(q, k, v)[0]
+
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out, and lse [B, H, N], which carries no gradient."""
+        return eager(self, q, k, v)
+
+    def forward(self, q: Tensor, _k: Tensor, _v: Tensor) -> tuple[Tensor, Tensor]:
+        """Empty out and lse."""
+        return _empty_results(q)
+
+    def backward(
+        self, _dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_results: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Empty dq, dk, dv."""
+        return contiguous_like(q), contiguous_like(k), contiguous_like(v)
+
+
+SHAPES_ONLY = ShapesOnly()
+
+
+def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for out and lse of q [B, N, H, D]."""
+    *lead, rows, heads, _ = q.shape
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return contiguous_like(q), q.new_empty((*lead, heads, rows), dtype=dtype)
 
 
 class WithGradient(torch.autograd.Function):
@@ -219,6 +269,8 @@ class WithGradient(torch.autograd.Function):
             if not getattr(ctx.computation, "exchanges", False):
                 return None, None, None, None
             dout = torch.zeros_like(out)
+        elif dout.is_neg() or dout._is_zerotensor():
+            dout = materialised(dout)
         return None, *first_derivatives(ctx.computation.backward, dout, q, k, v, out, lse, *([kept] if kept else []))
 
 
@@ -287,11 +339,9 @@ def _read(asked: str) -> Options:
 def _shapes_of_results(
     q: Tensor, _k: Tensor, _v: Tensor, _sink: Tensor | None, _number: int, asked: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    *lead, rows, heads, _ = q.shape
-    lse = q.new_empty((*lead, heads, rows), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     # How much comes of other ranks is known to no trace: it depends on all of their tokens.
     kept = torch.library.get_ctx().new_dynamic_size() if _read(asked).algorithm else 0
-    return contiguous_like(q), lse, q.new_empty(kept, dtype=torch.uint8)
+    return *_empty_results(q), q.new_empty(kept, dtype=torch.uint8)
 
 
 @operator("attention_forward", _shapes_of_results)

@@ -15,6 +15,7 @@ print("LOADED", sorted(loaded & set({heavy})), file=sys.stderr)
 
 
 TORCH = ["torch", "triton", "matplotlib"]
+# Besides numpy, which every pattern's class loads, and with it whatever lists names.
 NUMERIC = ["scipy", "psutil"]
 
 

@@ -52,6 +52,8 @@ def test_a_descriptor_checks_its_own_fields_when_it_is_made():
         PluginError, match=r"supports: on_cuda: modes both ways is not known; it may hold backward, both,"
     ):
         implementation("gather", supports=Capabilities(on_cuda=Capabilities(modes=frozenset({"both ways"}))))
+    with pytest.raises(PluginError, match=r"sharding 3 must be str \| None$"):
+        implementation("gather", sharding=3)
     with pytest.raises(PluginError, match="priority -1 must be at least 0"):
         replace(implementation("gather"), priority=-1)
 

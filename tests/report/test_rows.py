@@ -1,7 +1,7 @@
+import contextlib
 from typing import Any
 
 import pytest
-from dilabench.cli.compare.remeasure import Remeasure
 
 from dilabench.compare.verdicts import Policy
 from dilabench.compare.view import view_of
@@ -20,6 +20,7 @@ from dilabench.record import (
 from dilabench.report.columns import COLUMNS, NAMING_COLUMNS, DisplayRow
 from dilabench.report.findings import render
 from dilabench.report.rows import footnotes, workload_tables
+from dilabench.runs.remeasure import Remeasure
 from dilabench.stats.samples.location import median_interval
 from dilabench.store.run_files import RECORD_NAME, read_record
 from dilabench.workload.spec import Workload
@@ -157,7 +158,7 @@ def test_optimizations_of_another_version_are_shown_by_every_reporter(row, recor
     for reporter in catalogue.reporters:
         render(reporter, one, tmp_path, (), catalogue)
     assert len(compare_within([one], policy=Policy.for_device("cpu"), by="optimizations").pairs) <= 1
-    again = Remeasure(discover(), one, tmp_path, None)
+    again = Remeasure(discover(), one, tmp_path, None, contextlib.nullcontext)
     assert again._skip(one.rows[0].planned).why.startswith(
         "optimizations that this dilabench does not know: look_ahead;"
     )

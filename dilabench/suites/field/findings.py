@@ -11,7 +11,7 @@ from dilabench.record import Failed, Measured, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.columns import row_name
 from dilabench.report.findings import Section
-from dilabench.suites.overview import findings as overview
+from dilabench.suites import overview
 from dilabench.suites.ring import findings as over_ranks
 
 TITLE = "The field"
