@@ -27,6 +27,7 @@ from dilabench.errors import ConfigError
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.one_operator import (
     DILATED,
+    SHAPES_ONLY,
     Computation,
     Options,
     WithGradient,
@@ -153,12 +154,17 @@ def dilated_attention(
     wants_gradient = torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (sink is not None and sink.requires_grad)
     )
+    try:
+        lengths, rates, sides = tuple(segment_lengths), tuple(dilation_rates), tuple(window)
+    except TypeError:
+        of_integers = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "window": window}
+        lengths, rates, sides = (operands.integers(name, value) for name, value in of_integers.items())
     # As `Options`, which takes several times as long to make.
     options = (
-        tuple(segment_lengths),
-        tuple(dilation_rates),
+        lengths,
+        rates,
         causal,
-        tuple(window),
+        sides,
         scale,
         heads,
         offset,
@@ -173,15 +179,24 @@ def dilated_attention(
     )
     if sink is None and is_plain_eager_call(query, key, value):
         of_query, of_key = (query.shape, query.dtype, query.device), (key.shape, key.dtype, key.device)
-        computation = _computation((of_query, of_key, (value.shape, value.dtype, value.device)), options)
+        try:
+            computation = _computation((of_query, of_key, (value.shape, value.dtype, value.device)), options)
+        except TypeError:
+            operands.refuse_types(Options(*options)._asdict())
+            raise
         if wants_gradient:
             out, lse = WithGradient.apply(computation, query, key, value)
         else:
             out, lse = computation.forward(query, key, value)[:2]
     else:
         operands.check_operands(query.shape, key.shape, value.shape)
+        check = operands.check_options if torch.compiler.is_compiling() else operands.refuse_types
+        check(Options(*options)._asdict())
         if sink is not None:
             operands.check_sink(sink, query, merge_grad)
+        if not torch.compiler.is_compiling() and torch._C._is_tracing():
+            # Whoever runs the trace may want gradients.
+            options = (*options[:9], merge_grad, bounds, True, *options[12:])
         if not isinstance(backend, str):
             # Operators take texts.
             options = (*options[:-1], name_of(backend))
@@ -202,8 +217,9 @@ class DilatedAttention(nn.Module):
         if unknown:
             known = ", ".join(AttentionOptions.__annotations__)
             raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known: {known}")
-        self.segment_lengths = tuple(segment_lengths)
-        self.dilation_rates = tuple(dilation_rates)
+        operands.refuse_types(options)
+        self.segment_lengths = operands.integers("segment_lengths", segment_lengths)
+        self.dilation_rates = operands.integers("dilation_rates", dilation_rates)
         self.options = options
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -281,9 +297,12 @@ def _computation(
     what does not fit together.
     """
     options = Options(*asked)
+    operands.check_options(options._asdict())
     try:
         workload = _workload(tensors, options)
         device = tensors[0][2]
+        if device.type == "meta":
+            return SHAPES_ONLY
         if options.backend == AUTO:
             return automatic(workload, device)[1]
         # A named backend may serve a forward pass alone.

@@ -27,12 +27,13 @@ from dilabench.choice.ways import AUTO, Way
 from dilabench.contracts import Attend, AttendBackward, AttentionFn, BuildContext, LoadedBackend, WithLse
 from dilabench.errors import ConfigError
 from dilabench.impls.one_operator import (
+    SHAPES_ONLY,
     Computation,
     Kept,
     _sink_gradient,
     as_one_operator,
     forward_before_backward,
-    is_plain_eager_call,
+    materialised,
     outside_compilers,
 )
 from dilabench.impls.one_operator import Options as OperatorOptions
@@ -162,7 +163,9 @@ def attention(
         wants_gradient = torch.is_grad_enabled() and (
             query.requires_grad or key.requires_grad or value.requires_grad or (sink is not None and sink.requires_grad)
         )
-        options = _Options(causal, tuple(window), scale, (), wants_gradient)  # type: ignore[arg-type]
+        sides = operands.integers("window", window)
+        operands.refuse_types({"causal": causal, "window": sides, "scale": scale})
+        options = _Options(causal, sides, scale, (), wants_gradient)  # type: ignore[arg-type]
         out, lse = outside_compilers(_attend, pattern, options, query, key, value, sink, indices, return_lse)
     return (out, lse.detach()) if return_lse else out
 
@@ -219,6 +222,8 @@ def block_sparse_attention(
     >>> block_sparse_attention(q, k, v, indices=own_and_first, block_size=16, causal=True).shape
     torch.Size([1, 64, 4, 16])
     """
+    if isinstance(density, Tensor) or isinstance(block_size, Tensor) or isinstance(seed, Tensor):
+        operands.check_options({"block_size": block_size, "density": density, "seed": seed})
     pattern = _block_pattern(mask, block_size, density, seed, options.get("indices") is not None)
     result: Tensor | tuple[Tensor, Tensor] = attention(  # type: ignore[call-overload]
         query, key, value, pattern=pattern, return_lse=return_lse, **options
@@ -261,22 +266,30 @@ def _attend(
     needs_lse: bool,
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a pattern that is neither dense nor dilated; lse is empty if there is none and none is needed."""
+    if torch._C._is_tracing():
+        raise ValueError(
+            f"pattern {pattern.kind} under torch.jit.trace, which would record none of its kernels; trace dense or "
+            "dilated attention, or use torch.compile"
+        )
+    query, key, value = materialised(query), materialised(key), materialised(value)
     tensors = tuple((x.shape, x.dtype, x.device) for x in (query, key, value))
     function: Any
     if indices is None:
         function = _function(pattern, tensors, options)
     else:
         function = _selected(pattern, tensors, options, indices)
-    if isinstance(function, Computation) and not is_plain_eager_call(query, key, value):
+    transformed = torch._C._are_functorch_transforms_active()
+    if isinstance(function, Computation) and (transformed or torch._C._len_torch_dispatch_stack() > 0):
         if sink is not None:
             operands.check_sink(sink, query, "detached" if pattern.is_detached else "exact")
         number = Kept.of(_OfPattern(function, operands.workload_of(pattern, tensors, options)))
         asked = OperatorOptions(wants_gradient=options.wants_gradient)
         return as_one_operator(number, query, key, value, asked, sink)
-    if torch._C._are_functorch_transforms_active():
+    if transformed:
         raise ValueError(f"torch.func over pattern {pattern.kind}, a sum of several softmaxes; call it without")
     if sink is not None:
         operands.check_sink(sink, query, "detached" if pattern.is_detached else "exact")
+        sink = materialised(sink)
         if not isinstance(function, Computation):
             raise ValueError(f"sink with pattern {pattern.kind}, a sum of several softmaxes; leave it out")
         out, lse = _WithSink.apply(function, query, key, value, sink)
@@ -294,6 +307,8 @@ def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
     device = tensors[0][2]
     try:
         workload = operands.workload_of(pattern, tensors, options)
+        if device.type == "meta":
+            return SHAPES_ONLY
         implementation = implementation_of(workload, device)
         way = Way(implementation.name, None, workload)
         backend = backend_of(AUTO, way, device) if implementation.uses_backend else None
@@ -322,8 +337,11 @@ def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
         )
     if indices.device != tensors[0][2]:
         raise ValueError(f"indices are on {indices.device} and query on {tensors[0][2]}; move one of them")
+    if indices.is_meta:
+        # As with indices drawn here, which refuses what does not fit.
+        return cast(Computation, _function(pattern, tensors, options))
     # As selectors of dilabench give them.
-    by_head = (indices if indices.ndim == 3 else indices[None]).to(torch.int32).contiguous()
+    by_head = (materialised(indices) if indices.ndim == 3 else indices[None]).to(torch.int32).contiguous()
     plan = SelectedPlan(by_head, size, length, options.causal, options.window)
     union, rows = _over_blocks(pattern, tensors, options)
     planned = replace(rows, plan=plan)
@@ -389,4 +407,4 @@ class _WithSink(torch.autograd.Function):
             dout, *_, out, lse, sink = tensors
             return *ctx.computation.backward(*tensors[:6]), _sink_gradient(dout, out, lse, sink)
 
-        return None, *first_derivatives(gradients, dout, *ctx.saved_tensors)
+        return None, *first_derivatives(gradients, materialised(dout), *ctx.saved_tensors)

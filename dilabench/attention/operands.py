@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -93,8 +93,62 @@ def _as_autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
+_INTEGERS = {
+    "window": "two integers, (left, right), with -1 for unbounded; (-1, -1) is no window",
+    "cu_seqlens": "integers that rise from 0, for example (0, 512, 1024)",
+    "dilation_rates": "a sequence of integers, for example (1, 2)",
+}
+_SEGMENTS = "a sequence of integers, for example (2048, 4096)"
+
+
+def integers(name: str, value: Any) -> tuple[int, ...]:
+    """An option that is a sequence of integers. Raises ValueError for texts, tensors and what is no sequence."""
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Tensor):
+        found = tuple(value)
+        if not any(isinstance(x, str | Tensor) for x in found):
+            return found
+        if all(isinstance(x, str) and len(x) == 1 for x in found):
+            # What a text was taken apart to.
+            value = "".join(found)
+    raise ValueError(f"{name} {value!r:.80} must be {_INTEGERS.get(name, _SEGMENTS)}")
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of another type than numbers and texts: one result is kept for all calls with equal options.
+
+    A tensor would count by its identity, with the value that it had first, and would get no gradient.
+    """
+    for name, value in options.items():
+        if name in ("segment_lengths", "dilation_rates", "window"):
+            integers(name, value)
+        elif isinstance(value, Tensor):
+            learned = "; for a learned scale give scale=1 and query * scale" if name == "scale" else ""
+            raise ValueError(
+                f"{name} is a tensor, {value!r:.80}, and must be a Python number or text, which stays the same and "
+                f"gets no gradient: give {name}.item(){learned}"
+            )
+        elif name in ("causal", "scale") and isinstance(value, str):
+            raise ValueError(f"{name} {value!r} is a text; give a number or a bool")
+        elif name == "backend" and not isinstance(value, str) and not callable(value):
+            raise ValueError(f"backend {value!r} must be a name of `dilabench list backends`, a function, or 'auto'")
+
+
+def refuse_types(options: Mapping[str, Any]) -> None:
+    """`check_options`, and refuse what cannot be hashed, as lists and dicts."""
+    check_options(options)
+    for name, value in options.items():
+        try:
+            hash(value)
+        except TypeError:
+            raise ValueError(f"{name} {value!r:.80} has parts that can change; give numbers and texts") from None
+
+
 def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
     """As numbers, one at least: none stands for a batch."""
+    if not isinstance(cu_seqlens, Tensor):
+        cu_seqlens = integers("cu_seqlens", cu_seqlens)
+    elif cu_seqlens.is_meta:
+        raise ValueError("cu_seqlens is on meta, and bounds are read; give a list")
     bounds = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)
     if not bounds or (isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim != 1):
         raise ValueError(f"cu_seqlens {cu_seqlens} must be one row of bounds that rise from 0 to {tokens}")

@@ -79,6 +79,8 @@ class SequenceShards:
     def _computation_for(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> ShardedAttention:
         """What attends with tensors like these, made once for each shape and kind. Raises ValueError."""
         operands.check_kinds((x.dtype, x.device) for x in (query, key, value))
+        if query.is_meta:
+            raise ValueError("query, key and value are on meta: ranks exchange data; give tensors that have some")
         asked = (query.shape, key.shape, query.dtype, query.device, options)
         known = self._functions.get(asked)
         if known is None:
@@ -203,9 +205,15 @@ def ring_attention(
     refuse_forward_mode(query, key, value)
     if torch._C._is_any_autocast_enabled():
         query, key, value = operands.as_autocast(query, key, value)
-    branches = tuple(segment_lengths or ()), tuple(dilation_rates or ())
+    branches = (
+        operands.integers("segment_lengths", () if segment_lengths is None else segment_lengths),
+        operands.integers("dilation_rates", () if dilation_rates is None else dilation_rates),
+    )
+    sides = operands.integers("window", window)
+    given = {"causal": causal, "window": sides, "scale": scale, "algorithm": algorithm, "backend": backend}
+    operands.refuse_types(given)
     name = backend if isinstance(backend, str) else name_of(backend)
-    options = Options(*branches, causal, tuple(window), scale, algorithm=algorithm, backend=name)
+    options = Options(*branches, causal, sides, scale, algorithm=algorithm, backend=name)
     if is_plain_eager_call(query, key, value):
         return shards._computation_for(query, key, value, options)(query, key, value)
     # What is copied here is what the backward pass reads; inside it would be copied once more there.

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from dilabench.attention import dilated_attention
+from dilabench.attention import dilated_attention, operands
 
 __all__ = ["DilatedAttention", "Multiway", "XPos", "patch"]
 
@@ -101,6 +101,8 @@ class DilatedAttention(nn.Module):
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
         if self_attention == encoder_decoder_attention:
             raise ValueError(f"self_attention and encoder_decoder_attention are both {self_attention}; set one of them")
+        operands.integers("segment_length", args.segment_length)
+        operands.integers("dilated_ratio", args.dilated_ratio)
         self.args, self.embed_dim, self.num_heads, self.dropout = args, embed_dim, num_heads, dropout
         self.self_attention, self.encoder_decoder_attention = self_attention, encoder_decoder_attention
         self.head_dim = embed_dim // num_heads

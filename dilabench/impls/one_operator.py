@@ -12,69 +12,25 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from dilabench.impls.operator_rules import FLOP_COUNTER, first_derivatives, let_flops_be_counted, mapped
+from dilabench.impls.operator_rules import (
+    FLOP_COUNTER,
+    LIBRARY,
+    differentiable_operator,
+    first_derivatives,
+    let_flops_be_counted,
+    mapped,
+    operator,
+)
 from dilabench.kernels.lse import add_null_mass_
 
 ResultT = TypeVar("ResultT")
-
-_LIBRARY = torch.library.Library("dilabench", "FRAGMENT")
-
-
-def operator(name: str, shapes: Callable[..., Any]) -> Callable[[Callable[..., ResultT]], Callable[..., ResultT]]:
-    """Make a function that writes to none of its arguments, and whose results share memory with nothing, the operator
-    of this name; ``shapes`` gives empty results.
-
-    As `torch.library.custom_op`, which looks at every call whether results are arguments: a third of a compiled call
-    (17 of 49 microseconds on one host).
-    """
-
-    def define(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
-        defined = _defined(name, function, _untraced(function), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"dilabench::{name}", shapes, lib=_LIBRARY)
-        return defined
-
-    return define
-
-
-def differentiable_operator(name: str) -> Callable[[Callable[..., ResultT]], Callable[..., ResultT]]:
-    """Make a function of operators and autograd functions the operator of this name: one node where a compiler looks
-    first, and nothing in the graph that runs, which has what the function calls instead.
-
-    A derivative that is registered with an operator stays in that graph, and is asked, in Python, at every call.
-    """
-    return lambda function: _defined(name, function, function, "CompositeImplicitAutograd")
-
-
-def _defined(
-    name: str, function: Callable[..., ResultT], kernel: Callable[..., ResultT], key: str
-) -> Callable[..., ResultT]:
-    schema = torch.library.infer_schema(function, mutates_args=())
-    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, kernel, key)
-    defined: Callable[..., ResultT] = getattr(torch.ops.dilabench, name).default
-    return defined
-
-
-def _untraced(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
-    """The function, which no compiler traces where one looks at what is called by what it broke a graph at."""
-
-    def run(*arguments: Any) -> ResultT:
-        # As a decorator it would load the compiler when a module is imported.
-        return (compilers_own() if "torch._dynamo" in sys.modules else function)(*arguments)
-
-    @cache
-    def compilers_own() -> Callable[..., ResultT]:
-        found: Callable[..., ResultT] = torch.compiler.disable(function)
-        return found
-
-    return run
 
 
 @runtime_checkable
@@ -173,7 +129,7 @@ def differentiable(
     keeps_more: `forward` gives a list of tensors besides, which `backward` takes last. The operator does not hand these
     on, so that the compiler leaves such a computation alone.
     """
-    if torch.compiler.is_compiling() and not keeps_more:
+    if (torch.compiler.is_compiling() or torch._C._is_tracing()) and not keeps_more:
         return as_one_operator(number, q, k, v)
     return outside_compilers(eager, computation, q, k, v)
 
@@ -191,7 +147,9 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def is_plain_eager_call(*tensors: Tensor) -> bool:
-    """Whether a call is no more than a call: no compiler, mode or function transform that must see one operator.
+    """Whether a call is no more than a call: no compiler, tracer, mode or function transform that must see one
+    operator, and no negative view or zero tensor, whose memory does not hold its values: torch's dispatcher copies
+    those before an operator reads them.
 
     An operator takes torch a hundred microseconds to call, and hands on only results of known number and shape.
     """
@@ -199,12 +157,25 @@ def is_plain_eager_call(*tensors: Tensor) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
+        or torch._C._is_tracing()
     )
-    return not looked_at and _PLAIN.issuperset(map(type, tensors))
+    if looked_at or not _PLAIN.issuperset(map(type, tensors)):
+        return False
+    for x in tensors:  # noqa: SIM110, a generator is slower, and one function more
+        if x.is_neg() or x._is_zerotensor():
+            return False
+    return True
+
+
+def materialised(x: Tensor) -> Tensor:
+    """x, or a copy where its memory does not hold its values (a negative view, a zero tensor); differentiable."""
+    x = x.resolve_neg()
+    return x.clone() if x._is_zerotensor() else x
 
 
 def eager(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse as `differentiable` gives them, without a compiler."""
+    q, k, v = materialised(q), materialised(k), materialised(v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out, lse = WithGradient.apply(computation, q, k, v)
     else:
@@ -215,6 +186,41 @@ def eager(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
 def forward_before_backward(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> Any:
     """`Computation.forward`, which `Computation.backward` follows: together with that, where it has such a form."""
     return getattr(computation, "forward_before_backward", computation.forward)(q, k, v)
+
+
+class ShapesOnly:
+    """`Computation` of tensors without data or without elements: results of the right shapes, and no kernel runs."""
+
+    # Of what ranks keep, as `ShardedAttention.kept`.
+    kept: tuple[()] = ()
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """out in the shape of q, differentiable."""
+        return self.with_lse(q, k, v)[0]
+
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out, and lse [B, H, N], which carries no gradient."""
+        return eager(self, q, k, v)
+
+    def forward(self, q: Tensor, _k: Tensor, _v: Tensor) -> tuple[Tensor, Tensor]:
+        """Empty out and lse."""
+        return _empty_results(q)
+
+    def backward(
+        self, _dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_results: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Empty dq, dk, dv."""
+        return contiguous_like(q), contiguous_like(k), contiguous_like(v)
+
+
+SHAPES_ONLY = ShapesOnly()
+
+
+def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for out and lse of q [B, N, H, D]."""
+    *lead, rows, heads, _ = q.shape
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return contiguous_like(q), q.new_empty((*lead, heads, rows), dtype=dtype)
 
 
 class WithGradient(torch.autograd.Function):
@@ -236,6 +242,8 @@ class WithGradient(torch.autograd.Function):
             if not getattr(ctx.computation, "exchanges", False):
                 return None, None, None, None
             dout = torch.zeros_like(out)
+        elif dout.is_neg() or dout._is_zerotensor():
+            dout = materialised(dout)
         return None, *first_derivatives(ctx.computation.backward, dout, q, k, v, out, lse, *([kept] if kept else []))
 
 
@@ -272,11 +280,9 @@ def _read(asked: str) -> Options:
 def _shapes_of_results(
     q: Tensor, _k: Tensor, _v: Tensor, _sink: Tensor | None, _number: int, asked: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    *lead, rows, heads, _ = q.shape
-    lse = q.new_empty((*lead, heads, rows), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     # How much comes of other ranks is known to no trace: it depends on all of their tokens.
     kept = torch.library.get_ctx().new_dynamic_size() if _read(asked).algorithm else 0
-    return contiguous_like(q), lse, q.new_empty(kept, dtype=torch.uint8)
+    return *_empty_results(q), q.new_empty(kept, dtype=torch.uint8)
 
 
 @operator("attention_forward", _shapes_of_results)
@@ -325,8 +331,8 @@ def _is_alone(number: int, asked: str) -> bool:
 
 
 # Query, key and value; dout, those, out and lse.
-torch.library.register_vmap("dilabench::attention_forward", mapped(_forward_op, range(3), _is_alone), lib=_LIBRARY)
-torch.library.register_vmap("dilabench::attention_backward", mapped(_backward_op, range(6), _is_alone), lib=_LIBRARY)
+torch.library.register_vmap("dilabench::attention_forward", mapped(_forward_op, range(3), _is_alone), lib=LIBRARY)
+torch.library.register_vmap("dilabench::attention_backward", mapped(_backward_op, range(6), _is_alone), lib=LIBRARY)
 
 
 def _pairs(number: int, query: torch.Size, key: torch.Size, asked: str) -> int:

@@ -250,5 +250,13 @@ def stride_unit(*tensors: Tensor) -> int:
 
 
 def layout(x: Tensor) -> tuple[Hashable, ...]:
-    """What a launch depends on of a tensor, but for its address and contents."""
+    """What a launch depends on of a tensor, but for its address and contents.
+
+    Raises ValueError for one whose memory does not hold its values.
+    """
+    if x.is_neg() or x._is_zerotensor():
+        raise ValueError(
+            f"the memory of a tensor {list(x.shape)} on {x.device} does not hold its values (a zero tensor or a "
+            "negative view); give a copy, x.resolve_neg().clone()"
+        )
     return x.shape, x.stride(), x.dtype, x.device, type(x), x.data_ptr() % COPY_BYTES

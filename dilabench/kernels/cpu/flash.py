@@ -195,7 +195,16 @@ def _launch(
     lse: Tensor,
     *numbers: int,
 ) -> None:
-    """Call the C++. All memory is asked for outside: where it is traced, nothing is launched (`engine.trace`)."""
+    """Call the C++. All memory is asked for outside: where it is traced, nothing is launched (`engine.trace`).
+
+    Raises ValueError while torch.jit.trace records, which cannot see the call, and for a tensor whose memory does not
+    hold its values.
+    """
+    if torch._C._is_tracing():
+        raise ValueError(
+            f"{function} under torch.jit.trace, which records operators of torch alone; trace "
+            "dilabench.attention.attention or dilated_attention, which are one operator"
+        )
     B, M, H, D = q.shape
     L = k.shape[1]
     seen: tuple[int | None, ...] = (L - M, mask.left, mask.right, max(M, 1), H, None, None, None, 0, 0)
@@ -216,11 +225,17 @@ def _place(x: Tensor, lse: Tensor) -> _Place | _Lse:
     """Of [B, M, H, D], whose last axis is contiguous; of lse [B, H, M], or [S, G, H, M] where S times G are the
     batch.
     """
+    address = x.data_ptr()
+    if x.is_neg() or (not address and x.numel()):
+        raise ValueError(
+            f"the memory of a tensor {list(x.shape)} on {x.device} does not hold its values (a meta or zero tensor, or "
+            "a negative view); give a copy, x.resolve_neg().clone(), on a CPU"
+        )
     if x is lse:
         *outer, batch, head, row = x.stride()
-        return _Lse(x.data_ptr(), outer[0] if outer else 0, x.shape[-3], batch, head, row)
+        return _Lse(address, outer[0] if outer else 0, x.shape[-3], batch, head, row)
     batch, row, head, _ = x.stride()
-    return _Place(x.data_ptr(), batch, head, row)
+    return _Place(address, batch, head, row)
 
 
 def _compiled() -> ctypes.CDLL:

@@ -1,0 +1,124 @@
+"""The cases of `dilabench plan`, and with `--check` the traced peak of each beside the one that the engine measures."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from dilabench.engine.worker.outcomes import memory_in
+from dilabench.errors import ExitCode, exit_code_for
+from dilabench.patterns.dense import DENSE
+from dilabench.predict.memory import WITHIN, plan_memory
+from dilabench.record import Failed, Memory, PlannedCase, Skipped
+from dilabench.suites.planner import Planner
+from dilabench.units import format_bytes
+from dilabench.workload.spec import WorkloadRequest
+
+MODES = ("forward", "both")
+
+
+def planned_for_memory(planner: Planner, batches: Sequence[int], lengths: Sequence[int]) -> tuple[PlannedCase, ...]:
+    """Every batch size and mode of what was asked for, at these lengths where nothing says another."""
+    planned: list[PlannedCase] = []
+    for asked in planner.workload_requests([{"seq_len": length} for length in lengths]):
+        # Which ones there are by default takes traces over ranks.
+        default = () if planner.request.implementations else _default(planner, asked)
+        implementations = planner.implementations(default)
+        modes = (asked.mode,) if "mode" in asked.model_fields_set else MODES
+        for batch in batches:
+            for mode in modes:
+                request = asked.model_copy(update={"batch_size": batch, "mode": mode})
+                planned += planner.compare([request], implementations)
+    return tuple(sorted(planned, key=lambda one: (one.case.implementation, one.case.workload.mode)))
+
+
+def _default(planner: Planner, asked: WorkloadRequest) -> tuple[str, ...]:
+    """On one device what need not compile; over ranks what has a trace of the workload, or all if none has."""
+    if planner.request.nproc == 1:
+        return planner.on_one_device(DENSE.kind, asked.pattern)
+    names = planner.over_ranks(asked)
+    traced = [
+        name
+        for name in names
+        if any(
+            plan_memory(one.case, planner.machine.device, planner.catalogue)
+            for one in planner.plan(planner.catalogue.implementations.get(name), asked)
+        )
+    ]
+    return tuple(traced) or names
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Bytes of a case as traced (None: no trace) and as measured, or why they were not measured."""
+
+    planned: PlannedCase
+    traced: int | None
+    outcome: Memory | Skipped | Failed
+
+    @property
+    def measured(self) -> int | None:
+        """Bytes on the device at the fullest moment of a call; over ranks, of the rank that needed most."""
+        return self.outcome.peak_bytes if isinstance(self.outcome, Memory) else None
+
+    @property
+    def ratio(self) -> float | None:
+        """Traced over measured; None without one of them."""
+        return self.traced / self.measured if self.traced is not None and self.measured else None
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the trace lies too far from the measurement."""
+        return self.ratio is not None and abs(self.ratio - 1) > WITHIN
+
+    @property
+    def why(self) -> str:
+        """Why it was not measured; empty where it was."""
+        return "" if isinstance(self.outcome, Memory) else f"{self.outcome.status}: {self.outcome.why}"
+
+    def as_data(self) -> dict[str, Any]:
+        """What the check adds to the plan of the case."""
+        why = None if isinstance(self.outcome, Memory) else self.outcome.why
+        return {"measured_peak_bytes": self.measured, "traced_over_measured": self.ratio, "why_not_measured": why}
+
+
+def peaks_of(
+    planned: Sequence[PlannedCase], planner: Planner, capacity: int | None, budget_s: float | None
+) -> Iterator[Peak]:
+    """Each case with its measured peak, one after another; none is begun that does not fit or after the budget."""
+    from dilabench.engine.worker.client import WorkerPool
+    from dilabench.engine.worker.protocol import WorkerSettings
+    from dilabench.engine.worker.rank_group import start_worker
+
+    started = monotonic()
+    pool = WorkerPool(WorkerSettings(device=planner.machine.device), start_worker)
+    try:
+        for one in planned:
+            plan = plan_memory(one.case, planner.machine.device, planner.catalogue)
+            traced = None if plan is None else plan.peak_bytes
+            skip = one.skip or _shortage(traced, capacity)
+            if skip is None and budget_s is not None and monotonic() - started > budget_s:
+                skip = Skipped(code="budget", why="no time left; allow more with --budget")
+            outcome = skip or memory_in(pool, one.case, planner.catalogue, planner.request.seed)
+            if isinstance(outcome, Failed):
+                # What it left on the device is not the next one's.
+                pool.close()
+            yield Peak(one, traced, outcome)
+    finally:
+        pool.close()
+
+
+def _shortage(traced: int | None, capacity: int | None) -> Skipped | None:
+    if traced is None or capacity is None or traced <= capacity:
+        return None
+    return Skipped(code="does_not_fit", why=f"does not fit into {format_bytes(capacity)}")
+
+
+def verdict(peaks: Iterable[Peak]) -> ExitCode:
+    """5 when a trace is off, 4 when a case failed, 8 when nothing could be compared."""
+    peaks = tuple(peaks)
+    return exit_code_for(
+        wrong=any(one.is_off for one in peaks),
+        failed=any(isinstance(one.outcome, Failed) for one in peaks),
+        nothing=all(one.ratio is None for one in peaks),
+    )

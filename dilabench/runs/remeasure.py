@@ -1,0 +1,85 @@
+"""Measuring the cases of a record again, now and in fresh sessions."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dilabench.engine.progress import Progress
+from dilabench.engine.runner import run as run_cases
+from dilabench.errors import ConfigError
+from dilabench.machine import Machine, detect
+from dilabench.plugins.manager import Found
+from dilabench.record import PlannedCase, RunHeader, RunRecord, Skipped
+from dilabench.request import RunRequest
+from dilabench.runs.execution import new_header
+from dilabench.store.lookup import Store
+from dilabench.store.run_files import RunFolder
+from dilabench.validation import validated
+
+SUITE = "check"
+
+
+@dataclass(slots=True)
+class Remeasure:
+    """Runs cases as an earlier record had them: the same request, the same seed and so the same inputs.
+
+    Every session is a run of its own in a folder of its own, kept in the store unless that is None. `progress` shows
+    how far a session is.
+    """
+
+    found: Found
+    like: RunRecord
+    output: Path
+    store: Store | None
+    progress: Callable[[], AbstractContextManager[Progress]]
+    machine: Machine = field(init=False)
+    request: RunRequest = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.machine = detect(self.like.device.partition(":")[0])
+        self.request = validated(RunRequest, {**self.like.config, "suite": self.like.suite})
+
+    def here(self) -> RunRecord:
+        """An empty record of this machine, for a look at its fingerprint before anything is measured."""
+        return RunRecord.model_validate(self._header().model_dump())
+
+    def sessions(self, planned: Sequence[PlannedCase], count: int) -> list[RunRecord]:
+        """Measure the cases in `count` sessions, one after the other. Ctrl-C in one of them ends it all."""
+        records: list[RunRecord] = []
+        for _ in range(count):
+            records.append(self._session(planned))
+            if records[-1].status == "interrupted":
+                raise KeyboardInterrupt
+        return records
+
+    def _session(self, planned: Sequence[PlannedCase]) -> RunRecord:
+        header = self._header()
+        folder = RunFolder.create(self.output, SUITE, header.run_id)
+        current = [one.model_copy(update={"skip": self._skip(one)}) for one in planned]
+        try:
+            with self.progress() as progress:
+                record = run_cases(
+                    current, self.request, self.found.catalogue, self.machine, header, folder, progress=progress
+                )
+        finally:
+            folder.discard_if_empty()
+        if self.store is not None:
+            self.store.archive.add(record)
+        return record
+
+    def _header(self) -> RunHeader:
+        return new_header(self.found, self.machine, self.request)
+
+    def _skip(self, planned: PlannedCase) -> Skipped | None:
+        """Why a case cannot run here and now; plug-ins and libraries may have gone since it was recorded."""
+        if unknown := planned.case.optimizations.unknown:
+            why = (
+                f"optimizations that this dilabench does not know: {', '.join(unknown)}; measure with the one that does"
+            )
+            return Skipped(code="unusable_optimization", why=why)
+        try:
+            why = "; ".join(self.found.catalogue.reasons_against(planned.case, self.machine))
+        except ConfigError as error:
+            why = str(error)
+        return Skipped(code="unsupported", why=why) if why else None

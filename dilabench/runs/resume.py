@@ -1,0 +1,80 @@
+"""Going on with a run: its request and header for `--resume`, and what would do for the cases that had no time."""
+
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+from dilabench.errors import ConfigError, counted
+from dilabench.machine import Machine
+from dilabench.predict.time import budget_option, case_seconds, elapsed_seconds, seconds_like, sufficient_budget_s
+from dilabench.record import Row, RunHeader, RunRecord, Skipped
+from dilabench.request import RunRequest
+from dilabench.runs import DEFAULT_FOLDER
+from dilabench.store.run_files import read_rows
+from dilabench.units import format_seconds
+from dilabench.validation import validated
+
+
+def recorded_request(run: Path, suite: str, given: Iterable[str]) -> tuple[RunRequest, RunHeader]:
+    """What the run was asked for and its header. `given` names the options that were given beside `--resume`.
+
+    Raises ConfigError when it was of another suite, or an option would change what it measures.
+    """
+    header, _ = read_rows(run if run.is_dir() else run.parent)
+    given = sorted(given)
+    if header.suite != suite:
+        raise ConfigError(
+            f"run {str(run)!r} is of suite {header.suite!r}, not {suite!r}; write `run {header.suite} --resume`"
+        )
+    if given:
+        raise ConfigError(f"--resume goes on with the run as it was asked for; leave out {', '.join(given)}")
+    return validated(RunRequest, header.config), header
+
+
+def resumed_header(earlier: RunHeader, now: RunHeader, machine: Machine) -> RunHeader:
+    """The header of a run that goes on, in today's environment.
+
+    Facts of torch that only a worker knows are kept, in case the rest of the run needs no worker.
+    """
+    from dilabench.engine.device.environment import with_torch
+
+    environment = with_torch(now.environment, machine, earlier.environment.torch)
+    return earlier.model_copy(update={"environment": environment})
+
+
+def without_time(record: RunRecord) -> tuple[Row, ...]:
+    """The rows that the budget left no time for."""
+    return tuple(row for row in record.rows if isinstance(row.outcome, Skipped) and row.outcome.code == "budget")
+
+
+def how_to_go_on(record: RunRecord, machine: Machine, folder: Path, more_follow: bool = False) -> str | None:
+    """How to get the rest of a run that the budget or Ctrl-C ended, the command on a line of its own to copy; None
+    where nothing is missing.
+
+    The budget comes from what the measured cases took, builds and verification included, and grows with the work of the
+    longer ones that are missing; without any, it comes from the predicted time, and is at least twice what was not
+    enough. `more_follow`: the suite asks for more when it has these.
+    """
+    missing = without_time(record)
+    resume = f"  dilabench run {record.suite} --resume {_named(record, folder)}"
+    if not missing:
+        return f"To go on:\n{resume}" if record.status == "interrupted" else None
+    elapsed_s = elapsed_seconds(record)
+    took_s = case_seconds(record.rows, elapsed_s)
+    if took_s and elapsed_s:
+        needed_s = sum(seconds_like(row.case, record.rows, took_s) for row in missing)
+        source = "by what those measured took"
+    else:
+        cores = record.environment.cpu.cores
+        predicted_s = min(sufficient_budget_s(row.case, machine, cores) for row in missing)
+        needed_s, source = max(predicted_s, 2 * elapsed_s), "predicted for the first"
+    rest = "; more follow" if more_follow else ""
+    had_no = f"{counted(len(missing), 'case')} had no time. To go on ({format_seconds(needed_s)} {source}{rest}):"
+    return f"{had_no}\n{resume} {budget_option(needed_s)}"
+
+
+def _named(record: RunRecord, folder: Path) -> str:
+    """The run as `--resume` finds it: short, by its id and -o, where its folder is named as runs name them."""
+    if not folder.name.endswith(f"-{record.run_id}"):
+        return shlex.quote(str(folder))
+    return record.run_id + ("" if folder.parent == DEFAULT_FOLDER else f" -o {shlex.quote(str(folder.parent))}")

@@ -1,0 +1,111 @@
+"""Suites `quick` (does it work, and how fast is it roughly?) and `implementations` (what is fastest and smallest?).
+
+The rows of their records, and of any suite of implementations, at a glance: as plots.
+"""
+
+from collections.abc import Sequence
+
+from dilabench.compare.view import RowView, view_of
+from dilabench.plugins.descriptors import Implementation
+from dilabench.record import PlannedCase, RunRecord
+from dilabench.report.columns import row_name, workload_title
+from dilabench.report.findings import BarPlot, Bars, Plot, Section
+from dilabench.request import RunRequest
+from dilabench.suites.findings.series import NS_PER_MS, plots_over_length, series_of
+from dilabench.suites.planner import Planner
+from dilabench.workload.spec import DEFAULT_PATTERN
+
+QUICK_LENGTHS = (1024, 4096, 16384)
+
+
+def quick(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
+    """What calls a dense kernel, and so runs everywhere, and what `auto` takes on this device, at each length.
+
+    Full attention is a yardstick. One sequence of two heads: under a minute on two CPU cores.
+    """
+    shape = {"batch_size": 1, "num_heads": 2, "head_dim": 64}
+    workloads = planner.workload_requests([{**shape, "seq_len": length} for length in QUICK_LENGTHS])
+
+    def is_shown(one: Implementation) -> bool:
+        dilated = one.supports.computes(DEFAULT_PATTERN)
+        here = planner.machine.facts.among(one.supports.devices) and dilated
+        over_kernel = one.uses_backend and (dilated or one.supports.only_dense)
+        return one.supports.max_world_size == 1 and (over_kernel or (one.priority > 0 and here))
+
+    default = planner.where(is_shown)
+    return planner.compare(workloads, planner.implementations(default))
+
+
+def implementations(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
+    """Every implementation but the oracle (which is there to be right, not fast) unless it is asked for by name."""
+    default = planner.where(lambda _: True)
+    return planner.compare(planner.workload_requests([{}]), planner.implementations(default))
+
+
+MIB = 2**20
+
+
+def analyse(record: RunRecord) -> tuple[Section, ...]:
+    """One section with the plots: curves where several lengths were measured, bars where there is one."""
+    series = [one for one in series_of(record) if one.measured]
+    if not series:
+        return ()
+    plots: tuple[Plot, ...] = plots_over_length(series) or _bars(record)
+    return (
+        Section(
+            title="At a glance",
+            sentence="Medians of the measured rows, with their intervals; peaks are those of one call.",
+            plots=plots,
+        ),
+    )
+
+
+def _bars(record: RunRecord) -> tuple[BarPlot, ...]:
+    """Time and peak memory of every row: a group of bars per workload, a bar per way to compute it."""
+    groups: dict[str, dict[str, RowView]] = {}
+    for row in record.rows:
+        if view := view_of(row):
+            groups.setdefault(workload_title(row.case), {})[row_name(row)] = view
+    titles = [title.split(" · ") for title in groups]
+    shared = [part for part in titles[0] if all(part in title for title in titles)] if len(titles) > 1 else []
+    categories = tuple("\n".join(part for part in title if part not in shared) for title in titles)
+    names = list(dict.fromkeys(name for rows in groups.values() for name in rows))
+    places = [(name, [rows.get(name) for rows in groups.values()]) for name in names]
+    latency = tuple(_latency_bars(name, at) for name, at in places)
+    memory = tuple(_memory_bars(name, at) for name, at in places)
+    plots = [
+        BarPlot(
+            name="latency",
+            title="Latency of one call",
+            value_label="latency (ms)",
+            categories=categories,
+            bars=latency,
+        )
+    ]
+    if any(value is not None for bars in memory for value in bars.values):
+        plots.append(
+            BarPlot(
+                name="memory",
+                title="Peak memory of one call",
+                value_label="peak memory (MiB)",
+                categories=categories,
+                bars=memory,
+            )
+        )
+    return tuple(plots)
+
+
+def _latency_bars(name: str, at: Sequence[RowView | None]) -> Bars:
+    return Bars(
+        label=name,
+        values=tuple(None if view is None else view.median_ns / NS_PER_MS for view in at),
+        low=tuple(view.interval.low / NS_PER_MS if view and view.interval else None for view in at),
+        high=tuple(view.interval.high / NS_PER_MS if view and view.interval else None for view in at),
+    )
+
+
+def _memory_bars(name: str, at: Sequence[RowView | None]) -> Bars:
+    return Bars(
+        label=name,
+        values=tuple(None if view is None or view.peak_bytes is None else view.peak_bytes / MIB for view in at),
+    )

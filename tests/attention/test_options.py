@@ -1,0 +1,112 @@
+"""Options are Python numbers and texts: all else is refused, with the rule and a way out, by every entry."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilabench.attention import (
+    DilatedAttention,
+    MultiheadDilatedAttention,
+    attention,
+    block_sparse_attention,
+    dilated_attention,
+)
+from dilabench.compat.torchscale import DilatedAttention as FromTorchscale
+
+BRANCHES: dict[str, Any] = {"segment_lengths": (16, 64), "dilation_rates": (1, 2)}
+
+
+def tensors() -> list[Tensor]:
+    return [torch.randn(1, 64, 4, 16) for _ in range(3)]
+
+
+def multihead(**options: Any) -> Tensor:
+    module = MultiheadDilatedAttention(64, 4, **{**BRANCHES, **options})
+    out: Tensor = module(torch.randn(1, 64, 64))
+    return out
+
+
+def torchscale(segment_lengths: Any = (16,), dilation_rates: Any = (1,), causal: Any = False) -> Tensor:
+    args = SimpleNamespace(
+        segment_length=segment_lengths, dilated_ratio=dilation_rates, multiway=False, xpos_rel_pos=False
+    )
+    x = torch.randn(1, 64, 64)
+    out: Tensor = FromTorchscale(args, 64, 4, self_attention=True)(x, x, x, is_causal=causal)[0]
+    return out
+
+
+ENTRIES: dict[str, Callable[..., Any]] = {
+    "attention": lambda **options: attention(*tensors(), **options),
+    "dilated": lambda **options: dilated_attention(*tensors(), **{**BRANCHES, **options}),
+    "sink": lambda **options: dilated_attention(*tensors(), sink=torch.zeros(4), **{**BRANCHES, **options}),
+    "block_sparse": lambda **options: block_sparse_attention(*tensors(), block_size=16, **options),
+    "module": lambda **options: DilatedAttention(**{**BRANCHES, **options})(*tensors()),
+    "multihead": multihead,
+}
+BRANCHED = {name: ENTRIES[name] for name in ("dilated", "sink", "module", "multihead")}
+BRANCHED["torchscale"] = torchscale
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES.keys())
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale": torch.nn.Parameter(torch.tensor(0.5))}, r"scale is a tensor.*\n?.*query \* scale"),
+        ({"causal": torch.tensor(True)}, r"causal is a tensor.*give causal\.item\(\)"),
+        ({"scale": "0.5"}, "scale '0.5' is a text; give a number"),
+        ({"causal": "yes"}, "causal 'yes' is a text; give a number or a bool"),
+        ({"scale": {}}, "scale {} has parts that can change; give numbers"),
+        ({"window": None}, r"window None must be two integers, .*\(-1, -1\) is no window"),
+        ({"window": 4}, "window 4 must be two integers"),
+        ({"window": "3,0"}, "window '3,0' must be two integers"),
+        ({"window": torch.tensor([3, 0])}, "window .* must be two integers"),
+        ({"window": ([3], [0])}, "window .* has parts that can change"),
+    ],
+    ids=str,
+)
+def test_refuses_what_is_no_number(entry: Callable[..., Any], options: dict[str, Any], message: str) -> None:
+    # Twice: nothing is kept of what is refused.
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            entry(**options)
+
+
+@pytest.mark.parametrize("entry", BRANCHED.values(), ids=BRANCHED.keys())
+@pytest.mark.parametrize("name", ["segment_lengths", "dilation_rates"])
+@pytest.mark.parametrize("value", [4, None, "[16,32,64]", ["16", "1K"], torch.tensor([16, 32])], ids=str)
+def test_refuses_branches_that_are_no_integers(entry: Callable[..., Any], name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=r"(?s)must be a sequence of integers, for example \("):
+        entry(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["density", "block_size", "seed"])
+def test_refuses_a_mask_drawn_by_tensors(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is a tensor"):
+        block_sparse_attention(*tensors(), **{"block_size": 16, name: torch.tensor(1)})
+
+
+@pytest.mark.parametrize("backend", [None, 5])
+def test_refuses_a_backend_that_is_none(backend: Any) -> None:
+    for function in (attention, ENTRIES["sink"], ENTRIES["dilated"]):
+        with pytest.raises(ValueError, match="must be a name of `dilabench list backends`, a function, or 'auto'"):
+            function(*(tensors() if function is attention else ()), backend=backend)
+
+
+@pytest.mark.parametrize(
+    "bounds", [4, "0,64", [torch.tensor(0), torch.tensor(64)], torch.tensor([0, 64], device="meta")], ids=str
+)
+def test_refuses_bounds_that_are_no_integers(bounds: Any) -> None:
+    with pytest.raises(ValueError, match=r"cu_seqlens .*(must be integers that rise from 0|on meta.*give a list)"):
+        attention(*(x[0] for x in tensors()), cu_seqlens=bounds)
+
+
+def test_a_learned_scale_multiplies_the_query() -> None:
+    q, k, v = tensors()
+    scale = torch.nn.Parameter(torch.tensor(0.5))
+    out = attention(q * scale, k, v, scale=1)
+    torch.testing.assert_close(out, attention(q, k, v, scale=0.5))
+    assert torch.autograd.grad(out.sum(), scale)[0].abs() > 0
