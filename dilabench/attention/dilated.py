@@ -157,7 +157,7 @@ def dilated_attention(
         of_integers = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "window": window}
         lengths, rates, sides = (operands.integers(name, value) for name, value in of_integers.items())
     # As `Options`, which takes several times as long to make.
-    options = (
+    options: tuple[Any, ...] = (
         lengths,
         rates,
         causal,
