@@ -1,22 +1,23 @@
 """dilabench from scripts and notebooks: `run`, `load` and `compare`, as the commands of these names do it."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dilabench.cli.compare.deciding import policy_for, refuse_other_machine
-from dilabench.cli.options import DEFAULT_FOLDER
-from dilabench.cli.plugins import discovered
+from dilabench.cli.options import discovered
 from dilabench.cli.terminal import note
+from dilabench.compare.across import compare_across, policy_for, refuse_other_machine
 from dilabench.compare.comparison import Comparison
 from dilabench.errors import ConfigError, ExitCode
-from dilabench.machine import detect
 from dilabench.record import RunRecord
 from dilabench.request import RunRequest, measuring_options, run_request
+from dilabench.runs import DEFAULT_FOLDER
+from dilabench.runs.execution import Execution
+from dilabench.runs.plan import plan_run
 from dilabench.store.lookup import Store
-from dilabench.store.run_files import RunFolder, read_record
-from dilabench.suites.planner import expand
+from dilabench.store.run_files import read_record
 
 Run = RunRecord | str | PathLike[str]
 # Fields of a request that are arguments of their own here, or come from others.
@@ -40,31 +41,17 @@ def run(
 
     Raises ConfigError for a wrong request, and KeyboardInterrupt when Ctrl-C came before any row had ended.
     """
-    from dilabench.cli.run.execution import Execution, new_header
-    from dilabench.engine.method import choose_method
+    from dilabench.cli.run.shown import show_run
 
     found = discovered()
-    catalogue = found.catalogue
     of_run, of_workload = _split(settings)
-    request = run_request(catalogue, suite=suite, configs=_listed(config), workload=of_workload, run=of_run)
-    machine = detect(request.device)
-    planned = expand(catalogue, machine, request)
-    choose_method(request.timing, machine.device, catalogue)
-    header = new_header(found, machine, request).model_copy(update={"argv": tuple(_command(request))})
-    folder = RunFolder.create(Path(output), request.suite, header.run_id)
-    execution = Execution(
-        found=found,
-        machine=machine,
-        request=request,
-        planned=planned,
-        header=header,
-        folder=folder,
-        formats=(),
-        keep=store,
-    )
-    if execution.run() is ExitCode.INTERRUPTED and not folder.path.exists():
+    request = run_request(found.catalogue, suite=suite, configs=_listed(config), workload=of_workload, run=of_run)
+    plan = plan_run(found, request)
+    execution = Execution.begin(plan, Path(output), argv=tuple(_command(request)))
+    code = show_run(execution, keep=store)
+    if code is ExitCode.INTERRUPTED and not execution.folder.path.exists():
         raise KeyboardInterrupt
-    return read_record(folder.path)
+    return read_record(execution.folder.path)
 
 
 def load(run: str | PathLike[str]) -> RunRecord:
@@ -80,14 +67,12 @@ def compare(baseline: Run, candidate: Run, *, threshold: float | str | None = No
 
     `threshold`: the change that matters, 0.05 or "5%". Raises ConfigError for runs of different machines.
     """
-    from dilabench.compare.across import compare_across
-
-    records = [one if isinstance(one, RunRecord) else load(one) for one in (baseline, candidate)]
-    sides = records[:1], records[1:]
-    refuse_other_machine(*sides, ConfigError)
+    base, new = (run if isinstance(run, RunRecord) else load(run) for run in (baseline, candidate))
+    refuse_other_machine([base], [new], ConfigError)
+    calibration = Store(tell=note).calibration_of([base, new])
     margin = None if threshold is None else str(threshold)
-    policy = policy_for(records, margin, Store(tell=note).calibration_of(records))
-    return compare_across(*sides, policy=policy)
+    policy = policy_for([base, new], margin, calibration.sigma_aa if calibration else None)
+    return compare_across([base], [new], policy=policy)
 
 
 def _listed(names: str | Sequence[str]) -> list[str]:
@@ -125,3 +110,30 @@ def _command(request: RunRequest) -> Iterator[str]:
     if request.shard:
         yield from ("--shard", "{}/{}".format(*request.shard))
     yield from measuring_options(request.model_dump())
+
+
+def _record_html(record: RunRecord) -> str:
+    # Only a notebook needs jinja2.
+    from dilabench.report.html.page import notebook
+
+    return notebook(record)
+
+
+def _comparison_html(comparison: Comparison) -> str:
+    from dilabench.report.html.comparison import notebook
+
+    return notebook(comparison)
+
+
+def _show_in_notebooks() -> None:
+    """Have IPython show records and comparisons as HTML, where it runs this process."""
+    # A program that IPython has not started has not loaded it.
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module is not None else None
+    if shell is not None:
+        formatter = shell.display_formatter.formatters["text/html"]
+        formatter.for_type(RunRecord, _record_html)
+        formatter.for_type(Comparison, _comparison_html)
+
+
+_show_in_notebooks()

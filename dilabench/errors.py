@@ -41,6 +41,25 @@ GRAVEST_FIRST = (
 )
 
 
+def exit_code_for(
+    *,
+    interrupted: bool = False,
+    wrong: bool = False,
+    failed: bool = False,
+    slower: bool = False,
+    undecided: bool = False,
+    broken: bool = False,
+    nothing: bool = False,
+) -> ExitCode:
+    """The exit code for what a command found: the gravest of what holds; OK where nothing does.
+
+    wrong: an output. failed: a case, in another way. slower: a time, or a peak that is larger. broken: a plug-in, or
+    the environment. nothing: no case was measured, verified or compared.
+    """
+    holds = (interrupted, wrong, failed, slower, undecided, broken, nothing)
+    return next((code for code, true in zip(GRAVEST_FIRST, holds, strict=True) if true), ExitCode.OK)
+
+
 def gravest(codes: Iterable[ExitCode]) -> ExitCode:
     """The gravest of several exit codes; OK for none."""
     found = set(codes)

@@ -24,6 +24,7 @@ DeviceClass = Literal["cpu", "older", "sm80", "sm90", "accelerator"]
 # To import torch takes seconds, from a cold disk tens.
 PROBE_TIMEOUT_S = 120.0
 CXX_COMPILERS = ("c++", "g++", "clang++")
+GROUP_LIMIT_FILE = Path("/sys/fs/cgroup/memory.max")
 
 
 # How large the workloads are that suites ask for unless told: a processor's, or those that fill a data-centre GPU.
@@ -375,3 +376,23 @@ def _nvml_gpu(nvml: Any, handle: Any, driver: str) -> GpuInfo:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+def memory_bytes(machine: Machine) -> int | None:
+    """Memory of the device that cases run on: of the first GPU, or of the host within its control group's limit."""
+    if machine.facts.own_memory:
+        return machine.gpus[0].memory_bytes if machine.gpus else None
+    import psutil
+
+    total: int = psutil.virtual_memory().total
+    try:
+        limit = GROUP_LIMIT_FILE.read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def rank_memory_bytes(machine: Machine, ranks: int) -> int | None:
+    """What each of several ranks has: a GPU of its own, or its part of the host."""
+    found = memory_bytes(machine)
+    return found if found is None or machine.facts.own_memory else found // ranks

@@ -6,17 +6,16 @@ The JSON form of RunRecord is the one file format; its JSON Schema is docs/refer
 
 import importlib
 from collections import Counter
+from enum import StrEnum
 from itertools import chain
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from dilabench.choice.descriptors import Role as Role
 from dilabench.choice.descriptors import Takes as Takes
 from dilabench.machine import GpuInfo as GpuInfo
 from dilabench.metadata import Note as Note
-from dilabench.patterns.registry import find_kinds_with
 from dilabench.validation import Model, content_hash
 from dilabench.workload.spec import Workload, WorkloadRequest
 
@@ -68,8 +67,11 @@ class Optimizations(Model):
     memory, a chunk at a time on the device. `stream_tokens`: only in old records; so many tokens in all passed
     through in pieces of the workload, each a separate sequence. `sharding_inside`: over ranks, each call begins
     and ends with whole tensors on every rank; otherwise with shards. `tiles`: shapes of an implementation's kernels
-    instead of its own, in its own words; empty for those it has.
+    instead of its own, in its own words; empty for those it has. Fields of another version of dilabench are kept and
+    shown; a case that has any is never measured (`unknown`).
     """
+
+    model_config = ConfigDict(extra="allow")
 
     pattern_cache_entries: int = Field(default=64, ge=0)
     buffer_pool_bytes: int = Field(default=0, ge=0)
@@ -81,6 +83,11 @@ class Optimizations(Model):
     stream_tokens: int = Field(default=0, ge=0)
     sharding_inside: bool = False
     tiles: str = ""
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Names of fields that this version does not know."""
+        return tuple(self.model_extra or ())
 
 
 class Case(Model):
@@ -141,10 +148,61 @@ class PlannedCase(Model):
         return self.model_copy(update={"procedure": "isolated", "memory_limit_bytes": memory_limit_bytes})
 
 
-class Check(Model):
-    """One verification check: its error against its tolerance, and where the error is largest."""
+class CheckName(StrEnum):
+    """What a verification check looked at (docs/reference/semantics.md §4).
 
-    name: str
+    `_slope`: the regression on the oracle. `_all_rows`: every row against a confirmed implementation.
+    `_from_every_row`: under an upstream gradient that is random in every row. `timed_`: a call of the timed sequence.
+    """
+
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    DEVICE = "device"
+    FINITE = "finite"
+    OUT = "out"
+    OUT_SLOPE = "out_slope"
+    OUT_ALL_ROWS = "out_all_rows"
+    OUT_WITH_LSE = "out_with_lse"
+    LSE = "lse"
+    LSE_SLOPE = "lse_slope"
+    DQ = "dq"
+    DQ_SLOPE = "dq_slope"
+    DQ_ALL_ROWS = "dq_all_rows"
+    DK = "dk"
+    DK_SLOPE = "dk_slope"
+    DK_ALL_ROWS = "dk_all_rows"
+    DK_FROM_EVERY_ROW = "dk_from_every_row"
+    DV = "dv"
+    DV_SLOPE = "dv_slope"
+    DV_ALL_ROWS = "dv_all_rows"
+    DV_FROM_EVERY_ROW = "dv_from_every_row"
+    DX = "dx"
+    DX_SLOPE = "dx_slope"
+    SECOND_CALL = "second_call"
+    ONES = "ones"
+    DEPENDENCY = "dependency"
+    RESULT_KEPT = "result_kept"
+    REPEAT = "repeat"
+    STREAM = "stream"
+    INPUTS = "inputs"
+    SETTINGS = "settings"
+    TIMED_FORM = "timed_form"
+    TIMED_THREADS = "timed_threads"
+    TIMED_KEPT = "timed_kept"
+    TIMED_GRADIENTS = "timed_gradients"
+    TIMED_OUT = "timed_out"
+    TIMED_DQ = "timed_dq"
+    TIMED_DK = "timed_dk"
+    TIMED_DV = "timed_dv"
+
+
+class Check(Model):
+    """One verification check: its error against its tolerance, and where the error is largest.
+
+    `name` is a text if a parameter of a module gave it ('d q_proj.weight'), or another version of dilabench.
+    """
+
+    name: Annotated[CheckName | str, Field(union_mode="left_to_right")]
     passed: bool
     error: float | None = None
     tolerance: float | None = None
@@ -237,6 +295,27 @@ class Memory(Model):
     isolated: bool = False
     source: MemorySource = "resident_set"
     method: str = ""
+
+
+class MemoryPlan(Model):
+    """Bytes on the device at the fullest moment of a call, by what they are for; they add up to the peak.
+
+    inputs: q, k, v (or embeddings), with dout unless the mode is forward. saved: what lives from forward to backward,
+    the result with it, inputs left out. workspace: everything else. tables: index tensors and block lists that are kept
+    between calls. Over ranks it is what the fullest rank holds.
+    """
+
+    inputs_bytes: int
+    parameters_bytes: int = 0
+    saved_bytes: int = 0
+    workspace_bytes: int
+    tables_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """What must fit, and what the engine's memory pass measures."""
+        held = self.inputs_bytes + self.parameters_bytes + self.tables_bytes
+        return held + self.saved_bytes + self.workspace_bytes
 
 
 class KernelUse(Model):
@@ -356,27 +435,11 @@ class RunRecord(RunHeader):
 
     def to_frame(self, samples: bool = False) -> "pandas.DataFrame":
         """One line per case, or with `samples` one per sample, as a pandas frame (extra `data`); times are in ns."""
-        found: pandas.DataFrame = _rendering("tidy").frame(self, samples)
+        # By name: renderings lie above the record, which needs none of them to be one.
+        found: pandas.DataFrame = importlib.import_module("dilabench.report.tidy").frame(self, samples)
         return found
 
     def __repr__(self) -> str:
         ended = Counter(row.outcome.status for row in self.rows)
         rows = ", ".join(f"{count} {status}" for status, count in ended.items())
         return f"<RunRecord {self.run_id}: {self.suite} on {self.device}, {self.status}, {rows or 'no rows'}>"
-
-    def _repr_html_(self) -> str:
-        """What notebooks show."""
-        return str(_rendering("html.page").notebook(self))
-
-
-def _find_patterns() -> None:
-    """Register the patterns of plug-ins, by name: the plug-in manager lies above the record."""
-    importlib.import_module("dilabench.plugins.manager").discover()
-
-
-find_kinds_with(_find_patterns)
-
-
-def _rendering(name: str) -> ModuleType:
-    """A module of renderings, by name: they lie above the record, which needs none of them to be one."""
-    return importlib.import_module(f"dilabench.report.{name}")

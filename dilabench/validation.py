@@ -2,16 +2,18 @@
 
 import contextlib
 import difflib
+import functools
 import hashlib
 import json
 import re
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import from_json
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic_core import PydanticCustomError, from_json
 
-from dilabench.errors import ConfigError, said
+from dilabench.errors import ConfigError, PluginError, said
 from dilabench.units import parse_count
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -151,3 +153,111 @@ def content_hash(content: Any) -> str:
     """The first 16 hex digits of the SHA-256 of the content's canonical JSON."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+_NAME = re.compile(r"\w[\w.-]*")
+_TARGET = re.compile(r"\w+(\.\w+)*:\w+")
+KindT = TypeVar("KindT", bound=type)
+
+
+def refused(text: str) -> PydanticCustomError:
+    """What a check of one field of a descriptor raises; the text follows the field's name."""
+    # A brace would be a place for a value.
+    return PydanticCustomError("descriptor", "{text}", {"text": text})
+
+
+def among(words: frozenset[str]) -> AfterValidator:
+    """The check that a field holds none but these words."""
+
+    def check(value: frozenset[str]) -> frozenset[str]:
+        if wrong := sorted(value - words):
+            raise refused(f"{', '.join(wrong)} is not known; it may hold {', '.join(sorted(words))}")
+        return value
+
+    return AfterValidator(check)
+
+
+def at_least(least: int) -> AfterValidator:
+    """The check of a number's least value."""
+
+    def check(value: float) -> float:
+        if value < least:
+            raise refused(f"{value} must be at least {least}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _is_name(value: str) -> str:
+    if not _NAME.fullmatch(value):
+        raise refused(f"{value!r} is not a name; write letters, digits, '-', '_' and '.' only")
+    return value
+
+
+def _is_target(value: str) -> str:
+    if not _TARGET.fullmatch(value):
+        raise refused(f"{value!r} must be a text like 'package.module:name'")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_is_name)]
+Target = Annotated[str, AfterValidator(_is_target)]
+Count = Annotated[int, at_least(1)]
+Priority = Annotated[int, at_least(0)]
+
+
+# `revalidate_instances`: a dataclass that a descriptor is given is checked with it, under its name.
+CHECKED = ConfigDict(strict=True, extra="forbid", revalidate_instances="always")
+
+
+def readable(kind: KindT) -> KindT:
+    """Make a pydantic dataclass raise PluginError, one line with the descriptor's name, the field and the rule."""
+    initialise = kind.__init__  # type: ignore[misc]
+
+    @functools.wraps(initialise)
+    def checked(self: Any, *values: Any, **named: Any) -> None:
+        try:
+            initialise(self, *values, **named)
+        except ValidationError as error:
+            own = [one.name for one in fields(kind)]
+            given = dict(zip(own, values, strict=False)) | named
+            raise PluginError(_explained(kind, given, error)) from None
+
+    kind.__init__ = checked  # type: ignore[misc]
+    return kind
+
+
+def _explained(kind: Any, given: Mapping[str, Any], error: ValidationError) -> str:
+    where, hints = f"{kind.__name__} {shown(given.get('name'))}", _annotations(kind)
+    item = error.errors(include_url=False)[0]
+    place = list(item["loc"])
+    name = place[0]
+    if isinstance(name, int):
+        if name >= len(hints):
+            return f"{where}: it has {len(hints)} fields and was given more"
+        name = list(hints)[name]
+    if item["type"] == "missing":
+        return f"{where}: {name} is missing"
+    if name not in hints:
+        return f"{where}: {name} is no field of it"
+    value: Any = given[name]
+    inside = place[1:]
+    while inside and is_dataclass(value):
+        where, name, hints = f"{where}: {name}", inside.pop(0), _annotations(value.__class__)
+        value = getattr(value, str(name))
+    if item["type"] == "descriptor":
+        return f"{where}: {name} {item['msg']}"
+    wanted = hints[name]
+    text = wanted.__name__ if isinstance(wanted, type) else str(wanted).replace("typing.", "")
+    return f"{where}: {name} {shown(value)} must be " + re.sub(r"^Optional\[(.*)\]$", r"\1 | None", text)
+
+
+@functools.cache
+def _annotations(kind: Any) -> dict[Any, Any]:
+    return get_type_hints(kind)
+
+
+def targets_of(descriptor: object) -> dict[str, str | None]:
+    """The fields of a descriptor that name code ('package.module:name'), in alphabetical order."""
+    hints = sorted(get_type_hints(type(descriptor), include_extras=True).items())
+    return {name: getattr(descriptor, name) for name, hint in hints if Target in (hint, *get_args(hint))}

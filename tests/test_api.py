@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,6 +60,19 @@ def test_compare_is_the_function_whatever_was_imported_before(make_row, make_rec
     assert len(found.pairs) == 1
 
 
+def test_a_notebook_shows_records_and_comparisons_as_html(make_row, make_record, monkeypatch):
+    from dilabench import api
+
+    shown = {}
+    formatter = SimpleNamespace(for_type=shown.__setitem__)
+    shell = SimpleNamespace(display_formatter=SimpleNamespace(formatters={"text/html": formatter}))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    api._show_in_notebooks()
+    record = make_record([make_row()])
+    comparison = dilabench.compare(record, record)
+    assert all("<table>" in shown[type(value)](value) for value in (record, comparison))
+
+
 def test_load_reads_a_file_and_refuses_what_is_none(make_row, make_record, tmp_path, monkeypatch):
     monkeypatch.setenv("DILABENCH_STORE", str(tmp_path / "store"))
     record = make_record([make_row()])
@@ -81,10 +95,9 @@ def test_a_wrong_setting_is_refused_before_anything_runs(tmp_path):
 
 def test_budgets_are_those_of_the_command(tmp_path, monkeypatch):
     from dilabench import api
-    from dilabench.cli.run.execution import Execution
 
     requests = []
-    monkeypatch.setattr(Execution, "run", lambda self: requests.append(self.request))
+    monkeypatch.setattr("dilabench.cli.run.shown.show_run", lambda run, keep: requests.append(run.plan.request))
     monkeypatch.setattr(api, "read_record", lambda path: None)
     for settings in ({}, {"budget": "none"}, {"budget": "60s"}):
         dilabench.run("quick", output=tmp_path, device="cpu", **settings)

@@ -147,7 +147,7 @@ def test_every_command_of_a_page_is_understood(
     Path("model.toml").write_text(toml)
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary")
     # To trace memory at each length takes longer than all else here.
-    monkeypatch.setattr("dilabench.suites.room.plan_memory", lambda *_: None)
+    monkeypatch.setattr("dilabench.predict.memory.plan_memory", lambda *_: None)
     done = CliRunner().invoke(app, [*words, "--dry-run"], prog_name="dilabench")
     assert done.exit_code == 0, f"{page}: dilabench {line}\n{done.output}"
 

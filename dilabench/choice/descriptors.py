@@ -1,19 +1,36 @@
 """Descriptors of implementations and backends: what is known about each, beside its name.
 
-A descriptor names its target as 'package.module:attribute', so that listing imports nothing heavy.
+A descriptor names its target as 'package.module:attribute', so that listing imports nothing heavy. It checks its own
+fields when it is made and raises PluginError with its name and the field's.
 """
 
 import importlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, get_args
 
+import pydantic.dataclasses
+from pydantic import AfterValidator
+
+from dilabench.choice.requirements import is_readable
 from dilabench.errors import PluginError
-from dilabench.machine import CUDA, DeviceClass, device_named
+from dilabench.machine import CUDA, WORDS, DeviceClass, device_named
 from dilabench.patterns.dense import DENSE
-from dilabench.validation import defined, shown
+from dilabench.validation import (
+    CHECKED,
+    Count,
+    Name,
+    Priority,
+    Target,
+    among,
+    defined,
+    readable,
+    refused,
+    shown,
+)
 from dilabench.workload.cuts import why_not_apart
-from dilabench.workload.spec import DEFAULT_PATTERN, Workload
+from dilabench.workload.spec import DEFAULT_PATTERN, DType, Layout, Mode, Workload
 
 # What a row is among the rows next to it; `Implementation` says what each means.
 Role = Literal["oracle", "plain", "method", "yardstick"]
@@ -22,8 +39,27 @@ Takes = Literal["heads", "embeddings"]
 
 # The patterns of what works from `Pattern.counts` alone.
 ANY_PATTERN = frozenset({"*"})
-ALL_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16"})
-ALL_MODES = frozenset({"forward", "backward", "both"})
+ALL_DTYPES = frozenset(get_args(DType))
+ALL_MODES = frozenset(get_args(Mode))
+
+
+def _is_requirement(value: str) -> str:
+    if not is_readable(value):
+        raise refused(f"{value!r} cannot be read; write 'cuda>=sm80' or 'module>=1.2'")
+    return value
+
+
+def _is_expression(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise refused(f"{value!r} is no regular expression: {error}") from None
+    return value
+
+
+Requirement = Annotated[str, AfterValidator(_is_requirement)]
+Expression = Annotated[str, AfterValidator(_is_expression)]
+Devices = Annotated[frozenset[str], among(WORDS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,24 +70,24 @@ class Capabilities:
     is one for so many ranks. `parts_apart`: the part of each must need nothing of the others (`cuts.cut_apart`).
     `patterns=ANY_PATTERN`: whatever pattern it is, but sums of several attentions only with `sums`. `on_cuda` holds
     instead of all of this on CUDA, for a kernel that differs between the two kinds of device. `devices`: 'cpu', 'cuda',
-    and 'accelerator' for any other that `torch.accelerator` knows.
+    and 'accelerator' for any other that `torch.accelerator` knows. Fields are checked by the descriptor that has them.
     """
 
     patterns: frozenset[str] = frozenset({DEFAULT_PATTERN})
-    devices: frozenset[str] = frozenset({"cpu", "cuda"})
-    dtypes: frozenset[str] = ALL_DTYPES
-    modes: frozenset[str] = ALL_MODES
-    layouts: frozenset[str] = frozenset({"padded"})
-    merge_grads: frozenset[str] = frozenset({"exact"})
+    devices: Devices = frozenset({"cpu", "cuda"})
+    dtypes: Annotated[frozenset[str], among(ALL_DTYPES)] = ALL_DTYPES
+    modes: Annotated[frozenset[str], among(ALL_MODES)] = ALL_MODES
+    layouts: Annotated[frozenset[str], among(frozenset(get_args(Layout)))] = frozenset({"padded"})
+    merge_grads: Annotated[frozenset[str], among(frozenset({"exact", "detached"}))] = frozenset({"exact"})
     causal: frozenset[bool] = frozenset({True, False})
     window: bool = True
     gqa: bool = True
     grouped_heads: bool = True
     zero_keys: bool = False
     sums: bool = False
-    head_dim_multiple: int = 1
-    max_head_dim: int | None = None
-    max_world_size: int | None = 1
+    head_dim_multiple: Count = 1
+    max_head_dim: Count | None = None
+    max_world_size: Count | None = 1
     parts_apart: bool = False
     check: Callable[[Workload], str | None] | None = None
     check_ranks: Callable[[Workload, int], str | None] | None = None
@@ -131,7 +167,8 @@ class Named(Protocol):
     def aliases(self) -> tuple[str, ...]: ...
 
 
-@dataclass(frozen=True, slots=True)
+@readable
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, config=CHECKED)
 class Implementation:
     """A way to compute a workload. `target` is its `build(workload, context) -> AttentionFn`.
 
@@ -160,12 +197,12 @@ class Implementation:
     then is.
     """
 
-    name: str
+    name: Name
     summary: str
-    target: str
+    target: Target
     supports: Capabilities = field(default_factory=Capabilities)
-    requires: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
+    requires: tuple[Requirement, ...] = ()
+    aliases: tuple[Name, ...] = ()
     uses_backend: bool = False
     backends: tuple[str, ...] = ()
     calls_window: bool = False
@@ -174,8 +211,8 @@ class Implementation:
     compiles: bool = False
     quirks: tuple[str, ...] = ()
     role: Role = "method"
-    priority: int = 0
-    sharding: str | None = None
+    priority: Priority = 0
+    sharding: Target | None = None
     preferred_for: Capabilities | None = None
     tried_for: Capabilities | None = None
     every_call: tuple[str, ...] = ("attend",)
@@ -186,7 +223,8 @@ class Implementation:
     tiles: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@readable
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, config=CHECKED)
 class Backend:
     """A dense attention kernel. `target` is its `attend`, `backward_target` its `attend_backward`.
 
@@ -201,16 +239,16 @@ class Backend:
     kernel share; the suite `backends` sets them against each other.
     """
 
-    name: str
+    name: Name
     summary: str
-    target: str
-    backward_target: str | None = None
-    packed_target: str | None = None
-    merging_target: str | None = None
+    target: Target
+    backward_target: Target | None = None
+    packed_target: Target | None = None
+    merging_target: Target | None = None
     supports: Capabilities = DENSE_KERNEL
-    requires: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
-    kernels: tuple[str, ...] = ()
+    requires: tuple[Requirement, ...] = ()
+    aliases: tuple[Name, ...] = ()
+    kernels: tuple[Expression, ...] = ()
     compiles: bool = False
     aligns_ends: bool = False
     places_results: bool = False

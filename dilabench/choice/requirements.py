@@ -42,11 +42,9 @@ def wrong_device(devices: frozenset[str], machine: Machine) -> tuple[str, ...]:
     return (f"runs on {', '.join(sorted(devices))}, have {machine.device}{why}",)
 
 
-def refuse_unreadable(where: str, requirement: str) -> None:
-    """Raise PluginError for a requirement that is in none of the forms of `unmet`."""
-    for alternative in requirement.split("|"):
-        if _name_and_version(alternative) is None:
-            raise PluginError(f"{where}: requires {requirement!r} cannot be read; write 'cuda>=sm80' or 'module>=1.2'")
+def is_readable(requirement: str) -> bool:
+    """Return True if a requirement is in one of the forms of `unmet`."""
+    return None not in map(_name_and_version, requirement.split("|"))
 
 
 def _name_and_version(alternative: str) -> tuple[str, str | None] | None:

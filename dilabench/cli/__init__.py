@@ -1,7 +1,18 @@
 """The command line. One file per command; nothing here imports torch."""
 
+import contextlib
+import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
+from typing import Any
+
+# An interrupt that a library kept to itself comes again so much later.
+AGAIN_S = 0.05
+# Ctrl-C, what a CI system and `kill` send, and a terminal that is closed.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAVING = b"ending: what was measured is being saved; once more ends at once, and --resume goes on from there\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -13,7 +24,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     gc.set_threshold(100_000, 50, 100)
     from dilabench.cli.app import app
     from dilabench.cli.arguments import spread
-    from dilabench.cli.guard import end_by_signals, ignore_signals
     from dilabench.cli.terminal import own_streams
 
     own_streams()
@@ -22,3 +32,53 @@ def main(argv: Sequence[str] | None = None) -> None:
         app(args=spread(sys.argv[1:] if argv is None else argv), prog_name="dilabench")
     finally:
         ignore_signals()
+
+
+def end_by_signals() -> None:
+    """From now on, have every signal that asks for an end do what Ctrl-C does.
+
+    What follows saves the results, so a second one waits. Signals that were ignored stay so (nohup). Where a library
+    keeps exceptions to itself, as pydantic does for those of isinstance, the interrupt comes again.
+    """
+    came = last = 0
+    in_hook = False
+    other_hook = sys.unraisablehook
+
+    def end(signaled: int, _frame: Any) -> None:
+        nonlocal came, last
+        last = signaled
+        if in_hook:
+            # What is raised in there is lost as well.
+            later()
+            return
+        came += 1
+        if came != 2:
+            raise KeyboardInterrupt
+        # Not `print`: the signal may have come while a line was being written.
+        with contextlib.suppress(OSError):
+            os.write(2, SAVING)
+
+    def again(kept: "sys.UnraisableHookArgs") -> None:
+        nonlocal came, in_hook
+        if not issubclass(kept.exc_type, KeyboardInterrupt):
+            other_hook(kept)
+            return
+        in_hook = True
+        came -= 1
+        later()
+        in_hook = False
+
+    def later() -> None:
+        # The same signal: another may be ignored.
+        threading.Timer(AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, last)).start()
+
+    sys.unraisablehook = again
+    for number in ENDING:
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+            signal.signal(number, end)
+
+
+def ignore_signals() -> None:
+    """Let no signal change the exit code of a command that has ended."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)

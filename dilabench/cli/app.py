@@ -1,11 +1,155 @@
-"""The application: its name, its version, its commands."""
+"""The application: its commands, each imported when it is called, and how they end: by a message and an exit code."""
 
-from typing import Annotated
+import functools
+import importlib
+import os
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ParamSpec
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from dilabench.cli.commands import Command, Commands
+from dilabench.cli.arguments import INSTEAD, renamed
+from dilabench.cli.defaults import defaults_file, defaults_of
+from dilabench.cli.terminal import note, output_lost, say, say_folded
+from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, said
+from dilabench.retired import removed
 from dilabench.version import __version__
+
+P = ParamSpec("P")
+
+DEBUG_VARIABLE = "DILABENCH_DEBUG"
+
+
+def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, None]:
+    """Wrap a command: errors meant for the user become one message on stderr, others a short text on where to report.
+
+    `prints`: what it prints is what it is for, so that it fails where that cannot be written. DILABENCH_DEBUG=1 lets
+    tracebacks through.
+    """
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        code = ExitCode.OK
+        try:
+            command(*args, **kwargs)
+        except typer.Exit as end:
+            code = ExitCode(end.exit_code)
+        except KeyboardInterrupt:
+            raise stopped("interrupted", ExitCode.INTERRUPTED) from None
+        # The outermost boundary: what arrives here and is no message for the user is a bug of dilabench.
+        except Exception as error:
+            if os.environ.get(DEBUG_VARIABLE):
+                raise
+            if isinstance(error, DilabenchError):
+                raise stopped(f"error: {error}", error.exit_code) from None
+            text = (
+                f"internal error: {said(error)}\n"
+                f"This is a bug in dilabench. Run again with {DEBUG_VARIABLE}=1 for the traceback and report it, "
+                "with the output of `dilabench doctor`, in the project's issue tracker."
+            )
+            raise stopped(text, ExitCode.INTERNAL) from None
+        if prints and code is ExitCode.OK and (lost := output_lost()):
+            raise stopped(f"error: standard output cannot be written: {lost.strerror}", ExitCode.ENVIRONMENT)
+        if code is not ExitCode.OK:
+            raise typer.Exit(code)
+
+    return run
+
+
+def require_working_folder() -> None:
+    """Raise EnvironmentNotReady where the working folder is gone."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        where = os.environ.get("PWD", ".")
+        raise EnvironmentNotReady(f"working folder {where!r} cannot be used: {error.strerror}; go to another") from None
+
+
+def stopped(message: str, code: ExitCode) -> typer.Exit:
+    """Say on stderr why a command ends, and return how."""
+    try:
+        say_folded(message, "  ", err=True)
+    except ConfigError:
+        # The width that the environment asks for is none, which is what the message says.
+        say(message, err=True)
+    return typer.Exit(code)
+
+
+class Answering(TyperCommand):
+    """A command that understands the names which options have elsewhere, or says what to write instead."""
+
+    def parse_args(self, context: Any, args: list[str]) -> list[str]:
+        """As any command's."""
+        known = {option for parameter in self.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        try:
+            return super().parse_args(context, renamed(args, known))
+        except Exception as error:
+            # Only an error about an option that there is not has its name.
+            name = getattr(error, "option_name", None)
+            if refusal := removed("option", f"{self.name} {name}"):
+                raise stopped(f"error: {refusal}", ExitCode.BAD_REQUEST) from None
+            if name in INSTEAD:
+                raise stopped(
+                    f"error: there is no {name}; write instead: {INSTEAD[name]}", ExitCode.BAD_REQUEST
+                ) from None
+            if isinstance(message := getattr(error, "message", None), str):
+                # What pydantic puts before the words of a type, by which typer reads values.
+                error.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]
+            _tell_defaults(context)
+            raise
+
+    def invoke(self, context: Any) -> Any:
+        """As any command's."""
+        try:
+            return super().invoke(context)
+        except typer.Exit as end:
+            if end.exit_code == ExitCode.BAD_REQUEST:
+                _tell_defaults(context)
+            raise
+
+
+def _tell_defaults(context: Any) -> None:
+    """Print the options that come from a file of defaults: the refused one may not be on the command line."""
+    values = context.default_map or {}
+    used = {}
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name)
+        # By name, for typer may bring a click of its own.
+        if source is not None and source.name == "DEFAULT_MAP":
+            option = next(option for option in parameter.opts if option.startswith("--"))
+            used[option.lstrip("-")] = values[parameter.name]
+    if used:
+        settings = ", ".join(f"{name} = {value!r}" for name, value in used.items())
+        note(f"defaults from {str(defaults_file())!r}: {settings}")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command by name: where it is, and what `--help` says of it in one line of 80 columns.
+
+    `prints`: what it prints is what it is for, not a record or the exit code, so that it fails where that cannot be
+    written. The target is a function, or a Typer application of its own whose commands are guarded already.
+    """
+
+    name: str
+    target: str
+    summary: str
+    prints: bool = True
+
+    def loaded(self, settings: MutableMapping[str, Any]) -> Any:
+        """The click command. `settings` are those of its context."""
+        module, _, attribute = self.target.partition(":")
+        target = getattr(importlib.import_module(module), attribute)
+        if isinstance(target, typer.Typer):
+            return typer.main.get_command(target)
+        alone = typer.Typer(
+            add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=dict(settings)
+        )
+        alone.command(self.name, cls=Answering, short_help=self.summary)(guarded(target, prints=self.prints))
+        return typer.main.get_command(alone)
+
 
 COMMANDS = (
     Command("run", "dilabench.cli.run.command:run", "Measure a suite: verify, time, report.", prints=False),
@@ -57,15 +201,41 @@ COMMANDS = (
 )
 
 
-class OurCommands(Commands):
+class Commands(TyperGroup):
     """The commands of dilabench."""
 
-    entries = COMMANDS
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        # Suggestions for a misspelt name look here.
+        self.commands = dict.fromkeys(entry.name for entry in COMMANDS)  # type: ignore[assignment]
+
+    def get_command(self, context: Any, name: str) -> Any:
+        """The command of that name, with the user's defaults for its options; None where there is none."""
+        entry = next((entry for entry in COMMANDS if entry.name == name), None)
+        if entry is None:
+            if refusal := removed("command", name):
+                raise stopped(f"error: {refusal}", ExitCode.BAD_REQUEST)
+            return None
+        try:
+            require_working_folder()
+            command = entry.loaded(self.context_settings)
+            context.default_map = {name: defaults_of(name, command, self._all)}
+        except DilabenchError as error:
+            raise stopped(f"error: {error}", error.exit_code) from None
+        return command
+
+    def _all(self) -> dict[str, Any]:
+        return {entry.name: entry.loaded(self.context_settings) for entry in COMMANDS}
+
+    def format_commands(self, context: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
+        """The summaries, which need no command to be imported."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(entry.name, entry.summary) for entry in COMMANDS])
 
 
 app = typer.Typer(
     name="dilabench",
-    cls=OurCommands,
+    cls=Commands,
     help="A verified benchmark for long-context attention: dilated, ring and block-sparse.",
     epilog="Start with `dilabench run quick`. Exit codes: 0 fine, 2 bad request, 3 environment, 4 some case failed, "
     "5 wrong output, 6 regression, 7 inconclusive (if asked), 8 nothing measured, 130 interrupted "

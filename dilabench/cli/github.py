@@ -6,23 +6,21 @@ from typing import Annotated
 
 import typer
 
-from dilabench.errors import EnvironmentNotReady
+from dilabench.errors import ConfigError, EnvironmentNotReady
 
 VARIABLE = "GITHUB_STEP_SUMMARY"
 
 
-def _checked(asked: bool) -> bool:
-    if asked and not os.environ.get(VARIABLE):
-        raise typer.BadParameter(
-            f"{VARIABLE} is not set, so this is no job of GitHub Actions; `-f pull-request` (run, report) and "
-            "`-f markdown` (compare, check) print the same"
+GithubSummary = Annotated[bool, typer.Option("--github-summary", help="Show it on the page of the GitHub Actions job.")]
+
+
+def require_github() -> None:
+    """Raise ConfigError outside of GitHub Actions."""
+    if not os.environ.get(VARIABLE):
+        raise ConfigError(
+            f"--github-summary: {VARIABLE} is not set, so this is no job of GitHub Actions; `-f pull-request` (run, "
+            "report) and `-f markdown` (compare, check) print the same"
         )
-    return asked
-
-
-GithubSummary = Annotated[
-    bool, typer.Option("--github-summary", callback=_checked, help="Show it on the page of the GitHub Actions job.")
-]
 
 
 def append_summary(text: str) -> None:

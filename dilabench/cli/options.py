@@ -1,16 +1,19 @@
-"""Options that several commands share, and how their values become a request."""
+"""Options that several commands share, how their values become a request, and the plug-ins that they may name."""
 
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dilabench.cli.terminal import note
 from dilabench.errors import ConfigError
+from dilabench.units import parse_count
+from dilabench.workload.ranges import CUSTOM, range_lengths
 
-# Where the folders of runs go.
-DEFAULT_FOLDER = Path("benchmark_results")
+if TYPE_CHECKING:
+    from dilabench.plugins.boundary import Problem
+    from dilabench.plugins.manager import Found
 
 
 Configs = Annotated[
@@ -114,13 +117,46 @@ def _split(text: str) -> Iterable[str]:
     return [part for part in re.split(r"[,\s]+", text) if part]
 
 
-def one_or_none(**options: Sequence[Any] | None) -> Any:
-    """The value of the one option that was given among several spellings of the same thing.
+def lengths_of(range_name: str | None, lengths: list[str], custom: list[str]) -> list[int] | None:
+    """The lengths asked for, by themselves or as a named range. Raises ConfigError where they are given twice."""
+    if lengths and custom:
+        raise ConfigError("--lengths and --custom-lengths mean the same; give one of them")
+    counts = [parse_count(length, "length") for length in lengths or custom]
+    if range_name is None and custom:
+        range_name = CUSTOM
+    return list(range_lengths(range_name, counts)) if range_name else counts
 
-    Raises ConfigError when more than one was given.
+
+def discovered(strict: bool = False) -> "Found":
+    """The plug-ins; says on stderr which were left out. With `strict`, raises PluginError for the first of them."""
+    from dilabench.plugins.manager import discover
+
+    found = discover(strict)
+    tell_of(found.problems)
+    return found
+
+
+def tell_of(problems: Iterable["Problem"]) -> None:
+    """Say on stderr which plug-ins, or parts of them, were left out, and why."""
+    for problem in problems:
+        note(f"left out, plug-in {problem.plugin!r}: {problem.why}")
+
+
+def real_names(
+    implementations: Sequence[str] | None, backends: Sequence[str] | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What records call the implementations and backends that -i and -b name, aliases resolved.
+
+    A name that is not known here may be that of a plug-in which made the record, and stays.
     """
-    found = given(**options)
-    if len(found) > 1:
-        spelt = " and ".join(f"--{name.replace('_', '-')}" for name in found)
-        raise ConfigError(f"{spelt} mean the same; give one of them")
-    return next(iter(found.values()), None)
+    wanted = names(implementations), names(backends)
+    if not any(wanted):
+        return (), ()
+    from dilabench.plugins.manager import discover
+
+    catalogue = discover().catalogue
+    known, kernels = catalogue.implementations, catalogue.backends
+    return (
+        tuple(known.get(one).name if one in known else one for one in wanted[0]),
+        tuple(kernels.get(one).name if one in kernels else one for one in wanted[1]),
+    )

@@ -7,10 +7,8 @@
 `across`          two records joined on `case_id`, by the spread of the stored sessions
 `matrix`          more than two records, each against each
 `relative`        times in units of a reference that took turns with them
-`comparison`      the result: compared pairs, and by name every row without a counterpart
-`gate`            exit code of a comparison, and the second measurement of flagged pairs
-`sequential`      looks at sessions that are measured until all is decided
-`selection`       `-k`: the cases that a text names
+`comparison`      the result: compared pairs, and by name every row without a counterpart; the cases that `-k` names
+`gate`            looks at sessions until all is decided, flagged pairs measured again, the exit code
 ================  ===========================================================================================
 
 Nothing here reads files or imports torch. The package can be called: `dilabench.compare(baseline, candidate)` is

@@ -7,17 +7,26 @@ of the baseline every verdict on time is advisory (measurement.md §5.2). Memory
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.comparison import ComparedPair, Comparison, Uncompared, is_measured, uncompared
+from dilabench.compare.comparison import (
+    ComparedPair,
+    Comparison,
+    Selection,
+    Uncompared,
+    everything,
+    is_measured,
+    uncompared,
+)
 from dilabench.compare.fingerprint import Mismatch, hard_mismatches, soft_warnings
 from dilabench.compare.relative import relative_to
-from dilabench.compare.selection import Selection, everything
 from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
 from dilabench.compare.view import common_timings, is_throttled, median_over, sessions_of
+from dilabench.errors import DilabenchError
 from dilabench.record import Measured, Row, RunRecord, Timing
 from dilabench.stats.decisions.decide import decide
 from dilabench.stats.decisions.history import SESSIONS_FOR_GATE, StoredSessions, estimate_stored
 from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Verdict
+from dilabench.units import parse_fraction
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,26 @@ def refusals(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> t
         for one in hard_mismatches(a, b)
     }
     return tuple(found.values())
+
+
+def refuse_other_machine(
+    baseline: Sequence[RunRecord], candidate: Sequence[RunRecord], error: type[DilabenchError]
+) -> None:
+    """Raise `error` naming every hard field in which the sides differ, with both values."""
+    differing = refusals(baseline, candidate)
+    if differing:
+        fields = "; ".join(map(str, differing))
+        raise error(
+            f"the two sides cannot be compared, they differ in {fields}; measure the baseline again on this machine, "
+            "in this state (`dilabench run`, then `dilabench baseline save NAME`); `dilabench compare` with "
+            "--across-machines shows the ratios of two machines without a verdict"
+        )
+
+
+def policy_for(records: Sequence[RunRecord], threshold: str | None, sigma_aa: float | None) -> Policy:
+    """How to decide on these records: the user's margin, and the machine's noise between sessions where it is known."""
+    margin = None if threshold is None else parse_fraction(threshold)
+    return Policy.for_device(records[-1].device, user_margin=margin, sigma_aa=sigma_aa)
 
 
 def compare_across(

@@ -1,8 +1,7 @@
 """The result of a comparison: verdicts on pairs, and by name every row without a verdict."""
 
-import importlib
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +10,7 @@ from dilabench.stats.decisions.memory import MemoryVerdict
 from dilabench.stats.decisions.verdicts import Verdict
 
 Route = Literal["interleaved", "stored"]
+Selection = Callable[[Case], bool]
 Lack = Literal["missing", "new", "skipped", "failed", "wrong output", "not comparable"]
 
 ABSENT = "not in the record"
@@ -68,11 +68,6 @@ class Comparison:
         codes = Counter(pair.verdict.code.value for pair in self.pairs)
         found = ", ".join(f"{count} {code}" for code, count in codes.items())
         return f"<Comparison: {found or 'no pair'}, {len(self.uncompared)} not compared>"
-
-    def _repr_html_(self) -> str:
-        """What notebooks show."""
-        # As with records: the renderings lie above.
-        return str(importlib.import_module("dilabench.report.html.comparison").notebook(self))
 
     def updated(self, later: "Comparison", judged: Collection[str]) -> "Comparison":
         """With what a later comparison found on the cases with these ids in place of what is here, in this order."""
@@ -132,3 +127,31 @@ def uncompared(baseline: Row | None, candidate: Row | None) -> Uncompared:
         candidate=ending(candidate),
         regressed=is_measured(baseline) and not is_measured(candidate),
     )
+
+
+def everything(case: Case) -> bool:  # noqa: ARG001
+    """The selection of every case."""
+    return True
+
+
+def selection(texts: Sequence[str], implementations: Collection[str] = (), backends: Collection[str] = ()) -> Selection:
+    """Cases that contain any of the texts in their name; all words of one text must be there, in any order.
+
+    The name holds implementation, backend, shape label, pattern, mode and case id, so that "strided 8K fp32" works.
+    Implementations and backends that are named narrow that to theirs.
+    """
+    if not texts and not implementations and not backends:
+        return everything
+    wanted = [text.lower().split() for text in texts] or [[]]
+    return lambda case: (
+        (not implementations or case.implementation in implementations)
+        and (not backends or case.backend in backends)
+        and any(all(word in searchable(case) for word in words) for words in wanted)
+    )
+
+
+def searchable(case: Case) -> str:
+    """The text in which a selection looks."""
+    workload = case.workload
+    parts = (case.implementation, case.backend or "", workload.label(), workload.pattern.kind, workload.mode)
+    return " ".join((*parts, case.case_id)).lower()

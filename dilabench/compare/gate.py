@@ -1,12 +1,21 @@
-"""From a comparison to an exit code, and the second measurement of flagged pairs before they fail a gate."""
+"""From looks at sessions that grow in number to verdicts, and from these to an exit code.
 
-from collections.abc import Collection
+Every look has a level of its own (`Policy.confidence_at`), so that going on until SAME is proven errs no more often
+than promised. A change, in either direction, is claimed on fresh sessions alone, which no look has chosen.
+"""
+
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import log1p
 
 from dilabench.compare.comparison import ComparedPair, Comparison
-from dilabench.errors import ExitCode
+from dilabench.errors import ExitCode, exit_code_for
+from dilabench.record import RunRecord
+from dilabench.stats.decisions.history import LOOK_SESSIONS
+from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Code, confirm
+
+CaseIds = Collection[str]
 
 
 def exit_code(comparison: Comparison, fail_on: Collection[str] = ("slower", "larger")) -> ExitCode:
@@ -17,18 +26,16 @@ def exit_code(comparison: Comparison, fail_on: Collection[str] = ("slower", "lar
     the baseline has. Without a single pair nothing was compared.
     """
     rest, pairs = comparison.uncompared, comparison.pairs
-    if any(one.lack == "wrong output" for one in rest):
-        return ExitCode.WRONG_OUTPUT
-    if any(one.lack == "failed" and one.regressed for one in rest):
-        return ExitCode.CASE_FAILED
-    if not pairs:
-        return ExitCode.NOTHING_MEASURED
-    if "slower" in fail_on and any(pair.verdict.fails_gate for pair in pairs):
-        return ExitCode.REGRESSION
-    if "larger" in fail_on and any(pair.memory is not None and pair.memory.fails_gate for pair in pairs):
-        return ExitCode.REGRESSION
     undecided = any(pair.verdict.code is Code.INCONCLUSIVE for pair in pairs) or any(one.regressed for one in rest)
-    return ExitCode.INCONCLUSIVE if "inconclusive" in fail_on and undecided else ExitCode.OK
+    slower = "slower" in fail_on and any(pair.verdict.fails_gate for pair in pairs)
+    larger = "larger" in fail_on and any(pair.memory is not None and pair.memory.fails_gate for pair in pairs)
+    return exit_code_for(
+        wrong=any(one.lack == "wrong output" for one in rest),
+        failed=any(one.lack == "failed" and one.regressed for one in rest),
+        slower=slower or larger,
+        undecided="inconclusive" in fail_on and undecided and bool(pairs),
+        nothing=not pairs,
+    )
 
 
 def common_change(comparison: Comparison) -> str | None:
@@ -66,3 +73,42 @@ def _decided(first: ComparedPair, second: ComparedPair | None) -> ComparedPair:
         verdict = replace(verdict, hint="")
     note = f"first look: {first.verdict.reason}"
     return replace(first, verdict=verdict, notes=(note, *first.notes))
+
+
+def until_decided(
+    cases: CaseIds,
+    measure: Callable[[CaseIds, int], Sequence[RunRecord]],
+    judge: Callable[[Sequence[RunRecord], CaseIds, Policy], Comparison],
+    further: Callable[[CaseIds, int], int],
+    policy: Policy,
+) -> Comparison:
+    """The verdicts on all cases, each from the look that decided it.
+
+    measure: so many sessions of these cases; none where that cannot be. further: how many sessions to measure next of
+    cases that have so many; 0 ends it.
+    """
+    final, records, look = Comparison(pairs=()), list[RunRecord](), 0
+    while cases and (count := further(cases, len(records))):
+        records += measure(cases, count)
+        look += 1
+        found = looked_at(records, cases, measure, judge, replace(policy, look=look))
+        judged, cases = cases, {pair.candidate.case_id for pair in found.pairs if pair.verdict.undecided}
+        final = final.updated(found, judged)
+    return final
+
+
+def looked_at(
+    records: Sequence[RunRecord],
+    cases: CaseIds,
+    measure: Callable[[CaseIds, int], Sequence[RunRecord]],
+    judge: Callable[[Sequence[RunRecord], CaseIds, Policy], Comparison],
+    policy: Policy,
+) -> Comparison:
+    """The verdicts of one look at these sessions; what seems to have changed has that of as many fresh ones."""
+    found = judge(records, cases, policy)
+    flagged = {case.case_id for case in found.flagged}
+    if not flagged:
+        return found
+    fresh = measure(flagged, max(LOOK_SESSIONS[0], len(records)))
+    # At the level of a second look: the baseline is the one that the first data were compared with.
+    return confirmed(found, judge(fresh, flagged, replace(policy, look=2)) if fresh else None)

@@ -6,8 +6,7 @@ from itertools import combinations
 from pathlib import PurePath
 
 from dilabench.compare.across import compare_each
-from dilabench.compare.comparison import ComparedPair, Comparison
-from dilabench.compare.selection import Selection, everything
+from dilabench.compare.comparison import ComparedPair, Comparison, Selection, everything
 from dilabench.record import Case, RunRecord
 from dilabench.stats.decisions.policy import Policy
 

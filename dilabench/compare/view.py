@@ -107,7 +107,7 @@ class RowView:
     @property
     def peak_bytes(self) -> int | None:
         """The peak memory of one call."""
-        return self.memory.peak_bytes if self.memory else None
+        return peak_of(self.row)
 
     @property
     def density(self) -> float:
@@ -144,6 +144,12 @@ def first_timing(row: Row) -> Timing | None:
 def memory_of(row: Row) -> Memory | None:
     """The memory of one call of a row; None where it was not measured."""
     return row.outcome.memory if isinstance(row.outcome, Measured) else None
+
+
+def peak_of(row: Row) -> int | None:
+    """The peak memory of one call of a row, in bytes; None where it was not measured."""
+    memory = memory_of(row)
+    return memory.peak_bytes if memory else None
 
 
 def verified_text(outcome: Measured) -> str:

@@ -7,8 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dilabench.compare.comparison import ComparedPair, Comparison, Uncompared, ending, is_measured, lack_of
-from dilabench.compare.selection import Selection, everything
+from dilabench.compare.comparison import (
+    ComparedPair,
+    Comparison,
+    Selection,
+    Uncompared,
+    ending,
+    everything,
+    is_measured,
+    lack_of,
+)
 from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
 from dilabench.compare.view import Pairing, common_timings, median_over, pair, sessions_of
 from dilabench.errors import counted, unknown_name

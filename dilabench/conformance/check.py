@@ -1,34 +1,37 @@
-"""Everything that is asked of one thing, of whatever kind."""
+"""Everything that is asked of one thing, of whatever kind: its package, then what it does."""
 
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+from dilabench.choice.requirements import wrong_device
 from dilabench.choice.ways import Registry
 from dilabench.conformance.backend import check_backend
+from dilabench.conformance.fresh_import import ImportReport, import_reports
 from dilabench.conformance.implementation import check_implementation
-from dilabench.conformance.package import check_package
+from dilabench.conformance.made_record import made_record, odd_outcomes
 from dilabench.conformance.pattern import check_pattern
-from dilabench.conformance.reporter import check_reporter
 from dilabench.conformance.scorecard import Findings, Listener, Scorecard
-from dilabench.conformance.suite import check_suite
-from dilabench.conformance.timer import check_timer
-from dilabench.conformance.workload import check_workload
+from dilabench.engine.device.environment import snapshot
+from dilabench.engine.runner import run
+from dilabench.errors import counted
 from dilabench.machine import Machine
+from dilabench.metadata import note_text
+from dilabench.patterns.dense import DENSE
 from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Backend, Implementation, Named, Reporter, Suite, Timer, WorkloadPreset
 from dilabench.plugins.manager import REGISTRIES, Found
+from dilabench.record import Measured, Row, RunHeader, RunRecord
+from dilabench.report.findings import render, sections_of
+from dilabench.request import preset_names, run_request, workload_request
 from dilabench.retired import ANY_KIND, no_such_name
+from dilabench.stats.samples.location import locate
+from dilabench.suites.planner import Planner, expand, more_cases_of
+from dilabench.units import format_seconds
+from dilabench.validation import targets_of
 from dilabench.version import __version__
-
-# Of each kind of thing, what is asked of what it does: `check(descriptor, catalogue, machine, findings)`.
-CHECKS: Mapping[str, Callable[[Any, Catalogue, Machine, Findings], None]] = {
-    "patterns": check_pattern,
-    "implementations": check_implementation,
-    "backends": check_backend,
-    "workloads": check_workload,
-    "suites": check_suite,
-    "reporters": check_reporter,
-    "timers": check_timer,
-}
+from dilabench.workload.work import attended_pairs
 
 
 def registries_with(name: str, catalogue: Catalogue, kind: str | None = None) -> list[str]:
@@ -64,3 +67,190 @@ def scorecard(
         package=tuple(package),
         behaviour=tuple(behaviour),
     )
+
+
+# Whose targets run in workers and may load torch; those of every other kind run where records are shown.
+IN_WORKERS = (Implementation, Backend, Timer)
+# Read in the main process, whatever names them.
+LIGHT_FIELDS = frozenset({"sharding"})
+
+
+def check_package(descriptor: Named, plugin: str, found: Found, findings: Findings) -> None:
+    """Registration, what importing loads, network, side effects."""
+    problems = [problem.why for problem in found.problems if problem.plugin == plugin]
+    findings.hold("registration", "; ".join(problems) or None, f"by plug-in {plugin!r}")
+    light, heavy = _modules(descriptor, found.modules[plugin])
+    reports = import_reports(light, heavy)
+    broken = "; ".join(f"{one.module}: {one.error}" for one in reports if one.error)
+    spent = sum(one.lasted_ns for one in reports if one.module in light)
+    loading = _problems((one for one in reports if one.module in light), "heavy")
+    rule = f"{loading}; import it inside of the functions that need it, or `dilabench list` waits for it"
+    lasted = f"{', '.join(light)} in {format_seconds(spent * 1e-9)}, nothing heavy"
+    findings.hold("import", broken or (rule if loading else None), lasted)
+    findings.hold("no network", _problems(reports, "network"), "no address was looked up or met at import")
+    effects = _problems(reports, "effects")
+    right = "no file, process, thread or setting at import"
+    findings.hold("no side effects", effects, right)
+
+
+def _modules(descriptor: Named, module: str) -> tuple[list[str], list[str]]:
+    """Modules that must stay light, the one of the hooks first, and those that may load torch."""
+    light, heavy = {module: None}, dict[str, None]()
+    for name, target in targets_of(descriptor).items():
+        if target is not None:
+            (heavy if isinstance(descriptor, IN_WORKERS) and name not in LIGHT_FIELDS else light)[
+                target.partition(":")[0]
+            ] = None
+    return list(light), [one for one in heavy if one not in light]
+
+
+def _problems(reports: Iterable[ImportReport], what: str) -> str | None:
+    problems = [f"importing {one.module}: {', '.join(getattr(one, what))}" for one in reports if getattr(one, what)]
+    return "; ".join(problems) or None
+
+
+def check_workload(preset: WorkloadPreset, catalogue: Catalogue, machine: Machine, findings: Findings) -> None:
+    """Each of its workloads resolves, has work to do, and is computed by something that is registered."""
+    for name in preset_names(catalogue, [preset.name]):
+        with findings.tried(name):
+            workload = workload_request(catalogue, name, {}).resolve(machine.auto_dtype, machine.auto_tokens)
+            device = machine.device
+            able = [one for one in catalogue.implementations if not catalogue.unsupported(one, workload, device)]
+            problem = None if able else "nothing that is registered computes it here"
+            if not attended_pairs(workload):
+                problem = "no query sees any key"
+            findings.hold(name, problem, f"{workload.label()}, computed by {counted(len(able), 'implementation')}")
+
+
+def check_suite(suite: Suite, catalogue: Catalogue, machine: Machine, findings: Findings) -> None:
+    """Its plan on this machine, its follow-up and its analysis of records that were made up; nothing is measured."""
+    request = run_request(catalogue, suite=suite.name, run={"device": machine.device})
+    planned = expand(catalogue, machine, request)
+    runs = sum(one.skip is None for one in planned)
+    summary = f"{counted(len(planned), 'case')}, of which {runs} run here"
+    findings.hold("plan", None if planned else "it plans no case for a request without options", summary)
+    again = expand(catalogue, machine, request)
+    same = [one.case.case_id for one in planned] == [one.case.case_id for one in again]
+    findings.hold("determinism", None if same else "the same request comes to other cases the second time")
+    odd = odd_outcomes()
+    records = {
+        "measured": made_record(planned, request, machine),
+        "with failures": made_record(planned, request, machine, odd[: len(planned)]),
+        "nothing measured": made_record(planned[: len(odd)], request, machine, odd[: len(planned)]),
+    }
+    for name, record in records.items():
+        with findings.tried(f"analysis, {name}"):
+            _check_analysis(name, record, catalogue, findings)
+    if suite.follow_up is not None:
+        with findings.tried("follow-up"):
+            more = more_cases_of(suite, Planner(catalogue, machine, request), records["measured"].rows)
+            findings.hold("follow-up", None, f"asks for {counted(len(more), 'more case')}")
+
+
+def _check_analysis(name: str, record: RunRecord, catalogue: Catalogue, findings: Findings) -> None:
+    """A failing analysis is kept among the catalogue's problems instead of being raised."""
+    known = len(catalogue.problems)
+    sections = sections_of(record, catalogue)
+    problems = "; ".join(problem.why for problem in catalogue.problems[known:])
+    del catalogue.problems[known:]
+    if not problems and sections != sections_of(record, catalogue):
+        problems = "the same record has other sections the second time"
+    findings.hold(f"analysis, {name}", problems or None, counted(len(sections), "section"))
+
+
+def check_reporter(reporter: Reporter, catalogue: Catalogue, machine: Machine, findings: Findings) -> None:
+    """Records that were made up for the suite that is asked first, printed and written; twice, for the same text."""
+    first = max(catalogue.suites, key=lambda one: one.priority)
+    request = run_request(catalogue, suite=first.name, run={"device": machine.device})
+    planned, odd = expand(catalogue, machine, request), odd_outcomes()
+    records = {
+        "all measured": made_record(planned, request, machine),
+        "with failures": made_record(planned, request, machine, odd),
+        "nothing measured": made_record(planned[: len(odd)], request, machine, odd),
+        "no row": made_record((), request, machine).model_copy(update={"status": "interrupted"}),
+    }
+    for name, record in records.items():
+        with findings.tried(name):
+            findings.hold(name, *_rendered(reporter, record, catalogue))
+
+
+def _rendered(reporter: Reporter, record: RunRecord, catalogue: Catalogue) -> tuple[str | None, str]:
+    """What is wrong with the rendering, or None; and what it gave."""
+    sections = sections_of(record, catalogue)
+    # Where there is no time, a plot or a table of numbers may be nothing.
+    measured = any(row.outcome.status == "measured" for row in record.rows)
+    with tempfile.TemporaryDirectory() as name:
+        folder, rendered = Path(name), []
+        if reporter.prints:
+            texts = [render(reporter, record, None, sections, catalogue) for _ in range(2)]
+            if not texts[0] and measured:
+                return "it prints nothing", ""
+            if texts[0] != texts[1]:
+                return "the same record gives another text the second time", ""
+            rendered.append(counted(len((texts[0] or "").splitlines()), "line"))
+        if reporter.filename:
+            render(reporter, record, folder, sections, catalogue)
+            path = folder / reporter.filename
+            if measured and not path.exists():
+                return f"it did not write {reporter.filename!r} into the folder it was given", ""
+            rendered.append(counted(sum(1 for one in folder.rglob("*") if one.is_file()), "file"))
+        return None, ", ".join(rendered)
+
+
+TIMED_SHAPE = {"pattern": DENSE.kind, "batch_size": 1, "num_heads": 4, "head_dim": 64}
+# Work that differs by more than a thousand times: whatever a timer measures, it shows that.
+TIMED_LENGTHS = (64, 2048)
+TIMED_SAMPLES = 5
+
+
+class _Nowhere:
+    """A sink that keeps nothing; the record has the rows."""
+
+    def start(self, header: RunHeader) -> None: ...
+    def row(self, row: Row) -> None: ...
+    def finish(self, record: RunRecord) -> None: ...
+
+
+def check_timer(timer: Timer, catalogue: Catalogue, machine: Machine, findings: Findings) -> None:
+    """A dense case at two lengths, measured as `dilabench run --timing NAME` does."""
+    if lacking := wrong_device(timer.devices, machine):
+        findings.add("samples", "skipped", "; ".join(lacking))
+        return
+    # No budget: on a busy machine the suite's own may be over before a timer that starts processes is done.
+    settings = {"timing": timer.name, "timing_runs": TIMED_SAMPLES, "device": machine.device, "budget_s": None}
+    suite = max(catalogue.suites, key=lambda one: one.priority)
+    request = run_request(catalogue, suite=suite.name, run=settings)
+    planner = Planner(catalogue, machine, request)
+    plain = next(one for one in catalogue.implementations if one.uses_backend and one.supports.only_dense)
+    asked = planner.workload_requests([{**TIMED_SHAPE, "seq_len": length} for length in TIMED_LENGTHS])
+    planned = planner.compare(asked, [plain])
+    header = RunHeader(
+        tool_version="0", run_id="conformance", suite=suite.name, started_at="", environment=snapshot(machine)
+    )
+    rows = run(planned, request, catalogue, machine, header, _Nowhere()).rows
+    medians = []
+    for length, row in zip(TIMED_LENGTHS, rows, strict=True):
+        outcome, name = row.outcome, f"samples at {length} tokens"
+        if not isinstance(outcome, Measured):
+            findings.add(name, "failed", outcome.why)
+            continue
+        timing = outcome.timings[0]
+        samples = timing.samples_ns
+        medians.append(locate(samples).median_ns)
+        other = f"the samples are by {timing.timer!r}: {'; '.join(map(note_text, outcome.notes))}"
+        summary = f"{counted(len(samples), 'sample')}, median {format_seconds(medians[-1] * 1e-9)}"
+        findings.hold(name, None if timing.timer == timer.name else other, summary)
+    if len(medians) == len(TIMED_LENGTHS):
+        findings.hold("longer work takes longer", None if medians[0] < medians[1] else "it does not")
+
+
+# Of each kind of thing, what is asked of what it does: `check(descriptor, catalogue, machine, findings)`.
+CHECKS: Mapping[str, Callable[[Any, Catalogue, Machine, Findings], None]] = {
+    "patterns": check_pattern,
+    "implementations": check_implementation,
+    "backends": check_backend,
+    "workloads": check_workload,
+    "suites": check_suite,
+    "reporters": check_reporter,
+    "timers": check_timer,
+}

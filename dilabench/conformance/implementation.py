@@ -15,7 +15,7 @@ from dilabench.patterns.registry import known_kinds, pattern_type
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Implementation
 from dilabench.predict.memory import WITHIN, plan_memory, why_no_plan
-from dilabench.record import Case, Memory, PlannedCase, Skipped, Verification
+from dilabench.record import Case, CheckName, Memory, PlannedCase, Skipped, Verification
 from dilabench.units import format_bytes
 from dilabench.workload.spec import UNBOUNDED, DType, Mode, Workload
 
@@ -24,7 +24,6 @@ DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "float16", "float64")
 RANKS = 2
 SEED = 0
 MEMORY_LENGTH = 1024
-REPEAT = "repeat"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +176,7 @@ def _judge_checks(verifications: list[Verification], implementation: Implementat
         findings.add("checks passed", "right", ", ".join(right))
     if asked:
         promise = "bitwise, as declared" if implementation.deterministic else "within tolerance (no more is declared)"
-        held = passed[REPEAT] == asked[REPEAT]
+        held = passed[CheckName.REPEAT] == asked[CheckName.REPEAT]
         findings.add("determinism", "right" if held else "wrong", f"two identical calls agree {promise}")
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pydantic import computed_field
 
 from dilabench.engine.worker.outcomes import Result
-from dilabench.errors import ConfigError, DilabenchError, ExitCode, PluginError, said
+from dilabench.errors import ConfigError, DilabenchError, ExitCode, PluginError, exit_code_for, said
 from dilabench.validation import Model
 
 
@@ -45,11 +45,8 @@ class Scorecard(Model):
     def exit_code(self) -> ExitCode:
         """5 when an output is wrong, 4 when something failed, 8 when nothing of what it does could be tried."""
         results = {one.result for one in self.findings}
-        if "wrong" in results:
-            return ExitCode.WRONG_OUTPUT
-        if "failed" in results:
-            return ExitCode.CASE_FAILED
-        return ExitCode.OK if any(one.result == "right" for one in self.behaviour) else ExitCode.NOTHING_MEASURED
+        tried = any(one.result == "right" for one in self.behaviour)
+        return exit_code_for(wrong="wrong" in results, failed="failed" in results, nothing=not tried)
 
     def failures(self) -> Iterator[str]:
         """'name: detail' of everything that is wrong or failed."""

@@ -6,6 +6,7 @@ from dilabench.errors import ConfigError, unknown_name
 from dilabench.machine import device_named
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Timer
+from dilabench.request import RunRequest
 from dilabench.validation import Model
 
 METHODS = ("simple", "warmup", "profiler")
@@ -96,6 +97,20 @@ def choose_method(
     return method
 
 
+def method_for(request: RunRequest, device: str, catalogue: Catalogue) -> Method:
+    """The method of a request: what it and its suite ask for. Raises as `choose_method` does."""
+    suite = catalogue.suites.get(request.suite) if request.suite in catalogue.suites else None
+    return choose_method(
+        request.timing,
+        device,
+        catalogue,
+        warmup_runs=request.warmup_runs,
+        timing_runs=request.timing_runs,
+        sampling_s=suite.sampling_s if suite else None,
+        far_slower=suite.far_slower if suite else None,
+    )
+
+
 def _shortened(method: Method, sampling_s: float) -> Method:
     """So long a sampling at most, after a shorter warm-up; the method itself where that is no less than its own."""
     if sampling_s >= method.sampling_s:
@@ -119,8 +134,8 @@ def _method_of(timing: str, timer: Timer, is_default: bool, device: str, catalog
     facts = device_named(device)
     shortest_s, longest_s = facts.warm_up_s
     method = Method(
-        timer=TimerSpec.of(timer),
-        graph_timer=TimerSpec.of(again) if again and is_default else None,
+        timer=_spec(timer),
+        graph_timer=_spec(again) if again and is_default else None,
         warm_up=WarmUpLimits(min_s=shortest_s, max_s=longest_s),
         precision=facts.precision,
         sampling_s=facts.sampling_s,
@@ -137,3 +152,8 @@ def _method_of(timing: str, timer: Timer, is_default: bool, device: str, catalog
         changes = {"warm_up": never, "max_rounds": 5, "max_slot_samples": 1, "max_turns": 0, "recheck": False}
         return method.model_copy(update=changes)
     return method
+
+
+def _spec(timer: Timer) -> TimerSpec:
+    """The part of a timer's descriptor that a worker needs."""
+    return TimerSpec(name=timer.name, target=timer.target, proves=timer.proves)

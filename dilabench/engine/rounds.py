@@ -36,7 +36,7 @@ class Rounds:
         """
         method, clock = self._driver.method, self._driver.budget.clock
         deadline = clock() + share_s
-        running = [one for one in self._states if self._driver.warm_up(one, timer)]
+        running = [state for state in self._states if self._driver.warm_up(state, timer)]
         started = clock()
         share_s = min(max(0.0, deadline - started), method.sampling_s * len(running))
         sizes = self._sizes(running, share_s)
@@ -44,10 +44,10 @@ class Rounds:
         is_last = most == 1
         while running:
             began = clock()
-            for position, one in enumerate(self._order.sample(running, len(running))):
-                self._turn(one, timer, sizes[id(one)], position, is_last)
+            for position, state in enumerate(self._order.sample(running, len(running))):
+                self._turn(state, timer, sizes[id(state)], position, is_last)
             self._driver.next_round += 1
-            running = [one for one in running if one.running]
+            running = [state for state in running if state.running]
             if is_last or not running:
                 break
             taken += 1
@@ -59,7 +59,7 @@ class Rounds:
 
     def _sizes(self, running: Sequence[CaseState], share_s: float) -> dict[int, int]:
         """Samples per turn of each case, which share the time."""
-        return {id(one): self.slot_samples(one, share_s / len(running)) for one in running}
+        return {id(state): self.slot_samples(state, share_s / len(running)) for state in running}
 
     def slot_samples(self, state: CaseState, share_s: float) -> int:
         """Samples per turn: about 10 ms of them, 5 to 20; fewer where `min_rounds` of such turns exceed the share."""
@@ -104,8 +104,8 @@ class Rounds:
         method, budget = self._driver.method, self._driver.budget
         if budget.exhausted:
             return True
-        runs = [one.run_of(timer) for one in running]
-        if min(run.samples + sizes[id(one)] for one, run in zip(running, runs, strict=True)) < method.min_samples:
+        runs = [state.run_of(timer) for state in running]
+        if min(run.samples + sizes[id(state)] for state, run in zip(running, runs, strict=True)) < method.min_samples:
             return False
         if spent_s >= share_s:
             return True

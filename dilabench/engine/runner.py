@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from dilabench.engine.budget import Budget, steady
 from dilabench.engine.device.environment import with_torch
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.driver import MAX_TIMEOUT_S, Driver
 from dilabench.engine.isolated_run import IsolatedRun
-from dilabench.engine.method import choose_method
+from dilabench.engine.method import Method, method_for
 from dilabench.engine.plausibility import suspicions
 from dilabench.engine.progress import Progress, Silent
 from dilabench.engine.temporary_folder import remove_left_over
@@ -30,6 +30,7 @@ from dilabench.record import Measured, PlannedCase, Row, RunHeader, RunRecord
 from dilabench.request import RunRequest
 
 FollowUp = Callable[[Sequence[Row]], Sequence[PlannedCase]]
+Project = Callable[[RunRecord], Sequence[dict[str, Any]]]
 CEILINGS_TIMEOUT_S = 120.0
 
 
@@ -60,6 +61,8 @@ def run(
     follow_up: FollowUp | None = None,
     completed: Sequence[Row] = (),
     *,
+    method: Method | None = None,
+    project: Project | None = None,
     trace_folder: Path | None = None,
     timeout_s: float = MAX_TIMEOUT_S,
     launcher: Launcher | None = None,
@@ -70,21 +73,13 @@ def run(
     `completed` are rows of an earlier part of the same run (`--resume`): they are kept and their cases not repeated.
     `follow_up` gets all rows when no case is left and may ask for more. With `--timing profiler`, a Chrome trace of
     every case goes to `trace_folder`. A worker that does not answer for `timeout_s` seconds is ended with its case.
-    `launcher`: where ranks run, this machine by default.
+    `method`: how each case is timed, that of the request by default. `project` gets the record at its end and gives its
+    projections. `launcher`: where ranks run, this machine by default.
     Ctrl-C ends the run with status 'interrupted' and the rows so far.
 
     Raises ConfigError for an unknown `--timing`, EnvironmentNotReady when the device stays locked.
     """
-    suite = catalogue.suites.get(request.suite) if request.suite in catalogue.suites else None
-    method = choose_method(
-        request.timing,
-        machine.device,
-        catalogue,
-        warmup_runs=request.warmup_runs,
-        timing_runs=request.timing_runs,
-        sampling_s=suite.sampling_s if suite else None,
-        far_slower=suite.far_slower if suite else None,
-    )
+    method = method or method_for(request, machine.device, catalogue)
     waiting = _waiting(planned, completed)
     driver = Driver(
         catalogue=catalogue,
@@ -100,7 +95,7 @@ def run(
     )
     ranks = max((one.case.world_size for one in waiting if one.skip is None), default=1)
     gpus = (launcher or ThisMachine()).gpus_here(ranks)
-    return _Run(driver, machine, sink, planned, completed).go(header, follow_up, gpus)
+    return _Run(driver, machine, sink, planned, completed).go(header, follow_up, gpus, project)
 
 
 def _rounds_of(rows: Iterable[Row]) -> Iterator[int]:
@@ -136,7 +131,9 @@ class _Run:
         self.ceilings: dict[str, float] = {}
         self.confirmed = False
 
-    def go(self, header: RunHeader, follow_up: FollowUp | None, gpus: Sequence[int]) -> RunRecord:
+    def go(
+        self, header: RunHeader, follow_up: FollowUp | None, gpus: Sequence[int], project: Project | None
+    ) -> RunRecord:
         """All groups, then what the follow-up asks for, then the record."""
         status, started = "failed", False
         try:
@@ -162,7 +159,11 @@ class _Run:
             # Also where it goes on with an error: what was measured is worth its record.
             record = self._record(header.model_copy(update={"ceilings": self.ceilings or header.ceilings}), status)
             if started:
-                self._finish(record)
+                try:
+                    if project:
+                        record = record.model_copy(update={"projections": tuple(project(record))})
+                finally:
+                    self._finish(record)
         return record
 
     def _record(self, header: RunHeader, status: str) -> RunRecord:

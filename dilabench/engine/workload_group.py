@@ -43,11 +43,11 @@ class WorkloadGroupRun:
         self._random = random.Random(f"{driver.seed}:{planned[0].case.group_id}")
         self.states = [
             CaseState(
-                planned=one,
-                spec=case_spec(one.case, driver.catalogue, driver.seed, driver.machine),
-                key=worker_key(one.case, driver.catalogue),
+                planned=case_plan,
+                spec=case_spec(case_plan.case, driver.catalogue, driver.seed, driver.machine),
+                key=worker_key(case_plan.case, driver.catalogue),
             )
-            for one in planned
+            for case_plan in planned
         ]
 
     def rows(self) -> Iterator[Row]:
@@ -69,7 +69,7 @@ class WorkloadGroupRun:
             elif not self._crowded(state):
                 yield self._row(state)
         yield from self._measured(ready, deadline)
-        for state in [one for one in self.states if self._crowded(one)]:
+        for state in [state for state in self.states if self._crowded(state)]:
             yield from self._isolated(state)
 
     def _in_turn(self) -> list[CaseState]:
@@ -80,7 +80,7 @@ class WorkloadGroupRun:
         for state in states:
             self._driver.progress.stage_started(state.case, "build")
             self._driver.prepare(state)
-        return sorted(states, key=lambda one: one.call_ns)
+        return sorted(states, key=lambda state: state.call_ns)
 
     def _far_slower(self, state: CaseState, ready: Sequence[CaseState]) -> Skipped | None:
         """Why a case is not timed that cannot be the fastest, by a call of its own and one of a verified case."""
@@ -88,10 +88,10 @@ class WorkloadGroupRun:
         chooses = self._driver.catalogue.implementations.get(state.case.implementation).chooses
         if limit is None or chooses or not ready or not state.running:
             return None
-        fastest = min(ready, key=lambda one: one.call_ns)
+        fastest = min(ready, key=lambda state: state.call_ns)
         if state.call_ns <= limit * fastest.call_ns:
             return None
-        taken, least = (format_seconds(one.call_ns * 1e-9) for one in (state, fastest))
+        taken, least = (format_seconds(state.call_ns * 1e-9) for state in (state, fastest))
         why = f"not timed: a call took {taken}, over {limit:g} times the {least} of {fastest.case.implementation}"
         return Skipped(code="far_slower", why=why)
 
@@ -166,7 +166,7 @@ class WorkloadGroupRun:
     def _deadline(self, states: Sequence[CaseState]) -> float:
         """When the fair share of the states is over, everything included."""
         budget = self._driver.budget
-        return budget.clock() + budget.share_s([one.case for one in states])
+        return budget.clock() + budget.share_s([state.case for state in states])
 
     def _measured(self, states: Sequence[CaseState], deadline: float) -> Iterator[Row]:
         """Time the cases, measure the peak memory of each, and free them."""
@@ -174,20 +174,20 @@ class WorkloadGroupRun:
         over_ranks = self.states[0].case.world_size > 1 and driver.method.max_turns > 0
         diagnosing_share = DIAGNOSING_SHARE if over_ranks else 0.0
         of_parts = over_ranks * (CALLS_BEFORE_TURNS + CALLS_PER_TURN * MIN_TURNS)
-        later_s = sum((MEMORY_CALLS * (one.memory is None) + of_parts) * one.call_ns * 1e-9 for one in states)
+        later_s = sum((MEMORY_CALLS * (state.memory is None) + of_parts) * state.call_ns * 1e-9 for state in states)
         share_s = max(0.0, deadline - driver.budget.clock() - later_s)
         Rounds(driver, states, self._random).take(driver.method.timer, share_s * (1 - diagnosing_share))
         for state in states:
             self._check_samples(state)
         left = list(states)
         try:
-            self._recheck([one for one in states if one.running])
-            self._graph([one for one in states if one.running], share_s)
-            for state in [one for one in states if one.running]:
+            self._recheck([state for state in states if state.running])
+            self._graph([state for state in states if state.running], share_s)
+            for state in [state for state in states if state.running]:
                 self._weigh(state)
             # Last of all: a part that fails may end the ranks, and every row is complete by now.
             if over_ranks:
-                self._diagnose([one for one in states if one.running], share_s * diagnosing_share)
+                self._diagnose([state for state in states if state.running], share_s * diagnosing_share)
             for state in states:
                 driver.release(state)
             for state in states:
@@ -196,7 +196,7 @@ class WorkloadGroupRun:
                     yield self._row(state)
         except KeyboardInterrupt:
             # Every row that is left has its samples; a resumed run would only take them again.
-            for state in [one for one in left if one.running]:
+            for state in [state for state in left if state.running]:
                 state.notes.append(_interrupted(state))
                 yield self._row(state)
             raise
@@ -226,7 +226,7 @@ class WorkloadGroupRun:
     def _graph(self, states: Sequence[CaseState], share_s: float) -> None:
         """Time launch-bound calls as CUDA graphs as well."""
         timer = self._driver.method.graph_timer
-        bound = [one for one in states if any(LAUNCH_BOUND.among(run.notes) for run in one.runs.values())]
+        bound = [state for state in states if any(LAUNCH_BOUND.among(run.notes) for run in state.runs.values())]
         if timer is not None and bound:
             Rounds(self._driver, bound, self._random).take(timer, share_s / 4, GRAPH_ROUNDS)
 

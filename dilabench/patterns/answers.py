@@ -1,6 +1,6 @@
 """What patterns are asked about and answer with: a sequence, groups of keys, pairs, blocks, hidden rows, pictures.
 
-No torch; numpy is imported on use.
+No torch; numpy is imported on use, for `--help` reads this file.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Every kind is an order of preference over the visible blocks of a row; a row keeps the first k of them, with
 k = round(density * visible), at least one. So the density asked for is met within one block in every row.
-`numpy` is imported on use: listing and help never need it.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dilabench.errors import ConfigError
 from dilabench.patterns.mask_files import mask_digest as digest_of
 from dilabench.patterns.mask_files import mask_of_digest, read_mask_file
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     Mask = NDArray[np.bool_]
 
 MAX_BLOCKS = 2**15
@@ -30,8 +29,6 @@ MAX_BLOCKS = 2**15
 @lru_cache(maxsize=8)
 def generated_mask(kind: str, sparsity: float, seed: int, blocks: int, causal: bool, heads: int) -> Mask:
     """[heads, blocks, blocks]: each row keeps the share 1 - sparsity of its visible blocks that the kind prefers."""
-    import numpy as np
-
     mask = np.zeros((heads, blocks, blocks), dtype=bool)
     prefer = PREFERENCES[kind]
     for head in range(heads):
@@ -54,8 +51,6 @@ def block_shares(mask: Mask, lines: int, columns: int) -> NDArray[np.float64]:
 
     Cells hold as equal parts of the mask as can be; lines and columns beyond n are left out.
     """
-    import numpy as np
-
     blocks = mask.shape[0]
     rows, keys = (np.arange(min(blocks, size) + 1) * blocks // min(blocks, size) for size in (lines, columns))
     sums = np.add.reduceat(np.add.reduceat(mask.astype(int), rows[:-1], axis=0), keys[:-1], axis=1)
@@ -68,8 +63,6 @@ def needed_key_blocks(mask: Mask, block_size: int, rows: Sequence[range]) -> NDA
 
     What a rank that holds these queries must be sent: every other block may stay where it is.
     """
-    import numpy as np
-
     wanted = np.zeros(mask.shape[1], dtype=bool)
     for part in rows:
         if len(part):
@@ -79,8 +72,6 @@ def needed_key_blocks(mask: Mask, block_size: int, rows: Sequence[range]) -> NDA
 
 def rows_of_blocks(chosen: NDArray[np.bool_], block_size: int, count: int) -> NDArray[np.int64]:
     """The rows below `count` of the chosen ([n]) blocks, ascending."""
-    import numpy as np
-
     rows: NDArray[np.int64] = (np.flatnonzero(chosen)[:, None] * block_size + np.arange(block_size)).ravel()
     return rows[rows < count]
 
@@ -90,8 +81,6 @@ def rows_with_keys(mask: Mask, block_size: int, count: int, reach: tuple[int | N
 
     `reach`: rows back and ahead, as `SequenceShape.reach`.
     """
-    import numpy as np
-
     left, right = reach
     rows = np.arange(count)
     first = np.zeros_like(rows) if left is None else np.maximum(rows - left, 0)
@@ -118,15 +107,11 @@ Preference = Callable[[MaskRow], "NDArray[np.int64]"]
 
 def _nearest(at: MaskRow) -> NDArray[np.int64]:
     """`local_window`: the closest blocks first."""
-    import numpy as np
-
     return np.argsort(np.abs(np.arange(at.visible) - at.row), kind="stable")
 
 
 def _global_then_nearest(at: MaskRow) -> NDArray[np.int64]:
     """`global_local`: a quarter of the row's blocks are the sequence's first, seen by all; the rest are the closest."""
-    import numpy as np
-
     anchors = np.arange(min(at.visible, max(1, at.keep // 4)))
     own = np.array([min(at.row, at.visible - 1)])
     return _distinct(own, anchors, _nearest(at))
@@ -134,8 +119,6 @@ def _global_then_nearest(at: MaskRow) -> NDArray[np.int64]:
 
 def _powers_of_two(at: MaskRow) -> NDArray[np.int64]:
     """`dilated_sparse`: the own block, then distances 1, 2, 4, 8, ..., then those with the most factors of two."""
-    import numpy as np
-
     distance = np.abs(np.arange(at.visible) - at.row)
     is_power = (distance & (distance - 1)) == 0
     factors = np.where(is_power, 0, distance & -distance)
@@ -145,8 +128,6 @@ def _powers_of_two(at: MaskRow) -> NDArray[np.int64]:
 
 def _local_and_columns(at: MaskRow) -> NDArray[np.int64]:
     """`strided`: half local, half every s-th block (Sparse Transformer, Child et al. 2019), s = 2 visible / keep."""
-    import numpy as np
-
     distance = np.abs(np.arange(at.visible) - at.row)
     stride = max(2, round(at.visible / max(1, at.keep / 2)))
     columns = np.flatnonzero(distance % stride == 0)
@@ -157,8 +138,6 @@ def _local_and_columns(at: MaskRow) -> NDArray[np.int64]:
 
 def _three_levels(at: MaskRow) -> NDArray[np.int64]:
     """`hierarchical`: a third each of the closest blocks, every 4th block around, every 16th block anywhere."""
-    import numpy as np
-
     index = np.arange(at.visible)
     nearest = _nearest(at)
     share = max(1, at.keep // 3)
@@ -170,8 +149,6 @@ def _three_levels(at: MaskRow) -> NDArray[np.int64]:
 
 def _seeded(at: MaskRow) -> NDArray[np.int64]:
     """`random`: the own block, then a permutation drawn from (seed, head, row)."""
-    import numpy as np
-
     draw = np.random.default_rng((at.seed, at.head, at.row)).permutation(at.visible)
     return _distinct(np.array([min(at.row, at.visible - 1)]), draw)
 
@@ -188,8 +165,6 @@ PREFERENCES: dict[str, Preference] = {
 
 def _distinct(*orders: NDArray[np.int64]) -> NDArray[np.int64]:
     """The orders one after another, each block at its first place only."""
-    import numpy as np
-
     joined = np.concatenate(orders)
     _, first = np.unique(joined, return_index=True)
     return joined[np.sort(first)]
@@ -199,8 +174,6 @@ def custom_mask(
     mask_file: str, mask_digest: str | None, block_size: int, blocks: int, causal: bool, num_heads: int
 ) -> Mask:
     """[num_heads or 1, blocks, blocks]: the mask of a file. Raises ConfigError when it does not fit."""
-    import numpy as np
-
     path = Path(mask_file)
     digest = mask_digest or digest_of(path)
     mask = _from_file(mask_of_digest(path, digest), digest, blocks)

@@ -8,6 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dilabench.errors import ConfigError
@@ -30,9 +32,6 @@ from dilabench.units import format_count
 from dilabench.validation import Model, read_count, validated
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from dilabench.patterns.answers import Positions
     from dilabench.patterns.block_masks import Mask
 
@@ -188,8 +187,6 @@ class BlockSparsePattern(Pattern):
 
     def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:
         """The mask lies over the rows that each branch keeps in a segment (no branches: over all rows)."""
-        import numpy as np
-
         if not len(rows):
             return
         segments = self._lies_over(shape, head)
@@ -204,8 +201,6 @@ class BlockSparsePattern(Pattern):
 
     def rows_seeing(self, shape: SequenceShape, head: int, key: int) -> Positions:
         """The rows of the blocks whose mask has the key's block set."""
-        import numpy as np
-
         found = [np.zeros(0, dtype=np.int64)]
         for one in self._lies_over(shape, head):
             w, r, offset = one
@@ -218,8 +213,6 @@ class BlockSparsePattern(Pattern):
 
     def covered(self, shape: SequenceShape, head: int) -> NDArray[np.bool_]:
         """A row sees a key when a block is set between the blocks of its first and its last visible one."""
-        import numpy as np
-
         left, right = shape.reach
         seen = np.zeros(shape.length, dtype=bool)
         for one in self._lies_over(shape, head):
@@ -251,8 +244,6 @@ class BlockSparsePattern(Pattern):
 
     def edges(self, shape: SequenceShape) -> Positions:
         """Where blocks begin; over branches, where segments do."""
-        import numpy as np
-
         return self.branches.edges(shape) if self.branches else np.arange(0, shape.length, self.block_size)
 
     @property
@@ -346,8 +337,6 @@ class BlockSparsePattern(Pattern):
 
     def _block_labels(self, one: StridedSegments, rows: Positions) -> Positions:
         """[R]: the segment and the block of rows in it that each position lies in, -1 where it is on no residue."""
-        import numpy as np
-
         w, r, offset = one
         block = (rows % w - offset) // r // self.block_size
         labels: Positions = np.where(rows % w % r == offset, rows // w * (w + 1) + block, -1)

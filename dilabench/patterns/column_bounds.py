@@ -11,6 +11,7 @@ from itertools import accumulate, cycle, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+import numpy as np
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dilabench.errors import ConfigError
@@ -145,8 +146,6 @@ class ColumnBoundsPattern(ColumnBoundsRequest, HiddenRowsPattern):
 
     def edges(self, shape: SequenceShape) -> Positions:
         """Where ranges start and stop, evenly thinned out where they are many."""
-        import numpy as np
-
         hidden = self.hidden_rows(shape)
         found = np.unique(np.concatenate([hidden.starts.ravel(), hidden.stops.ravel()]))
         found = found[(found > 0) & (found < shape.length)]
@@ -154,8 +153,6 @@ class ColumnBoundsPattern(ColumnBoundsRequest, HiddenRowsPattern):
 
     def document_starts(self, length: int) -> Positions:
         """Where documents begin, 0 first."""
-        import numpy as np
-
         starts = takewhile(lambda start: start < length, accumulate(cycle(self.document_lengths), initial=0))
         return np.fromiter(starts, dtype=np.int64)
 
@@ -170,15 +167,11 @@ def _documents(pattern: ColumnBoundsPattern, keys: Positions, start: Positions, 
 
 def _prefix_documents(pattern: ColumnBoundsPattern, keys: Positions, start: Positions, stop: Positions) -> Ranges:
     """Behind the prefix, from the rows of its own document that come before it, too."""
-    import numpy as np
-
     return _outside(np.where(keys < start + pattern.lead, start, keys), stop, len(keys))
 
 
 def _shared_question(pattern: ColumnBoundsPattern, keys: Positions, start: Positions, stop: Positions) -> Ranges:
     """An answer is hidden from all rows but its own."""
-    import numpy as np
-
     first = np.minimum(start + pattern.lead, stop)
     room = np.maximum(stop - first, 1)
     part = (keys - first) * pattern.answers // room
@@ -197,15 +190,11 @@ MAKERS: Mapping[str, Callable[[ColumnBoundsPattern, Positions, Positions, Positi
 
 def _outside(start: Positions, stop: Positions, length: int) -> Ranges:
     """Hidden from the rows before `start` and from `stop` on."""
-    import numpy as np
-
     return (np.zeros_like(start), start), (stop, np.full_like(stop, length))
 
 
 @lru_cache(maxsize=8)
 def _hidden_rows(pattern: ColumnBoundsPattern, length: int) -> HiddenRows:
-    import numpy as np
-
     if pattern.bounds_file is not None:
         return _from_file(pattern.bounds_file, pattern.bounds_digest, length)
     keys = np.arange(length)
@@ -216,8 +205,6 @@ def _hidden_rows(pattern: ColumnBoundsPattern, length: int) -> HiddenRows:
 
 
 def _from_file(name: str, digest: str | None, length: int) -> HiddenRows:
-    import numpy as np
-
     path = Path(name)
     bounds = read_array(mask_of_digest(path, digest or mask_digest(path, "bounds")), "bounds")
     if not np.issubdtype(bounds.dtype, np.integer) or bounds.ndim != 3 or bounds.shape[1] != 2 or not len(bounds):

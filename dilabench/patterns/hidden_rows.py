@@ -1,21 +1,18 @@
 """Patterns that are told column by column: from which ranges of rows each key is hidden (FlashMask, Wang et al. 2024).
 
-Memory is O(N): sliding windows, documents, prefixes and shared questions need two ranges per key. No torch; numpy is
-imported on use.
+Memory is O(N): sliding windows, documents, prefixes and shared questions need two ranges per key. No torch.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dilabench.patterns.answers import HiddenRows, KeyGroup, Pairs, Positions, SequenceShape
 from dilabench.patterns.pattern import Pattern
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 class HiddenRowsPattern(Pattern):
@@ -27,8 +24,6 @@ class HiddenRowsPattern(Pattern):
 
     def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:  # noqa: ARG002
         """Rows between which no range starts or stops have the same keys."""
-        import numpy as np
-
         hidden = self.hidden_rows(shape)
         edges = np.unique(np.concatenate([hidden.starts.ravel(), hidden.stops.ravel()]))
         between = edges.searchsorted(rows, side="right")
@@ -43,16 +38,12 @@ class HiddenRowsPattern(Pattern):
 
     def rows_seeing(self, shape: SequenceShape, head: int, key: int) -> Positions:  # noqa: ARG002
         """All but its ranges."""
-        import numpy as np
-
         rows = np.arange(shape.length)
         found: Positions = rows[~self.hidden_rows(shape).hides(rows, slice(key, key + 1))[:, 0]]
         return found
 
     def covered(self, shape: SequenceShape, head: int) -> NDArray[np.bool_]:  # noqa: ARG002
         """By how many keys begin and cease to be seen at each row."""
-        import numpy as np
-
         starts, stops = self._seen(shape)
         some = starts < stops
         change = np.bincount(starts[some], minlength=shape.length + 1)
@@ -61,8 +52,6 @@ class HiddenRowsPattern(Pattern):
 
     def pairs(self, shape: SequenceShape) -> Pairs:
         """Column by column."""
-        import numpy as np
-
         starts, stops = self._seen(shape)
         pairs = shape.num_heads * int(np.maximum(stops - starts, 0).sum())
         return Pairs(pairs, pairs)
@@ -74,6 +63,4 @@ class HiddenRowsPattern(Pattern):
 
     def _seen(self, shape: SequenceShape) -> tuple[Positions, Positions]:
         """`HiddenRows.seen` of every key under causal mask and window."""
-        import numpy as np
-
         return self.hidden_rows(shape).seen(*shape.rows_in_reach(np.arange(shape.length)))

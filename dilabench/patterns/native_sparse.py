@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, ValidationInfo, field_validator
 
 from dilabench.patterns.answers import HiddenRows, KeyGroup, Pairs, Positions, SequenceShape
@@ -17,10 +19,6 @@ from dilabench.patterns.pattern import Pattern, Summand
 from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.patterns.window_sink import WindowSinkPattern
 from dilabench.validation import read_count
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 # Gates are this many parts of one, so that every dtype holds them exactly.
 GATE_STEPS = 128
@@ -37,8 +35,6 @@ class CompressedPattern(HiddenRowsPattern):
 
     def hidden_rows(self, shape: SequenceShape) -> HiddenRows:
         """All other positions are hidden from all rows."""
-        import numpy as np
-
         is_last = np.arange(shape.length) % self.block == self.block - 1
         return HiddenRows.of(shape.length, (np.zeros(shape.length, dtype=np.int64), np.where(is_last, 0, shape.length)))
 
@@ -107,8 +103,6 @@ class NativeSparsePattern(Pattern):
 
     def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:
         """A group for each row: the keys of means that it sees, those of selected blocks, and its window."""
-        import numpy as np
-
         compressed = shape.length // self.block_size * self.block_size
         others = [self._of_rows(one.pattern, shape, head, rows) for one in self.summands(shape)[1:]]
         for index, row in enumerate(rows.tolist()):
@@ -122,8 +116,6 @@ class NativeSparsePattern(Pattern):
 
     def rows_seeing(self, shape: SequenceShape, head: int, key: int) -> Positions:
         """The rows that see it in some part."""
-        import numpy as np
-
         block_end = (key // self.block_size + 1) * self.block_size
         first = block_end - 1 if shape.causal else 0
         found = [np.arange(first if block_end <= shape.length else shape.length, shape.length)]
@@ -141,16 +133,12 @@ class NativeSparsePattern(Pattern):
 
     def shares(self, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64] | None:
         """Of what each cell is attended most: a mean counts as one of the positions that it is of."""
-        import numpy as np
-
         shares = [Pattern.shares(one.pattern, shape, lines, columns) for one in self.summands(shape)]
         found = [one for one in shares if one is not None]
         return np.maximum.reduce(found) if found else None
 
     def edges(self, shape: SequenceShape) -> Positions:
         """Where blocks begin."""
-        import numpy as np
-
         return np.arange(0, shape.length, self.block_size)
 
     @property
@@ -167,8 +155,6 @@ class NativeSparsePattern(Pattern):
 
 @lru_cache(maxsize=8)
 def _summands(pattern: NativeSparsePattern, shape: SequenceShape) -> tuple[Summand, ...]:
-    import numpy as np
-
     draw = np.random.default_rng(pattern.gate_seed)
     gates = draw.integers(1, GATE_STEPS + 1, (3, shape.length, shape.num_heads)) / GATE_STEPS
     parts: tuple[tuple[Pattern, int], ...] = (

@@ -1,4 +1,5 @@
-"""What a pattern is: who sees whom, in one frozen model. No torch; numpy is imported on use.
+"""What a pattern is: who sees whom, in one frozen model. No torch; numpy is imported on use,
+for `--help` reads this file.
 
 `counts` is the only definition. Everything else follows from it, and the forms given here derive it from there; a
 pattern that knows a shorter way answers by itself, and tests hold that answer to `counts`.

@@ -2,29 +2,31 @@
 
 The kinds that plug-ins were found to have are kept for the process. A workload is read in many places (requests,
 records, worker processes), often before anybody asked for the catalogue: a kind that is not there has the finder
-called, which the benchmark sets (`find_kinds_with`).
+called, which the plug-in manager and the worker processes set (`find_kinds_with`).
 """
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import pydantic.dataclasses
 from pydantic import ConfigDict
 
 from dilabench.errors import ConfigError, PluginError
 from dilabench.patterns.pattern import KeyGroup, Pattern, Positions, SequenceShape
 from dilabench.retired import is_retired, no_such_name
+from dilabench.validation import CHECKED, Name, Target, readable
 
 
-@dataclass(frozen=True, slots=True)
+@readable
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, config=CHECKED)
 class PatternKind:
     """A kind of pattern. `target` is its class, a `dilabench.patterns.pattern.Pattern` whose `kind` is `name`."""
 
-    name: str
+    name: Name
     summary: str
-    target: str
-    aliases: tuple[str, ...] = ()
+    target: Target
+    aliases: tuple[Name, ...] = ()
 
 
 OWN_KINDS = (

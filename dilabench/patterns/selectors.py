@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import NDArray
 
+if TYPE_CHECKING:
     Scores = NDArray[np.float64]
     Indices = NDArray[np.int32]
 
@@ -55,8 +55,6 @@ class Selector:
 
 def stand_ins(blocks: Blocks, kv_head: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Queries [n, group, `STAND_IN_DIM`] and keys [n, `STAND_IN_DIM`] of the blocks of one key/value head."""
-    import numpy as np
-
     draw = np.random.default_rng((blocks.seed, kv_head))
     numbers = draw.integers(-LARGEST, LARGEST + 1, (blocks.count, blocks.group + 1, STAND_IN_DIM))
     return numbers[:, 1:], numbers[:, 0]
@@ -71,8 +69,6 @@ def _product(blocks: Blocks, kv_head: int, rows: range) -> Scores:
 
 def _random(blocks: Blocks, kv_head: int, rows: range) -> Scores:
     """Uniform draws from (seed, head, rows)."""
-    import numpy as np
-
     draw = np.random.default_rng((blocks.seed, kv_head, rows.start))
     return draw.random((len(rows), blocks.count))
 
@@ -89,8 +85,6 @@ def select(selector: Selector, blocks: Blocks, top_k: int) -> Indices:
 
     Of equal scores the earlier block is better. With fewer blocks to choose from, a query block has all of them.
     """
-    import numpy as np
-
     found = np.full((blocks.kv_heads, blocks.count, min(top_k, blocks.count)), ABSENT, dtype=np.int32)
     for head in range(blocks.kv_heads):
         for rows in _pieces(blocks.count):

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+import numpy as np
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from dilabench.errors import ConfigError
@@ -172,8 +173,6 @@ def _selection(pattern: TopKBlocksPattern, length: int, asked: Blocks) -> Indice
 
 @lru_cache(maxsize=8)
 def _whole_blocks(pattern: TopKBlocksPattern, shape: SequenceShape) -> WholeBlocks:
-    import numpy as np
-
     indices = pattern.selection(shape)
     heads, blocks, _ = indices.shape
     # One column more takes what is absent.
@@ -186,8 +185,6 @@ def _whole_blocks(pattern: TopKBlocksPattern, shape: SequenceShape) -> WholeBloc
 
 
 def _from_file(pattern: TopKBlocksPattern, name: str, blocks: int, kv_heads: int) -> Indices:
-    import numpy as np
-
     path = Path(name)
     found = read_array(mask_of_digest(path, pattern.indices_digest or mask_digest(path, "indices")), "indices")
     if not np.issubdtype(found.dtype, np.integer) or found.ndim not in (2, 3):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SequenceShape, WholeBlocks
 from dilabench.patterns.block_masks import block_shares, masked_pairs, rows_of_blocks, rows_with_keys
 from dilabench.patterns.pattern import Pattern
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 class WholeBlocksPattern(Pattern):
@@ -31,8 +29,6 @@ class WholeBlocksPattern(Pattern):
 
     def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:
         """Rows of a block have the same keys."""
-        import numpy as np
-
         mask, size = self._of_head(shape, head)
         _, first = np.unique(rows // size, return_index=True)
         for members in np.split(rows, first[1:]):
@@ -64,8 +60,6 @@ class WholeBlocksPattern(Pattern):
 
     def edges(self, shape: SequenceShape) -> Positions:
         """Where blocks begin."""
-        import numpy as np
-
         return np.arange(0, shape.length, self.whole_blocks(shape).block_size)
 
     def shares(self, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64]:

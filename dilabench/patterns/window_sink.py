@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
 from dilabench.patterns.answers import HiddenRows, SequenceShape
@@ -76,16 +77,12 @@ class WindowSinkPattern(HiddenRowsPattern):
 
     def edges(self, shape: SequenceShape) -> Positions:
         """The end of the sinks, and where windows leave the first key and the sinks behind."""
-        import numpy as np
-
         found = np.array([self.sinks, self.window_size, self.sinks + self.window_size])
         return np.unique(found[(found > 0) & (found < shape.length)])
 
 
 @lru_cache(maxsize=8)
 def _hidden_rows(pattern: WindowSinkPattern, length: int) -> HiddenRows:
-    import numpy as np
-
     keys = np.arange(length)
     is_sink = keys < pattern.sinks
     nothing = np.zeros_like(keys)

@@ -64,7 +64,7 @@ class Catalogue(Ways):
         registry: Registry[Any] = self.backends if isinstance(one, Backend) else self.implementations
         try:
             with guarded(registry.origin(one.name), f"what {one.name!r} supports"):
-                return super()._reasons(one, limits, workload, device, world_size)
+                return limits.reasons(workload, device, world_size)
         except PluginError as error:
             if self.strict:
                 raise

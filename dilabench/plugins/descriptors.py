@@ -3,11 +3,22 @@
 Those of implementations and backends are the library's (`dilabench.choice.descriptors`).
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import field
+from typing import Annotated, Any
 
-from dilabench.choice.descriptors import ANY_PATTERN, DENSE_KERNEL, Backend, Capabilities, Implementation, Named
+import pydantic.dataclasses
+
+from dilabench.choice.descriptors import (
+    ANY_PATTERN,
+    DENSE_KERNEL,
+    Backend,
+    Capabilities,
+    Devices,
+    Implementation,
+    Named,
+)
 from dilabench.plugins.axis import LENGTH, Axis
+from dilabench.validation import CHECKED, Name, Priority, Target, at_least, readable
 
 __all__ = [
     "ANY_PATTERN",
@@ -23,18 +34,20 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@readable
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, config=CHECKED)
 class WorkloadPreset:
     """A named workload: fields of WorkloadRequest. `members` names other presets instead, for a set."""
 
-    name: str
+    name: Name
     summary: str
     fields: dict[str, Any] = field(default_factory=dict)
     members: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[Name, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@readable
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, config=CHECKED)
 class Suite:
     """A question. `target` is `expand(request, planner) -> Sequence[PlannedCase]`; see docs/reference/hooks.md.
 
@@ -58,20 +71,20 @@ class Suite:
     alone; without it, workloads are dealt out to shards, and a suite with a follow-up has none.
     """
 
-    name: str
+    name: Name
     summary: str
-    target: str
-    follow_up: str | None = None
-    analysis: str | None = None
-    projections: str | None = None
-    budget_s: float | None = 120.0
+    target: Target
+    follow_up: Target | None = None
+    analysis: Target | None = None
+    projections: Target | None = None
+    budget_s: Annotated[float, at_least(0)] | None = 120.0
     timing: str = "warmup"
     sampling_s: float | None = None
     far_slower: float | None = None
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[Name, ...] = ()
     reads_catalogue: bool = False
     options: tuple[str, ...] | None = None
-    priority: int = 0
+    priority: Priority = 0
     takes_the_rest: bool = False
     tunes: bool = False
     axis: Axis = LENGTH
@@ -79,7 +92,8 @@ class Suite:
     deals: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@readable
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, config=CHECKED)
 class Reporter:
     """A rendering of a RunRecord. `target` is `render(record, folder) -> str | None`.
 
@@ -90,18 +104,19 @@ class Reporter:
     from the command line: `details=True` (nothing folded), `columns` (names in that order).
     """
 
-    name: str
+    name: Name
     summary: str
-    target: str
+    target: Target
     filename: str | None = None
     shows_sections: bool = False
     prints: bool = True
     samples: str | None = None
     options: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[Name, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@readable
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, config=CHECKED)
 class Timer:
     """A way to take samples. `target` is a class as described in `dilabench.engine.timers`; `proves` is its claim.
 
@@ -110,12 +125,12 @@ class Timer:
     each sample is the first call in a new process, so that nothing is warmed up and few samples are taken.
     """
 
-    name: str
+    name: Name
     summary: str
-    target: str
+    target: Target
     proves: str
-    devices: frozenset[str] = frozenset({"cpu", "cuda"})
-    aliases: tuple[str, ...] = ()
-    default_on: frozenset[str] = frozenset()
+    devices: Devices = frozenset({"cpu", "cuda"})
+    aliases: tuple[Name, ...] = ()
+    default_on: Devices = frozenset()
     for_launch_bound: bool = False
     fresh_process: bool = False

@@ -3,31 +3,25 @@
 One broken plug-in never breaks the tool: it is loaded inside its own guard, and kept as a problem that `list` shows.
 """
 
-import functools
 import importlib.metadata
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pluggy
-from pydantic import TypeAdapter, ValidationError
 
-from dilabench.choice.requirements import refuse_unreadable
 from dilabench.errors import PluginError
 from dilabench.impls.peers.paths import PEERS_VARIABLE, search_peer_paths
-from dilabench.machine import WORDS as WORDS_OF_DEVICES
 from dilabench.patterns.pattern import Pattern
-from dilabench.patterns.registry import PatternKind, load, register
+from dilabench.patterns.registry import PatternKind, find_kinds_with, load, register
 from dilabench.plugins import NAME, builtin, hookspecs
 from dilabench.plugins.boundary import Problem, defined, shown
 from dilabench.plugins.builtin import peers
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import (
     Backend,
-    Capabilities,
     Implementation,
     Reporter,
     Suite,
@@ -37,7 +31,7 @@ from dilabench.plugins.descriptors import (
 from dilabench.plugins.pattern_guard import hold
 from dilabench.record import PluginInfo
 from dilabench.version import __version__
-from dilabench.workload.spec import DType, Layout, Mode, WorkloadRequest
+from dilabench.workload.spec import WorkloadRequest
 
 REGISTRIES = {
     "patterns": PatternKind,
@@ -49,33 +43,11 @@ REGISTRIES = {
     "timers": Timer,
 }
 HOOK_PREFIX = "dilabench_register_"
-# Our own plug-ins, whose descriptors are checked by a test and not at each start.
+# Our own plug-ins: their patterns are not guarded, and their names may be words of the command line.
 OWN = (builtin, peers)
 DISABLE_VARIABLE = "DILABENCH_DISABLE_PLUGINS"
-# Fields that hold words of ours, and fields that have a least value.
-WORDS: Mapping[str, frozenset[str]] = {
-    "devices": WORDS_OF_DEVICES,
-    "default_on": WORDS_OF_DEVICES,
-    "dtypes": frozenset(get_args(DType)),
-    "modes": frozenset(get_args(Mode)),
-    "layouts": frozenset(get_args(Layout)),
-    "merge_grads": frozenset({"exact", "detached"}),
-}
-LEAST = {"head_dim_multiple": 1, "max_head_dim": 1, "max_world_size": 1, "priority": 0, "budget_s": 0}
-TARGETS = {
-    "target",
-    "backward_target",
-    "packed_target",
-    "merging_target",
-    "sharding",
-    "follow_up",
-    "analysis",
-    "projections",
-}
 # Words that stand for names on the command line. Suite `all` is ours.
 RESERVED = frozenset({"all", "auto"})
-_NAME = re.compile(r"\w[\w.-]*")
-_TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 
 
 @dataclass(slots=True)
@@ -144,13 +116,13 @@ def _admit(found: Found, name: str, module: Any, info: PluginInfo) -> None:
     manager.register(module, name)
     _refuse_misspelt_hooks(manager, module)
     # By identity: a plug-in's own comparison would be its code.
-    checked = not any(module is ours for ours in OWN)
-    offered = {shelf: _offered(manager, shelf, checked=checked) for shelf in REGISTRIES}
+    third_party = not any(module is ours for ours in OWN)
+    offered = {shelf: _offered(manager, shelf, third_party=third_party) for shelf in REGISTRIES}
     if not any(offered.values()):
         raise PluginError("it registers nothing; does a function carry @hookimpl and return descriptors?")
     # Patterns are light, and requests and records ask all of them: one that cannot be loaded is not let in.
     patterns = [(kind, load(kind)) for kind in offered["patterns"]]
-    for kind, pattern in patterns if checked else ():
+    for kind, pattern in patterns if third_party else ():
         hold(name, pattern)
         _refuse_shadowing(kind, pattern)
     trial = _copied(found.catalogue)
@@ -194,71 +166,29 @@ def _copied(catalogue: Catalogue) -> Catalogue:
     return trial
 
 
-def _offered(manager: pluggy.PluginManager, shelf: str, *, checked: bool) -> list[Any]:
-    hook, kind = HOOK_PREFIX + shelf, REGISTRIES[shelf]
+def _offered(manager: pluggy.PluginManager, shelf: str, *, third_party: bool) -> list[Any]:
+    hook = HOOK_PREFIX + shelf
+    kind: Any = REGISTRIES[shelf]
     caller = getattr(manager.hook, hook)
+    reserved = RESERVED if third_party else frozenset()
     descriptors: list[Any] = []
-    for result in caller():
-        try:
+    try:
+        for result in caller():
             if not isinstance(result, Sequence):
-                raise PluginError(f"{hook} returned {shown(result)}; it must return a list of {kind.__name__}")
+                raise PluginError(f"it returned {shown(result)}; it must return a list of {kind.__name__}")
             for descriptor in result:
                 # Not a subclass either: its attributes would be code of the plug-in's that runs anywhere.
                 if type(descriptor) is not kind:
-                    raise PluginError(f"{hook} returned {shown(descriptor)}, which is no {kind.__name__}")
-                if checked:
-                    _refuse_impossible(hook, descriptor)
-        except PluginError as error:
-            raise PluginError(f"{error}; see {defined(caller.get_hookimpls()[0].function)}") from None
-        descriptors += result
+                    raise PluginError(f"it returned {shown(descriptor)}, which is no {kind.__name__}")
+                if taken := sorted(reserved & {descriptor.name, *descriptor.aliases}):
+                    where = f"{kind.__name__} {shown(descriptor.name)}"
+                    text = f"{taken[0]!r} stands for several names on the command line; choose another name"
+                    raise PluginError(f"{where}: {text}")
+            descriptors += result
+    except PluginError as error:
+        function = caller.get_hookimpls()[0].function
+        raise PluginError(f"{hook}: {error.why}; see {defined(function)}") from None
     return descriptors
 
 
-def _refuse_impossible(hook: str, descriptor: Any, reserved: frozenset[str] = RESERVED) -> None:
-    """Hold every field to its annotation, names and targets to their form; Python itself checks neither."""
-    where = f"{hook}: {type(descriptor).__name__} {shown(descriptor.name)}"
-    _refuse_wrong_types(where, descriptor)
-    for name in (descriptor.name, *descriptor.aliases):
-        if not _NAME.fullmatch(name):
-            raise PluginError(f"{hook}: {name!r} is not a name; write letters, digits, '-', '_' and '.' only")
-        if name in reserved:
-            raise PluginError(f"{where}: {name!r} stands for several names on the command line; choose another name")
-    for requirement in getattr(descriptor, "requires", ()):
-        refuse_unreadable(where, requirement)
-    for pattern in getattr(descriptor, "kernels", ()):
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise PluginError(f"{where}: kernels {pattern!r} is no regular expression: {error}") from None
-    for field_name in TARGETS & set(type(descriptor).__slots__):
-        target = getattr(descriptor, field_name)
-        if target is not None and not _TARGET.fullmatch(target):
-            raise PluginError(f"{where}: {field_name} {target!r} must be a text like 'package.module:name'")
-
-
-def _refuse_wrong_types(where: str, descriptor: Any) -> None:
-    kind: Any = type(descriptor)
-    for name, annotation in _annotations(kind).items():
-        value = getattr(descriptor, name)
-        try:
-            _adapter(annotation).validate_python(value, strict=True)
-        except ValidationError:
-            wanted = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
-            raise PluginError(f"{where}: {name} {shown(value)} must be {wanted}") from None
-        if name in WORDS and not value <= WORDS[name]:
-            wrong, known = sorted(value - WORDS[name]), ", ".join(sorted(WORDS[name]))
-            raise PluginError(f"{where}: {name} {', '.join(wrong)} is not known; it may hold {known}")
-        if isinstance(value, int | float) and value < LEAST.get(name, value):
-            raise PluginError(f"{where}: {name} {value} must be at least {LEAST[name]}")
-        if isinstance(value, Capabilities):
-            _refuse_wrong_types(f"{where}: {name}", value)
-
-
-@functools.cache
-def _annotations(descriptor: type) -> dict[str, Any]:
-    return get_type_hints(descriptor)
-
-
-@functools.cache
-def _adapter(annotation: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(annotation)
+find_kinds_with(discover)

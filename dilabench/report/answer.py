@@ -23,7 +23,7 @@ ONE_DEVICE = "vs one device"
 # Too few rounds were taken to prove more than that its median is the smallest.
 UNPROVEN = "unproven"
 # A sentence on each of more workloads than this would be no sentence any more.
-MAX_TOLD = 3
+MAX_WORKLOADS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +71,16 @@ class Answer:
         """The answer in words: the winners along the axis, and where full attention is faster."""
         if not self.rows:
             return "Nothing was measured."
-        told = [list(rows) for _, rows in groupby(self.rows, key=lambda row: row.workload)]
-        if len(told) > MAX_TOLD:
+        by_workload = [list(rows) for _, rows in groupby(self.rows, key=lambda row: row.workload)]
+        if len(by_workload) > MAX_WORKLOADS:
             counts = Counter(row.winner.partition(":")[0] for row in self.rows).most_common()
             won = f"Fastest in {len(self.rows)} workloads: {', '.join(f'{name} {count}' for name, count in counts)}."
             return " ".join([won, *_dense_counts(self.rows)])
-        parts = [part for rows in told for part in _told(rows, rows[0].workload if len(told) > 1 else "", self.axis)]
+        parts = [
+            part
+            for rows in by_workload
+            for part in _sentences(rows, rows[0].workload if len(by_workload) > 1 else "", self.axis)
+        ]
         if any(row.times_one is not None and not row.one_proven for row in self.rows):
             parts.append(f"{ABOUT}: not proven to be faster or slower than one device.")
         return " ".join(parts)
@@ -116,7 +120,7 @@ def answer(record: RunRecord, axis: Axis) -> Answer:
     tables = [table for table in workload_tables(record) if table.members]
     firsts = [table.members[0] for table in tables]
     values = [axis.value(row.planned) for row in firsts]
-    texts = _told_apart(firsts, values, axis)
+    texts = _labels(firsts, values, axis)
     full: dict[str, list[Row]] = {}
     for row in record.rows:
         if row.planned.role == "yardstick" and row.case.workload.is_dense:
@@ -134,7 +138,7 @@ def answer(record: RunRecord, axis: Axis) -> Answer:
     return Answer(axis=axis.name, rows=tuple(sorted(rows, key=lambda row: (order[row.workload], row.value))))
 
 
-def _told_apart(firsts: Sequence[Row], values: Sequence[float], axis: Axis) -> list[str]:
+def _labels(firsts: Sequence[Row], values: Sequence[float], axis: Axis) -> list[str]:
     """For each workload what tells it from others of the same place on the axis."""
     parts = [
         {
@@ -178,7 +182,7 @@ def _against_dense(line: AnswerRow, fastest: Row, rows: Sequence[Row], device: s
     timed = [(view.median_ns, row) for row in rows if is_quotable(row) and (view := view_of(row))]
     if not timed:
         return line
-    dense = min(timed, key=lambda one: one[0])[1]
+    dense = min(timed, key=lambda pair: pair[0])[1]
     ratio, proven = _times(fastest, dense, device)
     return replace(line, dense=dense, times_dense=ratio, dense_proven=proven)
 
@@ -203,9 +207,12 @@ def _times(fastest: Row, other: Row, device: str) -> tuple[float, bool]:
     return ratio, both.proven or _apart(fastest, other)
 
 
-def _apart(one: Row, other: Row) -> bool:
-    """Whether intervals do not meet: the most that can be said of rows that did not take turns, as most yardsticks."""
-    a, b = (view.interval if (view := view_of(row)) else None for row in (one, other))
+def _apart(first: Row, second: Row) -> bool:
+    """Return True if the intervals are disjoint.
+
+    Rows that were not interleaved (most unranked references) allow no stronger test.
+    """
+    a, b = (view.interval if (view := view_of(row)) else None for row in (first, second))
     return a is not None and b is not None and (a.high < b.low or b.high < a.low)
 
 
@@ -220,7 +227,7 @@ def _why_none(rows: Sequence[Row]) -> str:
     return ", ".join(codes) or "none that could be true"
 
 
-def _told(rows: Sequence[AnswerRow], workload: str, axis: str) -> Iterator[str]:
+def _sentences(rows: Sequence[AnswerRow], workload: str, axis: str) -> Iterator[str]:
     """The sentences on the lines of one workload, in the order of the axis."""
     texts = []
     for (name, claim), places in _gathered(rows).items():
@@ -257,8 +264,8 @@ def _dense_counts(rows: Sequence[AnswerRow]) -> Iterator[str]:
         "slower" if row.times_dense > 1 else "faster" for row in known if row.times_dense and row.dense_proven
     )
     if proven:
-        told = " and ".join(f"{side} in {proven[side]}" for side in ("slower", "faster") if proven[side])
-        yield f"Full attention, another function, is {told} of the {len(known)} where it was measured."
+        sides = " and ".join(f"{side} in {proven[side]}" for side in ("slower", "faster") if proven[side])
+        yield f"Full attention, another function, is {sides} of the {len(known)} where it was measured."
 
 
 def _in_short(rows: Sequence[AnswerRow], axis: str) -> str | None:
@@ -290,8 +297,8 @@ def _gathered(rows: Sequence[AnswerRow]) -> dict[tuple[str, str], list[int]]:
     found: dict[tuple[str, str], list[int]] = {}
     for place, row in enumerate(rows):
         claimed = row.ranking and (row.ranking.proven or _is_unproven(row))
-        told = (row_name(row.ranking.fastest), "is fastest") if row.ranking and claimed else (row.winner, "")
-        found.setdefault(told, []).append(place)
+        key = (row_name(row.ranking.fastest), "is fastest") if row.ranking and claimed else (row.winner, "")
+        found.setdefault(key, []).append(place)
     return found
 
 

@@ -99,10 +99,12 @@ def implementation_text(case: Case) -> str:
         "tiles": "tiles",
     }
     changed = case.optimizations.model_dump(exclude_defaults=True)
-    texts = [
-        words[name] if value is True else f"{words[name]} {value if isinstance(value, str) else format_count(value)}"
-        for name, value in changed.items()
-    ]
+    texts = []
+    for name, value in changed.items():
+        # A field of another version has its own name, and a value of any kind.
+        word = words.get(name, name.replace("_", "-"))
+        shown_value = format_count(value) if type(value) is int else f"{value!s:.80}"
+        texts.append(word if value is True else f"{word} {shown_value}")
     return " +".join([case.implementation, *texts])
 
 

@@ -35,10 +35,10 @@ def of_run(record: RunRecord, sections: Sequence[Section]) -> str:
         if section.answers:
             lines += finding_lines(section, heading="####")
     findings = [line for section in sections if not section.answers for line in finding_lines(section, heading="####")]
-    told = [f"- {escaped(f'{one.rows}: {one.why}')}" for one in unmeasured(record)]
+    without_time = [f"- {escaped(f'{group.rows}: {group.why}')}" for group in unmeasured(record)]
     parts = [
         ("Findings", findings),
-        ("Rows without a time", told),
+        ("Rows without a time", without_time),
         ("Results", list(tables_lines(record, chosen_columns()))),
     ]
     return _limited(lines, [*parts, ("Command", ["```", reproduce_command(record), "```"])])

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
+from dilabench.compare.comparison import searchable
 from dilabench.compare.fingerprint import machine_key
-from dilabench.compare.selection import searchable
 from dilabench.errors import DilabenchError
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.store.archive import Archive, moment_of, run_and_version, sound_records
@@ -199,7 +199,7 @@ def _case_fields(file: str, record: RunRecord) -> list[tuple[object, ...]]:
 
 
 def _row_fields(row: Row) -> tuple[object, ...]:
-    from dilabench.compare.view import memory_of, view_of
+    from dilabench.compare.view import peak_of, view_of
     from dilabench.report.columns import implementation_text, workload_title
 
     case, outcome = row.case, row.outcome
@@ -207,8 +207,7 @@ def _row_fields(row: Row) -> tuple[object, ...]:
     names = (case.implementation, case.backend, title, outcome.status)
     if not isinstance(outcome, Measured):
         return (*names, outcome.why, *(None,) * 5, 0, 0, None)
-    memory, view = memory_of(row), view_of(row)
-    peak = memory.peak_bytes if memory else None
+    peak, view = peak_of(row), view_of(row)
     if view is None:
         return (*names, None, *(None,) * 5, 0, 0, peak)
     interval = (view.interval.low, view.interval.high) if view.interval else (None, None)

@@ -3,7 +3,6 @@
 The texts of old rows are read here and nowhere else: what they say is from then on a code, a type or a number.
 """
 
-import functools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +13,6 @@ from packaging.version import Version
 
 from dilabench.errors import ConfigError
 from dilabench.metadata import COUNTERS, LABELS, NOTES, TIMER_UNUSABLE, VARIANT
-from dilabench.plugins import builtin
 from dilabench.record import SCHEMA_VERSION, FailureCode, MemorySource, Role, SkipCode
 
 Document = dict[str, Any]
@@ -38,6 +36,8 @@ _FAILED: tuple[tuple[re.Pattern[str], FailureCode], ...] = (
 )
 # How the method of a peak began that was counted in another way than by the resident set of the process.
 _SOURCES: Mapping[str, MemorySource] = {"torch.cuda": "allocator", "ru_maxrss": "process_peak"}
+# The roles that implementations of schema 1.0 had; what is not here was a method, or a plug-in's.
+_ROLES: Mapping[str, Role] = {"reference": "oracle", "gather": "plain", "gather-multihead": "plain"}
 
 
 def _to_1_1(row: Document) -> Document:
@@ -51,14 +51,9 @@ def _with_role(row: Document) -> Document:
     if "role" in planned:
         return row
     labels = dict(planned.get("labels", {}))
-    own = _roles().get(planned["case"]["implementation"], "method")
+    own = _ROLES.get(planned["case"]["implementation"], "method")
     role = "yardstick" if labels.pop("role", None) == "yardstick" else own
     return {**row, "planned": {**planned, "role": role, "takes": labels.pop("takes", "heads"), "labels": labels}}
-
-
-@functools.cache
-def _roles() -> Mapping[str, Role]:
-    return {one.name: one.role for one in builtin.dilabench_register_implementations()}
 
 
 def _codes_and_fields(row: Document) -> Document:

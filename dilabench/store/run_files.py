@@ -20,6 +20,7 @@ from dilabench.atomic_file import write_text
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
 from dilabench.record import SCHEMA_VERSION, Row, RunHeader, RunRecord, Skipped
+from dilabench.report.json import to_text
 from dilabench.store.migrations import migrated, migrated_row
 from dilabench.validation import describe, read_json
 from dilabench.workload.spec import Workload
@@ -105,7 +106,7 @@ class RunFolder:
     def finish(self, record: RunRecord) -> None:
         """Write run.json in one step and close the stream."""
         self.close()
-        write_text(self.path / RECORD_NAME, record.model_dump_json(indent=1) + "\n")
+        write_text(self.path / RECORD_NAME, to_text(record))
 
     def close(self) -> None:
         """Close the stream of a run that ends without a record; what was written stays."""

@@ -1,6 +1,6 @@
 """What every suite needs to make cases: the catalogue, the machine, and the rules that fill in `auto`."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +8,7 @@ from dilabench.choice.descriptors import load_target
 from dilabench.choice.rules import choose
 from dilabench.choice.ways import AUTO
 from dilabench.errors import ConfigError, PluginError, counted, listed
-from dilabench.machine import Machine
+from dilabench.machine import CXX_COMPILERS, Machine, cxx_compiler
 from dilabench.metadata import CHOSEN_BY, refuse_unknown
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.registry import kinds_with
@@ -17,7 +17,7 @@ from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Implementation, Suite
 from dilabench.record import Case, Optimizations, PlannedCase, Role, Row, SkipCode, Skipped
 from dilabench.request import ALL, RunRequest, Shard, preset_names, workload_request
-from dilabench.suites.optimization.variants import reasons_against
+from dilabench.validation import unknown_key
 from dilabench.workload.spec import DEFAULT_PATTERN, Workload, WorkloadRequest
 
 # Implementation `auto`: stands for what `dilabench.choice.rules` takes, workload by workload.
@@ -41,7 +41,7 @@ class Planner:
 
         `--lengths` multiplies each of them.
         """
-        presets = preset_names(self.catalogue, self.request.presets)
+        presets = preset_names(self.catalogue, self.request.presets) if self.request.presets else ()
         bases = [workload_request(self.catalogue, name, self.request.overrides) for name in presets] or [
             workload_request(self.catalogue, None, {**fields, **self.request.overrides}) for fields in defaults
         ]
@@ -60,8 +60,8 @@ class Planner:
         names = self.request.implementations or tuple(name for name in default if self._is_worth_planning(name))
         if ALL in names:
             names = self.catalogue.implementations.names
-        shelf = self.catalogue.implementations
-        return tuple(dict.fromkeys(FASTEST if name == AUTO else shelf.get(name) for name in names))
+        registry = self.catalogue.implementations
+        return tuple(dict.fromkeys(FASTEST if name == AUTO else registry.get(name) for name in names))
 
     def where(self, holds: Callable[[Implementation], bool]) -> tuple[str, ...]:
         """Names of the implementations of which a fact holds, in the catalogue's order.
@@ -69,8 +69,8 @@ class Planner:
         The oracle is no competitor, public projects are asked for by name or by suite `field`, and what chooses among
         the others by name or by suite `choice`.
         """
-        shelf = self.catalogue.implementations
-        ours = (one for one in shelf if one.role != "oracle" and one.project is None and not one.chooses)
+        registry = self.catalogue.implementations
+        ours = (one for one in registry if one.role != "oracle" and one.project is None and not one.chooses)
         return tuple(one.name for one in ours if holds(one))
 
     def on_one_device(self, *patterns: str) -> tuple[str, ...]:
@@ -91,9 +91,9 @@ class Planner:
         where none is for such workloads, so that each can say why.
         """
         known = self.where(lambda one: one.sharding is not None and one.takes == "heads")
-        shelf = self.catalogue.implementations
-        ordered = sorted(known, key=lambda name: -shelf.get(name).priority)
-        preferred = {name: shelf.get(name).preferred_for or shelf.get(name).supports for name in ordered}
+        registry = self.catalogue.implementations
+        ordered = sorted(known, key=lambda name: -registry.get(name).priority)
+        preferred = {name: registry.get(name).preferred_for or registry.get(name).supports for name in ordered}
         fitting = (
             name
             for name, limits in preferred.items()
@@ -101,7 +101,7 @@ class Planner:
             and asked.layout in limits.layouts
             and (
                 limits.check_ranks is None
-                or not self._against_ranks(shelf.get(name), asked, ranks or self.request.nproc)
+                or not self._against_ranks(registry.get(name), asked, ranks or self.request.nproc)
             )
         )
         return tuple(fitting) or tuple(ordered)
@@ -118,9 +118,9 @@ class Planner:
 
     def backends(self) -> tuple[str, ...]:
         """The backends asked for by name or alias, `all` spelt out; `auto` when none was named."""
-        shelf = self.catalogue.backends
-        names = shelf.names if ALL in self.request.backends else self.request.backends
-        return tuple(dict.fromkeys(name if name == AUTO else shelf.get(name).name for name in names)) or (AUTO,)
+        registry = self.catalogue.backends
+        names = registry.names if ALL in self.request.backends else self.request.backends
+        return tuple(dict.fromkeys(name if name == AUTO else registry.get(name).name for name in names)) or (AUTO,)
 
     def compare(
         self, requests: Sequence[WorkloadRequest], implementations: Sequence[Implementation]
@@ -149,7 +149,7 @@ class Planner:
         """The cases of one implementation and workload: one per backend asked for when it uses backends.
 
         `role` is what its rows are among the others, where that is not what it is in general; `changes` are fields of
-        Optimizations that differ from the request's.
+        Optimizations that differ from the request's. Raises ConfigError for a field that does not exist.
         """
         workload = workload_request.resolve(self.machine.auto_dtype, self.machine.auto_tokens)
         labels = dict(labels or {})
@@ -172,6 +172,8 @@ class Planner:
                 **changes,
             }
         )
+        for name in optimizations.unknown:
+            raise ConfigError(unknown_key(name, Optimizations.model_fields))
         return tuple(
             self._planned(implementation, backend, workload, workload_request, optimizations).model_copy(
                 update={"labels": labels, "role": role or implementation.role}
@@ -189,21 +191,19 @@ class Planner:
     ) -> PlannedCase:
         case = Case(
             implementation=implementation.name,
-            backend=backend,
+            backend=None if backend == AUTO else backend,
             workload=workload,
             optimizations=optimizations,
             world_size=self.request.nproc,
         )
-        reasons: tuple[str, ...] = ()
+        # A backend that is chosen below has nothing against it.
+        reasons = self.catalogue.reasons_against(case, self.machine)
         if backend == AUTO:
             chosen, against = self.choose_backend(case)
             case = case.model_copy(update={"backend": chosen})
-            reasons = () if chosen else (f"no backend can serve it here ({against})",)
-        elif backend is not None:
-            case = case.model_copy(update={"backend": backend})
-        reasons += self.catalogue.reasons_against(case, self.machine)
+            reasons = reasons if chosen else (f"no backend can serve it here ({against})", *reasons)
         code: SkipCode = "unsupported" if reasons else "unusable_optimization"
-        reasons += tuple(reasons_against(optimizations, self.machine))
+        reasons += tuple(reasons_against_optimizations(optimizations, self.machine))
         return PlannedCase(
             case=case,
             requested_backend=backend,
@@ -307,5 +307,13 @@ def refuse_unknown_options(request: RunRequest, known: Iterable[str]) -> None:
     known = sorted(known)
     for name in request.options:
         if name not in known:
-            way_on = f"it has {', '.join(known)}" if known else "it has no options of its own, leave it out"
-            raise ConfigError(f"suite {request.suite!r} has no option {name!r}; {way_on}")
+            hint = f"it has {', '.join(known)}" if known else "it has no options of its own, leave it out"
+            raise ConfigError(f"suite {request.suite!r} has no option {name!r}; {hint}")
+
+
+def reasons_against_optimizations(optimizations: Optimizations, machine: Machine) -> Iterator[str]:
+    """Why optimizations cannot be switched on here; empty when nothing known speaks against them."""
+    if optimizations.cuda_graph and machine.device != "cuda":
+        yield f"cuda_graph needs cuda, have {machine.device}"
+    if optimizations.compile and machine.device == "cpu" and not cxx_compiler():
+        yield f"compile needs a C++ compiler on a CPU, none of {', '.join(CXX_COMPILERS)} works here"

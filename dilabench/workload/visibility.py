@@ -1,6 +1,6 @@
 """Who sees whom in a workload: its pattern over each of its sequences, in positions along the N axis (packed: T).
 
-No torch; numpy is imported on use.
+No torch.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dilabench.workload.spec import Workload
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from dilabench.patterns.pattern import KeyGroup, Positions
 
 
@@ -50,15 +50,11 @@ def seen_by(workload: Workload, head: int, key: int) -> Positions:
 
 def covered(workload: Workload, head: int) -> NDArray[np.bool_]:
     """[N]: the positions that see a key."""
-    import numpy as np
-
     return np.concatenate([workload.pattern.covered(shape, head) for shape in workload.shapes])
 
 
 def edges(workload: Workload) -> Positions:
     """Where a sequence, or something inside it, begins: positions, rising, without 0."""
-    import numpy as np
-
     starts = np.array([start for start, _ in workload.sequences])
     inside = [
         start + workload.pattern.edges(shape)

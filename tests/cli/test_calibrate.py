@@ -6,12 +6,12 @@ from math import exp
 
 import pytest
 
-from dilabench.cli.compare.calibrate import summary
 from dilabench.compare.fingerprint import machine_key
 from dilabench.engine import calibration, method
 from dilabench.machine import device_named
 from dilabench.plugins.manager import discover
 from dilabench.record import Slot, Timing
+from dilabench.runs.calibration import summary
 from dilabench.store.lookup import Store
 
 NAMES = [calibration.BASELINE, *calibration.EFFECTS]

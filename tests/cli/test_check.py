@@ -8,10 +8,10 @@ from math import exp
 
 import pytest
 
-from dilabench.cli.compare import remeasure, session_budget
-from dilabench.cli.compare.session_budget import SessionBudget
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Verification
+from dilabench.runs import check
+from dilabench.runs.check import SessionBudget
 from dilabench.store.archive import Archive
 
 WRONG = Failed(stage="verify", code="wrong_output", why="out differs", verification=Verification(checks=()))
@@ -43,7 +43,7 @@ def measured(monkeypatch, make_row, make_record):
         outcome = None
         asked: list = []  # noqa: RUF012
 
-        def __init__(self, found, like, output, store):
+        def __init__(self, found, like, output, store, progress):
             self.like = like
 
         def here(self):
@@ -71,7 +71,7 @@ def measured(monkeypatch, make_row, make_record):
             return records
 
     Measurer.asked = []
-    monkeypatch.setattr(remeasure, "Remeasure", Measurer)
+    monkeypatch.setattr("dilabench.runs.remeasure.Remeasure", Measurer)
     return Measurer
 
 
@@ -118,7 +118,7 @@ def test_sessions_are_added_while_the_budget_holds_them_and_then_it_says_which_w
 ):
     """Time passes only while something is measured, 12 s a session."""
     clock = partial(SessionBudget, clock=lambda: 12.0 * sum(count for _, count in measured.asked))
-    monkeypatch.setattr(session_budget, "SessionBudget", clock)
+    monkeypatch.setattr(check, "SessionBudget", clock)
     measured.ratios, measured.spread = [1.0] * 9, 0.017
     result = cli("check", "--against", "main", "--budget", "60s", "--fail-on", "inconclusive")
     assert result.exit_code == 7, result.stdout

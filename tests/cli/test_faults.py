@@ -381,7 +381,7 @@ def test_temporary_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
 
 KEPT = """
 import os, signal, time
-from dilabench.cli.guard import end_by_signals
+from dilabench.cli import end_by_signals
 
 class Deaf:
     def __del__(self):

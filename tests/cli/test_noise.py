@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from dilabench.cli.compare.noise import busy, notes
-from dilabench.cli.reading import GpuReading, Reading, read
 from dilabench.machine import Machine
+from dilabench.runs.machine_state import GpuState, MachineState, busy, notes, read
 
 QUIET = {
     "cpus": 8,
@@ -19,7 +18,7 @@ QUIET = {
 
 
 def test_a_quiet_machine_has_no_notes():
-    assert notes(Reading(**QUIET, gpus=(GpuReading(name="H200", persistence=True, temperature_c=35),))) == ()
+    assert notes(MachineState(**QUIET, gpus=(GpuState(name="H200", persistence=True, temperature_c=35),))) == ()
 
 
 @pytest.mark.parametrize(
@@ -34,20 +33,20 @@ def test_a_quiet_machine_has_no_notes():
         ({"available_bytes": 2**30}, "low_memory", "end other programs"),
         ({"swap_used_bytes": 2**30}, "swap", "end other programs"),
         ({"on_battery": True}, "battery", "plug it in"),
-        ({"gpus": (GpuReading(name="A", processes=2),)}, "gpu_shared", "CUDA_VISIBLE_DEVICES"),
-        ({"gpus": (GpuReading(name="A", utilization_percent=60),)}, "gpu_busy", "wait"),
-        ({"gpus": (GpuReading(name="A", temperature_c=85),)}, "gpu_hot", "cool"),
-        ({"gpus": (GpuReading(name="A", persistence=False),)}, "gpu_persistence_off", "nvidia-smi -pm 1"),
+        ({"gpus": (GpuState(name="A", processes=2),)}, "gpu_shared", "CUDA_VISIBLE_DEVICES"),
+        ({"gpus": (GpuState(name="A", utilization_percent=60),)}, "gpu_busy", "wait"),
+        ({"gpus": (GpuState(name="A", temperature_c=85),)}, "gpu_hot", "cool"),
+        ({"gpus": (GpuState(name="A", persistence=False),)}, "gpu_persistence_off", "nvidia-smi -pm 1"),
     ],
 )
 def test_each_source_of_noise_has_advice(change, code, hint):
-    (note,) = notes(Reading(**{**QUIET, **change}))
+    (note,) = notes(MachineState(**{**QUIET, **change}))
     assert note.code == code
     assert hint in note.hint
 
 
 def test_a_small_quota_lowers_the_limit_of_the_load():
-    found = notes(Reading(**{**QUIET, "cpus": 64, "usable_cpus": 64, "quota_cpus": 2, "load_1m": 1.0}))
+    found = notes(MachineState(**{**QUIET, "cpus": 64, "usable_cpus": 64, "quota_cpus": 2, "load_1m": 1.0}))
     assert [note.code for note in found] == ["load", "cpu_quota"]
 
 
@@ -72,7 +71,7 @@ def test_doctor_json(cli):
 
 
 def test_a_run_warns_of_what_works_beside_it_and_not_of_how_the_machine_is_set_up():
-    reading = Reading(**{**QUIET, "load_1m": 3.0, "governor": "powersave"})
+    reading = MachineState(**{**QUIET, "load_1m": 3.0, "governor": "powersave"})
     assert {note.code for note in notes(reading)} == {"load", "governor"}
     assert [note.code for note in busy(reading)] == ["load"]
-    assert busy(Reading(**QUIET)) == ()
+    assert busy(MachineState(**QUIET)) == ()

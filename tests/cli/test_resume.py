@@ -2,10 +2,10 @@
 
 import pytest
 
-from dilabench.cli.run.resume import resumed_header
 from dilabench.engine.device.environment import snapshot, with_torch
 from dilabench.machine import Machine
 from dilabench.record import RunHeader
+from dilabench.runs.resume import resumed_header
 from dilabench.store.run_files import RunFolder
 
 CPU = Machine(device="cpu", no_cuda="test")

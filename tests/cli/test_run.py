@@ -113,7 +113,7 @@ def test_a_case_that_raises_is_exit_4_and_the_others_go_on(run_here, with_plugin
 BROKEN_PARTS = """
 import sys
 from dilabench.plugins import Reporter, Suite, hookimpl
-from dilabench.suites.overview.cases import quick as expand
+from dilabench.suites.overview import quick as expand
 
 def raises(*facts):
     raise KeyError("lost")

@@ -10,11 +10,11 @@ def runs(monkeypatch):
     """Lets each session end with the next of some exit codes; their folders come back."""
     ended, folders = [], []
 
-    def run(execution):
+    def run(execution, *_, **__):
         folders.append(execution.folder.path)
         return ended.pop(0)
 
-    monkeypatch.setattr("dilabench.cli.run.execution.Execution.run", run)
+    monkeypatch.setattr("dilabench.cli.run.shown.show_run", run)
     return ended, folders
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dilabench.cli.run.execution import exit_code, verdict
+from dilabench.cli.run.shown import verdict
 from dilabench.errors import ExitCode
 from dilabench.record import (
     Case,
@@ -17,6 +17,7 @@ from dilabench.record import (
     Skipped,
     Verification,
 )
+from dilabench.runs.execution import exit_code
 from dilabench.workload.spec import Workload
 
 WORKLOAD = Workload(

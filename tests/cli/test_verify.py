@@ -12,6 +12,7 @@ from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.record import Check, Verification
 from dilabench.request import RunRequest
+from dilabench.runs import verification
 from dilabench.suites.planner import Planner
 
 CPU = Machine(device="cpu", no_cuda="test")
@@ -19,7 +20,7 @@ CPU = Machine(device="cpu", no_cuda="test")
 
 def planned(**fields):
     request = RunRequest(suite="verify", **fields)
-    return verify._planned(Planner(discover().catalogue, CPU, request))
+    return verification.verified_cases(Planner(discover().catalogue, CPU, request))
 
 
 def test_block_sparse_implementations_have_workloads_of_their_own():

@@ -1,6 +1,6 @@
 import pytest
 
-from dilabench.compare.selection import selection
+from dilabench.compare.comparison import selection
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dilabench.compare.comparison import ComparedPair, Comparison
-from dilabench.compare.sequential import until_decided
+from dilabench.compare.gate import until_decided
 from dilabench.compare.verdicts import corrected
 from dilabench.stats.decisions.calibration import binomial_interval
 from dilabench.stats.decisions.decide import decide

@@ -9,12 +9,11 @@ import pytest
 from pydantic import create_model
 
 from dilabench.choice.requirements import unmet
-from dilabench.conformance.check import CHECKS
+from dilabench.conformance.check import CHECKS, check_suite
 from dilabench.conformance.fresh_import import import_reports
 from dilabench.conformance.implementation import check_implementation
 from dilabench.conformance.pattern import QUESTIONS, SHAPES
 from dilabench.conformance.scorecard import Finding, Findings, Listener, Scorecard
-from dilabench.conformance.suite import check_suite
 from dilabench.errors import ExitCode
 from dilabench.machine import Machine
 from dilabench.patterns.dilated import DilatedPattern

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from dilabench.cli.run.ranks import asking_all
 from dilabench.engine.device.lock import locks_of
 from dilabench.engine.worker import rank_group, store_channel
 from dilabench.engine.worker.client import WorkerFailure
@@ -26,6 +25,7 @@ from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine
 from dilabench.record import Case, GpuInfo
 from dilabench.request import RunRequest
+from dilabench.runs.plan import asking_all
 from dilabench.workload.spec import Workload
 
 pytestmark = pytest.mark.distributed
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 SETTINGS = WorkerSettings(device="cpu")
 AGENT = """
 import sys
-from dilabench.cli.run.ranks import on_ranks
+from dilabench.engine.worker.nodes import on_ranks
 from dilabench.engine.worker import store_channel
 store_channel.SILENT_S = float(sys.argv[1])
 sys.exit(on_ranks(None))

@@ -112,7 +112,11 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found_with(shelf: str, *descriptors: Any, strict: bool = False) -> Any:
-    plugin = SimpleNamespace(**{HOOKS + shelf: hookimpl(lambda: list(descriptors))}, __name__="theirs")
+    return found_of(shelf, lambda: list(descriptors), strict)
+
+
+def found_of(shelf: str, make: Callable[[], list[Any]], strict: bool = False) -> Any:
+    plugin = SimpleNamespace(**{HOOKS + shelf: hookimpl(lambda: make())}, __name__="theirs")
     return discover(strict, extra=[plugin])
 
 
@@ -147,12 +151,12 @@ def _mine(name: str = "mine", **fields: Any) -> Implementation:
 @pytest.mark.parametrize("case", DESCRIPTORS)
 def test_a_wrong_descriptor_is_left_out_with_field_and_place(case: str) -> None:
     shelf, make, reason = DESCRIPTORS[case]
-    (problem,) = found_with(shelf, make()).problems
+    (problem,) = found_of(shelf, lambda: [make()]).problems
     assert problem.plugin == "theirs"
     assert reason in problem.why
     assert f"{HERE}:" in problem.why
     with pytest.raises(PluginError, match="plug-in 'theirs'"):
-        found_with(shelf, make(), strict=True)
+        found_of(shelf, lambda: [make()], strict=True)
 
 
 @pytest.mark.parametrize("hook", FAILING, ids=lambda one: one.__name__)
@@ -164,7 +168,7 @@ def test_a_hook_that_fails_is_named_with_its_line(hook: Callable[..., Any]) -> N
 
 
 def test_an_unknown_name_tells_of_plugins_that_were_left_out() -> None:
-    catalogue = found_with("implementations", _mine(requires=None)).catalogue
+    catalogue = found_of("implementations", lambda: [_mine(requires=None)]).catalogue
     with pytest.raises(ConfigError, match=r"unknown implementation 'mine'.*left out, .*: plug-in 'theirs'"):
         catalogue.implementations.get("mine")
 

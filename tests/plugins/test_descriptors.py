@@ -2,12 +2,13 @@
 
 import itertools
 import sys
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 
 import pytest
 
 from dilabench.choice.descriptors import load_target
-from dilabench.choice.requirements import refuse_unreadable, unmet
+from dilabench.choice.requirements import unmet
 from dilabench.choice.ways import Registry
 from dilabench.errors import ConfigError, PluginError
 from dilabench.machine import Machine
@@ -30,13 +31,31 @@ def test_our_own_descriptors_hold_what_those_of_plug_ins_must():
     for module, kind in itertools.product(manager.OWN, manager.REGISTRIES):
         hook = getattr(module, manager.HOOK_PREFIX + kind, None)
         for descriptor in hook() if hook else ():
-            manager._refuse_impossible(hook.__name__, descriptor, reserved=frozenset())
+            assert type(descriptor) is manager.REGISTRIES[kind]
+            assert replace(descriptor) == descriptor
     for kind in OWN_KINDS:
         manager._refuse_shadowing(kind, load(kind))
 
 
 def implementation(name, aliases=(), **fields):
     return Implementation(name, "for a test", "somewhere:build", aliases=aliases, **fields)
+
+
+def test_a_descriptor_checks_its_own_fields_when_it_is_made():
+    with pytest.raises(PluginError, match=r"^Implementation 'gather': aliases 'dilated' must be tuple\[str, \.\.\.\]$"):
+        implementation("gather", aliases="dilated")
+    with pytest.raises(PluginError, match=r"^Implementation 'gather': quirk is no field of it$"):
+        implementation("gather", quirk="none")
+    with pytest.raises(PluginError, match=r"^Backend 'math': target is missing$"):
+        Backend("math", "for a test")
+    with pytest.raises(
+        PluginError, match=r"supports: on_cuda: modes both ways is not known; it may hold backward, both,"
+    ):
+        implementation("gather", supports=Capabilities(on_cuda=Capabilities(modes=frozenset({"both ways"}))))
+    with pytest.raises(PluginError, match=r"sharding 3 must be str \| None$"):
+        implementation("gather", sharding=3)
+    with pytest.raises(PluginError, match="priority -1 must be at least 0"):
+        replace(implementation("gather"), priority=-1)
 
 
 def test_names_and_aliases_lead_to_the_descriptor():
@@ -148,8 +167,8 @@ def test_versions_are_compared_by_pep_440(package, installed, needed, meets, mon
 
 
 def test_a_required_version_that_is_none_is_refused():
-    with pytest.raises(PluginError, match=r"x: requires 'torch>=two' cannot be read"):
-        refuse_unreadable("x", "torch>=two")
+    with pytest.raises(PluginError, match=r"'gather': requires 'torch>=two' cannot be read"):
+        implementation("gather", requires=("torch>=two",))
 
 
 def test_checking_a_requirement_does_not_import_the_module():

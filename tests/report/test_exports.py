@@ -10,6 +10,7 @@ from dilabench.compare.view import view_of
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Skipped, Slot, Timing
 from dilabench.report import services, tidy
+from dilabench.report.html.comparison import notebook as notebook_of_comparison
 from dilabench.report.html.page import notebook
 from dilabench.stats.decisions.policy import Policy
 
@@ -109,7 +110,7 @@ def test_without_pandas_the_way_out_is_told(record, monkeypatch):
 
 
 def test_a_notebook_shows_the_result_and_escapes_it(make_row, make_record):
-    text = make_record([make_row("<b>x")], suite="<script>")._repr_html_()
+    text = notebook(make_record([make_row("<b>x")], suite="<script>"))
     assert "<table>" in text
     assert "<script>" not in text
     assert "<b>" not in text
@@ -121,7 +122,7 @@ def test_a_notebook_shows_the_result_and_escapes_it(make_row, make_record):
 def test_a_notebook_shows_a_comparison_and_escapes_it(make_row, make_record):
     records = [make_record([make_row("<b>x"), *more]) for more in ([], [make_row("new")])]
     comparison = compare_across(records[:1], records[1:], policy=Policy())
-    text = comparison._repr_html_()
+    text = notebook_of_comparison(comparison)
     assert "<table>" in text
     assert "INCONCLUSIVE" in text
     assert "new: new" in text

@@ -34,7 +34,13 @@ RECORDS = [ROOT / "tests" / "golden" / "run_record.v1.json"] + [
 read = cache(read_record)
 
 
-@pytest.fixture(params=RECORDS, ids=lambda path: path.stem)
+# Its patterns' pairs are counted for long.
+SLOW = {"h200-flashinfer"}
+
+
+@pytest.fixture(
+    params=[pytest.param(path, marks=pytest.mark.slow if path.stem in SLOW else (), id=path.stem) for path in RECORDS]
+)
 def record(request) -> RunRecord:
     return read(request.param)
 

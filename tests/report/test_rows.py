@@ -1,8 +1,12 @@
+import contextlib
 from typing import Any
 
 import pytest
 
+from dilabench.compare.verdicts import Policy
 from dilabench.compare.view import view_of
+from dilabench.compare.within import compare_within
+from dilabench.plugins.manager import discover
 from dilabench.record import (
     Check,
     Failed,
@@ -14,8 +18,11 @@ from dilabench.record import (
     Verification,
 )
 from dilabench.report.columns import COLUMNS, NAMING_COLUMNS, DisplayRow
+from dilabench.report.findings import render
 from dilabench.report.rows import footnotes, workload_tables
+from dilabench.runs.remeasure import Remeasure
 from dilabench.stats.samples.location import median_interval
+from dilabench.store.run_files import RECORD_NAME, read_record
 from dilabench.workload.spec import Workload
 
 DILATED = {"kind": "dilated", "segment_lengths": (96, 192), "dilation_rates": (1, 2)}
@@ -126,6 +133,35 @@ def test_changed_optimizations_are_part_of_the_name(row, record) -> None:
     optimizations = Optimizations(pattern_cache_entries=0, buffer_pool_bytes=2**30, cuda_graph=True)
     (table,) = workload_tables(record(row("gather", measured(1), optimizations=optimizations)))
     assert shown(table.rows[0], "implementation") == "gather +cache 0 +pool 1G +cuda-graph"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (True, "look-ahead"),
+        (4096, "look-ahead 4K"),
+        (False, "look-ahead False"),
+        (None, "look-ahead None"),
+        (1.5, "look-ahead 1.5"),
+        ([1, "x"], "look-ahead [1, 'x']"),
+        ({"a": 1}, "look-ahead {'a': 1}"),
+    ],
+)
+def test_optimizations_of_another_version_are_shown_by_every_reporter(row, record, value, text, tmp_path) -> None:
+    optimizations = Optimizations.model_validate({"compile": True, "look_ahead": value})
+    one = record(row("gather", measured(1, 2, 3), optimizations=optimizations), row("strided", measured(1, 2, 3)))
+    (tmp_path / RECORD_NAME).write_text(one.model_dump_json())
+    assert read_record(tmp_path) == one
+    (table,) = workload_tables(one)
+    assert {shown(display, "implementation") for display in table.rows} == {f"gather +compile +{text}", "strided"}
+    catalogue = discover(strict=True).catalogue
+    for reporter in catalogue.reporters:
+        render(reporter, one, tmp_path, (), catalogue)
+    assert len(compare_within([one], policy=Policy.for_device("cpu"), by="optimizations").pairs) <= 1
+    again = Remeasure(discover(), one, tmp_path, None, contextlib.nullcontext)
+    assert again._skip(one.rows[0].planned).why.startswith(
+        "optimizations that this dilabench does not know: look_ahead;"
+    )
 
 
 def test_a_backend_chosen_by_auto_is_marked(row, record) -> None:

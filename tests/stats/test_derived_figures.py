@@ -84,7 +84,7 @@ def test_verdict_types_cost_no_numpy_and_nothing_imports_torch():
         "import sys, dilabench.stats.decisions.verdicts\n"
         "import dilabench.stats.decisions.memory\n"
         "assert 'numpy' not in sys.modules and 'scipy' not in sys.modules\n"
-        "import dilabench.stats.decisions.multiplicity, dilabench.stats.decisions.history\n"
+        "import dilabench.stats.decisions.decide, dilabench.stats.decisions.history\n"
         "import dilabench.stats.decisions.decide\n"
         "import dilabench.stats.decisions.steps, dilabench.stats.scaling, dilabench.stats.decisions.calibration\n"
         "assert 'torch' not in sys.modules and 'scipy.stats' not in sys.modules\n"

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
-from dilabench.stats.decisions.decide import judge_many
-from dilabench.stats.decisions.multiplicity import control_family, holm
+from dilabench.stats.decisions.decide import control_family, holm, judge_many
 from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Cause, Code
 

@@ -8,7 +8,7 @@ import pytest
 
 from dilabench.errors import ConfigError
 from dilabench.metadata import COUNTERS, FORM, LABELS, NOTES, VARIANT
-from dilabench.record import SCHEMA_VERSION, Failed, Measured, RunHeader, Skipped
+from dilabench.record import SCHEMA_VERSION, CheckName, Failed, Measured, RunHeader, Skipped
 from dilabench.store.migrations import failure_code, migrated, skip_code
 from dilabench.store.run_files import ROWS_NAME, RunFolder, completed_rows, read_record, read_rows
 
@@ -147,3 +147,28 @@ def test_old_rows_pass_through_every_step(tmp_path):
 def test_a_row_that_is_none_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"is not what dilabench 1\.0 wrote: KeyError"):
         migrated({"schema_version": "1.0", "rows": [{"planned": {}}]}, tmp_path)
+
+
+def test_check_names_of_every_record_are_members_and_stay_as_they_are_written():
+    for old, new in records():
+        for before, row in zip(old["rows"], new.rows, strict=True):
+            written = [one["name"] for one in (before["outcome"].get("verification") or {}).get("checks", ())]
+            found = getattr(row.outcome, "verification", None)
+            names = [one.name for one in found.checks] if found else []
+            assert names == written
+            # The text of an early development version stays a text.
+            assert {name for name in names if not isinstance(name, CheckName)} <= {"inputs unchanged"}
+            assert found is None or [one["name"] for one in found.model_dump(mode="json")["checks"]] == written
+
+
+def test_roles_of_old_rows_do_not_change_with_the_implementations_of_today():
+    rows = rows_of_older_versions()
+    roles = {(row.case.implementation, row.planned.role) for row in rows if row.planned.role != "yardstick"}
+    assert {one for one in roles if one[1] != "method"} == {
+        ("reference", "oracle"),
+        ("gather", "plain"),
+        ("gather-multihead", "plain"),
+    }
+    source = (ROOT / "dilabench" / "store" / "migrations.py").read_text()
+    assert "dilabench.plugins" not in source
+    assert "dilabench.choice" not in source

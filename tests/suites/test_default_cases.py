@@ -14,8 +14,7 @@ from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
 from dilabench.request import run_request
-from dilabench.suites import room
-from dilabench.suites.optimization import variants
+from dilabench.suites import planner
 from dilabench.suites.planner import expand
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "default_cases.json"
@@ -40,8 +39,8 @@ def everything_installed(monkeypatch, tmp_path):
         monkeypatch.setattr(requirements, name, lambda *_: None)
     monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(measured, "SHIPPED", tmp_path)
-    monkeypatch.setattr(variants, "cxx_compiler", lambda: None)
-    monkeypatch.setattr(room, "GROUP_LIMIT_FILE", tmp_path / "no limit")
+    monkeypatch.setattr(planner, "cxx_compiler", lambda: None)
+    monkeypatch.setattr("dilabench.machine.GROUP_LIMIT_FILE", tmp_path / "no limit")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**36, available=2**36))
 
 

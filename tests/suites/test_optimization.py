@@ -6,7 +6,7 @@ from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
 from dilabench.request import run_request
-from dilabench.suites.optimization import variants
+from dilabench.suites import planner
 from dilabench.suites.planner import expand
 
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
@@ -51,7 +51,7 @@ def test_on_a_cpu_the_graph_is_skipped_and_left_out_of_all_together(catalogue):
 
 
 def test_without_a_compiler_a_cpu_cannot_compile(catalogue, monkeypatch):
-    monkeypatch.setattr(variants, "cxx_compiler", lambda: None)
+    monkeypatch.setattr(planner, "cxx_compiler", lambda: None)
     planned = {p.labels["variant"]: p for p in plan(catalogue, CPU)}
     assert planned["torch.compile"].skip.why.startswith("compile needs a C++ compiler on a CPU")
     assert switched(planned["all together"]) == (True, True, False, False)

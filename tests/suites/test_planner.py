@@ -201,3 +201,10 @@ def test_auto_leaves_products_of_bfloat16_to_tile_registers(catalogue, monkeypat
     assert planned.case.backend == expected
     (asked,) = plan(catalogue, run={"implementations": ["gather"], "backends": ["flash-cpu"]}, workload=fields)
     assert (asked.case.backend, asked.skip) == ("flash-cpu", None)
+
+
+def test_a_suite_that_misspells_an_optimization_gets_the_nearest_one(catalogue):
+    planner = Planner(catalogue, CPU, run_request(catalogue, suite="implementations"))
+    gather, (asked, *_) = catalogue.implementations.get("gather"), planner.workload_requests([{}])
+    with pytest.raises(ConfigError, match=r"cuda_grap: unknown key; did you mean cuda_graph\?"):
+        planner.plan(gather, asked, cuda_grap=True)

@@ -2,12 +2,12 @@
 
 import pytest
 
+from dilabench import machine
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
 from dilabench.request import run_request
-from dilabench.suites import room
 from dilabench.suites.planner import expand
 from dilabench.workload.ranges import RANGES
 
@@ -71,12 +71,12 @@ def test_lengths_that_do_not_fit_say_what_they_need(catalogue):
 def test_memory_of_a_host_is_that_of_its_control_group(tmp_path, monkeypatch):
     limit = tmp_path / "memory.max"
     limit.write_text("1048576\n")
-    monkeypatch.setattr(room, "GROUP_LIMIT_FILE", limit)
-    assert room.memory_bytes(CPU) == 2**20
+    monkeypatch.setattr("dilabench.machine.GROUP_LIMIT_FILE", limit)
+    assert machine.memory_bytes(CPU) == 2**20
     limit.write_text("max\n")
-    assert room.memory_bytes(CPU) > 2**20
+    assert machine.memory_bytes(CPU) > 2**20
     limit.unlink()
-    assert room.memory_bytes(CPU) > 2**20
+    assert machine.memory_bytes(CPU) > 2**20
 
 
 def test_lengths_out_of_order_are_refused_with_the_right_order(catalogue):

@@ -2,9 +2,9 @@
 
 import typer
 
+from dilabench.cli.app import guarded
 from dilabench.cli.author.check import check
 from dilabench.cli.author.new import new
-from dilabench.cli.guard import guarded
 
 plugin_app = typer.Typer(
     help="Begin a plug-in, and hold what it adds to everything that dilabench asks of it.",

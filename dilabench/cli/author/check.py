@@ -7,12 +7,11 @@ from typing import Annotated
 import typer
 
 from dilabench.cli.author.new import Kind
-from dilabench.cli.options import AsJson, Device, StrictPlugins
-from dilabench.cli.plugins import discovered
+from dilabench.cli.options import AsJson, Device, StrictPlugins, discovered
 from dilabench.cli.run.progress_bar import CheckedLines
 from dilabench.cli.terminal import WIDE, say
 from dilabench.cli.verify.everything import MARKS
-from dilabench.errors import ExitCode, counted, printable
+from dilabench.errors import ExitCode, counted, gravest, printable
 from dilabench.machine import detect
 from dilabench.plugins.boundary import standard_output
 
@@ -43,7 +42,7 @@ def check(
     cards: list[Scorecard] = []
     width = output_width(standard_output(), WIDE)
 
-    class Told(Listener):
+    class PrintedFindings(Listener):
         """Findings line by line, and on stderr how far the verification is."""
 
         lines: CheckedLines | None = None
@@ -65,12 +64,11 @@ def check(
     for registry in registries_with(name, found.catalogue, kind):
         if not as_json:
             say(f"{getattr(found.catalogue, registry).kind} {name} on {machine.device}")
-        cards.append(scorecard(registry, name, found, machine, Told()))
+        cards.append(scorecard(registry, name, found, machine, PrintedFindings()))
     if as_json:
         say(json.dumps([card.model_dump(mode="json") for card in cards], indent=2, ensure_ascii=False))
     for card in cards:
         counts = [sum(one.result == result for one in card.findings) for result in MARKS]
         ended = ", ".join(f"{count} {result}" for count, result in zip(counts, MARKS, strict=True))
         say(f"{card.kind} {card.name}: {ENDINGS.get(card.exit_code, 'DOES NOT CONFORM')} ({ended})", err=as_json)
-    gravest = max(cards, key=lambda card: (not card.passed, card.exit_code))
-    raise typer.Exit(gravest.exit_code)
+    raise typer.Exit(gravest(card.exit_code for card in cards))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dilabench.cli.guard import guarded
+from dilabench.cli.app import guarded
 from dilabench.cli.options import AsJson
 from dilabench.cli.terminal import note, print_table, say
 from dilabench.errors import ConfigError
@@ -31,7 +31,7 @@ def save(
     replace: Annotated[bool, typer.Option("--replace", help="Let the name stand for these runs only.")] = False,
 ) -> None:
     """Give runs a name; files that are not in the store yet are copied there. Five sessions make a gate on time."""
-    from dilabench.cli.compare.deciding import refuse_other_machine
+    from dilabench.compare.across import refuse_other_machine
     from dilabench.compare.comparison import is_measured
     from dilabench.store.lookup import Store
 

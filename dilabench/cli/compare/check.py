@@ -1,38 +1,24 @@
 """`dilabench check`: the gate of a CI job."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from statistics import mean
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
-from dilabench.cli.github import GithubSummary, append_summary
-from dilabench.cli.options import (
-    DEFAULT_FOLDER,
-    AsJson,
-    Backends,
-    RelativeTo,
-    StrictPlugins,
-    names,
-    require_one_format,
-)
-from dilabench.cli.plugins import real_names
+from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold
+from dilabench.cli.github import GithubSummary, append_summary, require_github
+from dilabench.cli.options import AsJson, Backends, RelativeTo, StrictPlugins, names, real_names, require_one_format
 from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, say
-from dilabench.errors import ConfigError, EnvironmentNotReady, ExitCode, counted
-from dilabench.plugins.manager import discover
-from dilabench.record import PlannedCase, RunRecord
+from dilabench.errors import ConfigError, ExitCode, counted
+from dilabench.record import RunRecord
+from dilabench.runs import DEFAULT_FOLDER
 from dilabench.units import parse_duration
 
 if TYPE_CHECKING:
-    from dilabench.compare.comparison import Comparison
-    from dilabench.compare.selection import Selection
-    from dilabench.stats.decisions.policy import Policy
     from dilabench.store.lookup import Store
 
 DEFAULT_BUDGET = "5m"
@@ -93,15 +79,15 @@ def check(
     --fail-on inconclusive), 8 nothing measured.
     """
     from dilabench.cli.compare import verdict_view
-    from dilabench.cli.compare.remeasure import Remeasure
-    from dilabench.cli.compare.session_budget import SessionBudget
-    from dilabench.compare.across import compare_across
-    from dilabench.compare.gate import common_change, exit_code
-    from dilabench.compare.selection import selection
-    from dilabench.compare.sequential import CaseIds, until_decided
-    from dilabench.predict.time import elapsed_seconds
+    from dilabench.cli.run.progress_bar import progress_shown
+    from dilabench.compare.across import policy_for
+    from dilabench.compare.comparison import selection
+    from dilabench.compare.gate import exit_code
+    from dilabench.runs.check import Check
     from dilabench.store.lookup import Store
 
+    if github_summary:
+        require_github()
     require_one_format(as_json, () if form is Format.TABLE else (form,))
     options = {"--run": run, "--budget": budget, "--sessions": sessions}
     given = [f"{option} {value}" for option, value in options.items() if value is not None]
@@ -114,53 +100,24 @@ def check(
         _save(store, against, store.records(run or "latest"))
         raise typer.Exit
     baseline = store.records(against)
-    cases = _cases(baseline, select, relative_to)
-    if not cases:
+    calibration = store.calibration_of(baseline)
+    gate = Check(
+        baseline=baseline,
+        select=select,
+        reference=relative_to,
+        policy=policy_for(baseline, threshold, verdict_view.sigma_of(calibration)),
+        budget_s=parse_duration(budget or DEFAULT_BUDGET),
+        output=output,
+        store=store if keep else None,
+        strict_plugins=strict_plugins,
+        tell=note,
+        progress=progress_shown,
+    )
+    if not gate.cases:
         asked = ", ".join(map(repr, (*(only or ()), *names(implementations, backends))))
         fitting = f" that fits {asked}" if asked else ""
         raise ConfigError(f"the baseline has no measured case{fitting}; save a run that has one")
-    calibration = store.calibration_of(baseline)
-    allowed = SessionBudget(cases, parse_duration(budget or DEFAULT_BUDGET))
-    allowed.learn(baseline[-1], mean(map(elapsed_seconds, baseline)))
-    stored = store.records(run) if run is not None else ()
-    refuse_other_machine(baseline, stored, ConfigError)
-    to_judge = [stored] if stored else []
-    complete = list(stored)
-
-    def measure(ids: CaseIds, count: int) -> Sequence[RunRecord]:
-        if to_judge:
-            return to_judge.pop()
-        again = Remeasure(discover(strict_plugins), baseline[-1], output, store if keep else None)
-        planned = allowed.groups_of(ids)
-        try:
-            refuse_other_machine(baseline, [again.here()], EnvironmentNotReady)
-            note(f"measuring {len(planned)} of {len(cases)} cases in {count} fresh sessions")
-            began_s = allowed.clock()
-            records = again.sessions(planned, count)
-            allowed.learn(records[-1], (allowed.clock() - began_s) / count)
-            refuse_other_machine(baseline, records, EnvironmentNotReady)
-            complete.extend(records if len(planned) == len(cases) else ())
-        except EnvironmentNotReady as error:
-            if not stored:
-                raise
-            note(f"not possible here: {error}")
-            return ()
-        return records
-
-    def judge(records: Sequence[RunRecord], ids: CaseIds, policy: "Policy") -> "Comparison":
-        return compare_across(
-            baseline, records, policy=policy, select=lambda case: case.case_id in ids, reference=relative_to
-        )
-
-    policy = policy_for(baseline, threshold, calibration)
-    ids = {row.case.case_id for record in (*baseline, *stored) for row in record.rows if select(row.case)}
-    itself, fixed = judge(baseline, ids, policy), len(stored) or sessions
-    if fixed is None:
-        note(allowed.forecast(itself))
-    further = allowed.further if fixed is None else lambda _, measured: 0 if measured else fixed
-    comparison = until_decided(ids, measure, judge, further, policy)
-    hints = filter(None, (allowed.sufficient(comparison), common_change(comparison)))
-    comparison = replace(comparison, warnings=(*comparison.warnings, *hints))
+    comparison = gate.of_sessions(sessions) if run is None else gate.of_run(store.records(run))
     code = exit_code(comparison, {FailOn.SLOWER, FailOn.LARGER, *(fail_on or ())})
     if github_summary:
         append_summary(verdict_view.as_markdown(comparison, code))
@@ -171,7 +128,7 @@ def check(
     else:
         verdict_view.show(comparison, code, calibration)
     if update and code is ExitCode.OK:
-        _save(store, against, [*baseline, *complete])
+        _save(store, against, [*baseline, *gate.complete])
     raise typer.Exit(code)
 
 
@@ -181,14 +138,3 @@ def _save(store: "Store", name: str, records: Sequence[RunRecord]) -> None:
     now = datetime.now(UTC).isoformat(timespec="seconds")
     store.baselines.save(name, files, now, replace=True)
     note(f"baseline {name} holds {counted(len(files), 'session')}, the newest {files[-1]}")
-
-
-def _cases(baseline: Sequence[RunRecord], select: "Selection", reference: str | None) -> list[PlannedCase]:
-    """What the baseline measured, each case once, and the reference."""
-    from dilabench.compare.comparison import is_measured
-
-    rows = [row for record in baseline for row in record.rows if is_measured(row) and select(row.case)]
-    groups = {row.case.group_id for row in rows}
-    for record in baseline if reference else ():
-        rows += [row for row in record.rows if row.case.implementation == reference and row.case.group_id in groups]
-    return list({row.case.case_id: row.planned for row in rows}.values())

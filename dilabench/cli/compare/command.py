@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
-from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold, policy_for, refuse_other_machine
-from dilabench.cli.github import GithubSummary, append_summary
-from dilabench.cli.options import AsJson, Backends, RelativeTo, require_one_format
-from dilabench.cli.plugins import real_names
+from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold
+from dilabench.cli.github import GithubSummary, append_summary, require_github
+from dilabench.cli.options import AsJson, Backends, RelativeTo, real_names, require_one_format
 from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError, gravest
@@ -69,12 +68,15 @@ def compare(
     (with --fail-on inconclusive), 8 nothing to compare. Of several runs the first is BASE.
     """
     from dilabench.cli.compare import matrix_view, verdict_view
+    from dilabench.compare.across import policy_for, refuse_other_machine
+    from dilabench.compare.comparison import selection
     from dilabench.compare.gate import exit_code
     from dilabench.compare.matrix import compare_all, run_names
-    from dilabench.compare.selection import selection
     from dilabench.compare.within import compare_within
     from dilabench.store.lookup import Store
 
+    if github_summary:
+        require_github()
     require_one_format(as_json, () if form is Format.TABLE else (form,))
     if as_json:
         form = Format.JSON
@@ -111,7 +113,7 @@ def compare(
     for record in records[1:] if by else ():
         refuse_other_machine(records[:1], [record], ConfigError)
     calibration = store.calibration_of(records)
-    policy = policy_for(records, threshold, calibration)
+    policy = policy_for(records, threshold, verdict_view.sigma_of(calibration))
     select = selection(only or (), *real_names(implementations, backends))
     wanted = set(fail_on or ())
     if by is None:

@@ -1,18 +1,9 @@
-"""What `compare` and `check` share: options, the policy of a machine, the refusal of records of another one."""
+"""Options that `compare` and `check` share."""
 
-from collections.abc import Sequence
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-from dilabench.errors import DilabenchError
-from dilabench.record import RunRecord
-from dilabench.store.calibrations import Calibration
-from dilabench.units import parse_fraction
-
-if TYPE_CHECKING:
-    from dilabench.stats.decisions.policy import Policy
 
 
 class FailOn(StrEnum):
@@ -34,30 +25,3 @@ FailOnOption = Annotated[
     list[FailOn] | None,
     typer.Option("--fail-on", help="Exit 6 for slower times or larger peaks, 7 for undecided cases. Repeatable."),
 ]
-
-
-def policy_for(records: Sequence[RunRecord], threshold: str | None, calibration: Calibration | None) -> "Policy":
-    """How to decide on these records: the user's margin, and what is known of the machine's noise."""
-    from dilabench.stats.decisions.policy import Policy
-
-    return Policy.for_device(
-        records[-1].device,
-        user_margin=None if threshold is None else parse_fraction(threshold),
-        sigma_aa=calibration.sigma_aa if calibration else None,
-    )
-
-
-def refuse_other_machine(
-    baseline: Sequence[RunRecord], candidate: Sequence[RunRecord], error: type[DilabenchError]
-) -> None:
-    """Raise `error` naming every hard field in which the sides differ, with both values."""
-    from dilabench.compare.across import refusals
-
-    differing = refusals(baseline, candidate)
-    if differing:
-        fields = "; ".join(map(str, differing))
-        raise error(
-            f"the two sides cannot be compared, they differ in {fields}; measure the baseline again on this machine, "
-            "in this state (`dilabench run`, then `dilabench baseline save NAME`); `dilabench compare` with "
-            "--across-machines shows the ratios of two machines without a verdict"
-        )

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilabench.cli.options import AsJson, Backends, require_one_format
-from dilabench.cli.plugins import real_names
+from dilabench.cli.options import AsJson, Backends, real_names, require_one_format
 from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, print_table, say, say_page
 from dilabench.errors import ConfigError

@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
-from dilabench.cli.options import DEFAULT_FOLDER, AsJson
+from dilabench.cli.options import AsJson
 from dilabench.cli.terminal import note, say
 from dilabench.errors import counted
+from dilabench.runs import DEFAULT_FOLDER
 
 
 def merge(

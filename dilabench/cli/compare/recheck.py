@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from dilabench.cli.compare.deciding import FailOn, Threshold, policy_for, refuse_other_machine
-from dilabench.cli.options import DEFAULT_FOLDER, AsJson, StrictPlugins
+from dilabench.cli.compare.deciding import FailOn, Threshold
+from dilabench.cli.options import AsJson, StrictPlugins
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError, EnvironmentNotReady, counted
 from dilabench.plugins.manager import discover
+from dilabench.runs import DEFAULT_FOLDER
 
 
 def recheck(
@@ -34,10 +35,11 @@ def recheck(
     another machine, 4 a row fails now, 5 wrong output, 6 slower or larger than recorded, 8 nothing measured.
     """
     from dilabench.cli.compare import verdict_view
-    from dilabench.cli.compare.remeasure import Remeasure
-    from dilabench.compare.across import compare_across
+    from dilabench.cli.run.progress_bar import progress_shown
+    from dilabench.compare.across import compare_across, policy_for, refuse_other_machine
     from dilabench.compare.comparison import is_measured
     from dilabench.compare.gate import exit_code
+    from dilabench.runs.remeasure import Remeasure
     from dilabench.store.lookup import Store
 
     store = Store(tell=note)
@@ -56,12 +58,12 @@ def recheck(
         f" (with {counted(len(planned) - len(chosen), 'row')} that took turns with them)" if planned != chosen else ""
     )
     note(f"{len(chosen)} of {counted(len(measured), 'measured row')}, drawn with --seed {seed}{beside}")
-    again = Remeasure(discover(strict_plugins), recorded[0], output, None)
+    again = Remeasure(discover(strict_plugins), recorded[0], output, None, progress_shown)
     refuse_other_machine(recorded, [again.here()], EnvironmentNotReady)
     records = again.sessions(planned, 1)
     ids = {one.case.case_id for one in chosen}
     calibration = store.calibration_of(recorded)
-    policy = policy_for(recorded, threshold, calibration)
+    policy = policy_for(recorded, threshold, verdict_view.sigma_of(calibration))
     comparison = compare_across(recorded, records, policy=policy, select=lambda case: case.case_id in ids)
     code = exit_code(comparison, {FailOn.SLOWER, FailOn.LARGER})
     if as_json:

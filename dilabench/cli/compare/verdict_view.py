@@ -10,7 +10,6 @@ from dilabench.cli.terminal import print_table, say, say_folded
 from dilabench.errors import ExitCode
 from dilabench.record import Case
 from dilabench.report.columns import case_name, pair_columns, spared, workload_title
-from dilabench.report.pull_request import of_comparison
 from dilabench.stats.decisions.verdicts import Code
 from dilabench.store.calibrations import Calibration
 
@@ -139,6 +138,9 @@ def as_data(comparison: "Comparison") -> dict[str, Any]:
 
 def as_markdown(comparison: "Comparison", code: ExitCode) -> str:
     """The comparison for a pull request."""
+    # It loads the catalogue.
+    from dilabench.report.pull_request import of_comparison
+
     return of_comparison(comparison, final_line(comparison, code))
 
 

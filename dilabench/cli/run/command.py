@@ -1,33 +1,28 @@
 """`dilabench run`: measure a suite."""
 
-from dataclasses import dataclass
+import json
+import os
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dilabench.cli import options as shared
-from dilabench.cli.github import GithubSummary
-from dilabench.cli.options import given, names, one_or_none
-from dilabench.cli.plugins import discovered
-from dilabench.cli.run import dry_run as dry
+from dilabench.cli.github import GithubSummary, require_github
+from dilabench.cli.options import discovered, given, lengths_of, names
 from dilabench.cli.run import options as own
-from dilabench.cli.run.plan import show_predictions
-from dilabench.cli.run.ranks import asking_all, on_ranks
-from dilabench.cli.run.resume import recorded_request, resumed_header
-from dilabench.cli.run.way_on import together
-from dilabench.cli.terminal import say
-from dilabench.errors import ConfigError, ExitCode, gravest
-from dilabench.machine import detect
+from dilabench.cli.terminal import print_table, say, say_folded
+from dilabench.errors import ConfigError, ExitCode, counted, gravest
 from dilabench.patterns.registry import kind_with_fields
-from dilabench.plugins.catalogue import Catalogue
-from dilabench.plugins.manager import Found
-from dilabench.record import Row, RunHeader
-from dilabench.request import RunRequest, read_budget, run_request
-from dilabench.store.run_files import RunFolder, completed_rows, folder_of_run
-from dilabench.suites.planner import Planner, expand
-from dilabench.units import parse_count
-from dilabench.workload.ranges import CUSTOM, range_lengths
+from dilabench.record import PlannedCase
+from dilabench.request import read_budget, run_request
+from dilabench.runs import DEFAULT_FOLDER
+from dilabench.runs.resume import recorded_request
+from dilabench.store.run_files import folder_of_run
+from dilabench.units import format_bytes, parse_count
+from dilabench.workload.work import flops, tensor_bytes
 
 if TYPE_CHECKING:
     from dilabench.engine.worker.nodes import Nodes
@@ -35,6 +30,44 @@ if TYPE_CHECKING:
 PATTERN_CACHE_ENTRIES = 64
 POOL_BYTES = 2**30
 TABLE = "table"
+RANKS = "ranks"
+# Left out first where the terminal is narrow; --json has them.
+SPARE = ("tensors", "FLOPs", "pattern")
+COLUMNS = ("#", "implementation", "backend", RANKS, "workload", "pattern", "mode", "FLOPs", "tensors", "runs")
+
+
+def _list_configs(asked: bool) -> None:
+    if asked:
+        from dilabench.cli.show.list import Kind, list_names
+
+        list_names(Kind.WORKLOADS)
+        raise typer.Exit
+
+
+ListConfigs = Annotated[
+    bool,
+    typer.Option("--list-configs", callback=_list_configs, is_eager=True, help="Show what --config takes and leave."),
+]
+
+
+def _as_it_was_asked_for(context: typer.Context, run: str | None) -> str | None:
+    """A run goes on as it was asked for: the defaults of today are not for it."""
+    if run is not None:
+        context.default_map = None
+    return run
+
+
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        "--resume",
+        metavar="RUN",
+        callback=_as_it_was_asked_for,
+        is_eager=True,
+        help="Go on with a run (its folder, file or id, or latest): cases without a row, and those that the budget "
+        "left no time for. Other rows stand, failed ones too.",
+    ),
+]
 
 
 def run(
@@ -78,16 +111,16 @@ def run(
     shard: own.ShardOption = None,
     dry_run: own.DryRun = False,
     plan: own.Plan = False,
-    resume: own.Resume = None,
+    resume: Resume = None,
     sessions: own.Sessions = 1,
-    output: own.Output = shared.DEFAULT_FOLDER,
+    output: own.Output = DEFAULT_FOLDER,
     formats: own.Formats = None,
     keep: own.KeepInStore = True,
     columns: shared.Columns = None,
     details: shared.Details = False,
     github_summary: GithubSummary = False,
     as_json: shared.AsJson = False,
-    list_configs: own.ListConfigs = False,  # noqa: ARG001 - its callback has answered
+    list_configs: ListConfigs = False,  # noqa: ARG001 - its callback has answered
     strict_plugins: shared.StrictPlugins = False,
 ) -> None:
     """Measure a suite: verify each case, time it, and leave run.json, report.md and report.html in a folder.
@@ -101,6 +134,8 @@ def run(
             f"--sessions {sessions} makes several records, and there is place for one; leave --json or the .json file "
             "out: each run's folder has its run.json"
         )
+    if github_summary:
+        require_github()
     shared.require_one_format(as_json, names(formats))
     found = discovered(strict_plugins)
     workload = shared.workload_fields(batch_size, seq_length, num_heads, num_kv_heads, head_dim, dtype, mode)
@@ -109,7 +144,7 @@ def run(
     settings = given(
         implementations=names(implementations),
         backends=names(backends),
-        lengths=_lengths(range_name, names(lengths), names(custom_lengths)),
+        lengths=lengths_of(range_name, names(lengths), names(custom_lengths)),
         options=given(
             max_seq_length=max_seq_length and parse_count(max_seq_length, "max_seq_length"),
             memory_limit=memory_limit and parse_count(memory_limit, "memory_limit"),
@@ -133,157 +168,147 @@ def run(
     )
     if budget is not None:
         settings["budget_s"] = read_budget(budget)
-    asked = Asked(
-        suite=suite,
-        configs=config or [],
-        assignments=assignments or [],
-        workload=workload,
-        settings=settings,
-        github_summary=github_summary,
-        resume=None if resume is None else folder_of_run(resume, output_base(output)),
-        sessions=sessions,
-        folder=_elsewhere(resume, output),
-    )
+    look = dry_run or plan
     reporters = names(formats) or ["json" if as_json else TABLE]
-    shown = {"details": details, "columns": shared.column_names(columns)}
-    look = _Look(dry_run=dry_run, plan=plan, as_json=as_json)
-    raise typer.Exit(on_ranks(lambda nodes: _carry_out(found, asked, reporters, output, look, keep, shown, nodes)))
+    options = {"details": details, "columns": shared.column_names(columns) if columns else []}
+    resumed = None if resume is None else folder_of_run(resume, output_base(output))
+    elsewhere = None if resume is None else _elsewhere(Path(resume), output)
+
+    def work(nodes: "Nodes | None") -> ExitCode:
+        catalogue = found.catalogue
+        shown = tuple(catalogue.reporters.get(name) for name in reporters)
+        earlier = None
+        if resumed is None:
+            request = run_request(
+                catalogue,
+                suite=suite,
+                configs=config or (),
+                assignments=assignments or (),
+                workload=workload,
+                run=settings,
+            )
+        else:
+            beside = {"--config": config, "--set": assignments, f"-o {elsewhere}": elsewhere}
+            fixed = {**workload, **settings, **given(**beside)}
+            request, earlier = recorded_request(resumed, suite, fixed.keys() - {"budget_s"})
+            request = request.model_copy(update={name: settings[name] for name in settings if name == "budget_s"})
+        if not look:
+            from dilabench.engine.worker.process import warm_server
+
+            # The server that workers are forked from loads torch while this process loads and plans the rest.
+            warm_server()
+        # What times cases needs numpy, which --help should not wait for.
+        from dilabench.runs.plan import plan_run
+
+        planned = plan_run(found, request, nodes)
+        if plan:
+            from dilabench.cli.run.plan import show_predictions
+
+            show_predictions(planned.planned, planned.planner(), as_json)
+            return ExitCode.OK
+        if dry_run:
+            show_cases(planned.planned, as_json)
+            if warning := planned.machine.facts.warning:
+                say(warning, err=True)
+            return ExitCode.OK
+        from dilabench.cli.run.shown import show_run, together
+        from dilabench.runs.execution import Execution
+
+        _load_plots()
+        runs: list[tuple[ExitCode, str]] = []
+        for number in range(1, sessions + 1):
+            if resumed is not None and earlier is not None:
+                execution = Execution.resume(planned, resumed, earlier, lambda text: say(text, err=True))
+            else:
+                execution = Execution.begin(planned, output_base(output))
+            if sessions > 1:
+                say(f"session {number} of {sessions}", err=True)
+            code = show_run(execution, shown, keep=keep, options=options, github_summary=github_summary)
+            runs.append((code, str(execution.folder.path)))
+            if output.suffix == ".json":
+                execution.copy_record(output)
+            if code is ExitCode.INTERRUPTED:
+                break
+        if len(runs) > 1:
+            say(together([path for _, path in runs]), err=reporters != [TABLE])
+        return gravest(code for code, _ in runs)
+
+    if "RANK" not in os.environ:
+        raise typer.Exit(work(None))
+    from dilabench.engine.worker.nodes import on_ranks
+
+    raise typer.Exit(on_ranks(work))
 
 
-def _elsewhere(resume: str | None, output: Path) -> Path | None:
+def _load_plots() -> None:
+    """Load what draws the plots, which takes a while: before the run there is time, for workers load even more."""
+    for kind in ("bars", "curves"):
+        import_module(f"dilabench.report.plots.{kind}")
+
+
+def _elsewhere(run: Path, output: Path) -> Path | None:
     """Where the rest of a run that goes on should lie instead, if anywhere. Its own place is none, nor is a file that
     the record is copied to besides; of a run by its id, -o says where that is.
     """
-    if resume is None or not (run := Path(resume)).exists():
+    if not run.exists():
         return None
     places = (run, run.parent) if run.is_dir() else (run.parent, run.parent.parent)
-    known = output == shared.DEFAULT_FOLDER or output.suffix == ".json"
+    known = output == DEFAULT_FOLDER or output.suffix == ".json"
     return None if known or output.resolve() in [place.resolve() for place in places] else output
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What the command line asks to be measured, before it is checked."""
-
-    suite: str
-    configs: list[str]
-    assignments: list[str]
-    workload: dict[str, Any]
-    settings: dict[str, Any]
-    github_summary: bool
-    resume: Path | None
-    sessions: int
-    folder: Path | None
-
-    def request(self, catalogue: Catalogue) -> tuple[RunRequest, RunHeader | None]:
-        """The checked request; with `--resume`, that of the earlier run, and its header."""
-        if self.resume is None:
-            request = run_request(
-                catalogue,
-                suite=self.suite,
-                configs=self.configs,
-                assignments=self.assignments,
-                workload=self.workload,
-                run=self.settings,
-            )
-            return request, None
-        elsewhere = given(**{"--config": self.configs, "--set": self.assignments, f"-o {self.folder}": self.folder})
-        fixed = {**self.workload, **self.settings, **elsewhere}
-        request, header = recorded_request(self.resume, self.suite, fixed.keys() - {"budget_s"})
-        return request.model_copy(
-            update={name: value for name, value in self.settings.items() if name == "budget_s"}
-        ), header
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Look:
-    """A look at what would run instead of a run."""
-
-    dry_run: bool
-    plan: bool
-    as_json: bool
-
-
-def _carry_out(
-    found: Found,
-    asked: Asked,
-    formats: list[str],
-    output: Path,
-    look: _Look,
-    keep: bool,
-    shown: dict[str, Any],
-    nodes: "Nodes | None",
-) -> ExitCode:
-    catalogue = found.catalogue
-    request, earlier = asked.request(catalogue)
-    request = asking_all(request, nodes)
-    if not look.plan and not look.dry_run:
-        from dilabench.engine.worker.process import warm_server
-
-        # The server that workers are forked from loads torch while this process loads and plans the rest.
-        warm_server()
-    machine = detect(request.device)
-    machine = nodes.machine(machine) if nodes else machine
-    planned = expand(catalogue, machine, request)
-    reporters = tuple(catalogue.reporters.get(name) for name in formats)
-    # Its stop rule needs numpy, which --help should not wait for.
-    from dilabench.engine.method import choose_method
-
-    choose_method(request.timing, machine.device, catalogue)
-    if look.plan:
-        show_predictions(planned, Planner(catalogue, machine, request), look.as_json)
-        return ExitCode.OK
-    if look.dry_run:
-        dry.show(planned, look.as_json)
-        if warning := machine.facts.warning:
-            say(warning, err=True)
-        return ExitCode.OK
-    from dilabench.cli.run.execution import Execution, copy_record, new_header, ready_to_draw
-
-    ready_to_draw()
-    runs: list[tuple[ExitCode, str]] = []
-    for number in range(1, asked.sessions + 1):
-        header = new_header(found, machine, request)
-        completed: tuple[Row, ...] = ()
-        if asked.resume is not None and earlier is not None:
-            folder = RunFolder.resume(asked.resume, lambda text: say(text, err=True))
-            completed = completed_rows(asked.resume, header)
-            header = resumed_header(earlier, header, machine)
-        else:
-            folder = RunFolder.create(output_base(output), request.suite, header.run_id)
-        if asked.sessions > 1:
-            say(f"session {number} of {asked.sessions}", err=True)
-        execution = Execution(
-            found=found,
-            machine=machine,
-            request=request,
-            planned=planned,
-            header=header,
-            folder=folder,
-            formats=reporters,
-            completed=completed,
-            keep=keep,
-            options=shown,
-            launcher=nodes,
-            github_summary=asked.github_summary,
-        )
-        runs.append((execution.run(), str(folder.path)))
-        copy_record(folder, output)
-        if runs[-1][0] is ExitCode.INTERRUPTED:
-            break
-    if len(runs) > 1:
-        say(together([path for _, path in runs]), err=reporters != (catalogue.reporters.get(TABLE),))
-    return gravest(code for code, _ in runs)
-
-
-def _lengths(range_name: str | None, lengths: list[str], custom: list[str]) -> list[int] | None:
-    chosen = one_or_none(lengths=lengths, custom_lengths=custom) or []
-    counts = [parse_count(length, "length") for length in chosen]
-    if range_name is None and custom:
-        range_name = CUSTOM
-    return list(range_lengths(range_name, counts)) if range_name else counts
 
 
 def output_base(output: Path) -> Path:
     """The folder that the run's own folder goes into; a path to a .json file stands for the folder it is in."""
     return output.parent if output.suffix == ".json" else output
+
+
+def show_cases(planned: Sequence[PlannedCase], as_json: bool = False) -> None:
+    """One line per case with its FLOPs, the bytes of its tensors, and why it would be skipped."""
+    if as_json:
+        say(json.dumps([_as_data(one) for one in planned], indent=1))
+        return
+    columns = [name for name in COLUMNS if name != RANKS or any(plan.case.world_size > 1 for plan in planned)]
+    by_name = [dict(zip(COLUMNS, _cells(index, plan), strict=True)) for index, plan in enumerate(planned, 1)]
+    cells = [tuple(row[name] for name in columns) for row in by_name]
+    print_table(None, columns, cells, right=(RANKS, "FLOPs", "tensors"), spare=SPARE)
+    reasons: dict[str, list[str]] = {}
+    for index, plan in enumerate(planned, 1):
+        if plan.skip is not None:
+            reasons.setdefault(plan.skip.why, []).append(str(index))
+    for why, rows in reasons.items():
+        say_folded(f"not run, {', '.join(rows)}: {why}", "  ")
+    skipped = sum(plan.skip is not None for plan in planned)
+    total = sum(flops(plan.case.workload) for plan in planned if plan.skip is None)
+    work = f"{total:.3g} FLOPs in one call of each"
+    say_folded(f"{counted(len(planned), 'case')}, {skipped} of them skipped; {work}. Nothing was run (--dry-run).")
+
+
+def _as_data(plan: PlannedCase) -> dict[str, Any]:
+    case = plan.case
+    return {
+        **case.model_dump(mode="json"),
+        "case_id": case.case_id,
+        "role": plan.role,
+        "flops": flops(case.workload),
+        "tensor_bytes": sum(tensor_bytes(case.workload).values()),
+        "skip": plan.skip and plan.skip.why,
+        "skip_code": plan.skip and plan.skip.code,
+    }
+
+
+def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
+    from dilabench.report.columns import implementation_text
+
+    case, workload = plan.case, plan.case.workload
+    return (
+        str(index),
+        implementation_text(case),
+        (case.backend or "-") + ("*" if plan.requested_backend == "auto" and case.backend else ""),
+        str(case.world_size),
+        workload.label(),
+        workload.pattern.details(workload.shapes) + (" (yardstick)" if plan.role == "yardstick" else ""),
+        workload.mode,
+        f"{flops(workload):.3g}",
+        format_bytes(sum(tensor_bytes(workload).values())),
+        "yes" if plan.skip is None else "no",
+    )

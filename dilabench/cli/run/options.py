@@ -74,20 +74,6 @@ TimingRuns = Annotated[
         "--timing-runs", "--num-runs", metavar="N", help="Samples of each case (default: until precise enough)."
     ),
 ]
-
-
-def _list_configs(asked: bool) -> None:
-    if asked:
-        from dilabench.cli.show.list import Kind, list_names
-
-        list_names(Kind.WORKLOADS)
-        raise typer.Exit
-
-
-ListConfigs = Annotated[
-    bool,
-    typer.Option("--list-configs", callback=_list_configs, is_eager=True, help="Show what --config takes and leave."),
-]
 PatternCache = Annotated[
     bool | None,
     typer.Option("--enable-pattern-cache/--disable-pattern-cache", help="Keep index tensors (on by default)."),
@@ -109,26 +95,6 @@ ShardOption = Annotated[
     typer.Option("--shard", metavar="K/N", help="Only the K-th of N parts; `dilabench merge` joins them: 2/8."),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the cases with their work and leave.")]
-
-
-def _as_it_was_asked_for(context: typer.Context, run: str | None) -> str | None:
-    """A run goes on as it was asked for: the defaults of today are not for it."""
-    if run is not None:
-        context.default_map = None
-    return run
-
-
-Resume = Annotated[
-    str | None,
-    typer.Option(
-        "--resume",
-        metavar="RUN",
-        callback=_as_it_was_asked_for,
-        is_eager=True,
-        help="Go on with a run (its folder, file or id, or latest): cases without a row, and those that the budget "
-        "left no time for. Other rows stand, failed ones too.",
-    ),
-]
 Sessions = Annotated[
     int,
     typer.Option(

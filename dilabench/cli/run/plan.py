@@ -2,35 +2,32 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import typer
 
 from dilabench.cli import options as shared
-from dilabench.cli.options import given, names
-from dilabench.cli.plugins import discovered
+from dilabench.cli.options import discovered, given, names
 from dilabench.cli.run import options as own
-from dilabench.cli.run.plan_check import peaks_of, show_peaks, verdict
 from dilabench.cli.show.advice import advice_on_shortage
-from dilabench.cli.terminal import print_table, say, say_folded
+from dilabench.cli.terminal import Lines, print_table, say, say_folded
 from dilabench.errors import ConfigError, ExitCode
-from dilabench.machine import detect
-from dilabench.patterns.dense import DENSE
+from dilabench.machine import detect, memory_bytes, rank_memory_bytes
 from dilabench.predict.memory import WITHIN, MemoryPlan, longest_that_fits, plan_ahead, plan_memory
 from dilabench.predict.time import plan_time
-from dilabench.record import PlannedCase
+from dilabench.record import Failed, PlannedCase, Skipped
 from dilabench.request import run_request
+from dilabench.runs.memory import Peak, peaks_of, planned_for_memory, verdict
 from dilabench.suites.planner import Planner, expand, refuse_idle_fields
-from dilabench.suites.room import memory_bytes, rank_memory_bytes
 from dilabench.units import format_bytes, format_count, format_seconds, parse_bytes, parse_count, parse_duration
-from dilabench.workload.spec import WorkloadRequest
 
 LENGTHS = (4096, 16384, 65536, 262144, 1048576)
 # Those that `--check` really computes.
 LENGTHS_CHECKED = {"small": (1024, 4096), "large": (4096, 16384, 65536)}
-MODES = ("forward", "both")
+PEAK_COLUMNS = ("traced", "measured", "traced/measured", "")
 HEAD = ("implementation", "backend", "mode", "batch", "length")
 COLUMNS = (*HEAD, "memory", "bytes/token", "inputs", "saved", "fits")
 LONGEST_COLUMNS = ("implementation", "backend", "mode", "batch", "longest that fits")
@@ -114,7 +111,7 @@ def plan(
         return
     planner = Planner(found.catalogue, machine, request)
     batches = [parse_count(size, "batch_size") for size in names(batch_sizes)] or [1]
-    planned = _cases(planner, batches, LENGTHS_CHECKED[machine.facts.size] if check else LENGTHS)
+    planned = planned_for_memory(planner, batches, LENGTHS_CHECKED[machine.facts.size] if check else LENGTHS)
     refuse_idle_fields(request, planned)
     plan_ahead([one.case for one in planned], machine.device, found.catalogue)
     capacity = parse_bytes(memory) if memory else rank_memory_bytes(machine, request.nproc)
@@ -184,29 +181,27 @@ def show_predictions(planned: Sequence[PlannedCase], planner: Planner, as_json: 
     say("* chosen by auto")
 
 
-def _cases(planner: Planner, batches: Sequence[int], lengths: Sequence[int]) -> tuple[PlannedCase, ...]:
-    """Every batch size and mode of what was asked for, at these lengths where nothing says another."""
-    planned: list[PlannedCase] = []
-    for asked in planner.workload_requests([{"seq_len": length} for length in lengths]):
-        # Which ones there are by default takes traces over ranks.
-        default = () if planner.request.implementations else _default(planner, asked)
-        implementations = planner.implementations(default)
-        modes = (asked.mode,) if "mode" in asked.model_fields_set else MODES
-        for batch in batches:
-            for mode in modes:
-                request = asked.model_copy(update={"batch_size": batch, "mode": mode})
-                planned += planner.compare([request], implementations)
-    return tuple(sorted(planned, key=lambda one: (one.case.implementation, one.case.workload.mode)))
-
-
-def _default(planner: Planner, asked: WorkloadRequest) -> tuple[str, ...]:
-    """On one device what need not compile; over ranks what has a trace of the workload, or all if none has."""
-    if planner.request.nproc == 1:
-        return planner.on_one_device(DENSE.kind, asked.pattern)
-    names = planner.over_ranks(asked)
-    shelf = planner.catalogue.implementations
-    told = [name for name in names if any(_memory(one, planner) for one in planner.plan(shelf.get(name), asked))]
-    return tuple(told) or names
+def show_peaks(
+    peaks: Iterable[Peak], columns: Sequence[str], heads: Sequence[Sequence[str]], no_trace: str
+) -> list[Peak]:
+    """A line per case, as soon as it is known, and what it comes to. `heads` name the cases."""
+    lines, shown = Lines((*columns, *PEAK_COLUMNS), heads), []
+    for head, one in zip(heads, peaks, strict=True):
+        shown.append(one)
+        traced = no_trace if one.traced is None else format_bytes(one.traced)
+        if one.measured is not None:
+            ratio = "-" if one.ratio is None else f"{one.ratio:.3f}"
+            lines.print((*head, traced, format_bytes(one.measured), ratio, "OFF" if one.is_off else ""))
+        else:
+            lines.print((*head, traced, "-", "-", one.why))
+    ratios = [one.ratio for one in shown if one.ratio is not None]
+    counts = Counter(type(one.outcome) for one in shown)
+    say(
+        f"{len(ratios)} peaks traced and measured, {sum(one.is_off for one in shown)} of them off by more than "
+        f"{WITHIN:.0%}, largest deviation {max((abs(ratio - 1) for ratio in ratios), default=0.0):.1%}; "
+        f"{counts[Failed]} failed, {counts[Skipped]} skipped"
+    )
+    return shown
 
 
 def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None) -> None:

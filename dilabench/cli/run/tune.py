@@ -1,21 +1,19 @@
 """`dilabench tune`: measure what is fastest here, and keep it for `-i auto`."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dilabench.cli import options as shared
-from dilabench.cli.options import given, names
-from dilabench.cli.plugins import discovered
+from dilabench.cli.options import discovered, given, names
 from dilabench.cli.run import options as own
 from dilabench.cli.terminal import say
 from dilabench.errors import counted
-from dilabench.machine import detect
 from dilabench.request import ALL, read_budget, run_request
-from dilabench.store.run_files import RunFolder
-from dilabench.suites.planner import expand
+from dilabench.runs import DEFAULT_FOLDER
 from dilabench.units import parse_count
 
 TunePath = Annotated[
@@ -47,7 +45,9 @@ def tune(
     Compiling and warming up are never part of a time. Later runs add to the file; a newer result replaces an older one.
     """
     from dilabench.choice.measured import tune_path
-    from dilabench.cli.run.execution import Execution, new_header
+    from dilabench.cli.run.shown import show_run
+    from dilabench.runs.execution import Execution
+    from dilabench.runs.plan import plan_run
     from dilabench.suites.tuner import add_to_file
 
     found = discovered(strict_plugins)
@@ -65,23 +65,11 @@ def tune(
         )
         | {"budget_s": budget and read_budget(budget)},
     )
-    machine = detect(request.device)
-    planned = tuple(
-        one
-        for one in expand(found.catalogue, machine, request)
-        if one.role in ("plain", "method") and one.takes == "heads"
-    )
-    header = new_header(found, machine, request)
-    execution = Execution(
-        found=found,
-        machine=machine,
-        request=request,
-        planned=planned,
-        header=header,
-        folder=RunFolder.create(Path("benchmark_results"), "tune", header.run_id),
-        formats=() if as_json else (found.catalogue.reporters.get("table"),),
-    )
-    code = execution.run()
+    plan = plan_run(found, request)
+    methods = tuple(one for one in plan.planned if one.role in ("plain", "method") and one.takes == "heads")
+    execution = Execution.begin(replace(plan, planned=methods), DEFAULT_FOLDER, name="tune")
+    code = show_run(execution, () if as_json else (found.catalogue.reporters.get("table"),))
+    machine = plan.machine
     path = output or tune_path(machine)
     # A run that was interrupted before its first row leaves no folder.
     added = add_to_file(path, execution.folder.path, machine) if execution.folder.path.exists() else 0

@@ -2,17 +2,15 @@
 
 import json
 
-from dilabench.cli.compare.noise import notes
 from dilabench.cli.options import AsJson
-from dilabench.cli.reading import read
 from dilabench.cli.show.advice import advice
 from dilabench.cli.show.availability import reasons_against
 from dilabench.cli.terminal import say, say_folded
-from dilabench.machine import Machine, detect
+from dilabench.machine import Machine, detect, memory_bytes
 from dilabench.metadata import note_text
 from dilabench.plugins.manager import Found, discover
 from dilabench.record import Environment
-from dilabench.suites.room import memory_bytes
+from dilabench.runs.machine_state import notes, read
 from dilabench.units import format_bytes
 
 

@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilabench.cli.github import GithubSummary, append_summary
-from dilabench.cli.options import AsJson, Columns, Details, StrictPlugins, column_names, names, require_one_format
-from dilabench.cli.plugins import discovered, tell_of
+from dilabench.cli.github import GithubSummary, append_summary, require_github
+from dilabench.cli.options import (
+    AsJson,
+    Columns,
+    Details,
+    StrictPlugins,
+    column_names,
+    discovered,
+    names,
+    require_one_format,
+    tell_of,
+)
 from dilabench.cli.terminal import note, print_table, say, say_folded, say_page
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.plugins.catalogue import Catalogue
@@ -51,6 +60,8 @@ def report(
     """
     from dilabench.store.lookup import Store
 
+    if github_summary:
+        require_github()
     require_one_format(as_json, names(formats))
     catalogue = discovered(strict_plugins).catalogue
     reporters = [catalogue.reporters.get(name) for name in names(formats) or ["json" if as_json else "table"]]

@@ -8,25 +8,20 @@ from typing import Annotated
 import typer
 
 from dilabench.cli import options as shared
-from dilabench.cli.options import given, names
-from dilabench.cli.plugins import discovered
+from dilabench.cli.options import discovered, given, names
 from dilabench.cli.run.options import Implementations, Lengths, Processes
 from dilabench.cli.run.progress_bar import CheckedLines
 from dilabench.cli.terminal import ROW_INDENT, say, say_folded
-from dilabench.cli.verify.everything import SIGNS, Marks, Trial, trials_of
+from dilabench.cli.verify.everything import SIGNS, Marks
 from dilabench.engine.worker.outcomes import Outcome, outcomes_of, said_of
-from dilabench.errors import ExitCode
+from dilabench.errors import ExitCode, exit_code_for
 from dilabench.machine import detect
-from dilabench.patterns.registry import known_kinds, pattern_type
-from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase
-from dilabench.request import ALL, run_request
+from dilabench.request import run_request
+from dilabench.runs.verification import Trial, trials_of, verified_cases
 from dilabench.suites.planner import Planner, refuse_idle_fields
 from dilabench.units import parse_count
-from dilabench.workload.spec import DEFAULT_PATTERN, WorkloadRequest
 
-# Small and awkward on purpose: no segment, block or rate divides N, and queries are grouped.
-SHAPE = {"batch_size": 1, "seq_len": 771, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 MODES = {"both": "forward and backward"}
 # As wide as 'failed'.
 SIGN_WIDTH = 6
@@ -78,7 +73,7 @@ def verify(
     machine = detect(request.device)
     planner = Planner(found.catalogue, machine, request)
     trials = trials_of(planner) if everything else ()
-    planned = tuple(trial.planned for trial in trials) if everything else _planned(planner)
+    planned = tuple(trial.planned for trial in trials) if everything else verified_cases(planner)
     refuse_idle_fields(request, planned)
     outcomes = outcomes_of(planned, found.catalogue, machine, request.seed)
     if as_json:
@@ -152,34 +147,6 @@ def _marks(trials: Sequence[Trial], outcomes: Iterable[Outcome]) -> list[Outcome
     return shown
 
 
-def _planned(planner: Planner) -> tuple[PlannedCase, ...]:
-    """Every implementation on what the user described, else on a small workload of a pattern that it computes."""
-    by_kind: dict[str, list[Implementation]] = {}
-    described = planner.request.presets or "pattern" in planner.request.overrides
-    for one in planner.implementations([ALL]):
-        by_kind.setdefault(DEFAULT_PATTERN if described else _first_kind(one), []).append(one)
-    planned: tuple[PlannedCase, ...] = ()
-    for kind, several in by_kind.items():
-        (fields, *_) = pattern_type(kind).trials().values()
-        defaults = [{"pattern": kind, **SHAPE, **fields, "causal": causal} for causal in (True, False)]
-        planned += planner.compare([_both_ways(asked) for asked in planner.workload_requests(defaults)], several)
-    places = {place: index for index, place in enumerate(dict.fromkeys(_names(one)[2:] for one in planned))}
-    return tuple(sorted(planned, key=lambda one: places[_names(one)[2:]]))
-
-
-def _first_kind(implementation: Implementation) -> str:
-    """The kind of pattern that it is checked on. What is only dense runs the default's shape undilated."""
-    supports = implementation.supports
-    if supports.only_dense:
-        return DEFAULT_PATTERN
-    return next((kind for kind in (DEFAULT_PATTERN, *known_kinds()) if supports.computes(kind)), DEFAULT_PATTERN)
-
-
-def _both_ways(asked: WorkloadRequest) -> WorkloadRequest:
-    """Gradients are checked as well, unless the user chose a mode."""
-    return asked if "mode" in asked.model_fields_set else asked.model_copy(update={"mode": "both"})
-
-
 def _names(plan: PlannedCase) -> tuple[str, ...]:
     case = plan.case
     return (
@@ -196,8 +163,4 @@ def _verdict(outcomes: Sequence[Outcome]) -> tuple[ExitCode, str]:
     counts = Counter(said_of(outcome)[0] for outcome in outcomes)
     crashed = f"{counts['failed']} failed, " if counts["failed"] else ""
     text = f"{counts['right']} right, {counts['wrong']} wrong, {crashed}{counts['skipped']} skipped"
-    if counts["wrong"]:
-        return ExitCode.WRONG_OUTPUT, text
-    if counts["failed"]:
-        return ExitCode.CASE_FAILED, text
-    return ExitCode.OK if counts["right"] else ExitCode.NOTHING_MEASURED, text
+    return exit_code_for(wrong=counts["wrong"] > 0, failed=counts["failed"] > 0, nothing=not counts["right"]), text

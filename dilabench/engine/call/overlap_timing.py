@@ -1,12 +1,20 @@
 """A call over ranks as it is, without its communication and without its computation, in turns (torch).
 
 exposed communication = the whole call - computation alone (ring.md §6.4); the rest of the communication is hidden
-behind computation. The samples describe the call beside its row; they are no measurement of an implementation.
+behind computation. The samples describe the call beside its row; they are no measurement of an implementation. What a
+call without one of its parts computes is wrong on purpose.
 """
 
+# ruff: noqa: ARG001 (what stands in for something takes what that takes)
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
-from dilabench.distributed.ablation import communication_only, computation_only
+import torch
+from torch import Tensor
+
+from dilabench.contracts import BuildContext, LoadedBackend
+from dilabench.distributed.single_rank import SingleRank
 from dilabench.engine.call.prepared_call import Ablation, PreparedCall
 from dilabench.engine.timers import SampleTimer
 from dilabench.metadata import RECEIVED_BYTES
@@ -40,3 +48,39 @@ def _ablations(call: PreparedCall) -> Mapping[Part, Ablation]:
     if call.spec.backend is None or call.spec.takes != "heads":
         return {"computation": computation_only}
     return {"computation": computation_only, "communication": communication_only}
+
+
+def computation_only(context: BuildContext) -> BuildContext:
+    """What to build with for a call that computes everything and sends nothing."""
+    assert context.world is not None
+    return replace(context, world=SingleRank.silenced(context.world))
+
+
+def communication_only(context: BuildContext) -> BuildContext:
+    """What to build with for a call that packs, sends and merges everything and runs no attention kernel."""
+    return replace(context, backend=idle(context.require_backend()))
+
+
+def idle(backend: LoadedBackend) -> LoadedBackend:
+    """The backend without its kernels, that for packed sequences too: results of the right shapes, never computed."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
+        *lead, rows, heads, _ = q.shape
+        lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        return torch.empty_like(q) if out is None else out, q.new_empty((*lead, heads, rows), dtype=lse_dtype)
+
+    def attend_backward(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        dq: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(q) if dq is None else dq, torch.empty_like(k), torch.empty_like(v)
+
+    packed = backend.packed and backend.packed._replace(attend=attend, attend_backward=attend_backward)
+    return replace(backend, attend=attend, attend_backward=attend_backward, packed=packed)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from dilabench.engine.trace.storages import TooLongError
 from dilabench.engine.trace.traced_memory import trace
 from dilabench.engine.worker.protocol import CaseSpec
-from dilabench.predict.memory import MemoryPlan
+from dilabench.record import MemoryPlan
 from dilabench.workload.cuts import uncut_step
 from dilabench.workload.spec import Workload
 

@@ -17,7 +17,7 @@ from dilabench.engine.call.inputs import TORCH_DTYPE, input_shapes
 from dilabench.engine.trace.kernel_forms import kernel_forms
 from dilabench.engine.trace.storages import CPU, CUDA, Storages, following
 from dilabench.engine.worker.protocol import CaseSpec
-from dilabench.predict.memory import MemoryPlan
+from dilabench.record import MemoryPlan
 
 
 def trace(spec: CaseSpec, device: str, most_operations: int | None = None) -> MemoryPlan:

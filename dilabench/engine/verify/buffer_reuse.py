@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dilabench.engine.verify.call import Call, digest
-from dilabench.record import Check
+from dilabench.record import Check, CheckName
 
 # The most buffers in rotation that are looked for, and the time for it.
 MAX_CALLS, MAX_SECONDS = 32, 5.0
@@ -26,7 +26,7 @@ def buffer_reuse_check(call: Call, inputs: Sequence[Tensor], out: Tensor, before
         _held_elsewhere(out) and _is_reused(lambda: call.unwatched(inputs), out, before)
     )
     detail = "a later call wrote into the result of an earlier one: out must be a fresh tensor" if reused else None
-    return Check(name="result_kept", passed=not reused, detail=detail)
+    return Check(name=CheckName.RESULT_KEPT, passed=not reused, detail=detail)
 
 
 def _held_elsewhere(out: Tensor) -> bool:

@@ -14,7 +14,7 @@ from dilabench.engine.call.returned import not_plain
 from dilabench.engine.call.torch_settings import as_text, settings_kept
 from dilabench.engine.device.device import device_of
 from dilabench.engine.verify.compare import agreement
-from dilabench.record import Check
+from dilabench.record import Check, CheckName
 
 INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd, so that multiplying by its powers loses no bit of a word; the golden ratio's spreads over all of them.
@@ -78,10 +78,10 @@ class Call:
     def unchanged(self) -> Iterator[Check]:
         """The checks that no call changed its inputs, or torch's settings."""
         detail = f"the function changed {' and '.join(self.changed)} in place" if self.changed else None
-        yield Check(name="inputs", passed=not self.changed, detail=detail)
+        yield Check(name=CheckName.INPUTS, passed=not self.changed, detail=detail)
         if self.settings:
             detail = f"a call changed settings of all of torch: {as_text(self.settings)}; they were put back"
-            yield Check(name="settings", passed=False, detail=detail)
+            yield Check(name=CheckName.SETTINGS, passed=False, detail=detail)
 
 
 class OnHost:
@@ -133,12 +133,12 @@ def digest(tensor: Tensor) -> Tensor:
 def form_checks(out: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Check]:
     """shape, dtype, device and finite, in this order; after the first that fails the rest would say nothing."""
     if (why := not_plain(out)) is not None:
-        return [Check(name="shape", passed=False, detail=why)]
+        return [Check(name=CheckName.SHAPE, passed=False, detail=why)]
     assert isinstance(out, Tensor)
     found = (
-        ("shape", list(out.shape), list(shape)),
-        ("dtype", out.dtype, dtype),
-        ("device", out.device, device if device.index is not None or device.type == "cpu" else out.device),
+        (CheckName.SHAPE, list(out.shape), list(shape)),
+        (CheckName.DTYPE, out.dtype, dtype),
+        (CheckName.DEVICE, out.device, device if device.index is not None or device.type == "cpu" else out.device),
     )
     checks = []
     for name, actual, wanted in found:
@@ -150,7 +150,7 @@ def form_checks(out: object, shape: Sequence[int], dtype: torch.dtype, device: t
             return checks
     bad = _not_finite(out)
     detail = f"{bad} of {out.numel()} values of out are NaN or infinite" if bad else None
-    return [*checks, Check(name="finite", passed=not bad, detail=detail)]
+    return [*checks, Check(name=CheckName.FINITE, passed=not bad, detail=detail)]
 
 
 def _not_finite(out: Tensor) -> int:
@@ -215,4 +215,4 @@ def stream_check(call: Call, inputs: Sequence[Tensor], first: Tensor, tolerance:
         out = call.unwatched(late)
         result = out.clone()
     torch.cuda.synchronize()
-    return agreement("stream", first, result, tolerance, "a call on a side stream with work queued")
+    return agreement(CheckName.STREAM, first, result, tolerance, "a call on a side stream with work queued")

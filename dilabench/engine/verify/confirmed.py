@@ -26,9 +26,9 @@ from dilabench.engine.verify.compare import compare, locate
 from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.oracle.tolerance import Expected, eps, row_errors, row_scale
 from dilabench.errors import DilabenchError
-from dilabench.record import Check
+from dilabench.record import Check, CheckName
 
-NAMES = ("out", "dq", "dk", "dv")
+NAMES = (CheckName.OUT_ALL_ROWS, CheckName.DQ_ALL_ROWS, CheckName.DK_ALL_ROWS, CheckName.DV_ALL_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Confirmed:
             limit = 4 * (known.plain_rows + error) + 2 * eps(oracle.dtype)
             # A gradient that is missing has failed before.
             if actual is not None:
-                yield _compared(f"{name}_all_rows", oracle.batched(actual), wanted, limit, f"against {self.name}")
+                yield _compared(name, oracle.batched(actual), wanted, limit, f"against {self.name}")
 
 
 def _confirmed(build: Callable[[], Callable[..., Tensor]], oracle: Oracle) -> EveryRow | None:

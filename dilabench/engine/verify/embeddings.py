@@ -30,7 +30,7 @@ from dilabench.engine.verify.oracle.tolerance import (
 )
 from dilabench.engine.verify.same_module import shell_of
 from dilabench.impls.reference import accumulation_dtype, differentiable_rows
-from dilabench.record import Check
+from dilabench.record import Check, CheckName
 from dilabench.workload.spec import Workload
 from dilabench.workload.visibility import alike_heads, seen_by
 
@@ -85,14 +85,16 @@ def embeddings_checks(
         return
     kept = digest(first.out)
     axes = (("batch", oracle.sample.batches), ("position", oracle.sample.rows), ("", None), ("dim", None))
-    yield from compare_both_ways("out", _in_rows(oracle.sampled(first.out)), expected["out"], axes, how_many(oracle))
+    yield from compare_both_ways(
+        CheckName.OUT, _in_rows(oracle.sampled(first.out)), expected[CheckName.OUT], axes, how_many(oracle)
+    )
     if backward:
         yield from _gradient_checks(oracle, first, names, expected)
     yield _dependency(call, oracle)
     yield buffer_reuse_check(call, oracle.inputs, first.out, kept)
-    yield from repeat_checks(call, oracle, first, deterministic, expected["out"].tolerance)
+    yield from repeat_checks(call, oracle, first, deterministic, expected[CheckName.OUT].tolerance)
     if device_of(oracle.device).has_streams:
-        yield stream_check(call, oracle.inputs, first.out, 2 * expected["out"].tolerance)
+        yield stream_check(call, oracle.inputs, first.out, 2 * expected[CheckName.OUT].tolerance)
     yield from call.unchanged()
     if call.changed:
         oracle.restore()
@@ -123,8 +125,10 @@ def _expected(module: nn.Module, oracle: Oracle, names: list[str], backward: boo
     workload, rows = oracle.workload, oracle.workload.seq_len * len(oracle.sample.batches)
     expected = {}
     for name, value in exact.items():
-        size = _spread(value) if name in ("out", "dx") or value.ndim < 2 else _spread(value) + value.abs()
-        floor, summed = out_floor_ulps(oracle.dtype), 0 if name in ("out", "dx") else rows
+        size = (
+            _spread(value) if name in (CheckName.OUT, CheckName.DX) or value.ndim < 2 else _spread(value) + value.abs()
+        )
+        floor, summed = out_floor_ulps(oracle.dtype), 0 if name in (CheckName.OUT, CheckName.DX) else rows
         if name in moved_by_out:
             size = size + _spread(moved_by_out[name])
         if name in moved:
@@ -137,8 +141,8 @@ def _expected(module: nn.Module, oracle: Oracle, names: list[str], backward: boo
 def plain_embeddings(module: nn.Module, oracle: Oracle) -> tuple[Tensor, Tensor]:
     """out on the sampled rows by the module around the plain computation, in the workload's dtype, and its size."""
     yardstick = _Yardstick(module, oracle, oracle.dtype, backward=False)
-    value, moved = yardstick.results([])["out"].double(), yardstick.moved_by_out([])
-    return value, _spread(value) + (_spread(moved["out"].double()) if moved else 0.0)
+    value, moved = yardstick.results([])[CheckName.OUT].double(), yardstick.moved_by_out([])
+    return value, _spread(value) + (_spread(moved[CheckName.OUT].double()) if moved else 0.0)
 
 
 class _Yardstick:
@@ -161,11 +165,11 @@ class _Yardstick:
     def results(self, names: list[str]) -> dict[str, Tensor]:
         """out on the sampled rows, 'dx' and the gradients of the parameters `names`."""
         rows = self._oracle.sample.rows.to(self._oracle.device)
-        results = {"out": self._batched(self._out)[:, rows].detach()}
+        results: dict[str, Tensor] = {CheckName.OUT: self._batched(self._out)[:, rows].detach()}
         if self._backward:
             by_name = dict(self._module.named_parameters())
             found = self._gradients(self._out, [self._x, *(by_name[name] for name in names)], self._dout)
-            results["dx"] = self._batched(found[0])
+            results[CheckName.DX] = self._batched(found[0])
             results.update(zip(names, found[1:], strict=True))
         return results
 
@@ -188,7 +192,7 @@ class _Yardstick:
         by_name = dict(self._module.named_parameters())
         targets = [self._x, *(by_name[name] for name in names)]
         of_x, *found = torch.autograd.grad([q, k, v], targets, moved, allow_unused=True)
-        named = zip(["dx", *names], [self._batched(of_x), *found], strict=True)
+        named = zip([CheckName.DX, *names], [self._batched(of_x), *found], strict=True)
         return {name: one for name, one in named if one is not None}
 
     def moved_by_out(self, names: list[str]) -> dict[str, Tensor]:
@@ -209,7 +213,7 @@ class _Yardstick:
             self._core.instead = out.detach() + added
             with torch.set_grad_enabled(self._backward):
                 y = self._module(self._x, self._x, self._x)
-            found = {"out": self._batched(y.detach())[:, place]}
+            found: dict[str, Tensor] = {CheckName.OUT: self._batched(y.detach())[:, place]}
             if self._backward:
                 targets = [by_name[name] for name in names]
                 gradients = torch.autograd.grad(y, targets, self._dout, allow_unused=True)
@@ -251,14 +255,14 @@ def _gradient_checks(
 ) -> Iterator[Check]:
     dout = "random dout" if oracle.sample.complete else f"dout random on {how_many(oracle)}, zero elsewhere"
     if not result.gradients:
-        yield Check(name="dx", passed=False, detail=NO_GRADIENT)
+        yield Check(name=CheckName.DX, passed=False, detail=NO_GRADIENT)
         return
     terms = None
-    for name, gradient in zip(["dx", *names], result.gradients, strict=True):
-        title = name if name == "dx" else f"d {name}"
+    for name, gradient in zip([CheckName.DX, *names], result.gradients, strict=True):
+        title = name if name == CheckName.DX else f"d {name}"
         if gradient is None:
             yield Check(name=title, passed=False, detail=NO_GRADIENT)
-        elif name == "dx":
+        elif name == CheckName.DX:
             x_axes = (("batch", oracle.sample.batches), ("position", None), ("", None), ("dim", None))
             of_x = _in_rows(oracle.chosen(gradient))
             yield from compare_both_ways(title, of_x, expected[name], x_axes, dout)
@@ -281,7 +285,9 @@ def _dependency(call: Call, oracle: Oracle) -> Check:
         row[key] *= PROBE_GAIN
     first, changed = call((zeros, x, x)).out, call((zeros, x, v)).out
     if changed.shape != first.shape:
-        return Check(name="dependency", passed=False, detail=f"with other inputs out has shape {list(changed.shape)}")
+        return Check(
+            name=CheckName.DEPENDENCY, passed=False, detail=f"with other inputs out has shape {list(changed.shape)}"
+        )
     differs = (oracle.batched(changed) != oracle.batched(first)).any(-1)
     seen = torch.zeros(differs.shape, dtype=torch.bool)
     firsts = [heads[0] for heads in alike_heads(workload)]
@@ -291,12 +297,12 @@ def _dependency(call: Call, oracle: Oracle) -> Check:
     wrong = differs != seen.to(oracle.device)
     count = int(wrong.sum())
     if not count:
-        return Check(name="dependency", passed=True, error=0.0, tolerance=0.0, detail="one key per batch row")
+        return Check(name=CheckName.DEPENDENCY, passed=True, error=0.0, tolerance=0.0, detail="one key per batch row")
     place = int(wrong.flatten().int().argmax())
     sees = bool(differs.flatten()[place])
     key = keys[place // workload.seq_len]
     return Check(
-        name="dependency",
+        name=CheckName.DEPENDENCY,
         passed=False,
         error=float(count),
         tolerance=0.0,

@@ -16,10 +16,10 @@ from dilabench.engine.verify.confirmed import Confirmed
 from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.oracle.tolerance import Expected
 from dilabench.engine.verify.probes import FROM_EVERY_ROW, gradients_from_every_row, probe_checks
-from dilabench.record import Check
+from dilabench.record import Check, CheckName
 
 NO_GRADIENT = "out carries no gradient for it, but the workload's mode needs one"
-GRADIENTS = ("dq", "dk", "dv")
+GRADIENTS = (CheckName.DQ, CheckName.DK, CheckName.DV)
 
 
 @dataclass(slots=True)
@@ -60,7 +60,9 @@ def heads_checks(
         return
     seen.first = first
     kept = digest(first.out)
-    yield from compare_both_ways("out", oracle.sampled(first.out), expected_out, row_axes(oracle), how_many(oracle))
+    yield from compare_both_ways(
+        CheckName.OUT, oracle.sampled(first.out), expected_out, row_axes(oracle), how_many(oracle)
+    )
     for index, (name, expected) in enumerate(zip(GRADIENTS, gradients, strict=False)):
         yield from _gradient_checks(oracle, first, index, name, expected)
     if every_row is not None and confirmed is not None:
@@ -71,7 +73,7 @@ def heads_checks(
     results = [call(inputs, dout) for inputs in second]
     probes = list(probe_checks(oracle, first.out, results))
     yield from probes
-    if any(check.name.endswith(FROM_EVERY_ROW) and not check.passed for check in probes):
+    if any(check.name in FROM_EVERY_ROW.values() and not check.passed for check in probes):
         again = gradients_from_every_row(oracle, call(second[-1], oracle.full_dout))
         seen.misreads_dout = all(check.passed for check in again)
     del results, second, dout
@@ -93,7 +95,7 @@ def repeat_checks(call: Call, oracle: Oracle, first: Result, deterministic: bool
     detail = "two identical calls, bitwise" if deterministic else "two identical calls"
     pairs = [(first.out, again.out)]
     pairs += [(a, b) for a, b in zip(first.gradients, again.gradients, strict=True) if a is not None and b is not None]
-    checks = [agreement("repeat", a, b, limit, detail) for a, b in pairs]
+    checks = [agreement(CheckName.REPEAT, a, b, limit, detail) for a, b in pairs]
     yield next((check for check in checks if not check.passed), checks[0])
 
 
@@ -119,7 +121,7 @@ def _gradient_checks(oracle: Oracle, result: Result, index: int, name: str, expe
         yield Check(name=name, passed=False, detail=NO_GRADIENT)
         return
     dout = "random dout" if oracle.sample.complete else f"dout random on {how_many(oracle)}, zero elsewhere"
-    if name == "dq":
+    if name == CheckName.DQ:
         yield from compare_both_ways(name, oracle.sampled(gradient), expected, row_axes(oracle), dout)
         return
     axes = (("batch", oracle.sample.batches), ("position", oracle.sample.keys), ("head", None), ("dim", None))
@@ -133,25 +135,29 @@ def _lse_checks(function: Callable[..., Tensor], oracle: Oracle, seen: Seen) -> 
         both = function.with_lse(*oracle.inputs)  # type: ignore[attr-defined]
     if not isinstance(both, tuple) or len(both) != 2 or not all(isinstance(one, Tensor) for one in both):
         kinds = ", ".join(type(one).__name__ for one in both) if isinstance(both, tuple) else type(both).__name__
-        yield Check(name="lse", passed=False, detail=f"with_lse returned ({kinds}), not the two tensors out and lse")
+        yield Check(
+            name=CheckName.LSE, passed=False, detail=f"with_lse returned ({kinds}), not the two tensors out and lse"
+        )
         return
     out, lse = both
     if lse.dtype not in (torch.float32, torch.float64):
-        yield Check(name="lse", passed=False, detail=f"lse has dtype {lse.dtype}, not float32 or float64")
+        yield Check(name=CheckName.LSE, passed=False, detail=f"lse has dtype {lse.dtype}, not float32 or float64")
         return
     lse = lse[None] if lse.ndim == 2 else lse
     sample = oracle.sample
     shape = [oracle.workload.batch_size, oracle.workload.num_heads, oracle.workload.seq_len]
     if list(lse.shape) != shape:
-        yield Check(name="lse", passed=False, detail=f"lse has shape {list(lse.shape)}, not {shape}")
+        yield Check(name=CheckName.LSE, passed=False, detail=f"lse has shape {list(lse.shape)}, not {shape}")
         return
     rows = lse[sample.batches.to(oracle.device)][:, :, sample.rows.to(oracle.device)]
     axes = (("batch", sample.batches), ("head", None), ("position", sample.rows))
     seen.lse = rows
-    yield from compare_both_ways("lse", rows, oracle.expected[1], axes, how_many(oracle))
+    yield from compare_both_ways(CheckName.LSE, rows, oracle.expected[1], axes, how_many(oracle))
     form = form_checks(out, oracle.out_shape, oracle.dtype, oracle.device)
     broken = next((check for check in form if not check.passed), None)
     if broken is not None:
-        yield Check(name="out_with_lse", passed=False, detail=f"of with_lse: {broken.detail}")
+        yield Check(name=CheckName.OUT_WITH_LSE, passed=False, detail=f"of with_lse: {broken.detail}")
     else:
-        yield compare("out_with_lse", oracle.sampled(out), oracle.expected[0], row_axes(oracle), how_many(oracle))
+        yield compare(
+            CheckName.OUT_WITH_LSE, oracle.sampled(out), oracle.expected[0], row_axes(oracle), how_many(oracle)
+        )

@@ -7,7 +7,7 @@ small part of the batch are enough: a near miss must be much closer to the resul
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ from dilabench.engine.verify.oracle.tolerance import Expected, errors, rows_last
 from dilabench.engine.verify.slope import slope
 from dilabench.impls.reference import attend_rows, attend_rows_backward
 from dilabench.patterns.pattern import KeyGroup, Pattern, Positions, SequenceShape, ZeroKeys
-from dilabench.record import Check
+from dilabench.record import Check, CheckName
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 ROWS, BATCHES = 24, 2
@@ -31,7 +31,13 @@ MISREADS_DOUT = (
     "gradients are right only while dout lies in memory as out does: pass it on contiguous (where this is torch's "
     "scaled_dot_product_attention, its cuDNN kernel is what fails: leave that out by torch.nn.attention.sdpa_kernel)"
 )
-FORWARD = ("out", "second_call", "ones", "dependency")
+OF_OUT = {CheckName.OUT, CheckName.OUT_SLOPE, CheckName.OUT_ALL_ROWS, CheckName.OUT_WITH_LSE}
+FORWARD = OF_OUT | {CheckName.SECOND_CALL, CheckName.ONES, CheckName.DEPENDENCY}
+OF_GRADIENTS: Mapping[CheckName, set[CheckName]] = {
+    CheckName.DQ: {CheckName.DQ, CheckName.DQ_SLOPE, CheckName.DQ_ALL_ROWS},
+    CheckName.DK: {CheckName.DK, CheckName.DK_SLOPE, CheckName.DK_ALL_ROWS, CheckName.DK_FROM_EVERY_ROW},
+    CheckName.DV: {CheckName.DV, CheckName.DV_SLOPE, CheckName.DV_ALL_ROWS, CheckName.DV_FROM_EVERY_ROW},
+}
 
 
 class CountedOnce(Pattern):
@@ -72,17 +78,18 @@ def diagnose(oracle: Oracle, seen: Seen, checks: Sequence[Check]) -> str | None:
         return None
     if seen.misreads_dout:
         return MISREADS_DOUT
-    wrong_out = any(name.startswith(FORWARD) for name in failing)
+    wrong_out = bool(failing & FORWARD)
     if wrong_out and (found := _of_out(oracle, oracle.sampled(first.out))):
         return f"out is that of {found}"
-    if wrong_out and not any(name.startswith("out") for name in failing):
+    if wrong_out and not failing & OF_OUT:
         return None
-    tensors = {"out": first.out, **dict(zip(GRADIENTS, first.gradients, strict=False))}
+    gradients = dict(zip(GRADIENTS, first.gradients, strict=False))
     for index, name in enumerate(GRADIENTS):
-        gradient = tensors.get(name)
-        if gradient is None or not any(one == name or one.startswith(f"{name}_") for one in failing) or wrong_out:
+        gradient = gradients.get(name)
+        if gradient is None or not failing & OF_GRADIENTS[name] or wrong_out:
             continue
-        found = _of_dq(oracle, oracle.sampled(tensors["dq"])) if tensors["dq"] is not None else None
+        dq = gradients[CheckName.DQ]
+        found = None if dq is None else _of_dq(oracle, oracle.sampled(dq))
         taken = oracle.sampled(gradient) if not index else oracle.sampled_keys(gradient)
         if found:
             return f"{name} is that of {found}"
@@ -90,7 +97,7 @@ def diagnose(oracle: Oracle, seen: Seen, checks: Sequence[Check]) -> str | None:
             return f"{name} is {scaled}"
     if wrong_out and (scaled := _scaled(oracle.sampled(first.out), oracle.expected[0])):
         return f"out is {scaled}"
-    if failing & {"lse", "lse_slope"} and seen.lse is not None:
+    if failing & {CheckName.LSE, CheckName.LSE_SLOPE} and seen.lse is not None:
         found = _of_lse(oracle, seen.lse)
         return f"lse is {found}" if found else None
     return None

@@ -14,12 +14,12 @@ from dilabench.engine.verify.oracle.tolerance import Expected, ones_tolerance
 from dilabench.engine.verify.planes import VALUE
 from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.summed import parts_of, sum_of_gates
-from dilabench.record import Check
+from dilabench.record import Check, CheckName
 from dilabench.workload.visibility import alike_heads, covered, seen_by
 
 # Keys whose dk is computed from all rows: each costs a pass over the rows.
 MAX_KEY_GRADIENTS = 4
-FROM_EVERY_ROW = "_from_every_row"
+FROM_EVERY_ROW = {CheckName.DK: CheckName.DK_FROM_EVERY_ROW, CheckName.DV: CheckName.DV_FROM_EVERY_ROW}
 _UNDER = "dout random in every row and in another memory order than out"
 
 
@@ -28,7 +28,7 @@ def probe_checks(oracle: Oracle, first: Tensor, results: list[Result]) -> Iterat
     for result in results:
         broken = [c for c in form_checks(result.out, oracle.out_shape, oracle.dtype, oracle.device) if not c.passed]
         if broken:
-            yield Check(name="second_call", passed=False, detail=f"with other inputs: {broken[0].detail}")
+            yield Check(name=CheckName.SECOND_CALL, passed=False, detail=f"with other inputs: {broken[0].detail}")
             return
     yield _second_call(oracle, first, results)
     yield _ones(oracle, oracle.batched(results[0].out)[..., 0])
@@ -43,7 +43,7 @@ def _second_call(oracle: Oracle, first: Tensor, results: list[Result]) -> Check:
     checks = []
     for result, expected in zip(results, oracle.second_expected, strict=True):
         rows = oracle.chosen(result.out)[:, oracle.second_rows.to(oracle.device)]
-        checks.append(compare("second_call", rows, expected, axes))
+        checks.append(compare(CheckName.SECOND_CALL, rows, expected, axes))
     worst = next((check for check in checks if not check.passed), checks[-1])
     if not worst.passed and torch.equal(first, results[0].out):
         worst = worst.model_copy(update={"error": None, "detail": "other inputs gave the first call's result again"})
@@ -65,7 +65,9 @@ def _ones(oracle: Oracle, out: Tensor) -> Check:
         # Each attention gives its gates where it sees a key.
         value = sum_of_gates(parts).expand(out.shape)
     expected = Expected(value, torch.full_like(value, 2.0), ones_tolerance(workload, oracle.dtype, oracle.ones_error))
-    return compare("ones", out, expected, (("batch", None), ("position", None), ("head", None)), "v = 1 gives out = 1")
+    return compare(
+        CheckName.ONES, out, expected, (("batch", None), ("position", None), ("head", None)), "v = 1 gives out = 1"
+    )
 
 
 def _dependency(oracle: Oracle, out: Tensor) -> Check:
@@ -86,7 +88,9 @@ def _dependency(oracle: Oracle, out: Tensor) -> Check:
             detail = f"the row {'sees' if sees else 'misses'} key {key}, which it {'must not' if sees else 'must'} see"
         wrong += count
     detail = detail or f"{len(planes.keys)} keys against every row"
-    return Check(name="dependency", passed=not wrong, error=float(wrong), tolerance=0.0, where=where, detail=detail)
+    return Check(
+        name=CheckName.DEPENDENCY, passed=not wrong, error=float(wrong), tolerance=0.0, where=where, detail=detail
+    )
 
 
 def gradients_from_every_row(oracle: Oracle, result: Result) -> Iterator[Check]:
@@ -104,8 +108,8 @@ def gradients_from_every_row(oracle: Oracle, result: Result) -> Iterator[Check]:
     out, dout = oracle.batched(result.out), oracle.batched(oracle.full_dout)
     shape = (len(batches), len(keys), workload.num_kv_heads)
     sums = {
-        "dk": torch.zeros(2, *shape, workload.head_dim, dtype=torch.float64, device=oracle.device),
-        "dv": torch.zeros(2, *shape, dtype=torch.float64, device=oracle.device),
+        CheckName.DK: torch.zeros(2, *shape, workload.head_dim, dtype=torch.float64, device=oracle.device),
+        CheckName.DV: torch.zeros(2, *shape, dtype=torch.float64, device=oracle.device),
     }
     for head in range(workload.num_heads):
         kv_head = head // workload.group_size
@@ -118,24 +122,24 @@ def gradients_from_every_row(oracle: Oracle, result: Result) -> Iterator[Check]:
         score = weight * (value_grad - product.sum(-1, keepdim=True)) * workload.softmax_scale
         terms = weight * (value_grad.abs() + product.abs().sum(-1, keepdim=True)) * workload.softmax_scale
         q_h = q[batches, :, head].double()
-        sums["dk"][0, :, :, kv_head] += score.mT @ q_h
-        sums["dk"][1, :, :, kv_head] += terms.square().mT @ q_h.square()
-        sums["dv"][0, :, :, kv_head] += (weight * share).sum(1)
-        sums["dv"][1, :, :, kv_head] += (weight * share).square().sum(1)
+        sums[CheckName.DK][0, :, :, kv_head] += score.mT @ q_h
+        sums[CheckName.DK][1, :, :, kv_head] += terms.square().mT @ q_h.square()
+        sums[CheckName.DV][0, :, :, kv_head] += (weight * share).sum(1)
+        sums[CheckName.DV][1, :, :, kv_head] += (weight * share).square().sum(1)
     tolerance = 2 * oracle.second_expected[-1].tolerance
     # The weights of single attentions, which dk needs, are not in an out that is a sum of them.
     of_sum = any(parts_of(workload, oracle.device, torch.float64))
     detached = workload.pattern.is_detached or of_sum
     axes = (("batch", oracle.sample.batches), ("key", torch.tensor(keys)), ("head", None), ("dim", None))
-    for index, name in ((1, "dk"), (2, "dv")):
+    for index, name in ((1, CheckName.DK), (2, CheckName.DV)):
         gradient = result.gradients[index]
         # The weights of single branches, which a detached dk needs, are not in out.
-        if gradient is None or (name == "dk" and detached):
+        if gradient is None or (name == CheckName.DK and detached):
             continue
         value, squares = sums[name]
         size = squares.sqrt().add_(value.abs()).clamp_min_(torch.finfo(oracle.dtype).tiny)
         actual = oracle.chosen(gradient)[:, keys]
-        if name == "dv":
+        if name == CheckName.DV:
             actual = torch.stack([actual[:, at, :, channel] for at, channel in enumerate(channels)], 1)
         expected = Expected(value, size, tolerance)
-        yield compare(name + FROM_EVERY_ROW, actual, expected, axes[: actual.ndim], f"{len(keys)} keys, {_UNDER}")
+        yield compare(FROM_EVERY_ROW[name], actual, expected, axes[: actual.ndim], f"{len(keys)} keys, {_UNDER}")

@@ -19,7 +19,7 @@ from dilabench.engine.verify.compare import compare_both_ways
 from dilabench.engine.verify.heads import GRADIENTS, NO_GRADIENT, how_many, row_axes
 from dilabench.engine.verify.oracle.in_place import InPlaceOracle
 from dilabench.engine.verify.oracle.sharded import RanksOracle
-from dilabench.record import Check, Verification
+from dilabench.record import Check, CheckName, Verification
 
 
 def verify_sampled_rows(call: PreparedCall) -> Verification:
@@ -60,7 +60,7 @@ def _checks(call: PreparedCall, oracle: InPlaceOracle) -> Iterator[Check]:
     rows = oracle.sampled(out.detach().to(oracle.device)).clone()
     # Only now is there room for the oracle's own tensors.
     del out
-    yield from compare_both_ways("out", rows, oracle.expected[0], row_axes(oracle), how_many(oracle))
+    yield from compare_both_ways(CheckName.OUT, rows, oracle.expected[0], row_axes(oracle), how_many(oracle))
     keys = (("batch", oracle.sample.batches), ("position", oracle.sample.keys), ("head", None), ("dim", None))
     for index, gradient in enumerate(gradients):
         name, axes = GRADIENTS[index], keys if index else row_axes(oracle)

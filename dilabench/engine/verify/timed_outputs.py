@@ -35,7 +35,7 @@ from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.oracle.sample import Sample
 from dilabench.engine.verify.oracle.sharded import RanksOracle, rows_across_ranks
 from dilabench.engine.verify.oracle.tolerance import Expected, eps
-from dilabench.record import Check, Verification
+from dilabench.record import Check, CheckName, Verification
 
 # What all checks, the last of them included, may take of the time in which samples are taken, and what the first is
 # expected to take. Changes of the inputs may take twice timed_calls.CHANGE_SHARE, so that all of it costs 3 % of a row
@@ -93,24 +93,24 @@ def timed_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, fl
     form = form_checks(kept.out, inputs.q.shape, inputs.q.dtype, inputs.q.device)
     broken = next((check for check in form if not check.passed), None)
     if broken is not None:
-        yield broken.model_copy(update={"name": "timed_form", "detail": f"{OF}: {broken.detail}"})
+        yield broken.model_copy(update={"name": CheckName.TIMED_FORM, "detail": f"{OF}: {broken.detail}"})
         return
     assert isinstance(kept.out, Tensor)
     if kept.threads > 0:
         text = f"{kept.threads} threads that were started since the slot began still ran when a call had returned"
-        yield Check(name="timed_threads", passed=False, detail=text)
+        yield Check(name=CheckName.TIMED_THREADS, passed=False, detail=text)
     if kept.rows is not None and kept.places is not None:
         now = kept.out.detach().index_select(call.row_dim, kept.places.to(kept.out.device))
         same = torch.equal(now, kept.rows)
         text = "its values changed after the call had returned: it was not finished, or a later call wrote into it"
-        yield Check(name="timed_kept", passed=same, detail=None if same else text)
+        yield Check(name=CheckName.TIMED_KEPT, passed=same, detail=None if same else text)
     kept = _where_verified(kept)
     if call.spec.takes == "heads":
         yield from _heads_checks(call, kept, tolerances, seed)
     elif call.world is None:
         yield _embeddings_check(call, kept, tolerances, seed)
     else:
-        yield Check(name="timed_form", passed=True, detail=f"{OF}: its values, over ranks, were not compared")
+        yield Check(name=CheckName.TIMED_FORM, passed=True, detail=f"{OF}: its values, over ranks, were not compared")
 
 
 def _where_verified(kept: KeptCall) -> KeptCall:
@@ -127,22 +127,28 @@ def _heads_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, f
     assert isinstance(kept.out, Tensor)
     oracle = _oracle(call, kept, seed)
     out = kept.out.detach()
-    yield _compared("out", oracle, oracle.sampled(out), oracle.expected[0], tolerances)
+    yield _compared(CheckName.OUT, oracle, oracle.sampled(out), oracle.expected[0], tolerances)
     if call.workload.mode == "forward":
         return
     dq, dk, dv = kept.gradients[:3]
     if dq is None or dk is None or dv is None:
-        yield Check(name="timed_gradients", passed=False, detail=f"{OF}: {NO_GRADIENT}")
+        yield Check(name=CheckName.TIMED_GRADIENTS, passed=False, detail=f"{OF}: {NO_GRADIENT}")
         return
-    yield _compared("dq", oracle, oracle.sampled(dq), oracle.gradients[0], tolerances)
+    yield _compared(CheckName.DQ, oracle, oracle.sampled(dq), oracle.gradients[0], tolerances)
     q, k, v = kept.inputs.q, kept.inputs.k, kept.inputs.v
     own = oracle.gradients[0]
     fits_v = _sums(call, v, dv), _sums(call, out, oracle.full_dout)
     fits_k = _sums(call, k, dk), _sums(call, q, dq)
     yield _identity(
-        "dv", *fits_v, tolerances.get("dv", own.tolerance), "dout and out", _rounding(call, oracle.expected[0])
+        CheckName.DV,
+        *fits_v,
+        tolerances.get(CheckName.DV, own.tolerance),
+        "dout and out",
+        _rounding(call, oracle.expected[0]),
     )
-    yield _identity("dk", *fits_k, tolerances.get("dk", own.tolerance), "q, k and dq", _rounding(call, own))
+    yield _identity(
+        CheckName.DK, *fits_k, tolerances.get(CheckName.DK, own.tolerance), "q, k and dq", _rounding(call, own)
+    )
 
 
 def _rounding(call: PreparedCall, expected: Expected) -> Tensor:
@@ -158,7 +164,7 @@ def _rounding(call: PreparedCall, expected: Expected) -> Tensor:
     return (size.clamp_min(1e-15) / value.clamp_min(1e-150))[:, None]
 
 
-def _identity(name: str, left: Tensor, right: Tensor, tolerance: float, others: str, rounding: Tensor) -> Check:
+def _identity(name: CheckName, left: Tensor, right: Tensor, tolerance: float, others: str, rounding: Tensor) -> Check:
     """Both sides of an identity, as `_sums` gives them. rounding: as `_rounding` does."""
     size = (left[1] + right[1]).sqrt().mul_(rounding).clamp_min_(torch.finfo(torch.float32).tiny)
     errors = ((left[0] - right[0]).abs() / size).nan_to_num(torch.inf)
@@ -166,13 +172,15 @@ def _identity(name: str, left: Tensor, right: Tensor, tolerance: float, others: 
     error = max(float(errors.max()) / LARGEST_IDENTITY_ERROR, mean / MEAN_IDENTITY_ERROR)
     passed = error <= tolerance
     text = None if passed else f"{OF}: over all rows it does not fit {others}"
-    return Check(name=f"timed_{name}", passed=passed, error=error, tolerance=tolerance, detail=text)
+    return Check(name=CheckName(f"timed_{name}"), passed=passed, error=error, tolerance=tolerance, detail=text)
 
 
-def _compared(name: str, oracle: Oracle, rows: Tensor, expected: Expected, tolerances: Mapping[str, float]) -> Check:
+def _compared(
+    name: CheckName, oracle: Oracle, rows: Tensor, expected: Expected, tolerances: Mapping[str, float]
+) -> Check:
     # Few rows show too little of the plain computation's error.
     tolerance = max(expected.tolerance, tolerances.get(name, 2 * expected.tolerance))
-    return compare(f"timed_{name}", rows, replace(expected, tolerance=tolerance), row_axes(oracle), OF)
+    return compare(CheckName(f"timed_{name}"), rows, replace(expected, tolerance=tolerance), row_axes(oracle), OF)
 
 
 def _oracle(call: PreparedCall, kept: KeptCall, seed: int) -> InPlaceOracle:
@@ -219,7 +227,7 @@ def _embeddings_check(call: PreparedCall, kept: KeptCall, tolerances: Mapping[st
     # In its own dtype, once: what verification compared with was exact, so its tolerance covers half of this.
     value, size = plain_embeddings(module, oracle)
     expected = Expected(
-        value, size.clamp_min(torch.finfo(oracle.dtype).tiny), 2 * tolerances.get("out", 16 * eps(oracle.dtype))
+        value, size.clamp_min(torch.finfo(oracle.dtype).tiny), 2 * tolerances.get(CheckName.OUT, 16 * eps(oracle.dtype))
     )
     axes = (("batch", sample.batches), ("position", sample.rows), ("dim", None))
-    return compare("timed_out", oracle.sampled(kept.out.detach()), expected, axes, OF)
+    return compare(CheckName.TIMED_OUT, oracle.sampled(kept.out.detach()), expected, axes, OF)

@@ -6,23 +6,26 @@ of life counts as lost: every later request to it fails at once, with that reaso
 
 import contextlib
 import itertools
+import os
+import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from dilabench.engine.device.lock import DEFAULT_WAIT_S
 from dilabench.engine.worker.client import START_TIMEOUT_S, Worker, WorkerFailure
-from dilabench.engine.worker.node_agent import facts_of
+from dilabench.engine.worker.node_agent import facts_of, serve
 from dilabench.engine.worker.protocol import CommandName, Hello, RankState, Reply, WorkerSettings
 from dilabench.engine.worker.store_channel import BEAT_S, StoreChannel
 from dilabench.engine.worker.torchrun import MEETING_TIMEOUT_S, Rank, machine_id
-from dilabench.errors import EnvironmentNotReady
+from dilabench.errors import EnvironmentNotReady, ExitCode
 from dilabench.machine import Machine
 from dilabench.record import GpuInfo
 
 # Ending a process that holds a GPU's whole memory takes seconds.
 REQUEST_TIMEOUT_S = 60.0
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @contextlib.contextmanager
@@ -215,3 +218,23 @@ def _gpu_of(rank: int, facts: Mapping[str, Any]) -> GpuInfo:
             "as many ranks per node as it has GPUs (torchrun --nproc-per-node)"
         )
     return GpuInfo.model_validate(facts["gpu"])
+
+
+def on_ranks(work: Callable[[Nodes | None], ExitCode]) -> ExitCode:
+    """Do the command's work on rank 0 with the ranks of torchrun, or with None when torchrun did not start us.
+
+    Any other rank serves until rank 0 has ended.
+    """
+    rank = Rank.from_environment()
+    if rank is None:
+        return work(None)
+    if rank.store_host in LOOPBACK:
+        # gloo would otherwise look the host's name up, which not every machine can.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if rank.rank > 0:
+        # It waits inside of torch, where Python sees no signal, and has nothing to save.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        return serve(rank)
+    with gathered(rank) as nodes:
+        return work(nodes)

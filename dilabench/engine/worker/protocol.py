@@ -7,8 +7,8 @@ from pydantic import Field
 
 from dilabench.engine.second_implementation import second_implementations
 from dilabench.machine import Machine
+from dilabench.patterns.registry import find_kinds_with
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.plugins.descriptors import Timer
 from dilabench.record import Case, Diagnostic, KernelUse, Memory, Note, Slot, Verification
 from dilabench.validation import Model, content_hash
 
@@ -77,11 +77,6 @@ class TimerSpec(Model):
     name: str
     target: str
     proves: str
-
-    @classmethod
-    def of(cls, timer: Timer) -> "TimerSpec":
-        """The part of a timer's descriptor that a worker needs."""
-        return cls(name=timer.name, target=timer.target, proves=timer.proves)
 
 
 class WorkerSettings(Model):
@@ -224,3 +219,13 @@ def worker_key(case: Case, catalogue: Catalogue) -> str:
     foreign = catalogue.backends.origin(backend.name)
     parts = [origin, *([foreign] if foreign != origin else []), *([backend.name] if backend.library else [])]
     return "+".join(parts) + ranks
+
+
+def _discover() -> None:
+    # Only a process that meets a plug-in's pattern looks for plug-ins.
+    from dilabench.plugins.manager import discover
+
+    discover()
+
+
+find_kinds_with(_discover)

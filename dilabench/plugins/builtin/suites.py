@@ -7,8 +7,8 @@ SUITES: tuple[Suite, ...] = (
     Suite(
         "quick",
         "does it work, how fast is it roughly: 1K, 4K and 16K tokens",
-        "dilabench.suites.overview.cases:quick",
-        analysis="dilabench.suites.overview.findings:analyse",
+        "dilabench.suites.overview:quick",
+        analysis="dilabench.suites.overview:analyse",
         budget_s=55.0,
         # Thirty turns of a call of 30 ms: with twenty the winners at 4K, 4 % apart, are mostly not told apart.
         sampling_s=1.0,
@@ -18,8 +18,8 @@ SUITES: tuple[Suite, ...] = (
     Suite(
         "implementations",
         "which implementation is fastest and smallest",
-        "dilabench.suites.overview.cases:implementations",
-        analysis="dilabench.suites.overview.findings:analyse",
+        "dilabench.suites.overview:implementations",
+        analysis="dilabench.suites.overview:analyse",
         priority=50,
         options=(),
         tunes=True,
@@ -99,9 +99,9 @@ SUITES: tuple[Suite, ...] = (
     Suite(
         "choice",
         "how far the library's automatic choice is from the fastest of its ways, on shapes drawn at random",
-        "dilabench.suites.regret.cases:expand",
-        follow_up="dilabench.suites.regret.cases:follow_up",
-        analysis="dilabench.suites.regret.findings:analyse",
+        "dilabench.suites.choice.cases:expand",
+        follow_up="dilabench.suites.choice.cases:follow_up",
+        analysis="dilabench.suites.choice.findings:analyse",
         reads_catalogue=True,
         aliases=("regret",),
         # A regret of 1.1 shows in thirty turns, and there are many shapes.
@@ -124,8 +124,8 @@ SUITES: tuple[Suite, ...] = (
     Suite(
         "tiles",
         "which tile shapes are fastest for an implementation's kernels, beside those that it has",
-        "dilabench.suites.tiles.cases:expand",
-        analysis="dilabench.suites.tiles.findings:analyse",
+        "dilabench.suites.tiles:expand",
+        analysis="dilabench.suites.tiles:analyse",
         options=("tiles",),
         by_name=True,
     ),

@@ -1,41 +1,93 @@
-"""The plan of a case: what a trace of it found, or why there is none."""
+"""The plan of a case, what a trace of it found, or why there is none; and the longest sequence whose plan fits."""
 
+import contextlib
+import hashlib
+import importlib.metadata
+import json
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
 from queue import LifoQueue
 from typing import Any
 
+from dilabench.cache_folder import cache_folder
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.predict.memory.trace_cache import TraceCache
 from dilabench.predict.memory.tracer import Tracer
-from dilabench.record import Case
-from dilabench.validation import Model, content_hash
+from dilabench.record import Case, MemoryPlan
+from dilabench.validation import content_hash
+from dilabench.workload.cuts import uncut_step
+from dilabench.workload.last_length import last_length
+from dilabench.workload.spec import MAX_SEQ_LEN
+
+PACKAGE = Path(__file__).parents[2]
+# What decides how much an implementation allocates.
+SOURCES = ("backends", "distributed", "engine/call", "engine/trace", "impls", "kernels", "patterns", "workload")
+
+
+class TraceCache:
+    """Answers of traces by key: in the process and, for what dilabench ships, in the cache folder.
+
+    A file that cannot be read or written is no error: then a case is traced again.
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[str, dict[str, Any]] | None = None
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The answer, if there is one."""
+        if self._answers is None:
+            self._answers = _read(_file())
+        return self._answers.get(key)
+
+    def put(self, key: str, answer: dict[str, Any], lasting: bool) -> None:
+        """Keep an answer; one that is `lasting` also for later processes, unless it is that there is none."""
+        assert self._answers is not None
+        self._answers[key] = answer
+        if not lasting or "why" in answer:
+            return
+        with contextlib.suppress(OSError):
+            path = _file()
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                for old in path.parent.glob("*.jsonl"):
+                    old.unlink()
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([key, answer]) + "\n")
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    answers: dict[str, dict[str, Any]] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return answers
+    for line in lines:
+        # Another process may be writing the last one.
+        with contextlib.suppress(ValueError):
+            key, answer = json.loads(line)
+            answers[key] = answer
+    return answers
+
+
+def _file() -> Path:
+    return cache_folder() / "memory" / f"{_sources_hash()}.jsonl"
+
+
+@cache
+def _sources_hash() -> str:
+    """Sixteen hex digits over torch's version and the sources that a trace runs."""
+    digest = hashlib.sha256(importlib.metadata.version("torch").encode())
+    for folder in SOURCES:
+        for path in sorted((PACKAGE / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
 
 OURS = "dilabench."
 # How far a traced peak may lie from the measured one.
 WITHIN = 0.1
-
-
-class MemoryPlan(Model):
-    """Bytes on the device at the fullest moment of a call, by what they are for; they add up to the peak.
-
-    inputs: q, k, v (or embeddings), with dout unless the mode is forward. saved: what lives from forward to backward,
-    the result with it, inputs left out. workspace: everything else. tables: index tensors and block lists that are kept
-    between calls. Over ranks it is what the fullest rank holds.
-    """
-
-    inputs_bytes: int
-    parameters_bytes: int = 0
-    saved_bytes: int = 0
-    workspace_bytes: int
-    tables_bytes: int = 0
-
-    @property
-    def peak_bytes(self) -> int:
-        """What must fit, and what the engine's memory pass measures."""
-        held = self.inputs_bytes + self.parameters_bytes + self.tables_bytes
-        return held + self.saved_bytes + self.workspace_bytes
 
 
 # The last one that was used comes first: who asks for one plan after another starts one process.
@@ -117,3 +169,60 @@ def _is_ours(case: Case, order: dict[str, Any]) -> bool:
     if order["backend"] is not None:
         targets.append(order["backend"]["target"])
     return all(target.startswith(OURS) for target in targets)
+
+
+# The longest length is right to this part of it: a step more does not fit. Few traces find it, for sizes grow almost
+# in proportion to the length.
+RESOLUTION = 256
+
+
+def longest_that_fits(case: Case, device: str, capacity_bytes: int, catalogue: Catalogue) -> int | None:
+    """The largest sequence length of the case whose plan fits into so many bytes; None without a plan, 0 if none.
+
+    The batch size, heads and branches stay; packed sequences and a mask from a file have the length that they have,
+    and give None; a pattern that refuses long sequences may end the search at its own longest. To a step of about a
+    three-hundredth, and confirmed: it fits, a step more does not. Over ranks lengths that cut segments need more than
+    those that do not: there only the latter are looked at, where a few of them fit. It is a prediction: `extreme` finds
+    the length by real runs.
+    """
+    if case.workload.has_given_length:
+        return None
+
+    def peak(length: int) -> int | None:
+        workload = case.workload.replace(seq_len=length)
+        plan = plan_memory(case.model_copy(update={"workload": workload}), device, catalogue)
+        return None if plan is None else plan.peak_bytes
+
+    length, last = case.workload.seq_len, last_length(case.workload)
+    fits, too_long = (0, 0), (MAX_SEQ_LEN, MAX_SEQ_LEN)
+    uncut = uncut_step(case.workload, case.world_size)
+    while (needed := peak(length)) is not None:
+        if needed <= capacity_bytes:
+            fits = (length, needed)
+        else:
+            too_long = (length, needed)
+        low, high = fits[0], too_long[0]
+        step = _step(low or high)
+        if case.world_size > 1 and 4 * uncut <= _guess(fits, too_long, capacity_bytes, step):
+            # Where ranks cut no segment; elsewhere a trace of many segments takes long.
+            step = max(step, uncut)
+        if high - low <= step or low >= min(last, MAX_SEQ_LEN // 2):
+            return low
+        length = min(last, _guess(fits, too_long, capacity_bytes, step))
+    return None
+
+
+def _step(length: int) -> int:
+    """The power of two that is about a three-hundredth of a length."""
+    return max(1, 1 << max(0, length.bit_length() - RESOLUTION.bit_length()))
+
+
+def _guess(fits: tuple[int, int], too_long: tuple[int, int], capacity: int, step: int) -> int:
+    """Where a line through what is known reaches the capacity, inside what is not known, on a multiple of the step."""
+    (low, low_bytes), (high, high_bytes) = fits, too_long
+    if high == MAX_SEQ_LEN:
+        # Nothing was too long yet: in proportion, and a step beyond, so that the next may be the end.
+        return min(MAX_SEQ_LEN // 2, max(low + step, low * capacity // max(1, low_bytes) // step * step + step))
+    at = low + (high - low) * (capacity - low_bytes) // max(1, high_bytes - low_bytes)
+    nearest = at // step * step
+    return min(max(nearest, low + step), high - 1) if low else max(1, min(nearest, high // 2))

@@ -45,7 +45,7 @@ def _where(row: Row, record: RunRecord) -> Iterator[str]:
 
 def _switches(chosen: Optimizations) -> tuple[str, ...] | None:
     changed = chosen.model_dump(exclude_defaults=True)
-    found = [SWITCHES.get(name, {}).get(value) for name, value in changed.items()]
+    found = [SWITCHES[name].get(value) if name in SWITCHES else None for name, value in changed.items()]
     return None if None in found else tuple(filter(None, found))
 
 

@@ -34,8 +34,8 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
         for scaling, workloads in ((STRONG, asked), (WEAK, _per_rank(asked, ranks, planner))):
             for workload in workloads:
                 mode = request.overrides.get("mode", "both")
-                one = workload.model_copy(update={"mode": mode})
-                for planned in beside_one_device(one, planner, ranks):
+                in_mode = workload.model_copy(update={"mode": mode})
+                for planned in beside_one_device(in_mode, planner, ranks):
                     labels = planned.labels | SCALING.entry(scaling)
                     cases.setdefault(planned.case.case_id, planned.model_copy(update={"labels": labels}))
     return tuple(cases.values())
@@ -44,9 +44,9 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 def _per_rank(asked: Sequence[WorkloadRequest], ranks: int, planner: Planner) -> Iterator[WorkloadRequest]:
     """The shortest of those that differ only in length, so long on each rank; none whose sequences are given."""
     shortest: dict[WorkloadRequest, int] = {}
-    for one in asked:
-        alike = one.model_copy(update={"seq_len": 1})
-        shortest[alike] = min(one.seq_len, shortest.get(alike, one.seq_len))
+    for request in asked:
+        alike = request.model_copy(update={"seq_len": 1})
+        shortest[alike] = min(request.seq_len, shortest.get(alike, request.seq_len))
     for alike, length in shortest.items():
         longer = alike.model_copy(update={"seq_len": length * ranks})
         workload = alike.model_copy(update={"seq_len": length}).resolve(planner.machine.auto_dtype)

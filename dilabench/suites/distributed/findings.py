@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dilabench.compare.view import measured_view, memory_of, speedup
+from dilabench.compare.view import measured_view, peak_of, speedup
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Row, RunRecord
 from dilabench.report import figures
@@ -170,18 +170,13 @@ def _rate_plot(workload: str, several: Sequence[_Scaling]) -> CurvePlot:
     return _plot(f"Weak scaling: {workload}", "useful TFLOP/s per rank", curves)
 
 
-def _peak(row: Row) -> int | None:
-    memory = memory_of(row)
-    return memory.peak_bytes if memory else None
-
-
 def _peak_text(row: Row, _single: Row) -> str:
-    peak = _peak(row)
+    peak = peak_of(row)
     return figures.ABSENT if peak is None else format_bytes(peak)
 
 
 def _peak_plot(workload: str, several: Sequence[_Scaling]) -> CurvePlot:
-    curves = _curves(several, lambda row, _: (_peak(row) or 0) / MIB)
+    curves = _curves(several, lambda row, _: (peak_of(row) or 0) / MIB)
     return _plot(f"Memory: {workload}", "peak memory per rank (MiB)", curves)
 
 

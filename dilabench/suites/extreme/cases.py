@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dilabench.machine import device_named
+from dilabench.machine import device_named, memory_bytes
 from dilabench.metadata import WAY
 from dilabench.patterns.dense import DENSE
 from dilabench.plugins.descriptors import Implementation
@@ -13,7 +13,6 @@ from dilabench.record import Case, Measured, PlannedCase, Row, Skipped
 from dilabench.request import RunRequest
 from dilabench.suites.extreme.foresight import Foresight, between
 from dilabench.suites.planner import Planner, as_dense
-from dilabench.suites.room import memory_bytes
 from dilabench.units import parse_count
 from dilabench.workload.cuts import cut_length, why_uncut
 from dilabench.workload.last_length import last_length

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from dilabench.compare.view import view_of
+from dilabench.compare.view import peak_of, view_of
 from dilabench.metadata import WAY
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.memory import plan_memory
-from dilabench.record import Measured, Row, RunRecord, Skipped
+from dilabench.record import Row, RunRecord, Skipped
 from dilabench.report import figures
 from dilabench.report.columns import implementation_text
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
@@ -63,7 +63,7 @@ def _line(search: Search, device: str, catalogue: Catalogue) -> tuple[str, ...]:
     if not search.fitting:
         return (*head, figures.ABSENT, too_long, *[figures.ABSENT] * 4, _ending(search))
     at = max(search.fitting, key=lambda row: row.case.workload.seq_len)
-    tokens, peak, where = at.case.workload.tokens, _peak(at), view_of(at)
+    tokens, peak, where = at.case.workload.tokens, peak_of(at), view_of(at)
     plan = plan_memory(at.case, device, catalogue)
     slope = _slope(search.fitting)
     return (
@@ -93,13 +93,9 @@ def _way(search: Search) -> str:
     return WAY.of(search.rows[0].planned) or ""
 
 
-def _peak(row: Row) -> int | None:
-    return row.outcome.memory.peak_bytes if isinstance(row.outcome, Measured) and row.outcome.memory else None
-
-
 def _slope(rows: Sequence[Row]) -> float | None:
     """Least squares of peak bytes over tokens: what a further token costs, constants left out."""
-    points = [(row.case.workload.tokens, peak) for row in rows if (peak := _peak(row)) is not None]
+    points = [(row.case.workload.tokens, peak) for row in rows if (peak := peak_of(row)) is not None]
     if len({tokens for tokens, _ in points}) < 2:
         return None
     mean_x = sum(x for x, _ in points) / len(points)
@@ -112,7 +108,7 @@ def _plots(found: Sequence[Search]) -> list[CurvePlot]:
     curves = []
     for search in found:
         rows = sorted(search.fitting, key=lambda row: row.case.workload.seq_len)
-        points = [Point(row.case.workload.seq_len, peak / 2**20) for row in rows if (peak := _peak(row))]
+        points = [Point(row.case.workload.seq_len, peak / 2**20) for row in rows if (peak := peak_of(row))]
         if len(points) > 1:
             row = search.rows[0]
             label = f"{implementation_text(row.case)} {row.case.workload.mode}, {_way(search)}"

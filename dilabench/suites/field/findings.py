@@ -11,7 +11,7 @@ from dilabench.record import Failed, Measured, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.columns import row_name
 from dilabench.report.findings import Section
-from dilabench.suites.overview import findings as overview
+from dilabench.suites import overview
 from dilabench.suites.ring import findings as over_ranks
 
 TITLE = "The field"
@@ -28,10 +28,10 @@ TO_GET = ("project", "why", "how to get it")
 
 def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     """Peers beside ours, peers on what they do not compute, missing ones, and what suite `ring` says of ranks."""
-    shelf = catalogue.implementations
-    peers = {one.name: one for one in shelf if one.project is not None}
+    registry = catalogue.implementations
+    peers = {peer.name: peer for peer in registry if peer.project is not None}
     rows = [row for row in record.rows if row.case.implementation in peers]
-    ours = [row for row in record.rows if row.case.implementation in shelf and row.case.implementation not in peers]
+    ours = [row for row in record.rows if row.case.implementation in registry and row.case.implementation not in peers]
     measured = [row for row in rows if isinstance(row.outcome, Measured)]
     ran = {row.case.implementation for row in rows if isinstance(row.outcome, Measured | Failed)}
     return (
@@ -44,7 +44,7 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
             headed=bool(measured),
         ),
         *_elsewhere([row for row in rows if row.case.implementation in ran and row not in measured]),
-        *_missing([one for one in peers.values() if one.name not in ran], rows),
+        *_missing([peer for peer in peers.values() if peer.name not in ran], rows),
         *over_ranks.analyse(record, catalogue),
         *overview.analyse(record),
     )
@@ -55,10 +55,10 @@ def _beside(row: Row, ours: Sequence[Row]) -> tuple[str, ...]:
     case, theirs = row.case, measured_view(row)
     rivals = [
         view
-        for one in ours
-        if (one.case.workload, one.case.world_size, one.planned.takes)
+        for rival in ours
+        if (rival.case.workload, rival.case.world_size, rival.planned.takes)
         == (case.workload, case.world_size, row.planned.takes)
-        and (view := view_of(one)) is not None
+        and (view := view_of(rival)) is not None
     ]
     best = min(rivals, key=lambda view: view.median_ns, default=None)
     return (
@@ -84,16 +84,16 @@ def _missing(peers: Sequence[Implementation], rows: Sequence[Row]) -> Iterator[S
     if peers:
         whys = {row.case.implementation: _why(row) for row in rows}
         lines = dict.fromkeys(
-            (str(one.project), whys.get(one.name) or _unasked(one), one.install or figures.ABSENT) for one in peers
+            (str(peer.project), whys.get(peer.name) or _unasked(peer), peer.install or figures.ABSENT) for peer in peers
         )
         sentence = "Public projects that dilabench has an adapter for and that nothing could be measured of."
         yield Section(title="Not in this run", sentence=sentence, columns=TO_GET, rows=tuple(lines))
 
 
-def _unasked(one: Implementation) -> str:
-    if one.supports.max_world_size != 1:
+def _unasked(peer: Implementation) -> str:
+    if peer.supports.max_world_size != 1:
         return "computes over ranks, and this run has none (--nproc 2)"
-    return f"computes other patterns (--set pattern={min(one.supports.patterns)})"
+    return f"computes other patterns (--set pattern={min(peer.supports.patterns)})"
 
 
 def _why(row: Row) -> str:

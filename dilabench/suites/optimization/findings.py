@@ -180,7 +180,7 @@ def _plots(gains: Sequence[Gain], variants: Sequence[str]) -> Iterator[BarPlot]:
     speeds = [
         Bars(
             label=variant,
-            values=tuple(one.speedup if (one := found.get((place, variant))) else None for place in places),
+            values=tuple(gain.speedup if (gain := found.get((place, variant))) else None for place in places),
             low=tuple(_end(found.get((place, variant)), 0) for place in places),
             high=tuple(_end(found.get((place, variant)), 1) for place in places),
         )

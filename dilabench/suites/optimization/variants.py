@@ -1,11 +1,11 @@
 """The optimizations as things to compare: everything off, each alone, all together."""
 
-from collections.abc import Iterator
 from typing import Any
 
-from dilabench.machine import CXX_COMPILERS, Machine, cxx_compiler
+from dilabench.machine import Machine
 from dilabench.record import Optimizations
 from dilabench.request import RunRequest
+from dilabench.suites.planner import reasons_against_optimizations
 
 NONE = "nothing"
 ALL_TOGETHER = "all together"
@@ -29,7 +29,7 @@ def variants(request: RunRequest, machine: Machine, mode: str) -> dict[str, dict
         name: value
         for fields in alone.values()
         for name, value in fields.items()
-        if not any(reasons_against(Optimizations(**fields), machine))
+        if not any(reasons_against_optimizations(Optimizations(**fields), machine))
     }
     return {
         NONE: off,
@@ -38,11 +38,3 @@ def variants(request: RunRequest, machine: Machine, mode: str) -> dict[str, dict
         # It trades time for memory, so it is none of those that make things faster together.
         **({"gradient checkpointing": {**off, "gradient_checkpointing": True}} if mode != "forward" else {}),
     }
-
-
-def reasons_against(optimizations: Optimizations, machine: Machine) -> Iterator[str]:
-    """Why optimizations cannot be switched on here; empty when nothing known speaks against them."""
-    if optimizations.cuda_graph and machine.device != "cuda":
-        yield f"cuda_graph needs cuda, have {machine.device}"
-    if optimizations.compile and machine.device == "cpu" and not cxx_compiler():
-        yield f"compile needs a C++ compiler on a CPU, none of {', '.join(CXX_COMPILERS)} works here"

@@ -3,15 +3,19 @@
 from collections.abc import Sequence
 
 from dilabench.errors import ConfigError
+from dilabench.machine import Machine, memory_bytes
 from dilabench.patterns.dense import DENSE
-from dilabench.record import PlannedCase, Skipped
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.record import Case, PlannedCase, Skipped
 from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner
-from dilabench.suites.room import shortage
-from dilabench.units import format_count
+from dilabench.units import format_bytes, format_count
 from dilabench.workload.ranges import RANGES
+from dilabench.workload.work import tensor_bytes
 
 DEFAULT_RANGE = "production"
+# Nothing that is planned for needs more than so many times q, k, v, out and lse, and so many bytes of blocks.
+PLENTY, PLENTY_BYTES = 8, 2**31
 
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
@@ -41,5 +45,29 @@ def _refuse_disorder(lengths: Sequence[int]) -> None:
 
 
 def _within_memory(planned: PlannedCase, planner: Planner) -> PlannedCase:
-    why = None if planned.skip else shortage(planned.case, planner.machine, planner.catalogue)
+    why = None if planned.skip else _shortage(planned.case, planner.machine, planner.catalogue)
     return planned.model_copy(update={"skip": Skipped(code="does_not_fit", why=why)}) if why else planned
+
+
+def _shortage(case: Case, machine: Machine, catalogue: Catalogue) -> str | None:
+    """Why the case cannot fit into the device's memory; None when it may.
+
+    By q, k, v, out and lse where these say it already, else by a trace of it.
+    """
+    available = memory_bytes(machine)
+    least = sum(tensor_bytes(case.workload).values())
+    if available is None or PLENTY * least + PLENTY_BYTES <= available:
+        return None
+    plan = None
+    if least <= available:
+        from dilabench.predict.memory import plan_memory
+
+        plan = plan_memory(case, machine.device, catalogue)
+    needed = plan.peak_bytes if plan else least
+    if needed <= available:
+        return None
+    about = "about" if plan else "at least"
+    return (
+        f"needs {about} {format_bytes(needed)} ({needed} bytes) of memory, this device has {format_bytes(available)}; "
+        "use a shorter length or a smaller batch"
+    )

@@ -7,7 +7,7 @@ from dilabench.metadata import CHOSEN_BY, RECEIVED_BYTES
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report import figures
-from dilabench.report.columns import implementation_text, row_name
+from dilabench.report.columns import COLUMNS, implementation_text, row_name
 from dilabench.report.findings import BarPlot, Bars, Plot, Section
 from dilabench.suites.findings.beside_one_device import MODES, Comparison, comparisons
 from dilabench.suites.findings.exposure import expected_bytes, exposure, ideal, rank_medians_ns
@@ -83,15 +83,15 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     found = comparisons(record)
     if not found:
         return ()
-    best = max(found, key=lambda one: one.efficiency)
+    best = max(found, key=lambda comparison: comparison.efficiency)
     case = best.row.case
-    sharding = {INSIDE if one.row.case.optimizations.sharding_inside else OUTSIDE for one in found}
+    sharding = {INSIDE if comparison.row.case.optimizations.sharding_inside else OUTSIDE for comparison in found}
     sentence = (
         f"Best parallel efficiency: {best.efficiency:.0%} of {case.world_size} ranks, {case.implementation} at "
         f"{case.workload.label()} ({figures.ratio(best.gain)} one device). Times are the slowest rank's of each "
         f"sample; {'; '.join(sorted(sharding))}."
     )
-    if any(one.efficiency > 1 for one in found):
+    if any(comparison.efficiency > 1 for comparison in found):
         sentence += f" {ABOVE_ONE}"
     if not record.device.startswith("cuda"):
         sentence += f" {SHARED_CORES}"
@@ -104,7 +104,7 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
             "Balance and traffic of each rank",
             BALANCE_MEANING,
             BALANCE,
-            (_balance(one, name, catalogue) for one in found),
+            (_balance(comparison, name, catalogue) for comparison in found),
         ),
     )
 
@@ -113,8 +113,8 @@ def _choices(found: Sequence[Comparison]) -> list[str]:
     """What `auto` took over ranks, and by which expectation."""
     chosen = {
         (row.case.implementation, row.case.workload.label(), reason)
-        for one in found
-        for row in one.parallel.values()
+        for comparison in found
+        for row in comparison.parallel.values()
         if (reason := CHOSEN_BY.of(row.planned)) is not None
     }
     return [f"{name} at {workload} by {reason}." for name, workload, reason in sorted(chosen)]
@@ -142,9 +142,9 @@ def section(
     )
 
 
-def efficiency_text(one: Comparison) -> str:
+def efficiency_text(comparison: Comparison) -> str:
     """The parallel efficiency, with a mark above 100 %."""
-    return f"{one.efficiency:.1%}{'‡' if one.efficiency > 1 else ''}"
+    return f"{comparison.efficiency:.1%}{'‡' if comparison.efficiency > 1 else ''}"
 
 
 def workload_text(row: Row) -> str:
@@ -154,20 +154,24 @@ def workload_text(row: Row) -> str:
 
 def namer(found: Sequence[Comparison]) -> Callable[[Row], str]:
     """What rows are called: by their backend, too, where there are several."""
-    backends = {row.case.backend for one in found for row in (*one.parallel.values(), *one.single.values())}
+    backends = {
+        row.case.backend for comparison in found for row in (*comparison.parallel.values(), *comparison.single.values())
+    }
     return row_name if len(backends) > 1 else lambda row: implementation_text(row.case)
 
 
 def _times(found: Sequence[Comparison], name: Callable[[Row], str]) -> Iterator[Iterator[str]]:
     """For each workload the single device, then everything parallel."""
     shown = []
-    for one in found:
-        single = sorted(row.case.case_id for row in one.single.values())
+    for comparison in found:
+        single = sorted(row.case.case_id for row in comparison.single.values())
         if single not in shown:
             shown.append(single)
-            yield _line(one.single, f"single: {name(next(iter(one.single.values())))}", (NONE, NONE))
-        gains = [NONE if gain is None else figures.ratio(gain) for gain in map(one.gain_in, MODES)]
-        yield _line(one.parallel, f"parallel: {name(one.row)}", (" ".join(gains), efficiency_text(one)))
+            yield _line(comparison.single, f"single: {name(next(iter(comparison.single.values())))}", (NONE, NONE))
+        gains = [NONE if gain is None else figures.ratio(gain) for gain in map(comparison.gain_in, MODES)]
+        yield _line(
+            comparison.parallel, f"parallel: {name(comparison.row)}", (" ".join(gains), efficiency_text(comparison))
+        )
 
 
 def _line(rows: dict[str, Row], mode: str, gain: tuple[str, str]) -> Iterator[str]:
@@ -184,10 +188,10 @@ def _line(rows: dict[str, Row], mode: str, gain: tuple[str, str]) -> Iterator[st
 
 def _ideal_section(found: Sequence[Comparison], name: Callable[[Row], str], catalogue: Catalogue) -> Iterator[Section]:
     """Nothing for a record without diagnostics."""
-    told = [one for one in found if exposure(one.row).computation_ns is not None]
-    if told:
-        lines = (_ideal(one, name, catalogue) for one in told)
-        yield section("Exposed communication and the ideal", IDEAL_MEANING, IDEAL, lines, _parts(told, name))
+    timed = [comparison for comparison in found if exposure(comparison.row).computation_ns is not None]
+    if timed:
+        lines = (_ideal(comparison, name, catalogue) for comparison in timed)
+        yield section("Exposed communication and the ideal", IDEAL_MEANING, IDEAL, lines, _parts(timed, name))
 
 
 def _efficiencies(found: Sequence[Comparison], name: Callable[[Row], str]) -> tuple[Plot, ...]:
@@ -197,29 +201,29 @@ def _efficiencies(found: Sequence[Comparison], name: Callable[[Row], str]) -> tu
             title="Parallel efficiency",
             value_label="efficiency (%)",
             categories=_categories(found, name),
-            bars=(Bars(label="efficiency", values=tuple(100 * one.efficiency for one in found)),),
+            bars=(Bars(label="efficiency", values=tuple(100 * comparison.efficiency for comparison in found)),),
         ),
     )
 
 
-def _parts(told: Sequence[Comparison], name: Callable[[Row], str]) -> tuple[Plot, ...]:
+def _parts(timed: Sequence[Comparison], name: Callable[[Row], str]) -> tuple[Plot, ...]:
     """What a call spends on each part alone, and on communication that computation does not hide."""
-    parts = [exposure(one.row) for one in told]
-    intervals = [one.interval for one in parts]
+    parts = [exposure(comparison.row) for comparison in timed]
+    intervals = [part.interval for part in parts]
     return (
         BarPlot(
             name="exposed",
             title="Parts of a call alone, and exposed communication",
             value_label="time (ms)",
-            categories=_categories(told, name),
+            categories=_categories(timed, name),
             bars=(
-                Bars(label="computation alone", values=tuple(_ms(one.computation_ns) for one in parts)),
-                Bars(label="communication alone", values=tuple(_ms(one.communication_ns) for one in parts)),
+                Bars(label="computation alone", values=tuple(_ms(part.computation_ns) for part in parts)),
+                Bars(label="communication alone", values=tuple(_ms(part.communication_ns) for part in parts)),
                 Bars(
                     label="exposed communication",
-                    values=tuple(_ms(one.exposed_ns) for one in parts),
-                    low=tuple(_ms(one.low if one else None) for one in intervals),
-                    high=tuple(_ms(one.high if one else None) for one in intervals),
+                    values=tuple(_ms(part.exposed_ns) for part in parts),
+                    low=tuple(_ms(interval.low if interval else None) for interval in intervals),
+                    high=tuple(_ms(interval.high if interval else None) for interval in intervals),
                 ),
             ),
         ),
@@ -228,7 +232,7 @@ def _parts(told: Sequence[Comparison], name: Callable[[Row], str]) -> tuple[Plot
 
 def _categories(found: Sequence[Comparison], name: Callable[[Row], str]) -> tuple[str, ...]:
     """Names of bars: with the workload where there are several."""
-    rows = [one.row for one in found]
+    rows = [comparison.row for comparison in found]
     workloads = {row.case.workload for row in rows}
     where = [f", {row.case.workload.label()}" if len(workloads) > 1 else "" for row in rows]
     return tuple(f"{name(row)}{at}, {row.case.world_size} ranks" for row, at in zip(rows, where, strict=True))
@@ -238,36 +242,40 @@ def _ms(time_ns: float | None) -> float | None:
     return None if time_ns is None else time_ns / NS_PER_MS
 
 
-def _ideal(one: Comparison, name: Callable[[Row], str], catalogue: Catalogue) -> Iterator[str]:
-    found = exposure(one.row)
-    best = ideal(one.row, measured_view(one.single_row).median_ns, catalogue.sharding_of(one.row.case.implementation))
-    yield from (workload_text(one.row), name(one.row), str(one.row.case.world_size))
+def _ideal(comparison: Comparison, name: Callable[[Row], str], catalogue: Catalogue) -> Iterator[str]:
+    found = exposure(comparison.row)
+    best = ideal(
+        comparison.row,
+        measured_view(comparison.single_row).median_ns,
+        catalogue.sharding_of(comparison.row.case.implementation),
+    )
+    yield from (workload_text(comparison.row), name(comparison.row), str(comparison.row.case.world_size))
     yield _signed(found.computation_ns)
     yield _signed(found.communication_ns)
     low, high = (found.interval.low, found.interval.high) if found.interval else (None, None)
     yield f"{_signed(found.exposed_ns)} ({'n<5, no CI' if low is None else f'{_signed(low)} to {_signed(high)}'})"
     yield NONE if found.overlap is None else f"{found.overlap:.0%}"
     yield NONE if best is None else f"{best:.1%}"
-    yield NONE if best is None else f"{one.efficiency / best:.1%}"
+    yield NONE if best is None else f"{comparison.efficiency / best:.1%}"
 
 
-def _balance(one: Comparison, name: Callable[[Row], str], catalogue: Catalogue) -> Iterator[str]:
-    case, outcome = one.row.case, one.row.outcome
+def _balance(comparison: Comparison, name: Callable[[Row], str], catalogue: Catalogue) -> Iterator[str]:
+    case, outcome = comparison.row.case, comparison.row.outcome
     assert isinstance(outcome, Measured)
     sharding = catalogue.sharding_of(case.implementation)
     balance = sharding.load_balance(case.workload, case.world_size) if sharding else None
-    formula = expected_bytes(one.row, sharding)
+    formula = expected_bytes(comparison.row, sharding)
     counted = RECEIVED_BYTES.of(outcome) or 0
-    alone_ns = exposure(one.row).communication_ns
-    yield from (workload_text(one.row), name(one.row), str(case.world_size))
+    alone_ns = exposure(comparison.row).communication_ns
+    yield from (workload_text(comparison.row), name(comparison.row), str(case.world_size))
     yield NONE if balance is None else f"{balance:.3f}"
-    yield NONE if balance is None else f"{one.efficiency / balance:.1%}"
+    yield NONE if balance is None else f"{comparison.efficiency / balance:.1%}"
     yield NONE if formula is None else format_bytes(formula)
     # What goes past `World`, as other projects send it, is not counted; it may be known by formula.
     yield RECEIVED_BYTES.shown(counted) if counted or formula == 0 else NONE
     yield NONE if alone_ns is None else figures.significant(gigabytes_per_second(counted, alone_ns), 3)
-    yield ", ".join(map(figures.latency, rank_medians_ns(one.row))) or NONE
-    yield format_bytes(outcome.memory.peak_bytes) if outcome.memory else NONE
+    yield ", ".join(map(figures.latency, rank_medians_ns(comparison.row))) or NONE
+    yield COLUMNS["peak mem."].value_text(measured_view(comparison.row))
 
 
 def _signed(time_ns: float | None) -> str:

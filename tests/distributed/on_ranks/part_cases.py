@@ -5,8 +5,8 @@ from dataclasses import replace
 import ring_cases
 import torch
 
-from dilabench.distributed.ablation import communication_only, computation_only
 from dilabench.distributed.whole import Whole
+from dilabench.engine.call.overlap_timing import communication_only, computation_only
 
 
 def ablated(world, name, one):

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from dilabench.predict.memory import longest_that_fits, plan_memory, trace_cache, tracer, why_no_plan
+from dilabench.predict.memory import longest_that_fits, plan_memory, tracer, why_no_plan
+from dilabench.predict.memory.plan import TraceCache
 from dilabench.record import Optimizations
 
 
@@ -108,7 +109,7 @@ def test_a_compiled_backward_pass_copies_dout(kind, peak_mib, peaks):
 
 def test_an_answer_is_cached_for_later_processes(peaks, tmp_path, monkeypatch):
     monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
-    first, later = trace_cache.TraceCache(), trace_cache.TraceCache()
+    first, later = TraceCache(), TraceCache()
     assert first.get("a") is None
     first.put("a", {"workspace_bytes": 1}, lasting=True)
     first.put("b", {"workspace_bytes": 2}, lasting=False)

@@ -2,7 +2,7 @@
 
 from dilabench.metadata import VARIANT
 from dilabench.suites.optimization.variants import NONE
-from dilabench.suites.tiles.findings import analyse
+from dilabench.suites.tiles import analyse
 
 
 def test_the_fastest_shape_comes_first(row, record):

@@ -1,14 +1,18 @@
-"""Suite `tiles`: other tile shapes of an implementation's kernels beside its own, on one workload."""
+"""Suite `tiles`: other tile shapes of an implementation's kernels against its own, on one workload, fastest first."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from dilabench.choice.descriptors import load_target
 from dilabench.errors import ConfigError
 from dilabench.metadata import VARIANT
 from dilabench.plugins.descriptors import Implementation
-from dilabench.record import PlannedCase
+from dilabench.record import PlannedCase, RunRecord
+from dilabench.report import figures
+from dilabench.report.findings import Section
 from dilabench.request import RunRequest
+from dilabench.suites.optimization.findings import Gain, gains_of
 from dilabench.suites.optimization.variants import NONE
 from dilabench.suites.planner import Planner
 from dilabench.workload.spec import DTYPE_BYTES, Workload
@@ -47,3 +51,36 @@ def _named(value: Any) -> tuple[str, ...]:
 def _worth_trying(target: str, workload: Workload) -> tuple[str, ...]:
     candidates: Callable[[int, int, bool], tuple[str, ...]] = load_target(target)
     return candidates(workload.head_dim, DTYPE_BYTES[workload.dtype], workload.mode != "forward")
+
+
+COLUMNS = ("implementation", "tiles", "speed-up", "95 % CI", "verdict")
+
+
+def analyse(record: RunRecord) -> tuple[Section, ...]:
+    """A table for each workload; nothing where no shape was measured beside the implementation's own."""
+    return tuple(_sections(gains_of(record)))
+
+
+def _sections(gains: Sequence[Gain]) -> Iterator[Section]:
+    def place(gain: Gain) -> str:
+        workload = gain.row.case.workload
+        return f"{workload.mode}, {workload.label()}"
+
+    for title, group in groupby(sorted(gains, key=place), key=place):
+        ranked = sorted(group, key=lambda gain: -gain.speedup)
+        best = ranked[0]
+        yield Section(
+            title=f"Tile shapes, {title}",
+            sentence=f"Of {len(ranked)} tile shapes {best.variant} is fastest: {figures.ratio(best.speedup)}.",
+            columns=COLUMNS,
+            rows=tuple(tuple(_row(gain)) for gain in ranked),
+            numeric=frozenset({"speed-up", "95 % CI"}),
+        )
+
+
+def _row(gain: Gain) -> Iterator[str]:
+    yield gain.row.case.implementation
+    yield gain.variant
+    yield figures.ratio(gain.speedup)
+    yield gain.interval_text
+    yield gain.verdict_text

@@ -1,15 +1,45 @@
-"""What to say when a budget ended before the cases did: how to go on, and which budget would do."""
+"""Going on with a run: its request and header for `--resume`, and what would do for the cases that had no time."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
-from dilabench.cli.options import DEFAULT_FOLDER
-from dilabench.errors import counted
+from dilabench.errors import ConfigError, counted
 from dilabench.machine import Machine
 from dilabench.predict.time import budget_option, case_seconds, elapsed_seconds, seconds_like, sufficient_budget_s
-from dilabench.record import Row, RunRecord, Skipped
+from dilabench.record import Row, RunHeader, RunRecord, Skipped
+from dilabench.request import RunRequest
+from dilabench.runs import DEFAULT_FOLDER
+from dilabench.store.run_files import read_rows
 from dilabench.units import format_seconds
+from dilabench.validation import validated
+
+
+def recorded_request(run: Path, suite: str, given: Iterable[str]) -> tuple[RunRequest, RunHeader]:
+    """What the run was asked for and its header. `given` names the options that were given beside `--resume`.
+
+    Raises ConfigError when it was of another suite, or an option would change what it measures.
+    """
+    header, _ = read_rows(run if run.is_dir() else run.parent)
+    given = sorted(given)
+    if header.suite != suite:
+        raise ConfigError(
+            f"run {str(run)!r} is of suite {header.suite!r}, not {suite!r}; write `run {header.suite} --resume`"
+        )
+    if given:
+        raise ConfigError(f"--resume goes on with the run as it was asked for; leave out {', '.join(given)}")
+    return validated(RunRequest, header.config), header
+
+
+def resumed_header(earlier: RunHeader, now: RunHeader, machine: Machine) -> RunHeader:
+    """The header of a run that goes on, in today's environment.
+
+    Facts of torch that only a worker knows are kept, in case the rest of the run needs no worker.
+    """
+    from dilabench.engine.device.environment import with_torch
+
+    environment = with_torch(now.environment, machine, earlier.environment.torch)
+    return earlier.model_copy(update={"environment": environment})
 
 
 def without_time(record: RunRecord) -> tuple[Row, ...]:
@@ -17,7 +47,7 @@ def without_time(record: RunRecord) -> tuple[Row, ...]:
     return tuple(row for row in record.rows if isinstance(row.outcome, Skipped) and row.outcome.code == "budget")
 
 
-def way_on(record: RunRecord, machine: Machine, folder: Path, more_follow: bool = False) -> str | None:
+def how_to_go_on(record: RunRecord, machine: Machine, folder: Path, more_follow: bool = False) -> str | None:
     """How to get the rest of a run that the budget or Ctrl-C ended, the command on a line of its own to copy; None
     where nothing is missing.
 
@@ -48,12 +78,3 @@ def _named(record: RunRecord, folder: Path) -> str:
     if not folder.name.endswith(f"-{record.run_id}"):
         return shlex.quote(str(folder))
     return record.run_id + ("" if folder.parent == DEFAULT_FOLDER else f" -o {shlex.quote(str(folder.parent))}")
-
-
-def together(folders: Sequence[str]) -> str:
-    """What can be done with several sessions of one request."""
-    runs = " ".join(folders)
-    return (
-        f"{len(folders)} sessions. What they say together: `dilabench compare {runs} --by implementation`; "
-        f"as a baseline for `check`: `dilabench baseline save NAME {runs}`"
-    )

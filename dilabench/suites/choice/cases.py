@@ -7,8 +7,8 @@ from dilabench.metadata import SHAPE
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import Case, PlannedCase, Row, Skipped
 from dilabench.request import RunRequest, Shard
+from dilabench.suites.choice.shapes import shape
 from dilabench.suites.planner import Planner
-from dilabench.suites.regret.shapes import shape
 from dilabench.units import parse_count
 from dilabench.workload.spec import WorkloadRequest
 

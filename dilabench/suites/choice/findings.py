@@ -19,7 +19,7 @@ from dilabench.report.findings import Section
 from dilabench.request import shard_of
 from dilabench.stats.decisions.decide import judge
 from dilabench.stats.decisions.policy import Policy
-from dilabench.suites.regret.cases import cut_short, shapes_asked
+from dilabench.suites.choice.cases import cut_short, shapes_asked
 from dilabench.units import format_seconds
 
 TITLE = "Regret of the choice"
@@ -65,20 +65,20 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     """The answer: how large the regret is over all shapes, the worst of them, what is left out and how to go on."""
     found = list(regrets(record, catalogue))
     asked = len(shapes_asked(record.config.get("options", {}), shard_of(record.config)))
-    told = [
+    sentences = [
         _summary(found),
         *_awaiting(found),
         *_measuring(found),
         *_without_regret(record, found),
         *_left_out(record, asked),
     ]
-    worst = sorted(found, key=lambda one: -one.ratio)[:SHOWN]
+    worst = sorted(found, key=lambda regret: -regret.ratio)[:SHOWN]
     return (
         Section(
             title=TITLE,
-            sentence=" ".join(told),
+            sentence=" ".join(sentences),
             columns=COLUMNS if worst else (),
-            rows=tuple(_line(one) for one in worst),
+            rows=tuple(_line(regret) for regret in worst),
             numeric=NUMERIC if worst else frozenset(),
             answers=True,
         ),
@@ -87,8 +87,8 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
 
 def regrets(record: RunRecord, catalogue: Catalogue) -> Iterator[Regret]:
     """The shapes of which the choice and another way were measured, all ways of each having had their time."""
-    shelf = catalogue.implementations
-    choosing = {one.name for one in shelf if one.chooses}
+    registry = catalogue.implementations
+    choosing = {implementation.name for implementation in registry if implementation.chooses}
     for number, rows in _whole_shapes(record).items():
         chosen = next((row for row in rows if row.case.implementation in choosing and is_quotable(row)), None)
         others = [row for row in rows if row.case.implementation not in choosing]
@@ -152,9 +152,9 @@ def _regret(number: int, chosen: Row, other: Row, device: str, disturbed: bool) 
 def _summary(found: Sequence[Regret]) -> str:
     if not found:
         return "No shape was measured."
-    ratios = [one.ratio for one in found]
-    over = [one for one in found if one.is_much]
-    proven = sum(one.is_proven for one in over)
+    ratios = [regret.ratio for regret in found]
+    over = [regret for regret in found if regret.is_much]
+    proven = sum(regret.is_proven for regret in over)
     doubt = f", {proven} of them beyond doubt" if over else ""
     return (
         f"Over {counted(len(found), 'shape')} the choice took {fmean(ratios):.2f} times as long as the fastest other "
@@ -165,11 +165,11 @@ def _summary(found: Sequence[Regret]) -> str:
 
 def _awaiting(found: Sequence[Regret]) -> Iterator[str]:
     """The same by what callers wait for, where some launches take longer than what they launch."""
-    bound = [one for one in found if one.awaited is not None]
+    bound = [regret for regret in found if regret.awaited is not None]
     if bound:
-        ratios = [one.ratio if one.awaited is None else one.awaited for one in found]
-        over = [one for one, ratio in zip(found, ratios, strict=True) if ratio > MUCH]
-        itself = sum(one.itself for one in over)
+        ratios = [regret.ratio if regret.awaited is None else regret.awaited for regret in found]
+        over = [regret for regret, ratio in zip(found, ratios, strict=True) if ratio > MUCH]
+        itself = sum(regret.itself for regret in over)
         front_end = f", in {itself} of these against the chosen way itself, called directly" if itself else ""
         yield (
             f"Launches are in none of these times. In {counted(len(bound), 'shape')} some way takes longer to launch "
@@ -181,7 +181,7 @@ def _awaiting(found: Sequence[Regret]) -> Iterator[str]:
 
 def _measuring(found: Sequence[Regret]) -> Iterator[str]:
     """How long the library took to choose, before any timed call."""
-    seconds = [took * 1e-9 for one in found if (took := _choosing_ns(one.chosen)) is not None]
+    seconds = [took * 1e-9 for regret in found if (took := _choosing_ns(regret.chosen)) is not None]
     if seconds:
         yield (
             f"To choose took {format_seconds(median(seconds))} per shape in the median, {format_seconds(max(seconds))} "
@@ -190,7 +190,7 @@ def _measuring(found: Sequence[Regret]) -> Iterator[str]:
 
 
 def _without_regret(record: RunRecord, found: Sequence[Regret]) -> Iterator[str]:
-    measured = {one.number for one in found}
+    measured = {regret.number for regret in found}
     missing = [number for number in _whole_shapes(record) if number not in measured]
     if missing:
         numbers = ", ".join(map(str, missing))
@@ -212,19 +212,19 @@ def _left_out(record: RunRecord, asked: int) -> Iterator[str]:
     )
 
 
-def _line(one: Regret) -> tuple[str, ...]:
-    workload = one.chosen.case.workload
-    doubt = "disturbed" if one.disturbed else "within noise"
-    verdict = ("yes" if one.is_proven else doubt) if one.is_much else "no"
-    interval = figures.ABSENT if one.low is None or one.high is None else f"{one.low:.2f}–{one.high:.2f}"
+def _line(regret: Regret) -> tuple[str, ...]:
+    workload = regret.chosen.case.workload
+    doubt = "disturbed" if regret.disturbed else "within noise"
+    verdict = ("yes" if regret.is_proven else doubt) if regret.is_much else "no"
+    interval = figures.ABSENT if regret.low is None or regret.high is None else f"{regret.low:.2f}–{regret.high:.2f}"
     return (
-        str(one.number),
+        str(regret.number),
         f"{workload.label()} · {workload.pattern.label()} · {workload.mode}",
-        _taken(one.chosen),
-        figures.latency(measured_view(one.chosen).median_ns),
-        row_name(one.other),
-        figures.latency(measured_view(one.other).median_ns),
-        f"{one.ratio:.2f}",
+        _taken(regret.chosen),
+        figures.latency(measured_view(regret.chosen).median_ns),
+        row_name(regret.other),
+        figures.latency(measured_view(regret.other).median_ns),
+        f"{regret.ratio:.2f}",
         interval,
         verdict,
     )

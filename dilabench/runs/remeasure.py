@@ -1,17 +1,18 @@
 """Measuring the cases of a record again, now and in fresh sessions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dilabench.cli.run.execution import new_header
-from dilabench.cli.run.progress_bar import progress_shown
+from dilabench.engine.progress import Progress
 from dilabench.engine.runner import run as run_cases
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine, detect
 from dilabench.plugins.manager import Found
 from dilabench.record import PlannedCase, RunHeader, RunRecord, Skipped
 from dilabench.request import RunRequest
+from dilabench.runs.execution import new_header
 from dilabench.store.lookup import Store
 from dilabench.store.run_files import RunFolder
 from dilabench.validation import validated
@@ -23,13 +24,15 @@ SUITE = "check"
 class Remeasure:
     """Runs cases as an earlier record had them: the same request, the same seed and so the same inputs.
 
-    Every session is a run of its own in a folder of its own, kept in the store unless that is None.
+    Every session is a run of its own in a folder of its own, kept in the store unless that is None. `progress` shows
+    how far a session is.
     """
 
     found: Found
     like: RunRecord
     output: Path
     store: Store | None
+    progress: Callable[[], AbstractContextManager[Progress]]
     machine: Machine = field(init=False)
     request: RunRequest = field(init=False)
 
@@ -55,7 +58,7 @@ class Remeasure:
         folder = RunFolder.create(self.output, SUITE, header.run_id)
         current = [one.model_copy(update={"skip": self._skip(one)}) for one in planned]
         try:
-            with progress_shown() as progress:
+            with self.progress() as progress:
                 record = run_cases(
                     current, self.request, self.found.catalogue, self.machine, header, folder, progress=progress
                 )
@@ -70,6 +73,11 @@ class Remeasure:
 
     def _skip(self, planned: PlannedCase) -> Skipped | None:
         """Why a case cannot run here and now; plug-ins and libraries may have gone since it was recorded."""
+        if unknown := planned.case.optimizations.unknown:
+            why = (
+                f"optimizations that this dilabench does not know: {', '.join(unknown)}; measure with the one that does"
+            )
+            return Skipped(code="unusable_optimization", why=why)
         try:
             why = "; ".join(self.found.catalogue.reasons_against(planned.case, self.machine))
         except ConfigError as error:

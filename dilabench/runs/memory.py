@@ -1,20 +1,51 @@
-"""`plan --check`: the traced peak of each case beside the one that the engine measures."""
+"""The cases of `dilabench plan`, and with `--check` the traced peak of each beside the one that the engine measures."""
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from dilabench.cli.terminal import Lines, say
 from dilabench.engine.worker.outcomes import memory_in
-from dilabench.errors import ExitCode
+from dilabench.errors import ExitCode, exit_code_for
+from dilabench.patterns.dense import DENSE
 from dilabench.predict.memory import WITHIN, plan_memory
 from dilabench.record import Failed, Memory, PlannedCase, Skipped
 from dilabench.suites.planner import Planner
 from dilabench.units import format_bytes
+from dilabench.workload.spec import WorkloadRequest
 
-COLUMNS = ("traced", "measured", "traced/measured", "")
+MODES = ("forward", "both")
+
+
+def planned_for_memory(planner: Planner, batches: Sequence[int], lengths: Sequence[int]) -> tuple[PlannedCase, ...]:
+    """Every batch size and mode of what was asked for, at these lengths where nothing says another."""
+    planned: list[PlannedCase] = []
+    for asked in planner.workload_requests([{"seq_len": length} for length in lengths]):
+        # Which ones there are by default takes traces over ranks.
+        default = () if planner.request.implementations else _default(planner, asked)
+        implementations = planner.implementations(default)
+        modes = (asked.mode,) if "mode" in asked.model_fields_set else MODES
+        for batch in batches:
+            for mode in modes:
+                request = asked.model_copy(update={"batch_size": batch, "mode": mode})
+                planned += planner.compare([request], implementations)
+    return tuple(sorted(planned, key=lambda one: (one.case.implementation, one.case.workload.mode)))
+
+
+def _default(planner: Planner, asked: WorkloadRequest) -> tuple[str, ...]:
+    """On one device what need not compile; over ranks what has a trace of the workload, or all if none has."""
+    if planner.request.nproc == 1:
+        return planner.on_one_device(DENSE.kind, asked.pattern)
+    names = planner.over_ranks(asked)
+    traced = [
+        name
+        for name in names
+        if any(
+            plan_memory(one.case, planner.machine.device, planner.catalogue)
+            for one in planner.plan(planner.catalogue.implementations.get(name), asked)
+        )
+    ]
+    return tuple(traced) or names
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +70,11 @@ class Peak:
     def is_off(self) -> bool:
         """Whether the trace lies too far from the measurement."""
         return self.ratio is not None and abs(self.ratio - 1) > WITHIN
+
+    @property
+    def why(self) -> str:
+        """Why it was not measured; empty where it was."""
+        return "" if isinstance(self.outcome, Memory) else f"{self.outcome.status}: {self.outcome.why}"
 
     def as_data(self) -> dict[str, Any]:
         """What the check adds to the plan of the case."""
@@ -78,34 +114,11 @@ def _shortage(traced: int | None, capacity: int | None) -> Skipped | None:
     return Skipped(code="does_not_fit", why=f"does not fit into {format_bytes(capacity)}")
 
 
-def show_peaks(
-    peaks: Iterable[Peak], columns: Sequence[str], heads: Sequence[Sequence[str]], no_trace: str
-) -> list[Peak]:
-    """A line per case, as soon as it is known, and what it comes to. `heads` name the cases."""
-    lines, shown = Lines((*columns, *COLUMNS), heads), []
-    for head, one in zip(heads, peaks, strict=True):
-        shown.append(one)
-        traced = no_trace if one.traced is None else format_bytes(one.traced)
-        if isinstance(one.outcome, Memory):
-            ratio = "-" if one.ratio is None else f"{one.ratio:.3f}"
-            lines.print((*head, traced, format_bytes(one.outcome.peak_bytes), ratio, "OFF" if one.is_off else ""))
-        else:
-            lines.print((*head, traced, "-", "-", f"{one.outcome.status}: {one.outcome.why}"))
-    ratios = [one.ratio for one in shown if one.ratio is not None]
-    counts = Counter(type(one.outcome) for one in shown)
-    say(
-        f"{len(ratios)} peaks traced and measured, {sum(one.is_off for one in shown)} of them off by more than "
-        f"{WITHIN:.0%}, largest deviation {max((abs(ratio - 1) for ratio in ratios), default=0.0):.1%}; "
-        f"{counts[Failed]} failed, {counts[Skipped]} skipped"
-    )
-    return shown
-
-
 def verdict(peaks: Iterable[Peak]) -> ExitCode:
     """5 when a trace is off, 4 when a case failed, 8 when nothing could be compared."""
     peaks = tuple(peaks)
-    if any(one.is_off for one in peaks):
-        return ExitCode.WRONG_OUTPUT
-    if any(isinstance(one.outcome, Failed) for one in peaks):
-        return ExitCode.CASE_FAILED
-    return ExitCode.OK if any(one.ratio is not None for one in peaks) else ExitCode.NOTHING_MEASURED
+    return exit_code_for(
+        wrong=any(one.is_off for one in peaks),
+        failed=any(isinstance(one.outcome, Failed) for one in peaks),
+        nothing=all(one.ratio is None for one in peaks),
+    )

@@ -11,9 +11,9 @@ from dilabench.metadata import SHAPE
 from dilabench.plugins.manager import discover
 from dilabench.record import Case, GpuInfo, Row, Skipped
 from dilabench.request import run_request
+from dilabench.suites.choice import cases
+from dilabench.suites.choice.shapes import RANGES, shape
 from dilabench.suites.planner import Planner, expand
-from dilabench.suites.regret import cases
-from dilabench.suites.regret.shapes import RANGES, shape
 from dilabench.workload.work import flops
 
 CATALOGUE = discover().catalogue

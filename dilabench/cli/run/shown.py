@@ -1,0 +1,105 @@
+"""A run on the terminal: what is about to be measured, how far it is, its reports, its verdict."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dilabench.cli.github import append_summary
+from dilabench.cli.options import tell_of
+from dilabench.cli.run.progress_bar import progress_shown
+from dilabench.cli.terminal import note, say
+from dilabench.errors import ExitCode, counted
+from dilabench.metadata import note_text
+from dilabench.plugins.descriptors import Reporter
+from dilabench.predict.time import expected_time, slow_dtypes
+from dilabench.record import RunRecord
+from dilabench.report.pull_request import of_run
+from dilabench.runs.execution import Execution, Reports, exit_code
+from dilabench.runs.machine_state import busy, read
+from dilabench.runs.resume import how_to_go_on, without_time
+
+TABLE = "table"
+VERDICTS = {
+    ExitCode.OK: "ok",
+    ExitCode.ENVIRONMENT: "A PLUG-IN FAILED",
+    ExitCode.CASE_FAILED: "SOME CASE FAILED",
+    ExitCode.WRONG_OUTPUT: "WRONG OUTPUT",
+    ExitCode.NOTHING_MEASURED: "NOTHING MEASURED",
+    ExitCode.INTERRUPTED: "INTERRUPTED, results so far are saved",
+}
+
+
+def show_run(
+    execution: Execution,
+    formats: Sequence[Reporter] = (),
+    *,
+    keep: bool = True,
+    options: Mapping[str, Any] | None = None,
+    github_summary: bool = False,
+) -> ExitCode:
+    """Measure, report, and say how it ended; on stderr where stdout carries another format than the table.
+
+    `keep`: in the store as well. `options`: those of reports, by name.
+    """
+    err = [one.name for one in formats] != [TABLE]
+    plan, folder = execution.plan, execution.folder.path
+    known = len(plan.found.problems)
+    try:
+        say(_opening(execution), err=err)
+        if slow := slow_dtypes([one.case for one in plan.planned if one.skip is None], plan.machine):
+            note(f"{slow}; --dtype float32 is faster there")
+        for one in busy(read(plan.machine)):
+            note(f"{note_text(one)} (`dilabench doctor` says more)")
+        record = execution.measure(progress_shown(plan.request.budget_s))
+    finally:
+        execution.folder.discard_if_empty()
+    if folder.exists():
+        if keep:
+            execution.keep(record, lambda text: say(text, err=err))
+        reports = Reports.of(record, plan.catalogue, options or {})
+        paths = reports.write(formats, folder)
+        for text in reports.printed(formats):
+            say(text, styled=True)
+        if github_summary:
+            append_summary(of_run(record, reports.sections))
+        say("\n" + "\n".join(map(str, paths)), err=err)
+    broken = plan.found.problems[known:]
+    tell_of(broken)
+    code = exit_code(record, broken=bool(broken))
+    more_follow = plan.catalogue.suites.get(plan.request.suite).follow_up is not None
+    if hint := how_to_go_on(record, plan.machine, folder, more_follow):
+        say(hint, err=err)
+    say(verdict(record, code), err=err)
+    return code
+
+
+def _opening(execution: Execution) -> str:
+    plan = execution.plan
+    runs = [one.case for one in plan.planned if one.skip is None]
+    kept = f", {len(execution.completed)} of them kept from before" if execution.completed else ""
+    cpu = execution.header.environment.cpu
+    gpus = plan.machine.used_gpus
+    where = gpus[0].name if gpus else cpu.model
+    done = {row.case.case_id for row in execution.completed}
+    waiting = [case for case in runs if case.case_id not in done]
+    time = expected_time(waiting, plan.machine, cpu.cores, plan.request.budget_s)
+    cases = f"{counted(len(runs), 'case')}{kept}"
+    opening = f"dilabench {plan.request.suite} on {plan.machine.device} ({where}): {cases}; {time}"
+    return "\n".join(filter(None, (opening, plan.machine.facts.warning)))
+
+
+def verdict(record: RunRecord, code: ExitCode) -> str:
+    """The line that a CI log ends with."""
+    counts = Counter(row.outcome.status for row in record.rows)
+    word = "incomplete" if code is ExitCode.OK and without_time(record) else VERDICTS[code]
+    ended = ", ".join(f"{counts[status]} {status}" for status in ("measured", "skipped", "failed"))
+    return f"verdict: {word} ({ended}; exit code {code.value})"
+
+
+def together(folders: Sequence[str]) -> str:
+    """What can be done with several sessions of one request."""
+    runs = " ".join(folders)
+    return (
+        f"{len(folders)} sessions. What they say together: `dilabench compare {runs} --by implementation`; "
+        f"as a baseline for `check`: `dilabench baseline save NAME {runs}`"
+    )

@@ -1,0 +1,17 @@
+"""One execution of a request, from the request to its record, for the command line and for `dilabench.run()`. No torch.
+
+`plan`            request -> plan: the cases, on which machine, timed how
+`execution`       plan -> record: header, folder, measuring, reports
+`resume`          going on with a run, and which budget would do for the rest
+`machine_state`   what makes a machine's times noisy or wrong
+`check`           the gate: a baseline's cases, measured again until decided
+`remeasure`       the cases of a record, measured again
+`calibration`     a machine's noise between sessions
+`memory`          the cases of `plan`, and their traced peaks beside measured ones
+`verification`    the cases of `verify`
+"""
+
+from pathlib import Path
+
+# Gets a folder for each run.
+DEFAULT_FOLDER = Path("benchmark_results")

@@ -1,0 +1,202 @@
+"""The gate: the cases of a baseline, measured again until each is decided, or a run judged by them."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import mean
+
+from dilabench.compare.across import compare_across, refuse_other_machine
+from dilabench.compare.comparison import ComparedPair, Comparison, Selection, is_measured
+from dilabench.compare.gate import CaseIds, common_change, looked_at, until_decided
+from dilabench.engine.progress import Progress
+from dilabench.errors import ConfigError, EnvironmentNotReady, counted
+from dilabench.predict.time import budget_option, case_seconds, elapsed_seconds
+from dilabench.record import PlannedCase, RunRecord
+from dilabench.stats.decisions.history import LOOK_SESSIONS
+from dilabench.stats.decisions.policy import Policy
+from dilabench.store.lookup import Store
+from dilabench.units import format_seconds
+
+
+@dataclass(slots=True)
+class SessionBudget:
+    """Shares `total_s` seconds, from now on, between looks and the second measurement of what seems to have changed.
+
+    That takes as many sessions again, so a look is taken only where both fit.
+    """
+
+    cases: Sequence[PlannedCase]
+    total_s: float
+    clock: Callable[[], float] = time.monotonic
+    took_s: dict[str, float] = field(default_factory=dict)
+    started_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started_s = self.clock()
+
+    def learn(self, record: RunRecord, session_s: float) -> None:
+        """What cases take, from a session and the seconds that such a session takes."""
+        self.took_s |= case_seconds(record.rows, session_s)
+
+    def groups_of(self, ids: CaseIds) -> list[PlannedCase]:
+        """All cases of the workload groups that these cases are in: what a session of them measures."""
+        groups = {one.case.group_id for one in self.cases if one.case.case_id in ids}
+        return [one for one in self.cases if one.case.group_id in groups]
+
+    def session_s(self, ids: CaseIds) -> float:
+        """Seconds that a session of these cases takes."""
+        return sum(self.took_s.get(one.case.case_id, 0.0) for one in self.groups_of(ids))
+
+    def further(self, ids: CaseIds, measured: int) -> int:
+        """Sessions up to the next look at cases that have `measured`; 0 where half as many again do not fit."""
+        left_s = self.total_s - (self.clock() - self.started_s)
+        fits = (left_s / max(self.session_s(ids), 1e-3) + measured) / 2
+        if not measured:
+            return max(1, min(LOOK_SESSIONS[0], int(fits)))
+        return min(2 * measured, int(fits)) - measured if fits >= 1.5 * measured else 0
+
+    def forecast(self, itself: Comparison) -> str:
+        """What SAME is expected to take, from the baseline compared with itself."""
+        ids = {one.case.case_id for one in self.cases}
+        session_s = self.session_s(ids)
+        text = f"a session of {counted(len(self.cases), 'case')} takes about {format_seconds(session_s)} here"
+        needed = [pair.verdict.numbers.sessions_needed for pair in itself.pairs]
+        known = [one for one in needed if one is not None]
+        if known:
+            wanted_s = 2 * max(known) * session_s
+            enough = "" if wanted_s <= self.total_s else f", for which {budget_option(wanted_s)} should suffice"
+            time_s = format_seconds(max(known) * session_s)
+            text += f"; SAME is expected after {max(known)} sessions ({time_s}){enough}"
+        return text + _out_of_reach(itself.pairs)
+
+    def sufficient(self, final: Comparison) -> str | None:
+        """The budget that should decide what is undecided; None where nothing is, or no budget would."""
+        undecided = [pair for pair in final.pairs if pair.verdict.undecided]
+        numbers = [pair.verdict.numbers for pair in undecided if pair.verdict.numbers.sessions_needed is not None]
+        if not numbers:
+            return None
+        measured = max(one.sessions for one in numbers)
+        needed = max(max(one.sessions_needed or 0, 2 * one.sessions) for one in numbers)
+        session_s = self.session_s({pair.candidate.case_id for pair in undecided})
+        more_s = (2 * needed - measured) * session_s
+        option = budget_option(self.clock() - self.started_s + more_s)
+        return (
+            f"{len(undecided)} of {len(final.pairs)} cases are undecided: {option} should suffice ({needed} sessions "
+            f"of {format_seconds(session_s)}, verification included, and as many again where a change shows)"
+        )
+
+
+def _out_of_reach(pairs: Sequence[ComparedPair]) -> str:
+    """What to say of cases that no number of new sessions can show to be the same."""
+    beyond = [pair.verdict.numbers for pair in pairs if pair.verdict.numbers.sessions_needed is None]
+    if not beyond:
+        return ""
+    both = [one.both_needed for one in beyond if one.both_needed is not None]
+    if both:
+        way = f"{max(both)} on either side would do"
+    else:
+        way = "one tells nothing of their spread" if beyond[0].confidence is None else "they lie too far apart"
+    return (
+        f"; the baseline has too few sessions to show SAME in {len(beyond)} of {len(pairs)} cases: {way} "
+        "(`baseline save --add` adds some, `--relative-to` an unchanged implementation brings them together)"
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Check:
+    """What the cases of a baseline are held to, and where they are measured again.
+
+    `select`: which of its cases count. `reference`: an implementation that times are relative to. `store` keeps what is
+    measured, unless that is None. `complete`: the sessions so far that have all the cases.
+    """
+
+    baseline: Sequence[RunRecord]
+    select: Selection
+    reference: str | None
+    policy: Policy
+    budget_s: float
+    output: Path
+    store: Store | None
+    strict_plugins: bool
+    tell: Callable[[str], None]
+    progress: Callable[[], AbstractContextManager[Progress]]
+    cases: list[PlannedCase] = field(init=False)
+    budget: SessionBudget = field(init=False)
+    complete: list[RunRecord] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cases = _cases(self.baseline, self.select, self.reference)
+        self.budget = SessionBudget(self.cases, self.budget_s)
+        self.budget.learn(self.baseline[-1], mean(map(elapsed_seconds, self.baseline)))
+
+    def of_run(self, records: Sequence[RunRecord]) -> Comparison:
+        """The verdicts on sessions that exist; what seems to have changed is measured again, where that can be here."""
+        refuse_other_machine(self.baseline, records, ConfigError)
+        self.complete.extend(records)
+        ids = self._ids(records)
+        # Refuses a reference that the baseline does not have.
+        self._judge(self.baseline, ids, self.policy)
+        return self._hinted(looked_at(records, ids, self._measure_if_possible, self._judge, self.policy))
+
+    def of_sessions(self, sessions: int | None) -> Comparison:
+        """The verdicts on so many new sessions; None: until all is decided, or the budget ends."""
+        ids = self._ids(())
+        itself = self._judge(self.baseline, ids, self.policy)
+        if sessions is None:
+            self.tell(self.budget.forecast(itself))
+            return self._hinted(until_decided(ids, self._measure, self._judge, self.budget.further, self.policy))
+        records = self._measure(ids, sessions)
+        return self._hinted(looked_at(records, ids, self._measure, self._judge, self.policy))
+
+    def _ids(self, records: Sequence[RunRecord]) -> set[str]:
+        rows = [row for record in (*self.baseline, *records) for row in record.rows]
+        return {row.case.case_id for row in rows if self.select(row.case)}
+
+    def _judge(self, records: Sequence[RunRecord], ids: CaseIds, policy: Policy) -> Comparison:
+        return compare_across(
+            self.baseline,
+            records,
+            policy=policy,
+            select=lambda case: case.case_id in ids,
+            reference=self.reference,
+        )
+
+    def _measure(self, ids: CaseIds, count: int) -> Sequence[RunRecord]:
+        """New sessions of these cases and of those that took turns with them. Raises EnvironmentNotReady."""
+        from dilabench.plugins.manager import discover
+        from dilabench.runs.remeasure import Remeasure
+
+        again = Remeasure(discover(self.strict_plugins), self.baseline[-1], self.output, self.store, self.progress)
+        planned = self.budget.groups_of(ids)
+        refuse_other_machine(self.baseline, [again.here()], EnvironmentNotReady)
+        self.tell(f"measuring {len(planned)} of {len(self.cases)} cases in {count} fresh sessions")
+        began_s = self.budget.clock()
+        records = again.sessions(planned, count)
+        self.budget.learn(records[-1], (self.budget.clock() - began_s) / count)
+        refuse_other_machine(self.baseline, records, EnvironmentNotReady)
+        if len(planned) == len(self.cases):
+            self.complete.extend(records)
+        return records
+
+    def _measure_if_possible(self, ids: CaseIds, count: int) -> Sequence[RunRecord]:
+        try:
+            return self._measure(ids, count)
+        except EnvironmentNotReady as error:
+            self.tell(f"not possible here: {error}")
+            return ()
+
+    def _hinted(self, found: Comparison) -> Comparison:
+        """With which budget would decide the rest, and whether the machine itself may have changed."""
+        hints = filter(None, (self.budget.sufficient(found), common_change(found)))
+        return replace(found, warnings=(*found.warnings, *hints))
+
+
+def _cases(baseline: Sequence[RunRecord], select: Selection, reference: str | None) -> list[PlannedCase]:
+    """What the baseline measured, each case once, and the reference."""
+    rows = [row for record in baseline for row in record.rows if is_measured(row) and select(row.case)]
+    groups = {row.case.group_id for row in rows}
+    for record in baseline if reference else ():
+        rows += [row for row in record.rows if row.case.implementation == reference and row.case.group_id in groups]
+    return list({row.case.case_id: row.planned for row in rows}.values())

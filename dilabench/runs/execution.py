@@ -1,0 +1,195 @@
+"""From a plan to its record: header, folder, measuring, reports, exit code."""
+
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dilabench.atomic_file import write_text
+from dilabench.choice.descriptors import load_target
+from dilabench.compare.comparison import is_wrong
+from dilabench.engine.device.environment import snapshot
+from dilabench.engine.progress import Progress
+from dilabench.engine.runner import FollowUp, Project
+from dilabench.engine.runner import run as run_cases
+from dilabench.errors import DilabenchError, ExitCode, exit_code_for
+from dilabench.machine import Machine
+from dilabench.plugins.boundary import answered
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Reporter
+from dilabench.plugins.manager import Found
+from dilabench.record import Failed, PlannedCase, Row, RunHeader, RunRecord
+from dilabench.report.findings import Section, render, sections_of
+from dilabench.request import RunRequest
+from dilabench.runs.plan import RunPlan
+from dilabench.runs.resume import resumed_header
+from dilabench.store.archive import Archive
+from dilabench.store.run_files import RECORD_NAME, RunFolder, completed_rows
+from dilabench.suites.planner import more_cases_of
+from dilabench.version import __version__
+
+# Beside the record, which the folder itself writes.
+ALWAYS_WRITTEN = ("plots", "markdown", "html")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """A run that is about to start: what to measure, where to write. `completed`: rows that are kept from before."""
+
+    plan: RunPlan
+    header: RunHeader
+    folder: RunFolder
+    completed: tuple[Row, ...] = ()
+
+    @classmethod
+    def begin(cls, plan: RunPlan, output: Path, argv: Sequence[str] | None = None, name: str = "") -> "Execution":
+        """A new run, in a new folder under `output`, named after its suite or `name`.
+
+        argv: the command line that asks for the same, sys.argv by default.
+        """
+        header = new_header(plan.found, plan.machine, plan.request, argv)
+        return cls(plan=plan, header=header, folder=RunFolder.create(output, name or plan.request.suite, header.run_id))
+
+    @classmethod
+    def resume(cls, plan: RunPlan, run: Path, earlier: RunHeader, tell: Callable[[str], None]) -> "Execution":
+        """A run that goes on in its folder. Raises ConfigError where it was measured elsewhere."""
+        header = new_header(plan.found, plan.machine, plan.request)
+        folder = RunFolder.resume(run, tell)
+        rows = completed_rows(run, header)
+        header = resumed_header(earlier, header, plan.machine)
+        return cls(plan=plan, header=header, folder=folder, completed=rows)
+
+    def measure(self, progress: AbstractContextManager[Progress]) -> RunRecord:
+        """Measure what is planned; the folder then holds the record, or is gone where no row has ended."""
+        plan = self.plan
+        try:
+            self.folder.keep_masks(one.case.workload for one in plan.planned if one.skip is None)
+            with progress as shown:
+                return run_cases(
+                    plan.planned,
+                    plan.request,
+                    plan.catalogue,
+                    plan.machine,
+                    self.header,
+                    self.folder,
+                    progress=shown,
+                    follow_up=_follow_up(plan),
+                    completed=self.completed,
+                    method=plan.method,
+                    project=_project(plan),
+                    trace_folder=self.folder.path / "traces",
+                    launcher=plan.nodes,
+                )
+        finally:
+            self.folder.discard_if_empty()
+
+    def keep(self, record: RunRecord, tell: Callable[[str], None]) -> None:
+        """Keep the record for `history` and baselines. The run's own folder has it, so errors are only told."""
+        if not any(row.outcome.status == "measured" for row in record.rows):
+            return
+        try:
+            Archive().add(record)
+        except DilabenchError as error:
+            tell(f"not kept in the store: {error}")
+
+    def copy_record(self, path: Path) -> None:
+        """Put the record into this file as well."""
+        record = self.folder.path / RECORD_NAME
+        if record.exists():
+            write_text(path, record.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """The reports on a record, by what its suite says and with options of the command line."""
+
+    record: RunRecord
+    catalogue: Catalogue
+    sections: Sequence[Section]
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, record: RunRecord, catalogue: Catalogue, options: Mapping[str, Any]) -> "Reports":
+        """With the sections of the record's suite."""
+        return cls(record, catalogue, sections_of(record, catalogue), options)
+
+    def write(self, formats: Sequence[Reporter], folder: Path) -> list[Path]:
+        """Write what a run always leaves, and formats that have a file; the files that are there, the record first."""
+        always = [self.catalogue.reporters.get(name) for name in ALWAYS_WRITTEN]
+        names = [RECORD_NAME]
+        for reporter in dict.fromkeys([*always, *formats]):
+            if reporter.filename and reporter.filename != RECORD_NAME:
+                self._rendered(reporter, folder)
+                names.append(reporter.filename)
+        return [path for path in (folder / name for name in names) if path.exists()]
+
+    def printed(self, formats: Sequence[Reporter]) -> Iterator[str]:
+        """The texts of the formats that are printed."""
+        texts = (self._rendered(reporter, None) for reporter in formats if reporter.prints)
+        return (text for text in texts if text is not None)
+
+    def _rendered(self, reporter: Reporter, folder: Path | None) -> str | None:
+        with self.catalogue.left_out(self.catalogue.reporters.origin(reporter.name), ""):
+            return render(reporter, self.record, folder, self.sections, self.catalogue, self.options)
+        return None
+
+
+def new_header(found: Found, machine: Machine, request: RunRequest, argv: Sequence[str] | None = None) -> RunHeader:
+    """The header of a run that starts now."""
+    return RunHeader(
+        tool_version=__version__,
+        run_id=secrets.token_hex(4),
+        suite=request.suite,
+        argv=tuple(sys.argv[1:] if argv is None else argv),
+        config=request.model_dump(mode="json"),
+        seed=request.seed,
+        device=machine.device,
+        started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        environment=snapshot(machine),
+        plugins=tuple(found.plugins),
+    )
+
+
+def exit_code(record: RunRecord, broken: bool = False) -> ExitCode:
+    """How a run ended, as an exit code. `broken`: a plug-in failed on the way."""
+    return exit_code_for(
+        interrupted=record.status == "interrupted",
+        wrong=any(is_wrong(row) for row in record.rows),
+        failed=any(isinstance(row.outcome, Failed) for row in record.rows),
+        broken=broken,
+        nothing=not any(row.outcome.status == "measured" for row in record.rows),
+    )
+
+
+def _follow_up(plan: RunPlan) -> FollowUp | None:
+    catalogue = plan.catalogue
+    suite = catalogue.suites.get(plan.request.suite)
+    if suite.follow_up is None:
+        return None
+
+    def follow_up(rows: Sequence[Row]) -> Sequence[PlannedCase]:
+        with catalogue.left_out(catalogue.suites.origin(suite.name), ""):
+            return more_cases_of(suite, plan.planner(), rows)
+        return ()
+
+    return follow_up
+
+
+def _project(plan: RunPlan) -> Project | None:
+    catalogue = plan.catalogue
+    suite = catalogue.suites.get(plan.request.suite)
+    if (target := suite.projections) is None:
+        return None
+
+    def project(record: RunRecord) -> Sequence[dict[str, Any]]:
+        plugin, what = catalogue.suites.origin(suite.name), f"projections of suite {suite.name!r}"
+        with catalogue.left_out(plugin, what):
+            found = answered(plugin, what, load_target(target), record, kind=(list, tuple))
+            return RunRecord.model_validate({**record.model_dump(), "projections": found}).projections
+        return ()
+
+    return project

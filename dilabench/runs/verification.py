@@ -1,0 +1,130 @@
+"""The cases that `dilabench verify` checks: of what the user described, or all that there is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dilabench.errors import ConfigError
+from dilabench.patterns.registry import known_kinds, pattern_type
+from dilabench.plugins.descriptors import Implementation
+from dilabench.record import PlannedCase
+from dilabench.request import ALL
+from dilabench.suites.planner import Planner
+from dilabench.validation import validated
+from dilabench.workload.spec import DEFAULT_PATTERN, WorkloadRequest
+
+# Small and awkward on purpose: no segment, block or rate divides N, and queries are grouped.
+AWKWARD = {"batch_size": 1, "seq_len": 771, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+# Short enough for every row to be compared, awkward in the ways that go wrong.
+SHAPE: dict[str, Any] = {"batch_size": 1, "seq_len": 195, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+
+
+def verified_cases(planner: Planner) -> tuple[PlannedCase, ...]:
+    """Every implementation on what the user described, else on a small workload of a pattern that it computes."""
+    by_kind: dict[str, list[Implementation]] = {}
+    described = planner.request.presets or "pattern" in planner.request.overrides
+    for one in planner.implementations([ALL]):
+        by_kind.setdefault(DEFAULT_PATTERN if described else _first_kind(one), []).append(one)
+    planned: tuple[PlannedCase, ...] = ()
+    for kind, several in by_kind.items():
+        (fields, *_) = pattern_type(kind).trials().values()
+        defaults = [{"pattern": kind, **AWKWARD, **fields, "causal": causal} for causal in (True, False)]
+        planned += planner.compare([_both_ways(asked) for asked in planner.workload_requests(defaults)], several)
+    places = {place: index for index, place in enumerate(dict.fromkeys(map(_heading, planned)))}
+    return tuple(sorted(planned, key=lambda one: places[_heading(one)]))
+
+
+def _first_kind(implementation: Implementation) -> str:
+    """The kind of pattern that it is checked on. What is only dense runs the default's shape undilated."""
+    supports = implementation.supports
+    if supports.only_dense:
+        return DEFAULT_PATTERN
+    return next((kind for kind in (DEFAULT_PATTERN, *known_kinds()) if supports.computes(kind)), DEFAULT_PATTERN)
+
+
+def _both_ways(asked: WorkloadRequest) -> WorkloadRequest:
+    """Gradients are checked as well, unless the user chose a mode."""
+    return asked if "mode" in asked.model_fields_set else asked.model_copy(update={"mode": "both"})
+
+
+def _heading(one: PlannedCase) -> tuple[str, ...]:
+    """What the cases of one workload have in common."""
+    workload = one.case.workload
+    return workload.label(), workload.pattern.kind, workload.mode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One case of the table and the family it belongs to."""
+
+    family: str
+    planned: PlannedCase
+
+    @property
+    def line(self) -> tuple[str, str, str]:
+        """The cells that name its line."""
+        case = self.planned.case
+        return case.implementation, case.backend or "-", case.workload.dtype
+
+
+def trials_of(planner: Planner) -> tuple[Trial, ...]:
+    """The cases, those of one line together. What the user set or named narrows the table.
+
+    Raises ConfigError when presets or fields of a family are given: the families are the point.
+    """
+    if planner.request.presets:
+        raise ConfigError("--all brings its own workloads; leave --config out, or leave --all out")
+    fixed = planner.request.overrides
+    families = families_of_patterns()
+    clash = sorted(fixed.keys() & {name for fields in families.values() for name in fields} - SHAPE.keys())
+    if clash:
+        raise ConfigError(f"--all goes through every value of {clash[0]}; leave it out, or leave --all out")
+    asking = planner.asking(backends=planner.request.backends or (ALL,))
+    dtypes = (fixed["dtype"],) if "dtype" in fixed else DTYPES
+    trials: list[Trial] = []
+    for implementation in planner.implementations(planner.catalogue.implementations.names):
+        for dtype in dtypes:
+            for family, fields in families.items():
+                asked = validated(WorkloadRequest, {"mode": "both", **SHAPE, **fields, **fixed, "dtype": dtype})
+                trials += _planned(asking, implementation, family, asked)
+    return tuple(sorted(trials, key=lambda trial: planner_order(planner, trial)))
+
+
+def families_of_patterns() -> dict[str, dict[str, Any]]:
+    """Requests by the name of their family: what each pattern is tried on, the default pattern first."""
+    kinds = dict.fromkeys((DEFAULT_PATTERN, *known_kinds()))
+    return {name: {"pattern": kind, **fields} for kind in kinds for name, fields in pattern_type(kind).trials().items()}
+
+
+def planner_order(planner: Planner, trial: Trial) -> tuple[int, str, int]:
+    """Lines in the order of the catalogue."""
+    implementation, backend, dtype = trial.line
+    return planner.catalogue.implementations.names.index(implementation), backend, DTYPES.index(dtype)
+
+
+def _planned(planner: Planner, implementation: Implementation, family: str, asked: WorkloadRequest) -> list[Trial]:
+    planned = planner.plan(implementation, asked)
+    forward_only = [
+        one for one in planned if one.skip and asked.mode == "both" and _only_backward_is_missing(planner, one)
+    ]
+    if forward_only:
+        planned = tuple(
+            planner_case
+            for one in planned
+            for planner_case in (_forward(planner, implementation, asked, one) if one in forward_only else (one,))
+        )
+    return [Trial(family=family, planned=one) for one in planned]
+
+
+def _only_backward_is_missing(planner: Planner, one: PlannedCase) -> bool:
+    forward = one.case.model_copy(update={"workload": one.case.workload.replace(mode="forward")})
+    return not planner.catalogue.reasons_against(forward, planner.machine)
+
+
+def _forward(
+    planner: Planner, implementation: Implementation, asked: WorkloadRequest, one: PlannedCase
+) -> Sequence[PlannedCase]:
+    """The same without gradients, for what has a forward pass only."""
+    planned = planner.plan(implementation, asked.model_copy(update={"mode": "forward"}))
+    return [other for other in planned if other.case.backend == one.case.backend]

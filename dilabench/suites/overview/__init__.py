@@ -1,1 +1,0 @@
-"""Suites `quick` and `implementations`: does it work, and what is fastest?"""

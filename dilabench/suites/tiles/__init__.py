@@ -1,1 +1,0 @@
-"""Suite `tiles`."""
