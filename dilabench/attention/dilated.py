@@ -27,8 +27,10 @@ from dilabench.errors import ConfigError
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.one_operator import (
     DILATED,
+    NOTHING_SEEN,
     SHAPES_ONLY,
     Computation,
+    FirstRows,
     Options,
     WithGradient,
     as_one_operator,
@@ -112,8 +114,9 @@ def dilated_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LongNet's dilated attention: out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D], K dividing H.
 
-    With `cu_seqlens`, rising from 0 to T: packed sequences, out [T, H, D] of query [T, H, D] and key, value [T, K, D].
-    Segments begin anew in each sequence. A list is better than a tensor, which has to be read from its device.
+    With `cu_seqlens`, rising from 0: packed sequences, out [T, H, D] of query [T, H, D] and key, value [T, K, D].
+    Segments begin anew in each sequence. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. A
+    list is better than a tensor, which has to be read from its device. B, N or T may be 0.
 
     `segment_lengths` and `dilation_rates` pair up to branches; any sizes work, also segments that do not divide N or
     rates that do not divide segments. Without any branch it is dense attention. `window` is (left, right) in positions,
@@ -297,6 +300,12 @@ def _computation(
         device = tensors[0][2]
         if device.type == "meta":
             return SHAPES_ONLY
+        if workload is None:
+            return NOTHING_SEEN
+        if workload.seq_len < tensors[0][0][1]:
+            # Those of the sequences alone, and zeros behind them.
+            inside = tuple(((1, workload.seq_len, *shape[2:]), *kind) for shape, *kind in tensors)
+            return FirstRows(workload.seq_len, _computation(inside, (*asked[:10], workload.cu_seqlens, *asked[11:])))
         if options.backend == AUTO:
             return automatic(workload, device)[1]
         # A named backend may serve a forward pass alone.

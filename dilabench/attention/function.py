@@ -105,8 +105,9 @@ def attention(
     window: (left, right) in positions, -1 unbounded: (1023, 0) is a causal window of 1024 keys.
     scale: factor of the scores; 1/sqrt(D) by default.
     sink: [H], per head the logit of one more key whose value is 0 (gpt-oss); gets a gradient.
-    cu_seqlens: packed sequences, bounds that rise from 0 to T; out [T, H, D] of query [T, H, D] and key, value
-        [T, K, D]. For dense and dilated patterns.
+    cu_seqlens: packed sequences, bounds that rise from 0; out [T, H, D] of query [T, H, D] and key, value
+        [T, K, D]. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. For dense and dilated
+        patterns.
     indices: [n, k] or [K, n, k] integers on the tensors' device, for TopKBlocksPattern: the k key blocks of each of n
         query blocks, for all key/value heads or each. Order does not matter, -1 stands for none. They replace the
         pattern's selector and top_k.
@@ -293,7 +294,7 @@ def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
     device = tensors[0][2]
     try:
         workload = operands.workload_of(pattern, tensors, options)
-        if device.type == "meta":
+        if device.type == "meta" or workload is None:
             return SHAPES_ONLY
         implementation = implementation_of(workload, device)
         way = Way(implementation.name, None, workload)
@@ -323,7 +324,7 @@ def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
         )
     if indices.device != tensors[0][2]:
         raise ValueError(f"indices are on {indices.device} and query on {tensors[0][2]}; move one of them")
-    if indices.is_meta:
+    if indices.is_meta or 0 in tensors[0][0]:
         # As with indices drawn here, which refuses what does not fit.
         return cast(Computation, _function(pattern, tensors, options))
     # As selectors of dilabench give them.
@@ -343,6 +344,7 @@ def _over_blocks(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: 
     device = tensors[0][2]
     try:
         workload = operands.workload_of(pattern, tensors, options)
+        assert workload is not None, "tensors without elements have no blocks"
         implementation_of(workload, device)
     except ConfigError as error:
         raise ValueError(str(error)) from None

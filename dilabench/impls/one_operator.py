@@ -12,6 +12,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 from weakref import WeakValueDictionary
@@ -233,14 +234,55 @@ class ShapesOnly:
         """Empty out and lse."""
         return _empty_results(q)
 
-    def backward(
-        self, _dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_results: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, _dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_results: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Empty dq, dk, dv."""
         return contiguous_like(q), contiguous_like(k), contiguous_like(v)
 
 
 SHAPES_ONLY = ShapesOnly()
+
+
+class NothingSeen(ShapesOnly):
+    """`Computation` of queries that see no key: out 0, lse -inf, gradients 0."""
+
+    def forward(self, q: Tensor, _k: Tensor, _v: Tensor) -> tuple[Tensor, Tensor]:
+        """out 0 and lse -inf."""
+        out, lse = _empty_results(q)
+        return out.zero_(), lse.fill_(float("-inf"))
+
+    def backward(self, _dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_results: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of 0."""
+        return contiguous_like(q).zero_(), contiguous_like(k).zero_(), contiguous_like(v).zero_()
+
+
+NOTHING_SEEN = NothingSeen()
+
+
+@dataclass(frozen=True, slots=True)
+class FirstRows:
+    """`Computation` of the first `rows` tokens, by `inside`; those behind them neither see nor are seen."""
+
+    rows: int
+    inside: Computation
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out, 0 behind the rows, and lse, -inf there."""
+        out, lse = _empty_results(q)
+        out[:, self.rows :] = 0
+        lse[..., self.rows :] = float("-inf")
+        found = self.inside.forward(*(x[:, : self.rows] for x in (q, k, v)))
+        out[:, : self.rows], lse[..., : self.rows] = found[:2]
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv, 0 behind the rows."""
+        missing = q.shape[1] - self.rows
+        dout, q, k, v, out = (x[:, : self.rows] for x in (dout, q, k, v, out))
+        gradients = self.inside.backward(dout, q, k, v, out, lse[..., : self.rows].contiguous())
+        dq, dk, dv = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) for x in gradients)
+        return dq, dk, dv
 
 
 def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -355,7 +397,11 @@ def _forward_op(
     out, lse, *more = (forward or computation.forward)(query, key, value)
     if sink is not None:
         add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
-    kept = _as_bytes(computation, *more) if options.algorithm and more[0] else query.new_empty(0, dtype=torch.uint8)
+    kept = (
+        _as_bytes(computation, *more)
+        if options.algorithm and more and more[0]
+        else query.new_empty(0, dtype=torch.uint8)
+    )
     return out.contiguous(), lse.contiguous(), kept
 
 
