@@ -101,7 +101,7 @@ def test_refuses_packed_tensors_that_do_not_fit() -> None:
     q, k, v = tensors()
     with pytest.raises(ValueError, match=r"with cu_seqlens must be \[T, H, D\].*leave out the batch axis"):
         dilated_attention(q, k, v, cu_seqlens=[0, 29], **BRANCHES)
-    with pytest.raises(ValueError, match=r"cu_seqlens \[0, 30\] must rise from 0 to seq_len=29"):
+    with pytest.raises(ValueError, match=r"cu_seqlens \[0, 30\] must rise from 0 to 29"):
         dilated_attention(q[0], k[0], v[0], cu_seqlens=[0, 30], **BRANCHES)
     for bounds in ([], torch.tensor([]), torch.tensor([[0, 29]])):
         with pytest.raises(ValueError, match="must be one row of bounds that rise from 0 to 29"):

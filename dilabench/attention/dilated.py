@@ -25,9 +25,9 @@ from dilabench.choice.ways import AUTO, Way
 from dilabench.contracts import Attend
 from dilabench.errors import ConfigError
 from dilabench.impls.multihead import ProjectedAttention
+from dilabench.impls.no_kernel import NOTHING_SEEN, SHAPES_ONLY, FirstRows
 from dilabench.impls.one_operator import (
     DILATED,
-    SHAPES_ONLY,
     Computation,
     Options,
     WithGradient,
@@ -113,8 +113,9 @@ def dilated_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LongNet's dilated attention: out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D], K dividing H.
 
-    With `cu_seqlens`, rising from 0 to T: packed sequences, out [T, H, D] of query [T, H, D] and key, value [T, K, D].
-    Segments begin anew in each sequence. A list is better than a tensor, which has to be read from its device.
+    With `cu_seqlens`, rising from 0: packed sequences, out [T, H, D] of query [T, H, D] and key, value [T, K, D].
+    Segments begin anew in each sequence. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. A
+    list is better than a tensor, which has to be read from its device. B, N or T may be 0.
 
     `segment_lengths` and `dilation_rates` pair up to branches; any sizes work, also segments that do not divide N or
     rates that do not divide segments. Without any branch it is dense attention. `window` is (left, right) in positions,
@@ -160,7 +161,7 @@ def dilated_attention(
         of_integers = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "window": window}
         lengths, rates, sides = (operands.integers(name, value) for name, value in of_integers.items())
     # As `Options`, which takes several times as long to make.
-    options = (
+    options: tuple[Any, ...] = (
         lengths,
         rates,
         causal,
@@ -282,7 +283,8 @@ class _ByOptions:
     def _pairs_for(self, query: torch.Size, key: torch.Size, options: Options) -> int:
         # The number of pairs is the same for every dtype and device.
         of_query, of_key = ((shape, torch.float32, torch.device("cpu")) for shape in (query, key))
-        return attended_pairs(_workload((of_query, of_key, of_key), options))
+        workload = _workload((of_query, of_key, of_key), options)
+        return attended_pairs(workload) if workload else 0
 
 
 _by_options = _ByOptions()
@@ -303,6 +305,12 @@ def _computation(
         device = tensors[0][2]
         if device.type == "meta":
             return SHAPES_ONLY
+        if workload is None:
+            return NOTHING_SEEN
+        if workload.seq_len < tensors[0][0][1]:
+            # Those of the sequences alone, and zeros behind them.
+            inside = tuple(((1, workload.seq_len, *shape[2:]), *kind) for shape, *kind in tensors)
+            return FirstRows(workload.seq_len, _computation(inside, (*asked[:10], workload.cu_seqlens, *asked[11:])))
         if options.backend == AUTO:
             return automatic(workload, device)[1]
         # A named backend may serve a forward pass alone.
@@ -313,7 +321,8 @@ def _computation(
     return over(backend, implementation, workload, device)
 
 
-def _workload(tensors: Sequence[operands.Kind], options: Options) -> Workload:
+def _workload(tensors: Sequence[operands.Kind], options: Options) -> Workload | None:
+    """As `operands.workload_of`."""
     fields = {name: getattr(options, name) for name in IN_PATTERN}
     is_dense = not (options.segment_lengths or options.dilation_rates)
     return operands.workload_of(DENSE if is_dense else validated(DilatedPattern, fields), tensors, options)

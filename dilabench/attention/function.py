@@ -26,8 +26,8 @@ from dilabench.choice.descriptors import load_target
 from dilabench.choice.ways import AUTO, Way
 from dilabench.contracts import Attend, AttendBackward, AttentionFn, BuildContext, LoadedBackend, WithLse
 from dilabench.errors import ConfigError
+from dilabench.impls.no_kernel import SHAPES_ONLY
 from dilabench.impls.one_operator import (
-    SHAPES_ONLY,
     Computation,
     Kept,
     _sink_gradient,
@@ -108,8 +108,9 @@ def attention(
     window: (left, right) in positions, -1 unbounded: (1023, 0) is a causal window of 1024 keys.
     scale: factor of the scores; 1/sqrt(D) by default.
     sink: [H], per head the logit of one more key whose value is 0 (gpt-oss); gets a gradient. inf: out and gradients 0.
-    cu_seqlens: packed sequences, bounds that rise from 0 to T; out [T, H, D] of query [T, H, D] and key, value
-        [T, K, D]. For dense and dilated patterns.
+    cu_seqlens: packed sequences, bounds that rise from 0; out [T, H, D] of query [T, H, D] and key, value
+        [T, K, D]. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. For dense and dilated
+        patterns.
     indices: [n, k] or [K, n, k] integers on the tensors' device, for TopKBlocksPattern: the k key blocks of each of n
         query blocks, for all key/value heads or each. Order does not matter, -1 stands for none. They replace the
         pattern's selector and top_k.
@@ -307,7 +308,7 @@ def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
     device = tensors[0][2]
     try:
         workload = operands.workload_of(pattern, tensors, options)
-        if device.type == "meta":
+        if device.type == "meta" or workload is None:
             return SHAPES_ONLY
         implementation = implementation_of(workload, device)
         way = Way(implementation.name, None, workload)
@@ -337,7 +338,7 @@ def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
         )
     if indices.device != tensors[0][2]:
         raise ValueError(f"indices are on {indices.device} and query on {tensors[0][2]}; move one of them")
-    if indices.is_meta:
+    if indices.is_meta or 0 in tensors[0][0]:
         # As with indices drawn here, which refuses what does not fit.
         return cast(Computation, _function(pattern, tensors, options))
     # As selectors of dilabench give them.
@@ -357,6 +358,7 @@ def _over_blocks(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: 
     device = tensors[0][2]
     try:
         workload = operands.workload_of(pattern, tensors, options)
+        assert workload is not None, "tensors without elements have no blocks"
         implementation_of(workload, device)
     except ConfigError as error:
         raise ValueError(str(error)) from None
@@ -378,13 +380,13 @@ class _OfPattern:
     """What operators ask for the computation of a pattern and for its work."""
 
     computation: Computation
-    workload: Workload
+    workload: Workload | None
 
     def _computation_for(self, _query: Tensor, _key: Tensor, _value: Tensor, _options: OperatorOptions) -> Computation:
         return self.computation
 
     def _pairs_for(self, _query: torch.Size, _key: torch.Size, _options: OperatorOptions) -> int:
-        return attended_pairs(self.workload)
+        return attended_pairs(self.workload) if self.workload else 0
 
 
 class _WithSink(torch.autograd.Function):

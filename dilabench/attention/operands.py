@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -31,20 +32,27 @@ class Options(Protocol):
     def wants_gradient(self) -> bool: ...
 
 
-def workload_of(pattern: Pattern, tensors: Sequence[Kind], options: Options) -> Workload:
-    """The workload of query, key and value. Raises ValueError for tensors that do not fit together, ConfigError for
+def workload_of(pattern: Pattern, tensors: Sequence[Kind], options: Options) -> Workload | None:
+    """The workload of query, key and value, of the tokens up to the last bound of packed sequences and without the
+    empty ones; None where no token sees any. Raises ValueError for tensors that do not fit together, ConfigError for
     options that do not fit.
     """
     shapes, dtypes, devices = zip(*tensors, strict=True)
     check_operands(*shapes)
     check_kinds(zip(dtypes, devices, strict=True))
     batch_size, seq_len, num_heads, head_dim = shapes[0]
-    return validated(
+    sequences = without_empty(options.cu_seqlens, seq_len) if options.cu_seqlens else ()
+    if sequences:
+        seq_len = sequences[-1]
+    is_empty = not (batch_size and seq_len)
+    packed = {"layout": "packed", "cu_seqlens": sequences} if len(sequences) > 1 else {}
+    # Options are checked all the same.
+    workload = validated(
         Workload,
         {
             "pattern": pattern,
-            "batch_size": batch_size,
-            "seq_len": seq_len,
+            "batch_size": batch_size or 1,
+            "seq_len": seq_len or 1,
             "num_heads": num_heads,
             "num_kv_heads": shapes[1][2],
             "head_dim": head_dim,
@@ -53,9 +61,24 @@ def workload_of(pattern: Pattern, tensors: Sequence[Kind], options: Options) -> 
             "window": options.window,
             "scale": options.scale,
             "mode": "both" if options.wants_gradient else "forward",
-            **({"layout": "packed", "cu_seqlens": options.cu_seqlens} if options.cu_seqlens else {}),
+            **packed,
         },
     )
+    return None if is_empty else workload
+
+
+def without_empty(cu_seqlens: Sequence[int], tokens: int) -> tuple[int, ...]:
+    """Bounds that rise, of the same sequences but the empty ones. Raises ValueError where they fall, do not begin at 0
+    or end beyond the tokens.
+    """
+    rising = all(start <= stop for start, stop in pairwise(cu_seqlens))
+    if not rising or cu_seqlens[0] != 0 or cu_seqlens[-1] > tokens:
+        several = [*cu_seqlens] if len(cu_seqlens) < 8 else [*cu_seqlens[:3], "...", cu_seqlens[-1]]
+        raise ValueError(
+            f"cu_seqlens [{', '.join(map(str, several))}] must rise from 0 to {tokens}, the tokens, or less; "
+            "equal bounds are empty sequences"
+        )
+    return tuple(dict.fromkeys(cu_seqlens))
 
 
 def check_operands(query: torch.Size, key: torch.Size, value: torch.Size) -> None:

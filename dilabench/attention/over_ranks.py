@@ -29,6 +29,7 @@ from dilabench.distributed.row_assignment import balanced_rows
 from dilabench.distributed.sharding import Shards, contiguous, shards_of, zigzag
 from dilabench.distributed.world import World
 from dilabench.errors import ConfigError
+from dilabench.impls.no_kernel import SHAPES_ONLY, ShapesOnly
 from dilabench.impls.one_operator import (
     Options,
     as_one_operator,
@@ -56,7 +57,7 @@ class SequenceShards:
 
     def __init__(self, world: World, bounds: tuple[int, ...], packed: bool, order: Order, shards: Shards) -> None:
         self.world, self.bounds, self.packed, self.order, self.shards = world, bounds, packed, order, shards
-        self._functions: dict[Any, ShardedAttention] = {}
+        self._functions: dict[Any, ShardedAttention | ShapesOnly] = {}
         self._number = new_number()
         register(self._number, self)
 
@@ -73,10 +74,12 @@ class SequenceShards:
     @property
     def positions(self) -> Tensor:
         """[rows] int64 on the CPU: where in its sequence each token of this rank stands, for positional encodings."""
-        places = torch.cat([torch.arange(b - a) for a, b in pairwise(self.bounds)])
+        places = torch.cat([torch.arange(0), *(torch.arange(b - a) for a, b in pairwise(self.bounds))])
         return self.shards.take(places, self.world.rank, dim=0)
 
-    def _computation_for(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> ShardedAttention:
+    def _computation_for(
+        self, query: Tensor, key: Tensor, value: Tensor, options: Options
+    ) -> ShardedAttention | ShapesOnly:
         """What attends with tensors like these, made once for each shape and kind. Raises ValueError."""
         operands.check_kinds((x.dtype, x.device) for x in (query, key, value))
         if query.is_meta:
@@ -86,7 +89,14 @@ class SequenceShards:
         if known is None:
             try:
                 workload = _workload(query, key, self, options)
-                known = _function(workload, self, query.device, options.algorithm, options.backend)
+                if self.seq_len and query.shape[0 if not self.packed else -1]:
+                    known = _function(workload, self, query.device, options.algorithm, options.backend)
+                elif query.shape[-3] != self.rows or key.shape[-3] != self.rows or value.shape != key.shape:
+                    shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+                    raise ValueError(f"{shapes} must have this rank's {self.rows} tokens; cut them with `shards.take`")
+                else:
+                    # On no rank is there a token.
+                    known = SHAPES_ONLY
             except ConfigError as error:
                 raise ValueError(str(error)) from None
             self._functions[asked] = known
@@ -94,6 +104,8 @@ class SequenceShards:
 
     def _pairs_for(self, query: torch.Size, key: torch.Size, options: Options) -> int:
         """This rank's share, if all have as many."""
+        if not self.seq_len or 0 in query:
+            return 0
         of_query, of_key = (torch.empty(shape, device="meta") for shape in (query, key))
         return attended_pairs(_workload(of_query, of_key, self, options)) // self.world.size
 
@@ -147,18 +159,20 @@ def sequence_shards(
     group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> SequenceShards:
     """How a sequence of `seq_len` tokens, or packed ones (`cu_seqlens`, rising from 0), lie on the ranks of a group.
+    Either may have no tokens; equal bounds are empty sequences.
 
     All ranks of the group call it. `order`: 'zigzag' gives rank r of P the chunks r and 2P-1-r of 2P, which balances
     causal attention; 'contiguous' gives it the r-th part, as dilated attention wants; 'balanced' assigns chunks of
     packed sequences by what their tokens see in causal attention with `window`, as many tokens to each rank. Nothing is
     padded: parts differ where lengths do not divide. `group`: by default all ranks; or a DeviceMesh of one dimension.
-    Raises ValueError for bounds that do not rise or an unknown order, RuntimeError without a process group.
+    Raises ValueError for bounds that fall or an unknown order, RuntimeError without a process group.
     """
     if (seq_len is None) == (cu_seqlens is None):
         raise ValueError(f"seq_len {seq_len} and cu_seqlens {cu_seqlens}: give one of them")
-    bounds = tuple(cu_seqlens) if cu_seqlens is not None else (0, seq_len or 0)
-    if len(bounds) < 2 or bounds[0] != 0 or any(b <= a for a, b in pairwise(bounds)):
-        raise ValueError(f"bounds of sequences {list(bounds)} must rise from 0, for example (0, 1024)")
+    bounds = (0, seq_len or 0) if cu_seqlens is None else operands.integers("cu_seqlens", cu_seqlens)
+    if not bounds:
+        raise ValueError("cu_seqlens () must rise from 0, for example (0, 1024)")
+    bounds = operands.without_empty(bounds, bounds[-1])
     if order not in get_args(Order):
         raise ValueError(f"order {order!r} is none of {', '.join(get_args(Order))}")
     if isinstance(group, DeviceMesh):
@@ -171,7 +185,7 @@ def sequence_shards(
 
 
 def _cut(sequences: tuple[tuple[int, int], ...], order: Order, window: Window, size: int) -> Shards:
-    if order == "balanced":
+    if order == "balanced" and sequences:
         return shards_of(balanced_rows(sequences, reach_of(window, causal=True), size))
     return (zigzag if order == "zigzag" else contiguous)(sequences, size)
 
@@ -235,8 +249,9 @@ def _workload(query: Tensor, key: Tensor, shards: SequenceShards, options: Optio
         Workload,
         {
             "pattern": pattern,
-            "batch_size": 1 if shards.packed else query.shape[0],
-            "seq_len": shards.seq_len,
+            # Options are checked also where there is no token.
+            "batch_size": 1 if shards.packed else query.shape[0] or 1,
+            "seq_len": shards.seq_len or 1,
             "num_heads": query.shape[-2],
             "num_kv_heads": key.shape[-2],
             "head_dim": query.shape[-1],
@@ -245,7 +260,7 @@ def _workload(query: Tensor, key: Tensor, shards: SequenceShards, options: Optio
             "window": options.window,
             "scale": options.scale,
             "mode": "both",
-            **(packed if shards.packed else {}),
+            **(packed if shards.packed and shards.seq_len else {}),
         },
     )
 

@@ -188,35 +188,7 @@ def forward_before_backward(computation: Computation, q: Tensor, k: Tensor, v: T
     return getattr(computation, "forward_before_backward", computation.forward)(q, k, v)
 
 
-class ShapesOnly:
-    """`Computation` of tensors without data or without elements: results of the right shapes, and no kernel runs."""
-
-    # Of what ranks keep, as `ShardedAttention.kept`.
-    kept: tuple[()] = ()
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """out in the shape of q, differentiable."""
-        return self.with_lse(q, k, v)[0]
-
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out, and lse [B, H, N], which carries no gradient."""
-        return eager(self, q, k, v)
-
-    def forward(self, q: Tensor, _k: Tensor, _v: Tensor) -> tuple[Tensor, Tensor]:
-        """Empty out and lse."""
-        return _empty_results(q)
-
-    def backward(
-        self, _dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_results: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Empty dq, dk, dv."""
-        return contiguous_like(q), contiguous_like(k), contiguous_like(v)
-
-
-SHAPES_ONLY = ShapesOnly()
-
-
-def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
     """Memory for out and lse of q [B, N, H, D]."""
     *lead, rows, heads, _ = q.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -282,7 +254,7 @@ def _shapes_of_results(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # How much comes of other ranks is known to no trace: it depends on all of their tokens.
     kept = torch.library.get_ctx().new_dynamic_size() if _read(asked).algorithm else 0
-    return *_empty_results(q), q.new_empty(kept, dtype=torch.uint8)
+    return *empty_results(q), q.new_empty(kept, dtype=torch.uint8)
 
 
 @operator("attention_forward", _shapes_of_results)
@@ -296,7 +268,11 @@ def _forward_op(
     out, lse, *more = (forward or computation.forward)(query, key, value)
     if sink is not None:
         add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
-    kept = _as_bytes(computation, *more) if options.algorithm and more[0] else query.new_empty(0, dtype=torch.uint8)
+    kept = (
+        _as_bytes(computation, *more)
+        if options.algorithm and more and more[0]
+        else query.new_empty(0, dtype=torch.uint8)
+    )
     return out.contiguous(), lse.contiguous(), kept
 
 

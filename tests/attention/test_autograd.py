@@ -193,3 +193,14 @@ def test_a_sink_of_inf_takes_everything(pattern: Any) -> None:
     assert all(x.isfinite().all() for x in gradients)
     assert not any(x[:, :, 0].any() for x in gradients[:3])
     assert gradients[3][0] == 0
+
+
+def test_empty_batches_and_sequences() -> None:
+    """They are mapped and counted as others are."""
+    with FlopCounterMode(display=False) as counted:
+        assert attention(*(torch.ones(0, N, H, D) for _ in range(3))).shape == (0, N, H, D)
+        assert block_sparse_attention(*(torch.ones(1, 0, H, D) for _ in range(3)), block_size=BLOCK).shape[1] == 0
+        dilated_attention(*(torch.ones(N, H, D) for _ in range(3)), **BRANCHES, cu_seqlens=(0, 0))
+    assert counted.get_total_flops() == 0
+    mapped = torch.func.vmap(lambda x: attention(x, x, x))(torch.ones(3, 0, N, H, D))
+    assert mapped.shape == (3, 0, N, H, D)

@@ -54,6 +54,38 @@ def wrong(world):
     return found
 
 
+def wrong_if_empty(world):
+    """What differs in batches of nothing, sequences without tokens, and fewer tokens than ranks."""
+    found = []
+    for order in ("zigzag", "contiguous", "balanced"):
+        for batch, length in ((0, 24), (2, 0), (2, 1)):
+            shards = sequence_shards(length, order=order)
+            q, k, v = (shards.take(torch.randn(batch, length, 4, 8)).requires_grad_() for _ in range(3))
+            out = ring_attention(q, k, v, shards)
+            gradients = torch.autograd.grad(out.sum(), (q, k, v))
+            if [x.shape for x in (out, *gradients)] != [q.shape, q.shape, k.shape, v.shape]:
+                found.append((order, batch, length))
+            if length < 2 and not torch.equal(shards.gather(out), shards.gather(v)):
+                found.append((order, batch, length, "values"))
+            if len(shards.positions) != shards.rows:
+                found.append((order, batch, length, "positions"))
+        inputs = ring_cases.random_inputs(ring_cases.packed(0, 3, 30))
+        results = []
+        for bounds in ((0, 3, 30), (0, 0, 3, 3, 30, 30)):
+            shards = sequence_shards(cu_seqlens=bounds, order=order)
+            q, k, v = (shards.take(x, 0) for x in inputs[:3])
+            results.append(ring_attention(q, k, v, shards))
+        if not torch.equal(*results):
+            found.append((order, "empty documents"))
+        none = sequence_shards(cu_seqlens=(0, 0), order=order)
+        q = torch.randn(0, 4, 8)
+        if ring_attention(q, q, q, none).shape != q.shape:
+            found.append((order, "only empty documents"))
+        with pytest.raises(ValueError, match="must have this rank's 0 tokens"):
+            ring_attention(*[torch.randn(2, 4, 8)] * 3, none)
+    return found
+
+
 def refusals(world):
     """Requests that cannot be served: one message each."""
     shards = sequence_shards(24)
@@ -76,7 +108,7 @@ def refusals(world):
         lambda: ring_attention(*[q.to("meta")] * 3, shards),
         lambda: shards.take(q),
         lambda: sequence_shards(24, cu_seqlens=(0, 24)),
-        lambda: sequence_shards(cu_seqlens=(0, 5, 5)),
+        lambda: sequence_shards(cu_seqlens=(0, 5, 3)),
         lambda: sequence_shards(cu_seqlens=()),
         lambda: sequence_shards(24, order="striped"),
         lambda: ring_attention(*[torch.randn(512, 4, 8)] * 3, uneven, causal=False),
@@ -92,4 +124,4 @@ def refusals(world):
 
 def wrong_and_refused(world):
     """Both, by one start of ranks."""
-    return wrong(world), refusals(world)
+    return [*wrong(world), *wrong_if_empty(world)], refusals(world)
