@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.utils.flop_counter import FlopCounterMode
 
 from dilabench.attention import ring_attention, sequence_shards
 from dilabench.distributed import world as world_module
@@ -82,6 +83,21 @@ def test_shards_free_what_they_hold(group: dist.ProcessGroup) -> None:
     del shards
     gc.collect()
     assert [function() for function in functions] == [None]
+
+
+def test_torchs_tools_see_attention_over_ranks(group: dist.ProcessGroup) -> None:
+    """Batched gradients, FLOPs and autocast, as for attention on one device."""
+    shards = sequence_shards(24)
+    q = torch.randn(1, 24, 2, 8, requires_grad=True)
+    out = ring_attention(q, q, q, shards)
+    douts = torch.stack([out, -out]).detach()
+    (found,) = torch.autograd.grad(out, q, douts, is_grads_batched=True, retain_graph=True)
+    assert torch.equal(found[1], torch.autograd.grad(out, q, douts[1])[0])
+    with FlopCounterMode(display=False) as counted:
+        ring_attention(q, q, q, shards).sum().backward()
+    assert counted.get_total_flops() == 14 * 8 * 2 * (24 * 25 // 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert ring_attention(q, q, q, shards).dtype == torch.bfloat16
 
 
 def test_copies_are_the_same_shards(group: dist.ProcessGroup) -> None:
