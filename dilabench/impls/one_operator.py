@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from dilabench.impls.null_mass import sink_gradient
 from dilabench.impls.operator_rules import (
     FLOP_COUNTER,
     LIBRARY,
@@ -341,16 +342,6 @@ def _from_bytes(computation: Any, kept: Tensor) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """-sum over rows of exp(sink - lse) · (dout·out), [H]: the share of a key of value 0 times what it takes away.
-
-    0 for a sink of inf, which takes everything.
-    """
-    share = (sink[:, None].to(lse.dtype) - lse).exp().masked_fill(lse.isinf(), 0.0)
-    taken = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
-    return -(share * taken).sum((0, 2)).to(sink.dtype)
-
-
 class _Differentiable(torch.autograd.Function):
     """The operator with its derivative, also for the transforms of torch.func."""
 
@@ -376,7 +367,7 @@ class _Differentiable(torch.autograd.Function):
             if sink is None:
                 return of_inputs
             dout, _, _, _, out, lse, _, sinks = tensors
-            return *of_inputs, _sink_gradient(dout, out, lse, sinks)
+            return *of_inputs, sink_gradient(dout, out, lse, sinks)
 
         found = first_derivatives(gradients, dout, *saved, *(() if sink is None else (sink,)))
         return *found, *(None for _ in range(6 - len(found)))

@@ -1,4 +1,7 @@
-"""Computations without a kernel: of tensors without data, of queries that see no key, of rows behind the last bound."""
+"""Computations without kernels: tensors without data or elements, queries that see no key, tokens beyond the last one.
+
+Results have the shapes, dtypes and devices of every other computation.
+"""
 
 from __future__ import annotations
 
