@@ -82,7 +82,7 @@ def first_derivatives(gradients: Callable[..., tuple[Tensor, ...]], dout: Tensor
 
     A batch of gradients (`torch.autograd.grad(..., is_grads_batched=True)`) is computed one after another.
     """
-    if torch._C._functorch.is_legacy_batchedtensor(dout):
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(dout):
         if torch.is_grad_enabled():
             # Its results would carry no graph at all, not even one that refuses.
             raise RuntimeError(_FIRST_ONLY)
