@@ -25,12 +25,10 @@ from dilabench.choice.ways import AUTO, Way
 from dilabench.contracts import Attend
 from dilabench.errors import ConfigError
 from dilabench.impls.multihead import ProjectedAttention
+from dilabench.impls.no_pairs import NOTHING_SEEN, SHAPES_ONLY, FirstRows
 from dilabench.impls.one_operator import (
     DILATED,
-    NOTHING_SEEN,
-    SHAPES_ONLY,
     Computation,
-    FirstRows,
     Options,
     WithGradient,
     as_one_operator,

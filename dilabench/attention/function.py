@@ -26,10 +26,10 @@ from dilabench.choice.descriptors import load_target
 from dilabench.choice.ways import AUTO, Way
 from dilabench.contracts import Attend, AttendBackward, AttentionFn, BuildContext, LoadedBackend, WithLse
 from dilabench.errors import ConfigError
+from dilabench.impls.no_pairs import SHAPES_ONLY
+from dilabench.impls.null_mass import sink_gradient
 from dilabench.impls.one_operator import (
-    SHAPES_ONLY,
     Computation,
-    _sink_gradient,
     first_derivatives,
     forward_before_backward,
     materialised,
@@ -379,6 +379,6 @@ class _WithSink(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
         def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
             dout, *_, out, lse, sink = tensors
-            return *ctx.computation.backward(*tensors[:6]), _sink_gradient(dout, out, lse, sink)
+            return *ctx.computation.backward(*tensors[:6]), sink_gradient(dout, out, lse, sink)
 
         return None, *first_derivatives(gradients, materialised(dout), *ctx.saved_tensors)

@@ -29,10 +29,9 @@ from dilabench.distributed.row_assignment import balanced_rows
 from dilabench.distributed.sharding import Shards, contiguous, shards_of, zigzag
 from dilabench.distributed.world import World
 from dilabench.errors import ConfigError
+from dilabench.impls.no_pairs import SHAPES_ONLY, ShapesOnly
 from dilabench.impls.one_operator import (
-    SHAPES_ONLY,
     Options,
-    ShapesOnly,
     as_one_operator,
     is_plain_eager_call,
     new_number,

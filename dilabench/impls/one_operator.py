@@ -12,7 +12,6 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 from weakref import WeakValueDictionary
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from dilabench.impls.null_mass import sink_gradient
 from dilabench.kernels.lse import add_null_mass_
 
 ResultT = TypeVar("ResultT")
@@ -213,76 +213,7 @@ def forward_before_backward(computation: Computation, q: Tensor, k: Tensor, v: T
     return getattr(computation, "forward_before_backward", computation.forward)(q, k, v)
 
 
-class ShapesOnly:
-    """`Computation` of tensors without data or without elements: results of the right shapes, and no kernel runs."""
-
-    # Of what ranks keep, as `ShardedAttention.kept`.
-    kept: tuple[()] = ()
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """out in the shape of q, differentiable."""
-        return self.with_lse(q, k, v)[0]
-
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out, and lse [B, H, N], which carries no gradient."""
-        return eager(self, q, k, v)
-
-    def forward(self, q: Tensor, _k: Tensor, _v: Tensor) -> tuple[Tensor, Tensor]:
-        """Empty out and lse."""
-        return _empty_results(q)
-
-    def backward(self, _dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_results: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Empty dq, dk, dv."""
-        return contiguous_like(q), contiguous_like(k), contiguous_like(v)
-
-
-SHAPES_ONLY = ShapesOnly()
-
-
-class NothingSeen(ShapesOnly):
-    """`Computation` of queries that see no key: out 0, lse -inf, gradients 0."""
-
-    def forward(self, q: Tensor, _k: Tensor, _v: Tensor) -> tuple[Tensor, Tensor]:
-        """out 0 and lse -inf."""
-        out, lse = _empty_results(q)
-        return out.zero_(), lse.fill_(float("-inf"))
-
-    def backward(self, _dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_results: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of 0."""
-        return contiguous_like(q).zero_(), contiguous_like(k).zero_(), contiguous_like(v).zero_()
-
-
-NOTHING_SEEN = NothingSeen()
-
-
-@dataclass(frozen=True, slots=True)
-class FirstRows:
-    """`Computation` of the first `rows` tokens, by `inside`; those behind them neither see nor are seen."""
-
-    rows: int
-    inside: Computation
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out, 0 behind the rows, and lse, -inf there."""
-        out, lse = _empty_results(q)
-        out[:, self.rows :] = 0
-        lse[..., self.rows :] = float("-inf")
-        found = self.inside.forward(*(x[:, : self.rows] for x in (q, k, v)))
-        out[:, : self.rows], lse[..., : self.rows] = found[:2]
-        return out, lse
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv, 0 behind the rows."""
-        missing = q.shape[1] - self.rows
-        dout, q, k, v, out = (x[:, : self.rows] for x in (dout, q, k, v, out))
-        gradients = self.inside.backward(dout, q, k, v, out, lse[..., : self.rows].contiguous())
-        dq, dk, dv = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing)) for x in gradients)
-        return dq, dk, dv
-
-
-def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
     """Memory for out and lse of q [B, N, H, D]."""
     *lead, rows, heads, _ = q.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -380,7 +311,7 @@ def _shapes_of_results(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # How much comes of other ranks is known to no trace: it depends on all of their tokens.
     kept = torch.library.get_ctx().new_dynamic_size() if _read(asked).algorithm else 0
-    return *_empty_results(q), q.new_empty(kept, dtype=torch.uint8)
+    return *empty_results(q), q.new_empty(kept, dtype=torch.uint8)
 
 
 @operator("attention_forward", _shapes_of_results)
@@ -448,13 +379,6 @@ def _from_bytes(computation: Any, kept: Tensor) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def _sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """-sum over rows of exp(sink - lse) · (dout·out), [H]: the share of a key of value 0 times what it takes away."""
-    share = (sink[:, None].to(lse.dtype) - lse).exp().masked_fill(lse == float("-inf"), 0.0)
-    taken = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
-    return -(share * taken).sum((0, 2)).to(sink.dtype)
-
-
 class _Differentiable(torch.autograd.Function):
     """The operator with its derivative, also for the transforms of torch.func."""
 
@@ -480,7 +404,7 @@ class _Differentiable(torch.autograd.Function):
             if sink is None:
                 return of_inputs
             dout, _, _, _, out, lse, _, sinks = tensors
-            return *of_inputs, _sink_gradient(dout, out, lse, sinks)
+            return *of_inputs, sink_gradient(dout, out, lse, sinks)
 
         found = first_derivatives(gradients, dout, *saved, *(() if sink is None else (sink,)))
         return *found, *(None for _ in range(6 - len(found)))
