@@ -1,14 +1,19 @@
 """Files that others read or wait for: written so that nobody sees half of one, or locked."""
 
+import contextlib
 import errno
+import fcntl
 import os
 import stat
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from dilabench.errors import EnvironmentNotReady
 
 OTHER_FOLDER = "choose another folder with -o"
+_RETRY_S = 0.05
 
 
 def write_text(path: Path, text: str) -> None:
@@ -63,3 +68,39 @@ def open_lock(path: Path, flags: int = 0) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a plain file")
     return descriptor
+
+
+@contextlib.contextmanager
+def locked(path: Path, way_out: str, timeout_s: float | None = None) -> Iterator[None]:
+    """Hold the lock file beside `path` while it is read, changed and written; others wait.
+
+    After `timeout_s` seconds, and on a file system without locks if there is such a limit, it goes on without the lock.
+    Raises EnvironmentNotReady, which ends with `way_out`, when the lock file cannot be made.
+    """
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = os.fdopen(open_lock(lock), "r+")
+    except OSError as error:
+        raise EnvironmentNotReady(f"{str(lock)!r} cannot be written: {error.strerror or error}; {way_out}") from error
+    with file:
+        if timeout_s is None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        else:
+            _try_lock(file.fileno(), timeout_s)
+        yield
+
+
+def _try_lock(descriptor: int, timeout_s: float) -> None:
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return
+            time.sleep(_RETRY_S)
+        except OSError:
+            return
+        else:
+            return

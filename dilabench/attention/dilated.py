@@ -33,13 +33,14 @@ from dilabench.impls.one_operator import (
     WithGradient,
     as_one_operator,
     is_plain_eager_call,
-    refuse_forward_mode,
     register,
 )
+from dilabench.impls.operator_rules import refuse_forward_mode
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.validation import validated
-from dilabench.workload.spec import UNBOUNDED, Window
+from dilabench.workload.spec import UNBOUNDED, Window, Workload
+from dilabench.workload.work import attended_pairs
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention", "dilated_attention"]
 
@@ -141,6 +142,8 @@ def dilated_attention(
             f"dropout_p {dropout_p} is not supported: attention weights are never materialised, so that none can be "
             "dropped; use 0, and nn.Dropout on the output"
         )
+    if torch._C._is_any_autocast_enabled():
+        query, key, value = operands.as_autocast(query, key, value)
     if cu_seqlens is not None:
         if query.ndim != 3 or key.ndim != 3 or value.ndim != 3:
             shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
@@ -277,6 +280,12 @@ class _ByOptions:
         of_query, of_key = (query.shape, query.dtype, query.device), (key.shape, key.dtype, key.device)
         return _computation((of_query, of_key, (value.shape, value.dtype, value.device)), tuple(options))
 
+    def _pairs_for(self, query: torch.Size, key: torch.Size, options: Options) -> int:
+        # The number of pairs is the same for every dtype and device.
+        of_query, of_key = ((shape, torch.float32, torch.device("cpu")) for shape in (query, key))
+        workload = _workload((of_query, of_key, of_key), options)
+        return attended_pairs(workload) if workload else 0
+
 
 _by_options = _ByOptions()
 register(DILATED, _by_options)
@@ -292,9 +301,7 @@ def _computation(
     options = Options(*asked)
     operands.check_options(options._asdict())
     try:
-        is_dense = not (options.segment_lengths or options.dilation_rates)
-        fields = {name: getattr(options, name) for name in IN_PATTERN}
-        workload = operands.workload_of(DENSE if is_dense else validated(DilatedPattern, fields), tensors, options)
+        workload = _workload(tensors, options)
         device = tensors[0][2]
         if device.type == "meta":
             return SHAPES_ONLY
@@ -307,8 +314,15 @@ def _computation(
         if options.backend == AUTO:
             return automatic(workload, device)[1]
         # A named backend may serve a forward pass alone.
-        implementation = "dense" if is_dense else "strided"
-        backend = backend_of(options.backend, Way(implementation, None, workload.replace(mode="forward")), device.type)
+        implementation = "dense" if workload.pattern == DENSE else "strided"
+        backend = backend_of(options.backend, Way(implementation, None, workload.replace(mode="forward")), device)
     except ConfigError as error:
         raise ValueError(str(error)) from None
     return over(backend, implementation, workload, device)
+
+
+def _workload(tensors: Sequence[operands.Kind], options: Options) -> Workload | None:
+    """As `operands.workload_of`."""
+    fields = {name: getattr(options, name) for name in IN_PATTERN}
+    is_dense = not (options.segment_lengths or options.dilation_rates)
+    return operands.workload_of(DENSE if is_dense else validated(DilatedPattern, fields), tensors, options)

@@ -12,7 +12,7 @@ Patterns are the objects that workloads of the benchmark have (`dilabench.patter
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast, overload
 
@@ -30,17 +30,20 @@ from dilabench.impls.no_pairs import SHAPES_ONLY
 from dilabench.impls.null_mass import sink_gradient
 from dilabench.impls.one_operator import (
     Computation,
-    first_derivatives,
+    Kept,
+    as_one_operator,
     forward_before_backward,
     materialised,
     outside_compilers,
-    refuse_forward_mode,
 )
+from dilabench.impls.one_operator import Options as OperatorOptions
+from dilabench.impls.operator_rules import first_derivatives, refuse_forward_mode
 from dilabench.kernels.lse import add_null_mass_
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.pattern import Pattern
-from dilabench.workload.spec import UNBOUNDED, Window
+from dilabench.workload.spec import UNBOUNDED, Window, Workload
+from dilabench.workload.work import attended_pairs
 
 __all__ = ["attention", "block_sparse_attention"]
 
@@ -104,7 +107,7 @@ def attention(
     causal: a query attends only to keys up to its own position.
     window: (left, right) in positions, -1 unbounded: (1023, 0) is a causal window of 1024 keys.
     scale: factor of the scores; 1/sqrt(D) by default.
-    sink: [H], per head the logit of one more key whose value is 0 (gpt-oss); gets a gradient.
+    sink: [H], per head the logit of one more key whose value is 0 (gpt-oss); gets a gradient. inf: out and gradients 0.
     cu_seqlens: packed sequences, bounds that rise from 0; out [T, H, D] of query [T, H, D] and key, value
         [T, K, D]. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. For dense and dilated
         patterns.
@@ -116,8 +119,8 @@ def attention(
     backend: for dense and dilated patterns a name of `dilabench list backends`, or a function
         `(q, k, v, *, causal, window, scale) -> (out, lse)` of dense attention; 'auto' is the fastest way known.
 
-    Dense and dilated patterns work under torch.compile without a graph break and under torch.func; others break the
-    graph at the call.
+    Dense and dilated patterns work under torch.compile without a graph break; others break the graph at the call.
+    torch.func is refused for NativeSparsePattern. Under torch.autocast query, key and value are cast first.
 
     Raises ValueError for shapes, patterns or options that do not fit together.
 
@@ -156,6 +159,8 @@ def attention(
         if backend != AUTO:
             raise ValueError(f"backend {backend!r} with pattern {pattern.kind}, whose kernels call none; leave it out")
         refuse_forward_mode(query, key, value)
+        if torch._C._is_any_autocast_enabled():
+            query, key, value = operands.as_autocast(query, key, value)
         wants_gradient = torch.is_grad_enabled() and (
             query.requires_grad or key.requires_grad or value.requires_grad or (sink is not None and sink.requires_grad)
         )
@@ -274,6 +279,15 @@ def _attend(
         function = _function(pattern, tensors, options)
     else:
         function = _selected(pattern, tensors, options, indices)
+    transformed = torch._C._are_functorch_transforms_active()
+    if isinstance(function, Computation) and (transformed or torch._C._len_torch_dispatch_stack() > 0):
+        if sink is not None:
+            operands.check_sink(sink, query, "detached" if pattern.is_detached else "exact")
+        number = Kept.of(_OfPattern(function, operands.workload_of(pattern, tensors, options)))
+        asked = OperatorOptions(wants_gradient=options.wants_gradient)
+        return as_one_operator(number, query, key, value, asked, sink)
+    if transformed:
+        raise ValueError(f"torch.func over pattern {pattern.kind}, a sum of several softmaxes; call it without")
     if sink is not None:
         operands.check_sink(sink, query, "detached" if pattern.is_detached else "exact")
         sink = materialised(sink)
@@ -298,7 +312,7 @@ def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
             return SHAPES_ONLY
         implementation = implementation_of(workload, device)
         way = Way(implementation.name, None, workload)
-        backend = backend_of(AUTO, way, device.type) if implementation.uses_backend else None
+        backend = backend_of(AUTO, way, device) if implementation.uses_backend else None
         build = load_target(implementation.target)
         function: AttentionFn = build(workload, BuildContext(device=device, backend=backend))
     except ConfigError as error:
@@ -359,6 +373,20 @@ def _over_blocks(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: 
     )
     (rows,) = planned_over_everything(workload, cast(Any, None))
     return union, rows
+
+
+@dataclass(frozen=True)
+class _OfPattern:
+    """What operators ask for the computation of a pattern and for its work."""
+
+    computation: Computation
+    workload: Workload | None
+
+    def _computation_for(self, _query: Tensor, _key: Tensor, _value: Tensor, _options: OperatorOptions) -> Computation:
+        return self.computation
+
+    def _pairs_for(self, _query: torch.Size, _key: torch.Size, _options: OperatorOptions) -> int:
+        return attended_pairs(self.workload) if self.workload else 0
 
 
 class _WithSink(torch.autograd.Function):

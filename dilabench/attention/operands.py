@@ -102,6 +102,20 @@ def check_kinds(kinds: Iterable[tuple[torch.dtype, torch.device]]) -> None:
         raise ValueError(f"query, key and value must share dtype and device, got {sorted(map(str, found))}")
 
 
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast floating tensors but float64 to the dtype of `torch.autocast`, as torch casts those of its
+    `scaled_dot_product_attention`: where autocast is on for the device that a tensor is on.
+    """
+    return tuple(map(_as_autocast, tensors))
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    device = x.device.type
+    if x.dtype == torch.float64 or not (torch.is_floating_point(x) and torch.amp.is_autocast_available(device)):
+        return x
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
 _INTEGERS = {
     "window": "two integers, (left, right), with -1 for unbounded; (-1, -1) is no window",
     "cu_seqlens": "integers that rise from 0, for example (0, 512, 1024)",

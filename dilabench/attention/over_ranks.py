@@ -35,21 +35,25 @@ from dilabench.impls.one_operator import (
     as_one_operator,
     is_plain_eager_call,
     new_number,
-    refuse_forward_mode,
     register,
 )
+from dilabench.impls.operator_rules import refuse_forward_mode
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.patterns.answers import reach_of
 from dilabench.patterns.dense import DensePattern
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.validation import validated
 from dilabench.workload.spec import UNBOUNDED, Window, Workload
+from dilabench.workload.work import attended_pairs
 
 Order = Literal["zigzag", "contiguous", "balanced"]
 
 
 class SequenceShards:
-    """Which tokens each rank of a group holds, and the functions that attend over them, kept from call to call."""
+    """Which tokens each rank of a group holds, and the functions that attend over them, kept from call to call.
+
+    Copies, as in `copy.deepcopy` of a model, are this object: it belongs to a process group. It cannot be pickled.
+    """
 
     def __init__(self, world: World, bounds: tuple[int, ...], packed: bool, order: Order, shards: Shards) -> None:
         self.world, self.bounds, self.packed, self.order, self.shards = world, bounds, packed, order, shards
@@ -98,18 +102,48 @@ class SequenceShards:
             self._functions[asked] = known
         return known
 
+    def _pairs_for(self, query: torch.Size, key: torch.Size, options: Options) -> int:
+        """This rank's share, if all have as many."""
+        if not self.seq_len or 0 in query:
+            return 0
+        of_query, of_key = (torch.empty(shape, device="meta") for shape in (query, key))
+        return attended_pairs(_workload(of_query, of_key, self, options)) // self.world.size
+
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens of a whole tensor; `dim` is the axis of tokens."""
-        if x.shape[dim] != self.seq_len:
-            raise ValueError(f"axis {dim} of {tuple(x.shape)} has no {self.seq_len} tokens: give the axis of tokens")
+        """This rank's tokens of a whole tensor; `dim` is the axis of tokens. Raises ValueError for another length."""
+        self._check_axis(x, dim, self.seq_len, "the tokens of all ranks")
         return self.shards.take(x, self.world.rank, dim)
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The whole tensor of every rank's tokens, on every rank; it carries no gradient. All ranks call it."""
+        """The whole tensor of every rank's tokens, on every rank; it carries no gradient. All ranks call it.
+
+        `dim` is the axis of tokens. Raises ValueError for another length than `rows`.
+        """
+        self._check_axis(x, dim, self.rows, "the tokens of this rank")
         dim %= x.ndim
         lead, rest = x.shape[:dim], x.shape[dim + 1 :]
         sizes = [(*lead, rows, *rest) for rows in self.shards.rows]
         return self.shards.join(self.world.all_gather(x.detach(), sizes), dim)
+
+    @staticmethod
+    def _check_axis(x: Tensor, dim: int, length: int, what: str) -> None:
+        if not -x.ndim <= dim < x.ndim or x.shape[dim] != length:
+            raise ValueError(
+                f"x {tuple(x.shape)} with dim={dim}: this axis must have {length} entries, {what}; give the axis of "
+                "tokens as dim"
+            )
+
+    def __copy__(self) -> SequenceShards:
+        return self
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> SequenceShards:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "SequenceShards belong to a process group of this process and cannot be pickled; call sequence_shards in "
+            "each process"
+        )
 
     def __repr__(self) -> str:
         what = f"{len(self.bounds) - 1} packed sequences, " if self.packed else ""
@@ -183,6 +217,8 @@ def ring_attention(
     RuntimeError on the other ranks, after the timeout of the group at the latest, when a rank is gone.
     """
     refuse_forward_mode(query, key, value)
+    if torch._C._is_any_autocast_enabled():
+        query, key, value = operands.as_autocast(query, key, value)
     branches = (
         operands.integers("segment_lengths", () if segment_lengths is None else segment_lengths),
         operands.integers("dilation_rates", () if dilation_rates is None else dilation_rates),
@@ -233,7 +269,7 @@ def _function(
     workload: Workload, shards: SequenceShards, device: torch.device, algorithm: str, backend: str
 ) -> ShardedAttention:
     """The function of the first algorithm that can, whose ranks hold the tokens that these do. Raises ValueError."""
-    ways, machine, size = own_ways(over_ranks=True), machine_of(device.type), shards.world.size
+    ways, machine, size = own_ways(over_ranks=True), machine_of(device), shards.world.size
     against: list[str] = []
     over_ranks = ways.implementations
     # What a single rank does, it does by the algorithms of several.
@@ -250,7 +286,7 @@ def _function(
         else:
             usable.append(way)
     for way, _ in fastest_expected(usable, machine.device, ways):
-        loaded = backend_of(backend, way, device.type)
+        loaded = backend_of(backend, way, device)
         context = BuildContext(device=device, backend=loaded, world=shards.world)
         built = load_target(over_ranks.get(way.implementation).target)(workload, context)
         if isinstance(built, ShardedAttention) and built.shards == shards.shards:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -24,7 +25,7 @@ def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computa
     A rule may leave the backend open; then it is the best dense kernel. Raises ConfigError when nothing can compute it
     on this machine.
     """
-    ways, machine = own_ways(), machine_of(device.type)
+    ways, machine = own_ways(), machine_of(device)
     # Who asks for a backward pass will call a forward pass before it.
     asked = workload if workload.mode == "forward" else workload.replace(mode="both")
 
@@ -41,13 +42,13 @@ def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computa
     if computation is not None:
         return choice, computation
     name = choice.implementation if ways.implementations.get(choice.implementation).uses_backend else "strided"
-    backend = backend_of(AUTO, Way(name, None, workload.replace(mode="both")), device.type)
+    backend = backend_of(AUTO, Way(name, None, workload.replace(mode="both")), device)
     return Choice(name, backend.name, choice.source), over(backend, name, asked, device)
 
 
 def implementation_of(workload: Workload, device: torch.device) -> Implementation:
     """The implementation of highest priority that can compute the workload without a backend. Raises ConfigError."""
-    ways, machine = own_ways(), machine_of(device.type)
+    ways, machine = own_ways(), machine_of(device)
     against: list[str] = []
     for name in by_priority(ways, workload):
         way = Way(name, None, workload)
@@ -66,7 +67,7 @@ def over(backend: LoadedBackend, implementation: str, workload: Workload, device
     return computation
 
 
-def backend_of(backend: str | Attend, way: Candidate, device: str) -> LoadedBackend:
+def backend_of(backend: str | Attend, way: Candidate, device: torch.device) -> LoadedBackend:
     """The backend of a name that can serve a way here, what 'auto' means for it, or the caller's own function.
 
     A function is differentiated by the plain backward pass of backend `math`. Raises ValueError for a backend that
@@ -134,8 +135,25 @@ def load_backend(backend: Described) -> LoadedBackend:
     )
 
 
+def machine_of(device: torch.device | str) -> Machine:
+    """The machine as calls on a device see it, its GPU first: what is known and measured is of that one."""
+    device = torch.device(device)
+    if device.type != CUDA.name or not torch.cuda.is_available():
+        return _machine(device.type)
+    return _with_gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache(maxsize=16)
+def _with_gpu(index: int) -> Machine:
+    machine = _machine(CUDA.name)
+    # NVML may count the GPUs in another order than CUDA.
+    name = torch.cuda.get_device_name(index)
+    gpus = sorted(enumerate(machine.gpus), key=lambda numbered: (numbered[1].name != name, numbered[0] != index))
+    return replace(machine, gpus=tuple(gpu for _, gpu in gpus))
+
+
 @lru_cache(maxsize=2)
-def machine_of(device: str) -> Machine:
+def _machine(device: str) -> Machine:
     """The machine as calls on a kind of device see it; tensors without data, on `meta`, count as those of `auto`."""
     if device in (CPU.name, CUDA.name):
         return detect(device)

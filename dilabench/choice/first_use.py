@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +64,9 @@ def fastest(ways: Ways, machine: Machine, workload: Workload, device: torch.devi
     """
     near = measured_near(ways, machine, workload)
     if near is None and _may_measure(workload, device):
-        cell = measure(ways, machine, workload, device, build)
+        # The clocks, too, are of the device of the tensors.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            cell = measure(ways, machine, workload, device, build)
         if cell is not None:
             try:
                 remember(tune_path(machine), machine, [cell])

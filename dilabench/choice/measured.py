@@ -1,25 +1,30 @@
 """The fastest way of each workload that was measured, in files of cells.
 
-`dilabench tune` writes a file for this machine (GPU, torch, Triton and kernel sources in its name), and the library
-adds what it measures at the first call of a configuration (`choice.first_use`). The package ships a file for each GPU
-that it was tuned on.
+`dilabench tune` writes a file for this machine (its name: GPU, driver, every package whose kernels can serve, kernel
+sources), and the library adds what it measures at the first call of a configuration (`choice.first_use`). The package
+ships a file for each GPU that it was tuned on. A file that cannot be read counts as none.
 """
 
+import contextlib
 import hashlib
-import importlib.metadata
+import logging
 import math
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from dilabench.atomic_file import write_text
-from dilabench.cache_folder import cache_folder
+from dilabench.atomic_file import locked, write_bytes
+from dilabench.cache_folder import CACHE_VARIABLE, cache_folder
+from dilabench.choice.backends import BACKENDS
+from dilabench.choice.implementations import IMPLEMENTATIONS
+from dilabench.choice.requirements import NOT_PACKAGES, installed_version
 from dilabench.choice.ways import Ways
-from dilabench.errors import ConfigError
+from dilabench.errors import ConfigError, first_line
 from dilabench.machine import Machine
 from dilabench.patterns.registry import has_kind
 from dilabench.units import format_seconds
@@ -34,6 +39,14 @@ DOUBLINGS_PER_LEAD = 2.0
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "tuned"
 KERNELS = PACKAGE / "kernels"
+SOURCES = {".py", ".cpp", ".h", ".cu"}
+# torch's wheels have cuDNN in a distribution of its own.
+CUDNN = ("nvidia-cudnn-cu11", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+# A process that is stopped with the lock costs others no more than this, and perhaps a cell.
+LOCK_TIMEOUT_S = 10.0
+WAY_OUT = f"set {CACHE_VARIABLE} to a folder that you can write, or free some space"
+
+logger = logging.getLogger(__name__)
 
 
 class TunedCell(Model):
@@ -158,33 +171,63 @@ def _distance(a: Workload, b: Workload) -> float:
 
 
 def remember(path: Path, machine: Machine, cells: Iterable[TunedCell], run_id: str | None = None) -> None:
-    """Put cells into a file, in the place of older ones of the same workloads. Raises as `read_tune_file`."""
-    before = read_tune_file(path)
-    kept = {cell.workload: cell for cell in before.cells} if before else {}
-    kept |= {cell.workload: cell for cell in cells}
-    file = TuneFile(
-        device=device_name(machine),
-        packages=package_versions(),
-        run_id=run_id or (before.run_id if before else None),
-        cells=tuple(kept.values()),
-        unread=before.unread if before else (),
-    )
-    write_text(path, file.model_dump_json(indent=1) + "\n")
+    """Put cells into a file, in the place of older ones of the same workloads.
+
+    Cells that other processes write meanwhile stay. A file that cannot be read is kept beside it, as '.unreadable'.
+    Raises EnvironmentNotReady if the folder cannot be written.
+    """
+    with locked(path, WAY_OUT, timeout_s=LOCK_TIMEOUT_S):
+        try:
+            before = _read(path)
+        except ConfigError as error:
+            logger.warning("%s; it is kept as %s.unreadable", error, path.name)
+            with contextlib.suppress(OSError):
+                path.replace(path.with_name(f"{path.name}.unreadable"))
+            before = None
+        kept = {cell.workload: cell for cell in before.cells} if before else {}
+        kept |= {cell.workload: cell for cell in cells}
+        file = TuneFile(
+            device=device_name(machine),
+            packages=package_versions(),
+            run_id=run_id or (before.run_id if before else None),
+            cells=tuple(kept.values()),
+            unread=before.unread if before else (),
+        )
+        write_bytes(path, (file.model_dump_json(indent=1) + "\n").encode(), way_out=WAY_OUT)
+
+
+def check_tune_file(path: Path) -> None:
+    """Raise ConfigError for a file that is there and is no tune file."""
+    _read(path)
 
 
 def read_tune_file(path: Path) -> TuneFile | None:
-    """The file, or None when there is none. Raises ConfigError when it cannot be understood."""
+    """The file, or None if there is none or it cannot be understood, which is logged once."""
     try:
-        return _tune_file(path, path.stat().st_mtime_ns)
-    except FileNotFoundError:
+        state = path.stat()
+    except OSError:
         return None
-    except (OSError, ValidationError) as error:
-        raise ConfigError(f"tune file {str(path)!r} cannot be read ({error}); delete it and tune again") from None
+    return _tune_file(path, (state.st_mtime_ns, state.st_size, state.st_ino))
 
 
 @lru_cache(maxsize=4)
-def _tune_file(path: Path, _changed_ns: int) -> TuneFile:
-    return TuneFile.model_validate_json(path.read_bytes())
+def _tune_file(path: Path, _state: tuple[int, ...]) -> TuneFile | None:
+    try:
+        return _read(path)
+    except ConfigError as error:
+        logger.warning("%s; it is ignored", error)
+        return None
+
+
+def _read(path: Path) -> TuneFile | None:
+    try:
+        return TuneFile.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    # What JSON holds may be of any kind.
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        said = first_line(error)
+        raise ConfigError(f"tune file {str(path)!r} cannot be read ({said}); delete it and tune again") from None
 
 
 def shipped_path(machine: Machine) -> Path:
@@ -193,9 +236,12 @@ def shipped_path(machine: Machine) -> Path:
 
 
 def tune_path(machine: Machine) -> Path:
-    """This machine's file: another GPU, torch, Triton or kernel source means another file."""
-    versions = [f"{name}{version}" for name, version in package_versions().items()]
-    parts = [_slug(device_name(machine)), f"sm{machine.compute_capability}", *versions, kernel_hash()]
+    """This machine's file: another GPU, driver, package or kernel source means another file."""
+    packages = package_versions()
+    versions = [f"{name}{packages[name]}" for name in ("torch", "triton") if name in packages]
+    driver = machine.used_gpus[0].driver if machine.used_gpus else None
+    key = hashlib.sha256(repr((sorted(packages.items()), driver, kernel_hash())).encode()).hexdigest()[:12]
+    parts = [_slug(device_name(machine)), f"sm{machine.compute_capability}", *versions, key]
     return cache_folder() / "tune" / ("-".join(parts) + ".json")
 
 
@@ -206,21 +252,25 @@ def device_name(machine: Machine) -> str:
 
 @cache
 def package_versions() -> dict[str, str]:
-    """Versions of the packages whose kernels are compared."""
-    found = {}
-    for name in ("torch", "triton"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    """Versions of the packages whose kernels are compared: torch, its cuDNN, Triton, and what own ways require."""
+    # To look for the distribution of a module takes a tenth of a second.
+    there = (name for name in sorted(_required()) if "-" in name or find_spec(name) is not None)
+    found = {name: installed_version(name) for name in ("torch", "triton", *CUDNN, *there)}
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def _required() -> set[str]:
+    """Names of the modules and distributions that descriptors of dilabench require."""
+    described = (*BACKENDS, *IMPLEMENTATIONS)
+    alternatives = {part for each in described for required in each.requires for part in required.split("|")}
+    return {part.partition(">=")[0].strip() for part in alternatives} - NOT_PACKAGES
 
 
 @cache
 def kernel_hash() -> str:
-    """Eight hex digits over the sources of our kernels."""
+    """Eight hex digits over the sources of our kernels, in Python and in C++."""
     digest = hashlib.sha256()
-    for path in sorted(KERNELS.rglob("*.py")):
+    for path in sorted(path for path in KERNELS.rglob("*") if path.suffix in SOURCES):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
 

@@ -17,6 +17,7 @@ FindModule = Callable[[str], ModuleSpec | None]
 _REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9_.+-]+?)\s*(?:>=\s*(?P<version>[A-Za-z0-9.]+))?$")
 # The forms that a version may have where it is none.
 _VERSIONS = {"cuda": r"(sm\d{2,3})?", "gpus": r"\d{0,4}", "c++": ""}
+NOT_PACKAGES = frozenset({*_VERSIONS, "cpu"})
 
 
 def unmet(
@@ -118,7 +119,7 @@ def _unmet_module(name: str, version: str | None, find_module: FindModule) -> st
         return f"module {name} is not installed"
     if version is None:
         return None
-    installed = _version_of_module(name.partition(".")[0])
+    installed = installed_version(name.partition(".")[0])
     if installed is None:
         return f"module {name} has no version, {version} or newer is needed"
     if is_older(installed, version):
@@ -126,8 +127,10 @@ def _unmet_module(name: str, version: str | None, find_module: FindModule) -> st
     return None
 
 
-def _version_of_module(name: str) -> str | None:
-    """The version of the distribution that a module comes from, nearly always one of the same name."""
+def installed_version(name: str) -> str | None:
+    """The version of the distribution that a module comes from, nearly always one of the same name, or of the
+    distribution of this name; None if neither is installed.
+    """
     for distribution in _distributions_of(name):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)

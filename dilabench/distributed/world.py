@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Self
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -175,17 +176,17 @@ class World:
     def of_group(cls, group: dist.ProcessGroup | None = None) -> World:
         """The ranks of a process group that others made; by default all ranks. Whoever made it ends it.
 
-        Raises RuntimeError where no process group was made.
+        With NCCL, on the device that the group is bound to (`device_id` of `init_process_group`), else on the current
+        one. Worlds of one group share their control group. Raises RuntimeError where no process group was made.
         """
         if not dist.is_initialized():
             raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
         group = group or dist.group.WORLD
         cuda = dist.get_backend(group) == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        control = group
-        if cuda:
-            ranks = dist.get_process_group_ranks(group)
-            control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        device, control = torch.device("cpu"), group
+        if cuda and group is not None:
+            device = group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
+            control = _control_of(group)
         return cls(
             dist.get_rank(group), dist.get_world_size(group), device, group, control, transport=dist.get_backend(group)
         )
@@ -364,6 +365,35 @@ class World:
             self.send_recv({peers[0]: [token]}, {peers[1]: [inbox]}, "warm up").wait()
         self.barrier()
         self.traffic.clear()
+
+
+# The gloo group beside each NCCL group: a new one has its own threads and files.
+_controls: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def _control_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The gloo group of the same ranks, made once and ended with the group. All ranks of the group call it."""
+    control = _controls.get(group)
+    # Who ends all groups ends this one, too, while others may still hold the group.
+    if control is None or not _is_alive(control):
+        ranks = dist.get_process_group_ranks(group)
+        control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _controls[group] = control
+        finalize(group, _end, control).atexit = False
+    return control
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    try:
+        return dist.get_rank(group) >= 0
+    except (ValueError, RuntimeError):
+        return False
+
+
+def _end(group: dist.ProcessGroup) -> None:
+    """End a group, if it was not ended with all others."""
+    with contextlib.suppress(AssertionError, ValueError, RuntimeError):
+        dist.destroy_process_group(group)
 
 
 def _prompt_nccl(timeout: timedelta) -> Any:

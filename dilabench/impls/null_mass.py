@@ -50,7 +50,10 @@ def _places(seeing: range, start: int, rows: Tensor | None) -> slice | Tensor:
 
 
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """-sum over rows of exp(sink - lse) · (dout·out), [H]: the share of a key of value 0 times what it takes away."""
-    share = (sink[:, None].to(lse.dtype) - lse).exp().masked_fill(lse == float("-inf"), 0.0)
+    """-sum over rows of exp(sink - lse) · (dout·out), [H]: the share of a key of value 0 times what it takes away.
+
+    0 for a sink of inf, which takes everything.
+    """
+    share = (sink[:, None].to(lse.dtype) - lse).exp().masked_fill(lse.isinf(), 0.0)
     taken = (dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
     return -(share * taken).sum((0, 2)).to(sink.dtype)

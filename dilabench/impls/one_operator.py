@@ -12,70 +12,26 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from dilabench.impls.null_mass import sink_gradient
+from dilabench.impls.operator_rules import (
+    FLOP_COUNTER,
+    LIBRARY,
+    differentiable_operator,
+    first_derivatives,
+    let_flops_be_counted,
+    mapped,
+    operator,
+)
 from dilabench.kernels.lse import add_null_mass_
 
 ResultT = TypeVar("ResultT")
-
-_LIBRARY = torch.library.Library("dilabench", "FRAGMENT")
-
-
-def operator(name: str, shapes: Callable[..., Any]) -> Callable[[Callable[..., ResultT]], Callable[..., ResultT]]:
-    """Make a function that writes to none of its arguments, and whose results share memory with nothing, the operator
-    of this name; ``shapes`` gives empty results.
-
-    As `torch.library.custom_op`, which looks at every call whether results are arguments: a third of a compiled call
-    (17 of 49 microseconds on one host).
-    """
-
-    def define(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
-        defined = _defined(name, function, _untraced(function), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"dilabench::{name}", shapes, lib=_LIBRARY)
-        return defined
-
-    return define
-
-
-def differentiable_operator(name: str) -> Callable[[Callable[..., ResultT]], Callable[..., ResultT]]:
-    """Make a function of operators and autograd functions the operator of this name: one node where a compiler looks
-    first, and nothing in the graph that runs, which has what the function calls instead.
-
-    A derivative that is registered with an operator stays in that graph, and is asked, in Python, at every call.
-    """
-    return lambda function: _defined(name, function, function, "CompositeImplicitAutograd")
-
-
-def _defined(
-    name: str, function: Callable[..., ResultT], kernel: Callable[..., ResultT], key: str
-) -> Callable[..., ResultT]:
-    schema = torch.library.infer_schema(function, mutates_args=())
-    _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, kernel, key)
-    defined: Callable[..., ResultT] = getattr(torch.ops.dilabench, name).default
-    return defined
-
-
-def _untraced(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
-    """The function, which no compiler traces where one looks at what is called by what it broke a graph at."""
-
-    def run(*arguments: Any) -> ResultT:
-        # As a decorator it would load the compiler when a module is imported.
-        return (compilers_own() if "torch._dynamo" in sys.modules else function)(*arguments)
-
-    @cache
-    def compilers_own() -> Callable[..., ResultT]:
-        found: Callable[..., ResultT] = torch.compiler.disable(function)
-        return found
-
-    return run
 
 
 @runtime_checkable
@@ -122,10 +78,27 @@ class FoundByOptions(Protocol):
     """What makes computations for options and tensors."""
 
     def _computation_for(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Computation: ...
+    def _pairs_for(self, query: torch.Size, key: torch.Size, options: Options) -> int:
+        """(query, key) pairs that a call of these shapes attends to, over batch and heads."""
+        ...
+
+
+class Kept(int):
+    """A number of `new_number`, which keeps what is registered under it."""
+
+    registered: FoundByOptions
+
+    @classmethod
+    def of(cls, registered: FoundByOptions) -> "Kept":
+        """Register it under a new number."""
+        number = cls(new_number())
+        number.registered = registered
+        register(number, registered)
+        return number
 
 
 # An operator takes tensors and numbers, so that what computes goes by its number.
-_registered: WeakValueDictionary[int, Computation | FoundByOptions] = WeakValueDictionary()
+_registered: WeakValueDictionary[int, Any] = WeakValueDictionary()
 # That of what stays for the whole process: the same in each, for the compiler keeps what it compiles on disk.
 DILATED = 1
 # From 2 on: the compiler holds 0 and 1 for constants, each of which it compiles for.
@@ -134,7 +107,7 @@ new_number = itertools.count(2).__next__
 
 def register(number: int, computation: Computation | FoundByOptions) -> None:
     """Let operators find it by its number for as long as it exists elsewhere (weak reference)."""
-    _registered[number] = computation
+    _registered[int(number)] = computation
 
 
 def _computation(number: int, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Computation:
@@ -244,40 +217,6 @@ class WithGradient(torch.autograd.Function):
         return None, *first_derivatives(ctx.computation.backward, dout, q, k, v, out, lse, *([kept] if kept else []))
 
 
-def first_derivatives(gradients: Callable[..., tuple[Tensor, ...]], *given: Any) -> tuple[Tensor, ...]:
-    """The gradients for these tensors, which refuse to be differentiated: autograd would leave terms out in silence."""
-    # Grad mode is off in a backward pass but for `create_graph` and torch.func.
-    return _Gradients.apply(gradients, *given) if torch.is_grad_enabled() else gradients(*given)
-
-
-class _Gradients(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(gradients: Callable[..., tuple[Tensor, ...]], *given: Any) -> tuple[Tensor, ...]:
-        return gradients(*given)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(_ctx: Any, *_: Tensor) -> None:
-        raise RuntimeError(
-            "attention has first derivatives only; where gradients are differentiated in turn, as in a penalty on "
-            "them, write attention in plain PyTorch"
-        )
-
-
-def refuse_forward_mode(*tensors: Tensor) -> None:
-    """Raise RuntimeError where one of them has a tangent, which an operator would drop in silence."""
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise RuntimeError(
-            "attention has no forward-mode derivatives (torch.func.jvp, jacfwd, hessian): use reverse mode, "
-            "torch.func.vjp or jacrev"
-        )
-
-
 def as_one_operator(
     number: int, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...] = _NONE, sink: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -285,7 +224,9 @@ def as_one_operator(
 
     Differentiable, also by torch.func. options: the fields of `Options`. sink: [H], the logits of a key of value 0.
     """
-    if torch._C._are_functorch_transforms_active():
+    if not torch.compiler.is_compiling() and FLOP_COUNTER in sys.modules:
+        let_flops_be_counted(_pairs)
+    if isinstance(number, Kept) or torch._C._are_functorch_transforms_active():
         out, lse, _ = _Differentiable.apply(q, k, v, sink, number, _written(options))
     else:
         out, lse, _ = _attention_op(q, k, v, sink, number, *options)
@@ -356,6 +297,25 @@ def _backward_op(
     dq, dk, dv = computation.backward(dout, query, key, value, out, lse, *more)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
+
+def _is_alone(number: int, asked: str) -> bool:
+    """Whether a larger batch is another computation, or keeps more: a detached merge keeps each branch's result."""
+    options = _read(asked)
+    return bool(number != DILATED or options.cu_seqlens or options.algorithm or options.merge_grad == "detached")
+
+
+# Query, key and value; dout, those, out and lse.
+torch.library.register_vmap("dilabench::attention_forward", mapped(_forward_op, range(3), _is_alone), lib=LIBRARY)
+torch.library.register_vmap("dilabench::attention_backward", mapped(_backward_op, range(6), _is_alone), lib=LIBRARY)
+
+
+def _pairs(number: int, query: torch.Size, key: torch.Size, asked: str) -> int:
+    pairs: int = _registered[number]._pairs_for(query, key, _read(asked))
+    return pairs
+
+
+if FLOP_COUNTER in sys.modules:
+    let_flops_be_counted(_pairs)
 
 # Each tensor begins at a multiple of so many bytes, whatever its type.
 _ALIGNED = 16

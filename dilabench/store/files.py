@@ -1,12 +1,11 @@
 """Files of the store, written so that a reader sees the whole of one or none of it. No torch."""
 
-import contextlib
-import fcntl
 import os
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from dilabench.atomic_file import open_lock, write_bytes
+from dilabench import atomic_file
+from dilabench.atomic_file import write_bytes
 from dilabench.errors import EnvironmentNotReady
 
 STORE_VARIABLE = "DILABENCH_STORE"
@@ -34,23 +33,9 @@ def unreadable(path: Path, error: OSError) -> EnvironmentNotReady:
     )
 
 
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file beside `path` while it is read, changed and written; others wait.
-
-    Raises EnvironmentNotReady when the lock file cannot be made.
-    """
-    lock = path.with_name(f".{path.name}.lock")
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        file = os.fdopen(open_lock(lock), "r+")
-    except OSError as error:
-        raise EnvironmentNotReady(
-            f"{str(lock)!r} cannot be written: {error.strerror or error}; {_way_out()}"
-        ) from error
-    with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def locked(path: Path) -> AbstractContextManager[None]:
+    """`atomic_file.locked` for a file of the store."""
+    return atomic_file.locked(path, _way_out())
 
 
 def _way_out() -> str:

@@ -1,11 +1,17 @@
 """`-i auto`: measured cells first, the nearest of them, then the rule; and only what can run."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from dilabench.choice.measured import TunedCell, TuneFile, read_tune_file, remember, tune_path
+from dilabench.atomic_file import locked
+from dilabench.choice import computation, measured
+from dilabench.choice.measured import TunedCell, TuneFile, check_tune_file, read_tune_file, remember, tune_path
 from dilabench.choice.rules import choose
 from dilabench.choice.ways import own_ways
 from dilabench.errors import ConfigError
@@ -110,12 +116,142 @@ def _case(name: str, asked: Workload):
     return Case(implementation=name, workload=asked)
 
 
-def test_a_broken_file_is_refused_with_a_way_out(cache: Path) -> None:
+BROKEN = {
+    "half of one": b"{",
+    "empty": b"",
+    "no text": b"\xff\x00",
+    "a list": b"[]",
+    "a number": b"3",
+    "cells that are none": b'{"device": "cpu", "cells": 3}',
+    "cells of nothing": b'{"device": "cpu", "cells": [null, {"workload": {"pattern": {"kind": []}}}]}',
+    "a field of another version": b'{"device": "cpu", "novel": 1}',
+}
+
+
+@pytest.mark.parametrize("content", BROKEN.values(), ids=BROKEN)
+def test_a_broken_file_counts_as_none_and_is_kept_beside(
+    cache: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
     path = tune_path(CPU)
     path.parent.mkdir(parents=True)
-    path.write_text("{")
+    path.write_bytes(content)
+    for _ in range(2):
+        assert choose(own_ways(), CPU, workload()).source == "rule"
+    assert caplog.text.count("delete it and tune again") == 1
     with pytest.raises(ConfigError, match="delete it and tune again"):
-        read_tune_file(path)
+        check_tune_file(path)
+    cell = TunedCell(workload=workload(), implementation="gather", backend="math", median_ns=10)
+    remember(path, CPU, [cell])
+    assert read_tune_file(path).cells == (cell,)
+    assert path.with_name(f"{path.name}.unreadable").read_bytes() == content
+
+
+def test_a_folder_in_the_place_of_the_file_counts_as_none(cache: Path) -> None:
+    tune_path(CPU).mkdir(parents=True)
+    assert choose(own_ways(), CPU, workload()).source == "rule"
+
+
+def test_a_cell_of_what_is_gone_decides_nothing(cache: Path) -> None:
+    fields = {"workload": workload(), "median_ns": 10}
+    for cell in (
+        TunedCell(implementation="gone", backend=None, **fields),
+        TunedCell(implementation="strided", backend="gone", **fields),
+    ):
+        write(tune_path(CPU), cell)
+        assert choose(own_ways(), CPU, workload()).source == "rule"
+
+
+def test_processes_that_write_at_once_lose_no_cell(cache: Path) -> None:
+    """As ranks do, each of which measures another shape."""
+    path = tune_path(CPU)
+    code = (
+        "import sys; from pathlib import Path; from tests.choice.test_rules import CPU, TunedCell, remember, workload\n"
+        "for at in range(5):\n"
+        "    of = workload(seq_len=1 + at, batch_size=int(sys.argv[2]))\n"
+        "    remember(Path(sys.argv[1]), CPU, [TunedCell(workload=of, implementation='gather', median_ns=10)])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    asked = [[sys.executable, "-c", code, str(path), str(rank)] for rank in range(1, 4)]
+    ranks = [subprocess.Popen(each, env=environment) for each in asked]
+    assert [rank.wait(120) for rank in ranks] == [0, 0, 0]
+    assert len(read_tune_file(path).cells) == 15
+
+
+def test_two_writes_of_one_moment_are_both_read(cache: Path) -> None:
+    path = tune_path(CPU)
+    for head_dim in (16, 32):
+        remember(path, CPU, [TunedCell(workload=workload(head_dim=head_dim), implementation="gather", median_ns=10)])
+        os.utime(path, ns=(1, 1))
+        file = read_tune_file(path)
+    assert [cell.workload.head_dim for cell in file.cells] == [16, 32]
+
+
+def test_a_lock_that_another_keeps_costs_no_more_than_its_timeout(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "LOCK_TIMEOUT_S", 0.1)
+    cell = TunedCell(workload=workload(), implementation="gather", median_ns=10)
+    with locked(tune_path(CPU), "a test"):
+        remember(tune_path(CPU), CPU, [cell])
+    assert read_tune_file(tune_path(CPU)).cells == (cell,)
+
+
+@pytest.mark.parametrize(
+    "package",
+    ["torch", "triton", "nvidia-cudnn-cu13", "flash-attn", "flash_attn_interface", "flash-attn-4", "xformers"],
+)
+def test_another_version_of_what_can_serve_is_another_file(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    versions = {"torch": "2.13.0"}
+    paths = []
+    for version in ("1.0", "1.1"):
+        versions[package] = version
+        monkeypatch.setattr(measured, "installed_version", versions.get)
+        monkeypatch.setattr(measured, "find_spec", lambda name: name in versions or None)
+        measured.package_versions.cache_clear()
+        paths.append(tune_path(CPU))
+    measured.package_versions.cache_clear()
+    assert paths[0] != paths[1]
+
+
+def test_another_driver_gpu_or_kernel_is_another_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = GpuInfo(name="NVIDIA H200", compute_capability="9.0", driver="570.1")
+    machines = [
+        Machine(device="cuda", gpus=(gpu.model_copy(update=fields), gpu))
+        for fields in ({}, {"driver": "580.1"}, {"name": "NVIDIA L40S"})
+    ]
+    paths = {tune_path(machine) for machine in machines}
+    monkeypatch.setattr(measured, "kernel_hash", lambda: "another")
+    paths.add(tune_path(machines[0]))
+    assert len(paths) == 4
+
+
+def test_sources_of_kernels_in_cpp_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "KERNELS", tmp_path)
+    hashes = set()
+    for text in ("int a;", "int b;"):
+        (tmp_path / "flash.cpp").write_text(text)
+        measured.kernel_hash.cache_clear()
+        hashes.add(measured.kernel_hash())
+    measured.kernel_hash.cache_clear()
+    assert len(hashes) == 2
+
+
+def test_the_gpu_is_that_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["NVIDIA H200", "NVIDIA L40S", "NVIDIA H200"]
+    gpus = tuple(GpuInfo(name=name, uuid_hash=str(at)) for at, name in enumerate(names))
+    monkeypatch.setattr(computation, "_machine", lambda _device: Machine(device="cuda", gpus=gpus))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
+    computation._with_gpu.cache_clear()
+    found = [computation.machine_of(device).gpus[0].uuid_hash for device in ("cuda:0", "cuda:1", "cuda:2", "cuda")]
+    assert found == ["0", "1", "2", "2"]
+    # CUDA's order may not be NVML's.
+    monkeypatch.setattr(torch.cuda, "get_device_name", names[::-1][1:].__getitem__)
+    computation._with_gpu.cache_clear()
+    assert computation.machine_of("cuda:0").gpus[0].uuid_hash == "1"
+    assert {gpu.uuid_hash for gpu in computation.machine_of("cuda:0").gpus} == {"0", "1", "2"}
+    computation._with_gpu.cache_clear()
 
 
 def test_planner_records_what_auto_chose(cache: Path) -> None:

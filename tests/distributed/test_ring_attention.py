@@ -30,7 +30,7 @@ def test_results_are_those_of_one_device_and_refusals_say_why(launch):
         "window None must be two integers",
         "segment_lengths 4 must be a sequence of integers",
         "ranks exchange data; give tensors that have some",
-        "give the axis of tokens",
+        "give the axis of tokens as dim",
         "give one of them",
         "must rise from 0",
         "must rise from 0",

@@ -44,12 +44,15 @@ def tune(
 
     Compiling and warming up are never part of a time. Later runs add to the file; a newer result replaces an older one.
     """
-    from dilabench.choice.measured import tune_path
+    from dilabench.choice.measured import check_tune_file, tune_path
     from dilabench.cli.run.shown import show_run
     from dilabench.runs.execution import Execution
     from dilabench.runs.plan import plan_run
     from dilabench.suites.tuner import add_to_file
 
+    if output is not None:
+        # Else what was measured would take the place of what is no tune file.
+        check_tune_file(output)
     found = discovered(strict_plugins)
     request = run_request(
         found.catalogue,

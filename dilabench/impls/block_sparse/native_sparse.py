@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from dilabench.contracts import BuildContext
 from dilabench.impls.block_sparse.block_sparse import kernels_for
 from dilabench.impls.block_sparse.union import COLUMN_BLOCK, BlockBackward, BlockForward, require_whole_plan
 from dilabench.impls.one_operator import outside_compilers
+from dilabench.impls.operator_rules import first_derivatives
 from dilabench.impls.summed import Part, block_means, block_means_backward, parts_of
 from dilabench.kernels.block_sparse.plan import BlockPlan, Plan
 
@@ -86,25 +87,28 @@ class _GatedSum(torch.autograd.Function):
         return _gated_sum(outs, gates)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, gates, *results = ctx.saved_tensors
-        function: GatedSum = ctx.function
-        outs, lses = results[: len(results) // 2], results[len(results) // 2 :]
-        wide = torch.promote_types(q.dtype, torch.float32)
-        dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
-        of_queries = []
-        for part, gated_dout, out, lse in zip(function.parts, _gated(dout, gates), outs, lses, strict=True):
-            keys, values = part.keys(k), part.keys(v)
-            dq, *shares = function.attend_backward(
-                gated_dout, q, keys, values, out, lse, part.plan, scale=function.scale
-            )
-            of_queries.append(dq)
-            for total, share in zip((dk, dv), shares, strict=True):
-                part.add_gradient(total, share.to(wide))
-        dq = _sum(of_queries)
-        gate_gradients = _gate_gradients(dout, outs, gates) if ctx.needs_input_grad[4] else None
-        return None, dq, dk.to(q.dtype), dv.to(q.dtype), gate_gradients
+        gradients = partial(_gradients, ctx.function, ctx.needs_input_grad[4])
+        dq, dk, dv, *of_gates = first_derivatives(gradients, dout, *ctx.saved_tensors)
+        return None, dq, dk, dv, of_gates[0] if of_gates else None
+
+
+def _gradients(
+    function: GatedSum, of_gates: bool, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *results: Tensor
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv, and that of the gates where it is asked for."""
+    outs, lses = results[: len(results) // 2], results[len(results) // 2 :]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
+    of_queries = []
+    for part, gated_dout, out, lse in zip(function.parts, _gated(dout, gates), outs, lses, strict=True):
+        keys, values = part.keys(k), part.keys(v)
+        dq, *shares = function.attend_backward(gated_dout, q, keys, values, out, lse, part.plan, scale=function.scale)
+        of_queries.append(dq)
+        for total, share in zip((dk, dv), shares, strict=True):
+            part.add_gradient(total, share.to(wide))
+    found = _sum(of_queries), dk.to(q.dtype), dv.to(q.dtype)
+    return (*found, _gate_gradients(dout, outs, gates)) if of_gates else found
 
 
 def _gated_sum(outs: Sequence[Tensor], gates: Tensor) -> Tensor:

@@ -1,0 +1,229 @@
+"""How operators of torch are made, and what autograd and torch's tools ask of one of attention: batches of gradients,
+samples of vmap, FLOPs.
+
+Second and forward-mode derivatives are refused.
+"""
+
+# The annotations of operators are evaluated by torch: no postponed evaluation in this module.
+
+import itertools
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from dilabench.workload.work import BACKWARD_FACTOR, FORWARD_FLOPS_PER_PAIR_AND_DIM
+
+ResultT = TypeVar("ResultT")
+
+LIBRARY = torch.library.Library("dilabench", "FRAGMENT")
+
+# It loads Triton, so that only who counts loads it.
+FLOP_COUNTER = "torch.utils.flop_counter"
+
+
+def operator(name: str, shapes: Callable[..., Any]) -> Callable[[Callable[..., ResultT]], Callable[..., ResultT]]:
+    """Make a function that writes to none of its arguments, and whose results share memory with nothing, the operator
+    of this name; ``shapes`` gives empty results.
+
+    As `torch.library.custom_op`, which looks at every call whether results are arguments: a third of a compiled call
+    (17 of 49 microseconds on one host).
+    """
+
+    def define(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
+        defined = _defined(name, function, _untraced(function), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"dilabench::{name}", shapes, lib=LIBRARY)
+        return defined
+
+    return define
+
+
+def differentiable_operator(name: str) -> Callable[[Callable[..., ResultT]], Callable[..., ResultT]]:
+    """Make a function of operators and autograd functions the operator of this name: one node where a compiler looks
+    first, and nothing in the graph that runs, which has what the function calls instead.
+
+    A derivative that is registered with an operator stays in that graph, and is asked, in Python, at every call.
+    """
+    return lambda function: _defined(name, function, function, "CompositeImplicitAutograd")
+
+
+def _defined(
+    name: str, function: Callable[..., ResultT], kernel: Callable[..., ResultT], key: str
+) -> Callable[..., ResultT]:
+    schema = torch.library.infer_schema(function, mutates_args=())
+    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, kernel, key)
+    defined: Callable[..., ResultT] = getattr(torch.ops.dilabench, name).default
+    return defined
+
+
+def _untraced(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
+    """The function, which no compiler traces where one looks at what is called by what it broke a graph at."""
+
+    def run(*arguments: Any) -> ResultT:
+        # As a decorator it would load the compiler when a module is imported.
+        return (compilers_own() if "torch._dynamo" in sys.modules else function)(*arguments)
+
+    @cache
+    def compilers_own() -> Callable[..., ResultT]:
+        found: Callable[..., ResultT] = torch.compiler.disable(function)
+        return found
+
+    return run
+
+
+def first_derivatives(gradients: Callable[..., tuple[Tensor, ...]], dout: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    """The gradients for these tensors, which refuse to be differentiated: autograd would leave terms out in silence.
+
+    A batch of gradients (`torch.autograd.grad(..., is_grads_batched=True)`) is computed one after another.
+    """
+    if torch._C._functorch.is_legacy_batchedtensor(dout):
+        if torch.is_grad_enabled():
+            # Its results would carry no graph at all, not even one that refuses.
+            raise RuntimeError(_FIRST_ONLY)
+        return _gradients_of_each(gradients, dout, *given)
+    # Grad mode is off in a backward pass but for `create_graph` and torch.func.
+    return _Gradients.apply(gradients, dout, *given) if torch.is_grad_enabled() else gradients(dout, *given)
+
+
+_FIRST_ONLY = (
+    "attention has first derivatives only; where gradients are differentiated in turn (create_graph=True), as in a "
+    "penalty on them, write attention in plain PyTorch"
+)
+
+
+class _GradientsOfOne:
+    """The gradients for one dout, which an operator finds by its number."""
+
+    def __init__(self, gradients: Callable[..., tuple[Tensor, ...]], given: tuple[Any, ...]) -> None:
+        self.gradients, self.given = gradients, given
+        self.number = next(_numbers)
+        _of_one[self.number] = self
+
+
+_of_one: WeakValueDictionary[int, _GradientsOfOne] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def _gradients_of_each(gradients: Callable[..., tuple[Tensor, ...]], dout: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    """The gradients for a batched dout: torch calls the operator once for each of the batch."""
+    one = _GradientsOfOne(gradients, given)
+    *found, of_sink = _gradients_op(dout, one.number)
+    return (*found, of_sink) if of_sink.shape[-1] else tuple(found)
+
+
+def _gradients_of_one(dout: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    one = _of_one[number]
+    dq, dk, dv, *of_sink = one.gradients(dout, *one.given)
+    return dq, dk, dv, of_sink[0] if of_sink else dout.new_empty(0)
+
+
+_gradients_op = _defined("gradients_of_one", _gradients_of_one, _gradients_of_one, "CompositeExplicitAutograd")
+
+
+class _Gradients(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradients: Callable[..., tuple[Tensor, ...]], *given: Any) -> tuple[Tensor, ...]:
+        return gradients(*given)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(_ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError(_FIRST_ONLY)
+
+
+def refuse_forward_mode(*tensors: Tensor) -> None:
+    """Raise RuntimeError where one of them has a tangent, which an operator would drop in silence."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(
+            "attention has no forward-mode derivatives (torch.func.jvp, jacfwd, hessian): use reverse mode, "
+            "torch.func.vjp or jacrev"
+        )
+
+
+Rule = Callable[..., tuple[tuple[Tensor, ...], tuple[int, ...]]]
+
+
+def mapped(op: Callable[..., tuple[Tensor, ...]], batched: Sequence[int], is_alone: Callable[[int, str], bool]) -> Rule:
+    """The rule by which `torch.func.vmap` maps an operator.
+
+    Samples become rows of one larger batch where only the arguments `batched`, which begin with a batch axis, differ
+    between them, and the last two, number and options, do not ask to compute each alone. Else they are computed one
+    after another.
+    """
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        *tensors, number, asked = given
+        size = info.batch_size
+        of_tensors = [*zip(tensors, in_dims[: len(tensors)], strict=True)]
+        differ = {at for at, (x, dim) in enumerate(of_tensors) if dim is not None and x.numel()}
+        if differ <= {*batched} and not is_alone(number, asked):
+            joined = [
+                _joined(x, dim, size) if at in batched else _sample(x, dim, 0) for at, (x, dim) in enumerate(of_tensors)
+            ]
+            # What is kept for the backward pass, [0], has no batch axis.
+            results = tuple(
+                x.unflatten(0, (size, x.shape[0] // size)) if x.ndim > 1 else x.expand(size, 0)
+                for x in op(*joined, number, asked)
+            )
+        else:
+            samples = [op(*(_sample(x, dim, at) for x, dim in of_tensors), number, asked) for at in range(size)]
+            results = tuple(map(torch.stack, zip(*samples, strict=True)))
+        return results, (0,) * len(results)
+
+    return rule
+
+
+def _joined(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """The samples [B, ...] of an axis as one batch."""
+    return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+
+def _sample(x: Any, dim: int | None, at: int) -> Any:
+    return x if dim is None else x.select(dim, at)
+
+
+@cache
+def _register_flop_formulas(pairs: Callable[..., int]) -> tuple[Any, ...]:
+    """Give `torch.utils.flop_counter` the work of the operators, by the pairs of their patterns; the operators."""
+    from torch.utils.flop_counter import register_flop_formula
+
+    def of_forward(q: Any, k: Any, _v: Any, _sink: Any, number: int, asked: str, **_: Any) -> int:
+        return FORWARD_FLOPS_PER_PAIR_AND_DIM * q[-1] * pairs(number, torch.Size(q), torch.Size(k), asked)
+
+    def of_backward(
+        _dout: Any, q: Any, k: Any, _v: Any, _out: Any, _lse: Any, _kept: Any, number: int, asked: str, **_: Any
+    ) -> int:
+        return int(
+            BACKWARD_FACTOR
+            * FORWARD_FLOPS_PER_PAIR_AND_DIM
+            * q[-1]
+            * pairs(number, torch.Size(q), torch.Size(k), asked)
+        )
+
+    forward, backward = torch.ops.dilabench.attention_forward, torch.ops.dilabench.attention_backward
+    register_flop_formula(forward)(of_forward)
+    register_flop_formula(backward)(of_backward)
+    return forward, backward
+
+
+def let_flops_be_counted(pairs: Callable[[int, torch.Size, torch.Size, str], int]) -> None:
+    """Register the formulas, also with a `FlopCounterMode` that is on: it has copied those that there were before."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+    from torch.utils.flop_counter import flop_registry
+
+    operators = _register_flop_formulas(pairs)
+    for mode in _get_current_dispatch_mode_stack():
+        counted = getattr(getattr(mode, "counter", None), "flop_registry", None)
+        if isinstance(counted, dict):
+            counted.update({op: flop_registry[op] for op in operators if op not in counted})
