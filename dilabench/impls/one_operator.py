@@ -162,10 +162,7 @@ def is_plain_eager_call(*tensors: Tensor) -> bool:
     )
     if looked_at or not _PLAIN.issuperset(map(type, tensors)):
         return False
-    for x in tensors:  # noqa: SIM110, a generator is slower, and one function more
-        if x.is_neg() or x._is_zerotensor():
-            return False
-    return True
+    return not (any(map(Tensor.is_neg, tensors)) or any(map(Tensor._is_zerotensor, tensors)))
 
 
 def materialised(x: Tensor) -> Tensor:

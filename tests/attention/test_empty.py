@@ -95,8 +95,11 @@ def test_empty_sequences_and_tokens_beyond_the_last_bound(
     if others:
         inside = [x[:last] for x in leaves[:3]]
         expected = dilated_attention(*inside, cu_seqlens=others, backend=backend, return_lse=True, **options)
-        torch.testing.assert_close((out[:last], lse[:, :last]), expected)
-        torch.testing.assert_close(gradients, torch.autograd.grad(expected[0], leaves, dout[:last]), rtol=0, atol=1e-6)
+        # A sink is added to all rows at once, whose last ones are not in a vector's lanes: other last bits.
+        exactly: dict[str, float] = {} if "sink" in options else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close((out[:last], lse[:, :last]), expected, **exactly)
+        of_inside = torch.autograd.grad(expected[0], leaves, dout[:last])
+        torch.testing.assert_close(gradients, of_inside, **exactly)
 
 
 @pytest.mark.parametrize("bounds", [[1, 5], [0, 4, 3], [0, 6], [0, -1]], ids=str)

@@ -205,6 +205,9 @@ def _launch(
             f"{function} under torch.jit.trace, which records operators of torch alone; trace "
             "dilabench.attention.attention or dilated_attention, which are one operator"
         )
+    # Those that come from callers stand first.
+    if any(map(Tensor.is_neg, tensors[:4])):
+        raise _without_values(next(x for x in tensors[:4] if x.is_neg()))
     B, M, H, D = q.shape
     L = k.shape[1]
     seen: tuple[int | None, ...] = (L - M, mask.left, mask.right, max(M, 1), H, None, None, None, 0, 0)
@@ -226,16 +229,20 @@ def _place(x: Tensor, lse: Tensor) -> _Place | _Lse:
     batch.
     """
     address = x.data_ptr()
-    if x.is_neg() or (not address and x.numel()):
-        raise ValueError(
-            f"the memory of a tensor {list(x.shape)} on {x.device} does not hold its values (a meta or zero tensor, or "
-            "a negative view); give a copy, x.resolve_neg().clone(), on a CPU"
-        )
+    if not address and x.numel():
+        raise _without_values(x)
     if x is lse:
         *outer, batch, head, row = x.stride()
         return _Lse(address, outer[0] if outer else 0, x.shape[-3], batch, head, row)
     batch, row, head, _ = x.stride()
     return _Place(address, batch, head, row)
+
+
+def _without_values(x: Tensor) -> ValueError:
+    return ValueError(
+        f"the memory of a tensor {list(x.shape)} on {x.device} does not hold its values (a meta or zero tensor, or "
+        "a negative view); give a copy, x.resolve_neg().clone(), on a CPU"
+    )
 
 
 def _compiled() -> ctypes.CDLL:
