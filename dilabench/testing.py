@@ -78,13 +78,16 @@ def check_implementation(
     Exceptions of building or calling pass through.
     """
     catalogue = discover().catalogue
-    implementation = Implementation(
-        "under-test", "", "", supports or Capabilities(), takes=takes, deterministic=deterministic
-    )
-    build = build_or_name
     if isinstance(build_or_name, str):
         implementation = catalogue.implementations.get(build_or_name)
         build = load_target(implementation.target)
+    else:
+        build = build_or_name
+        # Its target is never loaded: the function is there.
+        own = "dilabench.testing:check_implementation"
+        implementation = Implementation(
+            "under-test", "a function", own, supports or Capabilities(), takes=takes, deterministic=deterministic
+        )
     machine = Machine(device=device.partition(":")[0])
     if backend is None and implementation.uses_backend:
         backend = catalogue.preferred_backends(machine)[-1]
