@@ -67,7 +67,7 @@ def test_an_installed_pattern_is_described_and_drawn(site: Path) -> None:
     done = dilabench(site, "describe", "chunked")
     assert done.returncode == 0, done.stderr
     assert "--set chunk:       512" in done.stdout
-    assert "computed by:       reference, masked" in done.stdout
+    assert "computed by:       reference, flex, masked" in done.stdout
     assert done.stdout.count("█") > 100
 
 
