@@ -22,9 +22,8 @@ from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
 from dilabench.compare.view import common_timings, is_throttled, median_over, sessions_of
 from dilabench.errors import DilabenchError
 from dilabench.record import Measured, Row, RunRecord, Timing
-from dilabench.stats.decisions.decide import decide
+from dilabench.stats.decisions.decide import Policy, decide
 from dilabench.stats.decisions.history import SESSIONS_FOR_GATE, StoredSessions, estimate_stored
-from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Verdict
 from dilabench.units import parse_fraction
 

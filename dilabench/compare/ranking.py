@@ -66,9 +66,8 @@ def rank(rows: Sequence[Row], device: str) -> Ranking | None:
 def _not_slower(fastest: Row, others: Sequence[Row], device: str) -> tuple[tuple[Row, ...], tuple[Row, ...], Row]:
     """The rows that are not proven to be slower, those of them with too few common rounds to prove anything, and the
     row of all with the smallest medians in common rounds."""
-    from dilabench.stats.decisions.decide import judge_many
+    from dilabench.stats.decisions.decide import Policy, judge_many
     from dilabench.stats.decisions.paired import estimate_many
-    from dilabench.stats.decisions.policy import Policy
 
     compared, unheard, undecided = [], [], []
     for row in others:

@@ -13,9 +13,8 @@ from statistics import fmean, stdev
 
 from dilabench.errors import ConfigError
 from dilabench.record import Measured, Memory, Row, Slot, Timing
-from dilabench.stats.decisions.paired import PairedRounds, estimate_many
-from dilabench.stats.samples.estimate import Estimate, Interval
-from dilabench.stats.samples.location import Location, locate_sessions, quantile
+from dilabench.stats.decisions.paired import Estimate, PairedRounds, estimate_many
+from dilabench.stats.samples.location import Interval, Location, locate_sessions, quantile
 from dilabench.workload.work import flops
 
 # Heat and brakes are faults of the moment; running into the power limit is how large GPUs work under full load.

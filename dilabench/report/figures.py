@@ -2,7 +2,7 @@
 
 from math import floor, log10
 
-from dilabench.stats.samples.estimate import Interval
+from dilabench.stats.samples.location import Interval
 
 ABSENT = "–"
 

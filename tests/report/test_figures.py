@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilabench.report import figures
-from dilabench.stats.samples.estimate import Interval
+from dilabench.stats.samples.location import Interval
 
 
 @given(st.floats(min_value=1e-9, max_value=1e15), st.integers(min_value=2, max_value=6))

@@ -19,7 +19,7 @@ from dilabench.report.columns import COLUMNS, Column, chosen_columns
 from dilabench.report.html.data import PageData
 from dilabench.report.pull_request import of_comparison
 from dilabench.report.rows import ESTIMATES, workload_tables
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy
 from dilabench.store.run_files import read_record
 from dilabench.units import format_bytes
 

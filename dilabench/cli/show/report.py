@@ -77,7 +77,8 @@ def report(
         reporters = [_of_samples(reporter, catalogue) for reporter in reporters]
     (record,) = records
     known = len(catalogue.problems)
-    sections = sections_of(record, catalogue)
+    plots = github_summary or any(reporter.shows_sections and reporter.shows_plots for reporter in reporters)
+    sections = sections_of(record, catalogue, plots=plots)
     options = {"details": details, "columns": column_names(columns)}
     if github_summary:
         append_summary(of_run(record, sections))

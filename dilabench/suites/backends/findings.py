@@ -11,7 +11,7 @@ from dilabench.record import KernelUse, Measured, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import BarPlot, Bars, Section
 from dilabench.report.summary import device_text
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.verdicts import Code
 from dilabench.units import format_count
 

@@ -17,8 +17,7 @@ from dilabench.report import figures
 from dilabench.report.columns import row_name
 from dilabench.report.findings import Section
 from dilabench.request import shard_of
-from dilabench.stats.decisions.decide import judge
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy, judge
 from dilabench.suites.choice.cases import cut_short, shapes_asked
 from dilabench.units import format_seconds
 

@@ -20,7 +20,7 @@ from dilabench.metadata import (
 from dilabench.record import Case, Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.findings import BarPlot, Bars, Section
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.verdicts import Code
 from dilabench.suites.optimization.variants import NONE
 from dilabench.units import format_bytes, format_count
