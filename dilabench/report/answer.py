@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from dilabench.compare.ranking import Ranking, is_quotable, rank
-from dilabench.compare.view import view_of
+from dilabench.compare.view import Ranking, is_quotable, rank, view_of
 from dilabench.plugins.axis import Axis
 from dilabench.record import Failed, Row, RunRecord, Skipped
 from dilabench.report import figures

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dilabench.compare.comparison import ComparedPair
-from dilabench.compare.ranking import is_quotable
-from dilabench.compare.view import RowView
+from dilabench.compare.view import RowView, is_quotable
 from dilabench.errors import unknown_name
 from dilabench.record import Case, Failed, Row
 from dilabench.report import figures

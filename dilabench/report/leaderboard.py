@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dilabench.compare.ranking import is_quotable, rank
-from dilabench.compare.view import measured_view
+from dilabench.compare.view import is_quotable, measured_view, rank
 from dilabench.record import Row, RunRecord
 from dilabench.report import figures
 from dilabench.report.columns import COLUMNS, row_name

@@ -7,8 +7,7 @@ a speed-up exists only inside a section, against the plain method or else the se
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.ranking import Ranking, rank
-from dilabench.compare.view import view_of
+from dilabench.compare.view import Ranking, rank, view_of
 from dilabench.record import ESTIMATOR, Case, Row, RunRecord
 from dilabench.report.columns import Column, DisplayRow, chosen_columns, workload_title
 

@@ -10,7 +10,7 @@ from dilabench.report.columns import implementation_text, workload_title
 from dilabench.report.summary import device_text
 
 if TYPE_CHECKING:
-    from dilabench.compare.machines import MachineRatio
+    from dilabench.compare.across import MachineRatio
     from dilabench.record import Case, RunRecord
 
 COLUMNS = ("case", "base", "new", "base / new")
@@ -18,7 +18,7 @@ COLUMNS = ("case", "base", "new", "base / new")
 
 def show_machines(base: "RunRecord", new: "RunRecord", as_json: bool) -> ExitCode:
     """Print the ratios of what both measured; exit code 8 when that is nothing."""
-    from dilabench.compare.machines import machine_ratios
+    from dilabench.compare.across import machine_ratios
 
     ratios = list(machine_ratios(base, new))
     if as_json:

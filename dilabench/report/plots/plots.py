@@ -87,9 +87,7 @@ def _picture(plot: Plot, about: str, origin: str, form: str) -> bytes:
 
 
 def _drawn(plot: Plot) -> "Figure":
-    from dilabench.report.plots.bars import draw_bars
-    from dilabench.report.plots.curves import draw_curves
-    from dilabench.report.plots.mask import draw_mask
+    from dilabench.report.plots.drawing import draw_bars, draw_curves, draw_mask
 
     if isinstance(plot, CurvePlot):
         return draw_curves(plot)

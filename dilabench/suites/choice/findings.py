@@ -6,8 +6,7 @@ from statistics import fmean, median
 from typing import Any
 
 from dilabench.choice.ways import way_name
-from dilabench.compare.ranking import is_quotable, rank
-from dilabench.compare.view import common_timings, measured_view, pair
+from dilabench.compare.view import common_timings, is_quotable, measured_view, pair, rank
 from dilabench.errors import counted
 from dilabench.metadata import CHOSEN, INTERFERENCE, LAUNCH_BOUND, SHAPE
 from dilabench.plugins.catalogue import Catalogue
