@@ -11,9 +11,9 @@ from itertools import groupby
 from dilabench.compare.view import Ranking, is_quotable, rank, view_of
 from dilabench.plugins.axis import Axis
 from dilabench.record import Failed, Row, RunRecord, Skipped
-from dilabench.report import figures
-from dilabench.report.columns import COLUMNS, row_name
-from dilabench.report.rows import WorkloadTable, shape_id, workload_tables
+from dilabench.report.columns import ABSENT, COLUMNS, row_name
+from dilabench.report.content import WorkloadTable, shape_id, workload_tables
+from dilabench.units import format_ratio
 
 TITLE = "Answer"
 # Before a ratio that is not proven to be another than 1.
@@ -96,7 +96,7 @@ class Answer:
         columns["memory"] = [_cell("peak mem.", row.fastest) for row in self.rows]
         columns["verified"] = [_cell("verified", row.fastest) for row in self.rows]
         maybe = ("workload", "vs dense", ONE_DEVICE, "memory")
-        dull = {name for name in maybe if set(columns[name]) <= {"", figures.ABSENT}}
+        dull = {name for name in maybe if set(columns[name]) <= {"", ABSENT}}
         if set(columns["batch"]) == {"1"}:
             dull.add("batch")
         names = tuple(name for name in columns if name not in dull)
@@ -317,8 +317,8 @@ def _runs(places: Sequence[int], rows: Sequence[AnswerRow]) -> str:
 
 def _cell(name: str, row: Row | None) -> str:
     view = None if row is None else view_of(row)
-    return figures.ABSENT if view is None else COLUMNS[name].value_text(view)
+    return ABSENT if view is None else COLUMNS[name].value_text(view)
 
 
 def _versus(times: float | None, proven: bool) -> str:
-    return figures.ABSENT if times is None else ("" if proven else ABOUT) + figures.ratio(times)
+    return ABSENT if times is None else ("" if proven else ABOUT) + format_ratio(times)

@@ -13,11 +13,9 @@ from typing import Any
 
 from dilabench.compare.view import is_quotable, measured_view, rank
 from dilabench.record import Row, RunRecord
-from dilabench.report import figures
-from dilabench.report.columns import COLUMNS, row_name
+from dilabench.report.columns import ABSENT, COLUMNS, row_name
+from dilabench.report.content import environment_rows, reproduce_command, workload_tables
 from dilabench.report.html.commands import quoted, row_command
-from dilabench.report.rows import workload_tables
-from dilabench.report.summary import environment_rows, reproduce_command
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 
@@ -179,7 +177,7 @@ def _run(record: RunRecord) -> Run:
         run_id=record.run_id,
         started_at=record.started_at,
         dilabench=record.tool_version,
-        commit=figures.ABSENT if git is None else git.sha + (" with local changes" if git.dirty else ""),
+        commit=ABSENT if git is None else git.sha + (" with local changes" if git.dirty else ""),
         device=device_name(record),
         environment=environment_rows(record),
         command=reproduce_command(record),

@@ -13,8 +13,7 @@ from dilabench.cli.options import AsJson, Backends, real_names, require_one_form
 from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, print_table, say, say_page
 from dilabench.errors import ConfigError
-from dilabench.report import figures
-from dilabench.units import format_bytes
+from dilabench.units import format_bytes, format_latency
 
 if TYPE_CHECKING:
     from dilabench.report.html.history import Trend
@@ -177,7 +176,7 @@ def _row(entry: "CaseEntry", step: float | None) -> Sequence[str]:
     change = ""
     if step is not None:
         change = f"<- step: {_change(step)}"
-    times = (figures.latency(entry.p25_ns), figures.latency(entry.median_ns))
+    times = (format_latency(entry.p25_ns), format_latency(entry.median_ns))
     peak = format_bytes(entry.peak_bytes) if entry.peak_bytes is not None else ""
     return (*start, *times, str(entry.samples), peak, change)
 

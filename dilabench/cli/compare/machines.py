@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from dilabench.cli.terminal import print_table, say, say_folded
 from dilabench.errors import ExitCode, counted
-from dilabench.report import figures
 from dilabench.report.columns import implementation_text, workload_title
-from dilabench.report.summary import device_text
+from dilabench.report.content import device_text
+from dilabench.units import format_latency, format_ratio
 
 if TYPE_CHECKING:
     from dilabench.compare.across import MachineRatio
@@ -43,8 +43,8 @@ def show_machines(base: "RunRecord", new: "RunRecord", as_json: bool) -> ExitCod
 def _cells(one: "MachineRatio") -> tuple[str, ...]:
     backends = dict.fromkeys(case.backend or "no backend" for case in (one.base, one.new))
     name = f"{implementation_text(one.new)} ({' against '.join(backends)})"
-    times = (figures.latency(one.base_time.median_ns), figures.latency(one.new_time.median_ns))
-    return name, *times, figures.ratio(one.ratio)
+    times = (format_latency(one.base_time.median_ns), format_latency(one.new_time.median_ns))
+    return name, *times, format_ratio(one.ratio)
 
 
 def _as_data(one: "MachineRatio") -> dict[str, object]:

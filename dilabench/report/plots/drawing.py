@@ -16,9 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, Locator, LogLocator, MaxNLocator, NullLocator
 
-from dilabench.report import figures
 from dilabench.report.findings import BarPlot, Bars, Curve, CurvePlot, MaskPlot
-from dilabench.units import format_count
+from dilabench.units import format_count, format_rate
 
 # Okabe and Ito, "Color Universal Design" (2008); black last, yellow left out: it vanishes on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -110,7 +109,7 @@ def _value_text(value: float) -> str:
     """A round value: 0.5, 1000, 20k, 1M."""
     if value < 1e4:
         return f"{value:g}"
-    text = figures.decimal(value)
+    text = format_rate(value)
     return f"{float(text[:-1]):g}{text[-1]}"
 
 

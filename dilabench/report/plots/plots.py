@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import RunRecord
+from dilabench.report.content import device_text
 from dilabench.report.findings import BarPlot, CurvePlot, Plot, Section
-from dilabench.report.summary import device_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -31,6 +31,7 @@ Session = Sequence[Sequence[float]]
 MIN_SAMPLES = 5
 """Below this many samples there is no interval ("n<5, no CI")."""
 
+CONFIDENCE = 0.95
 SESSIONS_FOR_SPREAD = 3
 """From this many sessions on, their own spread is the error."""
 
@@ -46,6 +47,11 @@ class Interval:
     @property
     def half_width(self) -> float:
         return (self.high - self.low) / 2
+
+    @property
+    def is_certain(self) -> bool:
+        """Return True if it is one of 95 %, and not the whole range of samples from too few turns."""
+        return self.confidence >= CONFIDENCE
 
     def as_ratio(self) -> "Interval":
         """The interval of a ratio, from the interval of its logarithm."""
