@@ -54,6 +54,11 @@ class RowView:
         return self.location.interval
 
     @property
+    def is_quotable(self) -> bool:
+        """Return True if no note says that its time cannot be true."""
+        return is_quotable(self.row)
+
+    @property
     def samples(self) -> int:
         """How many samples there are."""
         return self.location.n

@@ -4,15 +4,14 @@ A new column is one more object in `COLUMNS`: tables show it where it is asked f
 name CSV, Parquet and data frames hold its raw value.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from dilabench.compare.comparison import ComparedPair
-from dilabench.compare.view import RowView, is_quotable
 from dilabench.errors import unknown_name
 from dilabench.record import Case, Failed, Row
-from dilabench.stats.samples.location import Interval
 from dilabench.units import (
     format_bytes,
     format_count,
@@ -22,6 +21,12 @@ from dilabench.units import (
     significant,
     time_unit,
 )
+
+if TYPE_CHECKING:
+    # Their statistics take a while to load, and columns of stored figures need none.
+    from dilabench.compare.comparison import ComparedPair
+    from dilabench.compare.view import RowView
+    from dilabench.stats.samples.location import Interval
 
 ABSENT = "–"
 DOUBTFUL = "‡"
@@ -61,7 +66,8 @@ class Column:
 
     `shown`: its text where that is more than the value in its unit; asked of every row. `right`: a number, set to the
     right. `spare`: when a narrow terminal leaves it out, the smallest first; None: never. `usual`: shown where no
-    columns are asked for. `export`: its name in CSV, Parquet and data frames; None: not there.
+    columns are asked for. `export`: its name in CSV, Parquet and data frames; None: not there. `absent`: the text where
+    there is no value.
     """
 
     name: str
@@ -72,6 +78,7 @@ class Column:
     spare: int | None = 0
     usual: bool = False
     export: str | None = None
+    absent: str = ABSENT
 
     def text(self, line: DisplayRow) -> str:
         """The cell of a line."""
@@ -80,9 +87,9 @@ class Column:
         return ABSENT if line.view is None else self.value_text(line.view)
 
     def value_text(self, view: Any) -> str:
-        """The value of a measured row, or of a compared pair, in its unit."""
+        """The value in its unit: of a measured row, of a compared pair, or of whatever a line of the table shows."""
         value = self.cell(view)
-        return ABSENT if value is None else _FORMATS[self.unit](value)
+        return self.absent if value is None else _FORMATS[self.unit](value)
 
 
 def workload_title(case: Case) -> str:
@@ -138,7 +145,7 @@ def _median(line: DisplayRow) -> str:
     """The median, or how a row without one ended."""
     if line.view is None:
         return "FAILED" if isinstance(line.row.outcome, Failed) else line.status
-    return format_latency(line.view.median_ns) + ("" if is_quotable(line.row) else DOUBTFUL)
+    return format_latency(line.view.median_ns) + ("" if line.view.is_quotable else DOUBTFUL)
 
 
 def latency_interval(median_ns: float, interval: Interval | None) -> str:

@@ -107,9 +107,7 @@ def compare(
             raise ConfigError(
                 "--across-machines takes two runs and, because it judges nothing, no other option but --json"
             )
-        from dilabench.cli.compare.machines import show_machines
-
-        raise typer.Exit(show_machines(records[0], records[1], form is Format.JSON))
+        raise typer.Exit(verdict_view.show_machines(records[0], records[1], as_json=form is Format.JSON))
     for record in records[1:] if by else ():
         refuse_other_machine(records[:1], [record], ConfigError)
     calibration = store.calibration_of(records)
