@@ -15,12 +15,20 @@ from dilabench.errors import EnvironmentNotReady
 from dilabench.plugins.manager import discover
 from dilabench.record import RunRecord
 from dilabench.report.columns import chosen_columns
+from dilabench.report.content import (
+    device_text,
+    environment_rows,
+    footnotes,
+    headline,
+    note_groups,
+    reproduce_command,
+    unmeasured,
+    workload_tables,
+)
 from dilabench.report.findings import Bars, Curve, CurvePlot, MaskPlot, Plot, Section, sections_of
 from dilabench.report.html.data import PageData
 from dilabench.report.html.winners import winner_map
 from dilabench.report.plots.plots import subject, svg
-from dilabench.report.rows import footnotes, workload_tables
-from dilabench.report.summary import device_text, environment_rows, headline, note_groups, reproduce_command, unmeasured
 from dilabench.units import format_count
 
 FILENAME = "report.html"
