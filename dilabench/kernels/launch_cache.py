@@ -3,6 +3,8 @@
 Triton binds the arguments of a launch, looks at each for what to specialise on and looks the compiled kernel up, and we
 make tables and descriptors for it: more than a small problem takes on a GPU. For tensors of equal shapes, strides,
 dtypes and alignment all of that comes out alike; what differs are the addresses.
+
+Triton launches on the current device, torch's operators on that of their tensors: so do these, on its current stream.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ from contextvars import copy_context
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
-from triton.runtime import JITFunction
+from triton.runtime import JITFunction, driver
 from triton.runtime.errors import OutOfResources
+
+from dilabench.kernels.streams import record
 
 # Bulk copies step in units of so many bytes, and Triton specialises on addresses that are a multiple of them.
 COPY_BYTES = 16
@@ -70,6 +75,9 @@ class LaunchCache:
         self._noted = noted
         self._facts: dict[str, Any] = {}
         self._known: dict[Hashable, list[_Repeated]] = {}
+        # The CUDA device of all tensors (-1: none), and on which of its streams tables of what repeats are recorded.
+        self._device = -1
+        self._recorded: set[tuple[Hashable, int]] = set()
 
     @classmethod
     # Each holds the tables of a length on the device for as long as it is here: few, for lengths change.
@@ -98,6 +106,17 @@ class LaunchCache:
         """
         known = self._known.get(name)
         if known:
+            on_stream = {}
+            if self._device >= 0:
+                if torch.cuda.current_device() != self._device:
+                    with torch.cuda.device(self._device):
+                        self.launch(name, tensors, prepare, beside)
+                    return
+                # Triton would ask for both once more at every launch.
+                on_stream["stream"] = stream = driver.active.get_current_stream(self._device)
+                if (name, stream) not in self._recorded:
+                    record(value for repeated in known for value in repeated.values)
+                    self._recorded.add((name, stream))
             for (run, values, exchanged), own in zip(known, tensors, strict=True):
                 values = values.copy()
                 for place, operand, descriptor in exchanged:
@@ -108,17 +127,26 @@ class LaunchCache:
                         view: Any = object.__new__(kind)
                         view.__dict__ = {**facts, "base": x}
                         values[place] = view
-                run(*values)
+                run(*values, **on_stream)
             return
-        if self._noted is not None:
-            self._noted += prepare()
-            return
-        launched = _launched(prepare(), beside)
-        if known is None:
-            self._known[name] = []
-        else:
-            repeated = [_repeated(*each, own) for each, own in zip(launched, tensors, strict=True)]
-            self._known[name] = [each for each in repeated if each] if all(repeated) else []
+        first = next(iter(tensors[0].values()))
+        with torch.cuda.device_of(first):
+            if self._noted is not None:
+                self._noted += prepare()
+                return
+            launched = _launched(prepare(), beside)
+            if known is None:
+                self._known[name] = []
+            else:
+                self._device = first.get_device()
+                repeated = [_repeated(*each, own) for each, own in zip(launched, tensors, strict=True)]
+                self._known[name] = [each for each in repeated if each] if all(repeated) else []
+
+
+def launch_once(kernel: Any, grid: tuple[int, ...], x: Tensor, *arguments: Any, **options: Any) -> None:
+    """Launch a kernel, whose first argument is x, on the device of x; for launches that are not repeated."""
+    with torch.cuda.device_of(x):
+        kernel[grid](x, *arguments, **options)
 
 
 class _Repeated(NamedTuple):
@@ -171,7 +199,11 @@ def _launched(launches: Iterable[Launch], beside: Beside | None) -> list[_Launch
         for each in following:
             settle_key(each.kernel)
             grid, arguments = each.arguments(each.ragged)
-            made.append((each, grid, arguments, each.kernel[grid](**arguments)))
+            compiled = each.kernel[grid](**arguments)
+            if isinstance(compiled, CompiledKernel):
+                # Tables among them are kept for others, and may have been made on another stream.
+                record(arguments.values())
+            made.append((each, grid, arguments, compiled))
     return made
 
 

@@ -128,7 +128,7 @@ def launch(
 ) -> None:
     """Launches of a layout that is new."""
     launches = prepare if callable(prepare) else prepare.copy
-    LaunchCache().launch("some", [], launches, beside)
+    LaunchCache().launch("some", [{"x": torch.zeros(1)}], launches, beside)
 
 
 def test_what_is_new_is_compiled_in_both_forms_with_all_that_follow_and_nothing_twice() -> None:
@@ -172,7 +172,7 @@ def test_launches_beside_those_that_are_new_are_compiled_with_them_and_not_made(
     def beside() -> list[Launch]:
         log.append("beside")
         noted: list[Launch] = []
-        LaunchCache(noted).launch("backward", [{}], lambda: [one("c")])
+        LaunchCache(noted).launch("backward", [{"x": torch.zeros(1)}], lambda: [one("c")])
         return noted
 
     launch([one("a"), one("b")], beside)
