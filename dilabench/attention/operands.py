@@ -178,6 +178,15 @@ def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
     return bounds
 
 
+def check_is_tensor(sink: object) -> None:
+    """Refuse a sink of another type: it is learned, and has a device."""
+    if not isinstance(sink, Tensor):
+        raise ValueError(
+            f"sink {sink!r:.80} must be a tensor [H], one logit per query head: give "
+            "torch.tensor([...], device=query.device)"
+        )
+
+
 def check_sink(sink: Tensor, query: Tensor, merge_grad: str) -> None:
     """Refuse a sink that is not one logit per head, or whose gradient would be none."""
     if tuple(sink.shape) != (query.shape[2],) or not sink.is_floating_point():

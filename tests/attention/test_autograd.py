@@ -152,6 +152,16 @@ def test_flops_are_of_the_pairs_of_the_pattern() -> None:
     with FlopCounterMode(display=False) as counted:
         attention(q, q, q, causal=True)
     assert counted.get_total_flops() == 4 * D * attended_pairs(dense) == 4 * D * H * N * (N + 1) // 2
+    inputs = [torch.randn(1, 64, 4, 16, requires_grad=True) for _ in range(3)]
+    wanted = attention(*inputs, pattern=NSA, causal=True)
+    gradients = torch.autograd.grad(wanted.square().sum(), inputs)
+    summed = Workload(pattern=NSA, causal=True, **{**fields, "seq_len": 64, "num_heads": 4, "num_kv_heads": 4})
+    with FlopCounterMode(display=False) as counted:
+        out = attention(*inputs, pattern=NSA, causal=True)
+        found = torch.autograd.grad(out.square().sum(), inputs)
+    assert counted.get_total_flops() == 14 * 16 * attended_pairs(summed)
+    assert torch.equal(out, wanted)
+    torch.testing.assert_close(found, gradients)
     dilated = Workload(pattern={"kind": "dilated", **BRANCHES}, causal=False, **fields)
     with FlopCounterMode(display=False) as counted:
         dilated_attention(q, q, q, **BRANCHES)

@@ -87,13 +87,13 @@ NOT_CAPTURED = (
 class CopyWork:
     """A transfer to this rank, with `wait` like torch.distributed's `Work`."""
 
-    def __init__(self, copies: Copies, event: torch.cuda.Event) -> None:
-        self._copies, self._event = copies, event
+    def __init__(self, copies: Copies, device: torch.device, event: torch.cuda.Event) -> None:
+        self._copies, self._device, self._event = copies, device, event
 
     def wait(self) -> None:
         """Make the current stream wait for it. Raises RuntimeError once a peer was too slow."""
         self._copies.check()
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class _Transfer(NamedTuple):
@@ -164,7 +164,7 @@ class Copies:
         deadline = time.monotonic() + self.timeout_s
         for event in (current.record_event(), arrived):
             self._under_way.append(_Transfer(deadline, self.timeout_s, event))
-        return CopyWork(self, arrived)
+        return CopyWork(self, self._device, arrived)
 
     def try_out(self) -> None:
         """Exchange known values with every rank. Raises RuntimeError when they do not arrive as they were sent."""
