@@ -25,6 +25,8 @@ DeviceClass = Literal["cpu", "older", "sm80", "sm90", "accelerator"]
 PROBE_TIMEOUT_S = 120.0
 CXX_COMPILERS = ("c++", "g++", "clang++")
 GROUP_LIMIT_FILE = Path("/sys/fs/cgroup/memory.max")
+CACHE_VARIABLE = "DILABENCH_CACHE"
+COMPILED_VARIABLE = "DILABENCH_COMPILED"
 
 
 # How large the workloads are that suites ask for unless told: a processor's, or those that fill a data-centre GPU.
@@ -396,3 +398,15 @@ def rank_memory_bytes(machine: Machine, ranks: int) -> int | None:
     """What each of several ranks has: a GPU of its own, or its part of the host."""
     found = memory_bytes(machine)
     return found if found is None or machine.facts.own_memory else found // ranks
+
+
+def cache_folder() -> Path:
+    """$DILABENCH_CACHE, else ~/.cache/dilabench: traced memory, what was tuned, the charting library as one script."""
+    base = os.environ.get(CACHE_VARIABLE)
+    return Path(base) if base else Path.home() / ".cache" / "dilabench"
+
+
+def compiled_folder() -> Path:
+    """Of C++ that was compiled for this machine: $DILABENCH_COMPILED, else a part of the cache folder."""
+    base = os.environ.get(COMPILED_VARIABLE)
+    return Path(base) if base else cache_folder() / "cpu"

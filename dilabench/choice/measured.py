@@ -19,13 +19,12 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from dilabench.atomic_file import locked, write_bytes
-from dilabench.cache_folder import CACHE_VARIABLE, cache_folder
 from dilabench.choice.backends import BACKENDS
 from dilabench.choice.implementations import IMPLEMENTATIONS
 from dilabench.choice.requirements import NOT_PACKAGES, installed_version
 from dilabench.choice.ways import Ways
 from dilabench.errors import ConfigError, first_line
-from dilabench.machine import Machine
+from dilabench.machine import CACHE_VARIABLE, Machine, cache_folder
 from dilabench.patterns.registry import has_kind
 from dilabench.units import format_seconds
 from dilabench.validation import Model

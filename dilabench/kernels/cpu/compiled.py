@@ -10,9 +10,8 @@ from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dilabench.cache_folder import compiled_folder
 from dilabench.errors import EnvironmentNotReady
-from dilabench.machine import CXX_COMPILERS, cpuinfo, cxx_compiler
+from dilabench.machine import CXX_COMPILERS, compiled_folder, cpuinfo, cxx_compiler
 
 SOURCES = Path(__file__).parent
 # Products and sums in one instruction; no care for errno and traps. Not -ffast-math, which assumes that no number is

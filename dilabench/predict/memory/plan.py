@@ -12,7 +12,7 @@ from pathlib import Path
 from queue import LifoQueue
 from typing import Any
 
-from dilabench.cache_folder import cache_folder
+from dilabench.machine import cache_folder
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.memory.tracer import Tracer
 from dilabench.record import Case, MemoryPlan

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dilabench.atomic_file import write_text
-from dilabench.cache_folder import cache_folder
 from dilabench.errors import EnvironmentNotReady
+from dilabench.machine import cache_folder
 from dilabench.plugins.manager import discover
 from dilabench.record import RunRecord
 from dilabench.report.columns import chosen_columns
