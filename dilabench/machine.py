@@ -25,8 +25,6 @@ DeviceClass = Literal["cpu", "older", "sm80", "sm90", "accelerator"]
 PROBE_TIMEOUT_S = 120.0
 CXX_COMPILERS = ("c++", "g++", "clang++")
 GROUP_LIMIT_FILE = Path("/sys/fs/cgroup/memory.max")
-CACHE_VARIABLE = "DILABENCH_CACHE"
-COMPILED_VARIABLE = "DILABENCH_COMPILED"
 
 
 # How large the workloads are that suites ask for unless told: a processor's, or those that fill a data-centre GPU.
@@ -257,21 +255,21 @@ def _accelerator_by_process() -> str | None:
 
 
 def cxx_compiler() -> str | None:
-    """Path of the first of $CXX and CXX_COMPILERS that is there and reads C++17 with its standard library."""
+    """Path of the first of $CXX and CXX_COMPILERS that is there and compiles C++17 with its standard library."""
     return _first_working(os.environ.get("CXX"), os.environ.get("PATH"))
 
 
 @functools.cache
 def _first_working(named: str | None, _path: str | None) -> str | None:
     found = map(shutil.which, filter(None, (named, *CXX_COMPILERS)))
-    return next((path for path in found if path and _reads_cxx(path)), None)
+    return next((path for path in found if path and _compiles_cxx(path)), None)
 
 
-def _reads_cxx(compiler: str) -> bool:
-    """A command of that name may be a stub that says what to install, or a compiler without headers."""
-    reading = [compiler, "-std=c++17", "-E", "-x", "c++", "-"]
+def _compiles_cxx(compiler: str) -> bool:
+    """A command of that name may be a stub that says what to install, only preprocess, or lack headers."""
+    compiling = [compiler, "-std=c++17", "-S", "-o", "-", "-x", "c++", "-"]
     try:
-        done = subprocess.run(reading, input=b"#include <vector>", capture_output=True, timeout=10, check=False)
+        done = subprocess.run(compiling, input=b"#include <vector>", capture_output=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0
@@ -398,15 +396,3 @@ def rank_memory_bytes(machine: Machine, ranks: int) -> int | None:
     """What each of several ranks has: a GPU of its own, or its part of the host."""
     found = memory_bytes(machine)
     return found if found is None or machine.facts.own_memory else found // ranks
-
-
-def cache_folder() -> Path:
-    """$DILABENCH_CACHE, else ~/.cache/dilabench: traced memory, what was tuned, the charting library as one script."""
-    base = os.environ.get(CACHE_VARIABLE)
-    return Path(base) if base else Path.home() / ".cache" / "dilabench"
-
-
-def compiled_folder() -> Path:
-    """Of C++ that was compiled for this machine: $DILABENCH_COMPILED, else a part of the cache folder."""
-    base = os.environ.get(COMPILED_VARIABLE)
-    return Path(base) if base else cache_folder() / "cpu"

@@ -9,17 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dilabench.contracts import BuildContext
+from dilabench.impls.union.rectangle_union import in_rectangles
 from dilabench.impls.union.strided_rows import kept_rows
 from dilabench.impls.union.union import Union
 from dilabench.workload.spec import Workload
-from dilabench.workload.work import flops
 
 if TYPE_CHECKING:
     from dilabench.impls.packed import ByBranches, InTiles, OneLaunch, Packed
-
-# Of a forward pass. Rectangles take threads of their own, which start in milliseconds: smaller workloads took up to
-# twice as long with them on two cores.
-LEAST_RECTANGLE_FLOPS = 8e9
 
 
 def build(workload: Workload, context: BuildContext) -> Union | OneLaunch | InTiles | ByBranches | Packed:
@@ -34,9 +30,4 @@ def build(workload: Workload, context: BuildContext) -> Union | OneLaunch | InTi
 
 def padded(workload: Workload, context: BuildContext) -> Union:
     """Of sequences of one length."""
-    found: Union | None = None
-    if context.device.type == "cpu" and flops(workload.replace(mode="forward")) >= LEAST_RECTANGLE_FLOPS:
-        from dilabench.impls.union.rectangle_union import in_rectangles
-
-        found = in_rectangles(workload, context)
-    return found or Union.of(workload, context, kept_rows(workload, context.patterns))
+    return in_rectangles(workload, context) or Union.of(workload, context, kept_rows(workload, context.patterns))

@@ -6,9 +6,9 @@ import subprocess
 import sys
 import time
 
+from dilabench.cache_folder import COMPILED_VARIABLE
 from dilabench.engine.temporary_folder import temporary_folder
 from dilabench.engine.timers import Call, Samples
-from dilabench.machine import COMPILED_VARIABLE
 from dilabench.metadata import FIRST_CALL
 from dilabench.record import Note
 

@@ -25,9 +25,13 @@ from dilabench.impls.union.rectangles import Rectangle, chains, rectangles
 from dilabench.impls.union.union import Rows, Union, last_dim_contiguous
 from dilabench.kernels.lse import add_null_mass_
 from dilabench.workload.spec import UNBOUNDED, Workload
+from dilabench.workload.work import flops
 
 ShareT = TypeVar("ShareT")
 ResultT = TypeVar("ResultT")
+
+# Of a forward pass; threads of our own take milliseconds to start, and calls grow small.
+LEAST_FLOPS = 8e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +115,13 @@ class RectangleUnion(Union):
 
 
 def in_rectangles(workload: Workload, context: BuildContext) -> RectangleUnion | None:
-    """The union of a large padded workload where rectangles save pairs; None elsewhere.
+    """The union of a padded workload where rectangles take less time than whole branches; None elsewhere.
 
-    On two cores both took as long where they compute the same pairs.
+    On two cores both took as long where they compute the same pairs, and small workloads up to twice as long.
     """
-    if not _keeps_sums(workload, context.backend) or not _saves_pairs(workload):
+    if context.device.type != "cpu" or not _keeps_sums(workload, context.backend) or not _saves_pairs(workload):
+        return None
+    if flops(workload.replace(mode="forward")) < LEAST_FLOPS:
         return None
     return rectangle_union(workload, context)
 
