@@ -137,8 +137,6 @@ def read_pattern(value: Any) -> Pattern:
 
     Raises ConfigError for an unknown kind or without one.
     """
-    if isinstance(value, Pattern):
-        return value
     if not isinstance(value, Mapping) or not isinstance(value.get("kind"), str):
         raise ConfigError(f"pattern {value!r:.80} has no kind; write for example {{'kind': '{known_kinds()[0]}'}}")
     kind = value["kind"]
