@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from dilabench.child_process import environment, python
 from dilabench.errors import EnvironmentNotReady
 from dilabench.validation import Model, content_hash
 from dilabench.workload.spec import AUTO_TOKENS, DType
@@ -245,9 +246,10 @@ def accelerator() -> str | None:
 @functools.cache
 def _accelerator_by_process() -> str | None:
     code = "import torch; from dilabench.machine import accelerator; print('accelerator', accelerator() or '')"
-    asked = [sys.executable, "-c", code]
     try:
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False).stdout
+        answer = subprocess.run(
+            python("-c", code), env=environment(), capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
     name = re.search(r"^accelerator (\w+)$", answer, re.MULTILINE)
