@@ -242,8 +242,7 @@ def run(
 
 def _load_plots() -> None:
     """Load what draws the plots, which takes a while: before the run there is time, for workers load even more."""
-    for kind in ("bars", "curves"):
-        import_module(f"dilabench.report.plots.{kind}")
+    import_module("dilabench.report.plots.drawing")
 
 
 def _elsewhere(run: Path, output: Path) -> Path | None:
@@ -296,6 +295,9 @@ def _as_data(plan: PlannedCase) -> dict[str, Any]:
     }
 
 
+ANOTHER_FUNCTION = " (yardstick: another function)"
+
+
 def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
     from dilabench.report.columns import implementation_text
 
@@ -306,7 +308,8 @@ def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
         (case.backend or "-") + ("*" if plan.requested_backend == "auto" and case.backend else ""),
         str(case.world_size),
         workload.label(),
-        workload.pattern.details(workload.shapes) + (" (yardstick)" if plan.role == "yardstick" else ""),
+        workload.pattern.details(workload.shapes)
+        + (" (yardstick: another function)" if plan.role == "yardstick" else ""),
         workload.mode,
         f"{flops(workload):.3g}",
         format_bytes(sum(tensor_bytes(workload).values())),
