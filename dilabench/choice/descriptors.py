@@ -21,7 +21,8 @@ from packaging.version import InvalidVersion, Version
 from pydantic import AfterValidator
 
 from dilabench.errors import PluginError
-from dilabench.machine import CUDA, CXX_COMPILERS, WORDS, DeviceClass, Machine, cxx_compiler, device_named
+from dilabench.kernels.cpu.compiled import why_unavailable
+from dilabench.machine import CPU, CUDA, CXX_COMPILERS, WORDS, DeviceClass, Machine, cxx_compiler, device_named
 from dilabench.patterns.dense import DENSE
 from dilabench.validation import (
     CHECKED,
@@ -306,10 +307,11 @@ def unmet(
 ) -> tuple[str, ...]:
     """Requirements that this machine does not meet, each with what is there instead.
 
-    Forms: 'cuda', 'cuda>=sm80', 'cpu', 'gpus>=2', 'c++' (a compiler), 'module' or 'module>=1.2' (an importable module
-    and the version of its distribution), 'some-distribution>=1.2' (a name with a dash is an installed distribution, for
-    modules that several distributions share), and alternatives as in 'cuda>=sm80|cpu'. `find_module` is called for
-    modules: a submodule is found by importing its package, whose code may raise anything.
+    Forms: 'cuda', 'cuda>=sm80', 'cpu', 'gpus>=2', 'c++' (a compiler; on a CPU dilabench's own C++ is built and loaded),
+    'module' or 'module>=1.2' (an importable module and the version of its distribution), 'some-distribution>=1.2' (a
+    name with a dash is an installed distribution, for modules that several distributions share), and alternatives as in
+    'cuda>=sm80|cpu'. `find_module` is called for modules: a submodule is found by importing its package, whose code may
+    raise anything.
     """
     against: list[str] = []
     for requirement in requires:
@@ -342,8 +344,15 @@ def _unmet(alternative: str, machine: Machine, find_module: FindModule) -> str |
         needed = int(version or 1)
         return None if len(machine.gpus) >= needed else f"needs {needed} GPUs, have {len(machine.gpus)}"
     if name == "c++":
-        return None if cxx_compiler() else f"needs a C++ compiler, none of {', '.join(CXX_COMPILERS)} works here"
+        return _unmet_compiler(machine)
     return _unmet_package(name, version, find_module)
+
+
+def _unmet_compiler(machine: Machine) -> str | None:
+    if cxx_compiler() is None:
+        return f"needs a C++ compiler, none of {', '.join(CXX_COMPILERS)} works here"
+    # Only what runs on the CPU is worth seconds of compilation.
+    return why_unavailable() if machine.device == CPU.name else None
 
 
 def _unmet_package(name: str, version: str | None, find_module: FindModule) -> str | None:

@@ -171,16 +171,17 @@ FOR_EVERY_SUITE = ("dilabench.report.findings:_pictures_of",)
 MAX_CELLS = 256
 
 
-def sections_of(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
+def sections_of(record: RunRecord, catalogue: Catalogue, *, plots: bool = True) -> tuple[Section, ...]:
     """The answer, what else the record's suite has to say if it is installed, and what any record shows.
 
-    An analysis that fails is named in a section instead, and among the catalogue's problems.
+    An analysis that fails is named in a section instead, and among the catalogue's problems. Without `plots`, an
+    analysis that finds plots alone is skipped.
     """
     if not record.rows:
         return ()
     analyses: list[tuple[str, str, tuple[Any, ...]]] = []
     suite = catalogue.suites.get(record.suite) if record.suite in catalogue.suites else None
-    if suite and suite.analysis:
+    if suite and suite.analysis and (plots or not suite.only_plots):
         facts = (record, catalogue) if suite.reads_catalogue else (record,)
         analyses.append((catalogue.suites.origin(suite.name), suite.analysis, facts))
     analyses += [("builtin", target, (record,)) for target in FOR_EVERY_SUITE]

@@ -6,18 +6,20 @@ from pathlib import Path
 from dilabench.atomic_file import write_text
 from dilabench.record import RunRecord
 from dilabench.report.columns import Column, DisplayRow, chosen_columns
-from dilabench.report.findings import Section as Finding
-from dilabench.report.plots.plots import FOLDER
-from dilabench.report.rows import Section, footnotes, workload_tables
-from dilabench.report.summary import (
+from dilabench.report.content import (
     NoteGroup,
+    Section,
     Unmeasured,
     environment_rows,
+    footnotes,
     headline,
     note_groups,
     reproduce_command,
     unmeasured,
+    workload_tables,
 )
+from dilabench.report.findings import Section as Finding
+from dilabench.report.plots.plots import FOLDER
 
 FILENAME = "report.md"
 

@@ -9,9 +9,9 @@ from dilabench.compare.matrix import CaseMatrix, Matrix
 from dilabench.record import RunRecord
 from dilabench.report import matrix as texts
 from dilabench.report.columns import Column, case_name, chosen_columns, pair_columns, workload_title
+from dilabench.report.content import device_text, headline, reproduce_command, unmeasured
 from dilabench.report.findings import Section
 from dilabench.report.markdown import escaped, finding_lines, table_lines, tables_lines
-from dilabench.report.summary import device_text, headline, reproduce_command, unmeasured
 from dilabench.stats.decisions.verdicts import Code
 
 FILENAME = "pull-request.md"

@@ -15,7 +15,7 @@ from dilabench.compare.view import memory_of, view_of
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Measured, Memory, Row, RunRecord
 from dilabench.report.columns import COLUMNS, implementation_text
-from dilabench.report.summary import device_text
+from dilabench.report.content import device_text
 
 if TYPE_CHECKING:
     import pandas

@@ -36,7 +36,7 @@ ONLY = {"dense": {"ring"}, "block-sparse": {"ring"}, "packed": {"ring"}}
 def everything_installed(monkeypatch, tmp_path):
     """Every library is there, nothing was tuned, and a host has 64 GiB."""
     monkeypatch.setattr(descriptors, "_unmet_package", lambda *_: None)
-    monkeypatch.setattr(descriptors, "cxx_compiler", lambda: "c++")
+    monkeypatch.setattr(descriptors, "_unmet_compiler", lambda _machine: None)
     monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(measured, "SHIPPED", tmp_path)
     monkeypatch.setattr(planner, "cxx_compiler", lambda: None)

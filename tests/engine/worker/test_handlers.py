@@ -18,7 +18,7 @@ from dilabench.engine.worker.handlers import Handlers, is_out_of_memory
 from dilabench.engine.worker.protocol import CaseSpec, Command, WorkerSettings
 from dilabench.errors import PluginError
 from dilabench.record import Case, Note, Optimizations
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy
 from dilabench.workload.spec import Workload
 
 CPU = torch.device("cpu")
