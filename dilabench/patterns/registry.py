@@ -134,10 +134,12 @@ def known_kinds() -> tuple[str, ...]:
 
 
 def read_pattern(value: Any) -> Pattern:
-    """A pattern from its fields, `kind` among them; a `RetiredPattern` for a kind that was removed.
+    """A pattern, or one from its fields, `kind` among them; a `RetiredPattern` for a kind that was removed.
 
     Raises ValueError for an unknown kind or without one.
     """
+    if isinstance(value, Pattern):
+        return value
     if not isinstance(value, Mapping) or not isinstance(value.get("kind"), str):
         raise ValueError(f"pattern {value!r:.80} has no kind; write for example {{'kind': '{known_kinds()[0]}'}}")
     kind = value["kind"]
