@@ -255,21 +255,21 @@ def _accelerator_by_process() -> str | None:
 
 
 def cxx_compiler() -> str | None:
-    """Path of the first of $CXX and CXX_COMPILERS that is there and reads C++17 with its standard library."""
+    """Path of the first of $CXX and CXX_COMPILERS that is there and compiles C++17 with its standard library."""
     return _first_working(os.environ.get("CXX"), os.environ.get("PATH"))
 
 
 @functools.cache
 def _first_working(named: str | None, _path: str | None) -> str | None:
     found = map(shutil.which, filter(None, (named, *CXX_COMPILERS)))
-    return next((path for path in found if path and _reads_cxx(path)), None)
+    return next((path for path in found if path and _compiles_cxx(path)), None)
 
 
-def _reads_cxx(compiler: str) -> bool:
-    """A command of that name may be a stub that says what to install, or a compiler without headers."""
-    reading = [compiler, "-std=c++17", "-E", "-x", "c++", "-"]
+def _compiles_cxx(compiler: str) -> bool:
+    """A command of that name may be a stub that says what to install, only preprocess, or lack headers."""
+    compiling = [compiler, "-std=c++17", "-S", "-o", "-", "-x", "c++", "-"]
     try:
-        done = subprocess.run(reading, input=b"#include <vector>", capture_output=True, timeout=10, check=False)
+        done = subprocess.run(compiling, input=b"#include <vector>", capture_output=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0

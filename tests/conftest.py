@@ -77,7 +77,7 @@ def with_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are those of a machine with a C++ compiler, here or not."""
     from dilabench.choice import requirements
 
-    monkeypatch.setattr(requirements, "_unmet_compiler", lambda: None)
+    monkeypatch.setattr(requirements, "_unmet_compiler", lambda _machine: None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from dilabench.atomic_file import locked, write_bytes
-from dilabench.cache_folder import CACHE_VARIABLE, cache_folder
+from dilabench.cache_folder import CACHE_VARIABLE, cache_folder, read_file
 from dilabench.choice.backends import BACKENDS
 from dilabench.choice.implementations import IMPLEMENTATIONS
 from dilabench.choice.requirements import NOT_PACKAGES, installed_version
@@ -221,7 +221,7 @@ def _tune_file(path: Path, _state: tuple[int, ...]) -> TuneFile | None:
 
 def _read(path: Path) -> TuneFile | None:
     try:
-        return TuneFile.model_validate_json(path.read_bytes())
+        return TuneFile.model_validate_json(read_file(path))
     except FileNotFoundError:
         return None
     # What JSON holds may be of any kind.

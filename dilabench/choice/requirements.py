@@ -11,7 +11,8 @@ from importlib.machinery import ModuleSpec
 from packaging.version import InvalidVersion, Version
 
 from dilabench.errors import PluginError
-from dilabench.machine import CUDA, CXX_COMPILERS, Machine, cxx_compiler
+from dilabench.kernels.cpu.compiled import why_unavailable
+from dilabench.machine import CPU, CUDA, CXX_COMPILERS, Machine, cxx_compiler
 
 FindModule = Callable[[str], ModuleSpec | None]
 _REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9_.+-]+?)\s*(?:>=\s*(?P<version>[A-Za-z0-9.]+))?$")
@@ -25,10 +26,11 @@ def unmet(
 ) -> tuple[str, ...]:
     """Requirements that this machine does not meet, each with what is there instead.
 
-    Forms: 'cuda', 'cuda>=sm80', 'cpu', 'gpus>=2', 'c++' (a compiler), 'module' or 'module>=1.2' (an importable module
-    and the version of its distribution), 'some-distribution>=1.2' (a name with a dash is an installed distribution, for
-    modules that several distributions share), and alternatives as in 'cuda>=sm80|cpu'. `find_module` is called for
-    modules: a submodule is found by importing its package, whose code may raise anything.
+    Forms: 'cuda', 'cuda>=sm80', 'cpu', 'gpus>=2', 'c++' (a compiler; on a CPU dilabench's own C++ is built and loaded),
+    'module' or 'module>=1.2' (an importable module and the version of its distribution), 'some-distribution>=1.2' (a
+    name with a dash is an installed distribution, for modules that several distributions share), and alternatives as in
+    'cuda>=sm80|cpu'. `find_module` is called for modules: a submodule is found by importing its package, whose code may
+    raise anything.
     """
     return tuple(
         reason for requirement in requires if (reason := _unmet_alternatives(requirement, machine, find_module))
@@ -77,7 +79,7 @@ def _unmet(requirement: str, machine: Machine, find_module: FindModule) -> str |
         needed = int(version or 1)
         return None if len(machine.gpus) >= needed else f"needs {needed} GPUs, have {len(machine.gpus)}"
     if name == "c++":
-        return _unmet_compiler()
+        return _unmet_compiler(machine)
     return _unmet_distribution(name, version) if "-" in name else _unmet_module(name, version, find_module)
 
 
@@ -91,8 +93,11 @@ def _unmet_cuda(version: str | None, machine: Machine) -> str | None:
     return None
 
 
-def _unmet_compiler() -> str | None:
-    return None if cxx_compiler() else f"needs a C++ compiler, none of {', '.join(CXX_COMPILERS)} works here"
+def _unmet_compiler(machine: Machine) -> str | None:
+    if cxx_compiler() is None:
+        return f"needs a C++ compiler, none of {', '.join(CXX_COMPILERS)} works here"
+    # Only what runs on the CPU is worth seconds of compilation.
+    return why_unavailable() if machine.device == CPU.name else None
 
 
 def _unmet_distribution(name: str, version: str | None) -> str | None:
