@@ -321,10 +321,12 @@ class World:
         if self.copies is not None:
             self.copies.confirm_counts()
 
-    def limit_waits(self, timeout_s: float) -> None:
-        """End waits for messages by copy engines after `timeout_s` seconds from now on, if not before."""
+    def limit_waits(self, timeout_s: float | None) -> None:
+        """End waits for messages by copy engines that begin from now on after `timeout_s` seconds, but after this
+        world's own limit at the latest; None: after that.
+        """
         if self.copies is not None:
-            self.copies.timeout_s = min(self.timeout_s, timeout_s)
+            self.copies.timeout_s = self.timeout_s if timeout_s is None else min(self.timeout_s, timeout_s)
 
     def _operations(self, operation: Any, tensors: Mapping[int, Sequence[Tensor]]) -> list[dist.P2POp]:
         return [dist.P2POp(operation, x, group=self.group, group_peer=peer) for peer in tensors for x in tensors[peer]]

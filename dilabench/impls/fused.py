@@ -40,7 +40,7 @@ def _padded(workload: Workload, context: BuildContext) -> Fused | FusedDetached:
     # A head of one branch merges with nothing: its gradients are the exact ones. Forward alone, all merges are alike.
     detached = workload.detaches_merge and not pattern.has_grouped_heads and len(pattern.branches) > 1
     plan = _plan(workload, detached)
-    zero_keys = log_zero_keys(workload, context.device, apart=detached)
+    zero_keys = log_zero_keys(workload, context.device, apart=detached) if pattern.has_zero_keys else None
     scale, tiles = workload.softmax_scale, read_tiles(context.tiles)
     if not detached:
         return Fused(plan, scale, zero_keys, tiles)

@@ -20,8 +20,7 @@ from dilabench.attention import (
 )
 from dilabench.patterns.native_sparse import NativeSparsePattern
 from dilabench.patterns.window_sink import WindowSinkPattern
-from dilabench.workload.spec import Workload
-from dilabench.workload.work import attended_pairs
+from dilabench.workload.spec import Workload, attended_pairs
 
 B, N, H, D, BLOCK = 1, 32, 2, 16, 16
 BRANCHES: dict[str, Any] = {"segment_lengths": (8, 32), "dilation_rates": (1, 2)}

@@ -14,14 +14,14 @@ from dilabench.compare.across import compare_across
 from dilabench.compare.gate import exit_code
 from dilabench.compare.view import RowView, view_of
 from dilabench.record import ESTIMATOR, RunRecord
-from dilabench.report import columns, figures, services, tidy
+from dilabench.report import columns, services, tidy
 from dilabench.report.columns import COLUMNS, Column, chosen_columns
+from dilabench.report.content import ESTIMATES, workload_tables
 from dilabench.report.html.data import PageData
 from dilabench.report.pull_request import of_comparison
-from dilabench.report.rows import ESTIMATES, workload_tables
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy
 from dilabench.store.run_files import read_record
-from dilabench.units import format_bytes
+from dilabench.units import format_bytes, format_latency, format_rate
 
 ROOT = Path(__file__).parents[2]
 RECORDS = [ROOT / "tests" / "golden" / "run_record.v1.json"] + [
@@ -69,10 +69,10 @@ def test_tables_show_the_numbers_of_the_exports(record: RunRecord) -> None:
             if line.view is None:
                 assert numbers["median_ns"] is None
                 continue
-            assert line.text("median").rstrip("‡") == figures.latency(numbers["median_ns"])
-            assert line.text("mean") == figures.latency(numbers["mean_ns"])
-            assert line.text("std") == ("–" if numbers["std_ns"] is None else figures.latency(numbers["std_ns"]))
-            assert line.text("tok/s") == figures.decimal(numbers["tokens_per_s"])
+            assert line.text("median").rstrip("‡") == format_latency(numbers["median_ns"])
+            assert line.text("mean") == format_latency(numbers["mean_ns"])
+            assert line.text("std") == ("–" if numbers["std_ns"] is None else format_latency(numbers["std_ns"]))
+            assert line.text("tok/s") == format_rate(numbers["tokens_per_s"])
             peak = numbers["peak_bytes"]
             assert line.text("peak mem.") == ("–" if peak is None else format_bytes(peak))
             interval = line.view.interval
@@ -111,8 +111,8 @@ def test_comparisons_show_the_times_of_the_report(record: RunRecord, capsys) -> 
         view = known[pair.candidate.case_id]
         assert (pair.baseline_ns, pair.candidate_ns) == (view.median_ns, view.median_ns)
         assert cell["verdict"]["numbers"]["baseline_ns"] == view.median_ns
-        assert figures.latency(view.median_ns) in page or "left out" in page
-        assert figures.latency(view.median_ns).split()[0] in table
+        assert format_latency(view.median_ns) in page or "left out" in page
+        assert format_latency(view.median_ns).split()[0] in table
 
 
 def test_the_estimator_is_named_in_the_record_and_below_the_tables(record: RunRecord) -> None:
@@ -124,7 +124,7 @@ def test_a_column_is_one_object(record: RunRecord, monkeypatch) -> None:
     slowest = Column(name="max", cell=lambda view: max(view.timing.samples_ns), unit="ns", export="max_ns")
     monkeypatch.setitem(columns.COLUMNS, "max", slowest)
     (line, *_) = workload_tables(record)[0].rows
-    expected = "–" if line.view is None else figures.latency(max(line.view.timing.samples_ns))
+    expected = "–" if line.view is None else format_latency(max(line.view.timing.samples_ns))
     assert line.text("max") == expected
     assert [one.name for one in chosen_columns(["max"])] == ["implementation", "backend", "max"]
     assert "max_ns" in tidy.cases(record)[0]

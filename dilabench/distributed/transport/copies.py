@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilabench.distributed.transport.ring_buffers import COUNTER_STEP, RingBuffers
+from dilabench.distributed.transport.ring_buffers import COUNTER_STEP, LARGEST_COUNT, RingBuffers
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.errors import first_line
 
 _WAIT_UNTIL_AT_LEAST = 0
-_LARGEST = 0xFFFFFFFF
 
 
 class StreamQueue:
@@ -42,12 +41,12 @@ class StreamQueue:
 
     def wait(self, counter: int, count: int) -> None:
         """Go on when the counter has reached the count; counts may pass 2^32, for they are compared cyclically."""
-        address, value = ctypes.c_uint64(counter), ctypes.c_uint32(count & _LARGEST)
+        address, value = ctypes.c_uint64(counter), ctypes.c_uint32(count & LARGEST_COUNT)
         _check(self._driver.cuStreamWaitValue32_v2(self._handle, address, value, _WAIT_UNTIL_AT_LEAST))
 
     def set(self, counter: int, count: int) -> None:
         """Write the count; the driver orders it after all writes before it, for all devices."""
-        address, value = ctypes.c_uint64(counter), ctypes.c_uint32(count & _LARGEST)
+        address, value = ctypes.c_uint64(counter), ctypes.c_uint32(count & LARGEST_COUNT)
         _check(self._driver.cuStreamWriteValue32_v2(self._handle, address, value, 0))
 
     def copy(self, target: int, source: int, nbytes: int) -> None:

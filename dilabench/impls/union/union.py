@@ -123,7 +123,9 @@ class Union:
             window=workload.window,
             scale=workload.softmax_scale,
             detached=workload.detaches_merge,
-            zero_keys=log_zero_keys(workload, context.device, apart=workload.detaches_merge),
+            zero_keys=log_zero_keys(workload, context.device, apart=workload.detaches_merge)
+            if workload.pattern.has_zero_keys
+            else None,
             **{"backend": context.require_backend(), **fields},
         )
 
