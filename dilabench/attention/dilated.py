@@ -39,8 +39,7 @@ from dilabench.impls.operator_rules import refuse_forward_mode
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.validation import validated
-from dilabench.workload.spec import UNBOUNDED, Window, Workload
-from dilabench.workload.work import attended_pairs
+from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention", "dilated_attention"]
 

@@ -43,8 +43,7 @@ from dilabench.patterns.answers import reach_of
 from dilabench.patterns.dense import DensePattern
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.validation import validated
-from dilabench.workload.spec import UNBOUNDED, Window, Workload
-from dilabench.workload.work import attended_pairs
+from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
 
 Order = Literal["zigzag", "contiguous", "balanced"]
 

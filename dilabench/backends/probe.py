@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dilabench.child_process import environment, python
+from dilabench.machine import child_environment, python_command
 
 TIMEOUT_S = 120.0
 
@@ -44,11 +44,11 @@ def _answer(question: list[Any], timeout_s: float) -> list[str | None] | str:
     """A reason per trial; one for all where the process did not get to an end."""
     arguments = json.dumps(question)
     process = subprocess.Popen(
-        python("-m", "dilabench.backends.probe", arguments),
+        python_command("-m", "dilabench.backends.probe", arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(),
+        env=child_environment(),
         start_new_session=True,
     )
     try:

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
-from dilabench.child_process import environment, python
 from dilabench.errors import said
+from dilabench.machine import child_environment, python_command
 from dilabench.validation import Model
 
 NETWORK = ("socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo", "socket.gethostby", "urllib.Request")
@@ -49,9 +49,9 @@ def import_reports(light: Sequence[str], heavy: Sequence[str]) -> tuple[ImportRe
 
     Takes seconds; nothing is imported here. A process that dies is an error of the module that it was at.
     """
-    command = python("-m", "dilabench.conformance.fresh_import", json.dumps([list(light), list(heavy)]))
+    command = python_command("-m", "dilabench.conformance.fresh_import", json.dumps([list(light), list(heavy)]))
     # Bytecode is Python's own affair.
-    variables = environment(PYTHONDONTWRITEBYTECODE="1")
+    variables = child_environment(PYTHONDONTWRITEBYTECODE="1")
     try:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         lines, ending = done.stdout, f"its process ended with code {done.returncode}: {done.stderr.strip()[-200:]}"

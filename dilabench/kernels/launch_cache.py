@@ -121,8 +121,8 @@ class LaunchCache:
                 if (name, stream) not in self._recorded:
                     record(value for repeated in known for value in repeated.values)
                     self._recorded.add((name, stream))
-            for repeated, own in zip(known, tensors, strict=True):
-                repeated.again(own, stream)
+            for known_launch, own in zip(known, tensors, strict=True):
+                known_launch.again(own, stream)
             return
         first = next(iter(tensors[0].values()))
         with torch.cuda.device_of(first):

@@ -14,7 +14,7 @@ from dilabench.atomic_file import write_bytes, write_text
 from dilabench.compare.view import memory_of, view_of
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Measured, Memory, Row, RunRecord
-from dilabench.report.columns import COLUMNS, implementation_text
+from dilabench.report.columns import exported, implementation_text
 from dilabench.report.content import device_text
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _case(row: Row) -> Line:
         "why": None if isinstance(outcome, Measured) else outcome.why,
         "verified_rows": measured.verification.sampled_rows if measured else None,
         "notes": ";".join(dict.fromkeys(note.code for note in measured.notes)) or None if measured else None,
-        **{one.export: view and one.cell(view) for one in COLUMNS.values() if one.export},
+        **exported(view),
         **{name: getattr(memory, name) if memory else None for name in MEMORY},
     }
 

@@ -12,7 +12,6 @@ import pytest
 import dilabench
 
 COMMANDS = {
-    "run": ("run", "quick", "-i", "strided", "--lengths", "256", "--budget", "60s"),
     "plan": ("plan", "range", "--lengths", "512", "-i", "strided"),
     "verify": ("verify", "dense"),
     "doctor": ("doctor",),
@@ -49,4 +48,4 @@ def test_modules_of_the_working_folder_are_not_imported(tmp_path: Path, command:
 def test_children_are_started_in_one_way() -> None:
     """`sys.executable` stands in one file, whose command leaves the working folder out."""
     package = Path(dilabench.__file__).parent
-    assert [path.name for path in package.rglob("*.py") if "sys.executable" in path.read_text()] == ["child_process.py"]
+    assert [path.name for path in package.rglob("*.py") if "sys.executable" in path.read_text()] == ["machine.py"]

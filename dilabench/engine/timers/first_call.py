@@ -6,9 +6,9 @@ import sys
 import time
 
 from dilabench.cache_folder import COMPILED_VARIABLE
-from dilabench.child_process import environment, python
 from dilabench.engine.temporary_folder import temporary_folder
 from dilabench.engine.timers import Call, Samples
+from dilabench.machine import child_environment, python_command
 from dilabench.metadata import FIRST_CALL
 from dilabench.record import Note
 
@@ -40,11 +40,11 @@ class FirstCall:
                 COMPILED_VARIABLE: f"{folder}/cpu",
             }
             finished = subprocess.run(
-                python("-m", "dilabench.engine.timers.first_call", self._call.device.type),
+                python_command("-m", "dilabench.engine.timers.first_call", self._call.device.type),
                 input=self._call.spec.model_dump_json(),
                 capture_output=True,
                 text=True,
-                env=environment(**caches),
+                env=child_environment(**caches),
                 timeout=TIMEOUT_S,
                 check=False,
             )

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from dilabench.child_process import environment, python
+from dilabench.machine import child_environment, python_command
 
 MODULE = "dilabench.engine.trace"
 # After this long a question is told of; after that long it is given up. A trace bounds itself by the processor's time,
@@ -59,13 +59,13 @@ class Tracer:
             self.stop()
             self._path = list(sys.path)
             self._process = subprocess.Popen(
-                python("-W", "ignore", "-m", MODULE),
+                python_command("-W", "ignore", "-m", MODULE),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
                 # A GPU is not touched.
-                env=environment(CUDA_VISIBLE_DEVICES=""),
+                env=child_environment(CUDA_VISIBLE_DEVICES=""),
             )
             atexit.register(self.stop)
         return self._process
