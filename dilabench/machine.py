@@ -231,15 +231,28 @@ def accelerator() -> str | None:
     return str(found.current_accelerator().type) if found is not None and found.is_available() else None
 
 
+def python_command(*arguments: str) -> list[str]:
+    """A command that runs this Python without the working folder on its path of modules."""
+    return [sys.executable, "-P", *arguments]
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """Variables for a `python_command`: those of this process with `changes`; modules found here are found there."""
+    path = dict.fromkeys((*filter(None, sys.path), str(Path(__file__).resolve().parents[1])))
+    return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path), **changes}
+
+
 @functools.cache
 def _accelerator_by_process() -> str | None:
     code = "import torch; from dilabench.machine import accelerator; print('accelerator', accelerator() or '')"
-    asked = [sys.executable, "-c", code]
+    asked, variables = python_command("-c", code), child_environment()
     try:
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False).stdout
+        done = subprocess.run(
+            asked, env=variables, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    name = re.search(r"^accelerator (\w+)$", answer, re.MULTILINE)
+    name = re.search(r"^accelerator (\w+)$", done.stdout, re.MULTILINE)
     return name[1] if name else None
 
 

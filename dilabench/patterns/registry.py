@@ -134,7 +134,7 @@ def known_kinds() -> tuple[str, ...]:
 
 
 def read_pattern(value: Any) -> Pattern:
-    """A pattern from its fields, `kind` among them; a `RetiredPattern` for a kind that was removed.
+    """A pattern, or one from its fields, `kind` among them; a `RetiredPattern` for a kind that was removed.
 
     Raises ValueError for an unknown kind or without one.
     """

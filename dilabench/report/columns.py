@@ -1,7 +1,7 @@
-"""The columns of tables and exports: one object each, which table, Markdown, HTML, CSV and Parquet read.
+"""The columns of tables and exports: one object each, which table, Markdown, HTML, CSV, Parquet and JSON read.
 
 A new column is one more object in `COLUMNS`: tables show it where it is asked for by its name, and with an `export`
-name CSV, Parquet and data frames hold its raw value.
+name CSV, Parquet, data frames and `report --json` hold its raw value.
 """
 
 from __future__ import annotations
@@ -214,6 +214,11 @@ _COLUMNS = (
 COLUMNS = {column.name: column for column in _COLUMNS}
 # They tell which row it is, and are shown beside whatever columns are asked for.
 NAMING_COLUMNS = ("implementation", "backend")
+
+
+def exported(view: RowView | None) -> dict[str, Any]:
+    """The raw figures of a row under their names in exports; None for each if the row was not measured."""
+    return {column.export: view and column.cell(view) for column in COLUMNS.values() if column.export}
 
 
 def chosen_columns(wanted: Sequence[str] = ()) -> tuple[Column, ...]:

@@ -168,7 +168,7 @@ class Workload(Model):
 
     def replace(self, **changes: Any) -> "Workload":
         """A validated copy with the fields changed."""
-        return Workload.model_validate({**self.model_dump(), **changes})
+        return Workload.model_validate({**dict(self), **changes})
 
     def family_id(self) -> str:
         """Hash of everything that changes values, except shape: rows are ranked only inside one family and workload."""

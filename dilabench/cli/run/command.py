@@ -242,8 +242,7 @@ def run(
 
 def _load_plots() -> None:
     """Load what draws the plots, which takes a while: before the run there is time, for workers load even more."""
-    for kind in ("bars", "curves"):
-        import_module(f"dilabench.report.plots.{kind}")
+    import_module("dilabench.report.plots.drawing")
 
 
 def _elsewhere(run: Path, output: Path) -> Path | None:
