@@ -28,7 +28,7 @@ from dilabench.plugins.descriptors import (
     Timer,
     WorkloadPreset,
 )
-from dilabench.plugins.pattern_guard import hold
+from dilabench.plugins.pattern_guard import checked_pattern
 from dilabench.record import PluginInfo
 from dilabench.version import __version__
 from dilabench.workload.spec import WorkloadRequest
@@ -119,9 +119,9 @@ def _admit(found: Found, name: str, module: Any, info: PluginInfo, *, third_part
     if not any(offered.values()):
         raise PluginError("it registers nothing; does a function carry @hookimpl and return descriptors?")
     # Patterns are light, and requests and records ask all of them: one that cannot be loaded is not let in.
-    patterns = [(kind, load(kind)) for kind in offered["patterns"]] if third_party else []
+    theirs = offered["patterns"] if third_party else []
+    patterns = [(kind, checked_pattern(name, load(kind))) for kind in theirs]
     for pattern_kind, pattern in patterns:
-        hold(name, pattern)
         _refuse_shadowing(pattern_kind, pattern)
     for kind, descriptors in offered.items():
         getattr(found.catalogue, kind).refuse_taken(descriptors, name)
