@@ -47,8 +47,9 @@ def checked_pattern(plugin: str, pattern: type[Pattern]) -> type[Pattern]:
     for owner in pattern.__mro__:
         if owner.__module__.partition(".")[0] not in OURS:
             for name in vars(owner).keys() & vars(Pattern).keys() - checked.keys():
-                if not name.startswith("_"):
-                    checked[name] = _checked_member(plugin, owner, name)
+                member = _checked_member(plugin, owner, name)
+                if member is not None and not name.startswith("_"):
+                    checked[name] = member
     if not checked and pattern.__module__.partition(".")[0] in OURS:
         return pattern
 
@@ -74,7 +75,7 @@ def _checked_member(plugin: str, owner: type[Any], name: str) -> Any:
         return property(_held(plugin, what, member.fget, name))
     if isinstance(member, classmethod | staticmethod):
         return type(member)(_held(plugin, what, member.__func__, name))
-    return _held(plugin, what, member, name) if inspect.isfunction(member) else member
+    return _held(plugin, what, member, name) if inspect.isfunction(member) else None
 
 
 def _held(plugin: str, what: str, function: Callable[..., Any], name: str = "") -> Callable[..., Any]:

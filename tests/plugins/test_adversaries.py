@@ -420,7 +420,7 @@ def test_a_pattern_that_fails_later_is_named_with_its_line(pattern_plugin: Any) 
 
 
 def test_a_pattern_is_checked_and_the_class_of_its_plugin_stays_as_it_is(pattern_plugin: Any) -> None:
-    pattern_plugin("plain", "def label(self): return 'plain'")
+    pattern_plugin("plain", "drawn_in_reports = False\ndef label(self): return 'plain'")
     own = sys.modules["plain"].Mine
     workload = WorkloadRequest(pattern="plain", seq_len=16).resolve("float32")
     given = workload.replace(pattern=own(size_of_plain=1))
