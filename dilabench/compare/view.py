@@ -23,7 +23,7 @@ from dilabench.stats.decisions.decide import Policy, judge_many
 from dilabench.stats.decisions.paired import PairedRounds, estimate_many
 from dilabench.stats.decisions.verdicts import Cause, Code
 from dilabench.stats.samples.location import Interval, Location, locate_sessions, quantile
-from dilabench.workload.work import flops
+from dilabench.workload.spec import flops
 
 # Heat and brakes are faults of the moment; running into the power limit is how large GPUs work under full load.
 FAULTS = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
@@ -108,7 +108,7 @@ class RowView:
 
     @property
     def tflops_per_s(self) -> float:
-        """10^12 floating-point operations per second by the multiset formula (`workload.work.flops`), at the median."""
+        """10^12 floating-point operations per second by the multiset formula (`workload.spec.flops`), at the median."""
         return tflops_per_second(flops(self.row.case.workload), self.median_ns)
 
     @property

@@ -145,11 +145,16 @@ def _csv(lines: Sequence[Line], folder: Path | None, filename: str) -> str | Non
     if lines:
         writer = csv.DictWriter(text, lines[0].keys(), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(lines)
+        writer.writerows({name: _cell(value) for name, value in line.items()} for line in lines)
     if folder is None:
         return text.getvalue()
     write_text(folder / filename, text.getvalue())
     return None
+
+
+def _cell(value: Any) -> Any:
+    """A value that no spreadsheet takes for a formula: text that begins like one gets an apostrophe before it."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def _parquet(lines: Callable[[], Sequence[Line]], folder: Path | None, filename: str) -> None:

@@ -28,7 +28,7 @@ def quick(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
     def is_shown(one: Implementation) -> bool:
         dilated = one.supports.computes(DEFAULT_PATTERN)
-        here = planner.machine.facts.among(one.supports.devices) and dilated
+        here = planner.machine.facts.word in one.supports.devices and dilated
         over_kernel = one.uses_backend and (dilated or one.supports.only_dense)
         return one.supports.max_world_size == 1 and (over_kernel or (one.priority > 0 and here))
 

@@ -11,7 +11,7 @@ import torch
 
 from dilabench.attention import attention
 from dilabench.cache_folder import with_digest
-from dilabench.choice import requirements
+from dilabench.choice import descriptors
 from dilabench.choice.ways import own_ways
 from dilabench.kernels.cpu import compiled, flash
 from dilabench.machine import cxx_compiler, detect
@@ -156,9 +156,9 @@ def test_a_damaged_library_that_cannot_be_made_again(library_file, tmp_path):
 def test_torchs_kernels_serve_instead(monkeypatch):
     reason = "the cache is full"
     monkeypatch.setattr(flash, "why_unavailable", lambda: reason)
-    monkeypatch.setattr(requirements, "why_unavailable", lambda: reason)
+    monkeypatch.setattr(descriptors, "why_unavailable", lambda: reason)
     monkeypatch.setattr(flash, "library", lambda: pytest.fail("an unavailable library was loaded"))
-    assert requirements.unmet(own_ways().backends.get("flash-cpu").requires, detect("cpu")) == (reason,)
+    assert descriptors.unmet(own_ways().backends.get("flash-cpu").requires, detect("cpu")) == (reason,)
     q, k, v = (torch.randn(1, 70, 2, 16, requires_grad=True) for _ in range(3))
     out = attention(q, k, v, causal=True)
     out.sum().backward()

@@ -20,13 +20,12 @@ from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import ANY_PATTERN, Backend, Implementation, Reporter, Suite, Timer, WorkloadPreset
 from dilabench.plugins.manager import REGISTRIES, discover
 from dilabench.predict.time import expected_time
-from dilabench.request import run_request, workload_request
+from dilabench.request import run_request
 from dilabench.retired import ANY_KIND, no_such_name
-from dilabench.suites.planner import expand
+from dilabench.suites.planner import expand, workload_request
 from dilabench.units import format_bytes, format_count, format_seconds
 from dilabench.workload.ranges import ALL, RANGES, range_lengths
-from dilabench.workload.spec import Workload
-from dilabench.workload.work import attended_pairs, flops, tensor_bytes
+from dilabench.workload.spec import Workload, attended_pairs, flops, tensor_bytes
 
 if TYPE_CHECKING:
     import numpy as np
