@@ -186,6 +186,8 @@ class CheckName(StrEnum):
     STREAM = "stream"
     INPUTS = "inputs"
     SETTINGS = "settings"
+    INTACT = "intact"
+    CORE = "core"
     TIMED_FORM = "timed_form"
     TIMED_THREADS = "timed_threads"
     TIMED_KEPT = "timed_kept"

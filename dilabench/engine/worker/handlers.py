@@ -18,6 +18,7 @@ from dilabench.distributed.launch import meeting_store, share_cores
 from dilabench.distributed.world import World
 from dilabench.engine.call.compile_and_graph import OptimizationUnusableError
 from dilabench.engine.call.inputs import InputStore
+from dilabench.engine.call.intact import restored
 from dilabench.engine.call.isolated_call import measure_isolated
 from dilabench.engine.call.kernel_trace import kernel_ledger, profiled
 from dilabench.engine.call.overlap_timing import time_parts
@@ -49,7 +50,7 @@ from dilabench.engine.worker.protocol import (
 )
 from dilabench.errors import first_line, text_of
 from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, refuse_unknown
-from dilabench.record import Note, Slot
+from dilabench.record import Check, CheckName, Note, Slot, Verification
 
 # Least calls of a slot whose last call is checked: the first may have other inputs altogether, the last has those of
 # the one before but for some rows.
@@ -105,10 +106,13 @@ class Handlers:
                     # So that this rank says what it waits for, before whoever asked gives up.
                     self._world.limit_waits(SHARE_OF_TIMEOUT * command.timeout_s)
                 reply = self._commands[command.name](command)
+                if replaced := restored():
+                    raise UnusableFunctionError(f"{' and '.join(replaced)}; it was put back")
                 if self._world is not None:
                     self._world.check()
         # The worker boundary: code of any plug-in runs in here and may raise or exit as it likes.
         except (Exception, SystemExit) as error:  # noqa: BLE001
+            restored()
             reply = Reply(trouble=self._trouble(error))
         return reply if self._world is None else reply.model_copy(update={"state": self._state(command.handle)})
 
@@ -204,6 +208,7 @@ class Handlers:
                     samples = timer.take(count)
                 finally:
                     kept = timed.end()
+                    replaced = restored()
                 elapsed_ns = max(0, time.perf_counter_ns() - started)
                 if self._world is not None:
                     self._world.barrier()
@@ -220,6 +225,9 @@ class Handlers:
         )
         checker.sampled(elapsed_ns)
         verification = checker.check(kept) if kept is not None else None
+        if replaced:
+            found = Check(name=CheckName.INTACT, passed=False, detail=f"after a timed call {' and '.join(replaced)}")
+            verification = Verification(checks=(found,))
         return Reply(
             slot=slot,
             notes=(*self._notes(timer), *_settings_notes(call.changed_settings)),
