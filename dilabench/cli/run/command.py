@@ -22,7 +22,7 @@ from dilabench.runs import DEFAULT_FOLDER
 from dilabench.runs.resume import recorded_request
 from dilabench.store.run_files import folder_of_run
 from dilabench.units import format_bytes, parse_count
-from dilabench.workload.work import flops, tensor_bytes
+from dilabench.workload.spec import flops, tensor_bytes
 
 if TYPE_CHECKING:
     from dilabench.engine.worker.nodes import Nodes
@@ -198,7 +198,7 @@ def run(
             # The server that workers are forked from loads torch while this process loads and plans the rest.
             warm_server()
         # What times cases needs numpy, which --help should not wait for.
-        from dilabench.runs.plan import plan_run
+        from dilabench.suites.planner import plan_run
 
         planned = plan_run(found, request, nodes)
         if plan:
@@ -218,9 +218,9 @@ def run(
         runs: list[tuple[ExitCode, str]] = []
         for number in range(1, sessions + 1):
             if resumed is not None and earlier is not None:
-                execution = Execution.resume(planned, resumed, earlier, lambda text: say(text, err=True))
+                execution = Execution.resume(planned, resumed, earlier, lambda text: say(text, err=True), nodes)
             else:
-                execution = Execution.begin(planned, output_base(output))
+                execution = Execution.begin(planned, output_base(output), nodes)
             if sessions > 1:
                 say(f"session {number} of {sessions}", err=True)
             code = show_run(execution, shown, keep=keep, options=options, github_summary=github_summary)
@@ -242,8 +242,7 @@ def run(
 
 def _load_plots() -> None:
     """Load what draws the plots, which takes a while: before the run there is time, for workers load even more."""
-    for kind in ("bars", "curves"):
-        import_module(f"dilabench.report.plots.{kind}")
+    import_module("dilabench.report.plots.drawing")
 
 
 def _elsewhere(run: Path, output: Path) -> Path | None:
