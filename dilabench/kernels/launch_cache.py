@@ -119,10 +119,10 @@ class LaunchCache:
                 # Triton would ask for both once more at every launch.
                 stream = driver.active.get_current_stream(self._device)
                 if (name, stream) not in self._recorded:
-                    record(value for repeated in known for value in repeated.values)
+                    record(value for launch in known for value in launch.values)
                     self._recorded.add((name, stream))
-            for repeated, own in zip(known, tensors, strict=True):
-                repeated.again(own, stream)
+            for launch, own in zip(known, tensors, strict=True):
+                launch.again(own, stream)
             return
         first = next(iter(tensors[0].values()))
         with torch.cuda.device_of(first):
@@ -177,7 +177,8 @@ class _Repeated:
         Triton's Python runs only for addresses that are new, and for Triton's hooks.
         """
         hooks = knobs.runtime
-        if self._launcher is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        hooked = hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls
+        if self._launcher is None or stream is None or hooked:
             self._launch_by_triton(*self._values_of(own), stream=stream)
             return
         addresses = tuple(map(Tensor.data_ptr, map(own.__getitem__, self._names)))
