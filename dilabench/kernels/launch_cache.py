@@ -176,8 +176,9 @@ class _Repeated:
 
         Triton's Python runs only for addresses that are new, and for Triton's hooks.
         """
-        hooks = knobs.runtime
-        hooked = hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        # A chain of hooks; a program may also have set a function, or None.
+        hooked = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
         if self._launcher is None or stream is None or hooked:
             self._launch_by_triton(*self._values_of(own), stream=stream)
             return
