@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from dilabench.cli.arguments import spread
     from dilabench.cli.terminal import own_streams
 
-    own_streams()
     end_by_signals()
+    own_streams()
     try:
         app(args=spread(sys.argv[1:] if argv is None else argv), prog_name="dilabench")
     finally:

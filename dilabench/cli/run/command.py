@@ -14,14 +14,14 @@ from dilabench.cli.github import GithubSummary, require_github
 from dilabench.cli.options import discovered, given, lengths_of, names
 from dilabench.cli.run import options as own
 from dilabench.cli.terminal import print_table, say, say_folded
-from dilabench.errors import ConfigError, ExitCode, counted, gravest
+from dilabench.errors import ConfigError, ExitCode, gravest
 from dilabench.patterns.registry import kind_with_fields
 from dilabench.record import PlannedCase
 from dilabench.request import read_budget, run_request
 from dilabench.runs import DEFAULT_FOLDER
 from dilabench.runs.resume import recorded_request
 from dilabench.store.run_files import folder_of_run
-from dilabench.units import format_bytes, parse_count
+from dilabench.units import counted, format_bytes, parse_count
 from dilabench.workload.spec import flops, tensor_bytes
 
 if TYPE_CHECKING:

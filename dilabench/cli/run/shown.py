@@ -8,7 +8,7 @@ from dilabench.cli.github import append_summary
 from dilabench.cli.options import tell_of
 from dilabench.cli.run.progress_bar import progress_shown
 from dilabench.cli.terminal import note, say
-from dilabench.errors import ExitCode, counted
+from dilabench.errors import ExitCode
 from dilabench.metadata import note_text
 from dilabench.plugins.descriptors import Reporter
 from dilabench.predict.time import expected_time, slow_dtypes
@@ -17,6 +17,7 @@ from dilabench.report.pull_request import of_run
 from dilabench.runs.execution import Execution, Reports, exit_code
 from dilabench.runs.machine_state import notes_at_start, read
 from dilabench.runs.resume import how_to_go_on, without_time
+from dilabench.units import counted
 
 TABLE = "table"
 VERDICTS = {

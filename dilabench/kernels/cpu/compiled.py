@@ -125,7 +125,10 @@ def _processor() -> str:
     lines = cpuinfo().splitlines()
     if not lines:
         return f"{platform.machine()} {platform.processor()}"
-    told = {line for line in lines if line.partition(":")[0].strip() in ("model name", "flags", "Features", "CPU part")}
+    told: set[str] = set()
+    for line in lines:
+        if line.partition(":")[0].strip() in ("model name", "flags", "Features", "CPU part"):
+            told.add(line)
     return "\n".join([platform.machine(), *sorted(told)])
 
 
