@@ -3,13 +3,16 @@
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
-from dilabench.errors import ConfigError, unknown_name
+from dilabench.errors import ConfigError, listed, unknown_name
+from dilabench.plugins.boundary import guarded
 from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Suite
 from dilabench.retired import no_such_name
 from dilabench.units import parse_duration
 from dilabench.validation import Model, read_counts, validated
@@ -37,7 +40,7 @@ class RunRequest(Model):
     backends: tuple[str, ...] = ()
     presets: tuple[str, ...] = ()
     overrides: dict[str, Any] = Field(default_factory=dict)
-    lengths: tuple[int, ...] = ()
+    lengths: Annotated[tuple[int, ...], BeforeValidator(partial(read_counts, what="length"))] = ()
     device: str = AUTO
     timing: str = "warmup"
     warmup_runs: int | None = Field(default=None, ge=0, le=10**6)
@@ -74,11 +77,6 @@ class RunRequest(Model):
         if value is not None and not 1 <= value[0] <= value[1] <= 4096:
             raise ValueError(f"shard {value[0]}/{value[1]} must be like 2/8: from 1 to the number of shards")
         return value
-
-    @field_validator("lengths", mode="before")
-    @classmethod
-    def _lengths(cls, value: Any) -> Any:
-        return read_counts(value, "length")
 
     @field_validator("lengths")
     @classmethod
@@ -141,13 +139,14 @@ def run_request(
         else:
             presets.append(catalogue.workloads.get(config).name)
     assigned = read_assignments(assignments)
-    own = (catalogue.suites.get(suite).options if suite in catalogue.suites else None) or ()
+    asked = next((known for known in catalogue.suites if suite in (known.name, *known.aliases)), None)
+    own = asked.options.model_fields if asked and asked.options else {}
     of_suite = {name: assigned.pop(name) for name in own if name in assigned}
     overrides.update(_agreed(assigned, workload or {}))
     options = {**fields.get("options", {}), **_agreed(of_suite, (run or {}).get("options", {}))}
-    fields.update(run or {}, options=options)
-    if suite in catalogue.suites:
-        fields.setdefault("timing", catalogue.suites.get(suite).timing)
+    fields.update(run or {}, options=checked_options(catalogue, asked, options) if asked else options)
+    if asked:
+        fields.setdefault("timing", asked.timing)
     if presets:
         fields["presets"] = presets
     typed = validated(WorkloadRequest, overrides)
@@ -159,9 +158,33 @@ def run_request(
             f"seq_len={request.overrides['seq_len']} and lengths {list(request.lengths)} are both given; leave one out"
         )
     _check_names(catalogue, request)
-    if "budget_s" not in fields and suite in catalogue.suites:
-        return request.model_copy(update={"budget_s": catalogue.suites.get(suite).budget_s})
+    if "budget_s" not in fields and asked:
+        return request.model_copy(update={"budget_s": asked.budget_s})
     return request
+
+
+def checked_options(catalogue: Catalogue, suite: Suite, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a suite as its model reads them, as plain data; of one without a model, as those of the others do.
+
+    Raises ConfigError for an option that the suite does not have, or a wrong value; PluginError if a model fails.
+    """
+    if suite.options is not None:
+        for name in options.keys() - suite.options.model_fields.keys():
+            having = [other.name for other in catalogue.suites if other.options and name in other.options.model_fields]
+            known = ", ".join(sorted(suite.options.model_fields))
+            if having:
+                have = "suite {} has" if len(having) == 1 else "suites {} have"
+                hint = f"{have.format(listed(having, 'and'))} it: `dilabench run {having[0]}`, or leave it out"
+            else:
+                hint = f"it has {known}" if known else "it has no options of its own, leave it out"
+            raise ConfigError(f"suite {suite.name!r} has no option {name!r} (given as {options[name]!r}); {hint}")
+    checked = dict(options)
+    for taker in [suite] if suite.options else catalogue.suites:
+        own = {name: options[name] for name in (taker.options.model_fields if taker.options else ()) if name in options}
+        if taker.options and own:
+            with guarded(catalogue.suites.origin(taker.name), f"options of suite {taker.name!r}"):
+                checked |= validated(taker.options, own).model_dump(mode="json", exclude_unset=True)
+    return checked
 
 
 def _is_path(config: str) -> bool:

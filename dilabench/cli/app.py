@@ -3,7 +3,7 @@
 import functools
 import importlib
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ParamSpec
 
@@ -82,9 +82,8 @@ class Answering(TyperCommand):
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
         """As any command's."""
-        known = {option for parameter in self.params for option in (*parameter.opts, *parameter.secondary_opts)}
         try:
-            return super().parse_args(context, renamed(args, known))
+            return super().parse_args(context, renamed(args, self))
         except Exception as error:
             # Only an error about an option that there is not has its name.
             name = getattr(error, "option_name", None)
@@ -99,6 +98,17 @@ class Answering(TyperCommand):
                 error.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]
             _tell_defaults(context)
             raise
+
+    def format_options(self, context: Any, formatter: Any) -> None:
+        """As any command's; options of a panel get a section of its name."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(context):
+            if (record := parameter.get_help_record(context)) is not None:
+                kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
     def invoke(self, context: Any) -> Any:
         """As any command's."""
@@ -125,34 +135,49 @@ def _tell_defaults(context: Any) -> None:
         note(f"defaults from {str(defaults_file())!r}: {settings}")
 
 
+def _load(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """A command by name: where it is, and what `--help` says of it in one line of 80 columns.
 
     `prints`: what it prints is what it is for, not a record or the exit code, so that it fails where that cannot be
     written. The target is a function, or a Typer application of its own whose commands are guarded already.
+    `signature` is a function of the arguments that returns the target's signature with further options.
     """
 
     name: str
     target: str
     summary: str
     prints: bool = True
+    signature: str | None = None
 
-    def loaded(self, settings: MutableMapping[str, Any]) -> Any:
+    def loaded(self, settings: MutableMapping[str, Any], arguments: Sequence[str] = ()) -> Any:
         """The click command. `settings` are those of its context."""
-        module, _, attribute = self.target.partition(":")
-        target = getattr(importlib.import_module(module), attribute)
+        target = _load(self.target)
         if isinstance(target, typer.Typer):
             return typer.main.get_command(target)
         alone = typer.Typer(
             add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=dict(settings)
         )
-        alone.command(self.name, cls=Answering, short_help=self.summary)(guarded(target, prints=self.prints))
+        command: Any = guarded(target, prints=self.prints)
+        if self.signature is not None:
+            command.__signature__ = _load(self.signature)(arguments)
+        alone.command(self.name, cls=Answering, short_help=self.summary)(command)
         return typer.main.get_command(alone)
 
 
 COMMANDS = (
-    Command("run", "dilabench.cli.run.command:run", "Measure a suite: verify, time, report.", prints=False),
+    Command(
+        "run",
+        "dilabench.cli.run.command:run",
+        "Measure a suite: verify, time, report.",
+        prints=False,
+        signature="dilabench.cli.run.command:signature",
+    ),
     Command("plan", "dilabench.cli.run.plan:plan", "What fits into memory; nothing is run."),
     Command(
         "verify",
@@ -207,7 +232,13 @@ class Commands(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         # Suggestions for a misspelt name look here.
+        self._arguments: list[str] = []
         self.commands = dict.fromkeys(entry.name for entry in COMMANDS)  # type: ignore[assignment]
+
+    def resolve_command(self, context: Any, args: list[str]) -> Any:
+        """As any group's."""
+        self._arguments = args[1:]
+        return super().resolve_command(context, args)
 
     def get_command(self, context: Any, name: str) -> Any:
         """The command of that name, with the user's defaults for its options; None where there is none."""
@@ -218,7 +249,7 @@ class Commands(TyperGroup):
             return None
         try:
             require_working_folder()
-            command = entry.loaded(self.context_settings)
+            command = entry.loaded(self.context_settings, self._arguments)
             context.default_map = {name: defaults_of(name, command, self._all)}
         except DilabenchError as error:
             raise stopped(f"error: {error}", error.exit_code) from None

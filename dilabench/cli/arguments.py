@@ -1,38 +1,23 @@
-"""Makes the option styles of the source documents readable for the parser, before it sees them."""
+"""Makes the option styles and names of other documents and tools readable for the parser, before it sees them."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
 
 # Options that take several values after one name, as argparse's nargs="+" does.
 SEVERAL_VALUES = frozenset({"--implementations", "--sequence-lengths", "--custom-lengths"})
 
-# Names that other benchmarks, and older scripts, have for an option of ours: taken where the command has that option.
-OLD_NAMES = {
-    "--seq-len": "--seq-length",
-    "--sequence-length": "--seq-length",
-    "--max-seq-len": "--max-seq-length",
-    "--batch": "--batch-size",
-    "--heads": "--num-heads",
-    "--n-heads": "--num-heads",
-    "--kv-heads": "--num-kv-heads",
-    "--dim": "--head-dim",
-    "--precision": "--dtype",
-    "--warmup": "--warmup-runs",
-    "--warmup-iters": "--warmup-runs",
-    "--num-warmup": "--warmup-runs",
-    "--iterations": "--timing-runs",
-    "--num-iterations": "--timing-runs",
-    "--iters": "--timing-runs",
-    "--repeats": "--timing-runs",
-    "--runs": "--timing-runs",
-    "--world-size": "--nproc",
-    "--num-gpus": "--nproc",
-    "--nproc-per-node": "--nproc",
-    "--output-dir": "--output",
-    "--config-file": "--config",
-    "--verbose": "--details",
-    "--backends": "--backend",
-}
+
+class OldNames(tuple[str, ...]):
+    """Names that other benchmarks and older scripts have for an option: understood, and not shown by --help.
+
+    They stand in the option's annotation: `Annotated[str, typer.Option("--dtype"), OldNames(["--precision"])]`.
+    """
+
+    __slots__ = ()
+
+
 # Options that others have where dilabench has another way: what to write instead.
 INSTEAD = {
     "--segment-lengths": "--set segment_lengths=2048,4096",
@@ -82,13 +67,23 @@ def spread(argv: Sequence[str]) -> list[str]:
     return spelt
 
 
-def renamed(argv: Sequence[str], known: Collection[str]) -> list[str]:
-    """The words with old names of options replaced by those of the command, whose options are `known`."""
+def renamed(argv: Sequence[str], command: Any) -> list[str]:
+    """The words with old names of a command's options replaced by the first names of these options."""
+    spelt = {name for option in command.params for name in option.opts}
+    first = {option.name: option.opts[0] for option in command.params}
+    # An option that is called so goes before an old name of another.
+    old = {
+        name: first[parameter.name]
+        for parameter in signature(command.callback).parameters.values()
+        for names in getattr(parameter.annotation, "__metadata__", ())
+        if isinstance(names, OldNames)
+        for name in names
+        if name not in spelt
+    }
     words: list[str] = []
     for index, word in enumerate(argv):
         if word == "--":
             return [*words, *argv[index:]]
         name, equals, value = word.partition("=")
-        new = OLD_NAMES.get(name)
-        words.append(new + equals + value if new and new in known and name not in known else word)
+        words.append(old.get(name, name) + equals + value)
     return words

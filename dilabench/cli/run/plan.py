@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from dilabench.cli import options as shared
+from dilabench.cli.arguments import OldNames
 from dilabench.cli.options import discovered, given, names
 from dilabench.cli.run import options as own
 from dilabench.cli.show.advice import advice_on_shortage
@@ -42,9 +43,12 @@ Lengths = Annotated[
     typer.Option(
         "--lengths", "--sequence-lengths", "--seq-length", "--seqlen", metavar="N...", help="Lengths: 4K,64K,1M."
     ),
+    OldNames(["--seq-len", "--sequence-length"]),
 ]
 BatchSizes = Annotated[
-    list[str] | None, typer.Option("--batch-size", metavar="B...", help="Sequences per call: 1 or 1,2,4 (default 1).")
+    list[str] | None,
+    typer.Option("--batch-size", metavar="B...", help="Sequences per call: 1 or 1,2,4 (default 1)."),
+    OldNames(["--batch"]),
 ]
 Memory = Annotated[
     str | None, typer.Option("--memory", metavar="BYTES", help="What there is to fit into (default: this device's).")
