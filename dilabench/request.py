@@ -1,5 +1,6 @@
 """A run request: what the command line, a TOML file and presets come to, before any case is made."""
 
+import json
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,14 @@ COMMAND_LINE_ONLY_HINT = "name the suite on the command line and put workload fi
 AUTO = "auto"
 ALL = "all"
 NO_BUDGET = "none"
+POOL_BYTES = 2**30
+# Fields that have an option for some of their values; `--set` takes any.
+SWITCHES: Mapping[str, Mapping[Any, str]] = {
+    "cuda_graph": {True: "--cuda-graph"},
+    "compile": {True: "--compile"},
+    "buffer_pool_bytes": {POOL_BYTES: "--enable-memory-pool"},
+    "pattern_cache_entries": {0: "--disable-pattern-cache"},
+}
 # (2, 8): the second of eight parts of a request.
 Shard = tuple[int, int]
 
@@ -91,6 +100,32 @@ class RunRequest(Model):
     def _budget(cls, value: Any) -> Any:
         return read_budget(value) if isinstance(value, str) else value
 
+    def command_line(self) -> tuple[str, ...]:
+        """The arguments after `dilabench` that come to the same request, as `run_request` reads them.
+
+        All that a suite has a default for stands there, whether or not it differs.
+        """
+        words = ["run", self.suite]
+        named = {"-i": self.implementations, "-b": self.backends, "--config": self.presets}
+        words += [word for option, names in named.items() for name in names for word in (option, name)]
+        if self.lengths:
+            words += ["--lengths", ",".join(map(str, self.lengths))]
+        for name, value in {**self.overrides, **self.options}.items():
+            words += ["--set", assignment(name, value)]
+        words += ["--device", self.device] if self.device != AUTO else []
+        words += ["--nproc", str(self.nproc)] if self.nproc != 1 else []
+        words += ["--shard", "{}/{}".format(*self.shard)] if self.shard else []
+        for name, switches in SWITCHES.items():
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                words += [switches[value]] if value in switches else ["--set", assignment(name, value)]
+        if self.timing == type(self).model_fields["timing"].default:
+            words += ["--timing", self.timing]
+        return (*words, *measuring_options(self.model_dump()))
+
+
+# What `--set` may give of a request itself; presets, options and overrides are given as what they hold.
+BY_SET = RunRequest.model_fields.keys() - {"suite", "presets", "options", "overrides"}
+
 
 def read_budget(text: str) -> float | None:
     """A duration in seconds; None, no limit, for 'none'."""
@@ -111,7 +146,11 @@ def measuring_options(config: Mapping[str, Any]) -> Iterator[str]:
         if (value := config.get(name)) is not None and value != RunRequest.model_fields[name].default:
             yield from (f"--{name.replace('_', '-')}", str(value))
     budget_s = config.get("budget_s")
-    yield from ("--budget", NO_BUDGET if budget_s is None else f"{budget_s:g}s")
+    if budget_s is None:
+        yield from ("--budget", NO_BUDGET)
+    else:
+        rounded = f"{budget_s:g}"
+        yield from ("--budget", f"{rounded if float(rounded) == budget_s else repr(budget_s)}s")
 
 
 def run_request(
@@ -119,14 +158,15 @@ def run_request(
     *,
     suite: str,
     configs: Sequence[str] = (),
-    assignments: Sequence[str] = (),
+    assignments: Sequence[str] | Mapping[str, Any] = (),
     workload: Mapping[str, Any] | None = None,
     run: Mapping[str, Any] | None = None,
 ) -> RunRequest:
     """Bring together presets and TOML files (`configs`), `--set` texts and options; the later of these wins.
 
-    `workload` and `run` hold the fields given as options of their own. Raises ConfigError for an unknown name or key, a
-    wrong value, or one field given two ways that differ.
+    `assignments` may also be fields by name. Each is one of the suite's options, of the request or of the workload.
+    `workload` and `run` hold the fields given as options of their own; a workload field that is None is not given.
+    Raises ConfigError for an unknown name or key, a wrong value, or one field given two ways that differ.
     """
     fields: dict[str, Any] = {}
     overrides: dict[str, Any] = {}
@@ -138,20 +178,24 @@ def run_request(
             fields.update(tables["run"])
         else:
             presets.append(catalogue.workloads.get(config).name)
-    assigned = read_assignments(assignments)
+    assigned = dict(assignments) if isinstance(assignments, Mapping) else read_assignments(assignments)
     asked = next((known for known in catalogue.suites if suite in (known.name, *known.aliases)), None)
-    own = asked.options.model_fields if asked and asked.options else {}
+    # A suite without a model passes on what others take.
+    models = [asked.options] if asked and asked.options else [known.options for known in catalogue.suites if asked]
+    own = {name for model in models if model for name in model.model_fields}
     of_suite = {name: assigned.pop(name) for name in own if name in assigned}
+    of_run = {name: assigned.pop(name) for name in BY_SET if name in assigned}
     overrides.update(_agreed(assigned, workload or {}))
     options = {**fields.get("options", {}), **_agreed(of_suite, (run or {}).get("options", {}))}
-    fields.update(run or {}, options=checked_options(catalogue, asked, options) if asked else options)
+    fields.update(_agreed(of_run, run or {}), options=checked_options(catalogue, asked, options) if asked else options)
     if asked:
         fields.setdefault("timing", asked.timing)
     if presets:
         fields["presets"] = presets
     typed = validated(WorkloadRequest, overrides)
     request = validated(
-        RunRequest, {**fields, "suite": suite, "overrides": typed.model_dump(include=typed.model_fields_set)}
+        RunRequest,
+        {**fields, "suite": suite, "overrides": typed.model_dump(include=typed.model_fields_set, exclude_none=True)},
     )
     if request.lengths and "seq_len" in request.overrides:
         raise ConfigError(
@@ -245,6 +289,14 @@ def read_assignments(assignments: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--set {assignment!r} has no 'key='; write for example --set seq_len=4096")
         fields[key.strip().replace("-", "_")] = _read_value(value.strip())
     return fields
+
+
+def assignment(name: str, value: Any) -> str:
+    """The `key=value` of a field for `--set`, which `read_assignments` reads back."""
+    if isinstance(value, str) and _read_value(value.strip()) == value:
+        return f"{name}={value}"
+    # Numbers, texts and lists of them are written in TOML as in JSON.
+    return f"{name}={json.dumps(value, ensure_ascii=False)}"
 
 
 def _read_value(text: str) -> Any:

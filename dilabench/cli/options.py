@@ -29,7 +29,7 @@ Assignments = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Set any workload field, causal=false, or in run an option of the suite. Repeatable.",
+        help="Set any field of the workload or the run, causal=false, or an option of the suite. Repeatable.",
     ),
 ]
 BatchSize = Annotated[

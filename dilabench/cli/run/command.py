@@ -24,7 +24,7 @@ from dilabench.patterns.registry import kind_with_fields
 from dilabench.plugins.builtin.suites import SUITES
 from dilabench.plugins.descriptors import Suite
 from dilabench.record import PlannedCase
-from dilabench.request import read_budget, run_request
+from dilabench.request import POOL_BYTES, read_budget, run_request
 from dilabench.runs import DEFAULT_FOLDER
 from dilabench.runs.resume import recorded_request
 from dilabench.store.run_files import folder_of_run
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from dilabench.engine.worker.nodes import Nodes
 
 PATTERN_CACHE_ENTRIES = 64
-POOL_BYTES = 2**30
 TABLE = "table"
 RANKS = "ranks"
 # Left out first where the terminal is narrow; --json has them.
