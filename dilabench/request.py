@@ -3,12 +3,11 @@
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import Field, field_validator
 
 from dilabench.errors import ConfigError, listed, unknown_name
 from dilabench.plugins.boundary import guarded
@@ -16,7 +15,7 @@ from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Suite
 from dilabench.retired import no_such_name
 from dilabench.units import parse_duration
-from dilabench.validation import Model, read_counts, validated
+from dilabench.validation import Model, Sizes, validated
 from dilabench.workload.spec import WorkloadRequest
 
 TABLES = ("workload", "run")
@@ -49,7 +48,7 @@ class RunRequest(Model):
     backends: tuple[str, ...] = ()
     presets: tuple[str, ...] = ()
     overrides: dict[str, Any] = Field(default_factory=dict)
-    lengths: Annotated[tuple[int, ...], BeforeValidator(partial(read_counts, what="length"))] = ()
+    lengths: Sizes = ()
     device: str = AUTO
     timing: str = "warmup"
     warmup_runs: int | None = Field(default=None, ge=0, le=10**6)
@@ -181,29 +180,26 @@ def run_request(
     assigned = dict(assignments) if isinstance(assignments, Mapping) else read_assignments(assignments)
     asked = next((known for known in catalogue.suites if suite in (known.name, *known.aliases)), None)
     # A suite without a model passes on what others take.
-    models = [asked.options] if asked and asked.options else [known.options for known in catalogue.suites if asked]
-    own = {name for model in models if model for name in model.model_fields}
+    taking = () if asked is None else (asked,) if asked.options else catalogue.suites
+    own = {name for taker in taking if taker.options for name in taker.options.model_fields}
     of_suite = {name: assigned.pop(name) for name in own if name in assigned}
     of_run = {name: assigned.pop(name) for name in BY_SET if name in assigned}
     overrides.update(_agreed(assigned, workload or {}))
     options = {**fields.get("options", {}), **_agreed(of_suite, (run or {}).get("options", {}))}
     fields.update(_agreed(of_run, run or {}), options=checked_options(catalogue, asked, options) if asked else options)
-    if asked:
-        fields.setdefault("timing", asked.timing)
+    if asked is not None:
+        fields = {"timing": asked.timing, "budget_s": asked.budget_s, **fields}
     if presets:
         fields["presets"] = presets
+    request = validated(RunRequest, {**fields, "suite": suite})
+    _check_names(catalogue, request)
     typed = validated(WorkloadRequest, overrides)
-    request = validated(
-        RunRequest,
-        {**fields, "suite": suite, "overrides": typed.model_dump(include=typed.model_fields_set, exclude_none=True)},
-    )
+    given = typed.model_dump(include=typed.model_fields_set, exclude_none=True)
+    request = request.model_copy(update={"overrides": given})
     if request.lengths and "seq_len" in request.overrides:
         raise ConfigError(
             f"seq_len={request.overrides['seq_len']} and lengths {list(request.lengths)} are both given; leave one out"
         )
-    _check_names(catalogue, request)
-    if "budget_s" not in fields and asked:
-        return request.model_copy(update={"budget_s": asked.budget_s})
     return request
 
 
@@ -254,30 +250,6 @@ def _check_names(catalogue: Catalogue, request: RunRequest) -> None:
             catalogue.backends.get(name)
     for name in request.presets:
         catalogue.workloads.get(name)
-
-
-def workload_request(catalogue: Catalogue, preset: str | None, overrides: Mapping[str, Any]) -> WorkloadRequest:
-    """The request of a preset (or the defaults) with the overrides on top.
-
-    Raises ConfigError for an unknown preset, a set where one workload is needed, an unknown key or a wrong value.
-    """
-    fields: dict[str, Any] = {}
-    if preset is not None:
-        descriptor = catalogue.workloads.get(preset)
-        if descriptor.members:
-            raise ConfigError(f"{preset!r} is a set of workloads ({', '.join(descriptor.members)}); name one of them")
-        fields.update(descriptor.fields)
-    fields.update(overrides)
-    return validated(WorkloadRequest, fields)
-
-
-def preset_names(catalogue: Catalogue, names: Iterable[str]) -> tuple[str, ...]:
-    """The presets with sets replaced by their members, in order, each once."""
-    flat: list[str] = []
-    for name in names:
-        descriptor = catalogue.workloads.get(name)
-        flat.extend(descriptor.members or (descriptor.name,))
-    return tuple(dict.fromkeys(flat))
 
 
 def read_assignments(assignments: Sequence[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import os
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Annotated, Any, ParamSpec
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from dilabench.cli.arguments import INSTEAD, renamed
+from dilabench.cli.arguments import INSTEAD, OldNames
 from dilabench.cli.defaults import defaults_file, defaults_of
 from dilabench.cli.terminal import note, output_lost, say, say_folded
 from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, said
@@ -83,7 +84,7 @@ class Answering(TyperCommand):
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
         """As any command's."""
         try:
-            return super().parse_args(context, renamed(args, self))
+            return super().parse_args(context, self.renamed(args))
         except Exception as error:
             # Only an error about an option that there is not has its name.
             name = getattr(error, "option_name", None)
@@ -98,6 +99,24 @@ class Answering(TyperCommand):
                 error.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]
             _tell_defaults(context)
             raise
+
+    def renamed(self, words: Sequence[str]) -> list[str]:
+        """The words with old names of options replaced by the first names of these options."""
+        spelt = {name for option in self.params for name in option.opts}
+        first = {option.name: option.opts[0] for option in self.params}
+        parameters = inspect.signature(self.callback).parameters if self.callback else {}
+        # An option that is called so goes before an old name of another.
+        old = {
+            name: first[parameter]
+            for parameter in parameters.keys() & first.keys()
+            for names in getattr(parameters[parameter].annotation, "__metadata__", ())
+            if isinstance(names, OldNames)
+            for name in names
+            if name not in spelt
+        }
+        end = words.index("--") if "--" in words else len(words)
+        parts = [word.partition("=") for word in words[:end]]
+        return [*(old.get(name, name) + equals + value for name, equals, value in parts), *words[end:]]
 
     def format_options(self, context: Any, formatter: Any) -> None:
         """As any command's; options of a panel get a section of its name."""
@@ -250,7 +269,10 @@ class Commands(TyperGroup):
         try:
             require_working_folder()
             command = entry.loaded(self.context_settings, self._arguments)
-            context.default_map = {name: defaults_of(name, command, self._all)}
+            defaults = defaults_of(name, command, self._all)
+            # A run goes on as it was asked for: the defaults of today are not for it.
+            goes_on = any(word.partition("=")[0] == "--resume" for word in self._arguments)
+            context.default_map = {} if goes_on else {name: defaults}
         except DilabenchError as error:
             raise stopped(f"error: {error}", error.exit_code) from None
         return command

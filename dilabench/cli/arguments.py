@@ -1,9 +1,7 @@
-"""Makes the option styles and names of other documents and tools readable for the parser, before it sees them."""
+"""Option styles and names of other documents and tools: what the parser is given, and what the answer is."""
 
 import re
 from collections.abc import Sequence
-from inspect import signature
-from typing import Any
 
 # Options that take several values after one name, as argparse's nargs="+" does.
 SEVERAL_VALUES = frozenset({"--implementations", "--sequence-lengths", "--custom-lengths"})
@@ -65,25 +63,3 @@ def spread(argv: Sequence[str]) -> list[str]:
         else:
             spelt.append(word)
     return spelt
-
-
-def renamed(argv: Sequence[str], command: Any) -> list[str]:
-    """The words with old names of a command's options replaced by the first names of these options."""
-    spelt = {name for option in command.params for name in option.opts}
-    first = {option.name: option.opts[0] for option in command.params}
-    # An option that is called so goes before an old name of another.
-    old = {
-        name: first[parameter.name]
-        for parameter in signature(command.callback).parameters.values()
-        for names in getattr(parameter.annotation, "__metadata__", ())
-        if isinstance(names, OldNames)
-        for name in names
-        if name not in spelt
-    }
-    words: list[str] = []
-    for index, word in enumerate(argv):
-        if word == "--":
-            return [*words, *argv[index:]]
-        name, equals, value = word.partition("=")
-        words.append(old.get(name, name) + equals + value)
-    return words

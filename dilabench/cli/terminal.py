@@ -18,6 +18,8 @@ from dilabench.units import output_width
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from dilabench.report.columns import Column
+
 WIDE = 1000
 RESULT_WIDTH = 7
 ROW_INDENT = "    "
@@ -165,6 +167,19 @@ def print_table(
             screen.print(Text(title, style="bold"))
         screen.print(grid(columns, cells, right, screen.width, spare))
     say("\n".join(line.rstrip() for line in captured.get().splitlines()), styled=True)
+
+
+def print_items(title: str | None, columns: "Sequence[Column]", items: Iterable[object]) -> None:
+    """A table with a line per item, as the columns show it."""
+    from dilabench.report.columns import spared
+
+    print_table(
+        title,
+        [column.name for column in columns],
+        [[column.value_text(item) for column in columns] for item in items],
+        right=[column.name for column in columns if column.right],
+        spare=[column.name for column in spared(columns)],
+    )
 
 
 class Lines:

@@ -21,9 +21,8 @@ from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
 from dilabench.compare.view import Pairing, common_timings, median_over, pair, sessions_of
 from dilabench.errors import counted, unknown_name
 from dilabench.record import Case, Row, RunRecord, Timing
-from dilabench.stats.decisions.decide import decide, judge_many
+from dilabench.stats.decisions.decide import Policy, decide, judge_many
 from dilabench.stats.decisions.history import StoredSessions, estimate_stored
-from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Verdict
 
 By = Literal["implementation", "backend", "optimizations"]

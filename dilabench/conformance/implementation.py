@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from dilabench.choice.requirements import unmet, wrong_device
+from dilabench.choice.descriptors import unmet, wrong_device
 from dilabench.conformance.odd_workloads import has_empty_rows, odd_workloads_of
 from dilabench.conformance.scorecard import Findings
 from dilabench.engine.worker.outcomes import Outcome, Result, measured_memory, mistake_of, outcomes_of, said_of

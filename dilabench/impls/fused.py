@@ -21,6 +21,7 @@ from dilabench.kernels.fused.forward import fused_forward, fused_forward_partial
 from dilabench.kernels.fused.partials import Partials
 from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
 from dilabench.kernels.launch_cache import Beside, Launch, LaunchCache
+from dilabench.kernels.streams import record
 from dilabench.kernels.tuning import Direction, TileConfig, read_tiles
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import Workload
@@ -39,7 +40,7 @@ def _padded(workload: Workload, context: BuildContext) -> Fused | FusedDetached:
     # A head of one branch merges with nothing: its gradients are the exact ones. Forward alone, all merges are alike.
     detached = workload.detaches_merge and not pattern.has_grouped_heads and len(pattern.branches) > 1
     plan = _plan(workload, detached)
-    zero_keys = log_zero_keys(workload, context.device, apart=detached)
+    zero_keys = log_zero_keys(workload, context.device, apart=detached) if pattern.has_zero_keys else None
     scale, tiles = workload.softmax_scale, read_tiles(context.tiles)
     if not detached:
         return Fused(plan, scale, zero_keys, tiles)
@@ -93,6 +94,8 @@ class Fused:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None) -> tuple[Tensor, Tensor]:
         """out and lse, outside autograd; `beside`: what is compiled with it."""
         config, mass = self.tiles.get("forward"), self.zero_keys
+        if mass is not None:
+            record([mass])
         return fused_forward(q, k, v, self.plan, scale=self.scale, log_mass=mass, config=config, beside=beside)
 
     def forward_before_backward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,6 +155,7 @@ class FusedDetached:
         self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None, cache: LaunchCache | None = None
     ) -> tuple[Tensor, Tensor, Partials]:
         """out and lse, and what each branch gives by itself."""
+        record(self.zero_keys)
         return fused_forward_partials(
             q,
             k,

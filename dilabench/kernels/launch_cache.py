@@ -3,6 +3,8 @@
 Triton binds the arguments of a launch, looks at each for what to specialise on and looks the compiled kernel up, and we
 make tables and descriptors for it: more than a small problem takes on a GPU. For tensors of equal shapes, strides,
 dtypes and alignment all of that comes out alike; what differs are the addresses.
+
+Triton launches on the current device, torch's operators on that of their tensors: so do these, on its current stream.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from inspect import isfunction
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 from triton.runtime.errors import OutOfResources
+
+from dilabench.kernels.streams import record
 
 # Bulk copies step in units of so many bytes, and Triton specialises on addresses that are a multiple of them.
 COPY_BYTES = 16
@@ -74,6 +79,9 @@ class LaunchCache:
         self._noted = noted
         self._facts: dict[str, Any] = {}
         self._known: dict[Hashable, list[_Repeated]] = {}
+        # The CUDA device of all tensors (-1: none), and on which of its streams tables of what repeats are recorded.
+        self._device = -1
+        self._recorded: set[tuple[Hashable, int]] = set()
 
     @classmethod
     # Each holds the tables of a length on the device for as long as it is here: few, for lengths change.
@@ -102,18 +110,38 @@ class LaunchCache:
         """
         known = self._known.get(name)
         if known:
-            for launch, own in zip(known, tensors, strict=True):
-                launch.again(own)
+            stream = None
+            if self._device >= 0:
+                if torch.cuda.current_device() != self._device:
+                    with torch.cuda.device(self._device):
+                        self.launch(name, tensors, prepare, beside)
+                    return
+                # Triton would ask for both once more at every launch.
+                stream = driver.active.get_current_stream(self._device)
+                if (name, stream) not in self._recorded:
+                    record(value for repeated in known for value in repeated.values)
+                    self._recorded.add((name, stream))
+            for known_launch, own in zip(known, tensors, strict=True):
+                known_launch.again(own, stream)
             return
-        if self._noted is not None:
-            self._noted += prepare()
-            return
-        launched = _launched(prepare(), beside)
-        if known is None:
-            self._known[name] = []
-        else:
-            repeated = [_repeated(*each, own) for each, own in zip(launched, tensors, strict=True)]
-            self._known[name] = [each for each in repeated if each] if all(repeated) else []
+        first = next(iter(tensors[0].values()))
+        with torch.cuda.device_of(first):
+            if self._noted is not None:
+                self._noted += prepare()
+                return
+            launched = _launched(prepare(), beside)
+            if known is None:
+                self._known[name] = []
+            else:
+                self._device = first.get_device()
+                repeated = [_repeated(*each, own) for each, own in zip(launched, tensors, strict=True)]
+                self._known[name] = [each for each in repeated if each] if all(repeated) else []
+
+
+def launch_once(kernel: Any, grid: tuple[int, ...], x: Tensor, *arguments: Any, **options: Any) -> None:
+    """Launch a kernel, whose first argument is x, on the device of x; for launches that are not repeated."""
+    with torch.cuda.device_of(x):
+        kernel[grid](x, *arguments, **options)
 
 
 _Recorded = tuple[tuple[Any, ...], tuple[Any, ...]]
@@ -143,11 +171,14 @@ class _Repeated:
         self._launcher, self._record = _launcher(compiled, grid)
         self._recorded: dict[tuple[int, ...], _Recorded] = {}
 
-    def again(self, own: Tensors) -> None:
-        """Launch on these tensors. Triton's Python runs only for addresses that are new, and for Triton's hooks."""
+    def again(self, own: Tensors, stream: int | None) -> None:
+        """Launch on these tensors, on this stream or, if it is None, the current one.
+
+        Triton's Python runs only for addresses that are new, and for Triton's hooks.
+        """
         hooks = knobs.runtime
         if self._launcher is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            self._launch_by_triton(*self._values_of(own))
+            self._launch_by_triton(*self._values_of(own), stream=stream)
             return
         addresses = tuple(map(Tensor.data_ptr, map(own.__getitem__, self._names)))
         recorded = self._recorded.get(addresses)
@@ -155,8 +186,8 @@ class _Repeated:
             if len(self._recorded) >= _MOST_RECORDED:
                 self._recorded.clear()
             self._recorded[addresses] = recorded = self._record(self._values_of(own))
-        (before, behind), active = recorded, driver.active
-        self._launcher(*before, active.get_current_stream(active.get_current_device()), *behind)
+        before, behind = recorded
+        self._launcher(*before, stream, *behind)
 
     def _values_of(self, own: Tensors) -> list[Any]:
         values = self.values.copy()
@@ -243,7 +274,11 @@ def _launched(launches: Iterable[Launch], beside: Beside | None) -> list[_Launch
         for each in following:
             settle_key(each.kernel)
             grid, arguments = each.arguments(each.ragged)
-            made.append((each, grid, arguments, each.kernel[grid](**arguments)))
+            compiled = each.kernel[grid](**arguments)
+            if isinstance(compiled, CompiledKernel):
+                # Tables among them are kept for others, and may have been made on another stream.
+                record(arguments.values())
+            made.append((each, grid, arguments, compiled))
     return made
 
 

@@ -14,10 +14,19 @@ from dilabench.errors import counted
 from dilabench.plugins.boundary import standard_output
 from dilabench.record import RunRecord
 from dilabench.report.columns import Column, chosen_columns, spared
+from dilabench.report.content import (
+    Section,
+    Unmeasured,
+    WorkloadTable,
+    device_text,
+    footnotes,
+    headline,
+    note_groups,
+    unmeasured,
+    workload_tables,
+)
 from dilabench.report.findings import Section as Finding
 from dilabench.report.grid import grid, text_console
-from dilabench.report.rows import Section, WorkloadTable, footnotes, workload_tables
-from dilabench.report.summary import Unmeasured, device_text, headline, note_groups, unmeasured
 from dilabench.units import output_width
 
 PIPED_WIDTH = 120

@@ -14,8 +14,8 @@ from dilabench.engine.progress import Progress
 from dilabench.errors import ConfigError, EnvironmentNotReady, counted
 from dilabench.predict.time import budget_option, case_seconds, elapsed_seconds
 from dilabench.record import PlannedCase, RunRecord
+from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.history import LOOK_SESSIONS
-from dilabench.stats.decisions.policy import Policy
 from dilabench.store.lookup import Store
 from dilabench.units import format_seconds
 

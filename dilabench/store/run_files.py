@@ -20,7 +20,7 @@ from dilabench.atomic_file import write_text
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
 from dilabench.record import SCHEMA_VERSION, Row, RunHeader, RunRecord, Skipped
-from dilabench.report.json import to_text
+from dilabench.report.json import SUMMARY, to_text
 from dilabench.store.migrations import migrated, migrated_row
 from dilabench.validation import describe, read_json
 from dilabench.workload.spec import Workload
@@ -180,6 +180,10 @@ def read_record(run: Path) -> RunRecord:
             f"{str(path)!r} is JSON, but no run record: it has none of {', '.join(MARKS)}, so no run of dilabench "
             f"wrote it; name a run's folder or its {RECORD_NAME}"
         )
+    for row in document.get("rows", ()):
+        # What `report --json` printed may be read, too; its figures follow from the samples.
+        if isinstance(row, dict):
+            row.pop(SUMMARY, None)
     if document.get("schema_version") != SCHEMA_VERSION:
         document = migrated(document, path)
     return _validated(RunRecord, document, path)

@@ -1,23 +1,25 @@
-"""What every suite needs to make cases: the catalogue, the machine, and the rules that fill in `auto`."""
+"""From a request to its plan: what a suite makes cases of, the cases, the machine, how each case is timed."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from dilabench.choice.descriptors import load_target
 from dilabench.choice.rules import choose
 from dilabench.choice.ways import AUTO
+from dilabench.engine.method import Method, method_for
 from dilabench.errors import ConfigError, PluginError, counted, listed
-from dilabench.machine import CXX_COMPILERS, Machine, cxx_compiler
-from dilabench.metadata import CHOSEN_BY, refuse_unknown
+from dilabench.machine import CXX_COMPILERS, Machine, cxx_compiler, detect
+from dilabench.metadata import CHOSEN_BY, LABELS, refuse_unknown
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.registry import kinds_with
 from dilabench.plugins.boundary import guarded, shown
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Implementation, Suite
+from dilabench.plugins.manager import Found
 from dilabench.record import Case, Optimizations, PlannedCase, Role, Row, SkipCode, Skipped
-from dilabench.request import ALL, RunRequest, Shard, preset_names, workload_request
-from dilabench.validation import unknown_key
+from dilabench.request import ALL, RunRequest, Shard
+from dilabench.validation import unknown_key, validated
 from dilabench.workload.spec import DEFAULT_PATTERN, Workload, WorkloadRequest
 
 # Implementation `auto`: stands for what `dilabench.choice.rules` takes, workload by workload.
@@ -163,6 +165,8 @@ class Planner:
         if implementation.uses_backend:
             backends = self.backends() if self.request.backends else (chosen_backend or AUTO,)
         labels |= workload.pattern.row_labels(workload.shapes)
+        for name in changes.keys() - Optimizations.model_fields.keys():
+            raise ConfigError(unknown_key(name, Optimizations.model_fields))
         optimizations = Optimizations(
             **{
                 "pattern_cache_entries": self.request.pattern_cache_entries,
@@ -172,8 +176,6 @@ class Planner:
                 **changes,
             }
         )
-        for name in optimizations.unknown:
-            raise ConfigError(unknown_key(name, Optimizations.model_fields))
         return tuple(
             self._planned(implementation, backend, workload, workload_request, optimizations).model_copy(
                 update={"labels": labels, "role": role or implementation.role}
@@ -199,7 +201,7 @@ class Planner:
         # A backend that is chosen below has nothing against it.
         reasons = self.catalogue.reasons_against(case, self.machine)
         if backend == AUTO:
-            chosen, against = self.choose_backend(case)
+            chosen, against = self.catalogue.choose_backend(case, self.machine)
             case = case.model_copy(update={"backend": chosen})
             reasons = reasons if chosen else (f"no backend can serve it here ({against})", *reasons)
         code: SkipCode = "unsupported" if reasons else "unusable_optimization"
@@ -212,9 +214,57 @@ class Planner:
             skip=Skipped(code=code, why="; ".join(reasons)) if reasons else None,
         )
 
-    def choose_backend(self, case: Case) -> tuple[str | None, str]:
-        """What backend `auto` means for a case here, and what stands against others (`Ways.choose_backend`)."""
-        return self.catalogue.choose_backend(case, self.machine)
+
+class Nodes(Protocol):
+    """The nodes that torchrun has started (`dilabench.engine.worker.nodes`), as far as a plan asks them."""
+
+    @property
+    def size(self) -> int: ...
+    def machine(self, machine: Machine) -> Machine: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What is to be measured, before anything is."""
+
+    found: Found
+    machine: Machine
+    request: RunRequest
+    planned: tuple[PlannedCase, ...]
+    method: Method
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """All that the cases may name."""
+        return self.found.catalogue
+
+    def planner(self) -> Planner:
+        """What makes further cases of the same request."""
+        return Planner(self.catalogue, self.machine, self.request)
+
+
+def plan_run(found: Found, request: RunRequest, nodes: Nodes | None = None) -> RunPlan:
+    """The plan of a request. Under torchrun it is for all ranks, unless the request names a number.
+
+    Raises ConfigError for a request that cannot be carried out, `--nproc` beyond the ranks of torchrun included, and
+    PluginError for a suite that fails.
+    """
+    request, machine = asking_all(request, nodes), detect(request.device)
+    machine = nodes.machine(machine) if nodes else machine
+    planned = expand(found.catalogue, machine, request)
+    method = method_for(request, machine.device, found.catalogue)
+    return RunPlan(found=found, machine=machine, request=request, planned=planned, method=method)
+
+
+def asking_all(request: RunRequest, nodes: Nodes | None) -> RunRequest:
+    """The request for all ranks of torchrun unless it names a number. Raises ConfigError for more than there are."""
+    if nodes is None:
+        return request
+    if request.nproc > nodes.size:
+        raise ConfigError(
+            f"--nproc {request.nproc} asks for more ranks than torchrun started ({nodes.size}); leave --nproc out"
+        )
+    return request if request.nproc > 1 else request.model_copy(update={"nproc": nodes.size})
 
 
 def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple[PlannedCase, ...]:
@@ -291,8 +341,33 @@ def _checked(target: str, planned: Any) -> tuple[PlannedCase, ...]:
     for one in cases:
         if not isinstance(one, PlannedCase):
             raise PluginError(f"{target} planned {shown(one)}, which is no PlannedCase")
-    refuse_unknown("label", {key for one in cases for key in one.labels})
+        if not one.labels.keys() <= LABELS.keys():
+            refuse_unknown("label", one.labels)
     return cases
+
+
+def workload_request(catalogue: Catalogue, preset: str | None, overrides: Mapping[str, Any]) -> WorkloadRequest:
+    """The request of a preset (or the defaults) with the overrides on top.
+
+    Raises ConfigError for an unknown preset, a set where one workload is needed, an unknown key or a wrong value.
+    """
+    fields: dict[str, Any] = {}
+    if preset is not None:
+        descriptor = catalogue.workloads.get(preset)
+        if descriptor.members:
+            raise ConfigError(f"{preset!r} is a set of workloads ({', '.join(descriptor.members)}); name one of them")
+        fields.update(descriptor.fields)
+    fields.update(overrides)
+    return validated(WorkloadRequest, fields)
+
+
+def preset_names(catalogue: Catalogue, names: Iterable[str]) -> tuple[str, ...]:
+    """The presets with sets replaced by their members, in order, each once."""
+    flat: list[str] = []
+    for name in names:
+        descriptor = catalogue.workloads.get(name)
+        flat.extend(descriptor.members or (descriptor.name,))
+    return tuple(dict.fromkeys(flat))
 
 
 def as_dense(request: WorkloadRequest) -> WorkloadRequest:

@@ -15,7 +15,7 @@ from dilabench.machine import GpuInfo, Machine
 from dilabench.plugins.catalogue import HeldSharding
 from dilabench.plugins.manager import discover
 from dilabench.record import Case
-from dilabench.request import workload_request
+from dilabench.suites.planner import workload_request
 from dilabench.workload.spec import Workload
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"

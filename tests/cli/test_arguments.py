@@ -6,7 +6,7 @@ from inspect import signature
 import pytest
 
 from dilabench.cli.app import COMMANDS
-from dilabench.cli.arguments import INSTEAD, OldNames, renamed, spread
+from dilabench.cli.arguments import INSTEAD, OldNames, spread
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_no_old_name_is_that_of_an_option(command):
     old = [name for part in parts if isinstance(part, OldNames) for name in part]
     assert len(old) == len(set(old))
     assert not options & {*old, *INSTEAD}
-    assert command.name not in ("run", "plan", "verify", "tune") or set(renamed(old, loaded)) <= options
+    assert command.name not in ("run", "plan", "verify", "tune") or set(loaded.renamed(old)) <= options
 
 
 def test_old_names_are_not_shown(cli):

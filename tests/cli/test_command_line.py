@@ -62,7 +62,7 @@ def read_back(cli, monkeypatch):
 
     def call(words):
         planned = []
-        monkeypatch.setattr("dilabench.runs.plan.plan_run", lambda found, request, nodes: planned.append(request))
+        monkeypatch.setattr("dilabench.suites.planner.plan_run", lambda found, request, nodes: planned.append(request))
         cli(*words, "--dry-run")
         return planned[0]
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ class Compiled:
         self.calls: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        return lambda *values: self.calls.append((grid, *values))
+        return lambda *values, stream: self.calls.append((grid, *values))
 
 
 class Kernel:
@@ -127,6 +128,11 @@ def repeated_on_nvidia(
     """The driver, and what launches `Kernel` once more: the third time and on. It gives what the launcher is given."""
     active = NvidiaDriver()
     monkeypatch.setattr(driver, "_active", active)
+    # As if the tensors were on the first GPU.
+    monkeypatch.setattr(Tensor, "get_device", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
+    monkeypatch.setattr(module, "record", lambda _: None)
     kernel, cache, table = Kernel(), LaunchCache(), torch.zeros(3)
     kernel.compiled = compiled
 
@@ -155,6 +161,7 @@ def test_a_repeated_launch_gives_tritons_launcher_what_triton_does(monkeypatch: 
         assert active.encoded == encoded + 1
         assert by_triton[11] is hook
         assert recorded[0][:10] == by_triton[:10]
+        assert 70 in recorded[0][:10], "the current stream"
         assert recorded[0][10:13] == (None, None, None)
         wanted = [x.data_ptr() if isinstance(x, Tensor) else x for x in by_triton[13:]]
         assert wanted[:2] == [("encoded", q.data_ptr()), 2]
@@ -232,7 +239,7 @@ def launch(
 ) -> None:
     """Launches of a layout that is new."""
     launches = prepare if callable(prepare) else prepare.copy
-    LaunchCache().launch("some", [], launches, beside)
+    LaunchCache().launch("some", [{"x": torch.zeros(1)}], launches, beside)
 
 
 def test_what_is_new_is_compiled_in_both_forms_with_all_that_follow_and_nothing_twice() -> None:
@@ -276,7 +283,7 @@ def test_launches_beside_those_that_are_new_are_compiled_with_them_and_not_made(
     def beside() -> list[Launch]:
         log.append("beside")
         noted: list[Launch] = []
-        LaunchCache(noted).launch("backward", [{}], lambda: [one("c")])
+        LaunchCache(noted).launch("backward", [{"x": torch.zeros(1)}], lambda: [one("c")])
         return noted
 
     launch([one("a"), one("b")], beside)

@@ -419,7 +419,7 @@ def test_a_pattern_that_fails_later_is_named_with_its_line(pattern_plugin: Any) 
     found = pattern_plugin("later", check)
     assert not found.problems
     workload = WorkloadRequest(pattern="later", seq_len=16).resolve("float32")
-    from dilabench.workload.work import flops
+    from dilabench.workload.spec import flops
 
     with pytest.raises(PluginError, match=r"plug-in 'later': pattern Mine.counts: KeyError: 'lost' \(.*later.py:\d+\)"):
         flops(workload)

@@ -29,7 +29,7 @@ from dilabench.runs import DEFAULT_FOLDER
 from dilabench.runs.resume import recorded_request
 from dilabench.store.run_files import folder_of_run
 from dilabench.units import format_bytes
-from dilabench.workload.work import flops, tensor_bytes
+from dilabench.workload.spec import flops, tensor_bytes
 
 if TYPE_CHECKING:
     from dilabench.engine.worker.nodes import Nodes
@@ -56,20 +56,11 @@ ListConfigs = Annotated[
 ]
 
 
-def _as_it_was_asked_for(context: typer.Context, run: str | None) -> str | None:
-    """A run goes on as it was asked for: the defaults of today are not for it."""
-    if run is not None:
-        context.default_map = None
-    return run
-
-
 Resume = Annotated[
     str | None,
     typer.Option(
         "--resume",
         metavar="RUN",
-        callback=_as_it_was_asked_for,
-        is_eager=True,
         help="Go on with a run (its folder, file or id, or latest): cases without a row, and those that the budget "
         "left no time for. Other rows stand, failed ones too.",
     ),
@@ -190,7 +181,7 @@ def run(
             # The server that workers are forked from loads torch while this process loads and plans the rest.
             warm_server()
         # What times cases needs numpy, which --help should not wait for.
-        from dilabench.runs.plan import plan_run
+        from dilabench.suites.planner import plan_run
 
         planned = plan_run(found, request, nodes)
         if plan:
@@ -210,9 +201,9 @@ def run(
         runs: list[tuple[ExitCode, str]] = []
         for number in range(1, sessions + 1):
             if resumed is not None and earlier is not None:
-                execution = Execution.resume(planned, resumed, earlier, lambda text: say(text, err=True))
+                execution = Execution.resume(planned, resumed, earlier, lambda text: say(text, err=True), nodes)
             else:
-                execution = Execution.begin(planned, output_base(output))
+                execution = Execution.begin(planned, output_base(output), nodes)
             if sessions > 1:
                 say(f"session {number} of {sessions}", err=True)
             code = show_run(execution, shown, keep=keep, options=options, github_summary=github_summary)
@@ -308,8 +299,7 @@ def _names(parameter: inspect.Parameter) -> Iterator[str]:
 
 def _load_plots() -> None:
     """Load what draws the plots, which takes a while: before the run there is time, for workers load even more."""
-    for kind in ("bars", "curves"):
-        import_module(f"dilabench.report.plots.{kind}")
+    import_module("dilabench.report.plots.drawing")
 
 
 def _elsewhere(run: Path, output: Path) -> Path | None:

@@ -49,7 +49,7 @@ def tune(
     from dilabench.choice.measured import check_tune_file, tune_path
     from dilabench.cli.run.shown import show_run
     from dilabench.runs.execution import Execution
-    from dilabench.runs.plan import plan_run
+    from dilabench.suites.planner import plan_run
     from dilabench.suites.tuner import add_to_file
 
     if output is not None:

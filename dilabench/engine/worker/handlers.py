@@ -99,9 +99,10 @@ class Handlers:
         """Carry out a command; whatever it raises becomes the reply's `trouble`."""
         try:
             with settings_kept({}):
-                if self._world is not None and command.timeout_s is not None:
+                if self._world is not None:
                     # So that this rank says what it waits for, before whoever asked gives up.
-                    self._world.limit_waits(SHARE_OF_TIMEOUT * command.timeout_s)
+                    limit_s = command.timeout_s
+                    self._world.limit_waits(None if limit_s is None else SHARE_OF_TIMEOUT * limit_s)
                 reply = self._commands[command.name](command)
                 if self._world is not None:
                     self._world.check()
@@ -274,7 +275,8 @@ class Handlers:
 
     def _trouble(self, error: BaseException) -> Trouble:
         text = "".join(traceback.format_exception(error))
-        fatal = self._device_is_broken() or self._lost_messages()
+        broken, lost_messages = self._device_is_broken(), self._lost_messages()
+        fatal = broken or lost_messages
         line = first_line(error)
         if fatal:
             for call in self._calls.values():
@@ -293,7 +295,7 @@ class Handlers:
         why = f"{name}: {line}" if line else name
         if isinstance(error, UnusableFunctionError):
             why = line
-        if fatal and not self._lost_messages():
+        if broken and not lost_messages:
             why += " (the CUDA context is lost; the worker process was ended)"
         # torch raises the same types for this rank's own faults: only the words tell them apart.
         lost = self._settings.world_size > 1 and tells_of_another(why)
