@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -134,19 +135,6 @@ def _listed(names: str | Sequence[str]) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-def _record_html(record: RunRecord) -> str:
-    # Only a notebook needs jinja2.
-    from dilabench.report.html.page import notebook
-
-    return notebook(record)
-
-
-def _comparison_html(comparison: Comparison) -> str:
-    from dilabench.report.html.comparison import notebook
-
-    return notebook(comparison)
-
-
 def _show_in_notebooks() -> None:
     """Have IPython show records and comparisons as HTML, where it runs this process."""
     # A program that IPython has not started has not loaded it.
@@ -154,8 +142,9 @@ def _show_in_notebooks() -> None:
     shell = module.get_ipython() if module is not None else None
     if shell is not None:
         formatter = shell.display_formatter.formatters["text/html"]
-        formatter.for_type(RunRecord, _record_html)
-        formatter.for_type(Comparison, _comparison_html)
+        # Only what is shown needs jinja2.
+        formatter.for_type(RunRecord, lambda record: import_module("dilabench.report.html.page").notebook(record))
+        formatter.for_type(Comparison, lambda found: import_module("dilabench.report.html.comparison").notebook(found))
 
 
 _show_in_notebooks()

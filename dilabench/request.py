@@ -171,7 +171,7 @@ def run_request(
     overrides: dict[str, Any] = {}
     presets: list[str] = []
     for config in configs:
-        if _is_path(config):
+        if config.endswith(".toml") or "/" in config or "\\" in config:
             tables = read_config(Path(config))
             overrides.update(tables["workload"])
             fields.update(tables["run"])
@@ -225,10 +225,6 @@ def checked_options(catalogue: Catalogue, suite: Suite, options: Mapping[str, An
             with guarded(catalogue.suites.origin(taker.name), f"options of suite {taker.name!r}"):
                 checked |= validated(taker.options, own).model_dump(mode="json", exclude_unset=True)
     return checked
-
-
-def _is_path(config: str) -> bool:
-    return config.endswith(".toml") or "/" in config or "\\" in config
 
 
 def _agreed(assigned: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

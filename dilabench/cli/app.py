@@ -269,16 +269,15 @@ class Commands(TyperGroup):
         try:
             require_working_folder()
             command = entry.loaded(self.context_settings, self._arguments)
-            defaults = defaults_of(name, command, self._all)
+            defaults = defaults_of(
+                name, command, lambda: {entry.name: entry.loaded(self.context_settings) for entry in COMMANDS}
+            )
             # A run goes on as it was asked for: the defaults of today are not for it.
             goes_on = any(word.partition("=")[0] == "--resume" for word in self._arguments)
             context.default_map = {} if goes_on else {name: defaults}
         except DilabenchError as error:
             raise stopped(f"error: {error}", error.exit_code) from None
         return command
-
-    def _all(self) -> dict[str, Any]:
-        return {entry.name: entry.loaded(self.context_settings) for entry in COMMANDS}
 
     def format_commands(self, context: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
         """The summaries, which need no command to be imported."""

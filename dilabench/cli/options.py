@@ -126,7 +126,7 @@ def workload_fields(
 
 def names(*options: Sequence[str] | None) -> list[str]:
     """The names of repeatable options, each of which may also hold several with commas between them."""
-    return [part for option in options for text in option or () for part in _split(text)]
+    return [part for option in options for text in option or () for part in re.split(r"[,\s]+", text) if part]
 
 
 def column_names(options: Sequence[str] | None) -> list[str]:
@@ -136,10 +136,6 @@ def column_names(options: Sequence[str] | None) -> list[str]:
     wanted = [name.strip() for text in options or () for name in text.split(",") if name.strip()]
     chosen_columns(wanted)
     return wanted
-
-
-def _split(text: str) -> Iterable[str]:
-    return [part for part in re.split(r"[,\s]+", text) if part]
 
 
 def lengths_of(range_name: str | None, lengths: list[str], custom: list[str]) -> list[int] | None:

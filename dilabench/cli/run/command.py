@@ -197,7 +197,8 @@ def run(
         from dilabench.cli.run.shown import show_run, together
         from dilabench.runs.execution import Execution
 
-        _load_plots()
+        # What draws the plots takes a while to load: before the run there is time, for workers load even more.
+        import_module("dilabench.report.plots.drawing")
         runs: list[tuple[ExitCode, str]] = []
         for number in range(1, sessions + 1):
             if resumed is not None and earlier is not None:
@@ -295,11 +296,6 @@ def _names(parameter: inspect.Parameter) -> Iterator[str]:
         elif isinstance(part, typer.models.OptionInfo):
             for names in (part.default, *(part.param_decls or ())):
                 yield from str(names).split("/")
-
-
-def _load_plots() -> None:
-    """Load what draws the plots, which takes a while: before the run there is time, for workers load even more."""
-    import_module("dilabench.report.plots.drawing")
 
 
 def _elsewhere(run: Path, output: Path) -> Path | None:
