@@ -63,6 +63,11 @@ class RunRequest(Model):
     compile: bool = False
     shard: Shard | None = None
 
+    @property
+    def names_pattern(self) -> bool:
+        """Return True if a preset, the pattern or a field of one was given: what is computed is then what was asked."""
+        return bool(self.presets or "pattern" in self.overrides or self.overrides.keys() - WorkloadRequest.model_fields)
+
     @field_validator("device")
     @classmethod
     def _device(cls, value: str) -> str:
@@ -167,6 +172,11 @@ def run_request(
     `workload` and `run` hold the fields given as options of their own; a workload field that is None is not given.
     Raises ConfigError for an unknown name or key, a wrong value, or one field given two ways that differ.
     """
+    try:
+        descriptor = catalogue.suites.get(suite)
+    # A plan refuses it; commands that have no suite ask for things by other names.
+    except ConfigError:
+        descriptor = None
     fields: dict[str, Any] = {}
     overrides: dict[str, Any] = {}
     presets: list[str] = []
@@ -178,17 +188,17 @@ def run_request(
         else:
             presets.append(catalogue.workloads.get(config).name)
     assigned = dict(assignments) if isinstance(assignments, Mapping) else read_assignments(assignments)
-    asked = next((known for known in catalogue.suites if suite in (known.name, *known.aliases)), None)
     # A suite without a model passes on what others take.
-    taking = () if asked is None else (asked,) if asked.options else catalogue.suites
+    taking = () if descriptor is None else (descriptor,) if descriptor.options else catalogue.suites
     own = {name for taker in taking if taker.options for name in taker.options.model_fields}
     of_suite = {name: assigned.pop(name) for name in own if name in assigned}
     of_run = {name: assigned.pop(name) for name in BY_SET if name in assigned}
     overrides.update(_agreed(assigned, workload or {}))
     options = {**fields.get("options", {}), **_agreed(of_suite, (run or {}).get("options", {}))}
-    fields.update(_agreed(of_run, run or {}), options=checked_options(catalogue, asked, options) if asked else options)
-    if asked is not None:
-        fields = {"timing": asked.timing, "budget_s": asked.budget_s, **fields}
+    fields.update(_agreed(of_run, run or {}), options=options)
+    if descriptor is not None:
+        fields["options"] = checked_options(catalogue, descriptor, options)
+        fields = {"timing": descriptor.timing, "budget_s": descriptor.budget_s, **fields}
     if presets:
         fields["presets"] = presets
     request = validated(RunRequest, {**fields, "suite": suite})

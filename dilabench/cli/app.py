@@ -299,6 +299,15 @@ app = typer.Typer(
 )
 
 
+def list_configs(asked: bool) -> None:
+    """Print what --config takes and leave, if asked."""
+    if asked:
+        from dilabench.cli.show.list import Kind, list_names
+
+        list_names(Kind.WORKLOADS)
+        raise typer.Exit
+
+
 def _print_version(asked: bool) -> None:
     if asked:
         typer.echo(f"dilabench {__version__}")

@@ -14,12 +14,13 @@ from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 
 from dilabench.cli import options as shared
+from dilabench.cli.app import list_configs
 from dilabench.cli.arguments import OldNames
 from dilabench.cli.github import GithubSummary, require_github
 from dilabench.cli.options import discovered, given, lengths_of, names
 from dilabench.cli.run import options as own
 from dilabench.cli.terminal import print_table, say, say_folded
-from dilabench.errors import ConfigError, ExitCode, counted, gravest
+from dilabench.errors import ConfigError, ExitCode, gravest
 from dilabench.patterns.registry import kind_with_fields
 from dilabench.plugins.builtin.suites import SUITES
 from dilabench.plugins.descriptors import Suite
@@ -28,7 +29,7 @@ from dilabench.request import POOL_BYTES, read_budget, run_request
 from dilabench.runs import DEFAULT_FOLDER
 from dilabench.runs.resume import recorded_request
 from dilabench.store.run_files import folder_of_run
-from dilabench.units import format_bytes
+from dilabench.units import counted, format_bytes
 from dilabench.workload.spec import flops, tensor_bytes
 
 if TYPE_CHECKING:
@@ -42,20 +43,10 @@ SPARE = ("tensors", "FLOPs", "pattern")
 COLUMNS = ("#", "implementation", "backend", RANKS, "workload", "pattern", "mode", "FLOPs", "tensors", "runs")
 
 
-def _list_configs(asked: bool) -> None:
-    if asked:
-        from dilabench.cli.show.list import Kind, list_names
-
-        list_names(Kind.WORKLOADS)
-        raise typer.Exit
-
-
 ListConfigs = Annotated[
     bool,
-    typer.Option("--list-configs", callback=_list_configs, is_eager=True, help="Show what --config takes and leave."),
+    typer.Option("--list-configs", callback=list_configs, is_eager=True, help="Show what --config takes and leave."),
 ]
-
-
 Resume = Annotated[
     str | None,
     typer.Option(
@@ -348,6 +339,9 @@ def _as_data(plan: PlannedCase) -> dict[str, Any]:
     }
 
 
+ANOTHER_FUNCTION = " (yardstick: another function)"
+
+
 def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
     from dilabench.report.columns import implementation_text
 
@@ -358,7 +352,8 @@ def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
         (case.backend or "-") + ("*" if plan.requested_backend == "auto" and case.backend else ""),
         str(case.world_size),
         workload.label(),
-        workload.pattern.details(workload.shapes) + (" (yardstick)" if plan.role == "yardstick" else ""),
+        workload.pattern.details(workload.shapes)
+        + (" (yardstick: another function)" if plan.role == "yardstick" else ""),
         workload.mode,
         f"{flops(workload):.3g}",
         format_bytes(sum(tensor_bytes(workload).values())),

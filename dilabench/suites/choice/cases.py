@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from dilabench.errors import ConfigError, counted
+from dilabench.errors import ConfigError
 from dilabench.metadata import SHAPE
 from dilabench.plugins.builtin.suites import ChoiceOptions
 from dilabench.plugins.descriptors import Implementation
@@ -10,6 +10,7 @@ from dilabench.record import Case, PlannedCase, Row, Skipped
 from dilabench.request import RunRequest, Shard
 from dilabench.suites.choice.shapes import shape
 from dilabench.suites.planner import Planner
+from dilabench.units import counted
 from dilabench.validation import validated
 from dilabench.workload.spec import WorkloadRequest
 
