@@ -157,6 +157,11 @@ def measuring_options(config: Mapping[str, Any]) -> Iterator[str]:
         yield from ("--budget", f"{rounded if float(rounded) == budget_s else repr(budget_s)}s")
 
 
+def resume_command(suite: str, run: str, budget: str = "") -> str:
+    """The command line that goes on with a run: its id, id and -o, or folder; `budget` is an option, or empty."""
+    return f"dilabench run {suite} --resume {run} {budget}".rstrip()
+
+
 def run_request(
     catalogue: Catalogue,
     *,
