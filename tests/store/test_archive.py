@@ -3,7 +3,6 @@
 import errno
 import gzip
 import os
-from pathlib import Path
 
 import pytest
 
