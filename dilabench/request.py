@@ -52,6 +52,11 @@ class RunRequest(Model):
     compile: bool = False
     shard: Shard | None = None
 
+    @property
+    def names_pattern(self) -> bool:
+        """Return True if a preset, the pattern or a field of one was given: what is computed is then what was asked."""
+        return bool(self.presets or "pattern" in self.overrides or self.overrides.keys() - WorkloadRequest.model_fields)
+
     @field_validator("device")
     @classmethod
     def _device(cls, value: str) -> str:

@@ -16,7 +16,6 @@ from dilabench.record import (
     ESTIMATOR,
     Case,
     Check,
-    Environment,
     Failed,
     FailureCode,
     Note,
@@ -282,10 +281,11 @@ def note_groups(record: RunRecord) -> tuple[NoteGroup, ...]:
 
 def environment_rows(record: RunRecord) -> tuple[tuple[str, str], ...]:
     """The machine and the versions, as (what, value)."""
-    environment = record.environment
+    environment, cpu = record.environment, record.environment.cpu
+    memory = format_bytes(cpu.memory_bytes) if cpu.memory_bytes else None
     rows = [
         ("device", record.device),
-        ("CPU", _cpu_text(environment)),
+        ("CPU", _join(cpu.model, f"{cpu.cores} cores", f"{cpu.threads} threads", memory)),
         *(("GPU", _join(gpu.name, gpu.memory_bytes and format_bytes(gpu.memory_bytes))) for gpu in environment.gpus),
         ("driver", next((gpu.driver for gpu in environment.gpus if gpu.driver), None)),
         ("system", environment.os + (", in a container" if environment.container else "")),
@@ -309,12 +309,6 @@ def reproduce_command(record: RunRecord) -> str:
     if PurePath(program).name in {"dilabench", "__main__.py"}:
         return shlex.join(["dilabench", *arguments])
     return shlex.join(["dilabench", *record.argv])
-
-
-def _cpu_text(environment: Environment) -> str:
-    cpu = environment.cpu
-    memory = format_bytes(cpu.memory_bytes) if cpu.memory_bytes else None
-    return _join(cpu.model, f"{cpu.cores} cores", f"{cpu.threads} threads", memory)
 
 
 def _join(*parts: str | int | None) -> str:

@@ -127,18 +127,29 @@ class Planner:
     def compare(
         self, requests: Sequence[WorkloadRequest], implementations: Sequence[Implementation]
     ) -> tuple[PlannedCase, ...]:
-        """Every implementation on every workload.
-
-        One that computes only dense attention runs the same shape undilated, as a yardstick.
-        """
+        """Every implementation on every workload, or on what it is a reference with (`reference_for`)."""
         cases: list[PlannedCase] = []
         for request in requests:
             for implementation in implementations:
-                if implementation.supports.only_dense and request.pattern != DENSE.kind:
-                    cases += self.plan(implementation, as_dense(request), role="yardstick")
-                else:
+                reference = self.reference_for(implementation, request, implementations)
+                if reference is None:
                     cases += self.plan(implementation, request)
+                else:
+                    cases += self.plan(implementation, reference, role="yardstick")
         return tuple(cases)
+
+    def reference_for(
+        self, implementation: Implementation, asked: WorkloadRequest, beside: Iterable[Implementation]
+    ) -> WorkloadRequest | None:
+        """The same shape as dense attention, for an implementation that computes nothing else: an unranked reference.
+
+        None for any other. A pattern that was asked for is replaced only beside an implementation that computes it, so
+        that a row of another function never stands for it.
+        """
+        if not implementation.supports.only_dense or asked.pattern == DENSE.kind:
+            return None
+        computed = any(other is FASTEST or other.supports.computes(asked.pattern) for other in beside)
+        return as_dense(asked) if computed or not self.request.names_pattern else None
 
     def plan(
         self,

@@ -295,6 +295,9 @@ def _as_data(plan: PlannedCase) -> dict[str, Any]:
     }
 
 
+ANOTHER_FUNCTION = " (yardstick: another function)"
+
+
 def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
     from dilabench.report.columns import implementation_text
 
@@ -305,7 +308,8 @@ def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
         (case.backend or "-") + ("*" if plan.requested_backend == "auto" and case.backend else ""),
         str(case.world_size),
         workload.label(),
-        workload.pattern.details(workload.shapes) + (" (yardstick)" if plan.role == "yardstick" else ""),
+        workload.pattern.details(workload.shapes)
+        + (" (yardstick: another function)" if plan.role == "yardstick" else ""),
         workload.mode,
         f"{flops(workload):.3g}",
         format_bytes(sum(tensor_bytes(workload).values())),

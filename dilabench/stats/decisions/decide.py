@@ -348,7 +348,9 @@ def control_family(verdicts: Sequence[Verdict], *, alpha: float = 0.025) -> list
         if claimed is None or p <= alpha or verdict.code not in (Code.SLOWER, Code.FASTER):
             controlled.append(replace(verdict, numbers=numbers))
             continue
-        needed = _rounds_needed(numbers.rounds, claimed, alpha / len(verdicts))
+        # More rounds until p falls below its limit, by the normal law: the score grows with the root of rounds.
+        score, limit = ndtri(claimed), ndtri(alpha / len(verdicts))
+        needed = max(1, ceil(numbers.rounds * ((limit / score) ** 2 - 1)))
         controlled.append(
             replace(
                 verdict,
@@ -360,11 +362,6 @@ def control_family(verdicts: Sequence[Verdict], *, alpha: float = 0.025) -> list
             )
         )
     return controlled
-
-
-def _rounds_needed(rounds: int, p: float, p_needed: float) -> int:
-    """More rounds until p falls to `p_needed`, by the normal law: the standard score grows with the root of rounds."""
-    return max(1, ceil(rounds * ((ndtri(p_needed) / ndtri(p)) ** 2 - 1)))
 
 
 def _or_one(p: float | None) -> float:
