@@ -19,11 +19,12 @@ from dilabench.compare.comparison import (
 )
 from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
 from dilabench.compare.view import Pairing, common_timings, median_over, pair, sessions_of
-from dilabench.errors import counted, unknown_name
+from dilabench.errors import unknown_name
 from dilabench.record import Case, Row, RunRecord, Timing
 from dilabench.stats.decisions.decide import Policy, decide, judge_many
 from dilabench.stats.decisions.history import StoredSessions, estimate_stored
 from dilabench.stats.decisions.verdicts import Verdict
+from dilabench.units import counted
 
 By = Literal["implementation", "backend", "optimizations"]
 DIMENSIONS: tuple[By, ...] = ("implementation", "backend", "optimizations")

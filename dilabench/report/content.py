@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from dilabench.compare.view import Ranking, rank, view_of
-from dilabench.errors import counted
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import (
     ESTIMATOR,
@@ -25,7 +24,7 @@ from dilabench.record import (
     Skipped,
 )
 from dilabench.report.columns import Column, DisplayRow, chosen_columns, row_name, workload_title
-from dilabench.units import format_bytes
+from dilabench.units import counted, format_bytes
 
 ESTIMATES = f"time: the {ESTIMATOR}; speed-up: from the rounds that both rows took turns in, else from their times"
 FOOTNOTES = {

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dilabench.errors import counted
 from dilabench.plugins.boundary import standard_output
 from dilabench.record import RunRecord
 from dilabench.report.columns import Column, chosen_columns, spared
@@ -27,7 +26,7 @@ from dilabench.report.content import (
 )
 from dilabench.report.findings import Section as Finding
 from dilabench.report.grid import grid, text_console
-from dilabench.units import output_width
+from dilabench.units import counted, output_width
 
 PIPED_WIDTH = 120
 # More tables are left out of the terminal, more rows that share a reason are counted, longer reasons cut.

@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import betaincinv, ndtri, stdtr
 
-from dilabench.errors import ConfigError, counted
+from dilabench.errors import ConfigError
 from dilabench.machine import CUDA, device_named
 from dilabench.stats.decisions.history import LOOK_SESSIONS
 from dilabench.stats.decisions.paired import MIN_ROUNDS, Estimate, PairedRounds, SlotStatistic, estimate_many
 from dilabench.stats.decisions.verdicts import Cause, Code, Numbers, Verdict
 from dilabench.stats.samples.location import Interval, t_quantile
+from dilabench.units import counted
 
 MIN_CHANGE_NS = 2_000.0
 """Smallest absolute change in ns that is reported."""
