@@ -74,15 +74,14 @@ class Archive:
         Raises EnvironmentNotReady when the folder cannot be read.
         """
         try:
-            names = os.listdir(self.folder)
+            with os.scandir(self.folder) as entries:
+                # Folders, pipes and what somebody else put there are no runs.
+                names = [entry.name for entry in entries if _FILE.fullmatch(entry.name) and entry.is_file()]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             raise unreadable(self.folder, error) from None
-        # Folders, pipes and what somebody else put there are no runs.
-        return sorted(
-            (name for name in names if _FILE.fullmatch(name) and (self.folder / name).is_file()), key=_by_date
-        )
+        return sorted(names, key=_by_date)
 
     def newest(self) -> list[str]:
         """The names without those that a later part of the same run replaces."""

@@ -169,7 +169,7 @@ def test_a_folder_that_may_not_be_listed(archive, make_record, monkeypatch):
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
     for question in (archive.names, lambda: archive.find("latest"), lambda: archive.add(make_record([]))):
         with pytest.raises(EnvironmentNotReady, match="runs' cannot be read: Permission denied"):
             question()
