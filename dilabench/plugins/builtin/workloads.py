@@ -136,19 +136,20 @@ SPARSE: tuple[WorkloadPreset, ...] = (
         block_size=64,
         top_k=64,
     ),
-    # MoBA, figure 2: three of 64 blocks at every length.
+    # The sizes of MoBA, figure 2: three of 64 blocks at every length. MoBA selects per query token.
     _preset(
-        "moba_64k",
-        "MoBA at 64K tokens, 3 of 64 blocks, GQA as in Llama 3 8B",
+        "blockwise_moba_64k",
+        "3 of 64 blocks per block of queries at 64K tokens, sizes of MoBA, GQA as in Llama 3 8B",
         (1, 32, 8, 128, 65536),
         pattern="topk_blocks",
         selector="mean_key",
         block_size=1024,
         top_k=3,
     ),
+    # NSA selects per query token.
     _preset(
-        "nsa_64k",
-        "NSA at 64K tokens",
+        "blockwise_nsa_64k",
+        "means, blocks selected per block of queries and a window at 64K tokens, sizes of NSA",
         (1, 64, 4, 128, 65536),
         pattern="native_sparse",
         block_size=64,
