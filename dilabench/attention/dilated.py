@@ -13,7 +13,8 @@ torch.compile without graph breaks: forward and backward are one custom operator
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, TypedDict, Unpack, overload
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,10 @@ from dilabench.patterns.dilated import DilatedPattern
 from dilabench.validation import validated
 from dilabench.workload.spec import UNBOUNDED, Window, Workload
 from dilabench.workload.work import attended_pairs
+
+if TYPE_CHECKING:
+    # Triton is not installed everywhere.
+    from dilabench.impls import fused
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention", "dilated_attention"]
 
@@ -300,6 +305,10 @@ def _computation(
     """
     options = Options(*asked)
     operands.check_options(options._asdict())
+    if options.cu_seqlens and options.backend == AUTO:
+        found = _of_documents(tensors, options)
+        if found is not None:
+            return found
     try:
         workload = _workload(tensors, options)
         device = tensors[0][2]
@@ -319,6 +328,37 @@ def _computation(
     except ConfigError as error:
         raise ValueError(str(error)) from None
     return over(backend, implementation, workload, device)
+
+
+def _of_documents(tensors: tuple[operands.Kind, ...], options: Options) -> Computation | None:
+    """That of packed sequences which the fastest way for their kind makes of their bounds alone, if it does."""
+    tokens = tensors[0][0][1]
+    bounds = operands.without_empty(options.cu_seqlens, tokens)
+    if len(bounds) < 3 or bounds[-1] < tokens:
+        return None
+    longest = max(stop - start for start, stop in pairwise(bounds))
+    rounded = min([1 << (longest - 1).bit_length(), *(w for w in options.segment_lengths if w >= longest)])
+    documents = min(1 << (len(bounds) - 2).bit_length(), tokens)
+    packings = _packings(tensors, options._replace(cu_seqlens=()), min(rounded, tokens - 1), documents)
+    return None if packings is None else packings.of(bounds)
+
+
+@lru_cache(maxsize=64)
+def _packings(
+    tensors: tuple[operands.Kind, ...], options: Options, longest: int, documents: int
+) -> "fused.Packings | None":
+    """What the computations for packings of about so many documents, the longest of so many tokens, have in common."""
+    tokens = tensors[0][0][1]
+    others = min(max(1, documents - 1), tokens - longest)
+    bounds = (0, *(longest + (tokens - longest) * at // others for at in range(others + 1)))
+    try:
+        workload = _workload(tensors, options._replace(cu_seqlens=bounds))
+        if workload is None or tensors[0][2].type == "meta":
+            return None
+        return getattr(automatic(workload, tensors[0][2])[1], "packings", None)
+    except (ConfigError, ValueError):
+        # Refused for what they are, not for these.
+        return None
 
 
 def _workload(tensors: Sequence[operands.Kind], options: Options) -> Workload | None:
