@@ -5,17 +5,21 @@ imported when they are first used.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 from dilabench.version import __version__
 
+# Of the module `typing`, and without it: `python -m dilabench` reads this file while the working folder, which may hold
+# a typing.py, still comes first on the path.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from dilabench.api import compare, load, run
 
 __all__ = ["__version__", "compare", "load", "run"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name in {"load", "run"}:
         return getattr(importlib.import_module("dilabench.api"), name)
     if name == "compare":

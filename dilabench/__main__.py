@@ -1,5 +1,12 @@
 """`python -m dilabench`."""
 
+import os
+import sys
+
+# Python puts the working folder first on the path; a random.py in there would be imported for the standard library's.
+if not sys.flags.safe_path and sys.path and sys.path[0] == os.getcwd():
+    del sys.path[0]
+
 from dilabench.cli import main
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from dilabench.record import RunRecord
 from dilabench.request import RunRequest, measuring_options, run_request
 from dilabench.runs import DEFAULT_FOLDER
 from dilabench.runs.execution import Execution
-from dilabench.runs.plan import plan_run
 from dilabench.store.lookup import Store
 from dilabench.store.run_files import read_record
+from dilabench.suites.planner import plan_run
 
 Run = RunRecord | str | PathLike[str]
 # Fields of a request that are arguments of their own here, or come from others.

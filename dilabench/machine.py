@@ -10,8 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -64,14 +63,6 @@ class DeviceFacts:
     wide_matmul_size: int
     copy_bytes: int
 
-    def word_in(self, words: Collection[str]) -> str:
-        """The word in a descriptor that means this device; its name where `words` has none."""
-        return self.word if self.word in words else self.name
-
-    def among(self, words: Collection[str]) -> bool:
-        """Whether what a descriptor says of devices means this one."""
-        return self.word in words
-
     @property
     def warning(self) -> str | None:
         """What a run on a device without kernels of dilabench says of it; None for any other."""
@@ -81,7 +72,10 @@ class DeviceFacts:
 
     def preferred_dtype(self, compute_capability: int) -> DType:
         """The dtype that `auto` means on such a device."""
-        return next(dtype for least, dtype in self.dtypes if compute_capability >= least)
+        for least, dtype in self.dtypes:
+            if compute_capability >= least:
+                return dtype
+        raise ValueError(f"compute capability {compute_capability} is below 0")
 
 
 CPU = DeviceFacts(
@@ -136,14 +130,17 @@ _OTHER = replace(
     copy_bytes=256 << 20,
 )
 TUNED = (CPU, CUDA)
-WORDS = frozenset({*(device.word for device in TUNED), ACCELERATOR})
+WORDS = frozenset({CPU.word, CUDA.word, ACCELERATOR})
 
 
 @functools.cache
 def device_named(name: str) -> DeviceFacts:
     """The facts of 'cpu', 'cuda:1' or 'mps': of any name that is not dilabench's, those of an untuned accelerator."""
     kind = name.partition(":")[0]
-    return next((device for device in TUNED if device.name == kind), None) or replace(_OTHER, name=kind)
+    for device in TUNED:
+        if device.name == kind:
+            return device
+    return replace(_OTHER, name=kind)
 
 
 class GpuInfo(Model):
@@ -162,47 +159,39 @@ class GpuInfo(Model):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The device that a run will use by its name in torch, the GPUs, and why CUDA is not used where it is not."""
+    """The device that a run will use by its name in torch, the GPUs, and why CUDA is not used where it is not.
+
+    These give `facts`, what is known about this kind of device; `used_gpus`, those that a run can use, none on any
+    device but CUDA; `compute_capability` of the first of them, 90 for 9.0 (0 without one); `device_class`, for which
+    priorities of backends are stated ('sm90': sm_90 and newer, 'older': below sm_80); `auto_dtype` (catalog.md §2);
+    `auto_tokens` of a call whose batch is `auto`: enough to fill a GPU, while a CPU computes one sequence at a time.
+    """
 
     device: str
     gpus: tuple[GpuInfo, ...] = ()
     no_cuda: str | None = None
+    facts: DeviceFacts = field(init=False, repr=False, compare=False)
+    used_gpus: tuple[GpuInfo, ...] = field(init=False, repr=False, compare=False)
+    compute_capability: int = field(init=False, repr=False, compare=False)
+    device_class: DeviceClass = field(init=False, repr=False, compare=False)
+    auto_dtype: DType = field(init=False, repr=False, compare=False)
+    auto_tokens: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def facts(self) -> DeviceFacts:
-        """What is known about this kind of device."""
-        return device_named(self.device)
-
-    @property
-    def used_gpus(self) -> tuple[GpuInfo, ...]:
-        """The GPUs that a run can use; none on any device but CUDA."""
-        return self.gpus if self.device == CUDA.name else ()
-
-    @property
-    def compute_capability(self) -> int:
-        """Compute capability of the first GPU as 90 for 9.0; 0 on any device but CUDA."""
-        if not self.used_gpus or self.used_gpus[0].compute_capability is None:
-            return 0
-        return int(self.used_gpus[0].compute_capability.replace(".", ""))
-
-    @property
-    def device_class(self) -> DeviceClass:
-        """What priorities of backends are stated for: 'sm90' stands for sm_90 and newer, 'older' for below sm_80."""
-        if self.device == CPU.name:
-            return "cpu"
-        if self.device != CUDA.name:
-            return ACCELERATOR
-        return "sm90" if self.compute_capability >= 90 else "sm80" if self.compute_capability >= 80 else "older"
-
-    @property
-    def auto_dtype(self) -> DType:
-        """bfloat16 on sm_80 and newer, float16 on sm_70 and sm_75, float32 elsewhere (catalog.md §2)."""
-        return self.facts.preferred_dtype(self.compute_capability)
-
-    @property
-    def auto_tokens(self) -> int:
-        """Tokens of a call whose batch is `auto`: enough to fill a GPU; a CPU has one sequence at a time to do."""
-        return AUTO_TOKENS if self.facts.size == "large" else 1
+    def __post_init__(self) -> None:
+        """Derive the facts."""
+        facts = device_named(self.device)
+        gpus = self.gpus if facts is CUDA else ()
+        capability = int((gpus[0].compute_capability or "0").replace(".", "")) if gpus else 0
+        on_cuda = "sm90" if capability >= 90 else "sm80" if capability >= 80 else "older"
+        for name, value in (
+            ("facts", facts),
+            ("used_gpus", gpus),
+            ("compute_capability", capability),
+            ("device_class", "cpu" if facts is CPU else on_cuda if facts is CUDA else ACCELERATOR),
+            ("auto_dtype", facts.preferred_dtype(capability)),
+            ("auto_tokens", AUTO_TOKENS if facts.size == "large" else 1),
+        ):
+            object.__setattr__(self, name, value)
 
 
 def detect(device: str = "auto") -> Machine:
@@ -242,34 +231,47 @@ def accelerator() -> str | None:
     return str(found.current_accelerator().type) if found is not None and found.is_available() else None
 
 
+def python_command(*arguments: str) -> list[str]:
+    """A command that runs this Python without the working folder on its path of modules."""
+    return [sys.executable, "-P", *arguments]
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """Variables for a `python_command`: those of this process with `changes`; modules found here are found there."""
+    path = dict.fromkeys((*filter(None, sys.path), str(Path(__file__).resolve().parents[1])))
+    return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path), **changes}
+
+
 @functools.cache
 def _accelerator_by_process() -> str | None:
     code = "import torch; from dilabench.machine import accelerator; print('accelerator', accelerator() or '')"
-    asked = [sys.executable, "-c", code]
+    asked, variables = python_command("-c", code), child_environment()
     try:
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False).stdout
+        done = subprocess.run(
+            asked, env=variables, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    name = re.search(r"^accelerator (\w+)$", answer, re.MULTILINE)
+    name = re.search(r"^accelerator (\w+)$", done.stdout, re.MULTILINE)
     return name[1] if name else None
 
 
 def cxx_compiler() -> str | None:
-    """Path of the first of $CXX and CXX_COMPILERS that is there and reads C++17 with its standard library."""
+    """Path of the first of $CXX and CXX_COMPILERS that is there and compiles C++17 with its standard library."""
     return _first_working(os.environ.get("CXX"), os.environ.get("PATH"))
 
 
 @functools.cache
 def _first_working(named: str | None, _path: str | None) -> str | None:
     found = map(shutil.which, filter(None, (named, *CXX_COMPILERS)))
-    return next((path for path in found if path and _reads_cxx(path)), None)
+    return next((path for path in found if path and _compiles_cxx(path)), None)
 
 
-def _reads_cxx(compiler: str) -> bool:
-    """A command of that name may be a stub that says what to install, or a compiler without headers."""
-    reading = [compiler, "-std=c++17", "-E", "-x", "c++", "-"]
+def _compiles_cxx(compiler: str) -> bool:
+    """A command of that name may be a stub that says what to install, only preprocess, or lack headers."""
+    compiling = [compiler, "-std=c++17", "-S", "-o", "-", "-x", "c++", "-"]
     try:
-        done = subprocess.run(reading, input=b"#include <vector>", capture_output=True, timeout=10, check=False)
+        done = subprocess.run(compiling, input=b"#include <vector>", capture_output=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0

@@ -245,18 +245,20 @@ def traffic_key(direction: Literal["sent", "received"], kind: str) -> str:
     return f"{plugin}{colon}{direction}_{name}_bytes"
 
 
-def _own(kind: type[Any]) -> dict[str, Any]:
-    return {one.key: one for one in globals().values() if isinstance(one, kind)}
-
-
-LABELS: Mapping[str, Label[Any]] = _own(Label)
-COUNTERS: Mapping[str, Counter] = _own(Counter) | {
-    key: Counter(key, f"of the bytes {direction}: {content}", "bytes")
-    for direction in ("sent", "received")
-    for kind, content in TRAFFIC.items()
-    if (key := traffic_key(direction, kind))
-}
-NOTES: Mapping[str, NoteKind] = _own(NoteKind)
+LABELS: dict[str, Label[Any]] = {}
+COUNTERS: dict[str, Counter] = {}
+NOTES: dict[str, NoteKind] = {}
+for _entry in tuple(globals().values()):
+    if isinstance(_entry, Label):
+        LABELS[_entry.key] = _entry
+    elif isinstance(_entry, Counter):
+        COUNTERS[_entry.key] = _entry
+    elif isinstance(_entry, NoteKind):
+        NOTES[_entry.key] = _entry
+for _direction in ("sent", "received"):
+    for _kind, _content in TRAFFIC.items():
+        _entry = Counter(f"{_direction}_{_kind}_bytes", f"of the bytes {_direction}: {_content}", "bytes")
+        COUNTERS[_entry.key] = _entry
 _KNOWN: Mapping[str, Mapping[str, object]] = {"label": LABELS, "counter": COUNTERS, "note": NOTES}
 
 

@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from dilabench.errors import ConfigError, unknown_name
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.retired import no_such_name
 from dilabench.units import parse_duration
-from dilabench.validation import Model, read_counts, validated
+from dilabench.validation import Model, Sizes, validated
 from dilabench.workload.spec import WorkloadRequest
 
 TABLES = ("workload", "run")
@@ -37,7 +37,7 @@ class RunRequest(Model):
     backends: tuple[str, ...] = ()
     presets: tuple[str, ...] = ()
     overrides: dict[str, Any] = Field(default_factory=dict)
-    lengths: tuple[int, ...] = ()
+    lengths: Sizes = ()
     device: str = AUTO
     timing: str = "warmup"
     warmup_runs: int | None = Field(default=None, ge=0, le=10**6)
@@ -51,6 +51,11 @@ class RunRequest(Model):
     cuda_graph: bool = False
     compile: bool = False
     shard: Shard | None = None
+
+    @property
+    def names_pattern(self) -> bool:
+        """Return True if a preset, the pattern or a field of one was given: what is computed is then what was asked."""
+        return bool(self.presets or "pattern" in self.overrides or self.overrides.keys() - WorkloadRequest.model_fields)
 
     @field_validator("device")
     @classmethod
@@ -74,11 +79,6 @@ class RunRequest(Model):
         if value is not None and not 1 <= value[0] <= value[1] <= 4096:
             raise ValueError(f"shard {value[0]}/{value[1]} must be like 2/8: from 1 to the number of shards")
         return value
-
-    @field_validator("lengths", mode="before")
-    @classmethod
-    def _lengths(cls, value: Any) -> Any:
-        return read_counts(value, "length")
 
     @field_validator("lengths")
     @classmethod
@@ -130,42 +130,36 @@ def run_request(
     `workload` and `run` hold the fields given as options of their own. Raises ConfigError for an unknown name or key, a
     wrong value, or one field given two ways that differ.
     """
+    descriptor = catalogue.suites.get(suite) if suite in catalogue.suites else None
     fields: dict[str, Any] = {}
     overrides: dict[str, Any] = {}
     presets: list[str] = []
     for config in configs:
-        if _is_path(config):
+        if config.endswith(".toml") or "/" in config or "\\" in config:
             tables = read_config(Path(config))
             overrides.update(tables["workload"])
             fields.update(tables["run"])
         else:
             presets.append(catalogue.workloads.get(config).name)
     assigned = read_assignments(assignments)
-    own = (catalogue.suites.get(suite).options if suite in catalogue.suites else None) or ()
+    own = () if descriptor is None or descriptor.options is None else descriptor.options
     of_suite = {name: assigned.pop(name) for name in own if name in assigned}
     overrides.update(_agreed(assigned, workload or {}))
     options = {**fields.get("options", {}), **_agreed(of_suite, (run or {}).get("options", {}))}
     fields.update(run or {}, options=options)
-    if suite in catalogue.suites:
-        fields.setdefault("timing", catalogue.suites.get(suite).timing)
+    if descriptor is not None:
+        fields = {"timing": descriptor.timing, "budget_s": descriptor.budget_s, **fields}
     if presets:
         fields["presets"] = presets
+    request = validated(RunRequest, {**fields, "suite": suite})
+    _check_names(catalogue, request)
     typed = validated(WorkloadRequest, overrides)
-    request = validated(
-        RunRequest, {**fields, "suite": suite, "overrides": typed.model_dump(include=typed.model_fields_set)}
-    )
+    request = request.model_copy(update={"overrides": typed.model_dump(include=typed.model_fields_set)})
     if request.lengths and "seq_len" in request.overrides:
         raise ConfigError(
             f"seq_len={request.overrides['seq_len']} and lengths {list(request.lengths)} are both given; leave one out"
         )
-    _check_names(catalogue, request)
-    if "budget_s" not in fields and suite in catalogue.suites:
-        return request.model_copy(update={"budget_s": catalogue.suites.get(suite).budget_s})
     return request
-
-
-def _is_path(config: str) -> bool:
-    return config.endswith(".toml") or "/" in config or "\\" in config
 
 
 def _agreed(assigned: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,30 +181,6 @@ def _check_names(catalogue: Catalogue, request: RunRequest) -> None:
             catalogue.backends.get(name)
     for name in request.presets:
         catalogue.workloads.get(name)
-
-
-def workload_request(catalogue: Catalogue, preset: str | None, overrides: Mapping[str, Any]) -> WorkloadRequest:
-    """The request of a preset (or the defaults) with the overrides on top.
-
-    Raises ConfigError for an unknown preset, a set where one workload is needed, an unknown key or a wrong value.
-    """
-    fields: dict[str, Any] = {}
-    if preset is not None:
-        descriptor = catalogue.workloads.get(preset)
-        if descriptor.members:
-            raise ConfigError(f"{preset!r} is a set of workloads ({', '.join(descriptor.members)}); name one of them")
-        fields.update(descriptor.fields)
-    fields.update(overrides)
-    return validated(WorkloadRequest, fields)
-
-
-def preset_names(catalogue: Catalogue, names: Iterable[str]) -> tuple[str, ...]:
-    """The presets with sets replaced by their members, in order, each once."""
-    flat: list[str] = []
-    for name in names:
-        descriptor = catalogue.workloads.get(name)
-        flat.extend(descriptor.members or (descriptor.name,))
-    return tuple(dict.fromkeys(flat))
 
 
 def read_assignments(assignments: Sequence[str]) -> dict[str, Any]:

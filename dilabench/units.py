@@ -1,4 +1,4 @@
-"""Reading and writing of lengths, durations, byte counts and percentages; how wide texts are.
+"""Reading and writing of lengths, durations, byte counts and percentages; figures as tables show them; widths of texts.
 
 Suffixes of counts are binary, as in the names of context lengths: 4K = 4096, 1M = 1048576.
 """
@@ -6,6 +6,7 @@ Suffixes of counts are binary, as in the names of context lengths: 4K = 4096, 1M
 import os
 import re
 import shutil
+from math import floor, log10
 from typing import IO
 
 from dilabench.errors import ConfigError
@@ -22,6 +23,8 @@ _ABOVE = "is above 2^48, which no machine can hold; use a smaller one"
 MAX_WIDTH = 10_000
 # Longer numbers are no counts, and Python does not turn any length of digits into an integer.
 MAX_DIGITS = 40
+_TIME_UNITS = (("s", 1e9), ("ms", 1e6), ("µs", 1e3), ("ns", 1.0))
+_DECIMAL_SUFFIXES = (("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))
 _SUFFIX = {"": 1, "k": KIBI, "m": KIBI**2, "g": KIBI**3}
 
 
@@ -53,6 +56,15 @@ def parse_count(text: str | int, what: str = "value") -> int:
     if count > MAX_COUNT:
         raise ConfigError(f"{what} {text!r:.80} {_ABOVE}")
     return int(count)
+
+
+# Control characters but for tab and line feed, and what turns the direction of writing: a terminal would obey them.
+_UNPRINTABLE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
+
+
+def printable(text: str) -> str:
+    """The text with control characters spelt out as in JSON: what a record or a plug-in says moves no cursor."""
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def terminal_width(text: str) -> int:
@@ -99,6 +111,11 @@ def parse_fraction(text: str) -> float:
     return value
 
 
+def counted(count: int, noun: str) -> str:
+    """'1 case', '2 cases'."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
 def format_count(count: int) -> str:
     """4096 -> '4K', 1048576 -> '1M', 50000 -> '50000'; `parse_count` reads it back exactly."""
     for suffix, size in (("G", KIBI**3), ("M", KIBI**2), ("K", KIBI)):
@@ -127,3 +144,35 @@ def format_bytes(count: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= KIBI
     return f"{size:.1f} TiB"
+
+
+def significant(value: float, digits: int) -> str:
+    """A number with this many significant digits and no exponent: 0.01234, 1.234, 1234."""
+    if value == 0:
+        return "0"
+    decimals = digits - 1 - floor(log10(abs(value)))
+    # Rounding may carry into the next power of ten (9.9996 -> 10.00), which then has one decimal too many.
+    decimals = digits - 1 - floor(log10(abs(round(value, decimals))))
+    return f"{value:.{max(0, decimals)}f}"
+
+
+def time_unit(time_ns: float) -> tuple[str, float]:
+    """The unit in which a time is shown, and its size in ns."""
+    return next(((unit, size) for unit, size in _TIME_UNITS if time_ns >= size), _TIME_UNITS[-1])
+
+
+def format_latency(time_ns: float) -> str:
+    """The time of a call with its unit, to four digits: 12.34 ms."""
+    unit, size = time_unit(time_ns)
+    return f"{significant(time_ns / size, 4)} {unit}"
+
+
+def format_rate(value: float) -> str:
+    """A rate with a decimal suffix: 1.23M is 1,230,000."""
+    suffix, size = next(((s, z) for s, z in _DECIMAL_SUFFIXES if value >= z), ("", 1.0))
+    return significant(value / size, 3) + suffix
+
+
+def format_ratio(value: float) -> str:
+    """A speed-up: 1.23x."""
+    return f"{value:.2f}x" if value < 100 else f"{value:.0f}x"

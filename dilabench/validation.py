@@ -8,9 +8,9 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Annotated, Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo
 from pydantic_core import PydanticCustomError, from_json
 
 from dilabench.errors import ConfigError, PluginError, said
@@ -98,22 +98,30 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__} ({said(error)})"
 
 
-def read_counts(value: Any, what: str) -> Any:
-    """Let lists of sizes be written as '2K,4K', [2048, '4K'] or, when there is one, 2048."""
+def _read_count(value: Any, info: ValidationInfo) -> Any:
+    if value is None or value == "auto":
+        return value
+    return parse_count(value if isinstance(value, int) else str(value), str(info.field_name))
+
+
+def _read_counts(value: Any, info: ValidationInfo) -> Any:
+    if value == "auto":
+        return value
     if isinstance(value, str):
         value = [part for part in value.strip("()[] ").split(",") if part.strip()]
     elif isinstance(value, int):
         value = [value]
-    if isinstance(value, list | tuple):
-        return tuple(parse_count(item, what) if isinstance(item, str | int) else item for item in value)
-    return value
-
-
-def read_count(value: Any, what: str) -> Any:
-    """Let a size be written as '4K'; None and 'auto' stay as they are."""
-    if value is None or value == "auto":
+    if not isinstance(value, list | tuple):
         return value
-    return parse_count(value if isinstance(value, int) else str(value), what)
+    return tuple(_read_count(item, info) if isinstance(item, str | int) else item for item in value)
+
+
+# A size may be written as '4K', a list of sizes as '2K,4K', [2048, '4K'] or, when there is one, 2048; None and 'auto'
+# stay as they are, for fields that take them besides.
+READ_COUNT, READ_COUNTS = BeforeValidator(_read_count), BeforeValidator(_read_counts)
+Size = Annotated[int, READ_COUNT]
+Sizes = Annotated[tuple[int, ...], READ_COUNTS]
+SizesOrAuto = Annotated[tuple[int, ...] | Literal["auto"], READ_COUNTS]
 
 
 def read_json(text: str | bytes) -> Any:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from dilabench.atomic_file import write_text
-from dilabench.stats.decisions.calibration import binomial_interval
+from dilabench.stats.decisions.decide import binomial_interval
 from dilabench.stats.decisions.verdicts import Code
 
 ROOT = Path(__file__).parents[1]

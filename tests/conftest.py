@@ -75,9 +75,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def with_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are those of a machine with a C++ compiler, here or not."""
-    from dilabench.choice import requirements
+    from dilabench.choice import descriptors
 
-    monkeypatch.setattr(requirements, "_unmet_compiler", lambda: None)
+    monkeypatch.setattr(descriptors, "_unmet_compiler", lambda _machine: None)
 
 
 @pytest.fixture(scope="session", autouse=True)

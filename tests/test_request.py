@@ -10,8 +10,8 @@ from dilabench.request import (
     read_budget,
     read_config,
     run_request,
-    workload_request,
 )
+from dilabench.suites.planner import workload_request
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ NAMES = [
         "seq_len=5 and lengths [6] are both given; leave one out",
     ),
     ({"run": {"lengths": [6, 7, 6]}}, "[6, 7, 6] repeats 6; give each length once"),
-    ({"run": {"lengths": [0]}}, "length 0 must be at least 1"),
+    ({"run": {"lengths": [0]}}, "lengths 0 must be at least 1"),
     ({"run": {"nproc": 0}}, "nproc 0 should be greater than or equal to 1"),
     ({"run": {"seed": -1}}, "seed -1 should be greater than or equal to 0"),
     ({"run": {"device": "cuda:1"}}, "device 'cuda:1' must be auto, cpu, cuda or the name of another, with no number"),

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from dilabench.attention import operands
-from dilabench.choice.computation import automatic, backend_of, name_of, over
+from dilabench.choice.computation import automatic, backend_of, check_backend, name_of, over
 from dilabench.choice.ways import AUTO, Way
 from dilabench.contracts import Attend
 from dilabench.errors import ConfigError
@@ -40,8 +40,7 @@ from dilabench.impls.operator_rules import refuse_forward_mode
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.validation import validated
-from dilabench.workload.spec import UNBOUNDED, Window, Workload
-from dilabench.workload.work import attended_pairs
+from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
 
 if TYPE_CHECKING:
     # Triton is not installed everywhere.
@@ -149,6 +148,8 @@ def dilated_attention(
         )
     if torch._C._is_any_autocast_enabled():
         query, key, value = operands.as_autocast(query, key, value)
+    if sink is not None:
+        operands.check_is_tensor(sink)
     if cu_seqlens is not None:
         if query.ndim != 3 or key.ndim != 3 or value.ndim != 3:
             shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
@@ -312,6 +313,7 @@ def _computation(
     try:
         workload = _workload(tensors, options)
         device = tensors[0][2]
+        check_backend(options.backend)
         if device.type == "meta":
             return SHAPES_ONLY
         if workload is None:

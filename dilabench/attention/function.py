@@ -42,8 +42,7 @@ from dilabench.kernels.lse import add_null_mass_
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.pattern import Pattern
-from dilabench.workload.spec import UNBOUNDED, Window, Workload
-from dilabench.workload.work import attended_pairs
+from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
 
 __all__ = ["attention", "block_sparse_attention"]
 
@@ -156,6 +155,8 @@ def attention(
     else:
         if cu_seqlens is not None:
             raise ValueError(f"cu_seqlens with pattern {pattern.kind}: packed sequences are for dense and dilated ones")
+        if sink is not None:
+            operands.check_is_tensor(sink)
         if backend != AUTO:
             raise ValueError(f"backend {backend!r} with pattern {pattern.kind}, whose kernels call none; leave it out")
         refuse_forward_mode(query, key, value)
@@ -280,12 +281,11 @@ def _attend(
     else:
         function = _selected(pattern, tensors, options, indices)
     transformed = torch._C._are_functorch_transforms_active()
-    if isinstance(function, Computation) and (transformed or torch._C._len_torch_dispatch_stack() > 0):
+    by_modes = torch._C._len_torch_dispatch_stack() > 0
+    if isinstance(function, Computation) and (transformed or by_modes):
         if sink is not None:
             operands.check_sink(sink, query, "detached" if pattern.is_detached else "exact")
-        number = Kept.of(_OfPattern(function, operands.workload_of(pattern, tensors, options)))
-        asked = OperatorOptions(wants_gradient=options.wants_gradient)
-        return as_one_operator(number, query, key, value, asked, sink)
+        return _by_operators(function, pattern, tensors, options, query, key, value, sink)
     if transformed:
         raise ValueError(f"torch.func over pattern {pattern.kind}, a sum of several softmaxes; call it without")
     if sink is not None:
@@ -299,7 +299,25 @@ def _attend(
         return function.with_lse(query, key, value)
     if needs_lse:
         raise ValueError(f"return_lse with pattern {pattern.kind}, a sum of several softmaxes; leave it out")
+    if by_modes and hasattr(function, "recomputed"):
+        return _by_operators(function.recomputed, pattern, tensors, options, query, key, value)
     return function(query, key, value), query.new_empty(0)
+
+
+def _by_operators(
+    computation: Computation,
+    pattern: Pattern,
+    tensors: tuple[operands.Kind, ...],
+    options: _Options,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse by what torch's modes and function transforms see."""
+    number = Kept.of(_OfPattern(computation, operands.workload_of(pattern, tensors, options)))
+    asked = OperatorOptions(wants_gradient=options.wants_gradient)
+    return as_one_operator(number, query, key, value, asked, sink)
 
 
 @lru_cache(maxsize=64)

@@ -170,12 +170,26 @@ def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
     """As numbers, one at least: none stands for a batch."""
     if not isinstance(cu_seqlens, Tensor):
         cu_seqlens = integers("cu_seqlens", cu_seqlens)
+    elif torch.compiler.is_compiling():
+        raise ValueError(
+            "cu_seqlens is a tensor under torch.compile, which compiles for the bounds as numbers: give a list, or "
+            "leave out fullgraph=True, so that this call runs uncompiled"
+        )
     elif cu_seqlens.is_meta:
         raise ValueError("cu_seqlens is on meta, and bounds are read; give a list")
     bounds = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)
     if not bounds or (isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim != 1):
         raise ValueError(f"cu_seqlens {cu_seqlens} must be one row of bounds that rise from 0 to {tokens}")
     return bounds
+
+
+def check_is_tensor(sink: object) -> None:
+    """Refuse a sink of another type: it is learned, and has a device."""
+    if not isinstance(sink, Tensor):
+        raise ValueError(
+            f"sink {sink!r:.80} must be a tensor [H], one logit per query head: give "
+            "torch.tensor([...], device=query.device)"
+        )
 
 
 def check_sink(sink: Tensor, query: Tensor, merge_grad: str) -> None:

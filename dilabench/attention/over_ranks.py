@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dilabench.attention import operands
-from dilabench.choice.computation import backend_of, machine_of, name_of
+from dilabench.choice.computation import backend_of, check_backend, machine_of, name_of
 from dilabench.choice.descriptors import load_target
 from dilabench.choice.over_ranks import fastest_expected
 from dilabench.choice.rules import by_priority
@@ -43,8 +43,7 @@ from dilabench.patterns.answers import reach_of
 from dilabench.patterns.dense import DensePattern
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.validation import validated
-from dilabench.workload.spec import UNBOUNDED, Window, Workload
-from dilabench.workload.work import attended_pairs
+from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
 
 Order = Literal["zigzag", "contiguous", "balanced"]
 
@@ -96,6 +95,9 @@ class SequenceShards:
                     raise ValueError(f"{shapes} must have this rank's {self.rows} tokens; cut them with `shards.take`")
                 else:
                     # On no rank is there a token.
+                    check_backend(options.backend)
+                    if options.algorithm != AUTO:
+                        own_ways(over_ranks=True).implementations.get(options.algorithm)
                     known = SHAPES_ONLY
             except ConfigError as error:
                 raise ValueError(str(error)) from None
@@ -287,7 +289,7 @@ def _function(
             usable.append(way)
     for way, _ in fastest_expected(usable, machine.device, ways):
         loaded = backend_of(backend, way, device)
-        context = BuildContext(device=device, backend=loaded, world=shards.world)
+        context = BuildContext(device=device, backend=loaded, world=shards.world.on(device))
         built = load_target(over_ranks.get(way.implementation).target)(workload, context)
         if isinstance(built, ShardedAttention) and built.shards == shards.shards:
             return built

@@ -187,9 +187,10 @@ def adapted_packed(forward: KernelForward, backward: KernelBackward, plain: Plai
 
 
 def _run(forward: KernelForward, plain: Plain, call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse of tensors in any form."""
+    """out and lse of tensors in any form, on their device: not all packages set it."""
     q_in, k_in, v_in = (_readable(x, plain) for x in (q, k, v))
-    out, lse = forward(q_in, _repeated(k_in, q, plain), _repeated(v_in, q, plain), call)
+    with torch.cuda.device_of(q):
+        out, lse = forward(q_in, _repeated(k_in, q, plain), _repeated(v_in, q, plain), call)
     return _cut(out, q), lse
 
 
@@ -204,10 +205,11 @@ def _run_backward(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of tensors in any form."""
+    """dq, dk, dv of tensors in any form, on their device."""
     dout_in, q_in, k_in, v_in, out_in = (_readable(x, plain) for x in (dout, q, k, v, out))
     k_in, v_in = _repeated(k_in, q, plain), _repeated(v_in, q, plain)
-    dq, dk, dv = backward(dout_in, q_in, k_in, v_in, out_in, lse.contiguous(), call)
+    with torch.cuda.device_of(q):
+        dq, dk, dv = backward(dout_in, q_in, k_in, v_in, out_in, lse.contiguous(), call)
     return _cut(dq, q), _summed(_cut(dk, k), k), _summed(_cut(dv, v), v)
 
 

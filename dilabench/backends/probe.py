@@ -12,11 +12,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from dilabench.machine import child_environment, python_command
+
 TIMEOUT_S = 120.0
-SOURCE_ROOT = Path(__file__).resolve().parents[2]
 
 
 def probe(target: str, backward_target: str | None, device: str, timeout_s: float = TIMEOUT_S) -> str | None:
@@ -43,13 +43,12 @@ def probe_trials(
 def _answer(question: list[Any], timeout_s: float) -> list[str | None] | str:
     """A reason per trial; one for all where the process did not get to an end."""
     arguments = json.dumps(question)
-    path = os.pathsep.join(filter(None, (str(SOURCE_ROOT), os.environ.get("PYTHONPATH"))))
     process = subprocess.Popen(
-        [sys.executable, "-m", "dilabench.backends.probe", arguments],
+        python_command("-m", "dilabench.backends.probe", arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env=child_environment(),
         start_new_session=True,
     )
     try:

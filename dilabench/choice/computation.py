@@ -67,6 +67,12 @@ def over(backend: LoadedBackend, implementation: str, workload: Workload, device
     return computation
 
 
+def check_backend(backend: str | Attend) -> None:
+    """Raises ConfigError for a name that no backend has, also where none is called."""
+    if isinstance(backend, str) and backend != AUTO and backend not in _functions:
+        own_ways().backends.get(backend)
+
+
 def backend_of(backend: str | Attend, way: Candidate, device: torch.device) -> LoadedBackend:
     """The backend of a name that can serve a way here, what 'auto' means for it, or the caller's own function.
 

@@ -1,21 +1,28 @@
-"""Descriptors of implementations and backends: what is known about each, beside its name.
+"""Descriptors of implementations and backends: what is known about each, and what it requires of a machine.
 
 A descriptor names its target as 'package.module:attribute', so that listing imports nothing heavy. It checks its own
-fields when it is made and raises PluginError with its name and the field's.
+fields when it is made and raises PluginError with its name and the field's. `unmet` says which requirements a machine
+does not meet, and imports nothing to find out.
 """
 
+import contextlib
+import functools
 import importlib
+import importlib.metadata
+import importlib.util
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from typing import Annotated, Any, Literal, Protocol, get_args
 
 import pydantic.dataclasses
+from packaging.version import InvalidVersion, Version
 from pydantic import AfterValidator
 
-from dilabench.choice.requirements import is_readable
 from dilabench.errors import PluginError
-from dilabench.machine import CUDA, WORDS, DeviceClass, device_named
+from dilabench.kernels.cpu.compiled import why_unavailable
+from dilabench.machine import CPU, CUDA, CXX_COMPILERS, WORDS, DeviceClass, Machine, cxx_compiler, device_named
 from dilabench.patterns.dense import DENSE
 from dilabench.validation import (
     CHECKED,
@@ -42,10 +49,31 @@ ANY_PATTERN = frozenset({"*"})
 ALL_DTYPES = frozenset(get_args(DType))
 ALL_MODES = frozenset(get_args(Mode))
 
+FindModule = Callable[[str], ModuleSpec | None]
+_REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9_.+-]+?)\s*(?:>=\s*(?P<version>[A-Za-z0-9.]+))?$")
+# The forms that a version may have where it is none.
+_VERSIONS = {"cuda": r"(sm\d{2,3})?", "gpus": r"\d{0,4}", "c++": ""}
+NOT_PACKAGES = frozenset({*_VERSIONS, "cpu"})
+UNREADABLE = "cannot be read; write 'cuda>=sm80' or 'module>=1.2'"
+
+
+def _name_and_version(alternative: str) -> tuple[str, str | None] | None:
+    """Split 'module>=1.2' into the name and the version; None if it is in none of the forms of `unmet`."""
+    match = _REQUIREMENT.match(alternative)
+    if match is None:
+        return None
+    name, version = match["name"], match["version"]
+    try:
+        form = _VERSIONS.get(name)
+        readable = re.fullmatch(form, version or "") if form is not None else version is None or Version(version)
+    except InvalidVersion:
+        return None
+    return (name, version) if readable else None
+
 
 def _is_requirement(value: str) -> str:
-    if not is_readable(value):
-        raise refused(f"{value!r} cannot be read; write 'cuda>=sm80' or 'module>=1.2'")
+    if None in map(_name_and_version, value.split("|")):
+        raise refused(f"{value!r} {UNREADABLE}")
     return value
 
 
@@ -111,9 +139,10 @@ class Capabilities:
         return tuple(holding._reasons(workload, device, world_size))
 
     def _reasons(self, workload: Workload, device: str, world_size: int) -> Iterator[str]:
+        facts = device_named(device)
         asked_and_offered: tuple[tuple[str, Any, frozenset[Any]], ...] = (
             ("pattern", workload.pattern.kind, self.patterns),
-            ("device", device_named(device).word_in(self.devices), self.devices),
+            ("device", facts.word if facts.word in self.devices else facts.name, self.devices),
             ("dtype", workload.dtype, self.dtypes),
             ("mode", workload.mode, self.modes),
             ("layout", workload.layout, self.layouts),
@@ -144,8 +173,8 @@ class Capabilities:
         merge_grad = "detached" if workload.pattern.is_detached else "exact"
         if merge_grad not in self.merge_grads and workload.mode != "forward":
             yield f"merge_grad {merge_grad} is not supported"
-        for rule, facts in ((self.check, (workload,)), (self.check_ranks, (workload, world_size))):
-            reason = None if rule is None else rule(*facts)
+        for rule, arguments in ((self.check, (workload,)), (self.check_ranks, (workload, world_size))):
+            reason = None if rule is None else rule(*arguments)
             if not isinstance(reason, str | None):
                 raise PluginError(f"{defined(rule)} returned {shown(reason)}; it must return a reason against, or None")
             if reason:
@@ -271,3 +300,122 @@ def load_target(target: str) -> Any:
         return getattr(importlib.import_module(module_name), attribute)
     except AttributeError:
         raise PluginError(f"module {module_name!r} has no {attribute!r} (target {target!r})") from None
+
+
+def unmet(
+    requires: Iterable[str], machine: Machine, find_module: FindModule = importlib.util.find_spec
+) -> tuple[str, ...]:
+    """Requirements that this machine does not meet, each with what is there instead.
+
+    Forms: 'cuda', 'cuda>=sm80', 'cpu', 'gpus>=2', 'c++' (a compiler; on a CPU dilabench's own C++ is built and loaded),
+    'module' or 'module>=1.2' (an importable module and the version of its distribution), 'some-distribution>=1.2' (a
+    name with a dash is an installed distribution, for modules that several distributions share), and alternatives as in
+    'cuda>=sm80|cpu'. `find_module` is called for modules: a submodule is found by importing its package, whose code may
+    raise anything.
+    """
+    against: list[str] = []
+    for requirement in requires:
+        reasons: list[str] = []
+        for alternative in requirement.split("|"):
+            reason = _unmet(alternative, machine, find_module)
+            if reason is None:
+                break
+            reasons.append(reason)
+        else:
+            against.append(" or ".join(reasons))
+    return tuple(against)
+
+
+def _unmet(alternative: str, machine: Machine, find_module: FindModule) -> str | None:
+    asked = _name_and_version(alternative)
+    if asked is None:
+        return f"requirement {alternative!r} {UNREADABLE}"
+    name, version = asked
+    if name == "cuda":
+        least = int(version.removeprefix("sm")) if version else 0
+        if machine.device != "cuda":
+            return f"needs cuda, have {machine.device}" + (f" ({machine.no_cuda})" if machine.no_cuda else "")
+        if machine.compute_capability < least:
+            return f"needs cuda sm{least} or newer, have sm{machine.compute_capability}"
+        return None
+    if name == "cpu":
+        return None if machine.device == "cpu" else f"needs cpu, have {machine.device}"
+    if name == "gpus":
+        needed = int(version or 1)
+        return None if len(machine.gpus) >= needed else f"needs {needed} GPUs, have {len(machine.gpus)}"
+    if name == "c++":
+        return _unmet_compiler(machine)
+    return _unmet_package(name, version, find_module)
+
+
+def _unmet_compiler(machine: Machine) -> str | None:
+    if cxx_compiler() is None:
+        return f"needs a C++ compiler, none of {', '.join(CXX_COMPILERS)} works here"
+    # Only what runs on the CPU is worth seconds of compilation.
+    return why_unavailable() if machine.device == CPU.name else None
+
+
+def _unmet_package(name: str, version: str | None, find_module: FindModule) -> str | None:
+    if "-" in name:
+        try:
+            installed: str | None = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return f"distribution {name} is not installed"
+        older = version is not None and is_older(str(installed), version)
+        return f"needs {name} {version} or newer, have {installed}" if older else None
+    try:
+        spec = find_module(name)
+    # Its package's code may raise anything.
+    except Exception as error:  # noqa: BLE001
+        cause = error.__cause__ if isinstance(error, PluginError) else error
+        if isinstance(cause, ModuleNotFoundError) and cause.name and name.startswith(f"{cause.name}."):
+            return f"module {cause.name} is not installed"
+        why = error.why if isinstance(error, PluginError) and not isinstance(cause, ImportError) else cause
+        return f"module {name} is broken: {why}"
+    if spec is None:
+        return f"module {name} is not installed"
+    if version is None:
+        return None
+    installed = installed_version(name.partition(".")[0])
+    if installed is None:
+        return f"module {name} has no version, {version} or newer is needed"
+    if is_older(installed, version):
+        return f"needs {name} {version} or newer, have {installed}"
+    return None
+
+
+def wrong_device(devices: frozenset[str], machine: Machine) -> tuple[str, ...]:
+    """Why what runs on such kinds of device has none here; empty when it has."""
+    if machine.facts.word in devices:
+        return ()
+    why = f" ({machine.no_cuda})" if machine.no_cuda and CUDA.name in devices else ""
+    return (f"runs on {', '.join(sorted(devices))}, have {machine.device}{why}",)
+
+
+def installed_version(name: str) -> str | None:
+    """The version of the distribution that a module comes from, nearly always one of the same name, or of the
+    distribution of this name; None if neither is installed.
+    """
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    for distribution in _distributions_by_module().get(name, ()):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return None
+
+
+@functools.cache
+def _distributions_by_module() -> Mapping[str, list[str]]:
+    # Reads what every installed distribution lists: a tenth of a second.
+    return importlib.metadata.packages_distributions()
+
+
+def is_older(installed: str, needed: str) -> bool:
+    """Return True if a version is below another by PEP 440: 2.10rc1 is below 2.10, 2.10+cu128 is not.
+
+    An installed version that PEP 440 does not know counts as older.
+    """
+    try:
+        return Version(installed) < Version(needed)
+    except InvalidVersion:
+        return True

@@ -4,8 +4,13 @@ Which way is the fastest depends on lengths, head dim, segments, windows and the
 told well: over 84 random shapes on an H200 the rules were over 1.1 times slower than the best way in 28. So the ways
 are run once on random numbers, and the result is kept in this machine's tune file (`dilabench tune` writes it, too) for
 all calls of that configuration at nearly that length. `DILABENCH_FIRST_USE=0` leaves it to the rules.
+
+Ranks of a job that measure apart may find another way each. They take that of the first to tell, by the store of their
+default process group: nobody waits, and ranks may ask in any order.
 """
 
+import hashlib
+import json
 import logging
 import math
 import os
@@ -15,9 +20,12 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d
 
-from dilabench.choice.measured import TunedCell, measured_near, remember, tune_path
-from dilabench.choice.rules import Choice, by_priority, choose_after
+from dilabench.choice.measured import TunedCell, device_name, measured_near, remember, tune_path
+from dilabench.choice.rules import Choice, by_priority, choose_after, usable
 from dilabench.choice.ways import Way, Ways, way_name
 from dilabench.errors import DilabenchError, said
 from dilabench.impls.one_operator import forward_before_backward
@@ -58,7 +66,8 @@ class Cost(NamedTuple):
 
 
 def fastest(ways: Ways, machine: Machine, workload: Workload, device: torch.device, build: Build) -> Choice:
-    """What is known of the workload, else what measuring shows; by the rules where nothing can be measured.
+    """What is known of the workload, else what measuring shows; by the rules where nothing can be measured. The same on
+    all ranks of a job that have such a GPU.
 
     Raises ConfigError when nothing can compute it on this machine.
     """
@@ -73,8 +82,39 @@ def fastest(ways: Ways, machine: Machine, workload: Workload, device: torch.devi
             except DilabenchError as error:
                 # The result still serves this process.
                 logger.warning("what was measured is not kept: %s", error)
-            return Choice(cell.implementation, cell.backend, "first use", cell.told)
-    return choose_after(near, ways, machine, workload)
+            choice = Choice(cell.implementation, cell.backend, "first use", cell.told)
+            return _of_all_ranks(choice, ways, machine, workload, device)
+    return _of_all_ranks(choose_after(near, ways, machine, workload), ways, machine, workload, device)
+
+
+def _of_all_ranks(choice: Choice, ways: Ways, machine: Machine, workload: Workload, device: torch.device) -> Choice:
+    """The choice of the rank that told one first, this one's own if that cannot run here."""
+    store = _store_of_ranks(device)
+    if store is None:
+        return choice
+    asked = f"{device_name(machine)} {workload.model_dump_json()}"
+    own = json.dumps([choice.implementation, choice.backend])
+    try:
+        key = f"dilabench/{hashlib.sha256(asked.encode()).hexdigest()}"
+        implementation, backend = json.loads(store.compare_set(key, "", own))
+    # The store is gone with its rank: what ends the job says so.
+    except RuntimeError as error:
+        logger.warning("ranks may compute %s in different ways: %s", workload.label(), said(error))
+        return choice
+    if (implementation, backend) == (choice.implementation, choice.backend):
+        return choice
+    other = Way(implementation, backend, workload)
+    if not usable(ways, machine, other, measured=True):
+        logger.warning("another rank computes %s by %s, which cannot run here", workload.label(), way_name(other))
+        return choice
+    return Choice(implementation, backend, "another rank")
+
+
+def _store_of_ranks(device: torch.device) -> Store | None:
+    """That of the default process group, for GPUs: on a CPU a forked data loader would use its parent's connection."""
+    if device.type != "cuda" or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return distributed_c10d._get_default_store()
 
 
 def measure(ways: Ways, machine: Machine, workload: Workload, device: torch.device, build: Build) -> TunedCell | None:

@@ -19,18 +19,17 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from dilabench.atomic_file import locked, write_bytes
-from dilabench.cache_folder import CACHE_VARIABLE, cache_folder
+from dilabench.cache_folder import CACHE_VARIABLE, cache_folder, read_file
 from dilabench.choice.backends import BACKENDS
+from dilabench.choice.descriptors import NOT_PACKAGES, installed_version
 from dilabench.choice.implementations import IMPLEMENTATIONS
-from dilabench.choice.requirements import NOT_PACKAGES, installed_version
 from dilabench.choice.ways import Ways
 from dilabench.errors import ConfigError, first_line
 from dilabench.machine import Machine
 from dilabench.patterns.registry import has_kind
 from dilabench.units import format_seconds
 from dilabench.validation import Model
-from dilabench.workload.spec import Workload
-from dilabench.workload.work import attended_pairs
+from dilabench.workload.spec import Workload, attended_pairs
 
 # A cell of the very same configuration is believed for up to twice the tokens, and down to half of them; with twice the
 # lead for two doublings more, and so on: where the GPU is what takes the time, ratios change less from one to the next.
@@ -221,7 +220,7 @@ def _tune_file(path: Path, _state: tuple[int, ...]) -> TuneFile | None:
 
 def _read(path: Path) -> TuneFile | None:
     try:
-        return TuneFile.model_validate_json(path.read_bytes())
+        return TuneFile.model_validate_json(read_file(path))
     except FileNotFoundError:
         return None
     # What JSON holds may be of any kind.

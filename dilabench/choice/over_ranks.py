@@ -10,8 +10,7 @@ from typing import TypeVar
 from dilabench.choice.ways import Candidate, Ways
 from dilabench.distributed.model import ideal_efficiency
 from dilabench.machine import Size, device_named
-from dilabench.workload.spec import UNBOUNDED
-from dilabench.workload.work import flops
+from dilabench.workload.spec import UNBOUNDED, flops
 
 CandidateT = TypeVar("CandidateT", bound=Candidate)
 

@@ -16,8 +16,8 @@ from dilabench.workload.spec import Workload
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An implementation and backend, and what the choice rests on: 'first use', 'tuned', 'shipped', 'rule', or over
-    ranks what is expected of it and of the next. `told`: the times that it rests on, where some were measured.
+    """An implementation and backend, and what the choice rests on: 'first use', 'tuned', 'shipped', 'rule', 'another
+    rank', or over ranks what is expected of it and of the next. `told`: the times that it rests on, if there are any.
     """
 
     implementation: str
@@ -37,17 +37,17 @@ def choose(ways: Ways, machine: Machine, workload: Workload, ranks: int = 1) -> 
 
 def choose_after(near: TunedCell | None, ways: Ways, machine: Machine, workload: Workload, ranks: int = 1) -> Choice:
     """As `choose`, by what `measured_near` gave."""
-    if near and _usable(ways, machine, _way(near, workload, ranks), measured=True):
+    if near and usable(ways, machine, _way(near, workload, ranks), measured=True):
         return Choice(near.implementation, near.backend, "tuned", near.told)
     for source, path in (("tuned", tune_path(machine)), ("shipped", shipped_path(machine))):
         for cell in alike(read_tune_file(path), workload):
             # What was measured on this very workload needs no rule.
-            if _usable(ways, machine, _way(cell, workload, ranks), measured=cell.workload == workload):
+            if usable(ways, machine, _way(cell, workload, ranks), measured=cell.workload == workload):
                 return Choice(cell.implementation, cell.backend, source, cell.told)
     names = by_priority(ways, workload, ranks)
     candidates = (Way(name, None, workload, ranks) for name in names)
-    usable = (way for way in candidates if _usable(ways, machine, way))
-    best = _expected(ways, machine, tuple(usable)) if ranks > 1 else _first(usable)
+    able = (way for way in candidates if usable(ways, machine, way))
+    best = _expected(ways, machine, tuple(able)) if ranks > 1 else _first(able)
     if best is not None:
         return best
     raise ConfigError(f"nothing here can compute {workload.label()}; `dilabench list --why` says why")
@@ -86,7 +86,7 @@ def by_priority(ways: Ways, workload: Workload, ranks: int = 1) -> tuple[str, ..
     return tuple(one.name for one in sorted(found, key=lambda one: -one.priority))
 
 
-def _usable(ways: Ways, machine: Machine, way: Way, measured: bool = False) -> bool:
+def usable(ways: Ways, machine: Machine, way: Way, measured: bool = False) -> bool:
     """Whether it can run here, and is taken unasked for such a workload unless it was `measured`."""
     there = way.implementation in ways.implementations
     if not there or (way.backend is not None and way.backend not in ways.backends):

@@ -12,11 +12,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from dilabench.choice.backends import BACKENDS
-from dilabench.choice.descriptors import Backend, Capabilities, Implementation, Named, load_target
+from dilabench.choice.descriptors import Backend, Capabilities, Implementation, Named, load_target, unmet
 from dilabench.choice.implementations import IMPLEMENTATIONS
-from dilabench.choice.requirements import unmet
 from dilabench.errors import PluginError
 from dilabench.machine import Machine
+from dilabench.patterns.dense import DENSE
 from dilabench.retired import no_such_name
 from dilabench.workload.spec import Workload
 
@@ -77,16 +77,24 @@ class Registry(Generic[DescriptorT]):
 
     def add(self, descriptor: DescriptorT, origin: str) -> None:
         """Register a descriptor; raises PluginError when its name or an alias is taken."""
-        for name in (descriptor.name, *descriptor.aliases):
-            if name in self._by_name or name in self._aliases:
-                owner = self._origin[self._aliases.get(name, name)]
-                raise PluginError(
-                    f"{self.kind} {name!r} of plug-in {origin!r} is already registered by {owner!r}; "
-                    "rename it or uninstall one of the two"
-                )
+        self.refuse_taken((descriptor,), origin)
         self._by_name[descriptor.name] = descriptor
         self._origin[descriptor.name] = origin
         self._aliases.update(dict.fromkeys(descriptor.aliases, descriptor.name))
+
+    def refuse_taken(self, descriptors: Iterable[DescriptorT], origin: str) -> None:
+        """Raise PluginError when a name or an alias of these is taken, by another plug-in or by one of them."""
+        theirs: set[str] = set()
+        for descriptor in descriptors:
+            names = (descriptor.name, *descriptor.aliases)
+            for name in names:
+                owner = origin if name in theirs else self._origin.get(self._aliases.get(name, name))
+                if owner is not None:
+                    raise PluginError(
+                        f"{self.kind} {name!r} of plug-in {origin!r} is already registered by {owner!r}; "
+                        "rename it or uninstall one of the two"
+                    )
+            theirs.update(names)
 
     def get(self, name: str) -> DescriptorT:
         """The descriptor of a name or alias; raises ConfigError (`no_such_name`) for others."""
@@ -158,25 +166,26 @@ class Ways:
         If a missing device has been named already, the workload is checked against what it computes on that device: the
         same cause would otherwise be given once more for the device, and again for its dtypes there.
         """
-        lacking = self.unmet(one.requires, machine)
+        lacking = unmet(one.requires, machine, self.find_module)
         device: str = machine.device
-        if lacking and not machine.facts.among(one.supports.devices):
+        if lacking and machine.facts.word not in one.supports.devices:
             device = min(one.supports.devices)
         return [*lacking, *self.unsupported(one, workload, device, world_size)]
-
-    def unmet(self, requires: Iterable[str], machine: Machine) -> tuple[str, ...]:
-        """Requirements that this machine does not meet (`choice.requirements.unmet`)."""
-        return unmet(requires, machine, self.find_module)
 
     def find_module(self, name: str) -> ModuleSpec | None:
         """The spec of a module, None if it is not installed. Importing its parents may raise anything."""
         return find_spec(name)
 
     def unsupported(
-        self, one: Implementation | Backend, workload: Workload, device: str, world_size: int = 1
+        self,
+        one: Implementation | Backend,
+        workload: Workload,
+        device: str,
+        world_size: int = 1,
+        limits: Capabilities | None = None,
     ) -> tuple[str, ...]:
-        """Why it cannot compute a workload (`Capabilities.reasons`)."""
-        return self._reasons(one, one.supports, workload, device, world_size)
+        """Why it cannot compute a workload, or why that is beyond other `limits` of it (`Capabilities.reasons`)."""
+        return (limits or one.supports).reasons(workload, device, world_size)
 
     def reasons_unasked(self, way: Candidate, machine: Machine) -> tuple[str, ...]:
         """Why an implementation is not taken unasked for a workload (`Implementation.preferred_for`)."""
@@ -204,12 +213,7 @@ class Ways:
     ) -> tuple[str, ...]:
         if limits is None:
             return ()
-        return self._reasons(one, limits, way.workload, machine.device, way.world_size)
-
-    def _reasons(
-        self, _one: Implementation | Backend, limits: Capabilities, workload: Workload, device: str, world_size: int
-    ) -> tuple[str, ...]:
-        return limits.reasons(workload, device, world_size)
+        return self.unsupported(one, way.workload, machine.device, way.world_size, limits)
 
     def preferred_backends(self, machine: Machine) -> tuple[str, ...]:
         """What `auto` may take on this class of device, by falling priority; the first registered before its equals."""
@@ -246,7 +250,7 @@ class Ways:
 
 def _of_a_kernel(workload: Workload) -> Workload:
     """What a dense kernel is asked for below the workload."""
-    return workload.as_dense().model_copy(update={"layout": "padded", "cu_seqlens": None})
+    return workload.model_copy(update={"pattern": DENSE, "layout": "padded", "cu_seqlens": None})
 
 
 @cache

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
-from dilabench.errors import printable
-from dilabench.units import output_width
+from dilabench.units import output_width, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from dilabench.report.columns import Column
 
 WIDE = 1000
 RESULT_WIDTH = 7
@@ -159,12 +160,27 @@ def print_table(
 
     from dilabench.report.grid import grid
 
-    screen, cells = console(), [tuple(map(printable, row)) for row in rows]
+    screen, cells = console(), []
+    for row in rows:
+        cells.append(tuple(map(printable, row)))
     with screen.capture() as captured:
         if title:
             screen.print(Text(title, style="bold"))
         screen.print(grid(columns, cells, right, screen.width, spare))
     say("\n".join(line.rstrip() for line in captured.get().splitlines()), styled=True)
+
+
+def print_items(title: str | None, columns: "Sequence[Column]", items: Iterable[object]) -> None:
+    """A table with a line per item, as the columns show it."""
+    from dilabench.report.columns import spared
+
+    print_table(
+        title,
+        [column.name for column in columns],
+        [[column.value_text(item) for column in columns] for item in items],
+        right=[column.name for column in columns if column.right],
+        spare=[column.name for column in spared(columns)],
+    )
 
 
 class Lines:

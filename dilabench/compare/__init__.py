@@ -2,9 +2,9 @@
 
 ================  ===========================================================================================
 `fingerprint`     may two records be compared at all? hard fields refuse, soft ones warn
-`view`            the figures of a row; slots of two cases that took turns -> rounds (`stats.paired`)
+`view`            the figures of a row; slots of two cases that took turns -> rounds (`stats.paired`); rankings
 `within`          rows of one record (or several of the same request) against each other, by interleaved rounds
-`across`          two records joined on `case_id`, by the spread of the stored sessions
+`across`          two records joined on `case_id`, by the spread of the stored sessions; ratios of two machines
 `matrix`          more than two records, each against each
 `relative`        times in units of a reference that took turns with them
 `comparison`      the result: compared pairs, and by name every row without a counterpart; the cases that `-k` names

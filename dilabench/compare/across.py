@@ -4,7 +4,7 @@ They were not interleaved, so the spread between sessions is the error (`stats.d
 of the baseline every verdict on time is advisory (measurement.md §5.2). Memory and correctness need no statistics.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dilabench.compare.comparison import (
@@ -19,12 +19,19 @@ from dilabench.compare.comparison import (
 from dilabench.compare.fingerprint import Mismatch, hard_mismatches, soft_warnings
 from dilabench.compare.relative import relative_to
 from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
-from dilabench.compare.view import common_timings, is_throttled, median_over, sessions_of
+from dilabench.compare.view import (
+    RowView,
+    common_timings,
+    is_quotable,
+    is_throttled,
+    measured_view,
+    median_over,
+    sessions_of,
+)
 from dilabench.errors import DilabenchError
-from dilabench.record import Measured, Row, RunRecord, Timing
-from dilabench.stats.decisions.decide import decide
+from dilabench.record import Case, Measured, Row, RunRecord, Timing
+from dilabench.stats.decisions.decide import Policy, decide
 from dilabench.stats.decisions.history import SESSIONS_FOR_GATE, StoredSessions, estimate_stored
-from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Verdict
 from dilabench.units import parse_fraction
 
@@ -141,7 +148,8 @@ def _comparison(
     reference: str | None,
 ) -> Comparison:
     pairs = tuple(_compared(match, verdict) for match, (verdict, _) in zip(matches, decided, strict=True))
-    warnings = [*soft_warnings(*sides), *_shared_runs(*sides)]
+    shared = set.intersection(*({record.run_id for record in side} for side in sides))
+    warnings = [*soft_warnings(*sides), *(f"run {run_id} stands on both sides" for run_id in sorted(shared))]
     fewest = min((len(stored.baseline) for _, stored in decided), default=SESSIONS_FOR_GATE)
     if fewest < SESSIONS_FOR_GATE:
         sessions = "session" if fewest == 1 else "sessions"
@@ -207,6 +215,41 @@ def _compared(match: _Match, verdict: Verdict) -> ComparedPair:
     )
 
 
-def _shared_runs(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> list[str]:
-    shared = {record.run_id for record in baseline} & {record.run_id for record in candidate}
-    return [f"run {run_id} stands on both sides" for run_id in sorted(shared)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineRatio:
+    """One implementation and workload on two machines, a CPU and a GPU for example, each over its fastest backend.
+
+    Times of different machines were not taken in turns, and their backends and drivers differ, so nothing is proven.
+    The ratio of the medians is what there is to say.
+    """
+
+    base: Case
+    new: Case
+    base_time: RowView
+    new_time: RowView
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast the new machine is."""
+        return self.base_time.median_ns / self.new_time.median_ns
+
+
+def machine_ratios(base: RunRecord, new: RunRecord) -> Iterator[MachineRatio]:
+    """What both measured: the same workload, dtype included, by the same implementation with the same optimizations."""
+    old = _fastest(base.rows)
+    for key, (row, time) in _fastest(new.rows).items():
+        if key in old:
+            other, other_time = old[key]
+            yield MachineRatio(base=other.case, new=row.case, base_time=other_time, new_time=time)
+
+
+def _fastest(rows: Iterable[Row]) -> dict[str, tuple[Row, RowView]]:
+    found: dict[str, tuple[Row, RowView]] = {}
+    for row in rows:
+        if not is_quotable(row):
+            continue
+        time = measured_view(row)
+        key = row.case.model_copy(update={"backend": None}).case_id
+        if key not in found or time.median_ns < found[key][1].median_ns:
+            found[key] = row, time
+    return found

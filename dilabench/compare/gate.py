@@ -11,8 +11,8 @@ from math import log1p
 from dilabench.compare.comparison import ComparedPair, Comparison
 from dilabench.errors import ExitCode, exit_code_for
 from dilabench.record import RunRecord
+from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.history import LOOK_SESSIONS
-from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Code, confirm
 
 CaseIds = Collection[str]

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from dilabench.compare.across import compare_each
 from dilabench.compare.comparison import ComparedPair, Comparison, Selection, everything
 from dilabench.record import Case, RunRecord
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy
 
 # Longer names would take the room of the columns that they head.
 MOST_CHARACTERS = 16

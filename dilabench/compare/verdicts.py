@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dilabench.record import Measured, Memory, Row
-from dilabench.stats.decisions.decide import control_family
+from dilabench.stats.decisions.decide import Policy, control_family
 from dilabench.stats.decisions.memory import (
     RESIDENT_ABSOLUTE_LIMIT_BYTES,
     RESIDENT_RELATIVE_LIMIT,
     MemoryVerdict,
     judge_memory,
 )
-from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Cause, Code, Verdict
 
 

@@ -1,8 +1,13 @@
-"""One view of a measured row, and the rounds that two rows share: every output reads its figures here.
+"""One view of a measured row, of a pair of rows and of all rows of a workload: every output reads its figures here.
 
 The time of a row is the median of all samples of its first timing (`record.ESTIMATOR`), with an interval that allows
 for samples taken in turns (`stats.samples.location`). Verdicts rest on sharper locations of turns, which are shown only
 as a ratio (`stats.decisions.paired`).
+
+Rows are ranked by the rule that `compare` decides with. The ratio of two rows comes from the rounds that both took
+turns in, so that drift and load cancel; if they shared none, from their medians, which prove nothing. Rounds are
+compared by their undisturbed samples. A row that is disturbed in most of them, as one whose launches are waited for on
+a busy host, is not what its user sees there: it is proven to be faster only if its median says so, too.
 """
 
 import weakref
@@ -12,11 +17,13 @@ from math import log
 from statistics import fmean, stdev
 
 from dilabench.errors import ConfigError
+from dilabench.metadata import NOTES
 from dilabench.record import Measured, Memory, Row, Slot, Timing
+from dilabench.stats.decisions.decide import Policy, judge_many
 from dilabench.stats.decisions.paired import PairedRounds, estimate_many
-from dilabench.stats.samples.estimate import Estimate, Interval
-from dilabench.stats.samples.location import Location, locate_sessions, quantile
-from dilabench.workload.work import flops
+from dilabench.stats.decisions.verdicts import Cause, Code
+from dilabench.stats.samples.location import Interval, Location, locate_sessions, quantile
+from dilabench.workload.spec import flops
 
 # Heat and brakes are faults of the moment; running into the power limit is how large GPUs work under full load.
 FAULTS = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
@@ -45,6 +52,11 @@ class RowView:
     def interval(self) -> Interval | None:
         """The interval of the median; None below five samples."""
         return self.location.interval
+
+    @property
+    def is_quotable(self) -> bool:
+        """Return True if no note says that its time cannot be true."""
+        return is_quotable(self.row)
 
     @property
     def samples(self) -> int:
@@ -96,7 +108,7 @@ class RowView:
 
     @property
     def tflops_per_s(self) -> float:
-        """10^12 floating-point operations per second by the multiset formula (`workload.work.flops`), at the median."""
+        """10^12 floating-point operations per second by the multiset formula (`workload.spec.flops`), at the median."""
         return tflops_per_second(flops(self.row.case.workload), self.median_ns)
 
     @property
@@ -132,6 +144,13 @@ def measured_view(row: Row) -> RowView:
     view = view_of(row)
     assert view is not None
     return view
+
+
+def is_quotable(row: Row) -> bool:
+    """Whether its time stands for what it claims to: measured, and no note says that it cannot be true."""
+    if not isinstance(row.outcome, Measured) or not any(timing.has_samples for timing in row.outcome.timings):
+        return False
+    return not any(kind.disqualifies for note in row.outcome.notes if (kind := NOTES.get(note.code)))
 
 
 def first_timing(row: Row) -> Timing | None:
@@ -224,7 +243,9 @@ def pair(timings: Iterable[tuple[Timing, Timing]]) -> Pairing:
     count = sum(map(len, sessions))
     if not count:
         return Pairing(None, left_out)
-    sound = [[turn for turn in session if not _is_faulty(turn)] for session in sessions]
+    sound = [
+        [turn for turn in session if all(FAULTS.isdisjoint(slot.throttle) for slot in turn)] for session in sessions
+    ]
     faulty = count - sum(map(len, sound))
     throttled = faulty > MAX_FAULTY_SHARE * count
     if not throttled:
@@ -262,10 +283,6 @@ def _rounds_are_unique(timing: Timing) -> bool:
     return len({slot.round for slot in timing.slots}) == len(timing.slots)
 
 
-def _is_faulty(turn: tuple[Slot, Slot]) -> bool:
-    return not (FAULTS.isdisjoint(turn[0].throttle) and FAULTS.isdisjoint(turn[1].throttle))
-
-
 @dataclass(frozen=True, slots=True)
 class PairView:
     """Time of a candidate / time of a baseline: from the rounds that both took turns in, else from their medians.
@@ -282,16 +299,11 @@ def pair_views(pairs: Sequence[tuple[Row, Row]]) -> list[PairView]:
     """The view of each (baseline, candidate), both measured."""
     timings = [None if one is other else common_timings(one, other) for one, other in pairs]
     rounds = [pair([both]).rounds if both else None for both in timings]
-    estimates = iter(estimate_many([one for one in rounds if one is not None]))
-    return [
-        _of_medians(*both) if one is None else _of_rounds(next(estimates))
-        for both, one in zip(pairs, rounds, strict=True)
-    ]
-
-
-def _of_rounds(found: Estimate) -> PairView:
-    interval = found.interval and found.interval.as_ratio()
-    return PairView(found.ratio, interval, found.session_log_ratios)
+    found = iter(
+        PairView(one.ratio, one.interval and one.interval.as_ratio(), one.session_log_ratios)
+        for one in estimate_many([one for one in rounds if one is not None])
+    )
+    return [_of_medians(*both) if one is None else next(found) for both, one in zip(pairs, rounds, strict=True)]
 
 
 def _of_medians(baseline: Row, candidate: Row) -> PairView:
@@ -304,6 +316,76 @@ def _of_medians(baseline: Row, candidate: Row) -> PairView:
         low, high = new.interval.low / old.interval.high, new.interval.high / old.interval.low
         interval = Interval(low, high, min(old.interval.confidence, new.interval.confidence))
     return PairView(ratio, interval, (log(ratio),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """Rows that compute the same function of the same inputs, compared.
+
+    `baseline`: the row that speed-ups refer to. `speedups`: by case id, time of the baseline / time of the row.
+    `tied`: rows of which nobody can say that they are slower than the fastest, whose median is the smallest of theirs.
+    `too_few_rounds`: of none of these, because they did not take enough turns with it.
+    """
+
+    fastest: Row
+    baseline: Row
+    speedups: dict[str, float]
+    tied: tuple[Row, ...]
+    too_few_rounds: bool
+
+    @property
+    def proven(self) -> bool:
+        """Every other row is slower, beyond the margin and beyond doubt."""
+        return not self.tied and len(self.speedups) > 1
+
+
+def rank(rows: Sequence[Row], device: str) -> Ranking | None:
+    """Speed-ups refer to the plain method where it was measured, else to the first row; None without a row to quote."""
+    quotable = [row for row in rows if is_quotable(row)]
+    if not quotable:
+        return None
+    baseline = next((row for row in quotable if row.planned.role == "plain"), quotable[0])
+    ratios = [view.ratio for view in pair_views([(baseline, row) for row in quotable])]
+    speedups = {row.case.case_id: 1 / ratio for row, ratio in zip(quotable, ratios, strict=True)}
+    fastest = quotable[ratios.index(min(ratios))]
+    others = [row for row in quotable if row is not fastest]
+    tied, unheard, ahead = _not_slower(fastest, others, device)
+    return Ranking(
+        fastest=ahead,
+        baseline=baseline,
+        speedups=speedups,
+        tied=tuple(row for row in (fastest, *tied) if row is not ahead),
+        too_few_rounds=bool(tied) and tied == unheard,
+    )
+
+
+def _not_slower(fastest: Row, others: Sequence[Row], device: str) -> tuple[tuple[Row, ...], tuple[Row, ...], Row]:
+    """The rows that are not proven to be slower, those of them with too few common rounds to prove anything, and the
+    row of all with the smallest medians in common rounds."""
+    compared, unheard, undecided = [], [], []
+    for row in others:
+        timings = common_timings(fastest, row)
+        pairing = pair([timings]) if timings else None
+        if pairing is None or pairing.rounds is None or pairing.throttled:
+            unheard.append(row)
+        else:
+            compared.append((row, pairing.rounds))
+    in_common = [rounds for _, rounds in compared]
+    verdicts = judge_many(in_common, Policy.for_device(device))
+    ahead, least = fastest, 1.0
+    for (row, _), found, by_median in zip(
+        compared, verdicts, estimate_many(in_common, statistic="median"), strict=True
+    ):
+        if by_median.ratio < least:
+            ahead, least = row, by_median.ratio
+        if found.cause is Cause.TOO_FEW_ROUNDS:
+            unheard.append(row)
+        elif found.code is not Code.SLOWER or by_median.ratio < 1:
+            undecided.append(row)
+    # By identity: to compare rows takes long.
+    chosen = {id(row) for row in (*undecided, *unheard)}, {id(row) for row in unheard}
+    tied, alone = (tuple(row for row in others if id(row) in some) for some in chosen)
+    return tied, alone, ahead
 
 
 def tokens_per_second(tokens: int, time_ns: float) -> float:

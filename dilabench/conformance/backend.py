@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from dilabench.backends.probe import probe_trials
-from dilabench.choice.requirements import unmet, wrong_device
+from dilabench.choice.descriptors import unmet, wrong_device
 from dilabench.conformance.implementation import check_implementation
 from dilabench.conformance.scorecard import Findings
 from dilabench.machine import Machine

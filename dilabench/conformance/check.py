@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dilabench.choice.requirements import wrong_device
+from dilabench.choice.descriptors import wrong_device
 from dilabench.choice.ways import Registry
 from dilabench.conformance.backend import check_backend
 from dilabench.conformance.fresh_import import ImportReport, import_reports
@@ -15,7 +15,6 @@ from dilabench.conformance.pattern import check_pattern
 from dilabench.conformance.scorecard import Findings, Listener, Scorecard
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.runner import run
-from dilabench.errors import counted
 from dilabench.machine import Machine
 from dilabench.metadata import note_text
 from dilabench.patterns.dense import DENSE
@@ -24,14 +23,14 @@ from dilabench.plugins.descriptors import Backend, Implementation, Named, Report
 from dilabench.plugins.manager import REGISTRIES, Found
 from dilabench.record import Measured, Row, RunHeader, RunRecord
 from dilabench.report.findings import render, sections_of
-from dilabench.request import preset_names, run_request, workload_request
+from dilabench.request import run_request
 from dilabench.retired import ANY_KIND, no_such_name
 from dilabench.stats.samples.location import locate
-from dilabench.suites.planner import Planner, expand, more_cases_of
-from dilabench.units import format_seconds
+from dilabench.suites.planner import Planner, expand, more_cases_of, preset_names, workload_request
+from dilabench.units import counted, format_seconds
 from dilabench.validation import targets_of
 from dilabench.version import __version__
-from dilabench.workload.work import attended_pairs
+from dilabench.workload.spec import attended_pairs
 
 
 def registries_with(name: str, catalogue: Catalogue, kind: str | None = None) -> list[str]:

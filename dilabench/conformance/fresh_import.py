@@ -17,10 +17,10 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from dilabench.errors import said
+from dilabench.machine import child_environment, python_command
 from dilabench.validation import Model
 
 NETWORK = ("socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo", "socket.gethostby", "urllib.Request")
@@ -31,7 +31,6 @@ WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 HEAVY = frozenset({"torch", "triton", "jax", "tensorflow", "transformers", "xformers", "flash_attn", "cutlass"})
 OURS = ("numpy", "scipy.stats", "rich.console", "jinja2", "pluggy", "psutil", "matplotlib.figure")
 TIMEOUT_S = 300.0
-SOURCE_ROOT = Path(__file__).resolve().parents[2]
 
 
 class ImportReport(Model):
@@ -50,12 +49,11 @@ def import_reports(light: Sequence[str], heavy: Sequence[str]) -> tuple[ImportRe
 
     Takes seconds; nothing is imported here. A process that dies is an error of the module that it was at.
     """
-    path = os.pathsep.join(filter(None, (str(SOURCE_ROOT), os.environ.get("PYTHONPATH"))))
+    command = python_command("-m", "dilabench.conformance.fresh_import", json.dumps([list(light), list(heavy)]))
     # Bytecode is Python's own affair.
-    environment = {**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "dilabench.conformance.fresh_import", json.dumps([list(light), list(heavy)])]
+    variables = child_environment(PYTHONDONTWRITEBYTECODE="1")
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
         lines, ending = done.stdout, f"its process ended with code {done.returncode}: {done.stderr.strip()[-200:]}"
     except subprocess.TimeoutExpired as late:
         lines = late.stdout.decode() if isinstance(late.stdout, bytes) else late.stdout or ""

@@ -177,7 +177,8 @@ class World:
         """The ranks of a process group that others made; by default all ranks. Whoever made it ends it.
 
         With NCCL, on the device that the group is bound to (`device_id` of `init_process_group`), else on the current
-        one. Worlds of one group share their control group. Raises RuntimeError where no process group was made.
+        one until tensors say which (`on`). Worlds of one group share their control group. Raises RuntimeError where no
+        process group was made.
         """
         if not dist.is_initialized():
             raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
@@ -190,6 +191,17 @@ class World:
         return cls(
             dist.get_rank(group), dist.get_world_size(group), device, group, control, transport=dist.get_backend(group)
         )
+
+    def on(self, device: torch.device) -> World:
+        """The same ranks for tensors on a device. Raises ValueError where the group is bound to another one."""
+        if device == self.device or self.device.type != "cuda":
+            return self
+        if self.group is not None and self.group.bound_device_id is not None:
+            raise ValueError(
+                f"tensors are on {device} and the process group on {self.device}, the device_id that "
+                "init_process_group was given; move one of them"
+            )
+        return replace(self, device=device)
 
     def __enter__(self) -> Self:
         return self
@@ -309,10 +321,12 @@ class World:
         if self.copies is not None:
             self.copies.confirm_counts()
 
-    def limit_waits(self, timeout_s: float) -> None:
-        """End waits for messages by copy engines after `timeout_s` seconds from now on, if not before."""
+    def limit_waits(self, timeout_s: float | None) -> None:
+        """End waits for messages by copy engines that begin from now on after `timeout_s` seconds, but after this
+        world's own limit at the latest; None: after that.
+        """
         if self.copies is not None:
-            self.copies.timeout_s = min(self.timeout_s, timeout_s)
+            self.copies.timeout_s = self.timeout_s if timeout_s is None else min(self.timeout_s, timeout_s)
 
     def _operations(self, operation: Any, tensors: Mapping[int, Sequence[Tensor]]) -> list[dist.P2POp]:
         return [dist.P2POp(operation, x, group=self.group, group_peer=peer) for peer in tensors for x in tensors[peer]]

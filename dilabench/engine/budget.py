@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from dilabench.record import Case
-from dilabench.workload.work import flops
+from dilabench.workload.spec import flops
 
 Clock = Callable[[], float]
 

@@ -1,12 +1,11 @@
 """What no implementation can avoid: lower bounds on the FLOPs and bytes of one call. No torch."""
 
-from dilabench.workload.spec import DTYPE_BYTES, Workload
-from dilabench.workload.work import flops_of_pairs, least_pairs, tensor_bytes
+from dilabench.workload.spec import DTYPE_BYTES, Workload, flops, least_pairs, tensor_bytes
 
 
 def least_flops(workload: Workload) -> float:
     """FLOPs that no implementation can avoid: pairs that the pattern gives several times may be computed once."""
-    return flops_of_pairs(workload, least_pairs(workload))
+    return flops(workload, least_pairs(workload))
 
 
 def least_bytes(workload: Workload) -> int:

@@ -47,10 +47,10 @@ class Method(Model):
 
 def default_timer(device: str, catalogue: Catalogue) -> Timer:
     """The timer of this kind of device. Raises ConfigError when no timer says that it is."""
-    found = next((one for one in catalogue.timers if device_named(device).among(one.default_on)), None)
-    if found is None:
-        raise ConfigError(f"no timer is the default on {device}; name one with --timing")
-    return found
+    for timer in catalogue.timers:
+        if device_named(device).word in timer.default_on:
+            return timer
+    raise ConfigError(f"no timer is the default on {device}; name one with --timing")
 
 
 def choose_method(
@@ -76,7 +76,7 @@ def choose_method(
     if name not in catalogue.timers:
         raise unknown_name("timing", timing, [*METHODS, *catalogue.timers.names])
     timer = catalogue.timers.get(name)
-    if not device_named(device).among(timer.devices):
+    if device_named(device).word not in timer.devices:
         raise ConfigError(
             f"timer {name!r} works on {', '.join(sorted(timer.devices))}, not on {device}; use --timing warmup"
         )
@@ -128,10 +128,8 @@ def _shortened(method: Method, sampling_s: float) -> Method:
 
 
 def _method_of(timing: str, timer: Timer, is_default: bool, device: str, catalogue: Catalogue) -> Method:
-    again = next(
-        (one for one in catalogue.timers if one.for_launch_bound and device_named(device).among(one.devices)), None
-    )
     facts = device_named(device)
+    again = next((one for one in catalogue.timers if one.for_launch_bound and facts.word in one.devices), None)
     shortest_s, longest_s = facts.warm_up_s
     method = Method(
         timer=_spec(timer),

@@ -9,7 +9,7 @@ from dilabench.engine.device.clocks import COOL_DOWN_REASONS
 from dilabench.engine.driver import Driver
 from dilabench.engine.worker.protocol import TimerSpec
 from dilabench.record import Slot
-from dilabench.stats.samples.precision import relative_half_width
+from dilabench.stats.samples.location import relative_half_width
 
 MIN_SLOT_SAMPLES = 5
 # How well ratios must be known: to 1 % on a CPU, where measurement.md 5.1 stopped, which leaves room beside the margin

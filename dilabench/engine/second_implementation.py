@@ -6,7 +6,7 @@ from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Implementation
 from dilabench.record import Case, Optimizations
-from dilabench.workload.work import flops
+from dilabench.workload.spec import flops
 
 MOST = 3
 BUILTIN = "builtin"

@@ -22,6 +22,7 @@ from dilabench.kernels.fused.packing import Packing
 from dilabench.kernels.fused.partials import Partials
 from dilabench.kernels.fused.residue_plan import ResiduePlan, document_plan, residue_plan
 from dilabench.kernels.launch_cache import Beside, Launch, LaunchCache
+from dilabench.kernels.streams import record
 from dilabench.kernels.tuning import Direction, TileConfig, read_tiles
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import Workload
@@ -39,7 +40,7 @@ def build(workload: Workload, context: BuildContext) -> Fused | FusedDetached:
     about, options = _of_heads(workload, pattern)
     branches = pattern.segment_lengths, pattern.dilation_rates
     plan = residue_plan(*branches, workload.seq_len, *about, separate=detached, **options)
-    zero_keys = log_zero_keys(workload, context.device, apart=detached)
+    zero_keys = log_zero_keys(workload, context.device, apart=detached) if pattern.has_zero_keys else None
     scale, tiles = workload.softmax_scale, read_tiles(context.tiles)
     if not detached:
         return Fused(plan, scale, zero_keys, tiles)
@@ -121,6 +122,8 @@ class Fused:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None) -> tuple[Tensor, Tensor]:
         """out and lse, outside autograd; `beside`: what is compiled with it."""
         config, mass = self.tiles.get("forward"), self.zero_keys
+        if mass is not None:
+            record([mass])
         more = {"log_mass": mass, "config": config, "beside": beside, "packing": self.packing}
         return fused_forward(q, k, v, self.plan, scale=self.scale, **more)
 
@@ -186,6 +189,7 @@ class FusedDetached:
         self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None, cache: LaunchCache | None = None
     ) -> tuple[Tensor, Tensor, Partials]:
         """out and lse, and what each branch gives by itself."""
+        record(self.zero_keys)
         return fused_forward_partials(
             q,
             k,

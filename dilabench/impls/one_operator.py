@@ -9,6 +9,7 @@ functionalize writes through the strided views that results are merged into. So 
 
 import ast
 import itertools
+import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -32,6 +33,8 @@ from dilabench.impls.operator_rules import (
 from dilabench.kernels.lse import add_null_mass_
 
 ResultT = TypeVar("ResultT")
+
+logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -392,11 +395,31 @@ def _attention_op(
     algorithm: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if cu_seqlens and torch._C._len_torch_dispatch_stack() > 0:
+        _warn_of_packings(tuple(map(int, cu_seqlens)))
     # A trace must see all results whose size it does not know.
     rules = heads, offset, offset_by, padding, merge_grad, cu_seqlens, wants_gradient, algorithm, backend
     asked = _written((segment_lengths, dilation_rates, causal, window, scale, *rules))
     out, lse, kept = _Differentiable.apply(query, key, value, sink, number, asked)
     return out, lse, kept
+
+
+_packings: set[tuple[int, ...]] = set()
+
+
+def _warn_of_packings(cu_seqlens: tuple[int, ...]) -> None:
+    """Log a warning when as many lists of bounds were compiled as torch keeps graphs of a function."""
+    limit: int = getattr(torch._dynamo.config, "recompile_limit", 8)
+    if len(_packings) < limit and cu_seqlens not in _packings:
+        _packings.add(cu_seqlens)
+        if len(_packings) == limit:
+            logger.warning(
+                "%d lists cu_seqlens are compiled, each a graph of its own, and torch compiles a function so often: "
+                "for another list it raises FailOnRecompileLimitHit with fullgraph=True, and runs the function "
+                "uncompiled without. Give lists that come again, call attention under torch.compiler.disable, or raise "
+                "torch._dynamo.config.recompile_limit",
+                limit,
+            )
 
 
 def contiguous_like(x: Tensor) -> Tensor:

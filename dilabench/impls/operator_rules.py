@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dilabench.workload.work import BACKWARD_FACTOR, FORWARD_FLOPS_PER_PAIR_AND_DIM
+from dilabench.workload.spec import BACKWARD_FACTOR, FORWARD_FLOPS_PER_PAIR_AND_DIM
 
 ResultT = TypeVar("ResultT")
 

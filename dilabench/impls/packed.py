@@ -23,6 +23,7 @@ from dilabench.impls.one_operator import Computation, differentiable, new_number
 from dilabench.impls.union.branches import branches_of
 from dilabench.impls.union.packed_rows import AllTokens, PackedRows, PackedUnion, packed_rows, varlen_arguments
 from dilabench.kernels.lse import has_kernel
+from dilabench.kernels.streams import record
 from dilabench.kernels.varlen import SequencePlan, sequence_plan, varlen_backward, varlen_forward
 from dilabench.metadata import OWN_TILES, Note
 from dilabench.workload.spec import Workload
@@ -110,12 +111,14 @@ class OneLaunch(_OverTokens):
     arguments: Mapping[str, Any] = field(compare=False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        record(self.arguments.values())
         out, lse = self.kernel.attend(q[0], k[0], v[0], **self.arguments)
         return out[None], lse[None]
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        record(self.arguments.values())
         tensors = (x[0] for x in (dout, q, k, v, out, lse))
         dq, dk, dv = self.kernel.attend_backward(*tensors, **self.arguments)
         return dq[None], dk[None], dv[None]

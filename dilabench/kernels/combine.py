@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dilabench.kernels.launch_cache import launch_once
 from dilabench.kernels.lse import by_row, has_kernel, share_of
 from dilabench.kernels.softmax import finite
 from dilabench.kernels.tuning import rows_of_a_program
@@ -183,7 +184,9 @@ def combine_torch_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> Non
 def _sum_triton_(total: Tensor, parts: Sequence[RowSum]) -> None:
     rows = [_with_dense_heads(x) for x, _ in parts]
     programs, shape = _launch(total)
-    _sum_kernel[(programs,)](
+    launch_once(
+        _sum_kernel,
+        (programs,),
         total,
         total.stride()[:3],
         tuple(rows),
@@ -199,7 +202,9 @@ def _sum_triton_(total: Tensor, parts: Sequence[RowSum]) -> None:
 def _combine_triton_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
     rows = [_with_dense_heads(x) for x, _, _ in parts]
     programs, shape = _launch(out)
-    _combine_kernel[(programs,)](
+    launch_once(
+        _combine_kernel,
+        (programs,),
         out,
         lse,
         out.stride()[:3],

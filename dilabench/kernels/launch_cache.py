@@ -3,6 +3,8 @@
 Triton binds the arguments of a launch, looks at each for what to specialise on and looks the compiled kernel up, and we
 make tables and descriptors for it: more than a small problem takes on a GPU. For tensors of equal shapes, strides,
 dtypes and alignment all of that comes out alike; what differs are the addresses.
+
+Triton launches on the current device, torch's operators on that of their tensors: so do these, on its current stream.
 """
 
 from __future__ import annotations
@@ -12,14 +14,21 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from contextvars import copy_context
+from copy import copy
 from functools import lru_cache
+from inspect import isfunction
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.compiler import CompiledKernel
-from triton.runtime import JITFunction
+from triton.runtime import JITFunction, driver
 from triton.runtime.errors import OutOfResources
+
+from dilabench.kernels.streams import record
 
 # Bulk copies step in units of so many bytes, and Triton specialises on addresses that are a multiple of them.
 COPY_BYTES = 16
@@ -70,6 +79,9 @@ class LaunchCache:
         self._noted = noted
         self._facts: dict[str, Any] = {}
         self._known: dict[Hashable, list[_Repeated]] = {}
+        # The CUDA device of all tensors (-1: none), and on which of its streams tables of what repeats are recorded.
+        self._device = -1
+        self._recorded: set[tuple[Hashable, int]] = set()
 
     @classmethod
     # Each holds the tables of a length on the device for as long as it is here: few, for lengths change.
@@ -98,38 +110,131 @@ class LaunchCache:
         """
         known = self._known.get(name)
         if known:
-            for (run, values, exchanged), own in zip(known, tensors, strict=True):
-                values = values.copy()
-                for place, operand, descriptor in exchanged:
-                    values[place] = x = own[operand]
-                    if descriptor:
-                        # The same view of another tensor, without the checks that the first one passed.
-                        kind, facts = descriptor
-                        view: Any = object.__new__(kind)
-                        view.__dict__ = {**facts, "base": x}
-                        values[place] = view
-                run(*values)
+            stream = None
+            if self._device >= 0:
+                if torch.cuda.current_device() != self._device:
+                    with torch.cuda.device(self._device):
+                        self.launch(name, tensors, prepare, beside)
+                    return
+                # Triton would ask for both once more at every launch.
+                stream = driver.active.get_current_stream(self._device)
+                if (name, stream) not in self._recorded:
+                    record(value for launch in known for value in launch.values)
+                    self._recorded.add((name, stream))
+            for launch, own in zip(known, tensors, strict=True):
+                launch.again(own, stream)
             return
-        if self._noted is not None:
-            self._noted += prepare()
-            return
-        launched = _launched(prepare(), beside)
-        if known is None:
-            self._known[name] = []
-        else:
-            repeated = [_repeated(*each, own) for each, own in zip(launched, tensors, strict=True)]
-            self._known[name] = [each for each in repeated if each] if all(repeated) else []
+        first = next(iter(tensors[0].values()))
+        with torch.cuda.device_of(first):
+            if self._noted is not None:
+                self._noted += prepare()
+                return
+            launched = _launched(prepare(), beside)
+            if known is None:
+                self._known[name] = []
+            else:
+                self._device = first.get_device()
+                repeated = [_repeated(*each, own) for each, own in zip(launched, tensors, strict=True)]
+                self._known[name] = [each for each in repeated if each] if all(repeated) else []
 
 
-class _Repeated(NamedTuple):
-    """A launch whose tensors are exchanged. It holds on to none of them, only to what else it was given (tables).
+def launch_once(kernel: Any, grid: tuple[int, ...], x: Tensor, *arguments: Any, **options: Any) -> None:
+    """Launch a kernel, whose first argument is x, on the device of x; for launches that are not repeated."""
+    with torch.cuda.device_of(x):
+        kernel[grid](x, *arguments, **options)
+
+
+_Recorded = tuple[tuple[Any, ...], tuple[Any, ...]]
+"""What Triton's launcher takes before and behind the stream."""
+
+# Each takes a few kilobytes; enough for the layers of a model.
+_MOST_RECORDED = 128
+
+
+class _Repeated:
+    """A launch whose tensors are exchanged. It keeps none of them, only what else the launch was given (tables).
 
     exchanged: the place of a tensor among the values, its name, and the type and fields of its descriptor, if any.
     """
 
-    run: Callable[..., object]
-    values: list[Any]
-    exchanged: list[tuple[int, str, tuple[type, dict[str, Any]] | None]]
+    def __init__(
+        self,
+        compiled: Any,
+        grid: tuple[int, ...],
+        values: list[Any],
+        exchanged: list[tuple[int, str, tuple[type, dict[str, Any]] | None]],
+    ) -> None:
+        self.values = values
+        self._exchanged = exchanged
+        self._names = [*dict.fromkeys(name for _, name, _ in exchanged)]
+        self._launch_by_triton = compiled[grid]
+        self._launcher, self._record = _launcher(compiled, grid)
+        self._recorded: dict[tuple[int, ...], _Recorded] = {}
+
+    def again(self, own: Tensors, stream: int | None) -> None:
+        """Launch on these tensors, on this stream or, if it is None, the current one.
+
+        Triton's Python runs only for addresses that are new, and for Triton's hooks.
+        """
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        # A chain of hooks; a program may also have set a function, or None.
+        hooked = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+        if self._launcher is None or stream is None or hooked:
+            self._launch_by_triton(*self._values_of(own), stream=stream)
+            return
+        addresses = tuple(map(Tensor.data_ptr, map(own.__getitem__, self._names)))
+        recorded = self._recorded.get(addresses)
+        if recorded is None:
+            if len(self._recorded) >= _MOST_RECORDED:
+                self._recorded.clear()
+            self._recorded[addresses] = recorded = self._record(self._values_of(own))
+        before, behind = recorded
+        self._launcher(*before, stream, *behind)
+
+    def _values_of(self, own: Tensors) -> list[Any]:
+        values = self.values.copy()
+        for place, operand, descriptor in self._exchanged:
+            values[place] = x = own[operand]
+            if descriptor:
+                # The same view of another tensor, without the checks that the first one passed.
+                kind, facts = descriptor
+                view: Any = object.__new__(kind)
+                view.__dict__ = {**facts, "base": x}
+                values[place] = view
+        return values
+
+
+def _launcher(compiled: Any, grid: tuple[int, ...]) -> tuple[Callable[..., object] | None, Callable[..., _Recorded]]:
+    """Triton's launcher in C, and what gives its arguments for the values of a launch, with tensors as addresses.
+
+    Triton 3.6 walks over all arguments in Python at each launch and encodes each tensor descriptor anew: 20
+    microseconds for forty arguments, of which the launcher takes two. Here a copy of ``compiled.run`` does that with
+    another function in the launcher's place, which keeps what it is given. The launcher is None if this Triton calls it
+    in another way, or allocates memory at each launch.
+    """
+    run: Any = getattr(compiled, "run", None)
+    above: Any = getattr(run, "launch", None)
+    launcher, cells = above, {}
+    if isfunction(above):
+        # What expands descriptors, if there are any: the launcher is a variable of its closure.
+        cells = dict(zip(above.__code__.co_freevars, above.__closure__ or (), strict=True))
+        launcher = cells["launcher"].cell_contents if "launcher" in cells else None
+    if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
+        launcher = None
+
+    def record(values: list[Any]) -> _Recorded:
+        given: list[Any] = []
+        stream, recording = object(), copy(run)
+        recording.launch = lambda *arguments: given.extend(arguments)
+        if cells:
+            closure = cells | {"launcher": CellType(recording.launch)}
+            recording.launch = FunctionType(above.__code__, above.__globals__, closure=tuple(closure.values()))
+        recording(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
+        place = given.index(stream)
+        given = [x.data_ptr() if isinstance(x, Tensor) else x for x in given]
+        return tuple(given[:place]), tuple(given[place + 1 :])
+
+    return launcher, record
 
 
 def _repeated(
@@ -151,7 +256,7 @@ def _repeated(
             exchanged.append((place, name, (type(value), vars(value) | {"base": None}) if form == "desc" else None))
             value = None
         values.append(value)
-    return _Repeated(compiled[(*grid, 1, 1)[:3]], values, exchanged)
+    return _Repeated(compiled, (*grid, 1, 1)[:3], values, exchanged)
 
 
 _Launched = tuple[Launch, tuple[int], dict[str, Any], Any]
@@ -171,7 +276,11 @@ def _launched(launches: Iterable[Launch], beside: Beside | None) -> list[_Launch
         for each in following:
             settle_key(each.kernel)
             grid, arguments = each.arguments(each.ragged)
-            made.append((each, grid, arguments, each.kernel[grid](**arguments)))
+            compiled = each.kernel[grid](**arguments)
+            if isinstance(compiled, CompiledKernel):
+                # Tables among them are kept for others, and may have been made on another stream.
+                record(arguments.values())
+            made.append((each, grid, arguments, compiled))
     return made
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from dilabench.errors import ConfigError
 from dilabench.patterns.answers import KeyGroup, Pairs, Picture, SequenceShape, StridedSegments, WholeBlocks
@@ -29,7 +29,7 @@ from dilabench.patterns.dilated import DilatedPattern, DilatedRequest, rows_kept
 from dilabench.patterns.mask_files import mask_digest
 from dilabench.patterns.pattern import Pattern, group_rows, hide_future
 from dilabench.units import format_count
-from dilabench.validation import Model, read_count, validated
+from dilabench.validation import Model, Size, validated
 
 if TYPE_CHECKING:
     from dilabench.patterns.answers import Positions
@@ -54,16 +54,11 @@ class BlockSparseRequest(DilatedRequest):
     """What a request may say of block masks. Segments or rates lay them over the branches of a dilated pattern."""
 
     mask: MaskKind = "local_window"
-    block_size: int = 128
+    block_size: Size = 128
     density: float = Field(default=0.1, gt=0, le=1)
     mask_seed: int = 0
     per_head: bool = False
     mask_file: str | None = None
-
-    @field_validator("block_size", mode="before")
-    @classmethod
-    def _size(cls, value: Any, info: ValidationInfo) -> Any:
-        return read_count(value, str(info.field_name))
 
 
 class BlockSparsePattern(Pattern):

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from dilabench.errors import ConfigError
 from dilabench.patterns.answers import HiddenRows, SequenceShape
 from dilabench.patterns.hidden_rows import HiddenRowsPattern
 from dilabench.patterns.mask_files import mask_digest, mask_of_digest, read_array
-from dilabench.validation import Model, read_count, read_counts, validated
+from dilabench.validation import Model, Size, Sizes, validated
 
 if TYPE_CHECKING:
     from dilabench.patterns.answers import Positions
@@ -33,20 +33,10 @@ class ColumnBoundsRequest(Model):
     """What a request may say of bounds."""
 
     bounds: BoundsKind = "documents"
-    document_lengths: tuple[int, ...] = DEFAULT_LENGTHS
+    document_lengths: Sizes = DEFAULT_LENGTHS
     lead: int = Field(default=256, ge=0)
-    answers: int = Field(default=4, ge=1)
+    answers: Size = Field(default=4, ge=1)
     bounds_file: str | None = None
-
-    @field_validator("document_lengths", mode="before")
-    @classmethod
-    def _lengths(cls, value: Any, info: ValidationInfo) -> Any:
-        return read_counts(value, str(info.field_name))
-
-    @field_validator("answers", mode="before")
-    @classmethod
-    def _sizes(cls, value: Any, info: ValidationInfo) -> Any:
-        return read_count(value, str(info.field_name))
 
 
 class ColumnBoundsPattern(ColumnBoundsRequest, HiddenRowsPattern):

@@ -8,12 +8,12 @@ from functools import lru_cache
 from math import lcm
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import ValidationInfo, field_validator, model_validator
+from pydantic import model_validator
 
 from dilabench.patterns.answers import KeyGroup, Pairs, SequenceShape, StridedSegments, ZeroKeys, windowed_pairs
 from dilabench.patterns.pattern import Pattern, group_rows
 from dilabench.units import format_count
-from dilabench.validation import Model, read_counts, validated
+from dilabench.validation import Model, Sizes, SizesOrAuto, validated
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,18 +37,13 @@ MAX_COUNTED_POSITIONS = 2**22
 class DilatedRequest(Model):
     """What a request may say of a dilated pattern; `auto` segments and rates are those of the catalogue."""
 
-    segment_lengths: tuple[int, ...] | Literal["auto"] = "auto"
-    dilation_rates: tuple[int, ...] | Literal["auto"] = "auto"
+    segment_lengths: SizesOrAuto = "auto"
+    dilation_rates: SizesOrAuto = "auto"
     heads: Heads = "all"
     offset: Offset = "modulo"
     offset_by: OffsetBy = "head"
     merge_grad: MergeGrad = "exact"
     padding: Padding = "masked"
-
-    @field_validator("segment_lengths", "dilation_rates", mode="before")
-    @classmethod
-    def _sizes(cls, value: Any, info: ValidationInfo) -> Any:
-        return value if value == "auto" else read_counts(value, str(info.field_name))
 
 
 class DilatedPattern(Pattern):
@@ -59,19 +54,14 @@ class DilatedPattern(Pattern):
     """
 
     kind: Literal["dilated"] = "dilated"
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
+    segment_lengths: Sizes
+    dilation_rates: Sizes
     heads: Heads = "all"
     offset: Offset = "modulo"
     offset_by: OffsetBy = "head"
     merge_grad: MergeGrad = "exact"
     padding: Padding = "masked"
     drawn_in_reports: ClassVar[bool] = False
-
-    @field_validator("segment_lengths", "dilation_rates", mode="before")
-    @classmethod
-    def _sizes(cls, value: Any, info: ValidationInfo) -> Any:
-        return read_counts(value, str(info.field_name))
 
     @model_validator(mode="after")
     def _pairs(self) -> Self:

@@ -11,14 +11,14 @@ from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
 from dilabench.patterns.answers import HiddenRows, KeyGroup, Pairs, Positions, SequenceShape
 from dilabench.patterns.hidden_rows import HiddenRowsPattern
 from dilabench.patterns.pattern import Pattern, Summand
 from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.patterns.window_sink import WindowSinkPattern
-from dilabench.validation import read_count
+from dilabench.validation import Size
 
 # Gates are this many parts of one, so that every dtype holds them exactly.
 GATE_STEPS = 128
@@ -49,16 +49,11 @@ class NativeSparsePattern(Pattern):
     """
 
     kind: Literal["native_sparse"] = "native_sparse"
-    block_size: int = Field(default=64, ge=1, le=2**20)
-    top_k: int = Field(default=16, ge=1)
-    window_size: int = Field(default=512, ge=1)
+    block_size: Size = Field(default=64, ge=1, le=2**20)
+    top_k: Size = Field(default=16, ge=1)
+    window_size: Size = Field(default=512, ge=1)
     selection_seed: int = Field(default=0, ge=0)
     gate_seed: int = Field(default=0, ge=0)
-
-    @field_validator("block_size", "top_k", "window_size", mode="before")
-    @classmethod
-    def _sizes(cls, value: Any, info: ValidationInfo) -> Any:
-        return read_count(value, str(info.field_name))
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:

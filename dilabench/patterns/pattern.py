@@ -77,6 +77,12 @@ class Pattern(Model, ABC):
         return validated(cls, dict(fields))
 
     @classmethod
+    def of_request(cls, fields: Mapping[str, Any]) -> Self:
+        """The pattern of a flat request: by those of its fields that are this kind's, in alphabetical order."""
+        own = cls.request_model().model_fields
+        return cls.from_request({name: fields[name] for name in sorted(fields) if name in own})
+
+    @classmethod
     def examples(cls) -> tuple[Self, ...]:
         """Small instances with odd sizes that implementations are held to, for sequences of up to a few hundred."""
         return (cls.from_request({}),)
@@ -85,7 +91,7 @@ class Pattern(Model, ABC):
     def trials(cls) -> Mapping[str, Mapping[str, Any]]:
         """Named requests that `verify --all` goes through, as fields of the pattern and of the shape.
 
-        `verify NAME` takes the first of those of a pattern that NAME computes.
+        `verify NAME` takes the first of those of a pattern that NAME computes, if no pattern is given.
         """
         kind = cls.model_fields["kind"].default
         return {kind: {}, f"{kind}-full": {"causal": False}}

@@ -7,10 +7,10 @@ called, which the plug-in manager and the worker processes set (`find_kinds_with
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import pydantic.dataclasses
-from pydantic import ConfigDict
+from pydantic import BeforeValidator, ConfigDict, SerializeAsAny, WithJsonSchema
 
 from dilabench.errors import ConfigError, PluginError
 from dilabench.patterns.pattern import KeyGroup, Pattern, Positions, SequenceShape
@@ -74,9 +74,9 @@ class RetiredPattern(Pattern):
 
 
 # By name and alias; a descriptor until its class is asked for.
-_types: dict[str, PatternKind | type[Pattern]] = {
-    name: kind for kind in OWN_KINDS for name in (kind.name, *kind.aliases)
-}
+_types: dict[str, PatternKind | type[Pattern]] = {}
+for _own in OWN_KINDS:
+    _types |= dict.fromkeys((_own.name, *_own.aliases), _own)
 _finder: Callable[[], object] | None = None
 _is_complete = False
 
@@ -101,11 +101,12 @@ def load(kind: PatternKind) -> type[Pattern]:
     return found
 
 
-def register(kind: PatternKind, pattern: type[Pattern]) -> None:
-    """Make a kind known in this process; the last one of a name holds."""
+def register(patterns: Iterable[tuple[PatternKind, type[Pattern]]]) -> None:
+    """Make the kinds of a plug-in known in this process; the last one of a name holds."""
     global _is_complete
     _is_complete = True
-    _types.update(dict.fromkeys((kind.name, *kind.aliases), pattern))
+    for kind, pattern in patterns:
+        _types.update(dict.fromkeys((kind.name, *kind.aliases), pattern))
 
 
 def has_kind(kind: object) -> bool:
@@ -133,17 +134,39 @@ def known_kinds() -> tuple[str, ...]:
 
 
 def read_pattern(value: Any) -> Pattern:
-    """A pattern from its fields, `kind` among them; a `RetiredPattern` for a kind that was removed.
+    """A pattern, or one from its fields, `kind` among them; a `RetiredPattern` for a kind that was removed.
 
-    Raises ConfigError for an unknown kind or without one.
+    Raises ValueError for an unknown kind or without one.
     """
     if isinstance(value, Pattern):
-        return value
+        known = _types.get(value.kind)
+        if isinstance(known, PatternKind) or known is None or type(value) not in known.__mro__[1:]:
+            return value
+        # An instance of a plug-in's own class, of which a checked subclass is registered.
+        return known.model_construct(**value.__dict__)
     if not isinstance(value, Mapping) or not isinstance(value.get("kind"), str):
-        raise ConfigError(f"pattern {value!r:.80} has no kind; write for example {{'kind': '{known_kinds()[0]}'}}")
+        raise ValueError(f"pattern {value!r:.80} has no kind; write for example {{'kind': '{known_kinds()[0]}'}}")
     kind = value["kind"]
-    retired = kind not in _types and is_retired("pattern", kind)
-    return (RetiredPattern if retired else pattern_type(kind)).model_validate(value)
+    try:
+        retired = kind not in _types and is_retired("pattern", kind)
+        return (RetiredPattern if retired else pattern_type(kind)).model_validate(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+AnyPattern = Annotated[
+    SerializeAsAny[Pattern],
+    BeforeValidator(read_pattern),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {"kind": {"type": "string"}},
+            "required": ["kind"],
+            "additionalProperties": True,
+            "description": "A pattern by its kind, with the kind's own fields.",
+        }
+    ),
+]
 
 
 def kinds_with(field: str) -> Iterator[str]:

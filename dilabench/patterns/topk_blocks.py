@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from dilabench.errors import ConfigError
 from dilabench.patterns.answers import SequenceShape, WholeBlocks
@@ -21,7 +21,7 @@ from dilabench.patterns.block_masks import MAX_BLOCKS, visible_blocks
 from dilabench.patterns.mask_files import mask_digest, mask_of_digest, read_array
 from dilabench.patterns.selectors import ABSENT, SELECTORS, Blocks, select
 from dilabench.patterns.whole_blocks import WholeBlocksPattern
-from dilabench.validation import Model, read_count, validated
+from dilabench.validation import Model, Size, validated
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -35,15 +35,10 @@ class TopKBlocksRequest(Model):
     """What a request may say of a selection."""
 
     selector: SelectorName = "mean_key"
-    block_size: int = Field(default=64, ge=1, le=2**20)
-    top_k: int = Field(default=16, ge=1)
+    block_size: Size = Field(default=64, ge=1, le=2**20)
+    top_k: Size = Field(default=16, ge=1)
     selection_seed: int = Field(default=0, ge=0)
     indices_file: str | None = None
-
-    @field_validator("block_size", "top_k", mode="before")
-    @classmethod
-    def _sizes(cls, value: Any, info: ValidationInfo) -> Any:
-        return read_count(value, str(info.field_name))
 
 
 class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):

@@ -10,11 +10,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
 from dilabench.patterns.answers import HiddenRows, SequenceShape
 from dilabench.patterns.hidden_rows import HiddenRowsPattern
-from dilabench.validation import read_count
+from dilabench.validation import Size
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -31,12 +31,7 @@ class WindowSinkPattern(HiddenRowsPattern):
 
     kind: Literal["window_sink"] = "window_sink"
     sinks: int = Field(default=4, ge=0)
-    window_size: int = Field(default=512, ge=1)
-
-    @field_validator("window_size", mode="before")
-    @classmethod
-    def _sizes(cls, value: Any, info: ValidationInfo) -> Any:
-        return read_count(value, str(info.field_name))
+    window_size: Size = Field(default=512, ge=1)
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:

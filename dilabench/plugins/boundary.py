@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,35 +30,19 @@ class Problem:
     why: str
 
 
+@dataclass(slots=True)
 class _Outside:
-    """Standard output of the command while any thread runs code of a plug-in; for that time prints go to stderr.
+    """Standard output of the command while threads (`inside` of them) run code of plug-ins, whose prints go to stderr.
 
     One for all threads: what each puts back on leaving (as contextlib.redirect_stdout does) may be another's stderr.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._stream: TextIO = sys.stdout
-
-    def enter(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._stream, sys.stdout = sys.stdout, sys.stderr
-            self._inside += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                sys.stdout = self._stream
-
-    def stream(self) -> TextIO:
-        with self._lock:
-            return self._stream if self._inside else sys.stdout
+    stream: TextIO
+    inside: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-_outside = _Outside()
+_outside = _Outside(sys.stdout)
 
 
 @contextlib.contextmanager
@@ -68,7 +52,10 @@ def guarded(plugin: str, what: str = "") -> Iterator[None]:
     `what` says what it was asked for. What it prints goes to stderr, for stdout may carry JSON. Refusals that are meant
     for the user (ConfigError, EnvironmentNotReady) and Ctrl-C pass.
     """
-    _outside.enter()
+    with _outside.lock:
+        if not _outside.inside:
+            _outside.stream, sys.stdout = sys.stdout, sys.stderr
+        _outside.inside += 1
     try:
         yield
     except (KeyboardInterrupt, GeneratorExit, ConfigError, EnvironmentNotReady):
@@ -83,7 +70,10 @@ def guarded(plugin: str, what: str = "") -> Iterator[None]:
             text = (str(error) if isinstance(error, DilabenchError) else said(error)) + _place(error)
         raise PluginError(f"{what}: {text}" if what else text, plugin) from error
     finally:
-        _outside.leave()
+        with _outside.lock:
+            _outside.inside -= 1
+            if not _outside.inside:
+                sys.stdout = _outside.stream
 
 
 def answered(plugin: str, what: str, function: Callable[..., Any], *arguments: Any, kind: Any) -> Any:
@@ -102,7 +92,8 @@ def answered(plugin: str, what: str, function: Callable[..., Any], *arguments: A
 
 def standard_output() -> TextIO:
     """Standard output as it is outside of the boundary: what a command says goes here whatever other threads do."""
-    return _outside.stream()
+    with _outside.lock:
+        return _outside.stream if _outside.inside else sys.stdout
 
 
 def _place(error: BaseException) -> str:

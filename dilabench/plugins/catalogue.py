@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from typing import Any
 
 from dilabench.choice.descriptors import Backend, Capabilities, Implementation
@@ -55,16 +56,21 @@ class Catalogue(Ways):
     def find_module(self, name: str) -> ModuleSpec | None:
         """As `Ways.find_module`; what the module's parents raise becomes a PluginError."""
         with guarded(name):
-            return super().find_module(name)
+            return find_spec(name)
 
-    def _reasons(
-        self, one: Implementation | Backend, limits: Capabilities, workload: Workload, device: str, world_size: int
+    def unsupported(
+        self,
+        one: Implementation | Backend,
+        workload: Workload,
+        device: str,
+        world_size: int = 1,
+        limits: Capabilities | None = None,
     ) -> tuple[str, ...]:
-        """A rule of a plug-in that fails is a reason."""
+        """As `Ways.unsupported`; a rule of a plug-in that fails is a reason."""
         registry: Registry[Any] = self.backends if isinstance(one, Backend) else self.implementations
         try:
             with guarded(registry.origin(one.name), f"what {one.name!r} supports"):
-                return limits.reasons(workload, device, world_size)
+                return (limits or one.supports).reasons(workload, device, world_size)
         except PluginError as error:
             if self.strict:
                 raise

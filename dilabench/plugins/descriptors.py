@@ -61,7 +61,7 @@ class Suite:
     chooses, and no second timer is asked.
     `analysis` (optional) is `analyse(record) -> Sequence[Section]` (`dilabench.report.findings`): what the reporters
     print beside the table, derived from the raw samples whenever the record is looked at. With `reads_catalogue` it is
-    called as `analyse(record, catalogue)`.
+    called as `analyse(record, catalogue)`. `only_plots`: it finds plots alone, so that reporters without plots skip it.
     `projections` (optional) is `project(record) -> Sequence[dict]`: what would be beyond what was measured. It is kept
     in the record apart from the rows, and no table of measurements shows it.
     `options`: names of what a request may set in `options`; None leaves it to the suite to refuse others. `priority`:
@@ -83,6 +83,7 @@ class Suite:
     far_slower: float | None = None
     aliases: tuple[Name, ...] = ()
     reads_catalogue: bool = False
+    only_plots: bool = False
     options: tuple[str, ...] | None = None
     priority: Priority = 0
     takes_the_rest: bool = False
@@ -98,10 +99,11 @@ class Reporter:
     """A rendering of a RunRecord. `target` is `render(record, folder) -> str | None`.
 
     It returns the text to print; it may also write `filename` (and what belongs to it) into `folder` when not None.
-    With `shows_sections` it is called as `render(record, folder, sections)`, with what the suite's analysis found. One
-    with `prints=False` has files only: `report` gives it the run's own folder when none is named. `samples` names the
-    reporter that shows single samples where this one shows cases (`--samples`). `options`: the keywords that it takes
-    from the command line: `details=True` (nothing folded), `columns` (names in that order).
+    With `shows_sections` it is called as `render(record, folder, sections)`, with what the suite's analysis found;
+    `shows_plots=False`: of these it shows sentences and figures alone. One with `prints=False` has files only: `report`
+    gives it the run's own folder when none is named. `samples` names the reporter that shows single samples where this
+    one shows cases (`--samples`). `options`: the keywords that it takes from the command line: `details=True` (nothing
+    folded), `columns` (names in that order).
     """
 
     name: Name
@@ -109,6 +111,7 @@ class Reporter:
     target: Target
     filename: str | None = None
     shows_sections: bool = False
+    shows_plots: bool = True
     prints: bool = True
     samples: str | None = None
     options: tuple[str, ...] = ()

@@ -28,7 +28,7 @@ from dilabench.plugins.descriptors import (
     Timer,
     WorkloadPreset,
 )
-from dilabench.plugins.pattern_guard import hold
+from dilabench.plugins.pattern_guard import checked_pattern
 from dilabench.record import PluginInfo
 from dilabench.version import __version__
 from dilabench.workload.spec import WorkloadRequest
@@ -43,8 +43,8 @@ REGISTRIES = {
     "timers": Timer,
 }
 HOOK_PREFIX = "dilabench_register_"
-# Our own plug-ins: their patterns are not guarded, and their names may be words of the command line.
-OWN = (builtin, peers)
+# dilabench's own plug-ins, by name: their patterns are not guarded, and their names may be words of the command line.
+OWN = {"builtin": builtin, "peers": peers}
 DISABLE_VARIABLE = "DILABENCH_DISABLE_PLUGINS"
 # Words that stand for names on the command line. Suite `all` is ours.
 RESERVED = frozenset({"all", "auto"})
@@ -73,8 +73,8 @@ def discover(strict: bool = False, extra: Sequence[ModuleType | object] = ()) ->
     if os.environ.get(PEERS_VARIABLE):
         search_peer_paths()
     found = Found(Catalogue(strict))
-    for name, ours in (("builtin", builtin), ("peers", peers)):
-        _admit(found, name, ours, PluginInfo(name=name, distribution=NAME))
+    for name, own in OWN.items():
+        _admit(found, name, own, PluginInfo(name=name, distribution=NAME), third_party=False)
     for index, module in enumerate(extra):
         name = getattr(module, "__name__", f"extra-{index}")
         with found.catalogue.left_out(name, ""):
@@ -109,36 +109,33 @@ def _refuse_other_version(distribution: importlib.metadata.Distribution | None) 
             )
 
 
-def _admit(found: Found, name: str, module: Any, info: PluginInfo) -> None:
+def _admit(found: Found, name: str, module: Any, info: PluginInfo, *, third_party: bool = True) -> None:
     """Check the plug-in in a manager of its own, then add its descriptors to the catalogue, all or none."""
     manager = pluggy.PluginManager(NAME)
     manager.add_hookspecs(hookspecs)
     manager.register(module, name)
     _refuse_misspelt_hooks(manager, module)
-    # By identity: a plug-in's own comparison would be its code.
-    third_party = not any(module is ours for ours in OWN)
-    offered = {shelf: _offered(manager, shelf, third_party=third_party) for shelf in REGISTRIES}
+    offered = {kind: _offered(manager, kind, third_party=third_party) for kind in REGISTRIES}
     if not any(offered.values()):
         raise PluginError("it registers nothing; does a function carry @hookimpl and return descriptors?")
     # Patterns are light, and requests and records ask all of them: one that cannot be loaded is not let in.
-    patterns = [(kind, load(kind)) for kind in offered["patterns"]]
-    for kind, pattern in patterns if third_party else ():
-        hold(name, pattern)
-        _refuse_shadowing(kind, pattern)
-    trial = _copied(found.catalogue)
-    for catalogue in (trial, found.catalogue):
-        for shelf, descriptors in offered.items():
-            for descriptor in descriptors:
-                getattr(catalogue, shelf).add(descriptor, name)
-    for kind, pattern in patterns:
-        register(kind, pattern)
+    theirs = offered["patterns"] if third_party else []
+    patterns = [(kind, checked_pattern(name, load(kind))) for kind in theirs]
+    for pattern_kind, pattern in patterns:
+        _refuse_shadowing(pattern_kind, pattern)
+    for kind, descriptors in offered.items():
+        getattr(found.catalogue, kind).refuse_taken(descriptors, name)
+    for kind, descriptors in offered.items():
+        for descriptor in descriptors:
+            getattr(found.catalogue, kind).add(descriptor, name)
+    register(patterns)
     found.plugins.append(info)
     found.modules[name] = getattr(module, "__name__", type(module).__module__)
 
 
 def _refuse_misspelt_hooks(manager: pluggy.PluginManager, module: Any) -> None:
     """A hook that nobody calls is an error, and so is a function that looks like one but is not marked."""
-    known = ", ".join(HOOK_PREFIX + shelf for shelf in REGISTRIES)
+    known = ", ".join(HOOK_PREFIX + kind for kind in REGISTRIES)
     try:
         manager.check_pending()
     except pluggy.PluginValidationError as error:
@@ -156,19 +153,9 @@ def _refuse_shadowing(kind: PatternKind, pattern: type[Pattern]) -> None:
         raise PluginError(f"pattern {kind.name!r}: {', '.join(sorted(shared))} is a field of every workload; rename it")
 
 
-def _copied(catalogue: Catalogue) -> Catalogue:
-    """A copy of the registries to try additions on, so that a clash leaves the real catalogue untouched."""
-    trial = Catalogue()
-    for shelf in REGISTRIES:
-        source, target = getattr(catalogue, shelf), getattr(trial, shelf)
-        for descriptor in source:
-            target.add(descriptor, source.origin(descriptor.name))
-    return trial
-
-
-def _offered(manager: pluggy.PluginManager, shelf: str, *, third_party: bool) -> list[Any]:
-    hook = HOOK_PREFIX + shelf
-    kind: Any = REGISTRIES[shelf]
+def _offered(manager: pluggy.PluginManager, kind_of_thing: str, *, third_party: bool) -> list[Any]:
+    hook = HOOK_PREFIX + kind_of_thing
+    kind: Any = REGISTRIES[kind_of_thing]
     caller = getattr(manager.hook, hook)
     reserved = RESERVED if third_party else frozenset()
     descriptors: list[Any] = []

@@ -9,7 +9,7 @@ from statistics import median
 from dilabench.machine import Machine
 from dilabench.record import Case, Measured, Row, RunRecord
 from dilabench.units import format_seconds
-from dilabench.workload.work import flops
+from dilabench.workload.spec import flops
 
 # Rates that good attention kernels reach in half precision, by compute capability; per core in float32 on a CPU.
 HALF_FLOPS_PER_S = {90: 350e12, 80: 150e12, 70: 50e12}

@@ -8,13 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from dilabench.compare.ranking import Ranking, is_quotable, rank
-from dilabench.compare.view import view_of
+from dilabench.compare.view import Ranking, is_quotable, rank, view_of
 from dilabench.plugins.axis import Axis
 from dilabench.record import Failed, Row, RunRecord, Skipped
-from dilabench.report import figures
-from dilabench.report.columns import COLUMNS, row_name
-from dilabench.report.rows import WorkloadTable, shape_id, workload_tables
+from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name
+from dilabench.report.content import WorkloadTable, shape_id, workload_tables
+from dilabench.units import format_ratio
 
 TITLE = "Answer"
 # Before a ratio that is not proven to be another than 1.
@@ -24,6 +23,7 @@ ONE_DEVICE = "vs one device"
 UNPROVEN = "unproven"
 # A sentence on each of more workloads than this would be no sentence any more.
 MAX_WORKLOADS = 3
+SAYS_NOTHING = {"", ABSENT}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,22 +87,26 @@ class Answer:
 
     def table(self) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], frozenset[str]]:
         """Column names, cells, and the columns of numbers; columns that would say nothing are left out."""
-        columns: dict[str, list[str]] = {self.axis: [row.at for row in self.rows]}
-        columns["batch"] = [str(row.batch) for row in self.rows]
-        columns["workload"] = [row.workload for row in self.rows]
-        columns["fastest"] = [row.winner for row in self.rows]
-        columns["time"] = [_cell("median", row.fastest) for row in self.rows]
-        columns["vs dense"] = [_versus(row.times_dense, row.dense_proven) for row in self.rows]
-        columns[ONE_DEVICE] = [_versus(row.times_one, row.one_proven) for row in self.rows]
-        columns["memory"] = [_cell("peak mem.", row.fastest) for row in self.rows]
-        columns["verified"] = [_cell("verified", row.fastest) for row in self.rows]
-        maybe = ("workload", "vs dense", ONE_DEVICE, "memory")
-        dull = {name for name in maybe if set(columns[name]) <= {"", figures.ABSENT}}
-        if set(columns["batch"]) == {"1"}:
-            dull.add("batch")
-        names = tuple(name for name in columns if name not in dull)
-        cells = tuple(zip(*(columns[name] for name in names), strict=True))
-        return names, cells, frozenset({self.axis, "batch", "time", "vs dense", ONE_DEVICE, "memory"})
+        columns = (Column(name=self.axis, cell=lambda row: row.at, spare=None), *ANSWER_COLUMNS)
+        texts = {column.name: [column.value_text(row) for row in self.rows] for column in columns}
+        shown = [column for column in columns if column.spare is None or not set(texts[column.name]) <= SAYS_NOTHING]
+        if set(texts["batch"]) == {"1"}:
+            shown = [column for column in shown if column.name != "batch"]
+        cells = zip(*(texts[column.name] for column in shown), strict=True)
+        return tuple(column.name for column in shown), tuple(cells), frozenset(one.name for one in shown if one.right)
+
+
+# Those with `spare` are left out where no row has anything to say.
+ANSWER_COLUMNS = (
+    Column(name="batch", cell=lambda row: row.batch, spare=None),
+    Column(name="workload", cell=lambda row: row.workload, right=False),
+    Column(name="fastest", cell=lambda row: row.winner, right=False, spare=None),
+    Column(name="time", cell=lambda row: _of_fastest("median", row), spare=None),
+    Column(name="vs dense", cell=lambda row: _versus(row.times_dense, row.dense_proven)),
+    Column(name=ONE_DEVICE, cell=lambda row: _versus(row.times_one, row.one_proven)),
+    Column(name="memory", cell=lambda row: _of_fastest("peak mem.", row)),
+    Column(name="verified", cell=lambda row: _of_fastest("verified", row), right=False, spare=None),
+)
 
 
 def winner_text(ranking: Ranking) -> str:
@@ -131,7 +135,8 @@ def answer(record: RunRecord, axis: Axis) -> Answer:
     ]
     alone = {first.case.group_id: row.fastest for first, row in zip(firsts, rows, strict=True) if row.fastest}
     rows = [
-        _against_one_device(row, alone.get(_on_one_device(first)), record.device)
+        # The group of the same workload on one device; the row's own where it is one of these.
+        _against_one_device(row, alone.get(first.case.model_copy(update={"world_size": 1}).group_id), record.device)
         for first, row in zip(firsts, rows, strict=True)
     ]
     order = {text: place for place, text in enumerate(dict.fromkeys(texts))}
@@ -194,26 +199,15 @@ def _against_one_device(line: AnswerRow, alone: Row | None, device: str) -> Answ
     return replace(line, times_one=ratio, one_proven=proven)
 
 
-def _on_one_device(row: Row) -> str:
-    """The group of the same workload on one device; the row's own where it is one of these."""
-    return row.case.model_copy(update={"world_size": 1}).group_id
-
-
 def _times(fastest: Row, other: Row, device: str) -> tuple[float, bool]:
     """Time of the other / time of the fastest, and whether that is proven to be another than 1."""
     both = rank([fastest, other], device)
     assert both is not None
     ratio = both.speedups[fastest.case.case_id] / both.speedups[other.case.case_id]
-    return ratio, both.proven or _apart(fastest, other)
-
-
-def _apart(first: Row, second: Row) -> bool:
-    """Return True if the intervals are disjoint.
-
-    Rows that were not interleaved (most unranked references) allow no stronger test.
-    """
-    a, b = (view.interval if (view := view_of(row)) else None for row in (first, second))
-    return a is not None and b is not None and (a.high < b.low or b.high < a.low)
+    # Rows that were not interleaved (most unranked references) allow no stronger test than that intervals are disjoint.
+    a, b = (view.interval if (view := view_of(row)) else None for row in (fastest, other))
+    apart = a is not None and b is not None and (a.high < b.low or b.high < a.low)
+    return ratio, both.proven or apart
 
 
 def _why_none(rows: Sequence[Row]) -> str:
@@ -231,7 +225,7 @@ def _sentences(rows: Sequence[AnswerRow], workload: str, axis: str) -> Iterator[
     """The sentences on the lines of one workload, in the order of the axis."""
     texts = []
     for (name, claim), places in _gathered(rows).items():
-        timed = f" ({_cell('median', rows[0].fastest)})" if len(rows) == 1 and rows[0].fastest else ""
+        timed = f" ({_of_fastest('median', rows[0])})" if len(rows) == 1 and rows[0].fastest else ""
         unproven = [place for place in places if _is_unproven(rows[place])]
         doubt = ""
         if len(unproven) == len(places):
@@ -316,10 +310,11 @@ def _runs(places: Sequence[int], rows: Sequence[AnswerRow]) -> str:
     return ", ".join(texts)
 
 
-def _cell(name: str, row: Row | None) -> str:
-    view = None if row is None else view_of(row)
-    return figures.ABSENT if view is None else COLUMNS[name].value_text(view)
+def _of_fastest(name: str, row: AnswerRow) -> str | None:
+    """The cell of a table's column for the fastest row."""
+    view = row.fastest and view_of(row.fastest)
+    return COLUMNS[name].value_text(view) if view else None
 
 
-def _versus(times: float | None, proven: bool) -> str:
-    return figures.ABSENT if times is None else ("" if proven else ABOUT) + figures.ratio(times)
+def _versus(times: float | None, proven: bool) -> str | None:
+    return None if times is None else ("" if proven else ABOUT) + format_ratio(times)

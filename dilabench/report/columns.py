@@ -1,30 +1,43 @@
-"""The columns of tables and exports: one object each, which table, Markdown, HTML, CSV and Parquet read.
+"""The columns of tables and exports: one object each, which table, Markdown, HTML, CSV, Parquet and JSON read.
 
 A new column is one more object in `COLUMNS`: tables show it where it is asked for by its name, and with an `export`
-name CSV, Parquet and data frames hold its raw value.
+name CSV, Parquet, data frames and `report --json` hold its raw value.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from dilabench.compare.comparison import ComparedPair
-from dilabench.compare.ranking import is_quotable
-from dilabench.compare.view import RowView
 from dilabench.errors import unknown_name
 from dilabench.record import Case, Failed, Row
-from dilabench.report import figures
-from dilabench.units import format_bytes, format_count
+from dilabench.units import (
+    format_bytes,
+    format_count,
+    format_latency,
+    format_rate,
+    format_ratio,
+    significant,
+    time_unit,
+)
 
+if TYPE_CHECKING:
+    # Their statistics take a while to load, and columns of stored figures need none.
+    from dilabench.compare.comparison import ComparedPair
+    from dilabench.compare.view import RowView
+    from dilabench.stats.samples.location import Interval
+
+ABSENT = "–"
 DOUBTFUL = "‡"
 Unit = Literal["", "ns", "bytes", "tokens/s", "TFLOP/s", "times", "share"]
 _FORMATS: dict[Unit, Callable[[Any], str]] = {
     "": str,
-    "ns": figures.latency,
+    "ns": format_latency,
     "bytes": format_bytes,
-    "tokens/s": figures.decimal,
-    "TFLOP/s": lambda value: figures.significant(value, 3),
-    "times": figures.ratio,
+    "tokens/s": format_rate,
+    "TFLOP/s": lambda value: significant(value, 3),
+    "times": format_ratio,
     "share": lambda value: f"{value:.1%}",
 }
 
@@ -53,7 +66,8 @@ class Column:
 
     `shown`: its text where that is more than the value in its unit; asked of every row. `right`: a number, set to the
     right. `spare`: when a narrow terminal leaves it out, the smallest first; None: never. `usual`: shown where no
-    columns are asked for. `export`: its name in CSV, Parquet and data frames; None: not there.
+    columns are asked for. `export`: its name in CSV, Parquet and data frames; None: not there. `absent`: the text where
+    there is no value.
     """
 
     name: str
@@ -64,17 +78,18 @@ class Column:
     spare: int | None = 0
     usual: bool = False
     export: str | None = None
+    absent: str = ABSENT
 
     def text(self, line: DisplayRow) -> str:
         """The cell of a line."""
         if self.shown is not None:
             return self.shown(line)
-        return figures.ABSENT if line.view is None else self.value_text(line.view)
+        return ABSENT if line.view is None else self.value_text(line.view)
 
     def value_text(self, view: Any) -> str:
-        """The value of a measured row, or of a compared pair, in its unit."""
+        """The value in its unit: of a measured row, of a compared pair, or of whatever a line of the table shows."""
         value = self.cell(view)
-        return figures.ABSENT if value is None else _FORMATS[self.unit](value)
+        return self.absent if value is None else _FORMATS[self.unit](value)
 
 
 def workload_title(case: Case) -> str:
@@ -122,7 +137,7 @@ def _backend(line: DisplayRow) -> str:
     """The effective backend; a star marks a choice of `auto`."""
     row = line.row
     if row.case.backend is None:
-        return row.planned.requested_backend or figures.ABSENT
+        return row.planned.requested_backend or ABSENT
     return row.case.backend + ("*" if row.planned.requested_backend == "auto" else "")
 
 
@@ -130,16 +145,20 @@ def _median(line: DisplayRow) -> str:
     """The median, or how a row without one ended."""
     if line.view is None:
         return "FAILED" if isinstance(line.row.outcome, Failed) else line.status
-    return figures.latency(line.view.median_ns) + ("" if is_quotable(line.row) else DOUBTFUL)
+    return format_latency(line.view.median_ns) + ("" if line.view.is_quotable else DOUBTFUL)
 
 
-def _interval(line: DisplayRow) -> str:
-    view = line.view
-    return figures.ABSENT if view is None else figures.latency_interval(view.median_ns, view.interval)
+def latency_interval(median_ns: float, interval: Interval | None) -> str:
+    """The interval of a median in the median's unit and to its decimals; without one, the reason.
 
-
-def _speedup(line: DisplayRow) -> str:
-    return figures.ABSENT if line.speedup is None else figures.ratio(line.speedup)
+    A dagger marks an interval of less than 95 %: the whole range of samples from too few turns for more.
+    """
+    if interval is None:
+        return "n<5, no CI"
+    _, size = time_unit(median_ns)
+    decimals = len(significant(median_ns / size, 4).partition(".")[2])
+    text = f"{interval.low / size:.{decimals}f}–{interval.high / size:.{decimals}f}"
+    return text if interval.is_certain else text + "†"
 
 
 _COLUMNS = (
@@ -163,7 +182,7 @@ _COLUMNS = (
         usual=True,
         export="median_ns",
     ),
-    Column(name="95 % CI", shown=_interval, spare=5, usual=True),
+    Column(name="95 % CI", cell=lambda view: latency_interval(view.median_ns, view.interval), spare=5, usual=True),
     Column(name="CI low", cell=lambda view: view.interval and view.interval.low, unit="ns", export="ci_low_ns"),
     Column(name="CI high", cell=lambda view: view.interval and view.interval.high, unit="ns", export="ci_high_ns"),
     Column(
@@ -185,12 +204,22 @@ _COLUMNS = (
     ),
     Column(name="peak mem.", cell=lambda view: view.peak_bytes, unit="bytes", spare=6, usual=True, export="peak_bytes"),
     Column(name="density", cell=lambda view: view.density, unit="share"),
-    Column(name="speed-up", shown=_speedup, spare=None, usual=True),
+    Column(
+        name="speed-up",
+        shown=lambda line: ABSENT if line.speedup is None else format_ratio(line.speedup),
+        spare=None,
+        usual=True,
+    ),
     Column(name="verified", cell=lambda view: view.verified, right=False, spare=9, usual=True),
 )
 COLUMNS = {column.name: column for column in _COLUMNS}
 # They tell which row it is, and are shown beside whatever columns are asked for.
 NAMING_COLUMNS = ("implementation", "backend")
+
+
+def exported(view: RowView | None) -> dict[str, Any]:
+    """The raw figures of a row under their names in exports; None for each if the row was not measured."""
+    return {column.export: view and column.cell(view) for column in COLUMNS.values() if column.export}
 
 
 def chosen_columns(wanted: Sequence[str] = ()) -> tuple[Column, ...]:

@@ -7,19 +7,20 @@ is rendered, works on the raw samples, and its result is not stored.
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from dilabench.choice.descriptors import load_target
-from dilabench.errors import ConfigError, PluginError, printable
+from dilabench.errors import ConfigError, PluginError
 from dilabench.plugins.axis import LENGTH, Axis
 from dilabench.plugins.boundary import answered, guarded, shown
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Reporter
 from dilabench.record import RunRecord
+from dilabench.units import printable
 
 INTERVALS = ", with 95 % intervals"
 RANGES = ", of few turns the whole range"
@@ -171,16 +172,17 @@ FOR_EVERY_SUITE = ("dilabench.report.findings:_pictures_of",)
 MAX_CELLS = 256
 
 
-def sections_of(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
+def sections_of(record: RunRecord, catalogue: Catalogue, *, plots: bool = True) -> tuple[Section, ...]:
     """The answer, what else the record's suite has to say if it is installed, and what any record shows.
 
-    An analysis that fails is named in a section instead, and among the catalogue's problems.
+    An analysis that fails is named in a section instead, and among the catalogue's problems. Without `plots`, an
+    analysis that finds plots alone is skipped.
     """
     if not record.rows:
         return ()
     analyses: list[tuple[str, str, tuple[Any, ...]]] = []
     suite = catalogue.suites.get(record.suite) if record.suite in catalogue.suites else None
-    if suite and suite.analysis:
+    if suite and suite.analysis and (plots or not suite.only_plots):
         facts = (record, catalogue) if suite.reads_catalogue else (record,)
         analyses.append((catalogue.suites.origin(suite.name), suite.analysis, facts))
     analyses += [("builtin", target, (record,)) for target in FOR_EVERY_SUITE]
@@ -196,7 +198,19 @@ def sections_of(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
             found.append(Section(title="Analysis failed", sentence=printable(str(blamed))))
     if not any(section.answers for section in found):
         found += _answer(record, suite.axis if suite else LENGTH)
-    return tuple(sorted(found, key=lambda section: not section.answers))
+    return tuple(_without_controls(section) for section in sorted(found, key=lambda section: not section.answers))
+
+
+def _without_controls(value: Any) -> Any:
+    """A section, or a part of one, whose texts hold no control characters of what a record or a plug-in says."""
+    if isinstance(value, str):
+        return printable(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: _without_controls(getattr(value, field.name)) for field in fields(value)})
+    # Of a picture's cells, which are many, none is a text.
+    if isinstance(value, tuple) and value and (isinstance(value[0], str | tuple) or is_dataclass(value[0])):
+        return tuple(map(_without_controls, value))
+    return value
 
 
 def _pictures_of(record: RunRecord) -> tuple[Section, ...]:

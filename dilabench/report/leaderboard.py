@@ -11,15 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dilabench.compare.ranking import is_quotable, rank
-from dilabench.compare.view import measured_view
+from dilabench.compare.view import is_quotable, measured_view, rank
 from dilabench.record import Row, RunRecord
-from dilabench.report import figures
-from dilabench.report.columns import COLUMNS, row_name
+from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name
+from dilabench.report.content import environment_rows, reproduce_command, workload_tables
 from dilabench.report.html.commands import quoted, row_command
-from dilabench.report.rows import workload_tables
-from dilabench.report.summary import environment_rows, reproduce_command
+from dilabench.report.html.page import page
+from dilabench.version import __version__
 from dilabench.workload.spec import UNBOUNDED, Workload
+
+HTML_NAME = "leaderboard.html"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,31 @@ class Board:
     device: str
     family: str
     contests: tuple[Contest, ...]
+
+    @property
+    def lines(self) -> Iterator[BoardLine]:
+        """A line per entry, in order."""
+        return (BoardLine(contest, entry) for contest in self.contests for entry in contest.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class BoardLine:
+    """An entry with the contest that it is in."""
+
+    contest: Contest
+    entry: Entry
+
+
+BOARD_COLUMNS = (
+    Column(name="workload", cell=lambda line: line.contest.workload, right=False, spare=None),
+    Column(name="place", cell=lambda line: line.entry.place_text, right=False, spare=None),
+    Column(name="implementation", cell=lambda line: line.entry.name, right=False, spare=None),
+    Column(name="time", cell=lambda line: line.entry.median_ns, unit="ns", spare=None),
+    Column(name="behind", cell=lambda line: line.entry.behind, unit="times", spare=None),
+    Column(name="memory", cell=lambda line: line.entry.memory, spare=2),
+    Column(name="verified", cell=lambda line: line.entry.verified, right=False, spare=1),
+    Column(name="run", cell=lambda line: line.contest.run_id, right=False, spare=None),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +136,18 @@ def leaderboard(records: Sequence[RunRecord]) -> Leaderboard:
         for (device, family), listed in sorted(found.items())
     ]
     return Leaderboard(boards=tuple(boards), runs=tuple(map(_run, named.values())))
+
+
+def to_html(found: Leaderboard) -> str:
+    """leaderboard.html: a board per device and family, with what is needed to repeat every row. It fetches nothing."""
+    return page(
+        "leaderboard.html.j2",
+        boards=found.boards,
+        columns=BOARD_COLUMNS,
+        runs=found.runs,
+        run_of={run.run_id: run for run in found.runs},
+        version=__version__,
+    )
 
 
 def device_name(record: RunRecord) -> str:
@@ -180,7 +218,7 @@ def _run(record: RunRecord) -> Run:
         run_id=record.run_id,
         started_at=record.started_at,
         dilabench=record.tool_version,
-        commit=figures.ABSENT if git is None else git.sha + (" with local changes" if git.dirty else ""),
+        commit=ABSENT if git is None else git.sha + (" with local changes" if git.dirty else ""),
         device=device_name(record),
         environment=environment_rows(record),
         command=reproduce_command(record),

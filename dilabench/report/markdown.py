@@ -1,25 +1,28 @@
 """A report to read and share: the answer first, findings, tables, what went wrong, the machine and the command."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dilabench.atomic_file import write_text
 from dilabench.record import RunRecord
-from dilabench.report.columns import Column, DisplayRow, chosen_columns
-from dilabench.report.findings import Section as Finding
-from dilabench.report.plots.plots import FOLDER
-from dilabench.report.rows import Section, footnotes, workload_tables
-from dilabench.report.summary import (
+from dilabench.report.columns import Column, chosen_columns
+from dilabench.report.content import (
     NoteGroup,
     Unmeasured,
     environment_rows,
+    footnotes,
     headline,
     note_groups,
     reproduce_command,
     unmeasured,
+    workload_tables,
 )
+from dilabench.report.findings import Section as Finding
+from dilabench.report.plots.plots import FOLDER
 
 FILENAME = "report.md"
+_MENTION = re.compile(r"(?<!\w)@(?=\w)")
 
 
 def render(
@@ -46,7 +49,7 @@ def to_text(
 def _lines(
     record: RunRecord, sections: Sequence[Finding], folder: Path | None, columns: Sequence[Column]
 ) -> Iterator[str]:
-    yield f"# dilabench {record.suite}"
+    yield f"# dilabench {escaped(record.suite)}"
     yield from ("", escaped(headline(record)))
     for finding in sections:
         yield from finding_lines(finding, folder)
@@ -64,8 +67,10 @@ def _lines(
             yield from _notes(group)
     yield from ("", "## Environment", "")
     yield from table_lines(("what", "value"), ("---", "---"), environment_rows(record))
-    yield from ("", "## Reproduce", "", "```", reproduce_command(record), "```", "")
-    yield f"Run `{record.run_id}`, dilabench {record.tool_version}, record schema {record.schema_version}."
+    yield from ("", "## Reproduce", "", *fenced(reproduce_command(record)), "")
+    versions = f"dilabench {record.tool_version}, record schema {record.schema_version}"
+    run_id = " ".join(record.run_id.replace("`", "'").split())
+    yield f"Run `{run_id}`, {escaped(versions)}."
 
 
 def tables_lines(record: RunRecord, columns: Sequence[Column]) -> Iterator[str]:
@@ -76,8 +81,13 @@ def tables_lines(record: RunRecord, columns: Sequence[Column]) -> Iterator[str]:
         for section in table.sections:
             if section.title is not None:
                 yield from ("", f"{escaped(section.title)}:")
-            yield ""
-            yield from _section(section, columns)
+            cells = [[escaped(column.text(row)) for column in columns] for row in section.rows]
+            rows = [
+                [f"**{text}**" if row.fastest else text for text in texts]
+                for row, texts in zip(section.rows, cells, strict=True)
+            ]
+            rules = ["---:" if column.right else "---" for column in columns]
+            yield from ("", *table_lines([column.name for column in columns], rules, rows, escape=False))
     for meaning in footnotes(tables, columns):
         yield from ("", escaped(meaning))
 
@@ -104,17 +114,6 @@ def _notes(group: NoteGroup) -> Iterator[str]:
         yield from ("", "  </details>")
 
 
-def _section(section: Section, columns: Sequence[Column]) -> Iterator[str]:
-    rules = ["---:" if column.right else "---" for column in columns]
-    rows = [[_cell(row, column) for column in columns] for row in section.rows]
-    return table_lines([column.name for column in columns], rules, rows, escape=False)
-
-
-def _cell(row: DisplayRow, column: Column) -> str:
-    text = escaped(column.text(row))
-    return f"**{text}**" if row.fastest else text
-
-
 def table_lines(
     header: Sequence[str], rules: Sequence[str], rows: Sequence[Sequence[str]], escape: bool = True
 ) -> Iterator[str]:
@@ -135,11 +134,19 @@ def _unmeasured(entry: Unmeasured) -> Iterator[str]:
     for check in entry.checks:
         yield f"  - {escaped(check)}"
     if entry.traceback:
-        yield from ("", "  ```", *(f"  {line}" for line in entry.traceback.rstrip().splitlines()), "  ```")
+        yield from ("", *(f"  {line}" for line in fenced(entry.traceback.rstrip())))
+
+
+def fenced(text: str) -> Iterator[str]:
+    """The lines of a block of code, between fences that no line of the text can close."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    yield from (fence, *text.splitlines(), fence)
 
 
 def escaped(text: str) -> str:
-    """Text that cannot end a table cell, a line or open markup."""
-    for mark in "\\|*_<`":
+    """Text that cannot end a table cell or a line, open markup, link anywhere or mention anyone."""
+    for mark in "\\|*_<`[]$~":
         text = text.replace(mark, f"\\{mark}")
-    return " ".join(text.split())
+    text = text.replace("://", ":\\//").replace("www.", "www\\.")
+    # GitHub looks for mentions after escapes are undone; a space without width is no part of a name.
+    return " ".join(_MENTION.sub("@\u200b", text).split())

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from dilabench.compare.comparison import ComparedPair
 from dilabench.compare.matrix import CaseMatrix, Matrix
-from dilabench.report import figures
-from dilabench.report.columns import case_name, ratio_interval, workload_title
+from dilabench.report.columns import ABSENT, case_name, ratio_interval, workload_title
+from dilabench.units import format_latency
 
 CORNER = "base ↓ new →"
 ADVISORY = "*"
@@ -37,13 +37,13 @@ def rows(matrix: Matrix, one: CaseMatrix) -> Iterator[tuple[str, ...]]:
 
 def time_text(times_ns: dict[int, float], run: int) -> str:
     """The time of the case in a run, a dash where it has none."""
-    return figures.latency(times_ns[run]) if run in times_ns else figures.ABSENT
+    return format_latency(times_ns[run]) if run in times_ns else ABSENT
 
 
 def pair_text(pair: ComparedPair | None) -> str:
     """'1.052 (1.031–1.074) SLOWER*, LARGER', a dash where there is nothing to compare."""
     if pair is None:
-        return figures.ABSENT
+        return ABSENT
     memory = f", {pair.memory.code}" if pair.memory is not None and pair.memory.code != "SAME" else ""
     return f"{ratio_text(pair)} {pair.verdict.code}{ADVISORY * pair.verdict.advisory}{memory}"
 

@@ -9,9 +9,9 @@ from dilabench.compare.matrix import CaseMatrix, Matrix
 from dilabench.record import RunRecord
 from dilabench.report import matrix as texts
 from dilabench.report.columns import Column, case_name, chosen_columns, pair_columns, workload_title
+from dilabench.report.content import device_text, headline, reproduce_command, unmeasured
 from dilabench.report.findings import Section
-from dilabench.report.markdown import escaped, finding_lines, table_lines, tables_lines
-from dilabench.report.summary import device_text, headline, reproduce_command, unmeasured
+from dilabench.report.markdown import escaped, fenced, finding_lines, table_lines, tables_lines
 from dilabench.stats.decisions.verdicts import Code
 
 FILENAME = "pull-request.md"
@@ -30,7 +30,7 @@ def render(record: RunRecord, folder: Path | None, sections: Sequence[Section] =
 
 def of_run(record: RunRecord, sections: Sequence[Section]) -> str:
     """The answer of a run with its table, and its results folded."""
-    lines = [f"### dilabench {record.suite} on {escaped(device_text(record))}", "", escaped(headline(record))]
+    lines = [f"### {escaped(f'dilabench {record.suite} on {device_text(record)}')}", "", escaped(headline(record))]
     for section in sections:
         if section.answers:
             lines += finding_lines(section, heading="####")
@@ -41,7 +41,7 @@ def of_run(record: RunRecord, sections: Sequence[Section]) -> str:
         ("Rows without a time", without_time),
         ("Results", list(tables_lines(record, chosen_columns()))),
     ]
-    return _limited(lines, [*parts, ("Command", ["```", reproduce_command(record), "```"])])
+    return _limited(lines, [*parts, ("Command", [*fenced(reproduce_command(record))])])
 
 
 def of_comparison(comparison: Comparison, verdict: str) -> str:

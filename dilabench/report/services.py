@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from dilabench.atomic_file import write_text
-from dilabench.compare.ranking import is_quotable
-from dilabench.compare.view import RowView, view_of
+from dilabench.compare.view import RowView, is_quotable, view_of
 from dilabench.record import RunRecord
-from dilabench.report import figures
 from dilabench.report.columns import row_name, workload_title
+from dilabench.units import format_latency
 
 
 def render_bencher(record: RunRecord, folder: Path | None) -> str | None:
@@ -31,7 +30,7 @@ def render_github_action(record: RunRecord, folder: Path | None) -> str | None:
             "unit": "ns",
             "value": view.median_ns,
             **({"range": f"± {view.interval.half_width:.0f}"} if view.interval else {}),
-            "extra": f"{figures.latency(view.median_ns)}, {view.samples} samples, case {view.row.case.case_id}",
+            "extra": f"{format_latency(view.median_ns)}, {view.samples} samples, case {view.row.case.case_id}",
         }
         for name, view in _quotable(record)
     ]

@@ -14,8 +14,8 @@ from dilabench.atomic_file import write_bytes, write_text
 from dilabench.compare.view import memory_of, view_of
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Measured, Memory, Row, RunRecord
-from dilabench.report.columns import COLUMNS, implementation_text
-from dilabench.report.summary import device_text
+from dilabench.report.columns import exported, implementation_text
+from dilabench.report.content import device_text
 
 if TYPE_CHECKING:
     import pandas
@@ -108,7 +108,7 @@ def _case(row: Row) -> Line:
         "why": None if isinstance(outcome, Measured) else outcome.why,
         "verified_rows": measured.verification.sampled_rows if measured else None,
         "notes": ";".join(dict.fromkeys(note.code for note in measured.notes)) or None if measured else None,
-        **{one.export: view and one.cell(view) for one in COLUMNS.values() if one.export},
+        **exported(view),
         **{name: getattr(memory, name) if memory else None for name in MEMORY},
     }
 
@@ -145,11 +145,16 @@ def _csv(lines: Sequence[Line], folder: Path | None, filename: str) -> str | Non
     if lines:
         writer = csv.DictWriter(text, lines[0].keys(), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(lines)
+        writer.writerows({name: _cell(value) for name, value in line.items()} for line in lines)
     if folder is None:
         return text.getvalue()
     write_text(folder / filename, text.getvalue())
     return None
+
+
+def _cell(value: Any) -> Any:
+    """A value that no spreadsheet takes for a formula: text that begins like one gets an apostrophe before it."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def _parquet(lines: Callable[[], Sequence[Line]], folder: Path | None, filename: str) -> None:

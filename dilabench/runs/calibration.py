@@ -21,13 +21,11 @@ from dilabench.plugins.manager import discover
 from dilabench.record import PlannedCase, RunRecord, Timing
 from dilabench.request import run_request
 from dilabench.runs.execution import new_header
-from dilabench.runs.plan import RunPlan
-from dilabench.stats.decisions.calibration import detection_rate, noise_floor
-from dilabench.stats.decisions.decide import judge_many
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy, detection_rate, judge_many
+from dilabench.stats.decisions.history import noise_floor
 from dilabench.stats.decisions.verdicts import Verdict
 from dilabench.store.calibrations import Calibration, Detection
-from dilabench.suites.planner import Planner
+from dilabench.suites.planner import Planner, RunPlan
 
 Sessions = Sequence[Mapping[str, Timing]]
 

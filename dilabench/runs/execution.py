@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dilabench.atomic_file import write_text
 from dilabench.choice.descriptors import load_target
@@ -25,12 +25,14 @@ from dilabench.plugins.manager import Found
 from dilabench.record import Failed, PlannedCase, Row, RunHeader, RunRecord
 from dilabench.report.findings import Section, render, sections_of
 from dilabench.request import RunRequest
-from dilabench.runs.plan import RunPlan
 from dilabench.runs.resume import resumed_header
 from dilabench.store.archive import Archive
 from dilabench.store.run_files import RECORD_NAME, RunFolder, completed_rows
-from dilabench.suites.planner import more_cases_of
+from dilabench.suites.planner import RunPlan, more_cases_of
 from dilabench.version import __version__
+
+if TYPE_CHECKING:
+    from dilabench.engine.worker.nodes import Nodes
 
 # Beside the record, which the folder itself writes.
 ALWAYS_WRITTEN = ("plots", "markdown", "html")
@@ -38,30 +40,49 @@ ALWAYS_WRITTEN = ("plots", "markdown", "html")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """A run that is about to start: what to measure, where to write. `completed`: rows that are kept from before."""
+    """A run that is about to start: what to measure, where to write. `completed`: rows that are kept from before.
+
+    `nodes`: where ranks run that torchrun has started.
+    """
 
     plan: RunPlan
     header: RunHeader
     folder: RunFolder
     completed: tuple[Row, ...] = ()
+    nodes: "Nodes | None" = None
 
     @classmethod
-    def begin(cls, plan: RunPlan, output: Path, argv: Sequence[str] | None = None, name: str = "") -> "Execution":
+    def begin(
+        cls,
+        plan: RunPlan,
+        output: Path,
+        nodes: "Nodes | None" = None,
+        argv: Sequence[str] | None = None,
+        name: str = "",
+    ) -> "Execution":
         """A new run, in a new folder under `output`, named after its suite or `name`.
 
         argv: the command line that asks for the same, sys.argv by default.
         """
         header = new_header(plan.found, plan.machine, plan.request, argv)
-        return cls(plan=plan, header=header, folder=RunFolder.create(output, name or plan.request.suite, header.run_id))
+        folder = RunFolder.create(output, name or plan.request.suite, header.run_id)
+        return cls(plan=plan, header=header, folder=folder, nodes=nodes)
 
     @classmethod
-    def resume(cls, plan: RunPlan, run: Path, earlier: RunHeader, tell: Callable[[str], None]) -> "Execution":
+    def resume(
+        cls,
+        plan: RunPlan,
+        run: Path,
+        earlier: RunHeader,
+        tell: Callable[[str], None],
+        nodes: "Nodes | None" = None,
+    ) -> "Execution":
         """A run that goes on in its folder. Raises ConfigError where it was measured elsewhere."""
         header = new_header(plan.found, plan.machine, plan.request)
         folder = RunFolder.resume(run, tell)
         rows = completed_rows(run, header)
         header = resumed_header(earlier, header, plan.machine)
-        return cls(plan=plan, header=header, folder=folder, completed=rows)
+        return cls(plan=plan, header=header, folder=folder, completed=rows, nodes=nodes)
 
     def measure(self, progress: AbstractContextManager[Progress]) -> RunRecord:
         """Measure what is planned; the folder then holds the record, or is gone where no row has ended."""
@@ -82,7 +103,7 @@ class Execution:
                     method=plan.method,
                     project=_project(plan),
                     trace_folder=self.folder.path / "traces",
-                    launcher=plan.nodes,
+                    launcher=self.nodes,
                 )
         finally:
             self.folder.discard_if_empty()

@@ -4,15 +4,14 @@ One idea per module. Nothing here imports torch, reads a file or knows a record;
 natural logarithms of time ratios (candidate / baseline) until a verdict turns them into ratios.
 
 ==================  =====================================================================================
-`location`          quantiles, median with an interval that allows for turns and sessions, Vargha-Delaney A12
-`estimate`          a confidence interval; an estimated log ratio with its error
-`precision`         the stop rule: measure until the interval is narrow, never until it is significant
+`location`          quantiles, median with an interval that allows for turns and sessions, Vargha-Delaney A12;
+                    the relative width of the interval, by which sampling ends
 `paired`            rounds that interleave both sides -> `Estimate` of the log ratio (the trusted way)
-`history`           stored baseline sessions against new ones -> `Estimate` by a prediction interval
-`decide`            `Estimate` + `Policy` -> `Verdict` SLOWER, FASTER, SAME or INCONCLUSIVE
-`multiplicity`      Holm over all pairs of a comparison; second data decide
+`history`           stored baseline sessions against new ones -> `Estimate` by a prediction interval; the noise floor
+`decide`            `Estimate` + `Policy` -> `Verdict` SLOWER, FASTER, SAME or INCONCLUSIVE; Holm over all pairs;
+                    how often a verdict comes out
+`verdicts`          verdicts as data; second data decide
 `memory`            the exact memory gate
-`calibration`       noise floor and detection rates of this machine
 `steps`             level shifts in a history (L1 Potts)
 `scaling`           power laws and crossover lengths, with intervals
 ==================  =====================================================================================

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dilabench.errors import ConfigError
-from dilabench.stats.samples.estimate import Interval, t_quantile
-from dilabench.stats.samples.location import checked_samples
+from dilabench.stats.samples.location import Interval, checked_samples, t_quantile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ Writing a run does not touch it; opening it brings it up to date. So a kill, a f
 cannot damage it, and an index that cannot be read costs only the time to make a new one.
 """
 
+import contextlib
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -110,20 +111,26 @@ class HistoryIndex:
         try:
             if rebuild:
                 self._path.unlink(missing_ok=True)
+            if self._path.exists() and not (self._path.is_file() or self._path.is_dir()):
+                raise sqlite3.DatabaseError("it is no plain file")
             return self._up_to_date(str(self._path))
-        except (sqlite3.OperationalError, OSError) as error:
-            # The disk is full or read-only, or the file stays locked: an index in memory gives the same answers.
-            self._tell(f"the index {str(self._path)!r} cannot be written ({error}); made one in memory")
-        except sqlite3.DatabaseError as error:
-            self._tell(f"the index {str(self._path)!r} was unreadable ({error}); made anew from the run files")
-            self._path.unlink()
-            return self._up_to_date(str(self._path))
+        except (sqlite3.Error, OSError) as error:
+            if not _is_damaged(error):
+                # The disk is full or read-only, or the file stays locked: an index in memory gives the same answers.
+                self._tell(f"the index {str(self._path)!r} cannot be written ({error}); made one in memory")
+            else:
+                self._tell(f"the index {str(self._path)!r} was unreadable ({error}); made anew from the run files")
+                with contextlib.suppress(sqlite3.Error, OSError):
+                    self._path.unlink()
+                    return self._up_to_date(str(self._path))
         return self._up_to_date(":memory:")
 
     def _up_to_date(self, place: str) -> sqlite3.Connection:
         if place != ":memory:" and not self._archive.root.is_dir():
             place = ":memory:"
         connection = sqlite3.connect(place, timeout=WAIT_S, isolation_level=None)
+        # A damaged text is no error of the query that reads it.
+        connection.text_factory = lambda text: text.decode(errors="replace")
         try:
             connection.execute("BEGIN IMMEDIATE")
             _check(connection)
@@ -146,13 +153,20 @@ class HistoryIndex:
                 self._tell(str(record))
                 continue
             try:
-                cells = _case_fields(file, record)
+                cells = [(file, row.case.case_id, searchable(row.case), *_row_fields(row)) for row in record.rows]
             except (DilabenchError, ArithmeticError, ValueError) as error:
                 # A pattern that is gone, or numbers that no measurement has: the others are shown all the same.
                 self._tell(f"run file {file!r} is left out: {error}")
                 continue
             _insert(connection, "runs", [_run_fields(file, record)])
             _insert(connection, "cells", cells)
+
+
+def _is_damaged(error: Exception) -> bool:
+    """Return True for a file that is no database, or one whose tables or columns are not those of `SCHEMA`."""
+    if not isinstance(error, sqlite3.OperationalError):
+        return isinstance(error, sqlite3.Error)
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR
 
 
 def _check(connection: sqlite3.Connection) -> None:
@@ -163,6 +177,8 @@ def _check(connection: sqlite3.Connection) -> None:
             (state,) = answer.fetchone()
         if state != "ok":
             raise sqlite3.DatabaseError(state)
+        connection.execute(f"SELECT version, {RUN_FIELDS} FROM runs LIMIT 0")
+        connection.execute(f"SELECT file, name, {CASE_FIELDS} FROM cells LIMIT 0")
         return
     for table in ("runs", "cells"):
         connection.execute(f"DROP TABLE IF EXISTS {table}")
@@ -192,10 +208,6 @@ def _run_fields(file: str, record: RunRecord) -> tuple[object, ...]:
         sum(isinstance(row.outcome, Measured) for row in record.rows),
         len(record.rows),
     )
-
-
-def _case_fields(file: str, record: RunRecord) -> list[tuple[object, ...]]:
-    return [(file, row.case.case_id, searchable(row.case), *_row_fields(row)) for row in record.rows]
 
 
 def _row_fields(row: Row) -> tuple[object, ...]:

@@ -9,6 +9,7 @@ import fcntl
 import io
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,7 +21,7 @@ from dilabench.atomic_file import write_text
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
 from dilabench.record import SCHEMA_VERSION, Row, RunHeader, RunRecord, Skipped
-from dilabench.report.json import to_text
+from dilabench.report.json import SUMMARY, to_text
 from dilabench.store.migrations import migrated, migrated_row
 from dilabench.validation import describe, read_json
 from dilabench.workload.spec import Workload
@@ -114,10 +115,15 @@ class RunFolder:
             self._stream.close()
             self._stream = None
 
+    @property
+    def can_be_resumed(self) -> bool:
+        """Return True if there is a file that `resume` finds."""
+        return (self.path / ROWS_NAME).exists()
+
     def discard_if_empty(self) -> None:
-        """Remove the folder of a run that never wrote anything."""
-        if self.path.is_dir() and not any(self.path.iterdir()):
-            self.path.rmdir()
+        """Remove the folder of a run that never wrote anything but copies of masks."""
+        if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= {MASKS_NAME}:
+            shutil.rmtree(self.path)
 
     def _append(self, line: dict[str, Any]) -> None:
         assert self._stream is not None, "start() comes first"
@@ -180,6 +186,10 @@ def read_record(run: Path) -> RunRecord:
             f"{str(path)!r} is JSON, but no run record: it has none of {', '.join(MARKS)}, so no run of dilabench "
             f"wrote it; name a run's folder or its {RECORD_NAME}"
         )
+    for row in document.get("rows", ()):
+        # What `report --json` printed may be read, too; its figures follow from the samples.
+        if isinstance(row, dict):
+            row.pop(SUMMARY, None)
     if document.get("schema_version") != SCHEMA_VERSION:
         document = migrated(document, path)
     return _validated(RunRecord, document, path)

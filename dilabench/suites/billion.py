@@ -70,5 +70,5 @@ def _best(planner: Planner, asked: WorkloadRequest, ranks: int) -> tuple[str, ..
     if not names and not planner.request.implementations:
         raise ConfigError(f"nothing computes {workload.label()} by default; name an implementation with -i")
     devices = {name: registry.get(name).supports.devices for name in names}
-    here = [name for name in names if machine.facts.word_in(devices[name]) in devices[name]]
+    here = [name for name in names if machine.facts.word in devices[name]]
     return tuple((here or names)[:1])

@@ -28,7 +28,7 @@ def quick(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
     def is_shown(one: Implementation) -> bool:
         dilated = one.supports.computes(DEFAULT_PATTERN)
-        here = planner.machine.facts.among(one.supports.devices) and dilated
+        here = planner.machine.facts.word in one.supports.devices and dilated
         over_kernel = one.uses_backend and (dilated or one.supports.only_dense)
         return one.supports.max_world_size == 1 and (over_kernel or (one.priority > 0 and here))
 
@@ -50,7 +50,7 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
     series = [one for one in series_of(record) if one.measured]
     if not series:
         return ()
-    plots: tuple[Plot, ...] = plots_over_length(series) or _bars(record)
+    plots: tuple[Plot, ...] = plots_over_length(series) or bars_of(record)
     return (
         Section(
             title="At a glance",
@@ -60,7 +60,7 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
     )
 
 
-def _bars(record: RunRecord) -> tuple[BarPlot, ...]:
+def bars_of(record: RunRecord) -> tuple[BarPlot, ...]:
     """Time and peak memory of every row: a group of bars per workload, a bar per way to compute it."""
     groups: dict[str, dict[str, RowView]] = {}
     for row in record.rows:

@@ -1,24 +1,27 @@
-"""What every suite needs to make cases: the catalogue, the machine, and the rules that fill in `auto`."""
+"""From a request to its plan: what a suite makes cases of, the cases, the machine, how each case is timed."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from dilabench.choice.descriptors import load_target
 from dilabench.choice.rules import choose
 from dilabench.choice.ways import AUTO
-from dilabench.errors import ConfigError, PluginError, counted, listed
-from dilabench.machine import CXX_COMPILERS, Machine, cxx_compiler
-from dilabench.metadata import CHOSEN_BY, refuse_unknown
+from dilabench.engine.method import Method, method_for
+from dilabench.errors import ConfigError, PluginError, listed
+from dilabench.machine import CXX_COMPILERS, Machine, cxx_compiler, detect
+from dilabench.metadata import CHOSEN_BY, LABELS, refuse_unknown
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.registry import kinds_with
 from dilabench.plugins.boundary import guarded, shown
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Implementation, Suite
+from dilabench.plugins.manager import Found
 from dilabench.record import Case, Optimizations, PlannedCase, Role, Row, SkipCode, Skipped
-from dilabench.request import ALL, RunRequest, Shard, preset_names, workload_request
-from dilabench.validation import unknown_key
-from dilabench.workload.spec import DEFAULT_PATTERN, Workload, WorkloadRequest
+from dilabench.request import ALL, RunRequest, Shard
+from dilabench.units import counted
+from dilabench.validation import unknown_key, validated
+from dilabench.workload.spec import DEFAULT_PATTERN, WorkloadRequest
 
 # Implementation `auto`: stands for what `dilabench.choice.rules` takes, workload by workload.
 FASTEST = Implementation(AUTO, "the fastest known for the workload, from measurements", "dilabench.choice.rules:choose")
@@ -45,15 +48,12 @@ class Planner:
         bases = [workload_request(self.catalogue, name, self.request.overrides) for name in presets] or [
             workload_request(self.catalogue, None, {**fields, **self.request.overrides}) for fields in defaults
         ]
-        if not self.request.lengths:
-            return tuple(dict.fromkeys(bases))
-        return tuple(
-            dict.fromkeys(
-                workload_request(self.catalogue, None, {**base.model_dump(exclude_unset=True), "seq_len": length})
-                for base in bases
-                for length in self.request.lengths
-            )
-        )
+        asked: list[WorkloadRequest] = []
+        for base in bases:
+            fields = base.model_dump(exclude_unset=True)
+            for length in self.request.lengths:
+                asked.append(workload_request(self.catalogue, None, {**fields, "seq_len": length}))
+        return tuple(dict.fromkeys(asked if self.request.lengths else bases))
 
     def implementations(self, default: Iterable[str]) -> tuple[Implementation, ...]:
         """The implementations asked for by name or alias, or the suite's default ones."""
@@ -69,9 +69,11 @@ class Planner:
         The oracle is no competitor, public projects are asked for by name or by suite `field`, and what chooses among
         the others by name or by suite `choice`.
         """
-        registry = self.catalogue.implementations
-        ours = (one for one in registry if one.role != "oracle" and one.project is None and not one.chooses)
-        return tuple(one.name for one in ours if holds(one))
+        names: list[str] = []
+        for one in self.catalogue.implementations:
+            if one.role != "oracle" and one.project is None and not one.chooses and holds(one):
+                names.append(one.name)
+        return tuple(names)
 
     def on_one_device(self, *patterns: str) -> tuple[str, ...]:
         """What computes such patterns on q, k, v of one device, without compiling for tens of seconds at each shape."""
@@ -125,18 +127,29 @@ class Planner:
     def compare(
         self, requests: Sequence[WorkloadRequest], implementations: Sequence[Implementation]
     ) -> tuple[PlannedCase, ...]:
-        """Every implementation on every workload.
-
-        One that computes only dense attention runs the same shape undilated, as a yardstick.
-        """
+        """Every implementation on every workload, or on what it is a reference with (`reference_for`)."""
         cases: list[PlannedCase] = []
         for request in requests:
             for implementation in implementations:
-                if implementation.supports.only_dense and request.pattern != DENSE.kind:
-                    cases += self.plan(implementation, as_dense(request), role="yardstick")
-                else:
+                reference = self.reference_for(implementation, request, implementations)
+                if reference is None:
                     cases += self.plan(implementation, request)
+                else:
+                    cases += self.plan(implementation, reference, role="yardstick")
         return tuple(cases)
+
+    def reference_for(
+        self, implementation: Implementation, asked: WorkloadRequest, beside: Iterable[Implementation]
+    ) -> WorkloadRequest | None:
+        """The same shape as dense attention, for an implementation that computes nothing else: an unranked reference.
+
+        None for any other. A pattern that was asked for is replaced only beside an implementation that computes it, so
+        that a row of another function never stands for it.
+        """
+        if not implementation.supports.only_dense or asked.pattern == DENSE.kind:
+            return None
+        computed = any(other is FASTEST or other.supports.computes(asked.pattern) for other in beside)
+        return as_dense(asked) if computed or not self.request.names_pattern else None
 
     def plan(
         self,
@@ -163,6 +176,8 @@ class Planner:
         if implementation.uses_backend:
             backends = self.backends() if self.request.backends else (chosen_backend or AUTO,)
         labels |= workload.pattern.row_labels(workload.shapes)
+        for name in changes.keys() - Optimizations.model_fields.keys():
+            raise ConfigError(unknown_key(name, Optimizations.model_fields))
         optimizations = Optimizations(
             **{
                 "pattern_cache_entries": self.request.pattern_cache_entries,
@@ -172,49 +187,95 @@ class Planner:
                 **changes,
             }
         )
-        for name in optimizations.unknown:
-            raise ConfigError(unknown_key(name, Optimizations.model_fields))
-        return tuple(
-            self._planned(implementation, backend, workload, workload_request, optimizations).model_copy(
-                update={"labels": labels, "role": role or implementation.role}
+        unusable = tuple(reasons_against_optimizations(optimizations, self.machine))
+        planned: list[PlannedCase] = []
+        for backend in backends:
+            case = Case(
+                implementation=implementation.name,
+                backend=None if backend == AUTO else backend,
+                workload=workload,
+                optimizations=optimizations,
+                world_size=self.request.nproc,
             )
-            for backend in backends
-        )
+            case, reasons = self._with_backend(case, backend)
+            skip = None
+            if reasons or unusable:
+                code: SkipCode = "unsupported" if reasons else "unusable_optimization"
+                skip = Skipped(code=code, why="; ".join((*reasons, *unusable)))
+            planned.append(
+                PlannedCase(
+                    case=case,
+                    requested_backend=backend,
+                    requested_workload=workload_request,
+                    labels=labels,
+                    role=role or implementation.role,
+                    takes=implementation.takes,
+                    skip=skip,
+                )
+            )
+        return tuple(planned)
 
-    def _planned(
-        self,
-        implementation: Implementation,
-        backend: str | None,
-        workload: Workload,
-        asked: WorkloadRequest,
-        optimizations: Optimizations,
-    ) -> PlannedCase:
-        case = Case(
-            implementation=implementation.name,
-            backend=None if backend == AUTO else backend,
-            workload=workload,
-            optimizations=optimizations,
-            world_size=self.request.nproc,
-        )
+    def _with_backend(self, case: Case, backend: str | None) -> tuple[Case, tuple[str, ...]]:
+        """The case over the backend that was asked for, chosen for `auto`, and the reasons against it here."""
         # A backend that is chosen below has nothing against it.
         reasons = self.catalogue.reasons_against(case, self.machine)
-        if backend == AUTO:
-            chosen, against = self.choose_backend(case)
-            case = case.model_copy(update={"backend": chosen})
-            reasons = reasons if chosen else (f"no backend can serve it here ({against})", *reasons)
-        code: SkipCode = "unsupported" if reasons else "unusable_optimization"
-        reasons += tuple(reasons_against_optimizations(optimizations, self.machine))
-        return PlannedCase(
-            case=case,
-            requested_backend=backend,
-            requested_workload=asked,
-            takes=implementation.takes,
-            skip=Skipped(code=code, why="; ".join(reasons)) if reasons else None,
-        )
+        if backend != AUTO:
+            return case, reasons
+        chosen, against = self.catalogue.choose_backend(case, self.machine)
+        reasons = reasons if chosen else (f"no backend can serve it here ({against})", *reasons)
+        return case.model_copy(update={"backend": chosen}), reasons
 
-    def choose_backend(self, case: Case) -> tuple[str | None, str]:
-        """What backend `auto` means for a case here, and what stands against others (`Ways.choose_backend`)."""
-        return self.catalogue.choose_backend(case, self.machine)
+
+class Nodes(Protocol):
+    """The nodes that torchrun has started (`dilabench.engine.worker.nodes`), as far as a plan asks them."""
+
+    @property
+    def size(self) -> int: ...
+    def machine(self, machine: Machine) -> Machine: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What is to be measured, before anything is."""
+
+    found: Found
+    machine: Machine
+    request: RunRequest
+    planned: tuple[PlannedCase, ...]
+    method: Method
+
+    @property
+    def catalogue(self) -> Catalogue:
+        """All that the cases may name."""
+        return self.found.catalogue
+
+    def planner(self) -> Planner:
+        """What makes further cases of the same request."""
+        return Planner(self.catalogue, self.machine, self.request)
+
+
+def plan_run(found: Found, request: RunRequest, nodes: Nodes | None = None) -> RunPlan:
+    """The plan of a request. Under torchrun it is for all ranks, unless the request names a number.
+
+    Raises ConfigError for a request that cannot be carried out, `--nproc` beyond the ranks of torchrun included, and
+    PluginError for a suite that fails.
+    """
+    request, machine = asking_all(request, nodes), detect(request.device)
+    machine = nodes.machine(machine) if nodes else machine
+    planned = expand(found.catalogue, machine, request)
+    method = method_for(request, machine.device, found.catalogue)
+    return RunPlan(found=found, machine=machine, request=request, planned=planned, method=method)
+
+
+def asking_all(request: RunRequest, nodes: Nodes | None) -> RunRequest:
+    """The request for all ranks of torchrun unless it names a number. Raises ConfigError for more than there are."""
+    if nodes is None:
+        return request
+    if request.nproc > nodes.size:
+        raise ConfigError(
+            f"--nproc {request.nproc} asks for more ranks than torchrun started ({nodes.size}); leave --nproc out"
+        )
+    return request if request.nproc > 1 else request.model_copy(update={"nproc": nodes.size})
 
 
 def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple[PlannedCase, ...]:
@@ -293,8 +354,33 @@ def _checked(target: str, planned: Any) -> tuple[PlannedCase, ...]:
     for one in cases:
         if not isinstance(one, PlannedCase):
             raise PluginError(f"{target} planned {shown(one)}, which is no PlannedCase")
-    refuse_unknown("label", {key for one in cases for key in one.labels})
+        if not one.labels.keys() <= LABELS.keys():
+            refuse_unknown("label", one.labels)
     return cases
+
+
+def workload_request(catalogue: Catalogue, preset: str | None, overrides: Mapping[str, Any]) -> WorkloadRequest:
+    """The request of a preset (or the defaults) with the overrides on top.
+
+    Raises ConfigError for an unknown preset, a set where one workload is needed, an unknown key or a wrong value.
+    """
+    fields: dict[str, Any] = {}
+    if preset is not None:
+        descriptor = catalogue.workloads.get(preset)
+        if descriptor.members:
+            raise ConfigError(f"{preset!r} is a set of workloads ({', '.join(descriptor.members)}); name one of them")
+        fields.update(descriptor.fields)
+    fields.update(overrides)
+    return validated(WorkloadRequest, fields)
+
+
+def preset_names(catalogue: Catalogue, names: Iterable[str]) -> tuple[str, ...]:
+    """The presets with sets replaced by their members, in order, each once."""
+    flat: list[str] = []
+    for name in names:
+        descriptor = catalogue.workloads.get(name)
+        flat.extend(descriptor.members or (descriptor.name,))
+    return tuple(dict.fromkeys(flat))
 
 
 def as_dense(request: WorkloadRequest) -> WorkloadRequest:

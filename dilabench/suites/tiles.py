@@ -9,12 +9,12 @@ from dilabench.errors import ConfigError
 from dilabench.metadata import VARIANT
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase, RunRecord
-from dilabench.report import figures
 from dilabench.report.findings import Section
 from dilabench.request import RunRequest
 from dilabench.suites.optimization.findings import Gain, gains_of
 from dilabench.suites.optimization.variants import NONE
 from dilabench.suites.planner import Planner
+from dilabench.units import format_ratio
 from dilabench.workload.spec import DTYPE_BYTES, Workload
 
 # Where the shapes that `fused` ships were chosen.
@@ -71,7 +71,7 @@ def _sections(gains: Sequence[Gain]) -> Iterator[Section]:
         best = ranked[0]
         yield Section(
             title=f"Tile shapes, {title}",
-            sentence=f"Of {len(ranked)} tile shapes {best.variant} is fastest: {figures.ratio(best.speedup)}.",
+            sentence=f"Of {len(ranked)} tile shapes {best.variant} is fastest: {format_ratio(best.speedup)}.",
             columns=COLUMNS,
             rows=tuple(tuple(_row(gain)) for gain in ranked),
             numeric=frozenset({"speed-up", "95 % CI"}),
@@ -81,6 +81,6 @@ def _sections(gains: Sequence[Gain]) -> Iterator[Section]:
 def _row(gain: Gain) -> Iterator[str]:
     yield gain.row.case.implementation
     yield gain.variant
-    yield figures.ratio(gain.speedup)
+    yield format_ratio(gain.speedup)
     yield gain.interval_text
     yield gain.verdict_text

@@ -1,7 +1,8 @@
-"""What is computed: workloads, and the requests they come from.
+"""What is computed: workloads, how much work they are, and the requests they come from.
 
 Shape letters: B batch, N sequence length, H query heads, K key/value heads (H = g·K), D head dim, T packed tokens.
-The function that a workload names is written down in docs/explanation/semantics.md.
+The function that a workload names is written down in docs/explanation/semantics.md, as are its FLOPs (§2): exact, from
+4·D per (query, key) pair of the multiset in a forward call, and 2.5 times that in a backward one.
 """
 
 import itertools
@@ -11,30 +12,27 @@ from itertools import accumulate
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BeforeValidator,
     ConfigDict,
     Field,
-    SerializeAsAny,
     ValidationError,
     ValidationInfo,
-    WithJsonSchema,
     field_validator,
     model_validator,
 )
 
 from dilabench.errors import ConfigError
 from dilabench.patterns.dense import DENSE
-from dilabench.patterns.pattern import Pattern, SequenceShape
+from dilabench.patterns.pattern import SequenceShape
 from dilabench.patterns.registry import (
+    AnyPattern,
     has_kind,
     kinds_with,
     pattern_type,
-    read_pattern,
     request_fields,
     with_present_names,
 )
 from dilabench.units import format_count
-from dilabench.validation import Model, content_hash, describe, read_count, unknown_key, validated
+from dilabench.validation import READ_COUNT, Model, Size, content_hash, describe, unknown_key, validated
 
 Mode = Literal["forward", "backward", "both"]
 DType = Literal["float64", "float32", "float16", "bfloat16"]
@@ -44,6 +42,9 @@ Window = tuple[int, int]
 MAX_SEQ_LEN = 2**40
 UNBOUNDED: Window = (-1, -1)
 DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+FORWARD_FLOPS_PER_PAIR_AND_DIM = 4
+BACKWARD_FACTOR = 2.5
+MODE_FACTOR = {"forward": 1.0, "backward": BACKWARD_FACTOR, "both": 1.0 + BACKWARD_FACTOR}
 DTYPE_ALIASES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
 # Batch `auto`: constant tokens per batch along a range.
@@ -52,23 +53,6 @@ AUTO_TOKENS = 16384
 PACKED_EIGHTHS = (0, 1, 3, 7, 8)
 # What a request without a pattern means.
 DEFAULT_PATTERN = "dilated"
-
-
-def _read_pattern(value: Any) -> Pattern:
-    try:
-        return read_pattern(value)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-
-
-_PATTERN_SCHEMA = {
-    "type": "object",
-    "properties": {"kind": {"type": "string"}},
-    "required": ["kind"],
-    "additionalProperties": True,
-    "description": "A pattern by its kind, with the kind's own fields.",
-}
-AnyPattern = Annotated[SerializeAsAny[Pattern], BeforeValidator(_read_pattern), WithJsonSchema(_PATTERN_SCHEMA)]
 
 
 class Workload(Model):
@@ -184,7 +168,7 @@ class Workload(Model):
 
     def replace(self, **changes: Any) -> "Workload":
         """A validated copy with the fields changed."""
-        return Workload.model_validate({**self.model_dump(), **changes})
+        return Workload.model_validate({**dict(self), **changes})
 
     def family_id(self) -> str:
         """Hash of everything that changes values, except shape: rows are ranked only inside one family and workload."""
@@ -203,8 +187,36 @@ class Workload(Model):
         window = "" if self.window == UNBOUNDED else f" window {self.window[0]},{self.window[1]}"
         causal = " causal" if self.causal else ""
         packed = " packed" if self.layout == "packed" else ""
+        scale = "" if self.scale is None else f" scale {self.scale:g}"
         shape = f"{self.batch_size}x{format_count(self.seq_len)} {heads} D{self.head_dim}"
-        return f"{shape} {short}{causal}{window}{packed}"
+        return f"{shape} {short}{causal}{window}{scale}{packed}"
+
+
+def attended_pairs(workload: Workload) -> int:
+    """(query, key) pairs of the multiset in one forward call, over batch and heads."""
+    return workload.batch_size * sum(workload.pattern.pairs(shape).attended for shape in workload.shapes)
+
+
+def least_pairs(workload: Workload) -> int:
+    """A lower bound of the pairs that differ, which no implementation can avoid."""
+    return workload.batch_size * sum(workload.pattern.pairs(shape).least for shape in workload.shapes)
+
+
+def flops(workload: Workload, pairs: int | None = None) -> float:
+    """FLOPs of one call in the workload's mode over `pairs`, by default those of the multiset, whatever an
+    implementation saves.
+    """
+    pairs = attended_pairs(workload) if pairs is None else pairs
+    return FORWARD_FLOPS_PER_PAIR_AND_DIM * workload.head_dim * pairs * MODE_FACTOR[workload.mode]
+
+
+def tensor_bytes(workload: Workload) -> dict[str, int]:
+    """Bytes of q, k, v, out and lse of the workload."""
+    item = DTYPE_BYTES[workload.dtype]
+    query = workload.tokens * workload.num_heads * workload.head_dim * item
+    key = workload.tokens * workload.num_kv_heads * workload.head_dim * item
+    lse = workload.tokens * workload.num_heads * (8 if workload.dtype == "float64" else 4)
+    return {"q": query, "k": key, "v": key, "out": query, "lse": lse}
 
 
 class WorkloadRequest(Model):
@@ -219,11 +231,11 @@ class WorkloadRequest(Model):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     pattern: str = DEFAULT_PATTERN
-    batch_size: int | Literal["auto"] = "auto"
-    seq_len: int = 8192
-    num_heads: int = 8
-    num_kv_heads: int | None = None
-    head_dim: int = 64
+    batch_size: Annotated[int | Literal["auto"], READ_COUNT] = "auto"
+    seq_len: Size = 8192
+    num_heads: Size = 8
+    num_kv_heads: Annotated[int | None, READ_COUNT] = None
+    head_dim: Size = 64
     dtype: Literal[DType, "auto"] = "auto"
     causal: bool = True
     window: Window = UNBOUNDED
@@ -231,11 +243,6 @@ class WorkloadRequest(Model):
     mode: Mode = "forward"
     layout: Layout = "padded"
     cu_seqlens: tuple[int, ...] | None = None
-
-    @field_validator("batch_size", "seq_len", "num_heads", "num_kv_heads", "head_dim", mode="before")
-    @classmethod
-    def _size(cls, value: Any, info: ValidationInfo) -> Any:
-        return read_count(value, str(info.field_name))
 
     @field_validator("window", "cu_seqlens", mode="before")
     @classmethod
@@ -299,11 +306,8 @@ class WorkloadRequest(Model):
 
         Raises ConfigError when the shape is impossible.
         """
-        fields = {name: getattr(self, name) for name in WorkloadRequest.model_fields}
-        fields["num_kv_heads"] = self.num_kv_heads or self.num_heads
-        kind = pattern_type(self.pattern)
-        own = kind.request_model().model_fields.keys() & (self.model_extra or {}).keys()
-        fields["pattern"] = kind.from_request({name: (self.model_extra or {})[name] for name in sorted(own)})
+        fields = {**self.__dict__, "num_kv_heads": self.num_kv_heads or self.num_heads}
+        fields["pattern"] = pattern_type(self.pattern).of_request(self.model_extra or {})
         if self.layout == "packed" and self.cu_seqlens is None:
             fields["cu_seqlens"] = tuple(self.seq_len * eighths // 8 for eighths in PACKED_EIGHTHS)
         if self.batch_size == "auto":
@@ -322,7 +326,7 @@ GIVEN_BY_BATCH = ("layout", "seq_len", "cu_seqlens", "batch_size")
 
 
 def _with_packed_fields(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a request once `batch` stands as those that it means, and bounds alone say how long they are.
+    """The fields of a request with `batch` as the fields that it means. Bounds alone give the layout and the length.
 
     Raises ValueError where both `batch` and one of the others are given.
     """
@@ -334,8 +338,8 @@ def _with_packed_fields(data: dict[str, Any]) -> dict[str, Any]:
     bounds = data.get("cu_seqlens")
     if isinstance(bounds, str):
         bounds = bounds.strip("()[] ").split(",")
-    if isinstance(bounds, list | tuple) and bounds and "seq_len" not in data:
-        return {**data, "seq_len": bounds[-1]}
+    if isinstance(bounds, list | tuple) and bounds:
+        return {"layout": "packed", "seq_len": bounds[-1], **data}
     return data
 
 

@@ -20,8 +20,7 @@ from dilabench.attention import (
 )
 from dilabench.patterns.native_sparse import NativeSparsePattern
 from dilabench.patterns.window_sink import WindowSinkPattern
-from dilabench.workload.spec import Workload
-from dilabench.workload.work import attended_pairs
+from dilabench.workload.spec import Workload, attended_pairs
 
 B, N, H, D, BLOCK = 1, 32, 2, 16, 16
 BRANCHES: dict[str, Any] = {"segment_lengths": (8, 32), "dilation_rates": (1, 2)}
@@ -36,13 +35,13 @@ FUNCTIONS: dict[str, Attend] = {
     "dilated": lambda q, k, v: dilated_attention(q, k, v, **BRANCHES),
     "dilated of torch": lambda q, k, v: dilated_attention(q, k, v, **BRANCHES, backend="math"),
     "detached": lambda q, k, v: dilated_attention(q, k, v, **BRANCHES, merge_grad="detached"),
-    "sink": lambda q, k, v: attention(q, k, v, sink=SINK.to(q.dtype)),
+    "sink": lambda q, k, v: attention(q, k, v, sink=SINK.to(q)),
     "packed": lambda q, k, v: dilated_attention(q[0], k[0], v[0], **BRANCHES, cu_seqlens=BOUNDS)[None],
     "module": DilatedAttention(**BRANCHES),
     "blocks": lambda q, k, v: block_sparse_attention(q, k, v, block_size=BLOCK, density=0.5, causal=True),
     "indices": lambda q, k, v: block_sparse_attention(q, k, v, block_size=BLOCK, indices=INDICES, causal=True),
     "window and sinks": lambda q, k, v: attention(
-        q, k, v, pattern=WindowSinkPattern(sinks=2, window_size=8), causal=True, sink=SINK.to(q.dtype)
+        q, k, v, pattern=WindowSinkPattern(sinks=2, window_size=8), causal=True, sink=SINK.to(q)
     ),
 }
 entries = pytest.mark.parametrize("attend", FUNCTIONS.values(), ids=FUNCTIONS)
@@ -152,6 +151,16 @@ def test_flops_are_of_the_pairs_of_the_pattern() -> None:
     with FlopCounterMode(display=False) as counted:
         attention(q, q, q, causal=True)
     assert counted.get_total_flops() == 4 * D * attended_pairs(dense) == 4 * D * H * N * (N + 1) // 2
+    inputs = [torch.randn(1, 64, 4, 16, requires_grad=True) for _ in range(3)]
+    wanted = attention(*inputs, pattern=NSA, causal=True)
+    gradients = torch.autograd.grad(wanted.square().sum(), inputs)
+    summed = Workload(pattern=NSA, causal=True, **{**fields, "seq_len": 64, "num_heads": 4, "num_kv_heads": 4})
+    with FlopCounterMode(display=False) as counted:
+        out = attention(*inputs, pattern=NSA, causal=True)
+        found = torch.autograd.grad(out.square().sum(), inputs)
+    assert counted.get_total_flops() == 14 * 16 * attended_pairs(summed)
+    assert torch.equal(out, wanted)
+    torch.testing.assert_close(found, gradients)
     dilated = Workload(pattern={"kind": "dilated", **BRANCHES}, causal=False, **fields)
     with FlopCounterMode(display=False) as counted:
         dilated_attention(q, q, q, **BRANCHES)
@@ -165,6 +174,10 @@ def test_autocast_casts_as_torch_does(attend: Attend, dtype: torch.dtype, device
     if device == "cuda" and attend is FUNCTIONS["indices"]:
         pytest.skip("the indices of this file are on the CPU")
     inputs = [x.detach().to(device).requires_grad_() for x in operands(dtype=dtype)]
+    if device == "cuda" and dtype == torch.float64 and attend in (FUNCTIONS["blocks"], FUNCTIONS["window and sinks"]):
+        with torch.autocast(device, dtype=torch.bfloat16), pytest.raises(ValueError, match="float64"):
+            attend(*inputs)
+        return
     with torch.autocast(device, dtype=torch.bfloat16):
         wanted = torch.nn.functional.scaled_dot_product_attention(*inputs).dtype
         out = attend(*inputs)

@@ -96,6 +96,30 @@ def test_refuses_a_backend_that_is_none(backend: Any) -> None:
             function(*(tensors() if function is attention else ()), backend=backend)
 
 
+@pytest.mark.parametrize("shape", [(1, 64, 4, 16), (0, 64, 4, 16), (1, 0, 4, 16)])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_refuses_a_backend_that_nobody_knows(shape: tuple[int, ...], device: str) -> None:
+    q = torch.empty(shape, device=device)
+    tokens = q.flatten(0, 1)
+    calls = [
+        lambda: attention(q, q, q, backend="flash_cpu"),
+        lambda: dilated_attention(q, q, q, **BRANCHES, backend="flash_cpu"),
+        lambda: attention(tokens, tokens, tokens, cu_seqlens=(0, len(tokens)), backend="flash_cpu"),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="flash_cpu"):
+            call()
+
+
+@pytest.mark.parametrize("sink", [[0.0] * 4, 0.0, "sink"], ids=str)
+@pytest.mark.parametrize("entry", [attention, ENTRIES["dilated"], ENTRIES["block_sparse"]])
+def test_refuses_a_sink_that_is_no_tensor(entry: Callable[..., Any], sink: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"sink .* must be a tensor \[H\], one logit per query head: give torch\.tensor"
+    ):
+        entry(*(tensors() if entry is attention else ()), sink=sink)
+
+
 @pytest.mark.parametrize(
     "bounds", [4, "0,64", [torch.tensor(0), torch.tensor(64)], torch.tensor([0, 64], device="meta")], ids=str
 )

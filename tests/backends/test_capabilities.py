@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dilabench.choice.requirements import unmet
+from dilabench.choice.descriptors import unmet
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo

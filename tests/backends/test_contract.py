@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from dilabench.choice.computation import load_backend
-from dilabench.choice.descriptors import load_target
-from dilabench.choice.requirements import unmet
+from dilabench.choice.descriptors import load_target, unmet
 from dilabench.machine import detect
 from dilabench.plugins.descriptors import Backend
 from dilabench.plugins.manager import discover

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dilabench.backends import math
 from dilabench.choice.computation import load_backend
-from dilabench.choice.requirements import unmet
+from dilabench.choice.descriptors import unmet
 from dilabench.contracts import LoadedBackend, MergingKernel
 from dilabench.kernels.lse import merge_rows_
 from dilabench.machine import detect

@@ -17,7 +17,7 @@ from dilabench.backends import flash2, flash3, flash4, math
 from dilabench.backends.adapt import Plain, adapted_packed
 from dilabench.backends.sdpa import efficient, flash_cuda
 from dilabench.choice.computation import load_backend
-from dilabench.choice.requirements import unmet
+from dilabench.choice.descriptors import unmet
 from dilabench.contracts import BuildContext, PackedKernel, WithNotes
 from dilabench.impls import strided
 from dilabench.impls.packed import ByBranches, InTiles, OneLaunch, Packed

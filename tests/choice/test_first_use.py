@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dilabench.attention import chosen, dilated_attention
 from dilabench.choice import first_use
@@ -123,6 +124,55 @@ def test_what_a_tune_run_left_in_the_file_stays(measured: Measured) -> None:
 def test_a_single_way_is_nothing_to_choose_from(measured: Measured, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_use, "ways_to_measure", lambda *arguments: ways_of_three(*arguments)[:2])
     assert choose(measured).source == "rule"
+
+
+class Gone:
+    def compare_set(self, *_: object) -> bytes:
+        raise dist.DistNetworkError("rank 0 has left")
+
+
+def test_ranks_that_measure_apart_take_one_way(
+    measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two ranks with caches of their own, each with another fastest way."""
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("localhost", server.port)
+    found = []
+    for rank, (store, way) in enumerate([(server, "math"), (client, "tiled"), (client, "math")]):
+        monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path / str(rank)))
+        monkeypatch.setattr(first_use, "_store_of_ranks", lambda _device, store=store: store)
+        measured.fastest = way
+        found.append(choose(measured))
+    assert [choice.backend for choice in found] == ["math"] * 3
+    assert [choice.source for choice in found] == ["first use", "another rank", "first use"]
+    measured.fastest = "tiled"
+    assert choose(measured, causal=False).backend == "tiled", "of another workload"
+    # What cannot run on this rank is not taken.
+    monkeypatch.setattr(first_use, "usable", lambda *_, **__: False)
+    monkeypatch.setattr(first_use, "_store_of_ranks", lambda _device: server)
+    monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path / "other"))
+    assert choose(measured).backend == "tiled"
+    assert "cannot run here" in caplog.text
+    # Nor does a rank without its store stop.
+    monkeypatch.setattr(first_use, "_store_of_ranks", lambda _device: Gone())
+    monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path / "last"))
+    assert choose(measured).backend == "tiled"
+    assert "rank 0 has left" in caplog.text
+
+
+def test_ranks_tell_each_other_what_they_take_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 1)
+    assert first_use._store_of_ranks(gpu) is None
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert first_use._store_of_ranks(gpu) is None, "there is nobody else"
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        store = first_use._store_of_ranks(gpu)
+        assert store is not None
+        assert [store.compare_set("way", "", own) for own in ("math", "tiled")] == [b"math"] * 2
+        assert first_use._store_of_ranks(CPU) is None
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_cache_that_cannot_be_written_costs_only_the_memory(

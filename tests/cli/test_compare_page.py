@@ -6,7 +6,7 @@ import pytest
 
 from dilabench.compare.across import compare_across
 from dilabench.compare.matrix import compare_all
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy
 
 
 @pytest.fixture

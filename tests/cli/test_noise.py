@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from dilabench.cache_folder import CACHE_VARIABLE, OTHER_CACHE
+from dilabench.kernels.cpu import compiled
 from dilabench.machine import Machine
 from dilabench.runs.machine_state import GpuState, MachineState, busy, notes, read
 
@@ -66,7 +68,10 @@ def test_doctor_reports_the_machine(cli):
 
 def test_doctor_json(cli):
     report = json.loads(cli("doctor", "--json").stdout)
-    assert set(report) == {"device", "no_cuda", "environment", "notes", "advice", "broken_plugins"}
+    assert set(report) == {
+        *("device", "no_cuda", "environment", "notes", "advice"),
+        *("cache", "compiled_kernels", "broken_plugins"),
+    }
     assert report["environment"]["cpu"]["threads"] >= 1
 
 
@@ -75,3 +80,15 @@ def test_a_run_warns_of_what_works_beside_it_and_not_of_how_the_machine_is_set_u
     assert {note.code for note in notes(reading)} == {"load", "governor"}
     assert [note.code for note in busy(reading)] == ["load"]
     assert busy(MachineState(**QUIET)) == ()
+
+
+@pytest.mark.parametrize("place", ["/proc/none-such", "/dev/null", "/dev/null/below"])
+def test_doctor_says_that_a_cache_cannot_be_written(place, cli, monkeypatch):
+    monkeypatch.setenv(CACHE_VARIABLE, place)
+    compiled.why_unavailable.cache_clear()
+    compiled.library.cache_clear()
+    said = " ".join(cli("doctor").stdout.split())
+    compiled.why_unavailable.cache_clear()
+    assert f"cache: '{place}' cannot be written: " in said
+    assert f"C++ kernels: unavailable: '{place}/cpu': " in said
+    assert said.count(OTHER_CACHE) == 2

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dilabench.cli.show.picture import MAX_COLUMNS, MAX_LINES, picture
+from dilabench.cli.show.describe import MAX_COLUMNS, MAX_LINES, picture
 from dilabench.patterns.block_masks import block_shares
 
 

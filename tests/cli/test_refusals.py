@@ -127,7 +127,7 @@ def test_an_unexpected_error_says_where_to_report(cli, monkeypatch):
     def broken(*arguments):
         raise RuntimeError("boom")
 
-    monkeypatch.setattr("dilabench.runs.plan.expand", broken)
+    monkeypatch.setattr("dilabench.suites.planner.expand", broken)
     result = cli("run", "quick", "--dry-run")
     assert result.exit_code == 1
     assert "internal error: RuntimeError: boom" in result.stderr

@@ -6,7 +6,7 @@ from dilabench.compare.across import compare_across, refusals
 from dilabench.compare.gate import confirmed, exit_code
 from dilabench.errors import ExitCode
 from dilabench.record import Failed, GpuInfo, Skipped, Verification
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.verdicts import Cause, Code
 
 CPU = Policy.for_device("cpu")

@@ -8,7 +8,7 @@ from dilabench.compare.across import compare_across
 from dilabench.compare.gate import common_change
 from dilabench.errors import ConfigError
 from dilabench.record import Measured
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.verdicts import Code
 
 CPU = Policy.for_device("cpu")

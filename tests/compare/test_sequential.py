@@ -11,10 +11,8 @@ import pytest
 from dilabench.compare.comparison import ComparedPair, Comparison
 from dilabench.compare.gate import until_decided
 from dilabench.compare.verdicts import corrected
-from dilabench.stats.decisions.calibration import binomial_interval
-from dilabench.stats.decisions.decide import decide
+from dilabench.stats.decisions.decide import Policy, binomial_interval, decide
 from dilabench.stats.decisions.history import StoredSessions, estimate_stored
-from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Code
 
 POLICY = Policy.for_device("cpu")

@@ -9,7 +9,7 @@ from dilabench.compare.gate import exit_code
 from dilabench.compare.within import compare_within
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.record import Failed, Optimizations, Skipped, Verification
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.verdicts import Cause, Code
 
 CPU = Policy.for_device("cpu")

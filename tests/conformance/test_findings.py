@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import create_model
 
-from dilabench.choice.requirements import unmet
+from dilabench.choice.descriptors import unmet
 from dilabench.conformance.check import CHECKS, check_suite
 from dilabench.conformance.fresh_import import import_reports
 from dilabench.conformance.implementation import check_implementation

@@ -25,7 +25,7 @@ from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine
 from dilabench.record import Case, GpuInfo
 from dilabench.request import RunRequest
-from dilabench.runs.plan import asking_all
+from dilabench.suites.planner import asking_all
 from dilabench.workload.spec import Workload
 
 pytestmark = pytest.mark.distributed

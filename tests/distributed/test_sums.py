@@ -8,8 +8,7 @@ import torch
 
 from dilabench.impls.ring.schedule import sums
 from dilabench.impls.ring.schedule.pieces import Piece
-from dilabench.impls.union.branches import ORIGIN, Place
-from dilabench.impls.union.head_runs import Progression, Run
+from dilabench.impls.union.branches import ORIGIN, Place, Progression, Run
 
 pytest.importorskip("triton", reason="Triton is not installed: sums are deferred only for its kernels")
 

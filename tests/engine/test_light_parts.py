@@ -15,8 +15,7 @@ from dilabench.metadata import COPY_KEY, LAUNCH_BOUND, OWN_TILES, matmul_key
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Implementation
 from dilabench.record import Case, Check, KernelUse, Measured, PlannedCase, Row, Slot, Timing, Verification
-from dilabench.workload.spec import Workload, WorkloadRequest
-from dilabench.workload.work import flops
+from dilabench.workload.spec import Workload, WorkloadRequest, flops
 
 LIMITS = WarmUpLimits(min_s=0.0, max_s=5.0)
 

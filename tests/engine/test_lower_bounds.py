@@ -13,8 +13,7 @@ from dilabench.impls.visible_keys import multiplicity
 from dilabench.metadata import COPY_KEY
 from dilabench.patterns import dilated as dilated_pattern
 from dilabench.record import Case, Check, Measured, PlannedCase, Row, Slot, Timing, Verification
-from dilabench.workload.spec import Workload
-from dilabench.workload.work import tensor_bytes
+from dilabench.workload.spec import Workload, tensor_bytes
 
 
 def workload(pattern, **changes) -> Workload:

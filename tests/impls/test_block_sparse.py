@@ -14,9 +14,8 @@ from dilabench.impls.block_sparse.block_sparse import build
 from dilabench.impls.reference import Reference
 from dilabench.impls.visible_keys import multiplicity
 from dilabench.patterns.block_sparse import block_mask
-from dilabench.workload.spec import Workload
+from dilabench.workload.spec import Workload, attended_pairs
 from dilabench.workload.visibility import alike_heads, covered, seen_by
-from dilabench.workload.work import attended_pairs
 
 BASE = {"batch_size": 2, "seq_len": 61, "num_heads": 6, "num_kv_heads": 3, "head_dim": 24, "dtype": "float64"}
 BRANCHES = {"kind": "dilated", "segment_lengths": (20, 32), "dilation_rates": (2, 3)}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dilabench.attention import attention
 from dilabench.backends import math
 from dilabench.backends.sdpa import flash as sdpa_flash
 from dilabench.contracts import AttentionFn, BuildContext, LoadedBackend
@@ -117,3 +118,40 @@ def test_a_computation_that_is_gone_is_told() -> None:
     number = strided.build(WORKLOAD, context()).number
     with pytest.raises(RuntimeError, match="attention function or the SequenceShards of this call are gone; keep them"):
         one_operator.as_one_operator(number, *inputs())
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_packings_are_right_up_to_torchs_limit_of_graphs_which_is_told(
+    fullgraph: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    one_operator._packings.clear()
+    x = torch.randn(16, 2, 8)
+
+    def attend(x: Tensor, bounds: Any) -> Tensor:
+        return attention(x, x, x, cu_seqlens=bounds, causal=True)
+
+    compiled = torch.compile(attend, backend="eager", fullgraph=fullgraph)
+    limit = torch._dynamo.config.recompile_limit
+    with torch._dynamo.config.patch(recompile_limit=4):
+        for at in range(1, 5):
+            assert torch.equal(compiled(x, (0, at, 16)), attend(x, (0, at, 16)))
+            # Of a list that comes again nothing is compiled.
+            assert torch.equal(compiled(x, (0, at, 16)), attend(x, (0, at, 16)))
+            assert ("4 lists cu_seqlens are compiled" in caplog.text) == (at == 4)
+        assert "raise torch._dynamo.config.recompile_limit" in caplog.text
+        if fullgraph:
+            with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+                compiled(x, (0, 5, 16))
+        else:
+            assert torch.equal(compiled(x, (0, 5, 16)), attend(x, (0, 5, 16)))
+    assert torch._dynamo.config.recompile_limit == limit
+    torch._dynamo.reset()
+
+
+def test_a_tensor_of_bounds_is_refused_in_one_graph_and_right_in_several() -> None:
+    x, bounds = torch.randn(16, 2, 8), torch.tensor([0, 5, 16])
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"cu_seqlens is a tensor under torch.compile.*give a list"):
+        torch.compile(attention, backend="eager", fullgraph=True)(x, x, x, cu_seqlens=bounds)
+    out = torch.compile(attention, backend="eager")(x, x, x, cu_seqlens=bounds)
+    assert torch.equal(out, attention(x, x, x, cu_seqlens=bounds))

@@ -5,9 +5,8 @@ import torch
 
 from dilabench.impls.visible_keys import multiplicity
 from dilabench.patterns.dilated import DilatedPattern
-from dilabench.workload.spec import Workload
+from dilabench.workload.spec import Workload, attended_pairs
 from dilabench.workload.visibility import alike_heads, covered, seen_by
-from dilabench.workload.work import attended_pairs
 
 BRANCHES = {"kind": "dilated", "segment_lengths": (7, 20, 300), "dilation_rates": (2, 3, 6)}
 BASE = {"batch_size": 1, "seq_len": 61, "num_heads": 6, "num_kv_heads": 3, "head_dim": 4, "pattern": BRANCHES}

@@ -162,9 +162,9 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_it_is_compiled_once(nothing_compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(flash._compiled(), ctypes.CDLL)
+    assert isinstance(flash.library(), ctypes.CDLL)
     monkeypatch.setattr(compiled, "_compile", lambda *_: pytest.fail("compiled again"))
-    flash._compiled()
+    flash.library()
     (library,) = nothing_compiled.iterdir()
     assert library.suffix == ".so"
 
@@ -172,19 +172,19 @@ def test_it_is_compiled_once(nothing_compiled: Path, monkeypatch: pytest.MonkeyP
 def test_a_compiler_that_fails_is_told_of(nothing_compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_for_this_processor", lambda: "-march=none-such")
     with pytest.raises(EnvironmentNotReady, match=r"does not compile .*flash\.cpp: .*none-such"):
-        flash._compiled()
+        flash.library()
     assert list(nothing_compiled.iterdir()) == []
 
 
 def test_no_compiler(nothing_compiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "cxx_compiler", lambda: None)
     with pytest.raises(EnvironmentNotReady, match=r"needs a C\+\+ compiler, none of c\+\+, g\+\+, clang\+\+"):
-        flash._compiled()
+        flash.library()
 
 
 @pytest.mark.parametrize("dim", [1, 24, 64, 72, 200, 256])
 def test_a_thread_takes_as_much_room_as_it_is_given(dim: int) -> None:
-    library = flash._compiled()
+    library = flash.library()
     library.flash_forward_room.restype = library.flash_backward_room.restype = ctypes.c_int64
     assert library.flash_forward_room(dim) == flash.forward_room(dim)
     assert library.flash_backward_room(dim, ctypes.c_int64(77)) == flash.backward_room(dim, 77)

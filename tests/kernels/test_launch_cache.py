@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,11 @@ import pytest
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
+from triton.backends.nvidia import driver as nvidia
 from triton.compiler import CompiledKernel
+from triton.knobs import HookChain
+from triton.runtime import _allocation, driver
 
 from dilabench.attention import dilated_attention
 from dilabench.kernels import launch_cache as module
@@ -27,7 +32,7 @@ class Compiled:
         self.calls: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        return lambda *values: self.calls.append((grid, *values))
+        return lambda *values, stream: self.calls.append((grid, *values))
 
 
 class Kernel:
@@ -81,6 +86,118 @@ def test_a_launch_repeats_for_other_tensors_and_holds_on_to_none(monkeypatch: py
     assert cache._known["forward"][0].values[:2] == [None, None]
 
 
+class OnNvidia(CompiledKernel):
+    """A kernel of one descriptor, as Triton compiles it; logs what its launcher in C is given."""
+
+    def __init__(self) -> None:
+        self.module, self.function, self.packed_metadata, self.name, self.src = 1, 2, (4, 1, 0), "kernel", None
+        self.given: list[tuple[Any, ...]] = []
+        signature = {0: "tensordesc<fp32[2, 2]>", 1: "*fp32", 2: "*fp32", 3: "fp32"}
+        encoding = {"swizzle": 0, "elem_size": 4, "elem_type": 7, "block_size": [2, 2], "fp4_padded": False}
+        self._run = object.__new__(nvidia.CudaLauncher)
+        vars(self._run).update(
+            num_ctas=1,
+            launch=nvidia.wrap_handle_tensordesc(lambda *given: self.given.append(given), signature, [encoding]),
+            **{f"{kind}_scratch_{of}": 0 for kind in ("global", "profile") for of in ("size", "align")},
+            launch_cooperative_grid=False,
+            launch_pdl=True,
+        )
+
+
+class NvidiaDriver:
+    """An active driver of Triton that encodes descriptors as (number of the encoding, address)."""
+
+    def __init__(self) -> None:
+        self.utils = self
+        self.encoded = 0
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 70 + device
+
+    def fill_tma_descriptor(self, address: int, *_: Any) -> tuple[str, int]:
+        self.encoded += 1
+        return "encoded", address
+
+
+def repeated_on_nvidia(
+    monkeypatch: pytest.MonkeyPatch, compiled: OnNvidia
+) -> tuple[NvidiaDriver, Callable[[Tensor, Tensor], tuple[Any, ...]]]:
+    """The driver, and what launches `Kernel` once more: the third time and on. It gives what the launcher is given."""
+    active = NvidiaDriver()
+    monkeypatch.setattr(driver, "_active", active)
+    # As if the tensors were on the first GPU.
+    monkeypatch.setattr(Tensor, "get_device", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_of", nullcontext)
+    monkeypatch.setattr(module, "record", lambda _: None)
+    kernel, cache, table = Kernel(), LaunchCache(), torch.zeros(3)
+    kernel.compiled = compiled
+
+    def launched(q: Tensor, out: Tensor) -> tuple[Any, ...]:
+        cache.launch("forward", [{"q": q, "out": out}], preparing(kernel, {"q": q, "out": out}, table))
+        return compiled.given[-1]
+
+    first = torch.zeros(2, 2)
+    monkeypatch.setattr(Descriptor, "strides", [2, 1], raising=False)
+    monkeypatch.setattr(Descriptor, "padding", "zero", raising=False)
+    compiled.given.append(())
+    assert [launched(first, first) for _ in range(2)] == [(), ()], "the kernel itself launches what is new"
+    return active, launched
+
+
+def chain_of_hooks() -> Any:
+    chain = HookChain()
+    chain.add(print)
+    return chain
+
+
+@pytest.mark.parametrize("hook", [chain_of_hooks(), print], ids=["chain", "function"])
+def test_a_repeated_launch_gives_tritons_launcher_what_triton_does(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    active, launched = repeated_on_nvidia(monkeypatch, OnNvidia())
+    monkeypatch.setattr(knobs.runtime, "launch_exit_hook", None)
+    for q, out in ((torch.zeros(2, 2), torch.zeros(2, 2)), (torch.ones(2, 2), torch.ones(2, 2))):
+        recorded = [launched(q, out) for _ in range(3)]
+        encoded = active.encoded
+        with monkeypatch.context() as hooked:
+            hooked.setattr(knobs.runtime, "launch_enter_hook", hook)
+            by_triton = launched(q, out)
+        assert active.encoded == encoded + 1
+        assert by_triton[11] is hook
+        assert recorded[0][:10] == by_triton[:10]
+        assert 70 in recorded[0][:10], "the current stream"
+        assert recorded[0][10:13] == (None, None, None)
+        wanted = [x.data_ptr() if isinstance(x, Tensor) else x for x in by_triton[13:]]
+        assert wanted[:2] == [("encoded", q.data_ptr()), 2]
+        assert [[*given[13:]] for given in recorded] == [wanted] * 3
+        assert recorded[1] == recorded[2] == recorded[0]
+    assert active.encoded == 4, "addresses of an earlier launch are encoded once"
+
+
+def test_no_more_than_so_many_launches_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_RECORDED", 2)
+    active, launched = repeated_on_nvidia(monkeypatch, OnNvidia())
+    tensors = [torch.zeros(2, 2) for _ in range(3)]
+    given = [launched(q, q)[13] for q in (*tensors, *tensors)]
+    assert given == [("encoded", q.data_ptr()) for q in (*tensors, *tensors)]
+    assert active.encoded == 6
+
+
+@pytest.mark.parametrize("other", ["memory for each launch", "another function above the launcher"])
+def test_tritons_python_launches_where_its_launcher_is_not_known(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = OnNvidia()
+    if other == "memory for each launch":
+        monkeypatch.setattr(_allocation, "_allocator", SimpleNamespace(get=lambda: lambda *_: "scratch"))
+        compiled._run.global_scratch_size = 8
+    else:
+        compiled._run.launch = lambda *given: compiled.given.append(given)
+    _, launched = repeated_on_nvidia(monkeypatch, compiled)
+    q = torch.zeros(2, 2)
+    assert any(x is q for x in launched(q, q))
+
+
 @pytest.mark.parametrize("copied", ["q", "out"])
 def test_a_launch_that_reads_copies_is_not_repeated(copied: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CompiledKernel", Compiled)
@@ -128,7 +245,7 @@ def launch(
 ) -> None:
     """Launches of a layout that is new."""
     launches = prepare if callable(prepare) else prepare.copy
-    LaunchCache().launch("some", [], launches, beside)
+    LaunchCache().launch("some", [{"x": torch.zeros(1)}], launches, beside)
 
 
 def test_what_is_new_is_compiled_in_both_forms_with_all_that_follow_and_nothing_twice() -> None:
@@ -172,7 +289,7 @@ def test_launches_beside_those_that_are_new_are_compiled_with_them_and_not_made(
     def beside() -> list[Launch]:
         log.append("beside")
         noted: list[Launch] = []
-        LaunchCache(noted).launch("backward", [{}], lambda: [one("c")])
+        LaunchCache(noted).launch("backward", [{"x": torch.zeros(1)}], lambda: [one("c")])
         return noted
 
     launch([one("a"), one("b")], beside)

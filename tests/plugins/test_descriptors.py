@@ -7,8 +7,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from dilabench.choice.descriptors import load_target
-from dilabench.choice.requirements import unmet
+from dilabench.choice.descriptors import load_target, unmet
 from dilabench.choice.ways import Registry
 from dilabench.errors import ConfigError, PluginError
 from dilabench.machine import Machine

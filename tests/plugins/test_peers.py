@@ -28,7 +28,7 @@ def reasons(name, machine=HOPPERS, ranks=4, backend="sdpa-flash", **fields):
 
 @pytest.fixture
 def installed(monkeypatch):
-    monkeypatch.setattr("dilabench.choice.requirements._unmet_module", lambda *_: None)
+    monkeypatch.setattr("dilabench.choice.descriptors._unmet_module", lambda *_: None)
 
 
 def test_the_projects_that_there_are_adapters_for():

@@ -12,7 +12,7 @@ from dilabench.record import Failed, Skipped, Slot, Timing
 from dilabench.report import services, tidy
 from dilabench.report.html.comparison import notebook as notebook_of_comparison
 from dilabench.report.html.page import notebook
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy
 
 pandas = pytest.importorskip("pandas", reason="pandas is part of the data extra")
 

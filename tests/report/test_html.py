@@ -12,11 +12,11 @@ from dilabench.cli.options import names
 from dilabench.machine import detect
 from dilabench.plugins.manager import discover
 from dilabench.record import Failed, Row, Skipped
+from dilabench.report.content import workload_tables
 from dilabench.report.findings import BarPlot, Bars, Curve, CurvePlot, MaskPlot, Point, Section, sections_of
 from dilabench.report.html import page
 from dilabench.report.html.commands import row_command
 from dilabench.report.html.winners import winner_map
-from dilabench.report.rows import workload_tables
 from dilabench.request import run_request
 from dilabench.store.run_files import read_record
 from dilabench.suites.planner import expand

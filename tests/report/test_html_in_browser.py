@@ -7,6 +7,7 @@ import pytest
 
 from dilabench.plugins.manager import discover
 from dilabench.record import Skipped
+from dilabench.report.columns import Column
 from dilabench.report.findings import Curve, CurvePlot, Point, sections_of
 from dilabench.report.html import history, page
 from dilabench.report.html.history import Trend
@@ -112,8 +113,8 @@ def test_rows_are_sorted_filtered_and_opened(opened, make_row, make_record):
 def test_the_history_draws_each_case(opened, tmp_path):
     levels = [Curve(label=name, points=(Point(x=at, y=at), Point(x=at + 1, y=at))) for name, at in (("a", 1), ("b", 3))]
     plot = CurvePlot(name="case0", title="a case", x_label="run", y_label="ms", curves=tuple(levels))
-    told = {"columns": ("run",), "numeric": (), "rows": [("x",)], "steps": ["slower"], "plot": plot}
-    trend = Trend(title="a case", where="here", **told)
+    columns = (Column(name="run", cell=str),)
+    trend = Trend(title="a case", where="here", columns=columns, lines=["x"], steps=["slower"], plot=plot)
     (tmp_path / "history.html").write_text(history.to_text([trend], "all cases"))
     tab = opened.file(tmp_path / "history.html")
     tab.locator("#case0 ~ figure svg").first.wait_for()

@@ -1,7 +1,6 @@
 """Leaderboards: places by the rule of `compare`, one board per device and family, and how each row is repeated."""
 
-from dilabench.report.html.leaderboard import to_text
-from dilabench.report.leaderboard import leaderboard
+from dilabench.report.leaderboard import leaderboard, to_html
 
 GPUS = {"gpus": ({"name": "H200", "compute_capability": "9.0"},) * 2}
 
@@ -51,7 +50,7 @@ def test_boards_are_those_of_devices_and_families_and_runs_keep_their_places(mak
 
 def test_the_page_says_how_to_repeat_each_row(make_row, make_record):
     record = make_record([make_row("strided")], argv=("run", "quick", "--budget", "<1m>"))
-    text = to_text(leaderboard([record]))
+    text = to_html(leaderboard([record]))
     assert "dilabench run quick --budget &#39;&lt;1m&gt;&#39;" in text
     assert "dilabench 0 · commit " in text
     assert 'href="#run-aaaa"' in text

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median, stdev
@@ -13,15 +14,25 @@ from dilabench.cli.compare import verdict_view
 from dilabench.compare.across import compare_across
 from dilabench.compare.gate import exit_code
 from dilabench.compare.view import RowView, view_of
+from dilabench.plugins.axis import LENGTH
+from dilabench.plugins.manager import discover
 from dilabench.record import ESTIMATOR, RunRecord
-from dilabench.report import columns, figures, services, tidy
-from dilabench.report.columns import COLUMNS, Column, chosen_columns
+from dilabench.report import columns, markdown, services, tidy
+from dilabench.report import json as as_json
+from dilabench.report.answer import answer
+from dilabench.report.columns import ABSENT, COLUMNS, Column, chosen_columns, row_name
+from dilabench.report.content import ESTIMATES, workload_tables
+from dilabench.report.findings import sections_of
 from dilabench.report.html.data import PageData
 from dilabench.report.pull_request import of_comparison
-from dilabench.report.rows import ESTIMATES, workload_tables
-from dilabench.stats.decisions.policy import Policy
+from dilabench.report.table import to_text as terminal_text
+from dilabench.stats.decisions.decide import Policy
+from dilabench.store.archive import Archive
+from dilabench.store.index import HistoryIndex
 from dilabench.store.run_files import read_record
-from dilabench.units import format_bytes
+from dilabench.suites.findings.series import plots_over_length, series_of
+from dilabench.suites.overview import bars_of
+from dilabench.units import format_bytes, format_latency, format_rate
 
 ROOT = Path(__file__).parents[2]
 RECORDS = [ROOT / "tests" / "golden" / "run_record.v1.json"] + [
@@ -69,10 +80,10 @@ def test_tables_show_the_numbers_of_the_exports(record: RunRecord) -> None:
             if line.view is None:
                 assert numbers["median_ns"] is None
                 continue
-            assert line.text("median").rstrip("‡") == figures.latency(numbers["median_ns"])
-            assert line.text("mean") == figures.latency(numbers["mean_ns"])
-            assert line.text("std") == ("–" if numbers["std_ns"] is None else figures.latency(numbers["std_ns"]))
-            assert line.text("tok/s") == figures.decimal(numbers["tokens_per_s"])
+            assert line.text("median").rstrip("‡") == format_latency(numbers["median_ns"])
+            assert line.text("mean") == format_latency(numbers["mean_ns"])
+            assert line.text("std") == ("–" if numbers["std_ns"] is None else format_latency(numbers["std_ns"]))
+            assert line.text("tok/s") == format_rate(numbers["tokens_per_s"])
             peak = numbers["peak_bytes"]
             assert line.text("peak mem.") == ("–" if peak is None else format_bytes(peak))
             interval = line.view.interval
@@ -111,8 +122,122 @@ def test_comparisons_show_the_times_of_the_report(record: RunRecord, capsys) -> 
         view = known[pair.candidate.case_id]
         assert (pair.baseline_ns, pair.candidate_ns) == (view.median_ns, view.median_ns)
         assert cell["verdict"]["numbers"]["baseline_ns"] == view.median_ns
-        assert figures.latency(view.median_ns) in page or "left out" in page
-        assert figures.latency(view.median_ns).split()[0] in table
+        assert format_latency(view.median_ns) in page or "left out" in page
+        assert format_latency(view.median_ns).split()[0] in table
+
+
+def test_printed_json_holds_the_numbers_of_the_exports(record: RunRecord) -> None:
+    exported = {line["case_id"]: line for line in tidy.cases(record)}
+    for row, written in zip(record.rows, json.loads(as_json.render(record, None) or "")["rows"], strict=True):
+        figures, summary = exported[row.case.case_id], written.pop("summary")
+        assert written == json.loads(row.model_dump_json())
+        assert summary == (None if figures["median_ns"] is None else {name: figures[name] for name in summary})
+        assert summary is None or {"median_ns", "ci_low_ns", "mean_ns", "std_ns", "tokens_per_s"} <= summary.keys()
+
+
+def markdown_cells(text: str) -> list[dict[str, str]]:
+    """The lines of all tables of medians, by the names of their columns."""
+    found, names = [], []
+    for line in text.splitlines():
+        cells = [cell.strip().strip("*").replace("\\", "") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if "median" in cells:
+            names = cells
+        elif not cells:
+            names = []
+        elif names and not cells[0].startswith("---"):
+            found.append(dict(zip(names, cells, strict=True)))
+    return found
+
+
+def test_markdown_and_terminal_show_the_numbers_of_the_exports(record: RunRecord) -> None:
+    exported = {line["case_id"]: line for line in tidy.cases(record)}
+    shown = ["median", "mean", "std", "peak mem."]
+    lines = [line for one in workload_tables(record) for line in one.rows]
+    written = markdown_cells(markdown.to_text(record, columns=shown))
+    terminal = terminal_text(record, width=300, columns=shown)
+    for line, cells in zip(lines, written, strict=True):
+        figures = exported[line.row.case.case_id]
+        if line.view is not None:
+            texts = [format_latency(figures[name]) if figures[name] else ABSENT for name in ("mean_ns", "std_ns")]
+            median, *others = (cells[name] for name in shown)
+            assert median.rstrip("‡") == format_latency(figures["median_ns"])
+            assert others == [*texts, format_bytes(figures["peak_bytes"]) if figures["peak_bytes"] else ABSENT]
+            assert re.search(r" +".join(map(re.escape, [median, *others])), terminal)
+
+
+def test_the_answer_shows_the_numbers_of_the_exports(record: RunRecord) -> None:
+    exported = {line["case_id"]: line for line in tidy.cases(record)}
+    suites = discover().catalogue.suites
+    found = answer(record, suites.get(record.suite).axis if record.suite in suites else LENGTH)
+    names, lines, _ = found.table()
+    for row, cells in zip(found.rows, lines, strict=True):
+        if row.fastest is not None:
+            shown, figures = dict(zip(names, cells, strict=True)), exported[row.fastest.case.case_id]
+            assert shown["time"] == format_latency(figures["median_ns"])
+            assert shown["verified"] == view_of(row.fastest).verified
+            if figures["peak_bytes"] is not None:
+                assert shown["memory"] == format_bytes(figures["peak_bytes"])
+
+
+def test_plots_and_the_history_hold_the_same_numbers(record: RunRecord, tmp_path: Path) -> None:
+    known = views(record)
+    series = [one for one in series_of(record) if one.measured]
+    for plot in plots_over_length(series):
+        for curve in plot.curves:
+            (drawn,) = [one for one in series if one.label == curve.label]
+            of_rows = {
+                "latency": [view.median_ns / 1e6 for view in drawn.measured],
+                "throughput": [view.tokens_per_s for view in drawn.measured],
+                "memory": [view.peak_bytes / 2**20 for view in drawn.measured if view.peak_bytes is not None],
+            }
+            assert [point.y for point in curve.points] == of_rows[plot.name]
+    for plot in bars_of(record):
+        figures = [
+            view.median_ns / 1e6 if plot.name == "latency" else (view.peak_bytes or 0) / 2**20
+            for view in known.values()
+        ]
+        assert {value for bars in plot.bars for value in bars.values if value is not None} <= {*figures}
+    archive = Archive(tmp_path)
+    archive.add(record)
+    with HistoryIndex(archive, pytest.fail) as index:
+        for entry in index.cases():
+            view = known.get(entry.case_id)
+            low, high = (view.interval.low, view.interval.high) if view and view.interval else (None, None)
+            stored = (entry.p25_ns, entry.median_ns, entry.low_ns, entry.high_ns, entry.samples)
+            assert stored == ((view.p25_ns, view.median_ns, low, high, view.samples) if view else (*(None,) * 4, 0))
+            assert view is None or entry.peak_bytes == view.peak_bytes
+
+
+# A record of each suite whose findings are quick to make.
+FINDINGS = (
+    "cpu-flash",
+    "h200-backends",
+    "h200-block-sparse-backward",
+    "h200-field-two-gpus",
+    "h200-range-ragged",
+    "h200-ring-cli",
+    "h200-tiles",
+)
+TIMES = {"time", "median", "median of ours", "total", "best"}
+SIZES = {"memory", "peak memory"}
+
+
+@pytest.mark.parametrize("name", FINDINGS)
+def test_findings_show_the_times_and_peaks_of_rows(name: str) -> None:
+    record = read(ROOT / "docs" / "results" / f"{name}.json")
+    known = views(record).values()
+    times = {ABSENT, *(format_latency(view.median_ns) for view in known)}
+    sizes = {ABSENT, *(format_bytes(view.peak_bytes) for view in known if view.peak_bytes is not None)}
+    ways = {row_name(view.row) for view in known}
+    seen = 0
+    for section in sections_of(record, discover().catalogue):
+        for column, *cells in zip(section.columns, *section.rows, strict=True):
+            if column in TIMES or column in ways:
+                assert {cell.partition(" (")[0] for cell in cells} <= times
+                seen += len(cells)
+            elif column in SIZES:
+                assert set(cells) <= sizes
+    assert seen
 
 
 def test_the_estimator_is_named_in_the_record_and_below_the_tables(record: RunRecord) -> None:
@@ -124,7 +249,7 @@ def test_a_column_is_one_object(record: RunRecord, monkeypatch) -> None:
     slowest = Column(name="max", cell=lambda view: max(view.timing.samples_ns), unit="ns", export="max_ns")
     monkeypatch.setitem(columns.COLUMNS, "max", slowest)
     (line, *_) = workload_tables(record)[0].rows
-    expected = "–" if line.view is None else figures.latency(max(line.view.timing.samples_ns))
+    expected = "–" if line.view is None else format_latency(max(line.view.timing.samples_ns))
     assert line.text("max") == expected
     assert [one.name for one in chosen_columns(["max"])] == ["implementation", "backend", "max"]
     assert "max_ns" in tidy.cases(record)[0]

@@ -26,10 +26,7 @@ from dilabench.report.findings import (
     sections_of,
 )
 from dilabench.report.plots import plots
-from dilabench.report.plots.bars import draw_bars
-from dilabench.report.plots.curves import draw_curves
-from dilabench.report.plots.mask import COMPUTED, HIDDEN, SKIPPED, draw_mask
-from dilabench.report.plots.style import COLOURS, look
+from dilabench.report.plots.drawing import COLOURS, COMPUTED, HIDDEN, SKIPPED, draw_bars, draw_curves, draw_mask, look
 from dilabench.store.run_files import read_record
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "run_record.v1.json"

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
-from dilabench.stats.decisions.decide import decide, judge, judge_many
-from dilabench.stats.decisions.paired import PairedRounds, estimate
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy, decide, judge, judge_many
+from dilabench.stats.decisions.paired import Estimate, PairedRounds, estimate
 from dilabench.stats.decisions.verdicts import Cause, Code, confirm
-from dilabench.stats.samples.estimate import Estimate, Interval
+from dilabench.stats.samples.location import Interval
 
 MIRROR = {Code.SLOWER: Code.FASTER, Code.FASTER: Code.SLOWER}
 NO_FLOOR = Policy(user_margin=0.02, min_change_ns=0)

@@ -16,11 +16,10 @@ from dilabench.compare.view import (
     tokens_per_second,
 )
 from dilabench.errors import ConfigError
-from dilabench.stats.decisions.calibration import binomial_interval, detection_rate, noise_floor
-from dilabench.stats.decisions.decide import judge_many
+from dilabench.stats.decisions.decide import Policy, binomial_interval, detection_rate, judge_many
+from dilabench.stats.decisions.history import noise_floor
 from dilabench.stats.decisions.memory import MemoryCode, judge_memory
 from dilabench.stats.decisions.paired import estimate_many
-from dilabench.stats.decisions.policy import Policy
 from dilabench.stats.decisions.verdicts import Code
 
 MIB = 2**20
@@ -85,8 +84,7 @@ def test_verdict_types_cost_no_numpy_and_nothing_imports_torch():
         "import dilabench.stats.decisions.memory\n"
         "assert 'numpy' not in sys.modules and 'scipy' not in sys.modules\n"
         "import dilabench.stats.decisions.decide, dilabench.stats.decisions.history\n"
-        "import dilabench.stats.decisions.decide\n"
-        "import dilabench.stats.decisions.steps, dilabench.stats.scaling, dilabench.stats.decisions.calibration\n"
+        "import dilabench.stats.decisions.steps, dilabench.stats.scaling\n"
         "assert 'torch' not in sys.modules and 'scipy.stats' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

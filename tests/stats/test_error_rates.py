@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from dilabench.stats.decisions.calibration import detection_rate
-from dilabench.stats.decisions.decide import judge_many
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy, detection_rate, judge_many
 from dilabench.stats.decisions.verdicts import Code
 
 CPU = Policy.for_device("cpu")

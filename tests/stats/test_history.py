@@ -10,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
-from dilabench.stats.decisions.calibration import detection_rate
-from dilabench.stats.decisions.decide import decide
-from dilabench.stats.decisions.history import StoredSessions, estimate_stored, sessions_needed
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy, decide, detection_rate, sessions_needed
+from dilabench.stats.decisions.history import StoredSessions, estimate_stored
 from dilabench.stats.decisions.verdicts import Cause, Code
 
 POLICY = Policy(user_margin=0.02)

@@ -16,8 +16,8 @@ from dilabench.stats.samples.location import (
     locate,
     median_interval,
     quantile,
+    relative_half_width,
 )
-from dilabench.stats.samples.precision import relative_half_width
 
 times = st.lists(st.floats(1, 1e9), min_size=1, max_size=40)
 

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
-from dilabench.stats.decisions.decide import control_family, holm, judge_many
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy, control_family, holm, judge_many
 from dilabench.stats.decisions.verdicts import Cause, Code
 
 p_values = st.lists(st.floats(0, 1), min_size=1, max_size=20)

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from dilabench.choice import first_use, requirements
+from dilabench.choice import descriptors, first_use
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.metadata import SHAPE
@@ -14,7 +14,7 @@ from dilabench.request import run_request
 from dilabench.suites.choice import cases
 from dilabench.suites.choice.shapes import RANGES, shape
 from dilabench.suites.planner import Planner, expand
-from dilabench.workload.work import flops
+from dilabench.workload.spec import flops
 
 CATALOGUE = discover().catalogue
 CPU = Machine(device="cpu", no_cuda="test")
@@ -91,8 +91,7 @@ def test_the_choice_stands_beside_every_way_that_can_serve_it():
 
 
 def test_on_a_gpu_the_ways_are_ours_and_over_what_may_be_chosen(monkeypatch):
-    for name in ("_unmet_module", "_unmet_distribution"):
-        monkeypatch.setattr(requirements, name, lambda *_: None)
+    monkeypatch.setattr(descriptors, "_unmet_package", lambda *_: None)
     fixed = ("dtype=bfloat16", "head_dim=64", "heads=all", "window=-1,-1", "mode=both")
     request, planner = asked(*fixed, machine=GPU, nproc=2)
     ways = {(one.case.implementation, one.case.backend) for one in cases.expand(request, planner)}
@@ -114,8 +113,7 @@ def test_plain_products_are_tried_on_a_gpu_by_name_or_where_no_kernel_serves(dty
 
 
 def test_what_is_known_to_be_far_slower_is_neither_tried_nor_taken(monkeypatch):
-    for name in ("_unmet_module", "_unmet_distribution"):
-        monkeypatch.setattr(requirements, name, lambda *_: None)
+    monkeypatch.setattr(descriptors, "_unmet_package", lambda *_: None)
     for head_dim, there in ((128, True), (192, False)):
         request, planner = asked("dtype=float32", f"head_dim={head_dim}", "heads=all", "window=-1,-1", machine=GPU)
         planned = cases.expand(request, planner)

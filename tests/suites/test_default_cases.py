@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from dilabench.choice import measured, requirements
+from dilabench.choice import descriptors, measured
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
@@ -35,8 +35,8 @@ ONLY = {"dense": {"ring"}, "block-sparse": {"ring"}, "packed": {"ring"}}
 @pytest.fixture
 def everything_installed(monkeypatch, tmp_path):
     """Every library is there, nothing was tuned, and a host has 64 GiB."""
-    for name in ("_unmet_module", "_unmet_distribution", "_unmet_compiler"):
-        monkeypatch.setattr(requirements, name, lambda *_: None)
+    monkeypatch.setattr(descriptors, "_unmet_package", lambda *_: None)
+    monkeypatch.setattr(descriptors, "_unmet_compiler", lambda _machine: None)
     monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(measured, "SHIPPED", tmp_path)
     monkeypatch.setattr(planner, "cxx_compiler", lambda: None)

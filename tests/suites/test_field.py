@@ -2,7 +2,7 @@
 
 import pytest
 
-from dilabench.choice import requirements
+from dilabench.choice import descriptors
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
@@ -16,8 +16,7 @@ GPUS = Machine(device="cuda", gpus=(GpuInfo(name="a", compute_capability="9.0"),
 
 @pytest.fixture
 def planned(monkeypatch):
-    for name in ("_unmet_module", "_unmet_distribution"):
-        monkeypatch.setattr(requirements, name, lambda *_: None)
+    monkeypatch.setattr(descriptors, "_unmet_package", lambda *_: None)
 
     def call(machine, **fields):
         request = RunRequest(suite="field", **fields)

@@ -4,7 +4,7 @@ import pytest
 
 from dilabench.plugins.builtin.workloads import PRESETS, RING
 from dilabench.plugins.manager import discover
-from dilabench.request import workload_request
+from dilabench.suites.planner import workload_request
 
 LONGNET_SEGMENTS = (2048, 4096, 8192, 16384, 32768)
 

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from dilabench.patterns.answers import windowed_pairs
 from dilabench.patterns.dilated import DilatedPattern, rows_kept
-from dilabench.workload.spec import Workload
-from dilabench.workload.work import attended_pairs, flops, tensor_bytes
+from dilabench.workload.spec import Workload, attended_pairs, flops, tensor_bytes
 
 
 def brute_offset(pattern, head, rate, num_heads, num_kv_heads):

@@ -1,6 +1,7 @@
 """`dilabench baseline`: names for the runs that a gate compares with."""
 
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -8,7 +9,7 @@ import typer
 
 from dilabench.cli.app import guarded
 from dilabench.cli.options import AsJson
-from dilabench.cli.terminal import note, print_table, say
+from dilabench.cli.terminal import note, print_items, say
 from dilabench.errors import ConfigError
 
 baseline_app = typer.Typer(
@@ -54,6 +55,7 @@ def save(
 
 def list_baselines(as_json: AsJson = False) -> None:
     """Show the baselines and their runs."""
+    from dilabench.report.columns import Column
     from dilabench.store.lookup import Store
 
     store = Store(tell=note)
@@ -65,11 +67,18 @@ def list_baselines(as_json: AsJson = False) -> None:
         say(f"no baselines in {store.root}; `dilabench baseline save NAME` makes one of the latest run")
         return
     stored = set(store.archive.names())
-    rows = []
-    for name, one in known.items():
-        gone = sum(run not in stored for run in one.runs)
-        rows.append((name, str(len(one.runs)), one.saved_at, ", ".join(one.runs) + (f" ({gone} gone)" if gone else "")))
-    print_table(None, ("name", "runs", "saved", "files"), rows, right=("runs",))
+
+    def files(runs: Sequence[str]) -> str:
+        gone = sum(run not in stored for run in runs)
+        return ", ".join(runs) + (f" ({gone} gone)" if gone else "")
+
+    columns = (
+        Column(name="name", cell=lambda item: item[0], right=False, spare=None),
+        Column(name="runs", cell=lambda item: len(item[1].runs), spare=None),
+        Column(name="saved", cell=lambda item: item[1].saved_at, right=False, spare=None),
+        Column(name="files", cell=lambda item: files(item[1].runs), right=False, spare=None),
+    )
+    print_items(None, columns, known.items())
 
 
 def rm(name: Name) -> None:

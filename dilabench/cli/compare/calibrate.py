@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from dilabench.cli import options as shared
-from dilabench.cli.terminal import print_table, say
+from dilabench.cli.terminal import print_items, say
 from dilabench.store.calibrations import Calibration
 
 DEFAULT_SESSIONS = 10
@@ -46,15 +46,14 @@ def calibrate(
 
 
 def _show(result: Calibration) -> None:
+    from dilabench.report.columns import Column
+
     say(f"noise between sessions (sigma of identical code): {result.sigma_aa:.2%}")
     if result.mde is not None:
         say(f"smallest slow-down that one session finds four times in five: about {result.mde:.1%}")
-    rows = [
-        (
-            f"{one.effect:.0%}" if one.effect else "identical",
-            f"{one.hits} of {one.trials}",
-            f"{one.low:.0%} to {one.high:.0%}",
-        )
-        for one in result.power
-    ]
-    print_table(None, ("slower by", "called SLOWER", "95 % interval of the rate"), rows)
+    columns = (
+        Column(name="slower by", cell=lambda row: f"{row.effect:.0%}" if row.effect else "identical", right=False),
+        Column(name="called SLOWER", cell=lambda row: f"{row.hits} of {row.trials}", right=False),
+        Column(name="95 % interval of the rate", cell=lambda row: f"{row.low:.0%} to {row.high:.0%}", right=False),
+    )
+    print_items(None, columns, result.power)

@@ -67,7 +67,7 @@ def compare(
     Exit codes: 0 fine, 4 a case that was measured fails now, 5 wrong output, 6 slower or larger than BASE, 7 undecided
     (with --fail-on inconclusive), 8 nothing to compare. Of several runs the first is BASE.
     """
-    from dilabench.cli.compare import matrix_view, verdict_view
+    from dilabench.cli.compare import verdict_view
     from dilabench.compare.across import policy_for, refuse_other_machine
     from dilabench.compare.comparison import selection
     from dilabench.compare.gate import exit_code
@@ -107,9 +107,7 @@ def compare(
             raise ConfigError(
                 "--across-machines takes two runs and, because it judges nothing, no other option but --json"
             )
-        from dilabench.cli.compare.machines import show_machines
-
-        raise typer.Exit(show_machines(records[0], records[1], form is Format.JSON))
+        raise typer.Exit(verdict_view.show_machines(records[0], records[1], as_json=form is Format.JSON))
     for record in records[1:] if by else ():
         refuse_other_machine(records[:1], [record], ConfigError)
     calibration = store.calibration_of(records)
@@ -123,11 +121,11 @@ def compare(
         matrix = compare_all(run_names(runs, sides), sides, policy=policy, select=select, reference=relative_to)
         if len(runs) > 2 or form is Format.HTML:
             codes = [exit_code(one, wanted) for one in matrix.with_first]
-            show = partial(matrix_view.show, matrix, codes, calibration)
+            show = partial(verdict_view.show_matrix, matrix, codes, calibration)
             if form is Format.HTML:
-                show = partial(matrix_view.write_page, matrix, codes, [side[-1] for side in sides], output)
-            as_data = partial(matrix_view.as_json, matrix, codes, calibration)
-            _print(form, github_summary, show, as_data, partial(matrix_view.as_markdown, matrix, codes))
+                show = partial(verdict_view.write_matrix_page, matrix, codes, [side[-1] for side in sides], output)
+            as_data = partial(verdict_view.matrix_as_json, matrix, codes, calibration)
+            _print(form, github_summary, show, as_data, partial(verdict_view.matrix_as_markdown, matrix, codes))
             raise typer.Exit(gravest(codes))
         (comparison,) = matrix.with_first
     else:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,10 +11,9 @@ import typer
 
 from dilabench.cli.options import AsJson, Backends, real_names, require_one_format
 from dilabench.cli.run.options import Implementations
-from dilabench.cli.terminal import note, print_table, say, say_page
+from dilabench.cli.terminal import note, print_items, say, say_page
 from dilabench.errors import ConfigError
-from dilabench.report import figures
-from dilabench.units import format_bytes
+from dilabench.report.columns import Column
 
 if TYPE_CHECKING:
     from dilabench.report.html.history import Trend
@@ -30,8 +29,43 @@ class Format(StrEnum):
 
 SHOWN_RUNS = 20
 ALL = "all cases"
-RUN_COLUMNS = ("date", "run", "suite", "device", "status", "measured", "git")
-CASE_COLUMNS = ("date", "run", "git", "timer", "p25", "median", "samples", "peak", "")
+
+
+@dataclass(frozen=True, slots=True)
+class TrendLine:
+    """A case in one run; `step`: level from this run on / level before, None where it did not change."""
+
+    entry: "CaseEntry"
+    step: float | None
+
+    @property
+    def remark(self) -> str:
+        """The step, or why there is no time."""
+        if self.entry.median_ns is None:
+            return f"{self.entry.status}: {self.entry.why}"
+        return "" if self.step is None else f"<- step: {_change(self.step)}"
+
+
+RUN_COLUMNS = (
+    Column(name="date", cell=lambda run: _date(run), right=False, spare=None),
+    Column(name="run", cell=lambda run: run.run_id, right=False, spare=None),
+    Column(name="suite", cell=lambda run: run.suite, right=False, spare=None),
+    Column(name="device", cell=lambda run: run.device, right=False, spare=None),
+    Column(name="status", cell=lambda run: run.status, right=False, spare=None),
+    Column(name="measured", cell=lambda run: f"{run.measured}/{run.rows}", spare=None),
+    Column(name="git", cell=lambda run: run.git, right=False, spare=None),
+)
+CASE_COLUMNS = (
+    Column(name="date", cell=lambda line: _date(line.entry.run), right=False, spare=None),
+    Column(name="run", cell=lambda line: line.entry.run.run_id, right=False, spare=None),
+    Column(name="git", cell=lambda line: line.entry.run.git, right=False, spare=None),
+    Column(name="timer", cell=lambda line: line.entry.timer, right=False, spare=1, absent=""),
+    Column(name="p25", cell=lambda line: line.entry.p25_ns, unit="ns", spare=None, absent=""),
+    Column(name="median", cell=lambda line: line.entry.median_ns, unit="ns", spare=None, absent=""),
+    Column(name="samples", cell=lambda line: line.entry.samples or None, spare=2, absent=""),
+    Column(name="peak", cell=lambda line: line.entry.peak_bytes, unit="bytes", spare=None, absent=""),
+    Column(name="", cell=lambda line: line.remark, right=False, spare=None),
+)
 
 
 def history(
@@ -86,11 +120,7 @@ def _show_runs(runs: "Sequence[RunEntry]", folder: str, as_json: bool) -> None:
     elif not runs:
         say(f"no runs in {folder}; `dilabench run SUITE` keeps its record there")
     else:
-        rows = [
-            (_date(run), run.run_id, run.suite, run.device, run.status, f"{run.measured}/{run.rows}", run.git)
-            for run in runs
-        ]
-        print_table(None, RUN_COLUMNS, rows, right=("measured",))
+        print_items(None, RUN_COLUMNS, runs)
 
 
 def _trends(cases: "Sequence[CaseEntry]", asked: str) -> "Sequence[Sequence[CaseEntry]]":
@@ -106,14 +136,16 @@ def _trends(cases: "Sequence[CaseEntry]", asked: str) -> "Sequence[Sequence[Case
 
 
 def _show_cases(groups: "Sequence[Sequence[CaseEntry]]", limit: int | None, as_json: bool) -> None:
+    newest = slice(None if limit is None else -limit, None)
     if as_json:
-        document = [
-            {"cells": [asdict(entry) for entry in _newest(group, limit)], "steps": _steps(group)} for group in groups
-        ]
+        document = [{"cells": [asdict(entry) for entry in group[newest]], "steps": _steps(group)} for group in groups]
         say(json.dumps(document, indent=2, ensure_ascii=False))
         return
     for group in groups:
-        _show_trend(group, limit)
+        first, steps = group[0], _steps(group)
+        title = f"{_title(first)} [case {first.case_id}, machine {first.run.machine}]"
+        print_items(title, CASE_COLUMNS, [TrendLine(entry, steps.get(entry.run.file)) for entry in group[newest]])
+        say()
 
 
 def _page(groups: "Sequence[Sequence[CaseEntry]]", asked: str, output: Path | None) -> None:
@@ -145,8 +177,7 @@ def _trend(group: "Sequence[CaseEntry]", number: int) -> "Trend":
         title=_title(group[0]),
         where=f"case {group[0].case_id}, machine {group[0].run.machine}",
         columns=CASE_COLUMNS,
-        numeric=CASE_COLUMNS[4:8],
-        rows=[_row(entry, steps.get(entry.run.file)) for entry in group],
+        lines=[TrendLine(entry, steps.get(entry.run.file)) for entry in group],
         steps=told,
         plot=CurvePlot(
             name=f"case{number}",
@@ -156,30 +187,6 @@ def _trend(group: "Sequence[CaseEntry]", number: int) -> "Trend":
             curves=tuple(Curve(label=name, points=tuple(points)) for name, points in levels.items()),
         ),
     )
-
-
-def _newest(group: "Sequence[CaseEntry]", limit: int | None) -> "Sequence[CaseEntry]":
-    return group if limit is None else group[-limit:]
-
-
-def _show_trend(group: "Sequence[CaseEntry]", limit: int | None) -> None:
-    first, steps = group[0], _steps(group)
-    title = f"{_title(first)} [case {first.case_id}, machine {first.run.machine}]"
-    rows = [_row(entry, steps.get(entry.run.file)) for entry in _newest(group, limit)]
-    print_table(title, CASE_COLUMNS, rows, right=CASE_COLUMNS[4:8], spare=("timer", "samples"))
-    say()
-
-
-def _row(entry: "CaseEntry", step: float | None) -> Sequence[str]:
-    start = (_date(entry.run), entry.run.run_id, entry.run.git, entry.timer or "")
-    if entry.p25_ns is None or entry.median_ns is None:
-        return (*start, "", "", "", "", f"{entry.status}: {entry.why}")
-    change = ""
-    if step is not None:
-        change = f"<- step: {_change(step)}"
-    times = (figures.latency(entry.p25_ns), figures.latency(entry.median_ns))
-    peak = format_bytes(entry.peak_bytes) if entry.peak_bytes is not None else ""
-    return (*start, *times, str(entry.samples), peak, change)
 
 
 def _steps(group: "Sequence[CaseEntry]") -> dict[str, float]:

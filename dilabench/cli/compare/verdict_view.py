@@ -1,4 +1,4 @@
-"""Comparisons as a table with reasons below it, or as JSON."""
+"""Comparisons as a table with reasons below it, several runs as a matrix, two machines as ratios; and as JSON."""
 
 import json
 from collections import Counter
@@ -6,15 +6,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from dilabench.cli.terminal import print_table, say, say_folded
-from dilabench.errors import ExitCode
+from dilabench.cli.terminal import print_items, print_table, say, say_folded, say_page
+from dilabench.errors import ExitCode, gravest
 from dilabench.record import Case
-from dilabench.report.columns import case_name, pair_columns, spared, workload_title
+from dilabench.report.columns import Column, case_name, implementation_text, pair_columns, workload_title
 from dilabench.stats.decisions.verdicts import Code
 from dilabench.store.calibrations import Calibration
+from dilabench.units import counted
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from dilabench.compare.across import MachineRatio
     from dilabench.compare.comparison import ComparedPair, Comparison, Uncompared
+    from dilabench.compare.matrix import Matrix
+    from dilabench.compare.view import RowView
+    from dilabench.record import RunRecord
 
 LEGEND = (
     "baseline, candidate: the median of all samples; ratio: the candidate's time over the baseline's, from the lower "
@@ -48,14 +55,7 @@ def show(comparison: "Comparison", code: ExitCode, calibration: Calibration | No
         # Said once where all rows face the same one.
         against = f", against {baselines.pop()}" if len(baselines) == 1 and len(pairs) > 1 else ""
         columns = pair_columns((lambda pair: case_name(pair.candidate)) if against else _facing, alike)
-        rows = [[column.value_text(pair) for column in columns] for pair in pairs]
-        print_table(
-            title + against,
-            [column.name for column in columns],
-            rows,
-            right=[column.name for column in columns if column.right],
-            spare=[column.name for column in spared(columns)],
-        )
+        print_items(title + against, columns, pairs)
     if comparison.pairs:
         say_folded(LEGEND, INDENT)
         say()
@@ -186,3 +186,113 @@ def _plain(fields: dict[str, Any], baseline: Case, candidate: Case) -> dict[str,
     medians = {side: fields.pop(side) for side in ("baseline_ns", "candidate_ns")}
     fields["verdict"]["numbers"] |= medians
     return {**fields, **cases, "case_id": candidate.case_id}
+
+
+def show_matrix(matrix: "Matrix", codes: Sequence[ExitCode], calibration: Calibration | None) -> None:
+    """Print warnings, a table per workload with a line per case and run, what some runs lack, and the verdicts."""
+    from dilabench.report import matrix as texts
+
+    for warning in matrix.warnings:
+        say_folded(f"note: {warning}", INDENT)
+    say_folded(noise_line(calibration), INDENT)
+    by_workload: dict[str, list[tuple[str, ...]]] = {}
+    for one in matrix.cases:
+        by_workload.setdefault(workload_title(one.case), []).extend(texts.rows(matrix, one))
+    compared = {title: rows for title, rows in by_workload.items() if rows}
+    for title, rows in compared.items():
+        say()
+        print_table(title, texts.columns(matrix), rows)
+    say()
+    if compared:
+        say_folded(texts.HOW_TO_READ, INDENT)
+    if texts.is_advisory(matrix):
+        say_folded(texts.ADVISORY_MEANS, INDENT)
+    for text in texts.lacking(matrix):
+        say_folded(f"not compared everywhere: {text}", INDENT)
+    for line in _final_lines(matrix, codes):
+        say_folded(line, INDENT)
+
+
+def matrix_as_json(matrix: "Matrix", codes: Sequence[ExitCode], calibration: Calibration | None) -> str:
+    """Every number of every pair of runs, for programs."""
+    document = {
+        "exit_code": int(gravest(codes)),
+        "sigma_aa": sigma_of(calibration),
+        "runs": list(matrix.names),
+        "comparisons": [
+            {"base": matrix.names[base], "new": matrix.names[new], **as_data(one)}
+            for (base, new), one in matrix.comparisons.items()
+        ],
+    }
+    return json_text(document)
+
+
+def matrix_as_markdown(matrix: "Matrix", codes: Sequence[ExitCode]) -> str:
+    """The matrix for a pull request."""
+    from dilabench.report.pull_request import of_matrix
+
+    return of_matrix(matrix, _final_lines(matrix, codes))
+
+
+def write_matrix_page(
+    matrix: "Matrix", codes: Sequence[ExitCode], records: Sequence["RunRecord"], output: "Path | None"
+) -> None:
+    """Print the page, or write it into a folder and print the verdicts. `records`: the newest of each run."""
+    from dilabench.report.html import comparison
+
+    lines = _final_lines(matrix, codes)
+    say_page(comparison.to_text(matrix, records, "; ".join(lines)), output, comparison.FILENAME)
+    for line in lines if output else ():
+        say(line)
+
+
+def _final_lines(matrix: "Matrix", codes: Sequence[ExitCode]) -> list[str]:
+    """The final line of each run against the first."""
+    lines = map(final_line, matrix.with_first, codes)
+    return [f"{name} against {matrix.names[0]}: {line}" for name, line in zip(matrix.names[1:], lines, strict=True)]
+
+
+MACHINE_COLUMNS = (
+    Column(name="case", cell=lambda pair: _backends_beside(pair), right=False, spare=None),
+    Column(name="base", cell=lambda pair: pair.base_time.median_ns, unit="ns", spare=None),
+    Column(name="new", cell=lambda pair: pair.new_time.median_ns, unit="ns", spare=None),
+    Column(name="base / new", cell=lambda pair: pair.ratio, unit="times", spare=None),
+)
+
+
+def show_machines(base: "RunRecord", new: "RunRecord", *, as_json: bool) -> ExitCode:
+    """Print the ratios of what two machines both measured, without a verdict; exit code 8 when that is nothing."""
+    from dilabench.compare.across import machine_ratios
+    from dilabench.report.content import device_text
+
+    ratios = list(machine_ratios(base, new))
+    if as_json:
+        cells = [
+            {"base": _side(one.base_time), "new": _side(one.new_time), "base_over_new": one.ratio} for one in ratios
+        ]
+        say(json_text({"cells": cells}))
+    else:
+        say_folded(f"base: {device_text(base)} (run {base.run_id})", INDENT)
+        say_folded(f"new: {device_text(new)} (run {new.run_id})", INDENT)
+        by_workload: dict[str, list[MachineRatio]] = {}
+        for one in ratios:
+            by_workload.setdefault(workload_title(one.new), []).append(one)
+        for title, alike in by_workload.items():
+            say()
+            print_items(title, MACHINE_COLUMNS, alike)
+        say()
+        say_folded(
+            f"{counted(len(ratios), 'workload')} measured by the same implementation on both. Ratios of medians, each "
+            "over its fastest backend; two machines did not take turns, so there is no verdict."
+        )
+    return ExitCode.OK if ratios else ExitCode.NOTHING_MEASURED
+
+
+def _backends_beside(pair: "MachineRatio") -> str:
+    backends = dict.fromkeys(case.backend or "no backend" for case in (pair.base, pair.new))
+    return f"{implementation_text(pair.new)} ({' against '.join(backends)})"
+
+
+def _side(view: "RowView") -> dict[str, object]:
+    case = view.row.case
+    return {**case.model_dump(mode="json"), "case_id": case.case_id, "median_ns": view.median_ns}

@@ -14,15 +14,15 @@ from dilabench.cli.github import GithubSummary, require_github
 from dilabench.cli.options import discovered, given, lengths_of, names
 from dilabench.cli.run import options as own
 from dilabench.cli.terminal import print_table, say, say_folded
-from dilabench.errors import ConfigError, ExitCode, counted, gravest
+from dilabench.errors import ConfigError, ExitCode, gravest
 from dilabench.patterns.registry import kind_with_fields
 from dilabench.record import PlannedCase
 from dilabench.request import read_budget, run_request
 from dilabench.runs import DEFAULT_FOLDER
 from dilabench.runs.resume import recorded_request
 from dilabench.store.run_files import folder_of_run
-from dilabench.units import format_bytes, parse_count
-from dilabench.workload.work import flops, tensor_bytes
+from dilabench.units import counted, format_bytes, parse_count
+from dilabench.workload.spec import flops, tensor_bytes
 
 if TYPE_CHECKING:
     from dilabench.engine.worker.nodes import Nodes
@@ -198,7 +198,7 @@ def run(
             # The server that workers are forked from loads torch while this process loads and plans the rest.
             warm_server()
         # What times cases needs numpy, which --help should not wait for.
-        from dilabench.runs.plan import plan_run
+        from dilabench.suites.planner import plan_run
 
         planned = plan_run(found, request, nodes)
         if plan:
@@ -218,9 +218,9 @@ def run(
         runs: list[tuple[ExitCode, str]] = []
         for number in range(1, sessions + 1):
             if resumed is not None and earlier is not None:
-                execution = Execution.resume(planned, resumed, earlier, lambda text: say(text, err=True))
+                execution = Execution.resume(planned, resumed, earlier, lambda text: say(text, err=True), nodes)
             else:
-                execution = Execution.begin(planned, output_base(output))
+                execution = Execution.begin(planned, output_base(output), nodes)
             if sessions > 1:
                 say(f"session {number} of {sessions}", err=True)
             code = show_run(execution, shown, keep=keep, options=options, github_summary=github_summary)
@@ -242,8 +242,7 @@ def run(
 
 def _load_plots() -> None:
     """Load what draws the plots, which takes a while: before the run there is time, for workers load even more."""
-    for kind in ("bars", "curves"):
-        import_module(f"dilabench.report.plots.{kind}")
+    import_module("dilabench.report.plots.drawing")
 
 
 def _elsewhere(run: Path, output: Path) -> Path | None:
@@ -296,6 +295,9 @@ def _as_data(plan: PlannedCase) -> dict[str, Any]:
     }
 
 
+ANOTHER_FUNCTION = " (yardstick: another function)"
+
+
 def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
     from dilabench.report.columns import implementation_text
 
@@ -306,7 +308,8 @@ def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
         (case.backend or "-") + ("*" if plan.requested_backend == "auto" and case.backend else ""),
         str(case.world_size),
         workload.label(),
-        workload.pattern.details(workload.shapes) + (" (yardstick)" if plan.role == "yardstick" else ""),
+        workload.pattern.details(workload.shapes)
+        + (" (yardstick: another function)" if plan.role == "yardstick" else ""),
         workload.mode,
         f"{flops(workload):.3g}",
         format_bytes(sum(tensor_bytes(workload).values())),

@@ -28,7 +28,7 @@ def advice(machine: Machine, catalogue: Catalogue, memory_bytes: int | None) -> 
         yield "half precision is slow on most CPUs: dilabench run range --dtype float32"
         yield "ranks without GPUs, to try a ring: dilabench run ring --config tiny --nproc 2"
     for backend in catalogue.backends:
-        if backend.install and reasons_against(backend, machine) and machine.facts.among(backend.supports.devices):
+        if backend.install and reasons_against(backend, machine) and machine.facts.word in backend.supports.devices:
             yield f"{backend.summary}: {backend.install}"
 
 

@@ -1,6 +1,6 @@
 """What can be used on this machine, and why the rest cannot."""
 
-from dilabench.choice.requirements import unmet, wrong_device
+from dilabench.choice.descriptors import unmet, wrong_device
 from dilabench.machine import Machine
 from dilabench.plugins.descriptors import ANY_PATTERN, DENSE_KERNEL, Backend, Capabilities, Implementation, Timer
 

@@ -3,33 +3,42 @@
 import json
 import os
 from collections.abc import Iterator
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dilabench.cli.options import AsJson
 from dilabench.cli.show.availability import limits_of, reasons_against
-from dilabench.cli.show.picture import mask_facts, pattern_picture
 from dilabench.cli.terminal import say, say_folded
 from dilabench.errors import DilabenchError
 from dilabench.machine import Machine, detect
 from dilabench.patterns.block_masks import PREFERENCES
-from dilabench.patterns.pattern import SequenceShape
+from dilabench.patterns.block_sparse import BlockSparsePattern
+from dilabench.patterns.pattern import Pattern, SequenceShape
 from dilabench.patterns.registry import PatternKind, pattern_type
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import ANY_PATTERN, Backend, Implementation, Reporter, Suite, Timer, WorkloadPreset
 from dilabench.plugins.manager import REGISTRIES, discover
 from dilabench.predict.time import expected_time
-from dilabench.request import run_request, workload_request
+from dilabench.request import run_request
 from dilabench.retired import ANY_KIND, no_such_name
-from dilabench.suites.planner import expand
+from dilabench.suites.planner import expand, workload_request
 from dilabench.units import format_bytes, format_count, format_seconds
 from dilabench.workload.ranges import ALL, RANGES, range_lengths
-from dilabench.workload.spec import Workload
-from dilabench.workload.work import attended_pairs, flops, tensor_bytes
+from dilabench.workload.spec import Workload, attended_pairs, flops, tensor_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Facts = Iterator[tuple[str, str]]
 EXAMPLE_LENGTH = 48
+INDENT = 21
+SHADES = " ░▒▓█"
+# Characters are about twice as high as wide.
+MAX_COLUMNS, MAX_LINES = 48, 24
+EXAMPLE_BLOCKS = 32
+EXAMPLE_DENSITY = 0.25
 
 
 def describe(
@@ -42,7 +51,7 @@ def describe(
     if name in (*RANGES, ALL):
         sheets.append(("range", [("lengths", " ".join(map(str, range_lengths(name))))]))
     if name in PREFERENCES:
-        sheets.append(("mask", list(mask_facts(name))))
+        sheets.append(("mask", list(_mask_facts(name))))
     if not sheets:
         known = {other for registry in REGISTRIES for other in getattr(catalogue, registry).names}
         raise no_such_name(ANY_KIND, name, [*known, *RANGES, *PREFERENCES])
@@ -58,7 +67,7 @@ def describe(
             if "\n" in value:
                 say(line)
             else:
-                say_folded(line, " " * 21)
+                say_folded(line, " " * INDENT)
 
 
 def _sheets(
@@ -91,7 +100,7 @@ def _pattern_facts(catalogue: Catalogue, kind: PatternKind) -> Facts:
             yield f"--set {name}", str(field.get_default(call_default_factory=True))
     example = pattern.examples()[0]
     shape = SequenceShape(EXAMPLE_LENGTH, 4, 4, causal=False, window=(-1, -1))
-    if shown := pattern_picture(example, shape):
+    if shown := _pattern_picture(example, shape):
         yield "example", f"{example.label()}, {EXAMPLE_LENGTH} tokens, head 0"
         yield "", shown
     able = (one.name for one in catalogue.implementations if one.supports.patterns & {kind.name, *ANY_PATTERN})
@@ -159,7 +168,7 @@ def _workload_facts(catalogue: Catalogue, preset: WorkloadPreset, machine: Machi
     workload = workload_request(catalogue, preset.name, {}).resolve(machine.auto_dtype, machine.auto_tokens)
     yield "workload", workload.label()
     yield from _field_facts(workload)
-    if shown := pattern_picture(workload.pattern, workload.shapes[0]):
+    if shown := _pattern_picture(workload.pattern, workload.shapes[0]):
         yield "head 0", shown
     pairs = attended_pairs(workload)
     yield "attended pairs", f"{pairs:,}"
@@ -184,3 +193,31 @@ def _field_facts(workload: Workload) -> Facts:
         yield name, str(value)
     for name, value in workload.pattern.model_dump(exclude_none=True).items():
         yield "pattern" if name == "kind" else f"pattern.{name}", str(value)
+
+
+def picture(shares: "NDArray[np.float64]") -> list[str]:
+    """Shares of cells [lines, columns] as lines of shades: a line is one row or several, a column keys.
+
+    A character is as dark as the share of its cell that is computed; any share above 0 shows.
+    """
+    import numpy as np
+
+    shades = np.ceil(shares * (len(SHADES) - 1)).astype(int)
+    return ["".join(SHADES[level] for level in line) for line in shades]
+
+
+def _mask_facts(kind: str) -> Facts:
+    """What a kind of block mask is, with an example."""
+    yield "summary", str(PREFERENCES[kind].__doc__).partition(": ")[2]
+    pattern = BlockSparsePattern(mask=kind, block_size=1, sparsity=1 - EXAMPLE_DENSITY)  # type: ignore[arg-type]
+    yield "example", f"{EXAMPLE_BLOCKS} blocks a side, {EXAMPLE_DENSITY:.0%} of them computed"
+    for causal, name in ((False, "not causal"), (True, "causal")):
+        shown = _pattern_picture(pattern, SequenceShape(EXAMPLE_BLOCKS, 1, 1, causal, (-1, -1)))
+        assert shown is not None
+        yield name, shown
+
+
+def _pattern_picture(pattern: Pattern, shape: SequenceShape) -> str | None:
+    """The picture of head 0 over a sequence, in the column of values that `describe` prints; None if there is none."""
+    shares = pattern.shares(shape, MAX_LINES, MAX_COLUMNS)
+    return None if shares is None else ("\n" + " " * INDENT).join(picture(shares))

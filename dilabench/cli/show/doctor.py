@@ -2,10 +2,12 @@
 
 import json
 
+from dilabench.cache_folder import OTHER_CACHE, cache_folder, compiled_folder, why_not_writable
 from dilabench.cli.options import AsJson
 from dilabench.cli.show.advice import advice
 from dilabench.cli.show.availability import reasons_against
 from dilabench.cli.terminal import say, say_folded
+from dilabench.kernels.cpu.compiled import why_unavailable
 from dilabench.machine import Machine, detect, memory_bytes
 from dilabench.metadata import note_text
 from dilabench.plugins.manager import Found, discover
@@ -29,6 +31,8 @@ def doctor(as_json: AsJson = False) -> None:
             "environment": environment.model_dump(mode="json"),
             "notes": [note.model_dump(mode="json", exclude_none=True) for note in warnings],
             "advice": tips,
+            "cache": {"folder": str(cache_folder()), "why_not": why_not_writable(cache_folder())},
+            "compiled_kernels": {"folder": str(compiled_folder()), "why_not": why_unavailable()},
             "broken_plugins": {problem.plugin: problem.why for problem in found.problems},
         }
         say(json.dumps(report, indent=2, ensure_ascii=False))
@@ -65,6 +69,9 @@ def _facts(machine: Machine, environment: Environment, found: Found) -> list[tup
         ("Python", environment.python),
         ("packages", ", ".join(f"{name} {version}" for name, version in environment.packages.items())),
     ]
+    unwritable, unavailable = why_not_writable(cache_folder()), why_unavailable()
+    facts.append(("cache", f"{unwritable}; {OTHER_CACHE}" if unwritable else str(cache_folder())))
+    facts.append(("C++ kernels", f"unavailable: {unavailable}" if unavailable else f"loaded from {compiled_folder()}"))
     for kind, known in (("impls", found.catalogue.implementations), ("backends", found.catalogue.backends)):
         usable = [descriptor.name for descriptor in known if not reasons_against(descriptor, machine)]
         facts.append(

@@ -19,7 +19,7 @@ from dilabench.cli.options import (
     require_one_format,
     tell_of,
 )
-from dilabench.cli.terminal import note, print_table, say, say_folded, say_page
+from dilabench.cli.terminal import note, print_items, say, say_folded, say_page
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Reporter
@@ -27,11 +27,10 @@ from dilabench.report.findings import render, sections_of
 from dilabench.report.pull_request import of_run
 
 if TYPE_CHECKING:
-    from dilabench.report.leaderboard import Leaderboard
     from dilabench.store.lookup import Store
 
-BOARD_COLUMNS = ("workload", "place", "implementation", "time", "behind", "memory", "run")
 BOARD_FORMATS = ("table", "html", "json")
+INDENT = "    "
 
 
 def report(
@@ -77,7 +76,8 @@ def report(
         reporters = [_of_samples(reporter, catalogue) for reporter in reporters]
     (record,) = records
     known = len(catalogue.problems)
-    sections = sections_of(record, catalogue)
+    plots = github_summary or any(reporter.shows_sections and reporter.shows_plots for reporter in reporters)
+    sections = sections_of(record, catalogue, plots=plots)
     options = {"details": details, "columns": column_names(columns)}
     if github_summary:
         append_summary(of_run(record, sections))
@@ -100,7 +100,7 @@ def report(
 
 
 def _report_several(store: "Store", runs: Sequence[str], formats: Sequence[str], output: Path | None) -> None:
-    from dilabench.report.leaderboard import leaderboard
+    from dilabench.report.leaderboard import BOARD_COLUMNS, HTML_NAME, leaderboard, to_html
     from dilabench.store.merging import refuse_unsound, shared_records
 
     for form in formats:
@@ -113,36 +113,17 @@ def _report_several(store: "Store", runs: Sequence[str], formats: Sequence[str],
         if form == "json":
             say(json.dumps(ranked.as_dict(), indent=1, ensure_ascii=False))
         elif form == "html":
-            from dilabench.report.html import leaderboard as html
-
-            say_page(html.to_text(ranked), output, html.FILENAME)
+            say_page(to_html(ranked), output, HTML_NAME)
         else:
-            _print_boards(ranked)
+            for board in ranked.boards:
+                print_items(f"{board.family}\n{board.device}", BOARD_COLUMNS, board.lines)
+                say()
+            for run in ranked.runs:
+                say_folded(f"run {run.run_id}: {run.device}, dilabench {run.dilabench}, commit {run.commit}", INDENT)
+                say_folded(f"{INDENT}{run.command}", INDENT)
     if not ranked.boards:
         say("no row of these runs was verified and measured", err=True)
         raise typer.Exit(ExitCode.NOTHING_MEASURED)
-
-
-def _print_boards(ranked: "Leaderboard") -> None:
-    for board in ranked.boards:
-        rows = [
-            (
-                contest.workload,
-                entry.place_text,
-                entry.name,
-                entry.time,
-                f"{entry.behind:.2f}x",
-                entry.memory,
-                contest.run_id,
-            )
-            for contest in board.contests
-            for entry in contest.entries
-        ]
-        print_table(f"{board.family}\n{board.device}", BOARD_COLUMNS, rows, right=BOARD_COLUMNS[3:6], spare=("memory",))
-        say()
-    for run in ranked.runs:
-        say_folded(f"run {run.run_id}: {run.device}, dilabench {run.dilabench}, commit {run.commit}", "    ")
-        say_folded(f"    {run.command}", "    ")
 
 
 def _of_samples(reporter: Reporter, catalogue: Catalogue) -> Reporter:

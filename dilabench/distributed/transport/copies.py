@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilabench.distributed.transport.ring_buffers import COUNTER_STEP, RingBuffers
+from dilabench.distributed.transport.ring_buffers import COUNTER_STEP, LARGEST_COUNT, RingBuffers
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.errors import first_line
 
 _WAIT_UNTIL_AT_LEAST = 0
-_LARGEST = 0xFFFFFFFF
 
 
 class StreamQueue:
@@ -42,12 +41,12 @@ class StreamQueue:
 
     def wait(self, counter: int, count: int) -> None:
         """Go on when the counter has reached the count; counts may pass 2^32, for they are compared cyclically."""
-        address, value = ctypes.c_uint64(counter), ctypes.c_uint32(count & _LARGEST)
+        address, value = ctypes.c_uint64(counter), ctypes.c_uint32(count & LARGEST_COUNT)
         _check(self._driver.cuStreamWaitValue32_v2(self._handle, address, value, _WAIT_UNTIL_AT_LEAST))
 
     def set(self, counter: int, count: int) -> None:
         """Write the count; the driver orders it after all writes before it, for all devices."""
-        address, value = ctypes.c_uint64(counter), ctypes.c_uint32(count & _LARGEST)
+        address, value = ctypes.c_uint64(counter), ctypes.c_uint32(count & LARGEST_COUNT)
         _check(self._driver.cuStreamWriteValue32_v2(self._handle, address, value, 0))
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
@@ -87,13 +86,13 @@ NOT_CAPTURED = (
 class CopyWork:
     """A transfer to this rank, with `wait` like torch.distributed's `Work`."""
 
-    def __init__(self, copies: Copies, event: torch.cuda.Event) -> None:
-        self._copies, self._event = copies, event
+    def __init__(self, copies: Copies, device: torch.device, event: torch.cuda.Event) -> None:
+        self._copies, self._device, self._event = copies, device, event
 
     def wait(self) -> None:
         """Make the current stream wait for it. Raises RuntimeError once a peer was too slow."""
         self._copies.check()
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class _Transfer(NamedTuple):
@@ -164,7 +163,7 @@ class Copies:
         deadline = time.monotonic() + self.timeout_s
         for event in (current.record_event(), arrived):
             self._under_way.append(_Transfer(deadline, self.timeout_s, event))
-        return CopyWork(self, arrived)
+        return CopyWork(self, self._device, arrived)
 
     def try_out(self) -> None:
         """Exchange known values with every rank. Raises RuntimeError when they do not arrive as they were sent."""

@@ -20,7 +20,7 @@ COUNTER_STEP = 64
 _ALIGNMENT = 512
 # Counts are compared cyclically: half of what 32 bits hold is ahead of all that occur.
 _RELEASED = 0x7FFFFFFF
-_LARGEST = 0xFFFFFFFF
+LARGEST_COUNT = 0xFFFFFFFF
 
 
 class Queue(Protocol):
@@ -103,12 +103,12 @@ class RingBuffers:
             *(
                 f"{posted[other]} of {channel.count} chunks came from rank {other}"
                 for other, channel in enumerate(self._in)
-                if (posted[other] - channel.count) & _LARGEST
+                if (posted[other] - channel.count) & LARGEST_COUNT
             ),
             *(
                 f"rank {other} took {taken[other]} of {channel.count} chunks"
                 for other, channel in enumerate(self._out)
-                if (taken[other] - channel.count) & _LARGEST
+                if (taken[other] - channel.count) & LARGEST_COUNT
             ),
         ]
 

@@ -1,7 +1,6 @@
 """What a user waits for the first time: import, build and first call in a process of their own."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -9,6 +8,7 @@ import time
 from dilabench.cache_folder import COMPILED_VARIABLE
 from dilabench.engine.temporary_folder import temporary_folder
 from dilabench.engine.timers import Call, Samples
+from dilabench.machine import child_environment, python_command
 from dilabench.metadata import FIRST_CALL
 from dilabench.record import Note
 
@@ -39,13 +39,12 @@ class FirstCall:
                 "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
                 COMPILED_VARIABLE: f"{folder}/cpu",
             }
-            path = os.pathsep.join(entry for entry in sys.path if entry)
             finished = subprocess.run(
-                [sys.executable, "-m", "dilabench.engine.timers.first_call", self._call.device.type],
+                python_command("-m", "dilabench.engine.timers.first_call", self._call.device.type),
                 input=self._call.spec.model_dump_json(),
                 capture_output=True,
                 text=True,
-                env={**os.environ, **caches, "PYTHONPATH": path},
+                env=child_environment(**caches),
                 timeout=TIMEOUT_S,
                 check=False,
             )

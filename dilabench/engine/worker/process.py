@@ -52,7 +52,7 @@ class Child:
     def start(self) -> None:
         """Start the process."""
         warm_server()
-        with _without_main(), _short_waits():
+        with _without_main(), _child_environment():
             self._process.start()
 
     @property
@@ -111,7 +111,7 @@ def warm_server() -> None:
 
         worker_context()
         # Where it cannot be started, the first worker says so.
-        with contextlib.suppress(OSError), _without_main(), _short_waits():
+        with contextlib.suppress(OSError), _without_main(), _child_environment():
             # It would be started with the server, and end what `_without_interrupts` began.
             resource_tracker.ensure_running()
             with _without_interrupts():
@@ -146,16 +146,22 @@ def _without_interrupts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _short_waits() -> Iterator[None]:
-    """Processes that start inside let their threads wait for `OPENMP_TURNS`, unless the user's environment says."""
-    if any(name in os.environ for name in OPENMP_WAITING):
-        yield
-        return
-    os.environ[OPENMP_WAITING[0]] = OPENMP_TURNS
+def _child_environment() -> Iterator[None]:
+    """Processes that start inside import nothing from the working folder, and their threads wait for `OPENMP_TURNS`,
+    unless the user's environment says."""
+    changes = {"PYTHONSAFEPATH": "1"}
+    if not any(name in os.environ for name in OPENMP_WAITING):
+        changes[OPENMP_WAITING[0]] = OPENMP_TURNS
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
     try:
         yield
     finally:
-        del os.environ[OPENMP_WAITING[0]]
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def describe_exit(code: int | None) -> str:

@@ -10,8 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from dilabench.contracts import Attend, AttendBackward, BuildContext, LoadedBackend
-from dilabench.impls.union.branches import ORIGIN, branches_of, covers_every_row
-from dilabench.impls.union.head_runs import Progression
+from dilabench.impls.union.branches import ORIGIN, Progression, branches_of, covers_every_row
 from dilabench.impls.union.strided_rows import StridedRows, strided_rows
 from dilabench.impls.union.union import Rows, Union
 from dilabench.kernels.block_sparse.plan import BlockPlan, Plan

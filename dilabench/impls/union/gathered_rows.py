@@ -36,6 +36,9 @@ class GatheredRows(Rows):
     lse_index: Tensor
     buffers: BufferPool
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tables", (self.query_index, self.key_index, self.lse_index))
+
     def queries(self, x: Tensor) -> Tensor:
         """Rows [B·n, L, A, D] of x [B, N, H, D]."""
         return self._select(x, self.query_index, (self.length, self.heads, x.shape[-1]))
@@ -110,9 +113,9 @@ def _rows_of(
 ) -> GatheredRows:
     N, H, K = workload.seq_len, workload.num_heads, workload.num_kv_heads
     shared = len(places) // len({place.key for place in places})
-    residue, head, kv_head = (torch.tensor(numbers, device=device) for numbers in zip(*places, strict=True))
-    segment_start = segments.start + segments.length * torch.arange(segments.count, device=device)
-    row_start = segment_start.unsqueeze(-1) + branch.rate * torch.arange(length, device=device)
+    residue, head, kv_head = (torch.tensor(numbers) for numbers in zip(*places, strict=True))
+    segment_start = segments.start + segments.length * torch.arange(segments.count)
+    row_start = segment_start.unsqueeze(-1) + branch.rate * torch.arange(length)
     position = row_start.unsqueeze(-1) + residue
     return GatheredRows(
         rate=branch.rate,
@@ -123,8 +126,8 @@ def _rows_of(
         length=length,
         heads=len(places),
         key_heads=len(places) // shared,
-        query_index=(position * H + head).flatten(),
-        key_index=(position * K + kv_head)[..., ::shared].flatten(),
-        lse_index=(position + N * head).transpose(1, 2).flatten(),
+        query_index=(position * H + head).flatten().to(device),
+        key_index=(position * K + kv_head)[..., ::shared].flatten().to(device),
+        lse_index=(position + N * head).transpose(1, 2).flatten().to(device),
         buffers=buffers,
     )

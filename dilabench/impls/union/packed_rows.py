@@ -32,12 +32,19 @@ class PackedRows(GatheredRows):
 
     arguments: Mapping[str, Any]
 
+    def __post_init__(self) -> None:
+        GatheredRows.__post_init__(self)
+        object.__setattr__(self, "tables", (*self.tables, *self.arguments.values()))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllTokens(Rows):
     """`union.Rows` of every token and head, read in place. `arguments`: as for `PackedRows`."""
 
     arguments: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tables", tuple(self.arguments.values()))
 
     def queries(self, x: Tensor) -> Tensor:
         """x [1, T, H, D] itself."""

@@ -24,8 +24,7 @@ from dilabench.impls.union.branches import branches_of
 from dilabench.impls.union.rectangles import Rectangle, chains, rectangles
 from dilabench.impls.union.union import Rows, Union, last_dim_contiguous
 from dilabench.kernels.lse import add_null_mass_
-from dilabench.workload.spec import UNBOUNDED, Workload
-from dilabench.workload.work import flops
+from dilabench.workload.spec import UNBOUNDED, Workload, flops
 
 ShareT = TypeVar("ShareT")
 ResultT = TypeVar("ResultT")

@@ -20,8 +20,7 @@ from math import lcm, log
 
 from torch import Tensor
 
-from dilabench.impls.union.branches import Branch, Place, Segments, branches_of, segments_of
-from dilabench.impls.union.head_runs import Progression, fewest_runs
+from dilabench.impls.union.branches import Branch, Place, Progression, Segments, branches_of, fewest_runs, segments_of
 from dilabench.impls.union.strided_rows import KEY_HEADS, StridedRows, at_most, regular_batches
 from dilabench.patterns.dilated import rows_kept
 from dilabench.workload.spec import Workload

@@ -15,8 +15,17 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import PatternCache
-from dilabench.impls.union.branches import ORIGIN, Branch, Place, Segments, branches_of, places_by_rows, segments_of
-from dilabench.impls.union.head_runs import Progression, fewest_runs
+from dilabench.impls.union.branches import (
+    ORIGIN,
+    Branch,
+    Place,
+    Progression,
+    Segments,
+    branches_of,
+    fewest_runs,
+    places_by_rows,
+    segments_of,
+)
 from dilabench.impls.union.union import Rows
 from dilabench.kernels.lse import merge_rows_
 from dilabench.workload.spec import Workload

@@ -21,6 +21,7 @@ from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import differentiable, new_number, register
 from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.kernels.lse import add_null_mass_
+from dilabench.kernels.streams import record
 from dilabench.workload.spec import Window, Workload
 
 
@@ -30,7 +31,7 @@ class Rows(ABC):
 
     `rate`: positions from one row to the next. `part`: which part of the pattern (`KeyGroup.parts`) they belong to.
     `first`: the output holds nothing at these rows yet. `whole`: these are all rows of the output in their own order.
-    `count`: how often each pair counts.
+    `count`: how often each pair counts. `tables`: what is read in each pass, tensors among it.
     """
 
     rate: int
@@ -38,6 +39,7 @@ class Rows(ABC):
     first: bool
     whole: bool = False
     count: int = 1
+    tables: tuple[Any, ...] = field(default=(), repr=False, compare=False)
 
     @abstractmethod
     def queries(self, x: Tensor) -> Tensor:
@@ -121,7 +123,9 @@ class Union:
             window=workload.window,
             scale=workload.softmax_scale,
             detached=workload.detaches_merge,
-            zero_keys=log_zero_keys(workload, context.device, apart=workload.detaches_merge),
+            zero_keys=log_zero_keys(workload, context.device, apart=workload.detaches_merge)
+            if workload.pattern.has_zero_keys
+            else None,
             **{"backend": context.require_backend(), **fields},
         )
 
@@ -142,11 +146,15 @@ class Union:
         """out, lse, and what a detached backward needs besides: every call's own out."""
         if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             q, k, v = map(last_dim_contiguous, (q, k, v))
+        if self.zero_keys is not None:
+            record([self.zero_keys])
         output: tuple[Tensor, Tensor] | None = None
         kept: list[Tensor] = []
         # Into sums of another type rows that are no views would have to be merged, too.
         merging = None if self.detached else self._merging(q, q.dtype)
         for rows in self.rows(q.device):
+            if rows.tables:
+                record(rows.tables)
             becomes_output = output is None and rows.whole and not self.detached
             if merging:
                 output = output or self._empty_output(q)
@@ -229,6 +237,8 @@ class Union:
         merging = self._merging(q, q.dtype)
         total: tuple[Tensor, Tensor, Tensor] | None = None
         for index, rows in enumerate(self.rows(q.device)):
+            if rows.tables:
+                record(rows.tables)
             own = kept[index] if kept else None
             if self.detached and own is None:
                 own = self._with_own_zero_keys(rows, len(q), *self._attend(rows, q, k, v))

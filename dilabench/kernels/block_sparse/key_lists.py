@@ -21,6 +21,8 @@ from torch import Tensor
 from dilabench.kernels import tuning
 from dilabench.kernels.block_sparse.lists import TileLists
 from dilabench.kernels.fused.row_layout import PER_LENGTH
+from dilabench.kernels.launch_cache import launch_once
+from dilabench.kernels.streams import record
 
 _ALL = np.iinfo(np.int32).max
 
@@ -145,7 +147,10 @@ def add_slots(slots: Tensor, lists: KeyLists, dk: Tensor, dv: Tensor, scale: flo
     sets, n_shared, _ = lists.shared.shape
     if n_shared:
         _, _, _, rows, columns = slots.shape
-        _add_slots_kernel[(len(slots) * n_shared,)](
+        record([lists.shared])
+        launch_once(
+            _add_slots_kernel,
+            (len(slots) * n_shared,),
             slots,
             lists.shared,
             dk,

@@ -113,8 +113,8 @@ class Plan(ABC):
         """int32 [H, 2]: mask head and class shift of each head."""
 
         def make() -> Tensor:
-            heads = torch.arange(num_heads, dtype=torch.int32, device=device) * self.mask_heads // num_heads
-            return torch.stack((heads, torch.zeros_like(heads)), 1)
+            heads = torch.arange(num_heads, dtype=torch.int32) * self.mask_heads // num_heads
+            return torch.stack((heads, torch.zeros_like(heads)), 1).to(device)
 
         return self.keep(("head kinds", num_heads, device), make)
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from dilabench.kernels.block_sparse.lists import COUNTED_ONCE, QueryLists, Selection, TileLists
+from dilabench.kernels.launch_cache import launch_once
 
 # Words of 32 query blocks that a program of the lists by key looks at together: with more, or with more than a warp,
 # its sums over them take longer (0.16 against 0.20 to 0.28 ms for 7 x 1713 lists of 64, H200).
@@ -158,7 +159,9 @@ def lists_by_query(selection: Selection, block_m: int, block_n: int) -> QueryLis
     key_tiles = block_size // block_n
     items = indices.new_empty((heads, tiles, 5), dtype=torch.int32)
     entries = indices.new_empty(heads * tiles * width * key_tiles, dtype=torch.int32)
-    _by_query_kernel[(heads * tiles,)](
+    launch_once(
+        _by_query_kernel,
+        (heads * tiles,),
         indices.contiguous(),
         items,
         entries,
@@ -190,10 +193,20 @@ def lists_by_key(selection: Selection, block_m: int, block_n: int) -> TileLists:
     spans = indices.new_empty((heads, tiles, 3), dtype=torch.int32)
     counts = indices.new_empty((heads, tiles), dtype=torch.int32)
     entries = indices.new_empty(heads * blocks * width * query_tiles * key_tiles, dtype=torch.int32)
-    _mark_kernel[(heads * blocks,)](
-        indices.contiguous(), bits, blocks, width, words, WIDTH=max(2, triton.next_power_of_2(width)), num_warps=1
+    launch_once(
+        _mark_kernel,
+        (heads * blocks,),
+        indices.contiguous(),
+        bits,
+        blocks,
+        width,
+        words,
+        WIDTH=max(2, triton.next_power_of_2(width)),
+        num_warps=1,
     )
-    _by_key_kernel[(heads * tiles,)](
+    launch_once(
+        _by_key_kernel,
+        (heads * tiles,),
         bits,
         spans,
         counts,

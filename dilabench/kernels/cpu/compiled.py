@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import platform
 import subprocess
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dilabench.cache_folder import compiled_folder
+from dilabench.cache_folder import OTHER_CACHE, compiled_folder, read_checked, with_digest
 from dilabench.errors import EnvironmentNotReady
 from dilabench.machine import CXX_COMPILERS, cpuinfo, cxx_compiler
 
-SOURCES = Path(__file__).parent
+SOURCE = Path(__file__).with_name("flash.cpp")
+FUNCTIONS = ("flash_forward", "flash_backward")
+# Rows of a tile, and tiles that a thread works on together.
+CONSTANTS = {"QUERIES": 64, "KEYS": 64, "FORWARD_TILES": 4, "BACKWARD_TILES": 2}
 # Products and sums in one instruction; no care for errno and traps. Not -ffast-math, which assumes that no number is
 # infinite or NaN.
 FLAGS = (
@@ -28,25 +32,41 @@ FLAGS = (
     "-pthread",
 )
 LONGEST_COMPILATION_S = 300
+# Of the library; it has about 120 KiB.
+LARGEST_BYTES = 1 << 20
+
+logger = logging.getLogger(__name__)
 
 
-@lru_cache
-def library(source: str, **constants: int) -> ctypes.CDLL:
-    """The library of `source`, a file beside this one, with these constants defined.
+@cache
+def why_unavailable() -> str | None:
+    """Why the library cannot be built and loaded here, which is logged; None if it is loaded. Asked once."""
+    try:
+        library()
+    except EnvironmentNotReady as error:
+        logger.warning("the C++ kernels of dilabench are unavailable, torch's serve instead: %s", error)
+        return str(error)
+    return None
 
-    Compiles for seconds where this processor has not met it. Raises EnvironmentNotReady without a compiler, or where it
-    does not take the source.
+
+@cache
+def library() -> ctypes.CDLL:
+    """The library of `flash.cpp`, compiled (for seconds) unless the cache has it for this processor and compiler.
+
+    Raises EnvironmentNotReady if it cannot be compiled, written or loaded.
     """
-    path = SOURCES / source
-    found = cxx_compiler()
-    if found is None:
-        raise EnvironmentNotReady(f"{source} needs a C++ compiler, none of {', '.join(CXX_COMPILERS)} works here")
-    defined = (f"-D{name}={value}" for name, value in constants.items())
-    command = [found, *FLAGS, _for_this_processor(), *defined, str(path)]
-    compiled = compiled_folder() / f"{path.stem}-{_identity(command, path)}.so"
-    if not compiled.exists():
-        _compile(command, compiled)
-    return ctypes.CDLL(str(compiled))
+    compiler = cxx_compiler()
+    if compiler is None:
+        raise EnvironmentNotReady(f"{SOURCE.name} needs a C++ compiler, none of {', '.join(CXX_COMPILERS)} works here")
+    defined = (f"-D{name}={value}" for name, value in CONSTANTS.items())
+    command = [compiler, *FLAGS, _for_this_processor(), *defined, str(SOURCE)]
+    try:
+        name = f"{SOURCE.stem}-{_identity(command)}.so"
+        kept = compiled_folder() / name
+        # A truncated library would end the process at its first use (SIGBUS).
+        return _loaded(kept) if read_checked(kept) else _compile(command, kept)
+    except OSError as error:
+        raise EnvironmentNotReady(f"{str(compiled_folder())!r}: {error.strerror or error}; {OTHER_CACHE}") from error
 
 
 def _for_this_processor() -> str:
@@ -54,10 +74,13 @@ def _for_this_processor() -> str:
     return "-mcpu=native" if platform.machine().lower() in ("aarch64", "arm64") else "-march=native"
 
 
-def _compile(command: list[str], compiled: Path) -> None:
-    compiled.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=compiled.parent) as folder:
-        made = Path(folder) / compiled.name
+def _compile(command: list[str], kept: Path) -> ctypes.CDLL:
+    """Compile and load a library, then keep it in its folder; raises OSError and EnvironmentNotReady."""
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=kept.parent) as folder:
+        made = Path(folder) / kept.name
+        # A full disk shows here rather than after seconds of compilation.
+        made.write_bytes(bytes(LARGEST_BYTES))
         try:
             ended = subprocess.run(
                 [*command, "-o", str(made)], capture_output=True, text=True, timeout=LONGEST_COMPILATION_S, check=False
@@ -65,16 +88,35 @@ def _compile(command: list[str], compiled: Path) -> None:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise EnvironmentNotReady(f"{command[0]} could not compile {command[-1]}: {error}") from error
         if ended.returncode:
-            told = next((line for line in ended.stderr.splitlines() if "error" in line), ended.stderr.strip()[-300:])
-            raise EnvironmentNotReady(f"{command[0]} does not compile {command[-1]}: {told}")
+            message = next((line for line in ended.stderr.splitlines() if "error" in line), ended.stderr.strip()[-300:])
+            why = message or f"it ended with {ended.returncode} and no message"
+            raise EnvironmentNotReady(f"{command[0]} does not compile {command[-1]}: {why}")
+        # A loader ignores what follows the sections.
+        made.write_bytes(with_digest(made.read_bytes()))
+        made.chmod(0o755)
+        loaded = _loaded(made)
         # Another process may have made it meanwhile: either is as good.
-        made.replace(compiled)
+        made.replace(kept)
+    return loaded
 
 
-def _identity(command: list[str], path: Path) -> str:
-    """A hash of everything that the machine code hangs on."""
+def _loaded(path: Path) -> ctypes.CDLL:
+    """The library of a file. Raises EnvironmentNotReady if it cannot be loaded or lacks a function."""
+    try:
+        loaded = ctypes.CDLL(str(path))
+        for function in FUNCTIONS:
+            getattr(loaded, function)
+    except (OSError, AttributeError) as error:
+        raise EnvironmentNotReady(f"the compiled C++ cannot be loaded: {error}; {OTHER_CACHE}") from error
+    return loaded
+
+
+def _identity(command: list[str]) -> str:
+    """A hash of everything that the machine code depends on, and of the form of the file."""
     chosen = Path(command[0]).resolve()
-    parts = [*command[1:-1], path.read_text(), str(chosen), str(chosen.stat().st_mtime_ns), _processor()]
+    parts = [*command[1:-1], SOURCE.read_text(), str(chosen), str(chosen.stat().st_mtime_ns), _processor()]
+    # Containers may share a cache, each with a C library of its own. "digest": the form of the file.
+    parts += [*platform.libc_ver(), "digest"]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -83,11 +125,14 @@ def _processor() -> str:
     lines = cpuinfo().splitlines()
     if not lines:
         return f"{platform.machine()} {platform.processor()}"
-    told = {line for line in lines if line.partition(":")[0].strip() in ("model name", "flags", "Features", "CPU part")}
+    told: set[str] = set()
+    for line in lines:
+        if line.partition(":")[0].strip() in ("model name", "flags", "Features", "CPU part"):
+            told.add(line)
     return "\n".join([platform.machine(), *sorted(told)])
 
 
-@lru_cache
+@cache
 def openmp_parallel() -> int:
     """Address of GOMP_parallel in the OpenMP library that torch has loaded; 0 where it has none by that name.
 

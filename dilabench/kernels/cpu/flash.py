@@ -14,14 +14,11 @@ from math import gcd, log
 import torch
 from torch import Tensor
 
-from dilabench.errors import EnvironmentNotReady
-from dilabench.kernels.cpu.compiled import library, openmp_parallel
+from dilabench.kernels.cpu.compiled import CONSTANTS, library, openmp_parallel, why_unavailable
 
-QUERIES, KEYS = 64, 64
-FORWARD_TILES, BACKWARD_TILES = 4, 2
+QUERIES, KEYS, FORWARD_TILES, BACKWARD_TILES = CONSTANTS.values()
 # Rows of dk and dv, while they are summed, are vectors of any width.
 LANES = 16
-CONSTANTS = {"QUERIES": QUERIES, "KEYS": KEYS, "FORWARD_TILES": FORWARD_TILES, "BACKWARD_TILES": BACKWARD_TILES}
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # Floating-point operations that are worth another thread.
 LEAST_FLOPS = 1_000_000
@@ -81,17 +78,8 @@ class Blocks:
 
 
 def serves(dtype: torch.dtype) -> bool:
-    """Whether there is a compiler for the kernel, and it takes numbers of this type."""
-    return dtype in TYPES and _is_there()
-
-
-@cache
-def _is_there() -> bool:
-    try:
-        _compiled()
-    except EnvironmentNotReady:
-        return False
-    return True
+    """Return True if the kernel takes numbers of this type, and is built and loaded here."""
+    return dtype in TYPES and why_unavailable() is None
 
 
 def attend(
@@ -219,9 +207,7 @@ def _launch(
         *(room.shape[0], onto, room.data_ptr(), room.shape[1], openmp_parallel()),
     )
     of_tensors = map(ctypes.byref, map(_place, tensors, repeat(lse)))
-    getattr(library("flash.cpp", **CONSTANTS), function)(
-        ctypes.byref(call), TYPES[q.dtype], *map(ctypes.c_int64, numbers), *of_tensors
-    )
+    getattr(library(), function)(ctypes.byref(call), TYPES[q.dtype], *map(ctypes.c_int64, numbers), *of_tensors)
 
 
 def _place(x: Tensor, lse: Tensor) -> _Place | _Lse:
@@ -243,10 +229,6 @@ def _without_values(x: Tensor) -> ValueError:
         f"the memory of a tensor {list(x.shape)} on {x.device} does not hold its values (a meta or zero tensor, or "
         "a negative view); give a copy, x.resolve_neg().clone(), on a CPU"
     )
-
-
-def _compiled() -> ctypes.CDLL:
-    return library("flash.cpp", **CONSTANTS)
 
 
 def _parts(threads: int, items: int) -> int:

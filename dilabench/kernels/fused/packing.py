@@ -25,6 +25,7 @@ from dilabench.kernels.fused.tile_tables import (
     on_device,
     tile_tables,
 )
+from dilabench.kernels.streams import record
 from dilabench.kernels.tuning import TileConfig
 
 # Beyond every token.
@@ -110,14 +111,11 @@ class Packing:
             # Kept with its lists, so that no other object takes its identity.
             made = self._made[id(requests)] = requests, _pass_lists(np.array(self.bounds), requests, causal, device)
         if device.type == "cuda":
-            stream = torch.cuda.current_stream(device)
-            use = id(requests), stream.cuda_stream
+            use = id(requests), torch.cuda.current_stream(device).cuda_stream
             if use not in self._streams:
-                # Their memory is not given to others before the work that this stream has by then is done.
+                # The lists are exchanged from launch to launch, which records only what stays.
                 self._streams.add(use)
-                made[1].spans.record_stream(stream)
-                for each in made[1].of_groups:
-                    each.tables.tables.used_by_current_stream()
+                record(x for lists in made[1].of_groups for x in (*lists.by_query.values(), *lists.by_key().values()))
         return made[1]
 
 

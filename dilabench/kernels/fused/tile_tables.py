@@ -60,20 +60,13 @@ class TileTables:
         """Bytes of the device's memory that it holds, with others perhaps; entries may count twice."""
         return self.items.untyped_storage().nbytes() + self.entries.nbytes
 
-    def used_by_current_stream(self) -> None:
-        """Their memory is not given to others before the work that this stream has by then is done."""
-        if self.items.is_cuda:
-            stream = torch.cuda.current_stream(self.items.device)
-            # The others lie in the memory of the items (`_on_device`).
-            self.items.record_stream(stream)
-            self.entries.record_stream(stream)
-
 
 def tile_tables(
     group: BranchGroup, own: int, other: int, causal: bool, by_key: bool, device: torch.device
 ) -> TileTables:
     """Partner tiles of ``other`` rows for every tile of ``own`` rows; own rows are queries, or keys if ``by_key``.
 
+    They are there for all streams; who reads them records that (`LaunchCache`).
     Raises ValueError when a tile is larger than the segments allow.
     """
     by_key = _checked(group, own, other, causal, by_key)
@@ -85,7 +78,6 @@ def tile_tables(
     if tables is None:
         with on_a_stream_of_its_own(device):
             tables = _kept.put(key, _tables(*key))
-    tables[tail].used_by_current_stream()
     return tables[tail]
 
 
@@ -158,7 +150,6 @@ def document_tables(
             (tables,) = _there(whole, [x[None] for x in (items, lookup, order)], entries, device)
         there = items[..., 0] >= 0, order[:, None, :, 0] >= 0
         found = _kept.put(key, DocumentTables(tables, np.array(tails), *(x.sum(2).max(1) for x in there)))
-    found.tables.used_by_current_stream()
     return found
 
 

@@ -31,7 +31,8 @@ def with_columns(x: Tensor, more: int, cache: LaunchCache, name: str) -> Tensor:
 def make_ready(dim: int, more: int, dtype: torch.dtype, device: torch.device) -> None:
     """Compile what adds so many columns, for a length to come."""
     x = torch.empty((1, 1, 1, dim), dtype=dtype, device=device)
-    compile_ahead([_widening(x, x.new_empty((1, 1, 1, dim + more)))])
+    with torch.cuda.device_of(x):
+        compile_ahead([_widening(x, x.new_empty((1, 1, 1, dim + more)))])
 
 
 def _widening(x: Tensor, wider: Tensor) -> Launch:

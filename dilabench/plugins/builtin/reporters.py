@@ -8,6 +8,7 @@ REPORTERS = (
         "a table in the terminal",
         "dilabench.report.table:render",
         shows_sections=True,
+        shows_plots=False,
         options=("details", "columns"),
     ),
     Reporter("json", "the run record", "dilabench.report.json:render", filename="run.json"),

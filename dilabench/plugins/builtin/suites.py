@@ -9,6 +9,7 @@ SUITES: tuple[Suite, ...] = (
         "does it work, how fast is it roughly: 1K, 4K and 16K tokens",
         "dilabench.suites.overview:quick",
         analysis="dilabench.suites.overview:analyse",
+        only_plots=True,
         budget_s=55.0,
         # Thirty turns of a call of 30 ms: with twenty the winners at 4K, 4 % apart, are mostly not told apart.
         sampling_s=1.0,
@@ -20,6 +21,7 @@ SUITES: tuple[Suite, ...] = (
         "which implementation is fastest and smallest",
         "dilabench.suites.overview:implementations",
         analysis="dilabench.suites.overview:analyse",
+        only_plots=True,
         priority=50,
         options=(),
         tunes=True,

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,8 @@ from pathlib import Path
 from queue import LifoQueue
 from typing import Any
 
-from dilabench.cache_folder import cache_folder
+from dilabench.cache_folder import cache_folder, read_file
+from dilabench.errors import first_line
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.memory.tracer import Tracer
 from dilabench.record import Case, MemoryPlan
@@ -26,10 +28,13 @@ PACKAGE = Path(__file__).parents[2]
 SOURCES = ("backends", "distributed", "engine/call", "engine/trace", "impls", "kernels", "patterns", "workload")
 
 
+logger = logging.getLogger(__name__)
+
+
 class TraceCache:
     """Answers of traces by key: in the process and, for what dilabench ships, in the cache folder.
 
-    A file that cannot be read or written is no error: then a case is traced again.
+    A file that cannot be written is no error: then a case is traced again. One that is damaged is removed, and logged.
     """
 
     def __init__(self) -> None:
@@ -58,17 +63,26 @@ class TraceCache:
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-    answers: dict[str, dict[str, Any]] = {}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return answers
-    for line in lines:
-        # Another process may be writing the last one.
-        with contextlib.suppress(ValueError):
-            key, answer = json.loads(line)
-            answers[key] = answer
-    return answers
+        *lines, torn = read_file(path).decode().split("\n")
+        # Another process may be writing the last line.
+        return dict(map(_key_and_answer, lines or filter(None, [torn])))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        logger.warning("%s cannot be read (%s): it is made again", path, first_line(error))
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return {}
+
+
+def _key_and_answer(line: str) -> tuple[str, dict[str, Any]]:
+    """Raises ValueError, TypeError or RecursionError for a line that `TraceCache.put` did not write."""
+    key, answer = json.loads(line)
+    if not isinstance(key, str):
+        raise TypeError(f"{key!r:.40} is no key")
+    MemoryPlan.model_validate(answer)
+    return key, answer
 
 
 def _file() -> Path:

@@ -2,11 +2,12 @@
 
 import atexit
 import json
-import os
 import selectors
 import subprocess
 import sys
 from typing import Any
+
+from dilabench.machine import child_environment, python_command
 
 MODULE = "dilabench.engine.trace"
 # After this long a question is told of; after that long it is given up. A trace bounds itself by the processor's time,
@@ -57,15 +58,14 @@ class Tracer:
         if self._process is None or self._process.poll() is not None or self._path != sys.path:
             self.stop()
             self._path = list(sys.path)
-            # Where modules are found here, plug-ins among them, they are found there; a GPU is not touched.
-            there = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
             self._process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", MODULE],
+                python_command("-W", "ignore", "-m", MODULE),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
-                env={**os.environ, **there},
+                # A GPU is not touched.
+                env=child_environment(CUDA_VISIBLE_DEVICES=""),
             )
             atexit.register(self.stop)
         return self._process

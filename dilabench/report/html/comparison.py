@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from dilabench.compare.comparison import ComparedPair, Comparison
 from dilabench.compare.matrix import CaseMatrix, Matrix
 from dilabench.record import RunRecord
-from dilabench.report import figures
-from dilabench.report.columns import case_name, verdict_text, workload_title
+from dilabench.report.columns import ABSENT, case_name, verdict_text, workload_title
+from dilabench.report.content import device_text, environment_rows, reproduce_command
 from dilabench.report.html.page import page
 from dilabench.report.matrix import ratio_text, time_text
-from dilabench.report.summary import device_text, environment_rows, reproduce_command
+from dilabench.units import format_latency
 
 FILENAME = "comparison.html"
 # How a verdict looks; what is decided nowhere else.
@@ -23,14 +23,14 @@ class Entry:
     """The newer side of a pair: its time, the ratio with its interval, the verdict with its reason."""
 
     look: str = ""
-    word: str = figures.ABSENT
-    time: str = figures.ABSENT
-    ratio: str = figures.ABSENT
+    word: str = ABSENT
+    time: str = ABSENT
+    ratio: str = ABSENT
     reason: str = ""
     memory: str = ""
 
 
-ABSENT = Entry()
+NO_PAIR = Entry()
 # A run against itself or an earlier one, which stands elsewhere.
 EMPTY = Entry(word="", time="", ratio="")
 Line = tuple[str, str, str, str, list[Entry]]
@@ -77,12 +77,12 @@ def _lines(matrix: Matrix, one: CaseMatrix) -> Iterator[Line]:
 
 def _entry(pair: ComparedPair | None) -> Entry:
     if pair is None:
-        return ABSENT
+        return NO_PAIR
     verdict = pair.verdict
     return Entry(
         look=LOOKS[verdict.code],
         word=verdict_text(pair),
-        time=figures.latency(pair.candidate_ns),
+        time=format_latency(pair.candidate_ns),
         ratio=ratio_text(pair),
         reason=verdict.reason + (f"; {verdict.hint}" if verdict.hint else ""),
         memory="" if pair.memory is None or pair.memory.code == "SAME" else f"memory {pair.memory.code}",
@@ -95,5 +95,5 @@ def _differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     for table, record in zip(tables, records, strict=True):
         table["dilabench"] = record.tool_version
     names = dict.fromkeys(name for table in tables for name in table)
-    rows = [(name, [table.get(name, figures.ABSENT) for table in tables]) for name in names]
+    rows = [(name, [table.get(name, ABSENT) for table in tables]) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1 and name not in {"started", "finished"}]

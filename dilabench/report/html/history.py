@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from dilabench.report.columns import Column
 from dilabench.report.findings import CurvePlot
 from dilabench.report.html.data import plots_as_json
 from dilabench.report.html.page import chart_library, page
@@ -13,13 +15,12 @@ FILENAME = "history.html"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trend:
-    """One case on one machine: a line per run, a curve per level between steps. `steps` are sentences."""
+    """One case on one machine: a line per run, as the columns show it, a curve per level. `steps` are sentences."""
 
     title: str
     where: str
-    columns: Sequence[str]
-    numeric: Sequence[str]
-    rows: Sequence[Sequence[str]]
+    columns: Sequence[Column]
+    lines: Sequence[Any]
     steps: Sequence[str]
     plot: CurvePlot
 

@@ -9,18 +9,26 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dilabench.atomic_file import write_text
-from dilabench.cache_folder import cache_folder
+from dilabench.atomic_file import write_bytes, write_text
+from dilabench.cache_folder import cache_folder, read_checked, with_digest
 from dilabench.errors import EnvironmentNotReady
 from dilabench.plugins.manager import discover
 from dilabench.record import RunRecord
 from dilabench.report.columns import chosen_columns
+from dilabench.report.content import (
+    device_text,
+    environment_rows,
+    footnotes,
+    headline,
+    note_groups,
+    reproduce_command,
+    unmeasured,
+    workload_tables,
+)
 from dilabench.report.findings import Bars, Curve, CurvePlot, MaskPlot, Plot, Section, sections_of
 from dilabench.report.html.data import PageData
 from dilabench.report.html.winners import winner_map
 from dilabench.report.plots.plots import subject, svg
-from dilabench.report.rows import footnotes, workload_tables
-from dilabench.report.summary import device_text, environment_rows, headline, note_groups, reproduce_command, unmeasured
 from dilabench.units import format_count
 
 FILENAME = "report.html"
@@ -77,7 +85,8 @@ def to_text(record: RunRecord, sections: Sequence[Section] = (), columns: Sequen
         counts=Counter(row.outcome.status for row in record.rows),
         device=device_text(record),
         command=reproduce_command(record),
-        asked=_asked(record),
+        # The fields of the request that say anything.
+        asked=[(name, _text(value)) for name, value in record.config.items() if value not in (None, "", [], {}, False)],
         environment=environment_rows(record),
         winners=winner_map(tables),
         findings=[section for section in sections if not section.answers],
@@ -129,13 +138,13 @@ def chart_library() -> str | None:
     except ImportError:
         return None
     # Bundling takes a second; the result depends on nothing but the version.
-    kept = cache_folder() / f"vega-{version('vl-convert-python')}.js"
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return kept.read_text(encoding="utf-8")
+    kept = cache_folder() / f"vega-lite-{version('vl-convert-python')}.js"
+    if data := read_checked(kept):
+        return data.decode()
     # Inside of a script element nothing else would end the element.
     text = str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")).replace("</script", "<\\/script")
     with contextlib.suppress(EnvironmentNotReady):
-        write_text(kept, text)
+        write_bytes(kept, with_digest(text.encode()))
     return text
 
 
@@ -148,13 +157,6 @@ def _drawn(record: RunRecord, sections: Sequence[Section], scripted: bool) -> It
         elif masks <= MOST_MASKS:
             picture = b64encode(svg(plot, record).encode()).decode()
             yield plot, Drawn(plot=plot, picture=f"data:image/svg+xml;base64,{picture}")
-
-
-def _asked(record: RunRecord) -> tuple[tuple[str, str], ...]:
-    """The fields of the request that say anything."""
-    return tuple(
-        (name, _text(value)) for name, value in record.config.items() if value not in (None, "", [], {}, False)
-    )
 
 
 def _text(value: Any) -> str:

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from dilabench.compare.view import measured_view
 from dilabench.record import Measured
-from dilabench.report import figures
 from dilabench.report.answer import winner_text
 from dilabench.report.columns import row_name
-from dilabench.report.rows import Section, WorkloadTable
-from dilabench.units import format_count
+from dilabench.report.content import Section, WorkloadTable
+from dilabench.units import format_count, format_latency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,4 +79,4 @@ def _field(section: Section) -> Field:
         return Field(state=state, word=state, reasons=reasons)
     winner = measured_view(ranking.fastest)
     state = "single" if len(ranking.speedups) == 1 else "won" if ranking.proven else "tied"
-    return Field(state=state, word=winner_text(ranking), time=figures.latency(winner.median_ns), reasons=reasons)
+    return Field(state=state, word=winner_text(ranking), time=format_latency(winner.median_ns), reasons=reasons)

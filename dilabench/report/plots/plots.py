@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import RunRecord
+from dilabench.report.content import device_text
 from dilabench.report.findings import BarPlot, CurvePlot, Plot, Section
-from dilabench.report.summary import device_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -87,9 +87,7 @@ def _picture(plot: Plot, about: str, origin: str, form: str) -> bytes:
 
 
 def _drawn(plot: Plot) -> "Figure":
-    from dilabench.report.plots.bars import draw_bars
-    from dilabench.report.plots.curves import draw_curves
-    from dilabench.report.plots.mask import draw_mask
+    from dilabench.report.plots.drawing import draw_bars, draw_curves, draw_mask
 
     if isinstance(plot, CurvePlot):
         return draw_curves(plot)

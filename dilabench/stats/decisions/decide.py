@@ -1,4 +1,4 @@
-"""From an estimate to a verdict (measurement.md §5.2).
+"""From an estimate to a verdict (measurement.md §5.2), by a `Policy`: the user's margin, and a machine's resolution.
 
 With m = ln(1 + delta): SLOWER when the interval lies above m, FASTER when it lies below -m, SAME when it lies inside
 [-m, m] (two one-sided tests: Schuirmann 1987), INCONCLUSIVE otherwise. Where the clock of every slot is known, time and
@@ -9,19 +9,109 @@ any false claim. Slow-downs and speed-ups are two families, so that exchanging t
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from math import ceil, expm1, sqrt
+from dataclasses import dataclass, replace
+from math import ceil, expm1, log1p, sqrt
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import ndtri, stdtr
+from scipy.special import betaincinv, ndtri, stdtr
 
-from dilabench.errors import ConfigError, counted
-from dilabench.stats.decisions.history import sessions_needed
-from dilabench.stats.decisions.paired import PairedRounds, estimate_many
-from dilabench.stats.decisions.policy import Margin, Policy
+from dilabench.errors import ConfigError
+from dilabench.machine import CUDA, device_named
+from dilabench.stats.decisions.history import LOOK_SESSIONS
+from dilabench.stats.decisions.paired import MIN_ROUNDS, Estimate, PairedRounds, SlotStatistic, estimate_many
 from dilabench.stats.decisions.verdicts import Cause, Code, Numbers, Verdict
-from dilabench.stats.samples.estimate import MIN_ROUNDS, Estimate, Interval, t_quantile
+from dilabench.stats.samples.location import Interval, t_quantile
+from dilabench.units import counted
+
+MIN_CHANGE_NS = 2_000.0
+"""Smallest absolute change in ns that is reported."""
+
+MarginSource = Literal["user", "noise", "timer", "absolute"]
+
+
+@dataclass(frozen=True, slots=True)
+class Margin:
+    """Relative change that a verdict must exceed, and the term that set it."""
+
+    delta: float
+    source: MarginSource
+
+    @property
+    def log(self) -> float:
+        """The margin on the scale of log ratios: the region of no change is [-log, +log]."""
+        return log1p(self.delta)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """How to decide; one per device of a record.
+
+    user_margin: relative change of interest, as a fraction. sigma_aa: sd between sessions of identical code in log
+    units, None when `dilabench calibrate` has not run. timer_floor_ns: resolution or launch floor of the timer.
+    min_change_ns: absolute change of interest. confidence: of the two-sided interval, so one-sided claims are made at
+    (1 - confidence) / 2. look: how often data that still grow have been judged, this time included; each look may err
+    half as often as the one before, so that all of them err at most at 1 - confidence, by Bonferroni's inequality.
+    power: of the minimum detectable effect. Raises ConfigError for a value out of range.
+    """
+
+    user_margin: float = CUDA.margin
+    sigma_aa: float | None = None
+    timer_floor_ns: float = 0.0
+    min_change_ns: float = MIN_CHANGE_NS
+    confidence: float = 0.95
+    look: int = 1
+    power: float = 0.80
+    statistic: SlotStatistic = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("user_margin", "timer_floor_ns", "min_change_ns"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} {getattr(self, name)} must not be negative; use 0 to switch it off")
+        if self.sigma_aa is not None and not self.sigma_aa >= 0:
+            raise ConfigError(f"sigma_aa {self.sigma_aa} must not be negative; run `dilabench calibrate` again")
+        for name in ("confidence", "power"):
+            if not 0.5 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} {getattr(self, name)} must lie in [0.5, 1), for example 0.95")
+
+    @classmethod
+    def for_device(
+        cls,
+        device: str,
+        *,
+        user_margin: float | None = None,
+        sigma_aa: float | None = None,
+        timer_floor_ns: float = 0.0,
+    ) -> "Policy":
+        """The defaults of a device: "cpu", "cuda", "cuda:1", "mps"."""
+        margin = device_named(device).margin if user_margin is None else user_margin
+        return cls(user_margin=margin, sigma_aa=sigma_aa, timer_floor_ns=timer_floor_ns)
+
+    def confidence_at(self, look: int) -> float:
+        """Confidence of the two-sided interval at a look, counted from one: 95 %, 97.5 %, 98.75 % and so on."""
+        return 1 - (1 - self.confidence) / 2.0 ** (look - 1)
+
+    @property
+    def alpha(self) -> float:
+        """One-sided error rate of a claim at this look."""
+        return (1 - self.confidence_at(self.look)) / 2
+
+    def margin(self, typical_ns: float) -> Margin:
+        """max(user, 2 sigma_AA, 2 timer floor / L, least change / L) for a pair whose slots take `typical_ns`.
+
+        The absolute terms are part of the margin, so SLOWER means that the whole interval lies beyond them, and SAME
+        that no change worth telling is left.
+        """
+        terms: dict[MarginSource, float] = {
+            "user": self.user_margin,
+            "noise": 2 * (self.sigma_aa or 0.0),
+            "timer": 2 * self.timer_floor_ns / typical_ns,
+            "absolute": self.min_change_ns / typical_ns,
+        }
+        source = max(terms, key=lambda name: terms[name])
+        return Margin(terms[source], source)
+
 
 _MARGIN_SOURCE = {
     "user": "the threshold",
@@ -77,6 +167,28 @@ def decide(estimate: Estimate, policy: Policy) -> Verdict:
         hint=_hint(code, cause, estimate, numbers, policy),
         advisory=estimate.advisory,
     )
+
+
+def sessions_needed(
+    estimate: Estimate, margin: float, policy: Policy, *, both: bool = False, at_best: bool = False
+) -> int | None:
+    """New sessions at whose look a case should be decided, from what is known; None when the last look is too early.
+
+    Code that did not change, which is what a gate meets most often, is to be decided `policy.power` of the time, and
+    the estimated change if it is the true one. margin: in log units. both: so many sessions on either side, of code
+    that did not change. at_best: decided at all, wherever the truth lies.
+    """
+    change = abs(estimate.log_ratio)
+    gap = max(margin, change - margin)
+    power, max_reach = (0.0, gap) if at_best else (policy.power, gap if both else abs(change - margin))
+    for look, k in enumerate(LOOK_SESSIONS, start=1):
+        df = 2 * k - 2 if both else estimate.stored + k - 2
+        fixed = estimate.reducible_variance / k if both else estimate.fixed_variance
+        se = (estimate.reducible_variance / k + fixed) ** 0.5
+        reach = t_quantile(df, (1 + policy.confidence_at(look)) / 2)
+        if (reach + t_quantile(df, (1 + power) / 2)) * se < gap and reach * se < max_reach:
+            return k
+    return None
 
 
 def _position(interval: Interval, margin: Margin) -> Code:
@@ -236,7 +348,9 @@ def control_family(verdicts: Sequence[Verdict], *, alpha: float = 0.025) -> list
         if claimed is None or p <= alpha or verdict.code not in (Code.SLOWER, Code.FASTER):
             controlled.append(replace(verdict, numbers=numbers))
             continue
-        needed = _rounds_needed(numbers.rounds, claimed, alpha / len(verdicts))
+        # More rounds until p falls below its limit, by the normal law: the score grows with the root of rounds.
+        score, limit = ndtri(claimed), ndtri(alpha / len(verdicts))
+        needed = max(1, ceil(numbers.rounds * ((limit / score) ** 2 - 1)))
         controlled.append(
             replace(
                 verdict,
@@ -250,10 +364,35 @@ def control_family(verdicts: Sequence[Verdict], *, alpha: float = 0.025) -> list
     return controlled
 
 
-def _rounds_needed(rounds: int, p: float, p_needed: float) -> int:
-    """More rounds until p falls to `p_needed`, by the normal law: the standard score grows with the root of rounds."""
-    return max(1, ceil(rounds * ((ndtri(p_needed) / ndtri(p)) ** 2 - 1)))
-
-
 def _or_one(p: float | None) -> float:
     return 1.0 if p is None else p
+
+
+@dataclass(frozen=True, slots=True)
+class DetectionRate:
+    """How often `code` was the verdict, with the exact (Clopper-Pearson) interval of the rate."""
+
+    code: Code
+    hits: int
+    trials: int
+    interval: Interval
+
+    @property
+    def rate(self) -> float:
+        return self.hits / self.trials
+
+
+def binomial_interval(hits: int, trials: int, confidence: float = 0.95) -> Interval:
+    """Exact interval of a proportion (Clopper and Pearson, 1934). Raises ConfigError unless 0 <= hits <= trials."""
+    if not 0 <= hits <= trials or trials == 0:
+        raise ConfigError(f"{hits} hits of {trials} trials; hits must lie between 0 and the trials, which must exist")
+    tail = (1 - confidence) / 2
+    low = float(betaincinv(hits, trials - hits + 1, tail)) if hits > 0 else 0.0
+    high = float(betaincinv(hits + 1, trials - hits, 1 - tail)) if hits < trials else 1.0
+    return Interval(low, high, confidence)
+
+
+def detection_rate(verdicts: Sequence[Verdict], code: Code = Code.SLOWER) -> DetectionRate:
+    """Rate of one code among verdicts on repeated measurements: a false-alarm rate on A/A, else a power."""
+    hits = sum(verdict.code is code for verdict in verdicts)
+    return DetectionRate(code, hits, len(verdicts), binomial_interval(hits, len(verdicts)))

@@ -13,11 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from dilabench.errors import ConfigError
-from dilabench.stats.decisions.policy import Policy
-from dilabench.stats.samples.estimate import Estimate, Interval, t_quantile
-from dilabench.stats.samples.location import Floats, a12, flatten_slots, group_medians, group_quantiles
+from dilabench.stats.decisions.paired import Estimate
+from dilabench.stats.samples.location import (
+    Floats,
+    Interval,
+    a12,
+    flatten_slots,
+    group_medians,
+    group_quantiles,
+    t_quantile,
+)
 
 SESSIONS_FOR_GATE = 5
 """Fewer stored sessions than this are advisory: shown, never failing a gate."""
@@ -50,26 +58,16 @@ def estimate_stored(
     return [_estimate(pair, next(logs), next(logs), confidence) for pair in pairs]
 
 
-def sessions_needed(
-    estimate: Estimate, margin: float, policy: Policy, *, both: bool = False, at_best: bool = False
-) -> int | None:
-    """New sessions at whose look a case should be decided, from what is known; None when the last look is too early.
+def noise_floor(session_log_ratios: ArrayLike) -> float:
+    """sigma_AA: root mean square of the session log ratios D_k of identical code, in log units.
 
-    Code that did not change, which is what a gate meets most often, is to be decided `policy.power` of the time, and
-    the estimated change if it is the true one. margin: in log units. both: so many sessions on either side, of code
-    that did not change. at_best: decided at all, wherever the truth lies.
+    The true ratio is one, so the mean is not estimated and a bias of the harness counts as noise. Raises ConfigError
+    without any session.
     """
-    change = abs(estimate.log_ratio)
-    gap = max(margin, change - margin)
-    power, max_reach = (0.0, gap) if at_best else (policy.power, gap if both else abs(change - margin))
-    for look, k in enumerate(LOOK_SESSIONS, start=1):
-        df = 2 * k - 2 if both else estimate.stored + k - 2
-        fixed = estimate.reducible_variance / k if both else estimate.fixed_variance
-        se = (estimate.reducible_variance / k + fixed) ** 0.5
-        reach = t_quantile(df, (1 + policy.confidence_at(look)) / 2)
-        if (reach + t_quantile(df, (1 + power) / 2)) * se < gap and reach * se < max_reach:
-            return k
-    return None
+    values = np.asarray(session_log_ratios, np.float64)
+    if values.size == 0:
+        raise ConfigError("no A/A session to take the noise floor from; run `dilabench calibrate`")
+    return float(np.sqrt(np.mean(values**2)))
 
 
 def _estimate(pair: StoredSessions, baseline: Floats, candidate: Floats, confidence: float) -> Estimate:

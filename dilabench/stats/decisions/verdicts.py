@@ -1,6 +1,6 @@
 """Verdicts as data: a code, the numbers behind it, the threshold, the reason and what to do next.
 
-Pure data, cheap to import; `decide`, `multiplicity` and `memory` make them.
+Pure data, cheap to import; `decide` makes them.
 """
 
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ class Numbers:
     """Everything a reader needs to check a verdict. Ratios are candidate / baseline time; None is "cannot be said".
 
     p_slower, p_faster: one-sided p of the claim that the change exceeds the margin in that direction, before
-    correction; p_adjusted: of the claimed direction, after `multiplicity.control_family`. confidence: of the interval.
+    correction; p_adjusted: of the claimed direction, after `decide.control_family`. confidence: of the interval.
     mde: smallest relative slow-down that this measurement would have called SLOWER four times in five.
     a12: P(a candidate sample is slower). rounds_needed: further rounds for a conclusion; None when concluded or when
     rounds alone will not do. sessions_needed: new sessions, all told, after which a case with this spread between

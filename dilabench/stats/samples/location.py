@@ -1,4 +1,4 @@
-"""Where samples of times lie: quantiles, the median with its interval, and which of two lies higher (A12).
+"""The location of samples of times: quantiles, the median with its interval, and which of two is higher (A12).
 
 Times have a long right tail, so no mean is ever used. Quantiles are median-unbiased: whatever the distribution, the
 k-th of n samples lies as often above as below the level (k - 1/3) / (n + 1/3) (type 8 of Hyndman and Fan, "Sample
@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from math import floor, sqrt
+from math import exp, floor, sqrt
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import bdtr
+from scipy.special import bdtr, stdtrit
 
 from dilabench.errors import ConfigError
-from dilabench.stats.samples.estimate import SESSIONS_FOR_SPREAD, Interval, t_quantile
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.intp]
@@ -31,6 +30,32 @@ Session = Sequence[Sequence[float]]
 
 MIN_SAMPLES = 5
 """Below this many samples there is no interval ("n<5, no CI")."""
+
+CONFIDENCE = 0.95
+SESSIONS_FOR_SPREAD = 3
+"""From this many sessions on, their own spread is the error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Closed interval. `confidence`: attained by order statistics, which cannot choose it freely; nominal otherwise."""
+
+    low: float
+    high: float
+    confidence: float
+
+    @property
+    def half_width(self) -> float:
+        return (self.high - self.low) / 2
+
+    @property
+    def is_certain(self) -> bool:
+        """Return True if it is one of 95 %, and not the whole range of samples from too few turns."""
+        return self.confidence >= CONFIDENCE
+
+    def as_ratio(self) -> "Interval":
+        """The interval of a ratio, from the interval of its logarithm."""
+        return Interval(exp(self.low), exp(self.high), self.confidence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +87,12 @@ def quantile(ordered: Sequence[float] | NDArray[np.float64], level: float) -> fl
     below = floor(position)
     above = min(below + 1, n - 1)
     return float(ordered[below] + (position - below) * (ordered[above] - ordered[below]))
+
+
+@lru_cache(maxsize=4096)
+def t_quantile(df: float, level: float) -> float:
+    """Quantile of Student's t with `df` degrees of freedom (not necessarily whole) at `level` in (0, 1)."""
+    return float(stdtrit(df, level))
 
 
 @lru_cache(maxsize=4096)
@@ -177,6 +208,20 @@ def effective_size(series: ArrayLike) -> float:
     ends = np.flatnonzero(pairs <= 0)
     kept = pairs[: ends[0]] if ends.size else pairs
     return float(min(n, max(1.0, n / max(1.0, 2 * kept.sum() - 1))))
+
+
+def relative_half_width(locations_ns: ArrayLike, confidence: float = 0.95) -> float | None:
+    """Half the width of the median's interval over the median, from one location per round in the order taken.
+
+    Sampling ends by it (measurement.md §5.1). It does not look at another case: to end once a difference becomes
+    significant more than doubles false alarms. The order-statistic interval is widened by sqrt(n / effective n), since
+    neighbouring rounds are alike. None below `MIN_SAMPLES` rounds.
+    """
+    values = checked_samples(locations_ns)
+    interval = median_interval(values, confidence)
+    if interval is None:
+        return None
+    return interval.half_width / float(np.median(values)) * sqrt(values.size / effective_size(values))
 
 
 def a12(baseline_ns: ArrayLike, candidate_ns: ArrayLike) -> float:

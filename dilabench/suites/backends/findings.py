@@ -8,12 +8,12 @@ from dilabench.compare.within import compare_within
 from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import KernelUse, Measured, Row, RunRecord
-from dilabench.report import figures
+from dilabench.report.columns import ABSENT
+from dilabench.report.content import device_text
 from dilabench.report.findings import BarPlot, Bars, Section
-from dilabench.report.summary import device_text
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.verdicts import Code
-from dilabench.units import format_count
+from dilabench.units import format_count, format_latency, format_ratio
 
 NS_PER_MS = 1e6
 # Beside one that is hardly faster, bfloat16 is wanted for its range (no loss scaling).
@@ -49,14 +49,14 @@ class Standing:
         found = [(row, ratio) for row, ratio in zip(self.rows, self.ratios, strict=True) if row.case.backend in names]
         for row, ratio in found:
             times = ratio / found[0][1]
-            yield f"{row.case.backend}" + ("" if row is found[0][0] else f" ({figures.ratio(times)})")
+            yield f"{row.case.backend}" + ("" if row is found[0][0] else f" ({format_ratio(times)})")
 
     def order_text(self) -> str:
         """'flash3, sdpa-cudnn (1.02x, tied), math (31x)': times as multiples of the fastest one's."""
         texts = [str(self.best.case.backend)]
         for row, ratio in zip(self.rows[1:], self.ratios[1:], strict=True):
             tied = ", tied" if row.case.backend in self.tied else ""
-            texts.append(f"{row.case.backend} ({figures.ratio(ratio)}{tied})")
+            texts.append(f"{row.case.backend} ({format_ratio(ratio)}{tied})")
         return ", ".join(texts)
 
 
@@ -78,7 +78,7 @@ def _families(record: RunRecord, standings: Sequence[Standing], catalogue: Catal
     for family, names in members.items():
         found = [(standing, tuple(standing.among(names))) for standing in standings]
         table = [
-            (_subject(one.best), one.best.case.workload.dtype, order[0], ", ".join(order[1:]) or figures.ABSENT)
+            (_subject(one.best), one.best.case.workload.dtype, order[0], ", ".join(order[1:]) or ABSENT)
             for one, order in found
             if order
         ]
@@ -139,7 +139,7 @@ def _recommendation(record: RunRecord, standings: Sequence[Standing], catalogue:
         for standing in found:
             mark = "*" if standing is chosen and len(found) > 1 else ""
             dtype = f"{standing.best.case.workload.dtype}{mark}"
-            best = figures.latency(standing.best_ns)
+            best = format_latency(standing.best_ns)
             table.append((subject, dtype, best, standing.order_text(), _auto_text(record, standing, catalogue)))
     several = any(len(found) > 1 for found in subjects.values())
     star = f" (* the dtype to use: the fastest, or {WIDE_RANGE} within 3 % of it)" if several else ""
@@ -184,7 +184,7 @@ def _auto_text(record: RunRecord, standing: Standing, catalogue: Catalogue) -> s
         return "none of these"
     if choice == names[0] or choice in standing.tied:
         return f"{choice}: right"
-    return f"{choice}: {figures.ratio(standing.ratios[names.index(choice)])} the time of {names[0]}"
+    return f"{choice}: {format_ratio(standing.ratios[names.index(choice)])} the time of {names[0]}"
 
 
 def _kernels(standings: Sequence[Standing]) -> Section:
@@ -206,14 +206,14 @@ def _kernel_row(row: Row) -> Iterator[str]:
     yield str(row.case.backend)
     yield row.case.workload.dtype
     if not kernels:
-        yield from (figures.ABSENT,) * 4
+        yield from (ABSENT,) * 4
         return
     # On a CPU the profile also names what only wraps operators.
     operators = [use for use in kernels if use.name.startswith(OPERATOR)] or list(kernels)
     longest = max(operators, key=lambda use: use.duration_ns)
     total = sum(use.duration_ns for use in kernels)
     yield short_name(longest)
-    yield f"{longest.duration_ns / total:.0%}" if total else figures.ABSENT
+    yield f"{longest.duration_ns / total:.0%}" if total else ABSENT
     yield str(longest.count)
     yield str(sum(use.count for use in kernels))
 

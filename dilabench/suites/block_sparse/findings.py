@@ -9,9 +9,10 @@ from dilabench.metadata import STEPS, STEPS_OF
 from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.patterns.pattern import Pattern
 from dilabench.record import Row, RunRecord
-from dilabench.report import figures
+from dilabench.report.columns import ABSENT
 from dilabench.report.columns import COLUMNS as ROW_COLUMNS
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
+from dilabench.units import format_latency, format_ratio
 from dilabench.workload.spec import Workload
 
 COLUMNS = ("implementation", "block", "asked", "density", "median", "of dense", "speed-up", "TFLOP/s", "peak memory")
@@ -171,14 +172,14 @@ def _steps_of_calls(steps: Sequence[Step]) -> Iterable[str]:
     for (method, workload), rows in by_method.items():
         asked = next(step.asked for step in steps if step.row.case.workload == workload)
         shares = [
-            f"{done[0]} {figures.latency(max(0.0, median_ns - rows[done[1:]]))}"
+            f"{done[0]} {format_latency(max(0.0, median_ns - rows[done[1:]]))}"
             for done, median_ns in rows.items()
             if len(done) > 1 and done[1:] in rows
         ]
         if shares:
             longest = max(rows, key=len)
-            parts = f"attend {figures.latency(rows[longest[-1:]])}, " if longest[-1:] in rows else ""
-            whole = figures.latency(rows[longest])
+            parts = f"attend {format_latency(rows[longest[-1:]])}, " if longest[-1:] in rows else ""
+            whole = format_latency(rows[longest])
             which = f" of {method}" if method else ""
             yield f"With {asked}, a call{which} that does all of it takes {whole}: {parts}{', '.join(shares)}."
 
@@ -187,12 +188,12 @@ def _figures(step: Step) -> tuple[str, ...]:
     view = measured_view(step.row)
     return (
         step.who,
-        figures.ABSENT if step.pattern.block_length is None else str(step.pattern.block_length),
+        ABSENT if step.pattern.block_length is None else str(step.pattern.block_length),
         step.asked,
         f"{step.density:.1%}",
         ROW_COLUMNS["median"].value_text(view),
-        figures.ABSENT if step.speedup is None else f"{1 / step.speedup:.1%}",
-        figures.ABSENT if step.speedup is None else figures.ratio(step.speedup),
+        ABSENT if step.speedup is None else f"{1 / step.speedup:.1%}",
+        ABSENT if step.speedup is None else format_ratio(step.speedup),
         ROW_COLUMNS["TFLOP/s"].value_text(view),
         ROW_COLUMNS["peak mem."].value_text(view),
     )

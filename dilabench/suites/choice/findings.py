@@ -6,21 +6,17 @@ from statistics import fmean, median
 from typing import Any
 
 from dilabench.choice.ways import way_name
-from dilabench.compare.ranking import is_quotable, rank
-from dilabench.compare.view import common_timings, measured_view, pair
-from dilabench.errors import counted
+from dilabench.compare.view import common_timings, is_quotable, measured_view, pair, rank
 from dilabench.metadata import CHOSEN, INTERFERENCE, LAUNCH_BOUND, SHAPE
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.time import budget_option, elapsed_seconds
 from dilabench.record import Measured, Row, RunRecord
-from dilabench.report import figures
-from dilabench.report.columns import row_name
+from dilabench.report.columns import ABSENT, row_name
 from dilabench.report.findings import Section
 from dilabench.request import shard_of
-from dilabench.stats.decisions.decide import judge
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy, judge
 from dilabench.suites.choice.cases import cut_short, shapes_asked
-from dilabench.units import format_seconds
+from dilabench.units import counted, format_latency, format_seconds
 
 TITLE = "Regret of the choice"
 # Beyond this the choice was wrong; below, another machine or day might turn it round.
@@ -216,14 +212,14 @@ def _line(regret: Regret) -> tuple[str, ...]:
     workload = regret.chosen.case.workload
     doubt = "disturbed" if regret.disturbed else "within noise"
     verdict = ("yes" if regret.is_proven else doubt) if regret.is_much else "no"
-    interval = figures.ABSENT if regret.low is None or regret.high is None else f"{regret.low:.2f}–{regret.high:.2f}"
+    interval = ABSENT if regret.low is None or regret.high is None else f"{regret.low:.2f}–{regret.high:.2f}"
     return (
         str(regret.number),
         f"{workload.label()} · {workload.pattern.label()} · {workload.mode}",
         _taken(regret.chosen),
-        figures.latency(measured_view(regret.chosen).median_ns),
+        format_latency(measured_view(regret.chosen).median_ns),
         row_name(regret.other),
-        figures.latency(measured_view(regret.other).median_ns),
+        format_latency(measured_view(regret.other).median_ns),
         f"{regret.ratio:.2f}",
         interval,
         verdict,

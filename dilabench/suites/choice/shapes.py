@@ -9,9 +9,8 @@ from typing import Any
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine, Size
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.request import workload_request
-from dilabench.workload.spec import WorkloadRequest
-from dilabench.workload.work import flops
+from dilabench.suites.planner import workload_request
+from dilabench.workload.spec import WorkloadRequest, flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

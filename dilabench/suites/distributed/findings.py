@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from dilabench.compare.view import measured_view, peak_of, speedup
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Row, RunRecord
-from dilabench.report import figures
+from dilabench.report.columns import ABSENT
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
 from dilabench.suites.findings.beside_one_device import Comparison, comparisons
 from dilabench.suites.findings.crossings import crossover_section
 from dilabench.suites.findings.series import VARIES_ALONG_A_RANGE, series_of
 from dilabench.suites.ring import findings as parallel
 from dilabench.suites.ring.findings import namer, section, workload_text
-from dilabench.units import format_bytes
+from dilabench.units import format_bytes, format_latency, format_rate, format_ratio
 
 MIB = 2**20
 STRONG_MEANING = "Strong scaling: the same workload on more ranks. Speed-up over one device, and that per rank."
@@ -120,7 +120,7 @@ def _scaling(
             one.workload,
             one.implementation,
             text(one.single, one.single),
-            *(text(one.by_ranks[n], one.single) if n in one.by_ranks else figures.ABSENT for n in counts),
+            *(text(one.by_ranks[n], one.single) if n in one.by_ranks else ABSENT for n in counts),
         )
         for one in scalings
     )
@@ -137,11 +137,11 @@ def _scaling(
 
 
 def _speedup_text(row: Row, single: Row) -> str:
-    time = figures.latency(measured_view(row).median_ns)
+    time = format_latency(measured_view(row).median_ns)
     if row is single:
         return time
     gain = speedup(measured_view(single).median_ns, measured_view(row).median_ns)
-    return f"{time} ({figures.ratio(gain)}, {gain / row.case.world_size:.0%})"
+    return f"{time} ({format_ratio(gain)}, {gain / row.case.world_size:.0%})"
 
 
 def _speedup_plot(workload: str, several: Sequence[_Scaling]) -> CurvePlot:
@@ -160,7 +160,7 @@ def _rate(row: Row) -> float:
 
 def _rate_text(row: Row, single: Row) -> str:
     view = measured_view(row)
-    texts = figures.latency(view.median_ns), f"{figures.decimal(view.tokens_per_s)} tok/s"
+    texts = format_latency(view.median_ns), f"{format_rate(view.tokens_per_s)} tok/s"
     share = "" if row is single else f" ({_rate(row) / _rate(single):.0%})"
     return f"{', '.join(texts)}{share}"
 
@@ -172,7 +172,7 @@ def _rate_plot(workload: str, several: Sequence[_Scaling]) -> CurvePlot:
 
 def _peak_text(row: Row, _single: Row) -> str:
     peak = peak_of(row)
-    return figures.ABSENT if peak is None else format_bytes(peak)
+    return ABSENT if peak is None else format_bytes(peak)
 
 
 def _peak_plot(workload: str, several: Sequence[_Scaling]) -> CurvePlot:

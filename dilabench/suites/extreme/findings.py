@@ -7,11 +7,10 @@ from dilabench.metadata import WAY
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.memory import plan_memory
 from dilabench.record import Row, RunRecord, Skipped
-from dilabench.report import figures
-from dilabench.report.columns import implementation_text
+from dilabench.report.columns import ABSENT, implementation_text
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
 from dilabench.suites.extreme.cases import Search, searches
-from dilabench.units import format_count
+from dilabench.units import format_count, format_rate, significant
 
 COLUMNS = (
     "implementation",
@@ -59,9 +58,9 @@ def _line(search: Search, device: str, catalogue: Catalogue) -> tuple[str, ...]:
     row = search.rows[0]
     name = implementation_text(row.case) + (f" over {row.case.backend}" if row.case.backend else "")
     head = (name, row.case.workload.mode, _way(search))
-    too_long = figures.ABSENT if search.too_long is None else format_count(search.too_long)
+    too_long = ABSENT if search.too_long is None else format_count(search.too_long)
     if not search.fitting:
-        return (*head, figures.ABSENT, too_long, *[figures.ABSENT] * 4, _ending(search))
+        return (*head, ABSENT, too_long, *[ABSENT] * 4, _ending(search))
     at = max(search.fitting, key=lambda row: row.case.workload.seq_len)
     tokens, peak, where = at.case.workload.tokens, peak_of(at), view_of(at)
     plan = plan_memory(at.case, device, catalogue)
@@ -70,10 +69,10 @@ def _line(search: Search, device: str, catalogue: Catalogue) -> tuple[str, ...]:
         *head,
         format_count(search.longest),
         too_long,
-        figures.decimal(where.tokens_per_s) if where else figures.ABSENT,
-        figures.ABSENT if peak is None else figures.significant(peak / tokens, 4),
-        figures.ABSENT if slope is None else figures.significant(slope, 4),
-        figures.ABSENT if plan is None else figures.significant(plan.peak_bytes / tokens, 4),
+        format_rate(where.tokens_per_s) if where else ABSENT,
+        ABSENT if peak is None else significant(peak / tokens, 4),
+        ABSENT if slope is None else significant(slope, 4),
+        ABSENT if plan is None else significant(plan.peak_bytes / tokens, 4),
         _ending(search),
     )
 

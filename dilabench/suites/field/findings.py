@@ -8,11 +8,11 @@ from dilabench.compare.view import measured_view, pair_views, view_of
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import Failed, Measured, Row, RunRecord
-from dilabench.report import figures
-from dilabench.report.columns import row_name
+from dilabench.report.columns import ABSENT, row_name
 from dilabench.report.findings import Section
 from dilabench.suites import overview
 from dilabench.suites.ring import findings as over_ranks
+from dilabench.units import format_latency, format_ratio
 
 TITLE = "The field"
 COLUMNS = ("workload", "peer", "ranks", "median", "fastest of ours", "median of ours", "theirs / ours")
@@ -65,10 +65,10 @@ def _beside(row: Row, ours: Sequence[Row]) -> tuple[str, ...]:
         _workload_text(row),
         row_name(row),
         str(case.world_size),
-        figures.latency(theirs.median_ns),
-        figures.ABSENT if best is None else row_name(best.row),
-        figures.ABSENT if best is None else figures.latency(best.median_ns),
-        figures.ABSENT if best is None else figures.ratio(pair_views([(best.row, row)])[0].ratio),
+        format_latency(theirs.median_ns),
+        ABSENT if best is None else row_name(best.row),
+        ABSENT if best is None else format_latency(best.median_ns),
+        ABSENT if best is None else format_ratio(pair_views([(best.row, row)])[0].ratio),
     )
 
 
@@ -84,7 +84,7 @@ def _missing(peers: Sequence[Implementation], rows: Sequence[Row]) -> Iterator[S
     if peers:
         whys = {row.case.implementation: _why(row) for row in rows}
         lines = dict.fromkeys(
-            (str(peer.project), whys.get(peer.name) or _unasked(peer), peer.install or figures.ABSENT) for peer in peers
+            (str(peer.project), whys.get(peer.name) or _unasked(peer), peer.install or ABSENT) for peer in peers
         )
         sentence = "Public projects that dilabench has an adapter for and that nothing could be measured of."
         yield Section(title="Not in this run", sentence=sentence, columns=TO_GET, rows=tuple(lines))
@@ -100,7 +100,7 @@ def _why(row: Row) -> str:
     """The mistake that a wrong output is known for, or why there is no time."""
     outcome = row.outcome
     if isinstance(outcome, Measured):
-        return figures.ABSENT
+        return ABSENT
     if isinstance(outcome, Failed) and outcome.verification and outcome.verification.diagnosis:
         return f"wrong output: {outcome.verification.diagnosis}"
     return outcome.why

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from dilabench.compare.ranking import is_quotable
-from dilabench.compare.view import PairView, pair_views
+from dilabench.compare.view import PairView, is_quotable, pair_views
 from dilabench.report.findings import Section
 from dilabench.stats.scaling import Crossover, crossover
 from dilabench.suites.findings.series import Series

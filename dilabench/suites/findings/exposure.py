@@ -8,8 +8,7 @@ from dilabench.compare.view import first_timing
 from dilabench.distributed.model import Sharding, ideal_efficiency, joined_bytes
 from dilabench.metadata import RECEIVED_BYTES
 from dilabench.record import Diagnostic, Measured, Row
-from dilabench.stats.samples.estimate import Interval
-from dilabench.stats.samples.location import locate
+from dilabench.stats.samples.location import Interval, locate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ from itertools import groupby
 from dilabench.compare.view import RowView, view_of
 from dilabench.record import Case, Row, RunRecord
 from dilabench.report.columns import row_name
-from dilabench.report.figures import is_certain
 from dilabench.report.findings import Curve, CurvePlot, Point, Span
 from dilabench.workload.spec import Workload
 
@@ -104,7 +103,7 @@ def plots_over_length(series: Sequence[Series]) -> tuple[CurvePlot, ...]:
     """The three plots; a plot without a curve of at least two points is left out."""
     batches = batch_spans(series)
     intervals = [view.interval for one in series for view in one.measured if view.interval]
-    ranges = any(not is_certain(one) for one in intervals)
+    ranges = any(not one.is_certain for one in intervals)
     plots = (
         CurvePlot(
             name="latency",

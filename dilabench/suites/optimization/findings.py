@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from dilabench.compare.comparison import ComparedPair
 from dilabench.compare.within import compare_within
-from dilabench.errors import counted
 from dilabench.metadata import (
     BUFFER_POOL_HELD_BYTES,
     BUFFER_POOL_PEAK_BYTES,
@@ -18,12 +17,12 @@ from dilabench.metadata import (
     Counter,
 )
 from dilabench.record import Case, Row, RunRecord
-from dilabench.report import figures
+from dilabench.report.columns import ABSENT
 from dilabench.report.findings import BarPlot, Bars, Section
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.verdicts import Code
 from dilabench.suites.optimization.variants import NONE
-from dilabench.units import format_bytes, format_count
+from dilabench.units import counted, format_bytes, format_count, format_ratio
 
 WORDS = {Code.FASTER: "helps", Code.SLOWER: "COSTS", Code.SAME: "no difference", Code.INCONCLUSIVE: "not proven"}
 COLUMNS = ("implementation", "length", "switched on", "speed-up", "95 % CI", "verdict", "peak saved", "cache hits")
@@ -117,7 +116,7 @@ def _claim(variant: str, gains: Sequence[Gain]) -> str:
     for code, verb, pick in ((Code.FASTER, "helps", max), (Code.SLOWER, "costs", min)):
         if codes[code]:
             most = pick((g for g in gains if g.cell.verdict.code is code), key=lambda gain: gain.speedup)
-            reach = f"{'up' if code is Code.FASTER else 'down'} to {figures.ratio(most.speedup)} at {_place(most)}"
+            reach = f"{'up' if code is Code.FASTER else 'down'} to {format_ratio(most.speedup)} at {_place(most)}"
             texts.append(f"{verb} in {codes[code]} of {counted(len(gains), 'case')} ({reach})")
     rest = len(gains) - codes[Code.FASTER] - codes[Code.SLOWER]
     if rest:
@@ -133,11 +132,11 @@ def _row(gain: Gain) -> Iterator[str]:
     yield gain.row.case.implementation
     yield format_count(gain.row.case.workload.seq_len)
     yield gain.variant
-    yield figures.ratio(gain.speedup)
+    yield format_ratio(gain.speedup)
     yield gain.interval_text
     yield gain.verdict_text
     saved = gain.saved_bytes
-    yield figures.ABSENT if saved is None else ("-" if saved < 0 else "") + format_bytes(abs(saved))
+    yield ABSENT if saved is None else ("-" if saved < 0 else "") + format_bytes(abs(saved))
     yield _share(gain.count(PATTERN_CACHE_HITS), gain.count(PATTERN_CACHE_MISSES))
 
 

@@ -1,6 +1,6 @@
 """Suite `range`: how do time and memory grow with length, and where does one implementation overtake another?"""
 
-from collections.abc import Sequence
+from operator import attrgetter
 
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine, memory_bytes
@@ -11,7 +11,7 @@ from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner
 from dilabench.units import format_bytes, format_count
 from dilabench.workload.ranges import RANGES
-from dilabench.workload.work import tensor_bytes
+from dilabench.workload.spec import tensor_bytes
 
 DEFAULT_RANGE = "production"
 # Nothing that is planned for needs more than so many times q, k, v, out and lse, and so many bytes of blocks.
@@ -25,28 +25,24 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     seconds at each length. The batch is `auto` (16384 tokens on a GPU, one sequence on a CPU) unless the user or a
     preset sets it, so that every length keeps the device equally busy. Raises ConfigError for lengths that do not rise.
     """
-    _refuse_disorder(request.lengths)
     lengths = request.lengths
+    if list(lengths) != sorted(lengths):
+        given, ordered = (",".join(map(format_count, some)) for some in (lengths, sorted(lengths)))
+        raise ConfigError(f"lengths {given} are out of order; a range rises: write --lengths {ordered}")
     if not lengths and not request.presets and "seq_len" not in request.overrides:
         lengths = RANGES[DEFAULT_RANGE]
     planner = planner.asking(lengths=lengths)
     workloads = planner.workload_requests([{}])
-    patterns = {workload.pattern for workload in workloads} | {DENSE.kind}
+    patterns = {DENSE.kind, *map(attrgetter("pattern"), workloads)}
     default = planner.where(
         lambda one: not one.compiles and one.takes == "heads" and not one.supports.patterns.isdisjoint(patterns)
     )
-    return tuple(_within_memory(case, planner) for case in planner.compare(workloads, planner.implementations(default)))
-
-
-def _refuse_disorder(lengths: Sequence[int]) -> None:
-    if list(lengths) != sorted(lengths):
-        given, ordered = (",".join(map(format_count, some)) for some in (lengths, sorted(lengths)))
-        raise ConfigError(f"lengths {given} are out of order; a range rises: write --lengths {ordered}")
-
-
-def _within_memory(planned: PlannedCase, planner: Planner) -> PlannedCase:
-    why = None if planned.skip else _shortage(planned.case, planner.machine, planner.catalogue)
-    return planned.model_copy(update={"skip": Skipped(code="does_not_fit", why=why)}) if why else planned
+    cases: list[PlannedCase] = []
+    for planned in planner.compare(workloads, planner.implementations(default)):
+        why = None if planned.skip else _shortage(planned.case, planner.machine, planner.catalogue)
+        skip = Skipped(code="does_not_fit", why=why) if why else planned.skip
+        cases.append(planned.model_copy(update={"skip": skip}))
+    return tuple(cases)
 
 
 def _shortage(case: Case, machine: Machine, catalogue: Catalogue) -> str | None:

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from dilabench.compare.ranking import Ranking, rank
-from dilabench.compare.view import measured_view, view_of
+from dilabench.compare.view import Ranking, measured_view, rank, view_of
 from dilabench.record import Failed, Row, RunRecord
-from dilabench.report import figures
+from dilabench.report.columns import ABSENT
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
 from dilabench.stats.scaling import PowerLaw, fit_power_law
 from dilabench.suites.findings.crossings import crossover_section
@@ -18,11 +17,11 @@ from dilabench.suites.findings.series import (
     plots_over_length,
     series_of,
 )
-from dilabench.units import format_count
+from dilabench.units import format_count, format_latency, format_rate, format_ratio
 
 SKIPPED = "skipped"
 # Cells of rows that are there but have no time.
-NO_TIMES = frozenset({figures.ABSENT, SKIPPED})
+NO_TIMES = frozenset({ABSENT, SKIPPED})
 
 
 def analyse(record: RunRecord) -> tuple[Section, ...]:
@@ -93,9 +92,7 @@ def _leaders(
         names = {row.case.case_id: one.label for one in members for row in one.rows}
         row = ranking.fastest
         view = measured_view(row)
-        best = (
-            f"{names[row.case.case_id]}, {figures.latency(view.median_ns)}, {figures.decimal(view.tokens_per_s)} tok/s"
-        )
+        best = f"{names[row.case.case_id]}, {format_latency(view.median_ns)}, {format_rate(view.tokens_per_s)} tok/s"
         if ranking.tied:
             others = ", ".join(names[one.case.case_id] for one in ranking.tied)
             texts.append(f"At {format_count(longest)} no proven difference: {best}; {others}.")
@@ -106,12 +103,12 @@ def _leaders(
 
 def _median_text(row: Row | None, ranking: Ranking | None) -> str:
     if row is None:
-        return figures.ABSENT
+        return ABSENT
     view = view_of(row)
     if view is None:
         return "FAILED" if isinstance(row.outcome, Failed) else SKIPPED
     gain = None if ranking is None or row is ranking.baseline else ranking.speedups.get(row.case.case_id)
-    return f"{figures.latency(view.median_ns)}{'' if gain is None else f' ({figures.ratio(gain)})'}"
+    return f"{format_latency(view.median_ns)}{'' if gain is None else f' ({format_ratio(gain)})'}"
 
 
 def _growth(series: Sequence[Series]) -> Section:
@@ -160,7 +157,7 @@ def _fit_row(series: Series, fit: PowerLaw) -> Iterator[str]:
     yield _interval_text(fit, "{}") or "two lengths, no CI"
     yield f"{fit.r_squared:.4f}"
     yield f"{len(points)}: {format_count(points[0][0])} to {format_count(points[-1][0])}"
-    yield figures.latency(points[-1][1])
+    yield format_latency(points[-1][1])
 
 
 def _curves(series: Series, fit: PowerLaw) -> tuple[Curve, Curve]:

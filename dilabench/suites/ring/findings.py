@@ -6,13 +6,12 @@ from dilabench.compare.view import gigabytes_per_second, measured_view
 from dilabench.metadata import CHOSEN_BY, RECEIVED_BYTES
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Measured, Row, RunRecord
-from dilabench.report import figures
-from dilabench.report.columns import COLUMNS, implementation_text, row_name
+from dilabench.report.columns import ABSENT, COLUMNS, implementation_text, row_name
 from dilabench.report.findings import BarPlot, Bars, Plot, Section
 from dilabench.suites.findings.beside_one_device import MODES, Comparison, comparisons
 from dilabench.suites.findings.exposure import expected_bytes, exposure, ideal, rank_medians_ns
 from dilabench.suites.findings.series import NS_PER_MS
-from dilabench.units import format_bytes
+from dilabench.units import format_bytes, format_latency, format_rate, format_ratio, significant
 
 TEXT_COLUMNS = ("workload", "mode", "implementation")
 TIMES = (
@@ -71,7 +70,7 @@ SPARE = (
     "devices",
     "efficiency",
 )
-NONE = figures.ABSENT
+NONE = ABSENT
 ABOVE_ONE = "‡ An efficiency above 100 % is not to be quoted: the one device was slower than it can be."
 SHARED_CORES = "Ranks share this processor, so that their efficiency says nothing about devices of their own."
 OUTSIDE = "cutting whole tensors into shards and joining results is outside the timed call"
@@ -88,7 +87,7 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     sharding = {INSIDE if comparison.row.case.optimizations.sharding_inside else OUTSIDE for comparison in found}
     sentence = (
         f"Best parallel efficiency: {best.efficiency:.0%} of {case.world_size} ranks, {case.implementation} at "
-        f"{case.workload.label()} ({figures.ratio(best.gain)} one device). Times are the slowest rank's of each "
+        f"{case.workload.label()} ({format_ratio(best.gain)} one device). Times are the slowest rank's of each "
         f"sample; {'; '.join(sorted(sharding))}."
     )
     if any(comparison.efficiency > 1 for comparison in found):
@@ -168,7 +167,7 @@ def _times(found: Sequence[Comparison], name: Callable[[Row], str]) -> Iterator[
         if single not in shown:
             shown.append(single)
             yield _line(comparison.single, f"single: {name(next(iter(comparison.single.values())))}", (NONE, NONE))
-        gains = [NONE if gain is None else figures.ratio(gain) for gain in map(comparison.gain_in, MODES)]
+        gains = [NONE if gain is None else format_ratio(gain) for gain in map(comparison.gain_in, MODES)]
         yield _line(
             comparison.parallel, f"parallel: {name(comparison.row)}", (" ".join(gains), efficiency_text(comparison))
         )
@@ -181,8 +180,8 @@ def _line(rows: dict[str, Row], mode: str, gain: tuple[str, str]) -> Iterator[st
     yield workload_text(row)
     yield mode
     yield str(row.case.world_size)
-    yield from (figures.latency(measured_view(rows[mode]).median_ns) if mode in rows else NONE for mode in MODES)
-    yield NONE if total is None else figures.decimal(measured_view(total).tokens_per_s)
+    yield from (format_latency(measured_view(rows[mode]).median_ns) if mode in rows else NONE for mode in MODES)
+    yield NONE if total is None else format_rate(measured_view(total).tokens_per_s)
     yield from gain
 
 
@@ -273,8 +272,8 @@ def _balance(comparison: Comparison, name: Callable[[Row], str], catalogue: Cata
     yield NONE if formula is None else format_bytes(formula)
     # What goes past `World`, as other projects send it, is not counted; it may be known by formula.
     yield RECEIVED_BYTES.shown(counted) if counted or formula == 0 else NONE
-    yield NONE if alone_ns is None else figures.significant(gigabytes_per_second(counted, alone_ns), 3)
-    yield ", ".join(map(figures.latency, rank_medians_ns(comparison.row))) or NONE
+    yield NONE if alone_ns is None else significant(gigabytes_per_second(counted, alone_ns), 3)
+    yield ", ".join(map(format_latency, rank_medians_ns(comparison.row))) or NONE
     yield COLUMNS["peak mem."].value_text(measured_view(comparison.row))
 
 
@@ -282,4 +281,4 @@ def _signed(time_ns: float | None) -> str:
     """A time, or the difference of two."""
     if time_ns is None:
         return NONE
-    return f"{'-' if time_ns < 0 else ''}{figures.latency(abs(time_ns))}"
+    return f"{'-' if time_ns < 0 else ''}{format_latency(abs(time_ns))}"

@@ -7,6 +7,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dilabench.compare.across import compare_across
+from dilabench.distributed.world import World
 from dilabench.engine.call.buffer_pool import SizedBufferPool
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.kernel_trace import kernel_ledger, profiled
@@ -18,7 +19,7 @@ from dilabench.engine.worker.handlers import Handlers, is_out_of_memory
 from dilabench.engine.worker.protocol import CaseSpec, Command, WorkerSettings
 from dilabench.errors import PluginError
 from dilabench.record import Case, Note, Optimizations
-from dilabench.stats.decisions.policy import Policy
+from dilabench.stats.decisions.decide import Policy
 from dilabench.workload.spec import Workload
 
 CPU = torch.device("cpu")
@@ -256,6 +257,41 @@ def test_a_rank_that_misses_another_says_so_by_its_code(ranks, code):
     handlers = Handlers(WorkerSettings(device="cpu", world_size=ranks))
     assert handlers._trouble(RuntimeError("[gloo] Connection closed by peer")).code == code
     assert handlers._trouble(ValueError("a fault of its own")).code == "exception"
+
+
+class Transfers:
+    """Stands for the copy engines of a world: keeps the limit, and may have lost a message."""
+
+    def __init__(self, lost: str = "") -> None:
+        self.timeout_s, self.lost, self.checks = 300.0, lost, 0
+
+    def check(self) -> None:
+        self.checks += 1
+        if self.lost:
+            raise RuntimeError(self.lost)
+
+
+def with_transfers(transfers):
+    handlers = Handlers(WorkerSettings(device="cpu", world_size=2))
+    handlers._world = World(0, 2, CPU, timeout_s=300.0, copies=transfers)
+    return handlers
+
+
+@pytest.mark.parametrize("before", [None, 10.0])
+@pytest.mark.parametrize(("timeout_s", "share"), [(None, None), (100.0, 100.0), (1e6, None)])
+def test_a_commands_limit_of_waits_ends_with_it(before, timeout_s, share):
+    transfers = Transfers()
+    handlers = with_transfers(transfers)
+    for limit in (before, timeout_s):
+        handlers.answer(Command(name="release", handle="", timeout_s=limit))
+    assert transfers.timeout_s == (300.0 if share is None else desk_module.SHARE_OF_TIMEOUT * share)
+
+
+@pytest.mark.parametrize("lost", ["", "a message did not come"])
+def test_a_failed_call_is_fatal_if_a_message_was_lost(lost):
+    transfers = Transfers(lost)
+    trouble = with_transfers(transfers)._trouble(ValueError("a fault"))
+    assert (trouble.fatal, trouble.why, transfers.checks) == (bool(lost), "ValueError: a fault", 1)
 
 
 def test_a_pool_reuses_the_smallest_buffer_that_fits_and_stays_below_its_bound():

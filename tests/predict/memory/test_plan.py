@@ -111,14 +111,14 @@ def test_an_answer_is_cached_for_later_processes(peaks, tmp_path, monkeypatch):
     monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
     first, later = TraceCache(), TraceCache()
     assert first.get("a") is None
-    first.put("a", {"workspace_bytes": 1}, lasting=True)
-    first.put("b", {"workspace_bytes": 2}, lasting=False)
+    first.put("a", {"inputs_bytes": 0, "workspace_bytes": 1}, lasting=True)
+    first.put("b", {"inputs_bytes": 0, "workspace_bytes": 2}, lasting=False)
     first.put("c", {"why": "it raises"}, lasting=True)
     (file,) = tmp_path.glob("memory/*.jsonl")
     with file.open("a") as torn:
         torn.write('["d", {"work')
-    assert [later.get(key) for key in "abcd"] == [{"workspace_bytes": 1}, None, None, None]
-    assert first.get("b") == {"workspace_bytes": 2}
+    assert [later.get(key) for key in "abcd"] == [{"inputs_bytes": 0, "workspace_bytes": 1}, None, None, None]
+    assert first.get("b") == {"inputs_bytes": 0, "workspace_bytes": 2}
 
 
 def test_a_trace_that_ends_its_process_costs_its_own_answer(monkeypatch, capsys):

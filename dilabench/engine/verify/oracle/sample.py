@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dilabench.workload.spec import Workload
+from dilabench.workload.spec import Workload, attended_pairs
 from dilabench.workload.visibility import edges
-from dilabench.workload.work import attended_pairs
 
 # (query, key) pairs, over batch and heads, up to which every row is compared; a float64 forward of them takes 0.2 s
 # on two CPU cores. Above it, rows are drawn until they hold SAMPLE_PAIRS.

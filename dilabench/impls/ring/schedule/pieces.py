@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dilabench.impls.union.branches import Place
-from dilabench.impls.union.head_runs import Progression, Run
+from dilabench.impls.union.branches import Place, Progression, Run
 from dilabench.workload.spec import UNBOUNDED, Window
 
 

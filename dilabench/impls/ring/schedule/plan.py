@@ -14,8 +14,7 @@ from typing import NamedTuple
 from dilabench.distributed.sharding import Shards, Span
 from dilabench.impls.ring.schedule.bands import cuts
 from dilabench.impls.ring.schedule.pieces import Piece
-from dilabench.impls.union.branches import ORIGIN, Branch, Place
-from dilabench.impls.union.head_runs import Progression, Run, fewest_runs
+from dilabench.impls.union.branches import ORIGIN, Branch, Place, Progression, Run, fewest_runs
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from dilabench.metadata import ABOVE_PEAK_FLOPS, LAUNCH_BOUND
 from dilabench.record import Check, GpuInfo, Measured, Note, Row, RunRecord, Skipped
-from dilabench.report.summary import check_text, environment_rows, headline, note_groups, reproduce_command, unmeasured
+from dilabench.report.content import check_text, environment_rows, headline, note_groups, reproduce_command, unmeasured
 from dilabench.store.run_files import read_record
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "run_record.v1.json"

@@ -18,8 +18,8 @@ from dilabench.record import (
     Verification,
 )
 from dilabench.report.columns import COLUMNS, NAMING_COLUMNS, DisplayRow
+from dilabench.report.content import footnotes, workload_tables
 from dilabench.report.findings import render
-from dilabench.report.rows import footnotes, workload_tables
 from dilabench.runs.remeasure import Remeasure
 from dilabench.stats.samples.location import median_interval
 from dilabench.store.run_files import RECORD_NAME, read_record

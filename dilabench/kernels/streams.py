@@ -1,0 +1,21 @@
+"""Tensors that are kept from call to call, and calls on any stream.
+
+What is kept is made on the host and copied by a call that waits, so that it is there for every stream. Its memory
+belongs to the stream that was current then: who reads it on another one records that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def record(values: Iterable[Any]) -> None:
+    """Of the CUDA tensors among these, nobody else is given the memory before the current stream's work is done."""
+    for value in values:
+        # One that is only traced may say that it is on a GPU.
+        if type(value) is Tensor and value.is_cuda:
+            value.record_stream(torch.cuda.current_stream(value.device))

@@ -1,0 +1,89 @@
+"""Texts of a record that a stranger wrote: no reporter lets them move a cursor, link, mention or compute."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from dilabench.errors import DilabenchError
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.manager import discover
+from dilabench.record import RunRecord
+from dilabench.report.findings import render, sections_of
+from dilabench.store.run_files import read_record
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "run_record.v1.json"
+HOSTILE = (
+    "=1+1 \x1b[2J \x9b8m [x](http://evil.example) ![i](https://evil.example/p.png) www.evil.example @everyone\n"
+    "````\n# heading"
+)
+
+
+@pytest.fixture(scope="module")
+def record() -> RunRecord:
+    """A record with the hostile text wherever its models take one."""
+    document = read_record(GOLDEN).model_dump(mode="json")
+    changed = 0
+    for holder, key in list(texts(document)):
+        before = holder[key]
+        holder[key] = HOSTILE
+        try:
+            RunRecord.model_validate(document)
+            changed += 1
+        except (ValidationError, DilabenchError):
+            holder[key] = before
+    assert changed > 20
+    return RunRecord.model_validate(document)
+
+
+def texts(value: Any) -> Iterator[tuple[Any, Any]]:
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(item, str):
+            yield value, key
+        elif isinstance(item, dict | list):
+            yield from texts(item)
+
+
+@pytest.fixture(scope="module")
+def catalogue() -> Catalogue:
+    return discover().catalogue
+
+
+def rendered(record: RunRecord, catalogue: Catalogue, name: str) -> str:
+    return render(catalogue.reporters.get(name), record, None, sections_of(record, catalogue), catalogue) or ""
+
+
+@pytest.mark.parametrize("name", ["table", "markdown", "pull-request", "csv", "csv-samples", "html", "json"])
+def test_no_control_character_is_printed(record: RunRecord, catalogue: Catalogue, name: str) -> None:
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", rendered(record, catalogue, name))
+
+
+@pytest.mark.parametrize("name", ["markdown", "pull-request"])
+def test_markdown_neither_links_nor_mentions(record: RunRecord, catalogue: Catalogue, name: str) -> None:
+    prose, fence = [], ""
+    for line in rendered(record, catalogue, name).splitlines():
+        ticks = re.match(r" *(`{3,})$", line)
+        if ticks and fence in {"", ticks[1]}:
+            fence = "" if fence else ticks[1]
+        elif not fence:
+            prose.append(line)
+    # Between single ticks nothing is markup.
+    text = re.sub(r"(?<!\\)`[^`]*`", "", "\n".join(prose))
+    assert not fence
+    assert "evil.example" in text
+    assert not re.search(r"(?<!\\)\[[^\]]*\]\(http|://|(?<!\w)@\w|www\.", text)
+    assert "# heading" not in prose
+
+
+@pytest.mark.parametrize("name", ["csv", "csv-samples"])
+def test_no_cell_is_a_formula(record: RunRecord, catalogue: Catalogue, name: str) -> None:
+    cells = [cell for line in csv.reader(io.StringIO(rendered(record, catalogue, name))) for cell in line]
+    assert any("evil.example" in cell for cell in cells)
+    assert not [cell for cell in cells if re.match(r"[=+@\t\r]|-(?![\d.])", cell)]
