@@ -155,7 +155,11 @@ def dilated_attention(
             shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
             raise ValueError(f"{shapes} with cu_seqlens must be [T, H, D] and [T, K, D]; leave out the batch axis")
         query, key, value = query[None], key[None], value[None]
-    bounds = () if cu_seqlens is None else operands.bounds(cu_seqlens, query.shape[1])
+    # A graph of a compiler takes a tensor of bounds as it is, and so serves every packing.
+    of_graph = cu_seqlens if isinstance(cu_seqlens, Tensor) and torch.compiler.is_compiling() else None
+    if of_graph is not None and of_graph.ndim != 1:
+        raise ValueError(f"cu_seqlens {tuple(of_graph.shape)} must be one row of bounds that rise from 0")
+    bounds = () if cu_seqlens is None or of_graph is not None else operands.bounds(cu_seqlens, query.shape[1])
     if forward_ad._current_level >= 0:
         refuse_forward_mode(query, key, value, *(() if sink is None else (sink,)))
     wants_gradient = torch.is_grad_enabled() and (
@@ -207,7 +211,7 @@ def dilated_attention(
         if not isinstance(backend, str):
             # Operators take texts.
             options = (*options[:-1], name_of(backend))
-        out, lse = as_one_operator(DILATED, query, key, value, options, sink)
+        out, lse = as_one_operator(DILATED, query, key, value, options, sink, of_graph)
     if cu_seqlens is not None:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
@@ -229,14 +233,19 @@ class DilatedAttention(nn.Module):
         self.dilation_rates = operands.integers("dilation_rates", dilation_rates)
         self.options = options
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D]."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Sequence[int] | Tensor | None = None
+    ) -> Tensor:
+        """out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D]; with `cu_seqlens` [T, H, D] of [T, H, D]
+        and [T, K, D].
+        """
         return dilated_attention(
             query,
             key,
             value,
             segment_lengths=self.segment_lengths,
             dilation_rates=self.dilation_rates,
+            cu_seqlens=cu_seqlens,
             **self.options,
         )
 
@@ -249,8 +258,8 @@ class DilatedAttention(nn.Module):
 class MultiheadDilatedAttention(ProjectedAttention):
     """Multi-head self-attention on embeddings [B, N, E]: projections around `DilatedAttention`.
 
-    Returns one tensor [B, N, E]. `norm` adds LongNet's layer norm before the output projection; the other options are
-    those of `dilated_attention`.
+    Returns one tensor [B, N, E]; called with `cu_seqlens`, [T, E] of packed sequences [T, E]. `norm` adds LongNet's
+    layer norm before the output projection; the other options are those of `dilated_attention`.
     """
 
     def __init__(

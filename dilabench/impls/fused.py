@@ -124,8 +124,17 @@ class Fused:
         config, mass = self.tiles.get("forward"), self.zero_keys
         if mass is not None:
             record([mass])
-        more = {"log_mass": mass, "config": config, "beside": beside, "packing": self.packing}
-        return fused_forward(q, k, v, self.plan, scale=self.scale, **more)
+        return fused_forward(
+            q,
+            k,
+            v,
+            self.plan,
+            scale=self.scale,
+            log_mass=mass,
+            config=config,
+            beside=beside,
+            packing=self.packing,
+        )
 
     def forward_before_backward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """As `forward`, which compiles for `backward`, too."""

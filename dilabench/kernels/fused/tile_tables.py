@@ -278,7 +278,7 @@ def _there(
         more = (x[None] for x in (heads, entries.count, entries.begin, entries.column, entries.tag))
         *there, (heads_there,), (count,), (begin,), (column,), (tag,) = on_device(device, *lists, *more)
         listed = entries.there(count, begin, column, tag)
-    return (TileTables(*of_one, listed, heads_there) for of_one in zip(*there, strict=True))
+    return (TileTables(items, lookup, order, listed, heads_there) for items, lookup, order in zip(*there, strict=True))
 
 
 def _with_one_that_pads(items: Integers) -> Integers:
