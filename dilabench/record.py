@@ -186,9 +186,12 @@ class CheckName(StrEnum):
     STREAM = "stream"
     INPUTS = "inputs"
     SETTINGS = "settings"
+    INTACT = "intact"
+    CORE = "core"
     TIMED_FORM = "timed_form"
     TIMED_THREADS = "timed_threads"
     TIMED_KEPT = "timed_kept"
+    TIMED_INPUTS = "timed_inputs"
     TIMED_GRADIENTS = "timed_gradients"
     TIMED_OUT = "timed_out"
     TIMED_DQ = "timed_dq"
@@ -214,14 +217,16 @@ class Verification(Model):
     """What was checked before timing. `sampled_rows`: rows held to the oracle, None when every row was.
 
     `against`: the built-in that every row was compared with beside those sampled, which the oracle had confirmed on its
-    own sampled rows. `timed_calls`: calls of the timed sequence whose outputs were held to the oracle as well.
-    `diagnosis`: the mistake whose result a wrong output is.
+    own sampled rows. `timed_calls`: calls of the timed sequence whose outputs were held to the oracle as well, and
+    `timed_rows` which of their rows: number of the call, batch item, position, head. `diagnosis`: the mistake whose
+    result a wrong output is.
     """
 
     checks: tuple[Check, ...]
     sampled_rows: int | None = None
     against: str | None = None
     timed_calls: int = 0
+    timed_rows: tuple[tuple[int, int, int, int], ...] = ()
     diagnosis: str | None = None
     duration_ns: int = 0
 
@@ -235,12 +240,14 @@ class Slot(Model):
     """Consecutive samples of one case: one turn in one round. The device state is read at the slot's end.
 
     Over ranks `samples_ns` are the slowest rank's, sample by sample, and `rank_samples_ns` those of each rank in order.
+    `renewed`: numbers of the samples before which all inputs had got other values; empty if not counted.
     """
 
     session: int = 0
     round: int = 0
     position: int = 0
     samples_ns: tuple[int, ...]
+    renewed: tuple[int, ...] = ()
     rank_samples_ns: tuple[tuple[int, ...], ...] = ()
     enqueue_ns: tuple[int, ...] = ()
     sm_clock_mhz: int | None = None

@@ -52,6 +52,11 @@ class RunRequest(Model):
     compile: bool = False
     shard: Shard | None = None
 
+    @property
+    def names_pattern(self) -> bool:
+        """Return True if a preset, the pattern or a field of one was given: what is computed is then what was asked."""
+        return bool(self.presets or "pattern" in self.overrides or self.overrides.keys() - WorkloadRequest.model_fields)
+
     @field_validator("device")
     @classmethod
     def _device(cls, value: str) -> str:
@@ -125,18 +130,18 @@ def run_request(
     `workload` and `run` hold the fields given as options of their own. Raises ConfigError for an unknown name or key, a
     wrong value, or one field given two ways that differ.
     """
+    descriptor = catalogue.suites.get(suite) if suite in catalogue.suites else None
     fields: dict[str, Any] = {}
     overrides: dict[str, Any] = {}
     presets: list[str] = []
     for config in configs:
-        if _is_path(config):
+        if config.endswith(".toml") or "/" in config or "\\" in config:
             tables = read_config(Path(config))
             overrides.update(tables["workload"])
             fields.update(tables["run"])
         else:
             presets.append(catalogue.workloads.get(config).name)
     assigned = read_assignments(assignments)
-    descriptor = catalogue.suites.get(suite) if suite in catalogue.suites else None
     own = () if descriptor is None or descriptor.options is None else descriptor.options
     of_suite = {name: assigned.pop(name) for name in own if name in assigned}
     overrides.update(_agreed(assigned, workload or {}))
@@ -155,10 +160,6 @@ def run_request(
             f"seq_len={request.overrides['seq_len']} and lengths {list(request.lengths)} are both given; leave one out"
         )
     return request
-
-
-def _is_path(config: str) -> bool:
-    return config.endswith(".toml") or "/" in config or "\\" in config
 
 
 def _agreed(assigned: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -98,6 +98,12 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__} ({said(error)})"
 
 
+def _read_count(value: Any, info: ValidationInfo) -> Any:
+    if value is None or value == "auto":
+        return value
+    return parse_count(value if isinstance(value, int) else str(value), str(info.field_name))
+
+
 def _read_counts(value: Any, info: ValidationInfo) -> Any:
     if value == "auto":
         return value
@@ -105,16 +111,9 @@ def _read_counts(value: Any, info: ValidationInfo) -> Any:
         value = [part for part in value.strip("()[] ").split(",") if part.strip()]
     elif isinstance(value, int):
         value = [value]
-    if isinstance(value, list | tuple):
-        what = str(info.field_name)
-        return tuple(parse_count(item, what) if isinstance(item, str | int) else item for item in value)
-    return value
-
-
-def _read_count(value: Any, info: ValidationInfo) -> Any:
-    if value is None or value == "auto":
+    if not isinstance(value, list | tuple):
         return value
-    return parse_count(value if isinstance(value, int) else str(value), str(info.field_name))
+    return tuple(_read_count(item, info) if isinstance(item, str | int) else item for item in value)
 
 
 # A size may be written as '4K', a list of sizes as '2K,4K', [2048, '4K'] or, when there is one, 2048; None and 'auto'

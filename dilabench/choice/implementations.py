@@ -55,14 +55,15 @@ def no_residue_plan(workload: Workload) -> str | None:
     pattern, heads = DilatedPattern.match(workload.pattern), workload.num_heads
     if pattern is None:
         return None
-    taken = sorted(set(pattern.branch_of_head(heads) or range(len(pattern.branches))))
-    rates = [pattern.dilation_rates[i] for i in taken]
-    if max(rates) > LARGEST_RATE:
-        return f"dilation rate {max(rates)} is above {LARGEST_RATE}"
-    if (multiple := lcm(*rates)) > LARGEST_MULTIPLE:
+    taken = set(pattern.branch_of_head(heads) or range(len(pattern.branches)))
+    longest, multiple, rows = max(stop - start for start, stop in workload.sequences), 1, 0
+    for at in sorted(taken):
+        segment, rate = pattern.branches[at]
+        if rate > LARGEST_RATE:
+            return f"dilation rate {rate} is above {LARGEST_RATE}"
+        multiple, rows = lcm(multiple, rate), max(rows, -(-min(segment, longest) // rate))
+    if multiple > LARGEST_MULTIPLE:
         return f"the lcm of the dilation rates is {multiple}, above {LARGEST_MULTIPLE}"
-    longest = max(stop - start for start, stop in workload.sequences)
-    rows = max(-(-min(pattern.segment_lengths[i], longest) // pattern.dilation_rates[i]) for i in taken)
     most = MOST_GROUPED_ROWS if len(taken) > 1 and pattern.has_grouped_heads else MOST_ROWS
     return f"a branch has {rows} rows of one residue in a segment, above {most}" if rows > most else None
 

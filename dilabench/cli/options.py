@@ -132,7 +132,8 @@ def discovered(strict: bool = False) -> "Found":
     from dilabench.plugins.manager import discover
 
     found = discover(strict)
-    tell_of(found.problems)
+    if found.catalogue.problems:
+        tell_of(found.catalogue.problems)
     return found
 
 

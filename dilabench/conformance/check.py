@@ -15,7 +15,6 @@ from dilabench.conformance.pattern import check_pattern
 from dilabench.conformance.scorecard import Findings, Listener, Scorecard
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.runner import run
-from dilabench.errors import counted
 from dilabench.machine import Machine
 from dilabench.metadata import note_text
 from dilabench.patterns.dense import DENSE
@@ -28,7 +27,7 @@ from dilabench.request import run_request
 from dilabench.retired import ANY_KIND, no_such_name
 from dilabench.stats.samples.location import locate
 from dilabench.suites.planner import Planner, expand, more_cases_of, preset_names, workload_request
-from dilabench.units import format_seconds
+from dilabench.units import counted, format_seconds
 from dilabench.validation import targets_of
 from dilabench.version import __version__
 from dilabench.workload.spec import attended_pairs

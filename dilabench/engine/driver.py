@@ -110,8 +110,12 @@ class Driver:
         if found is None or state.verification is None:
             return
         if found.passed:
-            timed = state.verification.timed_calls + found.timed_calls
-            state.verification = state.verification.model_copy(update={"timed_calls": timed})
+            before = state.verification
+            added = {
+                "timed_calls": before.timed_calls + found.timed_calls,
+                "timed_rows": before.timed_rows + found.timed_rows,
+            }
+            state.verification = before.model_copy(update=added)
         else:
             why = f"wrong once it is timed: {reply.why}"
             state.outcome = Failed(stage="verify", code="wrong_output", why=why, verification=found)

@@ -28,6 +28,7 @@ MAX_BLOCK_SCORES = 2**22
 # Of heads, rows and keys, of which blocks are kept: megabytes at most.
 FEW_PAIRS = 2**20
 _keep: ContextVar[Callable[..., tuple[Block, ...]] | None] = ContextVar("keep", default=None)
+_heads: ContextVar[Sequence[int] | None] = ContextVar("heads", default=None)
 
 
 def build(workload: Workload, context: BuildContext) -> Reference | ReferenceOfSum:
@@ -320,9 +321,21 @@ def score_gradient(
 def blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterable[Block]:
     """Blocks that cover every (row, head) with a key once, each within MAX_BLOCK_SCORES scores where one row is."""
     keep = _keep.get()
-    if keep is None or not 0 < workload.num_heads * len(rows) * workload.seq_len <= FEW_PAIRS:
+    heads = workload.num_heads if _heads.get() is None else 1
+    if keep is None or not 0 < heads * len(rows) * workload.seq_len <= FEW_PAIRS:
         return _blocks(workload, rows, q.shape[0], q.device)
     return keep(workload, rows.numpy().tobytes(), q.shape[0], q.device)
+
+
+@contextmanager
+def only_heads(heads: Sequence[int]) -> Iterator[None]:
+    """Leave out the blocks of all other heads inside: what is computed is then right for these alone."""
+    token = _heads.set(heads)
+    try:
+        with blocks_kept():
+            yield
+    finally:
+        _heads.reset(token)
 
 
 @contextmanager
@@ -342,7 +355,8 @@ def blocks_kept() -> Iterator[None]:
 
 def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) -> Iterator[Block]:
     left, right = workload.shapes[0].reach
-    for head in range(workload.num_heads):
+    heads = _heads.get()
+    for head in range(workload.num_heads) if heads is None else heads:
         for group in key_groups(workload, head, rows, device):
             per_row = max(1, batch * len(group.keys))
             height = max(1, MAX_BLOCK_SCORES // per_row)

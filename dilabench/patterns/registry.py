@@ -139,7 +139,11 @@ def read_pattern(value: Any) -> Pattern:
     Raises ValueError for an unknown kind or without one.
     """
     if isinstance(value, Pattern):
-        return value
+        known = _types.get(value.kind)
+        if isinstance(known, PatternKind) or known is None or type(value) not in known.__mro__[1:]:
+            return value
+        # An instance of a plug-in's own class, of which a checked subclass is registered.
+        return known.model_construct(**value.__dict__)
     if not isinstance(value, Mapping) or not isinstance(value.get("kind"), str):
         raise ValueError(f"pattern {value!r:.80} has no kind; write for example {{'kind': '{known_kinds()[0]}'}}")
     kind = value["kind"]

@@ -28,7 +28,7 @@ from dilabench.plugins.descriptors import (
     Timer,
     WorkloadPreset,
 )
-from dilabench.plugins.pattern_guard import hold
+from dilabench.plugins.pattern_guard import checked_pattern
 from dilabench.record import PluginInfo
 from dilabench.version import __version__
 from dilabench.workload.spec import WorkloadRequest
@@ -115,23 +115,19 @@ def _admit(found: Found, name: str, module: Any, info: PluginInfo, *, third_part
     manager.add_hookspecs(hookspecs)
     manager.register(module, name)
     _refuse_misspelt_hooks(manager, module)
-    offered = [
-        (getattr(found.catalogue, kind), _offered(manager, kind, third_party=third_party)) for kind in REGISTRIES
-    ]
-    if not any(descriptors for _, descriptors in offered):
+    offered = {kind: _offered(manager, kind, third_party=third_party) for kind in REGISTRIES}
+    if not any(offered.values()):
         raise PluginError("it registers nothing; does a function carry @hookimpl and return descriptors?")
     # Patterns are light, and requests and records ask all of them: one that cannot be loaded is not let in.
-    patterns: list[tuple[PatternKind, type[Pattern]]] = []
-    for registry, descriptors in offered:
-        registry.refuse_taken(descriptors, name)
-        if third_party and registry is found.catalogue.patterns:
-            patterns += [(kind, load(kind)) for kind in descriptors]
-    for kind, pattern in patterns:
-        hold(name, pattern)
-        _refuse_shadowing(kind, pattern)
-    for registry, descriptors in offered:
+    theirs = offered["patterns"] if third_party else []
+    patterns = [(kind, checked_pattern(name, load(kind))) for kind in theirs]
+    for pattern_kind, pattern in patterns:
+        _refuse_shadowing(pattern_kind, pattern)
+    for kind, descriptors in offered.items():
+        getattr(found.catalogue, kind).refuse_taken(descriptors, name)
+    for kind, descriptors in offered.items():
         for descriptor in descriptors:
-            registry.add(descriptor, name)
+            getattr(found.catalogue, kind).add(descriptor, name)
     register(patterns)
     found.plugins.append(info)
     found.modules[name] = getattr(module, "__name__", type(module).__module__)

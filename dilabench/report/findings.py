@@ -14,12 +14,13 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from dilabench.choice.descriptors import load_target
-from dilabench.errors import ConfigError, PluginError, printable
+from dilabench.errors import ConfigError, PluginError
 from dilabench.plugins.axis import LENGTH, Axis
 from dilabench.plugins.boundary import answered, guarded, shown
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Reporter
 from dilabench.record import RunRecord
+from dilabench.units import printable
 
 INTERVALS = ", with 95 % intervals"
 RANGES = ", of few turns the whole range"

@@ -4,14 +4,14 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-from dilabench.errors import ConfigError, counted
+from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.predict.time import budget_option, case_seconds, elapsed_seconds, seconds_like, sufficient_budget_s
 from dilabench.record import Row, RunHeader, RunRecord, Skipped
 from dilabench.request import RunRequest
 from dilabench.runs import DEFAULT_FOLDER
 from dilabench.store.run_files import read_rows
-from dilabench.units import format_seconds
+from dilabench.units import counted, format_seconds
 from dilabench.validation import validated
 
 

@@ -153,7 +153,7 @@ class HistoryIndex:
                 self._tell(str(record))
                 continue
             try:
-                cells = _case_fields(file, record)
+                cells = [(file, row.case.case_id, searchable(row.case), *_row_fields(row)) for row in record.rows]
             except (DilabenchError, ArithmeticError, ValueError) as error:
                 # A pattern that is gone, or numbers that no measurement has: the others are shown all the same.
                 self._tell(f"run file {file!r} is left out: {error}")
@@ -208,10 +208,6 @@ def _run_fields(file: str, record: RunRecord) -> tuple[object, ...]:
         sum(isinstance(row.outcome, Measured) for row in record.rows),
         len(record.rows),
     )
-
-
-def _case_fields(file: str, record: RunRecord) -> list[tuple[object, ...]]:
-    return [(file, row.case.case_id, searchable(row.case), *_row_fields(row)) for row in record.rows]
 
 
 def _row_fields(row: Row) -> tuple[object, ...]:

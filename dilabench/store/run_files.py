@@ -9,6 +9,7 @@ import fcntl
 import io
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -114,10 +115,15 @@ class RunFolder:
             self._stream.close()
             self._stream = None
 
+    @property
+    def can_be_resumed(self) -> bool:
+        """Return True if there is a file that `resume` finds."""
+        return (self.path / ROWS_NAME).exists()
+
     def discard_if_empty(self) -> None:
-        """Remove the folder of a run that never wrote anything."""
-        if self.path.is_dir() and not any(self.path.iterdir()):
-            self.path.rmdir()
+        """Remove the folder of a run that never wrote anything but copies of masks."""
+        if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= {MASKS_NAME}:
+            shutil.rmtree(self.path)
 
     def _append(self, line: dict[str, Any]) -> None:
         assert self._stream is not None, "start() comes first"

@@ -29,7 +29,7 @@ with open(sys.argv[1], "w") as out:
     json.dump({"files": sorted(set(files)), "switches": switches}, out)
 """
 # The goal of a plan is 30 files and 70 switches (design.md), that of a check 40 files; the limits are what is reached.
-MOST_FILES_OF_A_PLAN, MOST_SWITCHES_OF_A_PLAN = 35, 113
+MOST_FILES_OF_A_PLAN, MOST_SWITCHES_OF_A_PLAN = 34, 100
 MOST_FILES_OF_A_CHECK = 41
 
 

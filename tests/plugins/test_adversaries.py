@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dilabench.engine.timers import HeldTimer
@@ -416,6 +417,19 @@ def test_a_pattern_that_fails_later_is_named_with_its_line(pattern_plugin: Any) 
         workload.pattern.model_validate({"size_of_later": 7})
     with pytest.raises(ValueError, match="valid integer"):
         workload.pattern.model_validate({"size_of_later": "x"})
+
+
+def test_a_pattern_is_checked_and_the_class_of_its_plugin_stays_as_it_is(pattern_plugin: Any) -> None:
+    pattern_plugin("plain", "drawn_in_reports = False\ndef label(self): return 'plain'")
+    own = sys.modules["plain"].Mine
+    workload = WorkloadRequest(pattern="plain", seq_len=16).resolve("float32")
+    given = workload.replace(pattern=own(size_of_plain=1))
+    assert given == workload
+    assert len({given, workload}) == 1
+    # The plug-in's own instance is checked as well, and the class raises its own error.
+    for pattern, error in ((given.pattern, PluginError), (own(), KeyError)):
+        with pytest.raises(error):
+            next(pattern.counts(given.shapes[0], 0, np.arange(16)))
 
 
 # The boundary itself.

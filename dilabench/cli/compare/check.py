@@ -13,10 +13,10 @@ from dilabench.cli.github import GithubSummary, append_summary, require_github
 from dilabench.cli.options import AsJson, Backends, RelativeTo, StrictPlugins, names, real_names, require_one_format
 from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, say
-from dilabench.errors import ConfigError, ExitCode, counted
+from dilabench.errors import ConfigError, ExitCode
 from dilabench.record import RunRecord
 from dilabench.runs import DEFAULT_FOLDER
-from dilabench.units import parse_duration
+from dilabench.units import counted, parse_duration
 
 if TYPE_CHECKING:
     from dilabench.store.lookup import Store

@@ -7,8 +7,8 @@ import typer
 
 from dilabench.cli.options import AsJson
 from dilabench.cli.terminal import note, say
-from dilabench.errors import counted
 from dilabench.runs import DEFAULT_FOLDER
+from dilabench.units import counted
 
 
 def merge(

@@ -10,9 +10,10 @@ import typer
 from dilabench.cli.compare.deciding import FailOn, Threshold
 from dilabench.cli.options import AsJson, StrictPlugins
 from dilabench.cli.terminal import note, say
-from dilabench.errors import ConfigError, EnvironmentNotReady, counted
+from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.plugins.manager import discover
 from dilabench.runs import DEFAULT_FOLDER
+from dilabench.units import counted
 
 
 def recheck(

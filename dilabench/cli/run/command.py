@@ -14,14 +14,14 @@ from dilabench.cli.github import GithubSummary, require_github
 from dilabench.cli.options import discovered, given, lengths_of, names
 from dilabench.cli.run import options as own
 from dilabench.cli.terminal import print_table, say, say_folded
-from dilabench.errors import ConfigError, ExitCode, counted, gravest
+from dilabench.errors import ConfigError, ExitCode, gravest
 from dilabench.patterns.registry import kind_with_fields
 from dilabench.record import PlannedCase
 from dilabench.request import read_budget, run_request
 from dilabench.runs import DEFAULT_FOLDER
 from dilabench.runs.resume import recorded_request
 from dilabench.store.run_files import folder_of_run
-from dilabench.units import format_bytes, parse_count
+from dilabench.units import counted, format_bytes, parse_count
 from dilabench.workload.spec import flops, tensor_bytes
 
 if TYPE_CHECKING:
@@ -295,6 +295,9 @@ def _as_data(plan: PlannedCase) -> dict[str, Any]:
     }
 
 
+ANOTHER_FUNCTION = " (yardstick: another function)"
+
+
 def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
     from dilabench.report.columns import implementation_text
 
@@ -305,7 +308,8 @@ def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
         (case.backend or "-") + ("*" if plan.requested_backend == "auto" and case.backend else ""),
         str(case.world_size),
         workload.label(),
-        workload.pattern.details(workload.shapes) + (" (yardstick)" if plan.role == "yardstick" else ""),
+        workload.pattern.details(workload.shapes)
+        + (" (yardstick: another function)" if plan.role == "yardstick" else ""),
         workload.mode,
         f"{flops(workload):.3g}",
         format_bytes(sum(tensor_bytes(workload).values())),

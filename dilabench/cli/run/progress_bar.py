@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from dilabench.cli.terminal import console, say
 from dilabench.engine.progress import Progress, Silent
-from dilabench.errors import printable
 from dilabench.record import Case, Row
-from dilabench.units import format_seconds
+from dilabench.units import format_seconds, printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar

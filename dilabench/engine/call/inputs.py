@@ -1,6 +1,7 @@
 """Random inputs of a workload, made once per workload group and shared by its implementations."""
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,13 +20,90 @@ TORCH_DTYPE = {
 SEED_STEP, SEEDS = 0x9E3779B1, 2**32
 
 
+# Values at the start of a tensor that keep their signs when all others change (`ChangeLog`).
+SAME_VALUES = 64
+
+
+class ChangeLog:
+    """The changes made to some tensors, from which the values before them follow.
+
+    A change multiplies the last axis of a whole tensor by signs, its first SAME_VALUES values excepted, or overwrites
+    a row. `now` counts the changes; `earlier` gives the values at such a count. The changes are forgotten once nobody
+    in `holders` has a count to ask for.
+    """
+
+    def __init__(self) -> None:
+        self._changes: list[tuple[int, tuple[int, int] | None, Tensor]] = []
+        self.holders: set[Hashable] = set()
+
+    @property
+    def now(self) -> int:
+        """The number of changes so far."""
+        return len(self._changes)
+
+    def multiplied(self, index: int, signs: Tensor) -> None:
+        """Tensor number `index` was multiplied by signs [D]."""
+        self._add(index, None, signs)
+
+    def overwritten(self, index: int, batch: int, row: int, old: Tensor) -> None:
+        """A row of tensor number `index` was overwritten; `old` [..., D] is a copy of what it held."""
+        self._add(index, (batch, row), old)
+
+    def _add(self, index: int, place: tuple[int, int] | None, values: Tensor) -> None:
+        if self.holders:
+            self._changes.append((index, place, values))
+        else:
+            self._changes.clear()
+
+    def earlier(self, index: int, tensor: Tensor, count: int, batch: int, head: int, row: int | None = None) -> Tensor:
+        """A copy [N, D] of one head of tensor number `index`, [B, N, H, D], as it was when `now` was `count`.
+
+        row: of this row alone, [1, D].
+        """
+        rows = slice(None) if row is None else slice(row, row + 1)
+        x, begin = tensor.detach()[batch, rows, head].clone(), row or 0
+        signs: list[Tensor] = []
+        first: dict[int, tuple[Tensor, int]] = {}
+        for changed, place, values in self._changes[count:]:
+            if changed != index:
+                continue
+            if place is None:
+                signs.append(values)
+            elif place[0] == batch and place[1] not in first and row in (None, place[1]):
+                first[place[1]] = values.reshape(tensor.shape[2:])[head], len(signs)
+        places = torch.tensor([at - begin for at in first], dtype=torch.int64, device=x.device)
+        if first:
+            x[places] = torch.stack([values for values, _ in first.values()])
+        if not signs:
+            return x
+        per_row = tensor[0, 0].numel()
+        unsigned = x[: max(0, -(-SAME_VALUES // per_row) - begin)].clone() if batch == 0 else x[:0]
+        products = torch.stack([torch.ones_like(signs[0]), *signs]).float().cumprod(0).to(x.dtype)
+        if first:
+            numbers = torch.tensor([number for _, number in first.values()], device=x.device)
+            changed_rows = x[places] * products[numbers]
+            x.mul_(products[-1])
+            x[places] = changed_rows
+        else:
+            x.mul_(products[-1])
+        if len(unsigned):
+            flat = torch.arange(begin, begin + len(unsigned), device=x.device)[:, None] * per_row
+            flat = flat + head * x.shape[1] + torch.arange(x.shape[1], device=x.device)
+            x[: len(unsigned)] = torch.where(flat < SAME_VALUES, unsigned, x[: len(unsigned)])
+        return x
+
+
 @dataclass(frozen=True, slots=True)
 class InputSet:
-    """q [B, N, H, D], k and v [B, N, K, D]; or three times the same embeddings [B, N, H·D]."""
+    """q [B, N, H, D], k and v [B, N, K, D]; or three times the same embeddings [B, N, H·D].
+
+    changes: what was done to the `distinct` tensors between timed calls.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
+    changes: ChangeLog = field(default_factory=ChangeLog, compare=False, repr=False)
 
     @property
     def distinct(self) -> tuple[Tensor, ...]:
@@ -71,7 +149,8 @@ def make_inputs(workload: Workload, takes: str, seed: int, device: torch.device,
         torch.randn(shape, generator=generator, device=device, dtype=dtype).requires_grad_(wants_grad)
         for shape in input_shapes(workload, takes, rows)
     ]
-    return InputSet(*made) if len(made) == 3 else InputSet(made[0], made[0], made[0])
+    q, k, v = made if len(made) == 3 else made * 3
+    return InputSet(q, k, v)
 
 
 def rank_seed(seed: int, rank: int) -> int:

@@ -98,7 +98,7 @@ class PreparedCall:
         self._sharded = self._timed("optimize", lambda: self._optimized(built))
         self.function = self.whole if self.takes_whole else self._sharded
         local_row = None if world is None else self._local_row
-        self.timed_calls = TimedCalls(spec.seed, self.workload.seq_len, self.row_dim, local_row)
+        self.timed_calls = TimedCalls(spec.seed, self.workload, spec.takes, local_row)
         self._timed("first_call", self._call_once)
         with settings_kept(self.changed_settings):
             self.call_ns = self._estimate_ns()
@@ -113,7 +113,6 @@ class PreparedCall:
         self._next = (self._next + 1) % self._sets
         self._calls += 1
         kept = self.timed_calls.before(inputs) if self.timed_calls.active else None
-        self._renew_gradient()
         return self._call_of(inputs, kept)
 
     def capturable(self) -> tuple[Callable[[], object], KeptCall]:
@@ -132,6 +131,7 @@ class PreparedCall:
         self._together()
         if kept is None:
             return replay
+        kept.overwritten = True
 
         def kept_replay() -> object:
             replay()
@@ -151,6 +151,8 @@ class PreparedCall:
         dout = self.output_gradient()
         if self._backward_only:
             made = function(inputs.q, inputs.k, inputs.v)
+            # Only now, so that no gradient can be made in the forward pass, which is not timed.
+            self._renew_gradient()
             self._together()
 
             def backward() -> object:
@@ -164,11 +166,12 @@ class PreparedCall:
             gradients = torch.autograd.grad(out, targets, dout, allow_unused=True)
             return gradients if kept is None else kept.keep(out, gradients)
 
+        self._renew_gradient()
         self._together()
         return both
 
     def _renew_gradient(self) -> None:
-        if self.world is not None and self.timed_calls.active and self.workload.mode != "forward":
+        if self.timed_calls.active and self.workload.mode != "forward":
             self.timed_calls.renew_gradient(self.output_gradient())
 
     @property
@@ -302,7 +305,8 @@ class PreparedCall:
         return sum(counted.get(one.key, 0) for one in kept)
 
     def forget(self) -> None:
-        """Drop what the optimizations keep, as when the device is lost or the case is over."""
+        """Drop what is kept between calls, as when the device is lost or the case is over."""
+        self.timed_calls.release()
         self.patterns.clear()
         self.buffers.clear()
 

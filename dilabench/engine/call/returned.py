@@ -20,6 +20,8 @@ def not_plain(out: object) -> str | None:
         return f"returned a {type(out).__name__}, not one tensor"
     if type(out) is not Tensor:
         return f"returned a {type(out).__name__}, a subclass of Tensor, not a plain tensor that is finished"
+    if own := vars(out):
+        return f"returned a tensor with attributes of its own ({', '.join(own)}), not a plain one"
     if out.layout is not torch.strided or out.is_quantized or out.is_nested or out.is_conj() or out.is_neg():
         return "returned a tensor that is not strided and dense, with its values in its storage"
     if out.is_meta or (out.numel() and not out.untyped_storage().data_ptr()):

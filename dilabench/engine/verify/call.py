@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilabench.engine.call.intact import restored
 from dilabench.engine.call.returned import not_plain
 from dilabench.engine.call.torch_settings import as_text, settings_kept
 from dilabench.engine.device.device import device_of
@@ -51,6 +52,7 @@ class Call:
         self._parameters = tuple(parameters)
         self.changed: list[str] = []
         self.settings: dict[str, str] = {}
+        self.replaced: dict[str, None] = {}
 
     def __call__(self, inputs: Sequence[Tensor], dout: Tensor | None = None) -> Result:
         """Call with the inputs (one tensor stands for all three), and with its gradients for `dout` if given."""
@@ -64,6 +66,7 @@ class Call:
                 gradients = torch.autograd.grad(
                     out, [*leaves, *self._parameters], dout.to(out.dtype), allow_unused=True
                 )
+        self.replaced.update(dict.fromkeys(restored()))
         names = ("q", "k", "v") if len(inputs) == 3 else ("the input",)
         for name, tensor, old in zip(names, inputs, before, strict=True):
             if not torch.equal(digest(tensor), old) and name not in self.changed:
@@ -76,12 +79,14 @@ class Call:
             return self._function(*(inputs if len(inputs) == 3 else list(inputs) * 3))
 
     def unchanged(self) -> Iterator[Check]:
-        """The checks that no call changed its inputs, or torch's settings."""
+        """The checks that no call changed its inputs, torch's settings, or what results are looked at with."""
         detail = f"the function changed {' and '.join(self.changed)} in place" if self.changed else None
         yield Check(name=CheckName.INPUTS, passed=not self.changed, detail=detail)
         if self.settings:
             detail = f"a call changed settings of all of torch: {as_text(self.settings)}; they were put back"
             yield Check(name=CheckName.SETTINGS, passed=False, detail=detail)
+        if self.replaced:
+            yield Check(name=CheckName.INTACT, passed=False, detail=f"after a call {' and '.join(self.replaced)}")
 
 
 class OnHost:

@@ -69,8 +69,12 @@ class SampledCore(nn.Module):
 def embeddings_checks(
     function: Callable[..., Tensor], module: nn.Module, oracle: Oracle, deterministic: bool
 ) -> Iterator[Check]:
-    """out, gradients of input and parameters, dependency, repetition. `function` is called, `module` is copied."""
+    """The core, out, gradients of input and parameters, dependency, repetition. Calls `function`, copies `module`."""
     workload = oracle.workload
+    core = _core_check(module, oracle)
+    yield core
+    if not core.passed:
+        return
     backward = workload.mode != "forward"
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -98,6 +102,103 @@ def embeddings_checks(
     yield from call.unchanged()
     if call.changed:
         oracle.restore()
+
+
+class MarkedCore(nn.Module):
+    """A constant, whatever the inputs, in place of a module's attention core; `calls` has what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Tensor, ...]] = []
+
+    def forward(self, *heads: Tensor) -> Tensor:
+        """Random numbers of q's shape, the same in every call."""
+        self.calls.append(tuple(x.detach() for x in heads))
+        query = heads[0]
+        generator = torch.Generator(query.device).manual_seed(0)
+        return torch.randn(query.shape, generator=generator, device=query.device, dtype=query.dtype)
+
+
+def _core_check(module: nn.Module, oracle: Oracle) -> Check:
+    """The check that the module is projections around one call of its core.
+
+    With the core replaced by a constant, position i of out, and of the q, k and v that the core is given, depends on
+    position i of the input alone; and none of them is a multiple of a projection, for the core has its own scale.
+    """
+    workload = oracle.workload
+    probe = copy.deepcopy(module)
+    core = probe.attention = MarkedCore()
+    x = oracle.inputs[0] if workload.layout == "packed" else oracle.inputs[0][:1]
+    other, place = x.clone(), int(torch.randint(workload.seq_len, (1,), generator=_generator(oracle)))
+    other[..., place, :] = x[..., place, :].flip(-1) + 1
+    with torch.no_grad():
+        outs = [probe(one, one, one).detach() for one in (x, other)]
+    failed = _why_not_the_core(core, outs, x, other, place, probe, workload)
+    detail = failed or "one call, of projections of each position"
+    return Check(name=CheckName.CORE, passed=failed is None, detail=detail)
+
+
+def _generator(oracle: Oracle) -> torch.Generator:
+    return torch.Generator().manual_seed(oracle.seed + 2)
+
+
+def _why_not_the_core(
+    core: MarkedCore, outs: list[Tensor], x: Tensor, other: Tensor, place: int, module: nn.Module, workload: Workload
+) -> str | None:
+    if len(core.calls) != 2:
+        times = {0: "never", 2: "once"}.get(len(core.calls), f"{len(core.calls) / 2:g} times")
+        return (
+            f"one call of the module called its attribute 'attention' {times}: "
+            "that is the core, which forward must call once, with q, k and v"
+        )
+    shapes = [[*x.shape[:-1], heads, workload.head_dim] for heads in (workload.num_heads, *[workload.num_kv_heads] * 2)]
+    given = [list(one.shape) for one in core.calls[0]]
+    if given != shapes:
+        return f"'attention' was called with {given}, not with q, k and v of {shapes}"
+    for name, before, after in zip(("q", "k", "v"), *core.calls, strict=True):
+        row = _row_that_depends(before.flatten(-2), after.flatten(-2), place)
+        if row is not None:
+            return f"position {row} of {name} depends on position {place} of the input: it is no projection"
+        if torch.equal(before, after):
+            return f"{name} does not depend on the input: it is no projection"
+        factor = _factor_of_projection(before, after, x, other, place, module)
+        if factor is not None:
+            return f"{name} is {factor:.6g} times a projection of the input: 'attention' scales by itself"
+    row = _row_that_depends(*outs, place)
+    if row is not None:
+        return (
+            f"with 'attention' replaced by a constant, position {row} of out depends on position {place} of the input"
+        )
+    return None
+
+
+def _row_that_depends(before: Tensor, after: Tensor, place: int) -> int | None:
+    """A position other than `place` at which two [..., N, E] differ by more than rounding."""
+    if before.shape != after.shape:
+        return 0
+    off = (before - after).abs().amax(-1).flatten(0, -2).amax(0) if before.ndim > 2 else (before - after).abs().amax(-1)
+    off[place] = 0
+    limit = 16 * eps(before.dtype) * float(before.abs().max())
+    worst = int(off.nan_to_num_(torch.inf).argmax())
+    return worst if float(off[worst]) > limit else None
+
+
+def _factor_of_projection(
+    before: Tensor, after: Tensor, x: Tensor, other: Tensor, place: int, module: nn.Module
+) -> float | None:
+    """What q, k or v is a projection by one of the module's matrices times, if that is not 1."""
+    change = (after - before).flatten(-2)[..., place, :].flatten().double()
+    step = (other - x)[..., place, :].flatten().double()
+    for matrix in module.parameters():
+        for weights in (matrix, matrix.mT) if matrix.ndim == 2 else ():
+            if weights.shape[1] != len(step) or len(weights) % len(change):
+                continue
+            for part in (weights.detach().double() @ step).split(len(change)):
+                factor = float(change @ part) / max(float(part @ part), 1e-300)
+                rest = float((change - factor * part).norm()) / max(float(change.norm()), 1e-300)
+                if rest < 64 * eps(before.dtype) and abs(factor - 1) > 256 * eps(before.dtype):
+                    return factor
+    return None
 
 
 def _shared(module: nn.Module, oracle: Oracle, names: list[str], backward: bool) -> dict[str, Expected]:

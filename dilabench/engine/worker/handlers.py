@@ -4,9 +4,10 @@ import errno
 import gc
 import hashlib
 import os
+import secrets
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from dilabench.distributed.launch import meeting_store, share_cores
 from dilabench.distributed.world import World
 from dilabench.engine.call.compile_and_graph import OptimizationUnusableError
 from dilabench.engine.call.inputs import InputStore
+from dilabench.engine.call.intact import restored
 from dilabench.engine.call.isolated_call import measure_isolated
 from dilabench.engine.call.kernel_trace import kernel_ledger, profiled
 from dilabench.engine.call.overlap_timing import time_parts
@@ -48,11 +50,12 @@ from dilabench.engine.worker.protocol import (
 )
 from dilabench.errors import first_line, text_of
 from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, refuse_unknown
-from dilabench.record import Note, Slot
+from dilabench.record import Check, CheckName, Note, Slot, Verification
 
 # Least calls of a slot whose last call is checked: the first may have other inputs altogether, the last has those of
 # the one before but for some rows.
 CHECKED_CALLS = 2
+SEED_BITS = 60
 # Share of the time for which a command's answer is waited for after which a rank stops waiting for a message.
 SHARE_OF_TIMEOUT = 0.7
 OOM_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
@@ -104,10 +107,13 @@ class Handlers:
                     limit_s = command.timeout_s
                     self._world.limit_waits(None if limit_s is None else SHARE_OF_TIMEOUT * limit_s)
                 reply = self._commands[command.name](command)
+                if replaced := restored():
+                    raise UnusableFunctionError(f"{' and '.join(replaced)}; it was put back")
                 if self._world is not None:
                     self._world.check()
         # The worker boundary: code of any plug-in runs in here and may raise or exit as it likes.
         except (Exception, SystemExit) as error:  # noqa: BLE001
+            restored()
             reply = Reply(trouble=self._trouble(error))
         return reply if self._world is None else reply.model_copy(update={"state": self._state(command.handle)})
 
@@ -188,20 +194,22 @@ class Handlers:
         )
 
     def _slot(self, command: Command) -> Reply:
-        """Samples, and now and then the check of what one of their calls gave. Of the last slot of all, the last call
-        is checked. A call cannot tell which of the two it is in."""
+        """Samples, and after the last slot of all the check of what its last call and random calls of all slots gave.
+        A call cannot tell which of the two it is in. Raises PluginError for a timer that made fewer calls than samples.
+        """
         timer, call = self._timers[command.handle, command.arguments["timer"]], self._calls[command.handle]
-        checker = self._checkers[command.handle]
+        checker, timed = self._checkers[command.handle], call.timed_calls
         last, wanted = command.name == "last_slot", command.arguments["count"]
         count = max(wanted, CHECKED_CALLS) if last else wanted
         with no_collection():
             with settings_kept(call.changed_settings):
-                call.timed_calls.begin(last, keeps=last or checker.affordable)
+                timed.begin(last, count=count, seed=self._drawn_together())
                 started = time.perf_counter_ns()
                 try:
                     samples = timer.take(count)
                 finally:
-                    kept = call.timed_calls.end()
+                    kept = timed.end()
+                    replaced = restored()
                 elapsed_ns = max(0, time.perf_counter_ns() - started)
                 if self._world is not None:
                     self._world.barrier()
@@ -210,6 +218,7 @@ class Handlers:
         slot = Slot(
             samples_ns=samples.samples_ns[-wanted:],
             enqueue_ns=samples.enqueue_ns[-wanted:],
+            renewed=_renewed(timed.renewed, timed.calls, count, wanted) if self._world is None else (),
             sm_clock_mhz=clocks.sm_clock_mhz,
             power_mw=clocks.power_mw,
             temperature_c=clocks.temperature_c,
@@ -217,6 +226,9 @@ class Handlers:
         )
         checker.sampled(elapsed_ns)
         verification = checker.check(kept) if kept is not None else None
+        if replaced:
+            found = Check(name=CheckName.INTACT, passed=False, detail=f"after a timed call {' and '.join(replaced)}")
+            verification = Verification(checks=(found,))
         return Reply(
             slot=slot,
             notes=(*self._notes(timer), *_settings_notes(call.changed_settings)),
@@ -224,6 +236,12 @@ class Handlers:
             verification=verification,
             why=summary(verification) if verification else "",
         )
+
+    def _drawn_together(self) -> int | None:
+        """A seed from the system's randomness, the same on every rank; None without ranks."""
+        if self._world is None:
+            return None
+        return self._world.max_over_ranks([secrets.randbits(SEED_BITS)])[0]
 
     def _notes(self, timer: SampleTimer) -> tuple[Note, ...]:
         """The timer's notes, and one when messages take a slower path. Raises PluginError for unknown codes."""
@@ -333,3 +351,12 @@ def _settings_notes(changed: Mapping[str, str]) -> tuple[Note, ...]:
         return ()
     message = f"its code changed settings of all of torch: {as_text(changed)}; they were put back each time"
     return (CHANGED_SETTINGS.note(message),)
+
+
+def _renewed(calls: Sequence[int], made: int, count: int, wanted: int) -> tuple[int, ...]:
+    """Numbers of the last `wanted` of `count` samples among whose `made` calls is one of `calls`."""
+    per_sample, rest = divmod(made, count)
+    if rest or not per_sample:
+        return ()
+    samples = dict.fromkeys(call // per_sample - (count - wanted) for call in calls)
+    return tuple(sample for sample in samples if sample >= 0)

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from dilabench.errors import ConfigError, counted
+from dilabench.errors import ConfigError
 from dilabench.metadata import SHAPE
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import Case, PlannedCase, Row, Skipped
 from dilabench.request import RunRequest, Shard
 from dilabench.suites.choice.shapes import shape
 from dilabench.suites.planner import Planner
-from dilabench.units import parse_count
+from dilabench.units import counted, parse_count
 from dilabench.workload.spec import WorkloadRequest
 
 SHAPES = 200

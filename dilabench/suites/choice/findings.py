@@ -7,7 +7,6 @@ from typing import Any
 
 from dilabench.choice.ways import way_name
 from dilabench.compare.view import common_timings, is_quotable, measured_view, pair, rank
-from dilabench.errors import counted
 from dilabench.metadata import CHOSEN, INTERFERENCE, LAUNCH_BOUND, SHAPE
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.time import budget_option, elapsed_seconds
@@ -17,7 +16,7 @@ from dilabench.report.findings import Section
 from dilabench.request import shard_of
 from dilabench.stats.decisions.decide import Policy, judge
 from dilabench.suites.choice.cases import cut_short, shapes_asked
-from dilabench.units import format_latency, format_seconds
+from dilabench.units import counted, format_latency, format_seconds
 
 TITLE = "Regret of the choice"
 # Beyond this the choice was wrong; below, another machine or day might turn it round.

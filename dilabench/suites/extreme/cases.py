@@ -9,10 +9,10 @@ from dilabench.machine import device_named, memory_bytes
 from dilabench.metadata import WAY
 from dilabench.patterns.dense import DENSE
 from dilabench.plugins.descriptors import Implementation
-from dilabench.record import Case, Measured, PlannedCase, Row, Skipped
+from dilabench.record import Case, Measured, PlannedCase, Role, Row, Skipped
 from dilabench.request import RunRequest
 from dilabench.suites.extreme.foresight import Foresight, between
-from dilabench.suites.planner import Planner, as_dense
+from dilabench.suites.planner import Planner
 from dilabench.units import parse_count
 from dilabench.workload.cuts import cut_length, why_uncut
 from dilabench.workload.last_length import last_length
@@ -56,11 +56,14 @@ def first_lengths(
     planned: list[PlannedCase] = []
     for asked in planner.workload_requests([shape]):
         modes = [asked.mode] if "mode" in asked.model_fields_set else MODES
-        for implementation in planner.implementations(default(asked)):
+        implementations = planner.implementations(default(asked))
+        for implementation in implementations:
+            reference = planner.reference_for(implementation, asked, implementations)
+            role: Role | None = "yardstick" if reference and request.names_pattern else None
             for mode in modes:
                 for way in ways(request):
-                    first = _first_length(asked.model_copy(update={"mode": mode}), way, planner)
-                    planned += _probe(planner, implementation, first, way)
+                    first = _first_length((reference or asked).model_copy(update={"mode": mode}), way, planner)
+                    planned += _probe(planner, implementation, first, way, role)
     return tuple(planned)
 
 
@@ -154,7 +157,8 @@ class Search:
         assert asked is not None
         implementation = planner.catalogue.implementations.get(row.case.implementation)
         way = next(way for way in ways(request) if way.label == WAY.of(row.planned))
-        planned = _probe(planner, implementation, asked.model_copy(update={"seq_len": length}), way)
+        longer = asked.model_copy(update={"seq_len": length})
+        planned = _probe(planner, implementation, longer, way, row.planned.role)
         return tuple(plan for plan in planned if plan.case.backend == row.case.backend)
 
 
@@ -200,16 +204,16 @@ def _search_key(case: Case) -> str:
     )
 
 
-def _probe(planner: Planner, implementation: Implementation, asked: WorkloadRequest, way: Way) -> Iterator[PlannedCase]:
+def _probe(
+    planner: Planner, implementation: Implementation, asked: WorkloadRequest, way: Way, role: Role | None
+) -> Iterator[PlannedCase]:
     """The case of one length, isolated; with a reason to skip it where the way does not go there."""
-    if implementation.supports.only_dense:
-        asked = as_dense(asked)
     limit = planner.request.options.get("memory_limit")
     limit_bytes = None if limit is None else parse_count(limit, "memory_limit")
     workload = asked.resolve(planner.machine.auto_dtype)
     cut = cut_length(workload)
     changes = {**way.changes, **({"query_chunk": cut or 0} if way.chunked else {})}
-    for planned in planner.plan(implementation, asked, WAY.entry(way.label), **changes):
+    for planned in planner.plan(implementation, asked, WAY.entry(way.label), role, **changes):
         skip = planned.skip or _skip(planned, implementation, way, planner.machine.device)
         yield planned.isolated(limit_bytes).model_copy(update={"skip": skip})
 

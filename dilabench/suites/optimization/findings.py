@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from dilabench.compare.comparison import ComparedPair
 from dilabench.compare.within import compare_within
-from dilabench.errors import counted
 from dilabench.metadata import (
     BUFFER_POOL_HELD_BYTES,
     BUFFER_POOL_PEAK_BYTES,
@@ -23,7 +22,7 @@ from dilabench.report.findings import BarPlot, Bars, Section
 from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.verdicts import Code
 from dilabench.suites.optimization.variants import NONE
-from dilabench.units import format_bytes, format_count, format_ratio
+from dilabench.units import counted, format_bytes, format_count, format_ratio
 
 WORDS = {Code.FASTER: "helps", Code.SLOWER: "COSTS", Code.SAME: "no difference", Code.INCONCLUSIVE: "not proven"}
 COLUMNS = ("implementation", "length", "switched on", "speed-up", "95 % CI", "verdict", "peak saved", "cache hits")

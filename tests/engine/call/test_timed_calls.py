@@ -1,4 +1,4 @@
-"""What timed calls are given, and that what changes after a kept call can be taken back; what calls leave running."""
+"""What timed calls are given, that the numbers of a kept call are known later, and what calls leave running."""
 
 import threading
 
@@ -6,48 +6,117 @@ import pytest
 import torch
 
 from dilabench.engine.call.inputs import InputSet
-from dilabench.engine.call.timed_calls import TimedCalls
+from dilabench.engine.call.timed_calls import MOST_KEPT, TimedCalls
+from dilabench.workload.spec import Workload
+
+LENGTH = 40
 
 
-def test_all_numbers_change_only_at_the_first_use_in_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change that becomes due after a kept call would leave it with a result of numbers that nobody has any more."""
-    length = 40
-    q, k, v = (torch.randn(2, length, 3, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
-    inputs = InputSet(q, k, v)
-    calls = TimedCalls(0, length, row_dim=1)
-    due = iter([False, False, *[True] * 40])
-    monkeypatch.setattr(TimedCalls, "_due", lambda *_: next(due))
-    calls.begin(last=False)
-    kept = calls.before(inputs)
-    assert kept is not None
-    given = [x.clone() for x in (q, k, v)]
-    kept.keep(q * 2)
-    monkeypatch.setattr(calls._choice, "random", lambda: 1.0)
-    for _ in range(9):
-        assert calls.before(inputs) is None
-    assert not torch.equal(q, given[0])
-    found = calls.end()
-    assert found is kept
-    kept.restore_inputs()
-    for now, then in zip((q, k, v), given, strict=True):
-        assert torch.equal(now, then)
+def workload(**changes: object) -> Workload:
+    shape = {"batch_size": 2, "seq_len": LENGTH, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    return Workload.model_validate({"pattern": {"kind": "dense"}, **shape, **changes})
 
 
-def test_a_thread_of_a_call_that_is_not_kept_is_told_though_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    q = torch.zeros(1, 8, 1, 4)
-    inputs = InputSet(q, q.clone(), q.clone())
-    calls = TimedCalls(0, 8, row_dim=1)
-    may_end = threading.Event()
+def inputs_of(one: Workload) -> InputSet:
+    shapes = [(2, LENGTH, heads, 8) for heads in (4, 2, 2)]
+    tensors = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed, shape in enumerate(shapes)]
+    return InputSet(*(x[0] if one.layout == "packed" else x for x in tensors))
+
+
+@pytest.fixture
+def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TimedCalls, "_due", lambda *_: True)
+
+
+@pytest.mark.usefixtures("always_due")
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_the_numbers_of_a_kept_call_follow_from_the_changes_since(layout: str) -> None:
+    one = workload(layout="packed", batch_size=1, cu_seqlens=(0, LENGTH)) if layout == "packed" else workload()
+    inputs, calls = inputs_of(one), TimedCalls(0, one)
+    given: dict[int, list[torch.Tensor]] = {}
+    for slot in range(3):
+        calls.begin()
+        for number in range(20):
+            kept = calls.before(inputs)
+            if kept is not None:
+                given[kept.number] = [x.clone() for x in inputs.distinct]
+                kept.keep(inputs.q * 2)
+        calls.end()
+    found = calls.take_kept()
+    assert found[0].number == 0
+    assert 8 <= len(found) <= MOST_KEPT
+    for kept in found:
+        assert kept.counts is not None
+        for index, then in enumerate(given[kept.number]):
+            batched = (lambda x: x[None]) if layout == "packed" else (lambda x: x)
+            for batch in range(one.batch_size):
+                earlier = inputs.changes.earlier(index, batched(inputs.distinct[index]), kept.counts[0], batch, 1)
+                assert torch.equal(earlier, batched(then)[batch, :, 1])
+        for row in kept.rows:
+            expected = 2 * (given[kept.number][0] if layout == "padded" else given[kept.number][0][None])
+            assert torch.equal(row.copies[0], expected[row.batch, row.position, row.head])
+    calls.release()
+    assert not inputs.changes.holders
+
+
+def test_calls_are_kept_alike_whenever_they_come() -> None:
+    one = workload()
+    inputs, numbers = inputs_of(one), []
+    for _ in range(60):
+        calls = TimedCalls(0, one)
+        calls.begin()
+        for _ in range(200):
+            if (kept := calls.before(inputs)) is not None:
+                kept.keep(inputs.q)
+        calls.end()
+        numbers += [kept.number for kept in calls.take_kept()]
+    late = sum(number >= 100 for number in numbers) / len(numbers)
+    assert 0.35 < late < 0.6
+
+
+def test_every_batch_item_and_head_group_comes_up() -> None:
+    one = workload()
+    inputs, calls = inputs_of(one), TimedCalls(0, one)
     calls.begin()
+    for _ in range(MOST_KEPT):
+        kept = calls.before(inputs)
+        assert kept is not None
+        kept.keep(inputs.q)
+    calls.end()
+    drawn = {(row.batch, row.head // 2) for kept in calls.take_kept() for row in kept.rows[1:]}
+    assert drawn == {(batch, group) for batch in range(2) for group in range(2)}
+
+
+def test_a_batch_of_calls_is_digested_as_it_is_called() -> None:
+    """All calls of a batch are asked for before the first is made."""
+    one = workload()
+    inputs, calls = inputs_of(one), TimedCalls(0, one)
+    calls.begin(last=True)
+    batch = [calls.before(inputs) for _ in range(5)]
+    for kept in batch:
+        assert kept is not None
+        kept.keep(inputs.q)
+    calls.end()
+    for kept in calls.take_kept():
+        before, after = kept.digests
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_a_thread_of_a_call_that_is_not_kept_is_told_though_it_has_ended() -> None:
+    one = workload()
+    inputs, calls = inputs_of(one), TimedCalls(0, one)
+    may_end = threading.Event()
+    calls.begin(last=True)
     kept = calls.before(inputs)
     assert kept is not None
-    kept.keep(q)
-    monkeypatch.setattr(calls._choice, "random", lambda: 1.0)
-    assert calls.before(inputs) is None
+    kept.keep(inputs.q)
+    assert calls.before(inputs) is not None
     thread = threading.Thread(target=may_end.wait)
     thread.start()
-    assert calls.before(inputs) is None
+    last = calls.before(inputs)
+    assert last is not None
+    last.keep(inputs.q)
     may_end.set()
     thread.join()
-    assert calls.end() is kept
-    assert kept.threads == 1
+    assert calls.end() is last
+    assert last.threads == 1

@@ -1,0 +1,69 @@
+"""What the engine relies on in torch and Python, as it was before any plug-in was imported: what replaced it since.
+
+A function that computes when somebody looks needs a hand in how the engine looks: a method of Tensor, a mode that sees
+every operator, the clock. `restored` names what has changed and puts it back, so that results are compared by torch's
+own functions. This module is imported before any plug-in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TENSOR_BASE = torch._C.TensorBase
+_METHODS = dict(vars(Tensor))
+_FUNCTIONS: tuple[tuple[ModuleType, str, tuple[str, ...]], ...] = (
+    (time, "time", ("perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "time", "time_ns")),
+    (torch.autograd, "torch.autograd", ("grad", "backward")),
+    (torch.cuda, "torch.cuda", ("synchronize", "Event", "Stream", "_sleep", "current_stream")),
+    (
+        torch,
+        "torch",
+        (
+            *("equal", "isfinite", "isnan", "where", "stack", "cat", "tensor", "arange", "zeros", "zeros_like", "full"),
+            *("full_like", "ones_like", "empty", "empty_like", "empty_strided", "randn", "randint", "maximum"),
+        ),
+    ),
+)
+_KNOWN = tuple(
+    (owner, f"{text}.{name}", name, getattr(owner, name)) for owner, text, names in _FUNCTIONS for name in names
+)
+
+
+def restored() -> list[str]:
+    """What stands in the place of something the engine relies on, by name; afterwards it does no longer."""
+    return [*_methods_restored(), *_functions_restored(), *_modes_left()]
+
+
+def _methods_restored() -> Iterator[str]:
+    now = vars(Tensor)
+    changed = [name for name, was in _METHODS.items() if now.get(name, _METHODS) is not was]
+    hiding = [name for name in now.keys() - _METHODS.keys() if getattr(_TENSOR_BASE, name, now[name]) is not now[name]]
+    for name in changed:
+        setattr(Tensor, name, _METHODS[name])
+    for name in hiding:
+        delattr(Tensor, name)
+    yield from (f"Tensor.{name} was replaced" for name in sorted([*changed, *hiding]))
+
+
+def _functions_restored() -> Iterator[str]:
+    for owner, text, name, was in _KNOWN:
+        if getattr(owner, name, None) is not was:
+            setattr(owner, name, was)
+            yield f"{text} was replaced"
+
+
+def _modes_left() -> Iterator[str]:
+    """Modes for operators and for functions that were entered and never left."""
+    stacks: tuple[tuple[str, Any, Any], ...] = (
+        ("TorchDispatchMode", torch._C._len_torch_dispatch_stack, torch._C._pop_torch_dispatch_stack),
+        ("TorchFunctionMode", torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack),
+    )
+    for kind, length, pop in stacks:
+        while length():
+            yield f"a {kind} ({type(pop()).__name__}) was entered and not left"
