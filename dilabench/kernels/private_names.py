@@ -12,6 +12,7 @@ from typing import Any
 PRIVATE: Mapping[str, str] = {
     "torch.Tensor._is_zerotensor": "zero tensors are copied before raw memory is read",
     "torch.UntypedStorage._cdata": "whether two tensors share memory",
+    "torch._C.TensorBase": "verification: whether a call changed it",
     "torch._C._are_functorch_transforms_active": "a call under torch.func becomes an operator",
     "torch._C._autograd._profiler_enabled": "parts of a computation are named in a profile",
     "torch._C._distributed_c10d.FileStore": "ranks meet",
@@ -22,6 +23,9 @@ PRIVATE: Mapping[str, str] = {
     "torch._C._is_any_autocast_enabled": "whether to cast as autocast does",
     "torch._C._is_tracing": "a call under torch.jit.trace becomes an operator",
     "torch._C._len_torch_dispatch_stack": "a call under modes becomes an operator",
+    "torch._C._len_torch_function_stack": "verification: whether a call changed it",
+    "torch._C._pop_torch_dispatch_stack": "verification: whether a call changed it",
+    "torch._C._pop_torch_function_stack": "verification: whether a call changed it",
     "torch._C._set_grad_enabled": "verification: whether a call changed it",
     "torch._dynamo.config.accumulated_recompile_limit": "the benchmark compiles as many shapes as it is asked for",
     "torch._dynamo.config.recompile_limit": "how many packings torch compiles",
