@@ -3,7 +3,7 @@
 import ast
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -34,10 +34,10 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def names_of(tree: ast.Module) -> Iterator[str]:
+def names_of(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """Full names of what a module takes of torch and Triton, and '?._name' of attributes of what it does not tell."""
     known: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         found: list[tuple[str, str]] = []
         if isinstance(node, ast.Import):
             for each in node.names:
@@ -47,7 +47,7 @@ def names_of(tree: ast.Module) -> Iterator[str]:
             found = [(each.asname or each.name, f"{node.module}.{each.name}") for each in node.names]
             yield from (name for _, name in found)
         known |= {local: name for local, name in found if name.partition(".")[0] in ("torch", "triton")}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             inner, names = node.value, [node.attr]
             while isinstance(inner, ast.Attribute):
@@ -58,10 +58,10 @@ def names_of(tree: ast.Module) -> Iterator[str]:
 
 def test_every_private_name_is_listed() -> None:
     paths = [*Path(dilabench.__file__).parent.rglob("*.py")]
-    trees = {path: ast.parse(path.read_text()) for path in paths}
+    trees = {path: [*ast.walk(ast.parse(path.read_text()))] for path in paths}
     ours: set[str] = set()
-    for tree in trees.values():
-        for node in ast.walk(tree):
+    for nodes in trees.values():
+        for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 ours.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -71,8 +71,8 @@ def test_every_private_name_is_listed() -> None:
     last = {part for name in LISTED for part in name.split(".") if is_private(part)}
     used: set[str] = set()
     unlisted: list[str] = []
-    for path, tree in trees.items():
-        for name in {*names_of(tree)}:
+    for path, nodes in trees.items():
+        for name in {*names_of(nodes)}:
             parts = name.split(".")
             if parts[0] not in ("?", "torch", "triton"):
                 continue
