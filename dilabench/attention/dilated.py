@@ -136,7 +136,8 @@ def dilated_attention(
     the first call of a configuration, which takes seconds once per machine (`choice.first_use`). The last bits of the
     query's gradient may differ from call to call, as FlashAttention's do, unless torch is asked for deterministic
     algorithms (`torch.use_deterministic_algorithms`). `return_lse`: also return lse [B, H, N] (packed: [H, T]), as
-    `attention` does.
+    `attention` does. NaN or inf in the value of a key that a row does not see may make that row NaN, as in torch's own
+    attention.
 
     Raises ValueError for shapes or options that do not fit, for a dropout other than 0, for a sink with detached
     gradients, and for a backend that cannot serve the call.
