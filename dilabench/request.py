@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
+from dilabench.atomic_file import read_file
 from dilabench.errors import ConfigError, listed, unknown_name
 from dilabench.plugins.boundary import guarded
 from dilabench.plugins.catalogue import Catalogue
@@ -315,8 +316,7 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file. Raises ConfigError when it cannot be read or parsed, with the place."""
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return tomllib.loads(read_file(path, pipe=True).decode())
     except OSError as error:
         raise ConfigError(f"config file {str(path)!r} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dilabench.atomic_file import read_file
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.retired import removed
 
@@ -98,7 +99,6 @@ def _tables(path: Path) -> dict[str, Any]:
     import tomllib
 
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return tomllib.loads(read_file(path).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"defaults in {str(path)!r} cannot be read: {error}") from None

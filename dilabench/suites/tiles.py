@@ -12,8 +12,7 @@ from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase, RunRecord
 from dilabench.report.findings import Section
 from dilabench.request import RunRequest
-from dilabench.suites.optimization.findings import Gain, gains_of
-from dilabench.suites.optimization.variants import NONE
+from dilabench.suites.optimization import NONE, Gain, gains_of
 from dilabench.suites.planner import Planner
 from dilabench.units import format_ratio
 from dilabench.validation import validated

@@ -98,8 +98,8 @@ SUITES: tuple[Suite, ...] = (
     Suite(
         "backends",
         "which dense kernel and dtype this device wants, for full and for dilated attention",
-        "dilabench.suites.backends.cases:expand",
-        analysis="dilabench.suites.backends.findings:analyse",
+        "dilabench.suites.backends:expand",
+        analysis="dilabench.suites.backends:analyse",
         reads_catalogue=True,
         priority=30,
         options=NoOptions,
@@ -107,8 +107,8 @@ SUITES: tuple[Suite, ...] = (
     Suite(
         "optimization",
         "what pattern cache, buffer pool, CUDA graph and torch.compile bring, alone and together",
-        "dilabench.suites.optimization.cases:expand",
-        analysis="dilabench.suites.optimization.findings:analyse",
+        "dilabench.suites.optimization:expand",
+        analysis="dilabench.suites.optimization:analyse",
         # Host time: launches, allocations and tables are what most of these optimizations are about.
         timing="wall",
         priority=10,
