@@ -1,4 +1,6 @@
-"""The best key blocks of each query block, by a named selector: MoBA (Lu et al. 2025), VSA (Zhang et al. 2025).
+"""The best key blocks of each block of queries, by a named selector: as VSA (Zhang et al. 2025) selects.
+
+MoBA (Lu et al. 2025) selects per query token; selector mean_key takes its score for a block of queries.
 
 The indices are an input: made once by the selector, the same for the oracle and for every implementation.
 semantics.md §5.
@@ -111,7 +113,7 @@ class TopKBlocksRequest(Model):
 class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
     """C[h, i, j] = 1 where the selection of key/value head h // g has block j // block_size for block i // block_size.
 
-    `selector`: mean_key (MoBA: the own block always), pooled (VSA), random, or given: an `indices_file`, `.npy` of
+    `selector`: mean_key (the own block always, as MoBA), pooled (VSA), random, or given: an `indices_file`, `.npy` of
     integers [n, k] or [K, n, k], n blocks of queries. In it, order does not matter, an index that is repeated counts
     once, and -1 stands for none.
     """
@@ -140,6 +142,10 @@ class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
             digest = mask_digest(Path(asked["indices_file"]), "indices")
             asked = {"selector": "given", **asked, "indices_digest": digest}
         return validated(cls, asked)
+
+    def label(self) -> str:
+        """With what shares a selection."""
+        return f"{super().label()} per block of queries"
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:

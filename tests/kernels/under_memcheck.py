@@ -1,4 +1,7 @@
-"""Forward and backward of every kernel, on lengths that tiles do not divide: what `test_memcheck_gpu` runs."""
+"""Forward and backward of every kernel, on lengths that tiles do not divide: what `test_memcheck_gpu` runs.
+
+Takes a head dim and, for some entries alone, their names.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +59,8 @@ def run(name: str, dim: int, dtype: torch.dtype) -> None:
 
 
 if __name__ == "__main__":
-    for name in ENTRIES:
-        for dim in map(int, sys.argv[1].split(",")):
-            for dtype in (torch.bfloat16, torch.float32):
-                run(name, dim, dtype)
-                sys.stdout.write(f"{name} D{dim} {dtype}\n")
-                sys.stdout.flush()
+    for name in sys.argv[2:] or ENTRIES:
+        for dtype in (torch.bfloat16, torch.float32):
+            run(name, int(sys.argv[1]), dtype)
+            sys.stdout.write(f"{name} D{sys.argv[1]} {dtype}\n")
+            sys.stdout.flush()
