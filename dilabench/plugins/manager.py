@@ -14,6 +14,7 @@ import pluggy
 
 from dilabench.errors import PluginError
 from dilabench.impls.peers.paths import PEERS_VARIABLE, search_peer_paths
+from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.registry import PatternKind, find_kinds_with, load, register
 from dilabench.plugins import NAME, builtin, hookspecs
 from dilabench.plugins.boundary import Problem, defined, shown

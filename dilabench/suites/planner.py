@@ -145,8 +145,10 @@ class Planner:
         """
         if not implementation.supports.only_dense or asked.pattern == DENSE.kind:
             return None
-        computed = any(other is FASTEST or other.supports.computes(asked.pattern) for other in beside)
-        return as_dense(asked) if computed or not self.request.names_pattern else None
+        if self.request.names_pattern:
+            computed = (other is FASTEST or other.supports.computes(asked.pattern) for other in beside)
+            return as_dense(asked) if any(computed) else None
+        return as_dense(asked)
 
     def plan(
         self,
