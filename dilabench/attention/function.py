@@ -101,8 +101,8 @@ def attention(
     K divides H: each key/value head serves H/K query heads. Gradients of query, key, value and sink are exact.
 
     pattern: which query attends to which key; None is every one (dense). The objects of `dilabench.patterns`:
-        DilatedPattern (LongNet), BlockSparsePattern, TopKBlocksPattern (MoBA, VSA), WindowSinkPattern (StreamingLLM),
-        ColumnBoundsPattern (FlashMask), NativeSparsePattern (NSA).
+        DilatedPattern (LongNet), BlockSparsePattern, TopKBlocksPattern (VSA), WindowSinkPattern (StreamingLLM),
+        ColumnBoundsPattern (FlashMask), NativeSparsePattern (NSA, but selecting per block of queries).
     causal: a query attends only to keys up to its own position.
     window: (left, right) in positions, -1 unbounded: (1023, 0) is a causal window of 1024 keys.
     scale: factor of the scores; 1/sqrt(D) by default.

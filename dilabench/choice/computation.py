@@ -9,9 +9,8 @@ from typing import Protocol
 
 import torch
 
-from dilabench.choice import first_use
 from dilabench.choice.descriptors import Implementation, load_target
-from dilabench.choice.rules import Choice, by_priority
+from dilabench.choice.rules import Choice, by_priority, choose
 from dilabench.choice.ways import AUTO, Candidate, Way, own_ways
 from dilabench.contracts import Attend, BuildContext, LoadedBackend
 from dilabench.errors import ConfigError, said
@@ -40,7 +39,13 @@ def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computa
         built = load_target(implementation.target)(asked, BuildContext(device=device, backend=backend))
         return built if isinstance(built, Computation) else None
 
-    choice = first_use.fastest(ways, machine, asked, device, build)
+    if device.type == CUDA.name:
+        # Ways are measured on GPUs alone.
+        from dilabench.choice.first_use import fastest
+
+        choice = fastest(ways, machine, asked, device, build)
+    else:
+        choice = choose(ways, machine, asked)
     try:
         computation = build(Way(choice.implementation, choice.backend, asked))
     # Triton's descriptors are experimental: a version may lack them.

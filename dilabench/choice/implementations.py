@@ -327,7 +327,7 @@ IMPLEMENTATIONS = (
     ),
     Implementation(
         "native-sparse",
-        "the three attentions of NSA through the block-sparse kernels, each with its lse, summed with gates",
+        "means, blocks selected per block of queries and a window through the block-sparse kernels, summed with gates",
         "dilabench.impls.block_sparse.native_sparse:build",
         supports=Capabilities(
             patterns=SUMS,

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -130,6 +130,7 @@ class _Run:
         self.completed = frozenset(self.rows)
         self.ceilings: dict[str, float] = {}
         self.confirmed = False
+        self.began_at, self.began_s = datetime.now(UTC), time.monotonic()
 
     def go(
         self, header: RunHeader, follow_up: FollowUp | None, gpus: Sequence[int], project: Project | None
@@ -167,10 +168,17 @@ class _Run:
         return record
 
     def _record(self, header: RunHeader, status: str) -> RunRecord:
-        finished = datetime.now(UTC).isoformat(timespec="seconds")
+        # The clock may have been set meanwhile, also since the first part of a run that was resumed.
+        finished = self.began_at + timedelta(seconds=time.monotonic() - self.began_s)
+        finished_at = max(finished.isoformat(timespec="seconds"), header.started_at)
         rows = tuple(self._in_order())
         return RunRecord.model_validate(
-            {**header.model_dump(), "status": status, "finished_at": finished, "rows": rows}
+            {
+                **header.model_dump(),
+                "status": status,
+                "finished_at": finished_at,
+                "rows": rows,
+            }
         )
 
     def _finish(self, record: RunRecord) -> None:

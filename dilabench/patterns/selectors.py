@@ -74,7 +74,7 @@ def _random(blocks: Blocks, kv_head: int, rows: range) -> Scores:
 
 
 SELECTORS: Mapping[str, Selector] = {
-    "mean_key": Selector("mean query times mean key, the own block always (MoBA)", _product, True, True),
+    "mean_key": Selector("mean query times mean key, the own block always (as in MoBA)", _product, True, True),
     "pooled": Selector("mean query times mean key (VSA)", _product, reads_queries=True),
     "random": Selector("drawn from the seed", _random),
 }

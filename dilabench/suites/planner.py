@@ -281,12 +281,10 @@ def asking_all(request: RunRequest, nodes: Nodes | None) -> RunRequest:
 def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple[PlannedCase, ...]:
     """The cases that a request comes to on a machine, by its suite.
 
-    Raises ConfigError for an unknown suite, an option that the suite does not have, an impossible workload, or a field
-    of a pattern that no case has, PluginError for a suite that fails or plans what is no case.
+    Raises ConfigError for an unknown suite, an impossible workload, or a field of a pattern that no case has,
+    PluginError for a suite that fails or plans what is no case.
     """
     suite = catalogue.suites.get(request.suite)
-    if suite.options is not None:
-        refuse_unknown_options(request, suite.options)
     if request.shard and suite.follow_up is not None and not suite.deals:
         raise ConfigError(
             f"suite {suite.name!r} finds its next cases from its rows, so it has no shards; leave --shard out"
@@ -389,7 +387,7 @@ def as_dense(request: WorkloadRequest) -> WorkloadRequest:
 
 
 def refuse_unknown_options(request: RunRequest, known: Iterable[str]) -> None:
-    """Raise ConfigError for a suite option that this suite does not have."""
+    """Raise ConfigError for an option that is none of `known`; for suites whose descriptor has no model of them."""
     known = sorted(known)
     for name in request.options:
         if name not in known:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -295,3 +296,21 @@ def test_a_time_is_called_impossible_only_by_ceilings_that_a_second_look_confirm
 def test_a_ceiling_that_was_not_known_counts_as_risen():
     """As that of tensor cores, which bounds float32 too, in a run that went on from a record without it."""
     assert runner._higher({"a": 2.0, "b": 2.0}, {"a": 1.0, "b": 3.0, "c": 1.0}) == {"b": 3.0, "c": 1.0}
+
+
+@pytest.mark.parametrize("jump", [timedelta(days=-400), timedelta(days=400)], ids=["back", "ahead"])
+def test_a_clock_that_is_set_meanwhile_changes_no_duration(engine, monkeypatch, jump):
+    class Clock(datetime):
+        """Set once it has been read."""
+
+        ahead = timedelta(0)
+
+        @classmethod
+        def now(cls, tz=None):
+            moment, cls.ahead = datetime.now(tz) + cls.ahead, jump
+            return moment
+
+    monkeypatch.setattr(runner, "datetime", Clock)
+    record = engine("honest", timing_runs=1)
+    took = datetime.fromisoformat(record.finished_at) - datetime.fromisoformat(record.started_at)
+    assert timedelta(0) <= took < timedelta(hours=1)

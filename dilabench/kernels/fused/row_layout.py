@@ -247,12 +247,14 @@ def shared_arguments(
     return (n_items * n_blocks,), arguments
 
 
-def segment_arguments(group: BranchGroup) -> dict[str, int]:
+def segment_arguments(group: BranchGroup) -> dict[str, Any]:
     """How long super-segments and the sequence are and how they lie, and how many tokens before and behind it a query
-    sees.
+    sees. Of documents, what says where they lie is given besides (`packing`).
     """
     window_left, window_right = group.window or (0, 0)
     return {
+        "visits_ptr": None,
+        "spans_ptr": None,
         "super_rows": group.super_rows,
         "super_tokens": group.super_tokens,
         "whole_rows": group.length // group.modulus,
