@@ -10,7 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+)
 from pydantic_core import PydanticCustomError, from_json
 
 from dilabench.errors import ConfigError, PluginError, said
@@ -224,6 +232,24 @@ Name = Annotated[str, AfterValidator(_is_name)]
 Target = Annotated[str, AfterValidator(_is_target)]
 Count = Annotated[int, at_least(1)]
 Priority = Annotated[int, at_least(0)]
+
+
+def _is_options(value: Any) -> Any:
+    if isinstance(value, tuple) and all(isinstance(name, str) and name.isidentifier() for name in value):
+        # As suites stated them before: names alone, with values of any kind.
+        untyped: Any = dict.fromkeys(value, (Any, None))
+        value = create_model("Options", **untyped)
+    if value is None:
+        return value
+    if not (isinstance(value, type) and issubclass(value, BaseModel)):
+        raise refused(f"{shown(value)} must be a pydantic model that has a field for each option")
+    if required := [name for name, option in value.model_fields.items() if option.is_required()]:
+        raise refused(f"{value.__name__}: {', '.join(required)} needs a default, for a request may leave it out")
+    return value
+
+
+# A model of what may be set, each field with a default.
+Options = Annotated[type[BaseModel] | None, BeforeValidator(_is_options)]
 
 
 # `revalidate_instances`: a dataclass that a descriptor is given is checked with it, under its name.

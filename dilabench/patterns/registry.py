@@ -51,12 +51,12 @@ OWN_KINDS = (
     ),
     PatternKind(
         "topk_blocks",
-        "the best key blocks of each query block, by a selector (MoBA, VSA)",
+        "the best key blocks of each block of queries, by a selector (VSA; MoBA selects per query token)",
         "dilabench.patterns.topk_blocks:TopKBlocksPattern",
     ),
     PatternKind(
         "native_sparse",
-        "compressed blocks, selected blocks and a window, summed with gates (NSA)",
+        "means of blocks, blocks selected per block of queries and a window, summed with gates (NSA: per query token)",
         "dilabench.patterns.native_sparse:NativeSparsePattern",
     ),
 )

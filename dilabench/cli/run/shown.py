@@ -15,7 +15,7 @@ from dilabench.predict.time import expected_time, slow_dtypes
 from dilabench.record import RunRecord
 from dilabench.report.pull_request import of_run
 from dilabench.runs.execution import Execution, Reports, exit_code
-from dilabench.runs.machine_state import busy, read
+from dilabench.runs.machine_state import notes_at_start, read
 from dilabench.runs.resume import how_to_go_on, without_time
 from dilabench.units import counted
 
@@ -49,7 +49,7 @@ def show_run(
         say(_opening(execution), err=err)
         if slow := slow_dtypes([one.case for one in plan.planned if one.skip is None], plan.machine):
             note(f"{slow}; --dtype float32 is faster there")
-        for one in busy(read(plan.machine)):
+        for one in notes_at_start(read(plan.machine)):
             note(f"{note_text(one)} (`dilabench doctor` says more)")
         record = execution.measure(progress_shown(plan.request.budget_s))
     finally:
