@@ -68,8 +68,10 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_bytes(path: Path, data: bytes, *, replace: bool = True, way_out: str = OTHER_FOLDER) -> bool:
-    """Write a file in one step: a full disk or a kill leaves the old file or none.
+def write_bytes(
+    path: Path, data: bytes | Iterable[bytes], *, replace: bool = True, way_out: str = OTHER_FOLDER
+) -> bool:
+    """Write a file in one step, from bytes or their parts: a full disk or a kill leaves the old file or none.
 
     Without `replace` an existing file stays, and the answer is False. Raises EnvironmentNotReady, which ends with
     `way_out`, when the folder cannot be made or written; nothing is left behind then.
@@ -80,7 +82,7 @@ def write_bytes(path: Path, data: bytes, *, replace: bool = True, way_out: str =
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".part")
         temporary = Path(name)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            file.writelines((data,) if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
         # A temporary file keeps others out; this one is meant to be read like any other.

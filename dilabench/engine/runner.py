@@ -135,25 +135,30 @@ class _Run:
     def go(
         self, header: RunHeader, follow_up: FollowUp | None, gpus: Sequence[int], project: Project | None
     ) -> RunRecord:
-        """All groups, then what the follow-up asks for, then the record."""
+        """All groups, then what the follow-up asks for, then the record. Workers end last: one may be out of reach."""
+        try:
+            return self._go(header, follow_up, gpus, project)
+        finally:
+            self.driver.pool.close()
+
+    def _go(
+        self, header: RunHeader, follow_up: FollowUp | None, gpus: Sequence[int], project: Project | None
+    ) -> RunRecord:
         status, started = "failed", False
         try:
-            try:
-                warm_server()
-                with device_lock(self.machine, header.run_id, self.progress, gpus=gpus):
-                    # Waiting for another run to release the device does not count against the budget.
-                    remove_left_over()
-                    self.driver.budget.start()
-                    self.progress.device_held()
-                    self.ceilings = dict(header.ceilings)
-                    header = self._described(header)
-                    self.sink.start(header)
-                    started = True
-                    self.progress.run_started(len(self.planned.keys() - self.completed))
-                    self._measure_all(follow_up)
-                status = "complete"
-            finally:
-                self.driver.pool.close()
+            warm_server()
+            with device_lock(self.machine, header.run_id, self.progress, gpus=gpus):
+                # Waiting for another run to release the device does not count against the budget.
+                remove_left_over()
+                self.driver.budget.start()
+                self.progress.device_held()
+                self.ceilings = dict(header.ceilings)
+                header = self._described(header)
+                self.sink.start(header)
+                started = True
+                self.progress.run_started(len(self.planned.keys() - self.completed))
+                self._measure_all(follow_up)
+            status = "complete"
         except KeyboardInterrupt:
             status = "interrupted"
         finally:
@@ -261,8 +266,9 @@ class _Run:
                 again = _measured_ceilings(worker, [row.case.workload.dtype])
         except WorkerFailure:
             return False
-        before, self.ceilings = self.ceilings, {**self.ceilings, **_higher(self.ceilings, again)}
-        self.confirmed = self.ceilings == before
+        # A run that goes on may know less than is measured today.
+        higher = {key: value for key, value in again.items() if value > self.ceilings.get(key, 0.0)}
+        self.ceilings, self.confirmed = {**self.ceilings, **higher}, not higher
         return not self.confirmed
 
     def _in_order(self) -> Iterator[Row]:
@@ -290,8 +296,3 @@ class _Run:
 def _measured_ceilings(worker: Worker, dtypes: Sequence[str]) -> Mapping[str, float]:
     """What a worker's device can do at best in these dtypes. Raises WorkerFailure."""
     return worker.ask("ceilings", timeout_s=CEILINGS_TIMEOUT_S, dtypes=dtypes).ceilings
-
-
-def _higher(known: Mapping[str, float], again: Mapping[str, float]) -> dict[str, float]:
-    """What is above what was known, or was not: a run that goes on may know less than is measured today."""
-    return {key: value for key, value in again.items() if value > known.get(key, 0.0)}
