@@ -119,7 +119,9 @@ def attention(
         `(q, k, v, *, causal, window, scale) -> (out, lse)` of dense attention; 'auto' is the fastest way known.
 
     Dense and dilated patterns work under torch.compile without a graph break; others break the graph at the call.
-    torch.func is refused for NativeSparsePattern. Under torch.autocast query, key and value are cast first.
+    An invisible key may hold any finite numbers: NaN or inf in its value may make NaN of rows that do not see it, as in
+    torch's own attention (docs/explanation/semantics.md). torch.func is refused for NativeSparsePattern. Under
+    torch.autocast query, key and value are cast first.
 
     Raises ValueError for shapes, patterns or options that do not fit together.
 

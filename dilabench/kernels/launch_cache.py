@@ -316,8 +316,9 @@ def _warmed(launches: Sequence[Launch]) -> list[Any]:
     with ExitStack() as stack:
         if hasattr(triton, "AsyncCompileMode"):
             threads = stack.enter_context(ThreadPoolExecutor())
-            # A caller may do the same around this call: Triton raises, and threads of theirs compile.
-            with suppress(RuntimeError):
+            # A caller may do the same around this call: Triton raises, and threads of theirs compile. One that cannot
+            # ignore errors (3.5) compiles one kernel after another.
+            with suppress(RuntimeError, TypeError):
                 stack.enter_context(triton.AsyncCompileMode(threads, ignore_errors=True))
         warmed = []
         for launch in launches:

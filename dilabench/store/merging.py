@@ -12,7 +12,7 @@ from dilabench.compare.fingerprint import hard_mismatches
 from dilabench.engine.plausibility import suspicions
 from dilabench.errors import ConfigError, listed
 from dilabench.record import Measured, Row, RunRecord
-from dilabench.request import Shard, shard_of
+from dilabench.request import Shard, resume_command, shard_of
 from dilabench.store.lookup import Store
 from dilabench.store.run_files import refuse_other_rows
 from dilabench.validation import content_hash
@@ -64,7 +64,7 @@ def merged(records: Sequence[RunRecord], names: Sequence[str]) -> RunRecord:
     refuse_unsound(records, names)
     for record, name in zip(records, names, strict=True):
         if record.status != "complete":
-            way_out = f"go on with `dilabench run {record.suite} --resume {name}`, then merge"
+            way_out = f"go on with `{resume_command(record.suite, name)}`, then merge"
             raise ConfigError(f"run {name} did not end (it is {record.status}); {way_out}")
     for record, name in zip(records[1:], names[1:], strict=True):
         _check_mergeable(records[0], record, names[0], name)

@@ -57,10 +57,18 @@ class Planner:
 
     def implementations(self, default: Iterable[str]) -> tuple[Implementation, ...]:
         """The implementations asked for by name or alias, or the suite's default ones."""
-        names = self.request.implementations or tuple(name for name in default if self._is_worth_planning(name))
-        if ALL in names:
-            names = self.catalogue.implementations.names
         registry = self.catalogue.implementations
+        names = self.request.implementations
+        if not names:
+            # On one rank an implementation over ranks would do what its form for one device does.
+            several = self.request.nproc > 1
+            names = tuple(
+                name
+                for name in default
+                if several or name in {AUTO, ALL} or registry.get(name).supports.max_world_size is not None
+            )
+        if ALL in names:
+            names = registry.names
         return tuple(dict.fromkeys(FASTEST if name == AUTO else registry.get(name) for name in names))
 
     def where(self, holds: Callable[[Implementation], bool]) -> tuple[str, ...]:
@@ -96,27 +104,16 @@ class Planner:
         registry = self.catalogue.implementations
         ordered = sorted(known, key=lambda name: -registry.get(name).priority)
         preferred = {name: registry.get(name).preferred_for or registry.get(name).supports for name in ordered}
+        workload = asked.resolve(self.machine.auto_dtype, self.machine.auto_tokens)
+        facts = workload, self.machine.device, ranks or self.request.nproc
         fitting = (
             name
             for name, limits in preferred.items()
             if limits.computes(asked.pattern)
             and asked.layout in limits.layouts
-            and (
-                limits.check_ranks is None
-                or not self._against_ranks(registry.get(name), asked, ranks or self.request.nproc)
-            )
+            and (limits.check_ranks is None or not self.catalogue.unsupported(registry.get(name), *facts))
         )
         return tuple(fitting) or tuple(ordered)
-
-    def _against_ranks(self, one: Implementation, asked: WorkloadRequest, ranks: int) -> tuple[str, ...]:
-        workload = asked.resolve(self.machine.auto_dtype, self.machine.auto_tokens)
-        return self.catalogue.unsupported(one, workload, self.machine.device, ranks)
-
-    def _is_worth_planning(self, name: str) -> bool:
-        """Not an implementation over ranks on one rank: it would do what its form for one device does."""
-        if name in {AUTO, ALL} or self.request.nproc > 1:
-            return True
-        return self.catalogue.implementations.get(name).supports.max_world_size is not None
 
     def backends(self) -> tuple[str, ...]:
         """The backends asked for by name or alias, `all` spelt out; `auto` when none was named."""
@@ -148,8 +145,10 @@ class Planner:
         """
         if not implementation.supports.only_dense or asked.pattern == DENSE.kind:
             return None
-        computed = any(other is FASTEST or other.supports.computes(asked.pattern) for other in beside)
-        return as_dense(asked) if computed or not self.request.names_pattern else None
+        if self.request.names_pattern:
+            computed = (other is FASTEST or other.supports.computes(asked.pattern) for other in beside)
+            return as_dense(asked) if any(computed) else None
+        return as_dense(asked)
 
     def plan(
         self,
@@ -281,12 +280,10 @@ def asking_all(request: RunRequest, nodes: Nodes | None) -> RunRequest:
 def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple[PlannedCase, ...]:
     """The cases that a request comes to on a machine, by its suite.
 
-    Raises ConfigError for an unknown suite, an option that the suite does not have, an impossible workload, or a field
-    of a pattern that no case has, PluginError for a suite that fails or plans what is no case.
+    Raises ConfigError for an unknown suite, an impossible workload, or a field of a pattern that no case has,
+    PluginError for a suite that fails or plans what is no case.
     """
     suite = catalogue.suites.get(request.suite)
-    if suite.options is not None:
-        refuse_unknown_options(request, suite.options)
     if request.shard and suite.follow_up is not None and not suite.deals:
         raise ConfigError(
             f"suite {suite.name!r} finds its next cases from its rows, so it has no shards; leave --shard out"
@@ -389,7 +386,7 @@ def as_dense(request: WorkloadRequest) -> WorkloadRequest:
 
 
 def refuse_unknown_options(request: RunRequest, known: Iterable[str]) -> None:
-    """Raise ConfigError for a suite option that this suite does not have."""
+    """Raise ConfigError for an option that is none of `known`; for suites whose descriptor has no model of them."""
     known = sorted(known)
     for name in request.options:
         if name not in known:

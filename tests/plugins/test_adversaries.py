@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import create_model
 
 from dilabench.engine.timers import HeldTimer
 from dilabench.errors import ConfigError, EnvironmentNotReady, PluginError, said
@@ -140,6 +141,16 @@ DESCRIPTORS: dict[str, tuple[str, Callable[[], Any], str]] = {
     "named auto": ("backends", lambda: Backend("auto", "", "m:f"), "'auto' stands for several names"),
     "also called all": ("implementations", lambda: _mine(aliases=("all",)), "'all' stands for several names"),
     "half an expression": ("backends", lambda: Backend("mine", "", "m:f", kernels=("(",)), "no regular expression"),
+    "a suite with a dict of options": (
+        "suites",
+        lambda: Suite("mine", "", "m:f", options={"pace": 1}),  # type: ignore[arg-type]
+        "options {'pace': 1} must be a pydantic model that has a field for each option",
+    ),
+    "a suite with an option that must be given": (
+        "suites",
+        lambda: Suite("mine", "", "m:f", options=create_model("Pace", speed=int)),
+        "options Pace: speed needs a default, for a request may leave it out",
+    ),
     "a suite with a number": ("suites", lambda: Suite("mine", "", "m:f", budget_s="1"), "budget_s '1' must be"),  # type: ignore[arg-type]
     "no name": ("reporters", lambda: Reporter(None, "", "m:f"), "name None must be str"),  # type: ignore[arg-type]
 }

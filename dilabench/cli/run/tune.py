@@ -16,7 +16,9 @@ from dilabench.runs import DEFAULT_FOLDER
 from dilabench.units import counted, parse_count
 
 TunePath = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Write this file instead of the one for this machine.")
+    Path | None,
+    typer.Option("--output", "-o", help="Write this file instead of the one for this machine."),
+    shared.OUTPUT_DIR,
 ]
 
 

@@ -13,7 +13,7 @@ from dilabench.predict.time import budget_option, elapsed_seconds
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report.columns import ABSENT, row_name
 from dilabench.report.findings import Section
-from dilabench.request import shard_of
+from dilabench.request import resume_command, shard_of
 from dilabench.stats.decisions.decide import Policy, judge
 from dilabench.suites.choice.cases import cut_short, shapes_asked
 from dilabench.units import counted, format_latency, format_seconds
@@ -201,10 +201,10 @@ def _left_out(record: RunRecord, asked: int) -> Iterator[str]:
     if record.argv[:1] == ("merge",):
         yield f"{asked - done} of {counted(asked, 'shape')} are left out; go on with the merged runs, then merge again."
         return
-    needed = f" {budget_option((asked - done) * elapsed_seconds(record) / done)}" if done else ""
+    needed = budget_option((asked - done) * elapsed_seconds(record) / done) if done else ""
     yield (
         f"{asked - done} of {counted(asked, 'shape')} are left out; go on with "
-        f"`dilabench run {record.suite} --resume {record.run_id}{needed}`."
+        f"`{resume_command(record.suite, record.run_id, needed)}`."
     )
 
 

@@ -8,18 +8,18 @@ from typing import Any
 from dilabench.machine import device_named, memory_bytes
 from dilabench.metadata import WAY
 from dilabench.patterns.dense import DENSE
+from dilabench.plugins.builtin.suites import ExtremeOptions
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import Case, Measured, PlannedCase, Role, Row, Skipped
 from dilabench.request import RunRequest
 from dilabench.suites.extreme.foresight import Foresight, between
 from dilabench.suites.planner import Planner
-from dilabench.units import parse_count
+from dilabench.validation import validated
 from dilabench.workload.cuts import cut_length, why_uncut
 from dilabench.workload.last_length import last_length
 from dilabench.workload.spec import WorkloadRequest
 
 MODES = ("forward", "both")
-MAX_SEQ_LENGTH = 2**20
 FIRST_LENGTH = 2**13
 SHORTEST = 2**8
 # A search ends when the shortest length that did not fit is within this part of the longest that did.
@@ -52,7 +52,7 @@ def first_lengths(
 
     `default` names the implementations for a workload if the request names none.
     """
-    shape = {"batch_size": 1, **shape, "seq_len": min(FIRST_LENGTH, _longest(request))}
+    shape = {"batch_size": 1, **shape, "seq_len": min(FIRST_LENGTH, options_of(request).max_seq_length)}
     planned: list[PlannedCase] = []
     for asked in planner.workload_requests([shape]):
         modes = [asked.mode] if "mode" in asked.model_fields_set else MODES
@@ -78,12 +78,12 @@ def _first_length(asked: WorkloadRequest, way: Way, planner: Planner) -> Workloa
 
 def ways(request: RunRequest) -> tuple[Way, ...]:
     """As it is, and the other ways that the request switches on; each gets separate rows."""
-    requested = [Way(label="as it is", changes={})]
-    if request.options.get("gradient_checkpointing"):
+    options, requested = options_of(request), [Way(label="as it is", changes={})]
+    if options.gradient_checkpointing:
         requested.append(Way(label="gradient checkpointing", changes={"gradient_checkpointing": True}))
-    if request.options.get("chunked"):
+    if options.chunked:
         requested.append(Way(label="chunked queries", changes={}, chunked=True))
-    if request.options.get("offload"):
+    if options.offload:
         requested.append(
             Way(label="chunked queries, inputs on the host", changes={"offload_inputs": True}, chunked=True)
         )
@@ -128,7 +128,7 @@ class Search:
 
     def last_length(self, request: RunRequest) -> int:
         """The longest length that is asked for and that the pattern takes."""
-        return min(_longest(request), last_length(self.rows[0].case.workload))
+        return min(options_of(request).max_seq_length, last_length(self.rows[0].case.workload))
 
     def next_length(self, longest_wanted: int) -> int | None:
         """The next length to try, None when the search is over.
@@ -165,8 +165,7 @@ class Search:
 def _foreseen(search: Search, length: int, planner: Planner, request: RunRequest) -> int:
     """The length to try instead, where predictions know better than doubling and halving."""
     machine, longest = planner.machine, search.last_length(request)
-    limit = request.options.get("memory_limit")
-    available = memory_bytes(machine) if limit is None else parse_count(limit, "memory_limit")
+    available = options_of(request).memory_limit or memory_bytes(machine)
     if available is None or search.longest == 0:
         return length
 
@@ -208,8 +207,7 @@ def _probe(
     planner: Planner, implementation: Implementation, asked: WorkloadRequest, way: Way, role: Role | None
 ) -> Iterator[PlannedCase]:
     """The case of one length, isolated; with a reason to skip it where the way does not go there."""
-    limit = planner.request.options.get("memory_limit")
-    limit_bytes = None if limit is None else parse_count(limit, "memory_limit")
+    limit_bytes = options_of(planner.request).memory_limit
     workload = asked.resolve(planner.machine.auto_dtype)
     cut = cut_length(workload)
     changes = {**way.changes, **({"query_chunk": cut or 0} if way.chunked else {})}
@@ -237,5 +235,6 @@ def _skip(planned: PlannedCase, implementation: Implementation, way: Way, device
     return None
 
 
-def _longest(request: RunRequest) -> int:
-    return parse_count(request.options.get("max_seq_length", MAX_SEQ_LENGTH), "max_seq_length")
+def options_of(request: RunRequest) -> ExtremeOptions:
+    """What the request sets for the search, the rest as it is by default."""
+    return validated(ExtremeOptions, request.options)
