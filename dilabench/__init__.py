@@ -26,3 +26,7 @@ def __getattr__(name: str) -> "Any":
         # A package that can be called.
         return importlib.import_module("dilabench.compare")
     raise AttributeError(f"module 'dilabench' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,18 +1,19 @@
 """dilabench from scripts and notebooks: `run`, `load` and `compare`, as the commands of these names do it."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dilabench.cli.options import discovered
+from dilabench.cli.options import discovered, given
 from dilabench.cli.terminal import note
 from dilabench.compare.across import compare_across, policy_for, refuse_other_machine
 from dilabench.compare.comparison import Comparison
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.record import RunRecord
-from dilabench.request import RunRequest, measuring_options, run_request
+from dilabench.request import run_request
 from dilabench.runs import DEFAULT_FOLDER
 from dilabench.runs.execution import Execution
 from dilabench.store.lookup import Store
@@ -20,8 +21,6 @@ from dilabench.store.run_files import read_record
 from dilabench.suites.planner import plan_run
 
 Run = RunRecord | str | PathLike[str]
-# Fields of a request that are arguments of their own here, or come from others.
-NOT_SETTINGS = {"suite", "overrides", "presets"}
 
 
 def run(
@@ -30,24 +29,81 @@ def run(
     config: str | Sequence[str] = (),
     output: str | PathLike[str] = DEFAULT_FOLDER,
     store: bool = True,
+    implementations: str | Sequence[str] = (),
+    backends: str | Sequence[str] = (),
+    lengths: int | str | Sequence[int | str] = (),
+    batch_size: int | str | None = None,
+    seq_len: int | str | None = None,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    dtype: str | None = None,
+    mode: str | None = None,
+    causal: bool | None = None,
+    window: tuple[int, int] | None = None,
+    pattern: str | None = None,
+    timing: str | None = None,
+    warmup_runs: int | None = None,
+    timing_runs: int | None = None,
+    nproc: int | None = None,
+    device: str | None = None,
+    budget: float | str | None = None,
+    seed: int | None = None,
+    shard: str | tuple[int, int] | None = None,
+    cuda_graph: bool | None = None,
+    compile: bool | None = None,
+    options: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> RunRecord:
     """Measure a suite, as `dilabench run` does, and return the record; progress and the verdict go to stderr.
 
-    `config`: presets or TOML files. `settings`: what a TOML file's [run] and [workload] tables may hold:
-    `implementations`, `backends`, `lengths`, `budget` ("60s" or "none", else the suite's own), `device`, `seed`;
-    `batch_size`, `dtype`, `mode` and so on. The run leaves its folder under `output`; with `store` the record is kept
-    for `history` as well. A case that fails is a row of the record, not an exception.
+    `config`: presets or TOML files. `lengths`: 4096, "4K" or several. `budget`: seconds, "60s" or "none"; else the
+    suite's own holds. `shard`: "2/8", the second of eight parts. `options`: those of the suite. `settings`: any other
+    field of a TOML file's [run] and [workload] tables, of a pattern (`segment_lengths=[2048, 4096]`), or of the suite.
+    What is None, as by default, is not given. The run leaves its folder under `output`; with `store` the record is
+    kept for `history` as well. A case that fails is a row of the record, not an exception.
 
     Raises ConfigError for a wrong request, and KeyboardInterrupt when Ctrl-C came before any row had ended.
     """
     from dilabench.cli.run.shown import show_run
 
     found = discovered()
-    of_run, of_workload = _split(settings)
-    request = run_request(found.catalogue, suite=suite, configs=_listed(config), workload=of_workload, run=of_run)
+    request = run_request(
+        found.catalogue,
+        suite=suite,
+        configs=_listed(config),
+        assignments=given(**settings),
+        workload=given(
+            batch_size=batch_size,
+            seq_len=seq_len,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            mode=mode,
+            causal=causal,
+            window=window,
+            pattern=pattern,
+        ),
+        run=given(
+            implementations=_listed(implementations),
+            backends=_listed(backends),
+            lengths=lengths,
+            timing=timing,
+            warmup_runs=warmup_runs,
+            timing_runs=timing_runs,
+            nproc=nproc,
+            device=device,
+            budget_s=budget,
+            seed=seed,
+            shard=shard,
+            cuda_graph=cuda_graph,
+            compile=compile,
+            options=options,
+        ),
+    )
     plan = plan_run(found, request)
-    execution = Execution.begin(plan, Path(output), argv=tuple(_command(request)))
+    execution = Execution.begin(plan, Path(output), argv=request.command_line())
     code = show_run(execution, keep=store)
     if code is ExitCode.INTERRUPTED and not execution.folder.path.exists():
         raise KeyboardInterrupt
@@ -79,52 +135,6 @@ def _listed(names: str | Sequence[str]) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
 
-def _split(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of the run, and fields of the workload, which `run_request` checks."""
-    given = dict(settings)
-    if "budget" in given:
-        given["budget_s"] = given.pop("budget")
-    for name in ("implementations", "backends"):
-        if name in given:
-            given[name] = _listed(given[name])
-    names = RunRequest.model_fields.keys() - NOT_SETTINGS
-    of_run = {name: given.pop(name) for name in names & given.keys()}
-    return of_run, given
-
-
-def _command(request: RunRequest) -> Iterator[str]:
-    """A command line that asks for the same, so that reports can say how to repeat the run."""
-    yield from ("run", request.suite)
-    for option, values in (("-i", request.implementations), ("-b", request.backends), ("--config", request.presets)):
-        for value in values:
-            yield from (option, value)
-    if request.lengths:
-        yield from ("--lengths", ",".join(map(str, request.lengths)))
-    for name, value in request.overrides.items():
-        text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-        yield from ("--set", f"{name}={text.lower() if isinstance(value, bool) else text}")
-    if request.device != "auto":
-        yield from ("--device", request.device)
-    if request.nproc != 1:
-        yield from ("--nproc", str(request.nproc))
-    if request.shard:
-        yield from ("--shard", "{}/{}".format(*request.shard))
-    yield from measuring_options(request.model_dump())
-
-
-def _record_html(record: RunRecord) -> str:
-    # Only a notebook needs jinja2.
-    from dilabench.report.html.page import notebook
-
-    return notebook(record)
-
-
-def _comparison_html(comparison: Comparison) -> str:
-    from dilabench.report.html.comparison import notebook
-
-    return notebook(comparison)
-
-
 def _show_in_notebooks() -> None:
     """Have IPython show records and comparisons as HTML, where it runs this process."""
     # A program that IPython has not started has not loaded it.
@@ -132,8 +142,9 @@ def _show_in_notebooks() -> None:
     shell = module.get_ipython() if module is not None else None
     if shell is not None:
         formatter = shell.display_formatter.formatters["text/html"]
-        formatter.for_type(RunRecord, _record_html)
-        formatter.for_type(Comparison, _comparison_html)
+        # Only what is shown needs jinja2.
+        formatter.for_type(RunRecord, lambda record: import_module("dilabench.report.html.page").notebook(record))
+        formatter.for_type(Comparison, lambda found: import_module("dilabench.report.html.comparison").notebook(found))
 
 
 _show_in_notebooks()

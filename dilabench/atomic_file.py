@@ -1,19 +1,66 @@
-"""Files that others read or wait for: written so that nobody sees half of one, or locked."""
+"""Files that others write, read or wait for: read within limits, written so that nobody sees half of one, or locked."""
 
 import contextlib
 import errno
 import fcntl
+import io
 import os
+import select
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from dilabench.errors import EnvironmentNotReady
+from dilabench.units import format_bytes, parse_bytes
 
 OTHER_FOLDER = "choose another folder with -o"
 _RETRY_S = 0.05
+# Of a file that is read whole, unpacked. The largest record that was met has a third of it.
+LIMIT_VARIABLE = "DILABENCH_MAX_FILE"
+MOST_BYTES = 512 << 20
+# So long a pipe may be silent.
+SILENCE_S = 10.0
+_CHUNK = 1 << 20
+
+
+def read_file(path: Path, *, pipe: bool = False) -> bytes:
+    """The bytes of a plain file or, with `pipe`, of whatever can be read to an end.
+
+    Raises OSError with the reason: no plain file, more bytes than `most_bytes`, or a pipe that is silent for SILENCE_S.
+    """
+    # Without O_NONBLOCK a pipe without a writer would be waited for, for ever.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        plain = stat.S_ISREG(mode)
+        if not plain and not pipe:
+            raise OSError(errno.EINVAL, "it is no plain file")
+        return b"".join(limited(_chunks(file, waiting=not plain)))
+
+
+def limited(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The chunks; raises OSError after more than $DILABENCH_MAX_FILE bytes (MOST_BYTES by default)."""
+    text = os.environ.get(LIMIT_VARIABLE)
+    limit = parse_bytes(text) if text else MOST_BYTES
+    size = 0
+    for chunk in chunks:
+        size += len(chunk)
+        if size > limit:
+            raise OSError(errno.EFBIG, f"it has over {format_bytes(limit)}; {LIMIT_VARIABLE}=4G, say, reads more")
+        yield chunk
+
+
+def _chunks(file: io.FileIO, waiting: bool) -> Iterator[bytes]:
+    while True:
+        if waiting and not select.select([file], [], [], SILENCE_S)[0]:
+            raise TimeoutError(errno.ETIMEDOUT, f"nothing came from it within {SILENCE_S:g} s")
+        chunk = file.read(_CHUNK)
+        if not chunk:
+            return
+        yield chunk
 
 
 def write_text(path: Path, text: str) -> None:
@@ -21,8 +68,10 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_bytes(path: Path, data: bytes, *, replace: bool = True, way_out: str = OTHER_FOLDER) -> bool:
-    """Write a file in one step: a full disk or a kill leaves the old file or none.
+def write_bytes(
+    path: Path, data: bytes | Iterable[bytes], *, replace: bool = True, way_out: str = OTHER_FOLDER
+) -> bool:
+    """Write a file in one step, from bytes or their parts: a full disk or a kill leaves the old file or none.
 
     Without `replace` an existing file stays, and the answer is False. Raises EnvironmentNotReady, which ends with
     `way_out`, when the folder cannot be made or written; nothing is left behind then.
@@ -33,7 +82,7 @@ def write_bytes(path: Path, data: bytes, *, replace: bool = True, way_out: str =
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=".part")
         temporary = Path(name)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            file.writelines((data,) if isinstance(data, bytes) else data)
             file.flush()
             os.fsync(file.fileno())
         # A temporary file keeps others out; this one is meant to be read like any other.

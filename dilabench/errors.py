@@ -9,7 +9,6 @@ Failures of one benchmark case are data (`dilabench.record.Failed`), not excepti
 """
 
 import difflib
-import re
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
@@ -94,15 +93,6 @@ class PluginError(DilabenchError):
         self.why, self.plugin = why, plugin
 
 
-# Control characters but for tab and line feed, and what turns the direction of writing: a terminal would obey them.
-_UNPRINTABLE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
-
-
-def printable(text: str) -> str:
-    """The text with control characters spelt out as in JSON: what a record or a plug-in says moves no cursor."""
-    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-
-
 def text_of(error: BaseException) -> str:
     """What an exception says, also of one whose text cannot be had."""
     try:
@@ -126,11 +116,6 @@ def said(error: BaseException) -> str:
 def listed(words: Sequence[str], last: str) -> str:
     """'a', 'a or b', 'a, b or c'."""
     return f" {last} ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
-
-
-def counted(count: int, noun: str) -> str:
-    """'1 case', '2 cases'."""
-    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 # A longer list is no help inside a sentence.

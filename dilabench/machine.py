@@ -10,7 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -23,7 +25,9 @@ DeviceClass = Literal["cpu", "older", "sm80", "sm90", "accelerator"]
 # To import torch takes seconds, from a cold disk tens.
 PROBE_TIMEOUT_S = 120.0
 CXX_COMPILERS = ("c++", "g++", "clang++")
-GROUP_LIMIT_FILE = Path("/sys/fs/cgroup/memory.max")
+# The control groups of this process, and where their files are.
+OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+NO_LIMIT = 2**60
 
 
 # How large the workloads are that suites ask for unless told: a processor's, or those that fill a data-centre GPU.
@@ -387,11 +391,56 @@ def memory_bytes(machine: Machine) -> int | None:
     import psutil
 
     total: int = psutil.virtual_memory().total
+    return min(total, group_limits().memory_bytes or total)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLimits:
+    """What control groups allow this process: memory, and processors as a share of time; None without a limit."""
+
+    memory_bytes: int | None = None
+    cpus: float | None = None
+
+
+def group_limits(own: Path | None = None, root: Path | None = None) -> GroupLimits:
+    """The smallest limits along the path of this process's control groups, of version 1 and 2.
+
+    `own`: a file as /proc/self/cgroup; `root`: a tree as /sys/fs/cgroup. What is no number there limits nothing.
+    """
+    memory: list[int] = []
+    cpus: list[float] = []
+    for folder in group_folders(own, root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            memory += _numbers(folder / name, 1)
+        quota_and_period = [*_numbers(folder / "cpu.cfs_quota_us", 1), *_numbers(folder / "cpu.cfs_period_us", 1)]
+        for pair in (_numbers(folder / "cpu.max", 2), quota_and_period):
+            cpus += [pair[0] / pair[1]] if len(pair) == 2 else []
+    return GroupLimits(min(memory, default=None), min(cpus, default=None))
+
+
+def group_folders(own: Path | None = None, root: Path | None = None) -> Iterator[Path]:
+    """The folders of each group and of those above it, from the root: a container may see its own group there."""
     try:
-        limit = GROUP_LIMIT_FILE.read_text().strip()
+        lines = (own or OWN_GROUPS).read_text(errors="replace").splitlines()
     except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total
+        lines = []
+    for line in ("::/", ":cpu:/", ":memory:/", *lines):
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        parts = [] if ".." in path else [part for part in path.split("/") if part]
+        # Version 2 is mounted there, or in `unified`; version 1 in folders named after its controllers.
+        for mount in (controllers, *controllers.split(",")) if controllers else (".", "unified"):
+            yield from accumulate(parts, Path.joinpath, initial=(root or GROUPS) / mount)
+
+
+def _numbers(path: Path, count: int) -> list[int]:
+    """The positive numbers that a file consists of; none if it holds anything else, as 'max' or -1 for no limit."""
+    try:
+        words = path.read_bytes()[:100].decode(errors="replace").split()
+    except OSError:
+        return []
+    found = [int(word) for word in words if re.fullmatch("[1-9][0-9]{0,18}", word)]
+    # Version 1 has a number of nineteen digits for no limit.
+    return found if len(found) == len(words) == count and max(found) < NO_LIMIT else []
 
 
 def rank_memory_bytes(machine: Machine, ranks: int) -> int | None:

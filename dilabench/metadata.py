@@ -91,8 +91,8 @@ class Counter:
 class NoteKind:
     """A kind of note; `unit` is that of what was observed and of its threshold.
 
-    `disqualifies`: the time of a row with such a note cannot be true; it is neither ranked nor quoted. `passing`: it is
-    about what else the machine does at the moment, which a run that starts warns of. `kernels`: regular expressions,
+    `disqualifies`: the time of a row with such a note cannot be true; it is neither ranked nor quoted. `at_start`: a
+    run that starts shows it, as it does what else works on the machine. `kernels`: regular expressions,
     one of which a kernel of such a row must match in place of those of the backend that it names.
     """
 
@@ -100,7 +100,7 @@ class NoteKind:
     meaning: str
     unit: Unit = ""
     disqualifies: bool = False
-    passing: bool = False
+    at_start: bool = False
     kernels: tuple[str, ...] = ()
 
     def note(
@@ -211,15 +211,18 @@ CHOSEN = NoteKind("chosen", "what the library took, and how long it took to choo
 UNCHECKED = NoteKind("unchecked", "what the time is held against could not be had from the pattern's plug-in")
 
 # What `dilabench doctor` says of a machine; no row carries these.
-GPU_SHARED = NoteKind("gpu_shared", "other processes use the GPU", "count", passing=True)
-GPU_BUSY = NoteKind("gpu_busy", "the GPU is busy", "percent", passing=True)
+GPU_SHARED = NoteKind("gpu_shared", "other processes use the GPU", "count", at_start=True)
+GPU_BUSY = NoteKind("gpu_busy", "the GPU is busy", "percent", at_start=True)
 GPU_HOT = NoteKind("gpu_hot", "the GPU is hot before anything has run", "°C")
 GPU_PERSISTENCE_OFF = NoteKind("gpu_persistence_off", "the driver may unload between processes")
-LOAD = NoteKind("load", "other programs use the processor; load of the last minute", "processors", passing=True)
+LOAD = NoteKind("load", "other programs use the processor; load of the last minute", "processors", at_start=True)
 BATTERY = NoteKind("battery", "the machine runs on battery")
 GOVERNOR = NoteKind("governor", "clocks follow the load")
 TURBO = NoteKind("turbo", "clocks depend on temperature")
-CPU_QUOTA = NoteKind("cpu_quota", "the control group allows fewer processors than there are", "processors")
+CPU_QUOTA = NoteKind(
+    "cpu_quota", "the control group allows fewer processors than there are", "processors", at_start=True
+)
+MEMORY_LIMIT = NoteKind("memory_limit", "the control group allows less memory than there is", "bytes", at_start=True)
 AFFINITY = NoteKind("affinity", "the process may move between processors")
 THREAD_VARIABLES = NoteKind("thread_variables", "the environment sets the number of threads")
 LOW_MEMORY = NoteKind("low_memory", "little memory is free", "bytes")

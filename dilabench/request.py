@@ -1,5 +1,6 @@
 """A run request: what the command line, a TOML file and presets come to, before any case is made."""
 
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,8 +9,11 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from dilabench.errors import ConfigError, unknown_name
+from dilabench.atomic_file import read_file
+from dilabench.errors import ConfigError, listed, unknown_name
+from dilabench.plugins.boundary import guarded
 from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Suite
 from dilabench.retired import no_such_name
 from dilabench.units import parse_duration
 from dilabench.validation import Model, Sizes, validated
@@ -21,6 +25,14 @@ COMMAND_LINE_ONLY_HINT = "name the suite on the command line and put workload fi
 AUTO = "auto"
 ALL = "all"
 NO_BUDGET = "none"
+POOL_BYTES = 2**30
+# Fields that have an option for some of their values; `--set` takes any.
+SWITCHES: Mapping[str, Mapping[Any, str]] = {
+    "cuda_graph": {True: "--cuda-graph"},
+    "compile": {True: "--compile"},
+    "buffer_pool_bytes": {POOL_BYTES: "--enable-memory-pool"},
+    "pattern_cache_entries": {0: "--disable-pattern-cache"},
+}
 # (2, 8): the second of eight parts of a request.
 Shard = tuple[int, int]
 
@@ -51,6 +63,11 @@ class RunRequest(Model):
     cuda_graph: bool = False
     compile: bool = False
     shard: Shard | None = None
+
+    @property
+    def names_pattern(self) -> bool:
+        """Return True if a preset, the pattern or a field of one was given: what is computed is then what was asked."""
+        return bool(self.presets or "pattern" in self.overrides or self.overrides.keys() - WorkloadRequest.model_fields)
 
     @field_validator("device")
     @classmethod
@@ -88,6 +105,32 @@ class RunRequest(Model):
     def _budget(cls, value: Any) -> Any:
         return read_budget(value) if isinstance(value, str) else value
 
+    def command_line(self) -> tuple[str, ...]:
+        """The arguments after `dilabench` that come to the same request, as `run_request` reads them.
+
+        All that a suite has a default for stands there, whether or not it differs.
+        """
+        words = ["run", self.suite]
+        named = {"-i": self.implementations, "-b": self.backends, "--config": self.presets}
+        words += [word for option, names in named.items() for name in names for word in (option, name)]
+        if self.lengths:
+            words += ["--lengths", ",".join(map(str, self.lengths))]
+        for name, value in {**self.overrides, **self.options}.items():
+            words += ["--set", assignment(name, value)]
+        words += ["--device", self.device] if self.device != AUTO else []
+        words += ["--nproc", str(self.nproc)] if self.nproc != 1 else []
+        words += ["--shard", "{}/{}".format(*self.shard)] if self.shard else []
+        for name, switches in SWITCHES.items():
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                words += [switches[value]] if value in switches else ["--set", assignment(name, value)]
+        if self.timing == type(self).model_fields["timing"].default:
+            words += ["--timing", self.timing]
+        return (*words, *measuring_options(self.model_dump()))
+
+
+# What `--set` may give of a request itself; presets, options and overrides are given as what they hold.
+BY_SET = RunRequest.model_fields.keys() - {"suite", "presets", "options", "overrides"}
+
 
 def read_budget(text: str) -> float | None:
     """A duration in seconds; None, no limit, for 'none'."""
@@ -108,7 +151,16 @@ def measuring_options(config: Mapping[str, Any]) -> Iterator[str]:
         if (value := config.get(name)) is not None and value != RunRequest.model_fields[name].default:
             yield from (f"--{name.replace('_', '-')}", str(value))
     budget_s = config.get("budget_s")
-    yield from ("--budget", NO_BUDGET if budget_s is None else f"{budget_s:g}s")
+    if budget_s is None:
+        yield from ("--budget", NO_BUDGET)
+    else:
+        rounded = f"{budget_s:g}"
+        yield from ("--budget", f"{rounded if float(rounded) == budget_s else repr(budget_s)}s")
+
+
+def resume_command(suite: str, run: str, budget: str = "") -> str:
+    """The command line that goes on with a run: its id, id and -o, or folder; `budget` is an option, or empty."""
+    return f"dilabench run {suite} --resume {run} {budget}".rstrip()
 
 
 def run_request(
@@ -116,40 +168,50 @@ def run_request(
     *,
     suite: str,
     configs: Sequence[str] = (),
-    assignments: Sequence[str] = (),
+    assignments: Sequence[str] | Mapping[str, Any] = (),
     workload: Mapping[str, Any] | None = None,
     run: Mapping[str, Any] | None = None,
 ) -> RunRequest:
     """Bring together presets and TOML files (`configs`), `--set` texts and options; the later of these wins.
 
-    `workload` and `run` hold the fields given as options of their own. Raises ConfigError for an unknown name or key, a
-    wrong value, or one field given two ways that differ.
+    `assignments` may also be fields by name. Each is one of the suite's options, of the request or of the workload.
+    `workload` and `run` hold the fields given as options of their own; a workload field that is None is not given.
+    Raises ConfigError for an unknown name or key, a wrong value, or one field given two ways that differ.
     """
+    try:
+        descriptor = catalogue.suites.get(suite)
+    # A plan refuses it; commands that have no suite ask for things by other names.
+    except ConfigError:
+        descriptor = None
     fields: dict[str, Any] = {}
     overrides: dict[str, Any] = {}
     presets: list[str] = []
     for config in configs:
-        if _is_path(config):
+        if config.endswith(".toml") or "/" in config or "\\" in config:
             tables = read_config(Path(config))
             overrides.update(tables["workload"])
             fields.update(tables["run"])
         else:
             presets.append(catalogue.workloads.get(config).name)
-    assigned = read_assignments(assignments)
-    descriptor = catalogue.suites.get(suite) if suite in catalogue.suites else None
-    own = () if descriptor is None or descriptor.options is None else descriptor.options
+    assigned = dict(assignments) if isinstance(assignments, Mapping) else read_assignments(assignments)
+    # A suite without a model passes on what others take.
+    taking = () if descriptor is None else (descriptor,) if descriptor.options else catalogue.suites
+    own = {name for taker in taking if taker.options for name in taker.options.model_fields}
     of_suite = {name: assigned.pop(name) for name in own if name in assigned}
+    of_run = {name: assigned.pop(name) for name in BY_SET if name in assigned}
     overrides.update(_agreed(assigned, workload or {}))
     options = {**fields.get("options", {}), **_agreed(of_suite, (run or {}).get("options", {}))}
-    fields.update(run or {}, options=options)
+    fields.update(_agreed(of_run, run or {}), options=options)
     if descriptor is not None:
+        fields["options"] = checked_options(catalogue, descriptor, options)
         fields = {"timing": descriptor.timing, "budget_s": descriptor.budget_s, **fields}
     if presets:
         fields["presets"] = presets
     request = validated(RunRequest, {**fields, "suite": suite})
     _check_names(catalogue, request)
     typed = validated(WorkloadRequest, overrides)
-    request = request.model_copy(update={"overrides": typed.model_dump(include=typed.model_fields_set)})
+    given = typed.model_dump(include=typed.model_fields_set, exclude_none=True)
+    request = request.model_copy(update={"overrides": given})
     if request.lengths and "seq_len" in request.overrides:
         raise ConfigError(
             f"seq_len={request.overrides['seq_len']} and lengths {list(request.lengths)} are both given; leave one out"
@@ -157,8 +219,28 @@ def run_request(
     return request
 
 
-def _is_path(config: str) -> bool:
-    return config.endswith(".toml") or "/" in config or "\\" in config
+def checked_options(catalogue: Catalogue, suite: Suite, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a suite as its model reads them, as plain data; of one without a model, as those of the others do.
+
+    Raises ConfigError for an option that the suite does not have, or a wrong value; PluginError if a model fails.
+    """
+    if suite.options is not None:
+        for name in options.keys() - suite.options.model_fields.keys():
+            having = [other.name for other in catalogue.suites if other.options and name in other.options.model_fields]
+            known = ", ".join(sorted(suite.options.model_fields))
+            if having:
+                have = "suite {} has" if len(having) == 1 else "suites {} have"
+                hint = f"{have.format(listed(having, 'and'))} it: `dilabench run {having[0]}`, or leave it out"
+            else:
+                hint = f"it has {known}" if known else "it has no options of its own, leave it out"
+            raise ConfigError(f"suite {suite.name!r} has no option {name!r} (given as {options[name]!r}); {hint}")
+    checked = dict(options)
+    for taker in [suite] if suite.options else catalogue.suites:
+        own = {name: options[name] for name in (taker.options.model_fields if taker.options else ()) if name in options}
+        if taker.options and own:
+            with guarded(catalogue.suites.origin(taker.name), f"options of suite {taker.name!r}"):
+                checked |= validated(taker.options, own).model_dump(mode="json", exclude_unset=True)
+    return checked
 
 
 def _agreed(assigned: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,6 +273,14 @@ def read_assignments(assignments: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--set {assignment!r} has no 'key='; write for example --set seq_len=4096")
         fields[key.strip().replace("-", "_")] = _read_value(value.strip())
     return fields
+
+
+def assignment(name: str, value: Any) -> str:
+    """The `key=value` of a field for `--set`, which `read_assignments` reads back."""
+    if isinstance(value, str) and _read_value(value.strip()) == value:
+        return f"{name}={value}"
+    # Numbers, texts and lists of them are written in TOML as in JSON.
+    return f"{name}={json.dumps(value, ensure_ascii=False)}"
 
 
 def _read_value(text: str) -> Any:
@@ -226,8 +316,7 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file. Raises ConfigError when it cannot be read or parsed, with the place."""
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return tomllib.loads(read_file(path, pipe=True).decode())
     except OSError as error:
         raise ConfigError(f"config file {str(path)!r} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

@@ -58,6 +58,15 @@ def parse_count(text: str | int, what: str = "value") -> int:
     return int(count)
 
 
+# Control characters but for tab and line feed, and what turns the direction of writing: a terminal would obey them.
+_UNPRINTABLE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
+
+
+def printable(text: str) -> str:
+    """The text with control characters spelt out as in JSON: what a record or a plug-in says moves no cursor."""
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
 def terminal_width(text: str) -> int:
     """The value of TERMINAL_WIDTH. Raises ConfigError for what is no width."""
     width = parse_count(text, "TERMINAL_WIDTH")
@@ -100,6 +109,11 @@ def parse_fraction(text: str) -> float:
     if not 0 < value < 1:
         raise ConfigError(f"{text!r} is not a share between 0 and 1; write for example 5% or 0.05")
     return value
+
+
+def counted(count: int, noun: str) -> str:
+    """'1 case', '2 cases'."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
 def format_count(count: int) -> str:

@@ -10,7 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+)
 from pydantic_core import PydanticCustomError, from_json
 
 from dilabench.errors import ConfigError, PluginError, said
@@ -25,6 +33,8 @@ MAX_DEPTH = 64
 _CONTAINERS = frozenset({dict, list})
 # Of 64-bit integers, with the sign.
 MAX_DIGITS = 20
+# No float of ours has as many digits after its point; one that has is read like a long integer.
+MAX_FRACTION = 64
 # A search for a run of digits takes ten times as long as one for a run of zeros.
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 _LONG_NUMBER = b"0" * 19
@@ -98,6 +108,12 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__} ({said(error)})"
 
 
+def _read_count(value: Any, info: ValidationInfo) -> Any:
+    if value is None or value == "auto":
+        return value
+    return parse_count(value if isinstance(value, int) else str(value), str(info.field_name))
+
+
 def _read_counts(value: Any, info: ValidationInfo) -> Any:
     if value == "auto":
         return value
@@ -105,16 +121,9 @@ def _read_counts(value: Any, info: ValidationInfo) -> Any:
         value = [part for part in value.strip("()[] ").split(",") if part.strip()]
     elif isinstance(value, int):
         value = [value]
-    if isinstance(value, list | tuple):
-        what = str(info.field_name)
-        return tuple(parse_count(item, what) if isinstance(item, str | int) else item for item in value)
-    return value
-
-
-def _read_count(value: Any, info: ValidationInfo) -> Any:
-    if value is None or value == "auto":
+    if not isinstance(value, list | tuple):
         return value
-    return parse_count(value if isinstance(value, int) else str(value), str(info.field_name))
+    return tuple(_read_count(item, info) if isinstance(item, str | int) else item for item in value)
 
 
 # A size may be written as '4K', a list of sizes as '2K,4K', [2048, '4K'] or, when there is one, 2048; None and 'auto'
@@ -142,7 +151,7 @@ def read_json(text: str | bytes) -> Any:
 def _parsed(text: str | bytes) -> Any:
     # A document may hold half of a surrogate pair, which is no UTF-8.
     content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
-    if _LONG_NUMBER not in content.translate(_DIGITS_AS_ZEROS):
+    if not _has_long_integer(content):
         # Several times as fast as Python's own, which is asked where this one refuses, for what it says.
         with contextlib.suppress(ValueError):
             return from_json(text)
@@ -150,6 +159,16 @@ def _parsed(text: str | bytes) -> Any:
         return json.loads(text, parse_int=_machine_int)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _has_long_integer(content: bytes) -> bool:
+    """Return True if some integer may exceed 64 bits; digits after a point may be as many."""
+    zeros = content.translate(_DIGITS_AS_ZEROS)
+    place = zeros.find(_LONG_NUMBER)
+    while place >= 0 and zeros[place - 1 : place] == b".":
+        place += len(zeros[place : place + MAX_FRACTION]) - len(zeros[place : place + MAX_FRACTION].lstrip(b"0"))
+        place = zeros.find(_LONG_NUMBER, place)
+    return place >= 0
 
 
 def _machine_int(digits: str) -> int:
@@ -213,6 +232,24 @@ Name = Annotated[str, AfterValidator(_is_name)]
 Target = Annotated[str, AfterValidator(_is_target)]
 Count = Annotated[int, at_least(1)]
 Priority = Annotated[int, at_least(0)]
+
+
+def _is_options(value: Any) -> Any:
+    if isinstance(value, tuple) and all(isinstance(name, str) and name.isidentifier() for name in value):
+        # As suites stated them before: names alone, with values of any kind.
+        untyped: Any = dict.fromkeys(value, (Any, None))
+        value = create_model("Options", **untyped)
+    if value is None:
+        return value
+    if not (isinstance(value, type) and issubclass(value, BaseModel)):
+        raise refused(f"{shown(value)} must be a pydantic model that has a field for each option")
+    if required := [name for name, option in value.model_fields.items() if option.is_required()]:
+        raise refused(f"{value.__name__}: {', '.join(required)} needs a default, for a request may leave it out")
+    return value
+
+
+# A model of what may be set, each field with a default.
+Options = Annotated[type[BaseModel] | None, BeforeValidator(_is_options)]
 
 
 # `revalidate_instances`: a dataclass that a descriptor is given is checked with it, under its name.

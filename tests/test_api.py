@@ -1,5 +1,6 @@
 """The Python API: the page that documents it runs as it stands, from a script without a guard."""
 
+import inspect
 import json
 import os
 import re
@@ -13,7 +14,8 @@ import pytest
 import dilabench
 from dilabench.errors import ConfigError
 from dilabench.plugins.manager import discover
-from dilabench.request import run_request
+from dilabench.request import BY_SET, run_request
+from dilabench.workload.spec import WorkloadRequest
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "how-to" / "use-from-python.md"
@@ -51,6 +53,43 @@ def test_importing_dilabench_loads_nothing():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "pydantic" not in done.stdout
     assert "dilabench.record" not in done.stdout
+
+
+def test_the_three_functions_are_listed_and_their_arguments_have_types():
+    assert {"run", "load", "compare", "__version__"} <= set(dir(dilabench))
+    parameters = inspect.signature(dilabench.run).parameters
+    assert all(parameter.annotation is not parameter.empty for parameter in parameters.values())
+    workload = WorkloadRequest.model_fields.keys() & parameters.keys()
+    assert {"seq_len", "num_heads", "dtype", "causal", "window", "pattern", "mode"} <= workload
+    assert BY_SET - parameters.keys() == {"budget_s", "pattern_cache_entries", "buffer_pool_bytes"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "fields"),
+    [
+        ({"seq_len": "1K", "window": (5, 0)}, {"overrides": {"seq_len": 1024, "window": (5, 0)}}),
+        ({"segment_lengths": [64, 128], "num_kv_heads": None}, {"overrides": {"segment_lengths": (64, 128)}}),
+        ({"lengths": "1K,2K", "shard": "1/2"}, {"lengths": (1024, 2048), "shard": (1, 2)}),
+        ({"implementations": "gather", "backends": ["all"]}, {"implementations": ("gather",), "backends": ("all",)}),
+        (
+            {"budget": 5, "buffer_pool_bytes": 7, "causal": False},
+            {"budget_s": 5, "buffer_pool_bytes": 7, "overrides": {"causal": False}},
+        ),
+        ({"budget_s": 5, "chunked": True}, {"budget_s": 5, "options": {"chunked": True}}),
+        ({"options": {"max_seq_length": "4K"}}, {"options": {"max_seq_length": 4096}}),
+    ],
+    ids=str,
+)
+def test_arguments_become_the_request(tmp_path, monkeypatch, settings, fields):
+    from dilabench import api
+
+    requests = []
+    monkeypatch.setattr("dilabench.cli.run.shown.show_run", lambda run, keep: requests.append(run.plan.request))
+    monkeypatch.setattr(api, "read_record", lambda path: None)
+    suite = "quick" if fields.keys() & {"lengths"} else "extreme"
+    dilabench.run(suite, output=tmp_path, device="cpu", **settings)
+    usual = run_request(discover().catalogue, suite=suite, run={"device": "cpu"})
+    assert requests == [usual.model_copy(update=fields)]
 
 
 def test_compare_is_the_function_whatever_was_imported_before(make_row, make_record):
@@ -104,7 +143,7 @@ def test_budgets_are_those_of_the_command(tmp_path, monkeypatch):
     usual = run_request(discover().catalogue, suite="quick").budget_s
     assert usual is not None
     assert [one.budget_s for one in requests] == [usual, None, 60]
-    assert [" ".join(api._command(one)).partition("--budget ")[2] for one in requests] == [f"{usual:g}s", "none", "60s"]
+    assert [one.command_line()[-1] for one in requests] == [f"{usual:g}s", "none", "60s"]
 
 
 def test_runs_of_different_machines_are_not_compared(make_row, make_record):

@@ -270,11 +270,11 @@ def test_operators_keep_torchs_rules() -> None:
     options = ([7, 24], [1, 3], True, [-1, -1], 0.5, "all", "modulo", "head", "masked", "exact", [], True, "", "math")
     inputs = tensors()
     for sink in (None, torch.randn(5, requires_grad=True)):
-        torch.library.opcheck(one_operator._attention_op, (*inputs, sink, one_operator.DILATED, *options))
+        torch.library.opcheck(one_operator._attention_op, (*inputs, sink, None, one_operator.DILATED, *options))
     detached, asked = [x.detach() for x in inputs], (one_operator.DILATED, one_operator._written(options))
-    torch.library.opcheck(one_operator._forward_op, (*detached, None, *asked))
-    results = one_operator._forward_op(*detached, None, *asked)
-    torch.library.opcheck(one_operator._backward_op, (torch.ones_like(results[0]), *detached, *results, *asked))
+    torch.library.opcheck(one_operator._forward_op, (*detached, None, None, *asked))
+    results = one_operator._forward_op(*detached, None, None, *asked)
+    torch.library.opcheck(one_operator._backward_op, (torch.ones_like(results[0]), *detached, *results, None, *asked))
 
 
 @pytest.mark.slow

@@ -30,20 +30,20 @@ def test_presets_files_set_and_options_come_together(catalogue, tmp_path):
     file.write_text(
         '[workload]\nnum_heads = 6\nhead_dim = "80"\ncausal = false\n'
         '[run]\nimplementations = ["gather"]\nlengths = ["2K", 777]\nbudget = "90s"\nseed = 3\n'
-        "[run.options]\na = 1\nb = 2\n"
+        '[run.options]\noffload = true\nmax_seq_length = "4K"\n'
     )
     request = run_request(
         catalogue,
-        suite="implementations",
+        suite="extreme",
         configs=["medium", str(file)],
         assignments=["causal=true", "window=5,0"],
         workload={"head_dim": "24"},
-        run={"seed": 4, "options": {"b": 3}},
+        run={"seed": 4, "options": {"max_seq_length": "8K"}},
     )
     assert request.presets == ("medium",)
     assert request.overrides == {"num_heads": 6, "head_dim": 24, "causal": True, "window": (5, 0)}
     assert (request.implementations, request.lengths, request.budget_s) == (("gather",), (2048, 777), 90.0)
-    assert (request.seed, request.options) == (4, {"a": 1, "b": 3})
+    assert (request.seed, request.options) == (4, {"offload": True, "max_seq_length": 8192})
 
 
 def test_a_request_survives_json(catalogue):

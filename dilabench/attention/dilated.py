@@ -13,7 +13,8 @@ torch.compile without graph breaks: forward and backward are one custom operator
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Literal, TypedDict, Unpack, overload
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,10 @@ from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.validation import validated
 from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
+
+if TYPE_CHECKING:
+    # Triton is not installed everywhere.
+    from dilabench.impls import fused
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention", "dilated_attention"]
 
@@ -131,7 +136,8 @@ def dilated_attention(
     the first call of a configuration, which takes seconds once per machine (`choice.first_use`). The last bits of the
     query's gradient may differ from call to call, as FlashAttention's do, unless torch is asked for deterministic
     algorithms (`torch.use_deterministic_algorithms`). `return_lse`: also return lse [B, H, N] (packed: [H, T]), as
-    `attention` does.
+    `attention` does. NaN or inf in the value of a key that a row does not see may make that row NaN, as in torch's own
+    attention.
 
     Raises ValueError for shapes or options that do not fit, for a dropout other than 0, for a sink with detached
     gradients, and for a backend that cannot serve the call.
@@ -150,7 +156,11 @@ def dilated_attention(
             shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
             raise ValueError(f"{shapes} with cu_seqlens must be [T, H, D] and [T, K, D]; leave out the batch axis")
         query, key, value = query[None], key[None], value[None]
-    bounds = () if cu_seqlens is None else operands.bounds(cu_seqlens, query.shape[1])
+    # A graph of a compiler takes a tensor of bounds as it is, and so serves every packing.
+    of_graph = cu_seqlens if isinstance(cu_seqlens, Tensor) and torch.compiler.is_compiling() else None
+    if of_graph is not None and of_graph.ndim != 1:
+        raise ValueError(f"cu_seqlens {tuple(of_graph.shape)} must be one row of bounds that rise from 0")
+    bounds = () if cu_seqlens is None or of_graph is not None else operands.bounds(cu_seqlens, query.shape[1])
     if forward_ad._current_level >= 0:
         refuse_forward_mode(query, key, value, *(() if sink is None else (sink,)))
     wants_gradient = torch.is_grad_enabled() and (
@@ -202,7 +212,7 @@ def dilated_attention(
         if not isinstance(backend, str):
             # Operators take texts.
             options = (*options[:-1], name_of(backend))
-        out, lse = as_one_operator(DILATED, query, key, value, options, sink)
+        out, lse = as_one_operator(DILATED, query, key, value, options, sink, of_graph)
     if cu_seqlens is not None:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
@@ -224,14 +234,19 @@ class DilatedAttention(nn.Module):
         self.dilation_rates = operands.integers("dilation_rates", dilation_rates)
         self.options = options
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D]."""
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Sequence[int] | Tensor | None = None
+    ) -> Tensor:
+        """out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D]; with `cu_seqlens` [T, H, D] of [T, H, D]
+        and [T, K, D].
+        """
         return dilated_attention(
             query,
             key,
             value,
             segment_lengths=self.segment_lengths,
             dilation_rates=self.dilation_rates,
+            cu_seqlens=cu_seqlens,
             **self.options,
         )
 
@@ -244,8 +259,8 @@ class DilatedAttention(nn.Module):
 class MultiheadDilatedAttention(ProjectedAttention):
     """Multi-head self-attention on embeddings [B, N, E]: projections around `DilatedAttention`.
 
-    Returns one tensor [B, N, E]. `norm` adds LongNet's layer norm before the output projection; the other options are
-    those of `dilated_attention`.
+    Returns one tensor [B, N, E]; called with `cu_seqlens`, [T, E] of packed sequences [T, E]. `norm` adds LongNet's
+    layer norm before the output projection; the other options are those of `dilated_attention`.
     """
 
     def __init__(
@@ -301,6 +316,10 @@ def _computation(
     """
     options = Options(*asked)
     operands.check_options(options._asdict())
+    if options.cu_seqlens and options.backend == AUTO:
+        found = _of_documents(tensors, options)
+        if found is not None:
+            return found
     try:
         workload = _workload(tensors, options)
         device = tensors[0][2]
@@ -321,6 +340,37 @@ def _computation(
     except ConfigError as error:
         raise ValueError(str(error)) from None
     return over(backend, implementation, workload, device)
+
+
+def _of_documents(tensors: tuple[operands.Kind, ...], options: Options) -> Computation | None:
+    """That of packed sequences which the fastest way for their kind makes of their bounds alone, if it does."""
+    tokens = tensors[0][0][1]
+    bounds = operands.without_empty(options.cu_seqlens, tokens)
+    if len(bounds) < 3 or bounds[-1] < tokens:
+        return None
+    longest = max(stop - start for start, stop in pairwise(bounds))
+    rounded = min([1 << (longest - 1).bit_length(), *(w for w in options.segment_lengths if w >= longest)])
+    documents = min(1 << (len(bounds) - 2).bit_length(), tokens)
+    packings = _packings(tensors, options._replace(cu_seqlens=()), min(rounded, tokens - 1), documents)
+    return None if packings is None else packings.of(bounds)
+
+
+@lru_cache(maxsize=64)
+def _packings(
+    tensors: tuple[operands.Kind, ...], options: Options, longest: int, documents: int
+) -> "fused.Packings | None":
+    """What the computations for packings of about so many documents, the longest of so many tokens, have in common."""
+    tokens = tensors[0][0][1]
+    others = min(max(1, documents - 1), tokens - longest)
+    bounds = (0, *(longest + (tokens - longest) * at // others for at in range(others + 1)))
+    try:
+        workload = _workload(tensors, options._replace(cu_seqlens=bounds))
+        if workload is None or tensors[0][2].type == "meta":
+            return None
+        return getattr(automatic(workload, tensors[0][2])[1], "packings", None)
+    except (ConfigError, ValueError):
+        # Refused for what they are, not for these.
+        return None
 
 
 def _workload(tensors: Sequence[operands.Kind], options: Options) -> Workload | None:

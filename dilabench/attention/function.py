@@ -101,8 +101,8 @@ def attention(
     K divides H: each key/value head serves H/K query heads. Gradients of query, key, value and sink are exact.
 
     pattern: which query attends to which key; None is every one (dense). The objects of `dilabench.patterns`:
-        DilatedPattern (LongNet), BlockSparsePattern, TopKBlocksPattern (MoBA, VSA), WindowSinkPattern (StreamingLLM),
-        ColumnBoundsPattern (FlashMask), NativeSparsePattern (NSA).
+        DilatedPattern (LongNet), BlockSparsePattern, TopKBlocksPattern (VSA), WindowSinkPattern (StreamingLLM),
+        ColumnBoundsPattern (FlashMask), NativeSparsePattern (NSA, but selecting per block of queries).
     causal: a query attends only to keys up to its own position.
     window: (left, right) in positions, -1 unbounded: (1023, 0) is a causal window of 1024 keys.
     scale: factor of the scores; 1/sqrt(D) by default.
@@ -119,7 +119,9 @@ def attention(
         `(q, k, v, *, causal, window, scale) -> (out, lse)` of dense attention; 'auto' is the fastest way known.
 
     Dense and dilated patterns work under torch.compile without a graph break; others break the graph at the call.
-    torch.func is refused for NativeSparsePattern. Under torch.autocast query, key and value are cast first.
+    An invisible key may hold any finite numbers: NaN or inf in its value may make NaN of rows that do not see it, as in
+    torch's own attention (docs/explanation/semantics.md). torch.func is refused for NativeSparsePattern. Under
+    torch.autocast query, key and value are cast first.
 
     Raises ValueError for shapes, patterns or options that do not fit together.
 

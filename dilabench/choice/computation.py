@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import lru_cache
 from typing import Protocol
 
 import torch
 
-from dilabench.choice import first_use
 from dilabench.choice.descriptors import Implementation, load_target
-from dilabench.choice.rules import Choice, by_priority
+from dilabench.choice.rules import Choice, by_priority, choose
 from dilabench.choice.ways import AUTO, Candidate, Way, own_ways
 from dilabench.contracts import Attend, BuildContext, LoadedBackend
-from dilabench.errors import ConfigError
+from dilabench.errors import ConfigError, said
 from dilabench.impls.one_operator import Computation
 from dilabench.machine import CPU, CUDA, Machine, detect
 from dilabench.workload.spec import Workload
+
+logger = logging.getLogger(__name__)
 
 
 def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computation]:
@@ -37,8 +39,19 @@ def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computa
         built = load_target(implementation.target)(asked, BuildContext(device=device, backend=backend))
         return built if isinstance(built, Computation) else None
 
-    choice = first_use.fastest(ways, machine, asked, device, build)
-    computation = build(Way(choice.implementation, choice.backend, asked))
+    if device.type == CUDA.name:
+        # Ways are measured on GPUs alone.
+        from dilabench.choice.first_use import fastest
+
+        choice = fastest(ways, machine, asked, device, build)
+    else:
+        choice = choose(ways, machine, asked)
+    try:
+        computation = build(Way(choice.implementation, choice.backend, asked))
+    # Triton's descriptors are experimental: a version may lack them.
+    except ImportError as error:
+        logger.warning("%s cannot be loaded, and dense kernels serve: %s", choice.implementation, said(error))
+        computation = None
     if computation is not None:
         return choice, computation
     name = choice.implementation if ways.implementations.get(choice.implementation).uses_backend else "strided"

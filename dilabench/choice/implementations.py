@@ -55,14 +55,15 @@ def no_residue_plan(workload: Workload) -> str | None:
     pattern, heads = DilatedPattern.match(workload.pattern), workload.num_heads
     if pattern is None:
         return None
-    taken = sorted(set(pattern.branch_of_head(heads) or range(len(pattern.branches))))
-    rates = [pattern.dilation_rates[i] for i in taken]
-    if max(rates) > LARGEST_RATE:
-        return f"dilation rate {max(rates)} is above {LARGEST_RATE}"
-    if (multiple := lcm(*rates)) > LARGEST_MULTIPLE:
+    taken = set(pattern.branch_of_head(heads) or range(len(pattern.branches)))
+    longest, multiple, rows = max(stop - start for start, stop in workload.sequences), 1, 0
+    for at in sorted(taken):
+        segment, rate = pattern.branches[at]
+        if rate > LARGEST_RATE:
+            return f"dilation rate {rate} is above {LARGEST_RATE}"
+        multiple, rows = lcm(multiple, rate), max(rows, -(-min(segment, longest) // rate))
+    if multiple > LARGEST_MULTIPLE:
         return f"the lcm of the dilation rates is {multiple}, above {LARGEST_MULTIPLE}"
-    longest = max(stop - start for start, stop in workload.sequences)
-    rows = max(-(-min(pattern.segment_lengths[i], longest) // pattern.dilation_rates[i]) for i in taken)
     most = MOST_GROUPED_ROWS if len(taken) > 1 and pattern.has_grouped_heads else MOST_ROWS
     return f"a branch has {rows} rows of one residue in a segment, above {most}" if rows > most else None
 
@@ -233,7 +234,7 @@ IMPLEMENTATIONS = (
         "one Triton kernel over all branches, each distinct pair once",
         "dilabench.impls.fused:build",
         supports=FUSED,
-        requires=("cuda>=sm80", "triton"),
+        requires=("cuda>=sm80", "triton>=3.6"),
         priority=20,
         preferred_for=replace(FUSED, check=_better_branch_by_branch),
         tried_for=replace(FUSED, check=_too_wide_in_float32),
@@ -291,7 +292,7 @@ IMPLEMENTATIONS = (
                 check=no_block_tiles,
             ),
         ),
-        requires=("triton|cpu",),
+        requires=("triton>=3.6|cpu",),
         priority=10,
         quirks=(ADDED_QUERIES,),
     ),
@@ -305,7 +306,7 @@ IMPLEMENTATIONS = (
                 patterns=SELECTED | COLUMNS, dtypes=HALF | {"float32"}, max_head_dim=256, check=no_block_tiles
             ),
         ),
-        requires=("triton|cpu",),
+        requires=("triton>=3.6|cpu",),
         every_call=("plan", "attend"),
         steps_of="block-sparse",
     ),
@@ -320,19 +321,19 @@ IMPLEMENTATIONS = (
                 patterns=SELECTED, dtypes=HALF | {"float32"}, max_head_dim=256, check=_no_selector_or_tiles
             ),
         ),
-        requires=("triton|cpu",),
+        requires=("triton>=3.6|cpu",),
         every_call=("select", "plan", "attend"),
         steps_of="block-sparse",
     ),
     Implementation(
         "native-sparse",
-        "the three attentions of NSA through the block-sparse kernels, each with its lse, summed with gates",
+        "means, blocks selected per block of queries and a window through the block-sparse kernels, summed with gates",
         "dilabench.impls.block_sparse.native_sparse:build",
         supports=Capabilities(
             patterns=SUMS,
             on_cuda=Capabilities(patterns=SUMS, dtypes=HALF | {"float32"}, max_head_dim=256, check=no_block_tiles),
         ),
-        requires=("triton|cpu",),
+        requires=("triton>=3.6|cpu",),
         priority=10,
     ),
     Implementation(

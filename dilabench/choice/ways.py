@@ -16,6 +16,7 @@ from dilabench.choice.descriptors import Backend, Capabilities, Implementation, 
 from dilabench.choice.implementations import IMPLEMENTATIONS
 from dilabench.errors import PluginError
 from dilabench.machine import Machine
+from dilabench.patterns.dense import DENSE
 from dilabench.retired import no_such_name
 from dilabench.workload.spec import Workload
 
@@ -249,7 +250,7 @@ class Ways:
 
 def _of_a_kernel(workload: Workload) -> Workload:
     """What a dense kernel is asked for below the workload."""
-    return workload.as_dense().model_copy(update={"layout": "padded", "cu_seqlens": None})
+    return workload.model_copy(update={"pattern": DENSE, "layout": "padded", "cu_seqlens": None})
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Any
 AGAIN_S = 0.05
 # Ctrl-C, what a CI system and `kill` send, and a terminal that is closed.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SAVING = b"ending: what was measured is being saved; once more ends at once, and --resume goes on from there\n"
+SAVING = b"ending: a run saves what it has measured (--resume goes on from there); once more ends at once\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from dilabench.cli.arguments import spread
     from dilabench.cli.terminal import own_streams
 
-    own_streams()
     end_by_signals()
+    own_streams()
     try:
         app(args=spread(sys.argv[1:] if argv is None else argv), prog_name="dilabench")
     finally:

@@ -2,15 +2,16 @@
 
 import functools
 import importlib
+import inspect
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ParamSpec
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from dilabench.cli.arguments import INSTEAD, renamed
+from dilabench.cli.arguments import INSTEAD, OldNames
 from dilabench.cli.defaults import defaults_file, defaults_of
 from dilabench.cli.terminal import note, output_lost, say, say_folded
 from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, said
@@ -82,9 +83,8 @@ class Answering(TyperCommand):
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
         """As any command's."""
-        known = {option for parameter in self.params for option in (*parameter.opts, *parameter.secondary_opts)}
         try:
-            return super().parse_args(context, renamed(args, known))
+            return super().parse_args(context, self.renamed(args))
         except Exception as error:
             # Only an error about an option that there is not has its name.
             name = getattr(error, "option_name", None)
@@ -99,6 +99,35 @@ class Answering(TyperCommand):
                 error.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]
             _tell_defaults(context)
             raise
+
+    def renamed(self, words: Sequence[str]) -> list[str]:
+        """The words with old names of options replaced by the first names of these options."""
+        spelt = {name for option in self.params for name in option.opts}
+        first = {option.name: option.opts[0] for option in self.params}
+        parameters = inspect.signature(self.callback).parameters if self.callback else {}
+        # An option that is called so goes before an old name of another.
+        old = {
+            name: first[parameter]
+            for parameter in parameters.keys() & first.keys()
+            for names in getattr(parameters[parameter].annotation, "__metadata__", ())
+            if isinstance(names, OldNames)
+            for name in names
+            if name not in spelt
+        }
+        end = words.index("--") if "--" in words else len(words)
+        parts = [word.partition("=") for word in words[:end]]
+        return [*(old.get(name, name) + equals + value for name, equals, value in parts), *words[end:]]
+
+    def format_options(self, context: Any, formatter: Any) -> None:
+        """As any command's; options of a panel get a section of its name."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(context):
+            if (record := parameter.get_help_record(context)) is not None:
+                kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
     def invoke(self, context: Any) -> Any:
         """As any command's."""
@@ -125,34 +154,49 @@ def _tell_defaults(context: Any) -> None:
         note(f"defaults from {str(defaults_file())!r}: {settings}")
 
 
+def _load(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """A command by name: where it is, and what `--help` says of it in one line of 80 columns.
 
     `prints`: what it prints is what it is for, not a record or the exit code, so that it fails where that cannot be
     written. The target is a function, or a Typer application of its own whose commands are guarded already.
+    `signature` is a function of the arguments that returns the target's signature with further options.
     """
 
     name: str
     target: str
     summary: str
     prints: bool = True
+    signature: str | None = None
 
-    def loaded(self, settings: MutableMapping[str, Any]) -> Any:
+    def loaded(self, settings: MutableMapping[str, Any], arguments: Sequence[str] = ()) -> Any:
         """The click command. `settings` are those of its context."""
-        module, _, attribute = self.target.partition(":")
-        target = getattr(importlib.import_module(module), attribute)
+        target = _load(self.target)
         if isinstance(target, typer.Typer):
             return typer.main.get_command(target)
         alone = typer.Typer(
             add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=dict(settings)
         )
-        alone.command(self.name, cls=Answering, short_help=self.summary)(guarded(target, prints=self.prints))
+        command: Any = guarded(target, prints=self.prints)
+        if self.signature is not None:
+            command.__signature__ = _load(self.signature)(arguments)
+        alone.command(self.name, cls=Answering, short_help=self.summary)(command)
         return typer.main.get_command(alone)
 
 
 COMMANDS = (
-    Command("run", "dilabench.cli.run.command:run", "Measure a suite: verify, time, report.", prints=False),
+    Command(
+        "run",
+        "dilabench.cli.run.command:run",
+        "Measure a suite: verify, time, report.",
+        prints=False,
+        signature="dilabench.cli.run.command:signature",
+    ),
     Command("plan", "dilabench.cli.run.plan:plan", "What fits into memory; nothing is run."),
     Command(
         "verify",
@@ -207,7 +251,13 @@ class Commands(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         # Suggestions for a misspelt name look here.
+        self._arguments: list[str] = []
         self.commands = dict.fromkeys(entry.name for entry in COMMANDS)  # type: ignore[assignment]
+
+    def resolve_command(self, context: Any, args: list[str]) -> Any:
+        """As any group's."""
+        self._arguments = args[1:]
+        return super().resolve_command(context, args)
 
     def get_command(self, context: Any, name: str) -> Any:
         """The command of that name, with the user's defaults for its options; None where there is none."""
@@ -218,14 +268,16 @@ class Commands(TyperGroup):
             return None
         try:
             require_working_folder()
-            command = entry.loaded(self.context_settings)
-            context.default_map = {name: defaults_of(name, command, self._all)}
+            command = entry.loaded(self.context_settings, self._arguments)
+            defaults = defaults_of(
+                name, command, lambda: {entry.name: entry.loaded(self.context_settings) for entry in COMMANDS}
+            )
+            # A run goes on as it was asked for: the defaults of today are not for it.
+            goes_on = any(word.partition("=")[0] == "--resume" for word in self._arguments)
+            context.default_map = {} if goes_on else {name: defaults}
         except DilabenchError as error:
             raise stopped(f"error: {error}", error.exit_code) from None
         return command
-
-    def _all(self) -> dict[str, Any]:
-        return {entry.name: entry.loaded(self.context_settings) for entry in COMMANDS}
 
     def format_commands(self, context: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature
         """The summaries, which need no command to be imported."""
@@ -245,6 +297,15 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
+
+
+def list_configs(asked: bool) -> None:
+    """Print what --config takes and leave, if asked."""
+    if asked:
+        from dilabench.cli.show.list import Kind, list_names
+
+        list_names(Kind.WORKLOADS)
+        raise typer.Exit
 
 
 def _print_version(asked: bool) -> None:

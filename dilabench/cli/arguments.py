@@ -1,38 +1,21 @@
-"""Makes the option styles of the source documents readable for the parser, before it sees them."""
+"""Option styles and names of other documents and tools: what the parser is given, and what the answer is."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 # Options that take several values after one name, as argparse's nargs="+" does.
 SEVERAL_VALUES = frozenset({"--implementations", "--sequence-lengths", "--custom-lengths"})
 
-# Names that other benchmarks, and older scripts, have for an option of ours: taken where the command has that option.
-OLD_NAMES = {
-    "--seq-len": "--seq-length",
-    "--sequence-length": "--seq-length",
-    "--max-seq-len": "--max-seq-length",
-    "--batch": "--batch-size",
-    "--heads": "--num-heads",
-    "--n-heads": "--num-heads",
-    "--kv-heads": "--num-kv-heads",
-    "--dim": "--head-dim",
-    "--precision": "--dtype",
-    "--warmup": "--warmup-runs",
-    "--warmup-iters": "--warmup-runs",
-    "--num-warmup": "--warmup-runs",
-    "--iterations": "--timing-runs",
-    "--num-iterations": "--timing-runs",
-    "--iters": "--timing-runs",
-    "--repeats": "--timing-runs",
-    "--runs": "--timing-runs",
-    "--world-size": "--nproc",
-    "--num-gpus": "--nproc",
-    "--nproc-per-node": "--nproc",
-    "--output-dir": "--output",
-    "--config-file": "--config",
-    "--verbose": "--details",
-    "--backends": "--backend",
-}
+
+class OldNames(tuple[str, ...]):
+    """Names that other benchmarks and older scripts have for an option: understood, and not shown by --help.
+
+    They stand in the option's annotation: `Annotated[str, typer.Option("--dtype"), OldNames(["--precision"])]`.
+    """
+
+    __slots__ = ()
+
+
 # Options that others have where dilabench has another way: what to write instead.
 INSTEAD = {
     "--segment-lengths": "--set segment_lengths=2048,4096",
@@ -80,15 +63,3 @@ def spread(argv: Sequence[str]) -> list[str]:
         else:
             spelt.append(word)
     return spelt
-
-
-def renamed(argv: Sequence[str], known: Collection[str]) -> list[str]:
-    """The words with old names of options replaced by those of the command, whose options are `known`."""
-    words: list[str] = []
-    for index, word in enumerate(argv):
-        if word == "--":
-            return [*words, *argv[index:]]
-        name, equals, value = word.partition("=")
-        new = OLD_NAMES.get(name)
-        words.append(new + equals + value if new and new in known and name not in known else word)
-    return words

@@ -11,10 +11,11 @@ called like a command for that one only:
 The first such file counts, from the working folder upwards. What is given on the command line goes before it.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dilabench.atomic_file import read_file
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.retired import removed
 
@@ -83,7 +84,7 @@ def _options(command: Any) -> dict[str, str]:
 
 def _file(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """The nearest file with defaults, and what it holds. Raises ConfigError when it cannot be read."""
-    for path in _candidates(folder):
+    for path in (above / name for above in (folder, *folder.parents) for name in (OWN_FILE, PROJECT_FILE)):
         if not path.is_file():
             continue
         settings = _tables(path)
@@ -94,16 +95,10 @@ def _file(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def _candidates(folder: Path) -> Iterator[Path]:
-    for above in (folder, *folder.parents):
-        yield from (above / OWN_FILE, above / PROJECT_FILE)
-
-
 def _tables(path: Path) -> dict[str, Any]:
     import tomllib
 
     try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
+        return tomllib.loads(read_file(path).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"defaults in {str(path)!r} cannot be read: {error}") from None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dilabench.cli.arguments import OldNames
 from dilabench.cli.terminal import note
 from dilabench.errors import ConfigError
 from dilabench.units import parse_count
@@ -21,29 +22,47 @@ Configs = Annotated[
     typer.Option(
         "--config", "-c", metavar="PRESET|FILE", help="A named workload, a set of them, or a TOML file. Repeatable."
     ),
+    OldNames(["--config-file"]),
 ]
 Assignments = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Set any workload field, causal=false, or in run an option of the suite. Repeatable.",
+        help="Set any field of the workload or the run, causal=false, or an option of the suite. Repeatable.",
     ),
 ]
-BatchSize = Annotated[str | None, typer.Option("--batch-size", metavar="B", help="Sequences per call, or auto.")]
-SeqLength = Annotated[
-    str | None, typer.Option("--seq-length", "--seqlen", metavar="N", help="Tokens per sequence: 4096, 4K, 1M.")
+BatchSize = Annotated[
+    str | None,
+    typer.Option("--batch-size", metavar="B", help="Sequences per call, or auto."),
+    OldNames(["--batch"]),
 ]
-NumHeads = Annotated[str | None, typer.Option("--num-heads", "--nheads", metavar="H", help="Query heads.")]
-NumKvHeads = Annotated[str | None, typer.Option("--num-kv-heads", metavar="K", help="Key/value heads (GQA).")]
-HeadDim = Annotated[str | None, typer.Option("--head-dim", metavar="D", help="Size of one head.")]
+SeqLength = Annotated[
+    str | None,
+    typer.Option("--seq-length", "--seqlen", metavar="N", help="Tokens per sequence: 4096, 4K, 1M."),
+    OldNames(["--seq-len", "--sequence-length"]),
+]
+NumHeads = Annotated[
+    str | None,
+    typer.Option("--num-heads", "--nheads", metavar="H", help="Query heads."),
+    OldNames(["--heads", "--n-heads"]),
+]
+NumKvHeads = Annotated[
+    str | None,
+    typer.Option("--num-kv-heads", metavar="K", help="Key/value heads (GQA)."),
+    OldNames(["--kv-heads"]),
+]
+HeadDim = Annotated[str | None, typer.Option("--head-dim", metavar="D", help="Size of one head."), OldNames(["--dim"])]
 DTypeName = Annotated[
-    str | None, typer.Option("--dtype", metavar="DTYPE", help="float64, float32, float16, bfloat16 or auto.")
+    str | None,
+    typer.Option("--dtype", metavar="DTYPE", help="float64, float32, float16, bfloat16 or auto."),
+    OldNames(["--precision"]),
 ]
 ModeName = Annotated[str | None, typer.Option("--mode", metavar="MODE", help="forward, backward or both.")]
 Backends = Annotated[
     list[str] | None,
     typer.Option("--backend", "-b", metavar="NAME", help="A dense kernel, auto or all. Repeatable."),
+    OldNames(["--backends"]),
 ]
 Device = Annotated[
     str | None,
@@ -62,7 +81,13 @@ Columns = Annotated[
     list[str] | None,
     typer.Option("--columns", metavar="NAME,...", help="Columns of the tables, mean and std among them. Repeatable."),
 ]
-Details = Annotated[bool, typer.Option("--details", "-v", help="Every table, note and reason, however many.")]
+Details = Annotated[
+    bool,
+    typer.Option("--details", "-v", help="Every table, note and reason, however many."),
+    OldNames(["--verbose"]),
+]
+# Every command that has --output takes it.
+OUTPUT_DIR = OldNames(["--output-dir"])
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -101,7 +126,7 @@ def workload_fields(
 
 def names(*options: Sequence[str] | None) -> list[str]:
     """The names of repeatable options, each of which may also hold several with commas between them."""
-    return [part for option in options for text in option or () for part in _split(text)]
+    return [part for option in options for text in option or () for part in re.split(r"[,\s]+", text) if part]
 
 
 def column_names(options: Sequence[str] | None) -> list[str]:
@@ -111,10 +136,6 @@ def column_names(options: Sequence[str] | None) -> list[str]:
     wanted = [name.strip() for text in options or () for name in text.split(",") if name.strip()]
     chosen_columns(wanted)
     return wanted
-
-
-def _split(text: str) -> Iterable[str]:
-    return [part for part in re.split(r"[,\s]+", text) if part]
 
 
 def lengths_of(range_name: str | None, lengths: list[str], custom: list[str]) -> list[int] | None:
@@ -132,7 +153,8 @@ def discovered(strict: bool = False) -> "Found":
     from dilabench.plugins.manager import discover
 
     found = discover(strict)
-    tell_of(found.problems)
+    if found.catalogue.problems:
+        tell_of(found.catalogue.problems)
     return found
 
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
-from dilabench.errors import printable
-from dilabench.units import output_width
+from dilabench.units import output_width, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -161,7 +160,9 @@ def print_table(
 
     from dilabench.report.grid import grid
 
-    screen, cells = console(), [tuple(map(printable, row)) for row in rows]
+    screen, cells = console(), []
+    for row in rows:
+        cells.append(tuple(map(printable, row)))
     with screen.capture() as captured:
         if title:
             screen.print(Text(title, style="bold"))

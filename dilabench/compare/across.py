@@ -148,7 +148,8 @@ def _comparison(
     reference: str | None,
 ) -> Comparison:
     pairs = tuple(_compared(match, verdict) for match, (verdict, _) in zip(matches, decided, strict=True))
-    warnings = [*soft_warnings(*sides), *_shared_runs(*sides)]
+    shared = set.intersection(*({record.run_id for record in side} for side in sides))
+    warnings = [*soft_warnings(*sides), *(f"run {run_id} stands on both sides" for run_id in sorted(shared))]
     fewest = min((len(stored.baseline) for _, stored in decided), default=SESSIONS_FOR_GATE)
     if fewest < SESSIONS_FOR_GATE:
         sessions = "session" if fewest == 1 else "sessions"
@@ -212,11 +213,6 @@ def _compared(match: _Match, verdict: Verdict) -> ComparedPair:
         memory=memory,
         notes=(*([no_memory] if no_memory else []), *notes),
     )
-
-
-def _shared_runs(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> list[str]:
-    shared = {record.run_id for record in baseline} & {record.run_id for record in candidate}
-    return [f"run {run_id} stands on both sides" for run_id in sorted(shared)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from dilabench.errors import ConfigError
 from dilabench.metadata import NOTES
 from dilabench.record import Measured, Memory, Row, Slot, Timing
 from dilabench.stats.decisions.decide import Policy, judge_many
-from dilabench.stats.decisions.paired import Estimate, PairedRounds, estimate_many
+from dilabench.stats.decisions.paired import PairedRounds, estimate_many
 from dilabench.stats.decisions.verdicts import Cause, Code
 from dilabench.stats.samples.location import Interval, Location, locate_sessions, quantile
 from dilabench.workload.spec import flops
@@ -249,7 +249,9 @@ def pair(timings: Iterable[tuple[Timing, Timing]]) -> Pairing:
     count = sum(map(len, sessions))
     if not count:
         return Pairing(None, left_out)
-    sound = [[turn for turn in session if not _is_faulty(turn)] for session in sessions]
+    sound = [
+        [turn for turn in session if all(FAULTS.isdisjoint(slot.throttle) for slot in turn)] for session in sessions
+    ]
     faulty = count - sum(map(len, sound))
     throttled = faulty > MAX_FAULTY_SHARE * count
     if not throttled:
@@ -287,10 +289,6 @@ def _rounds_are_unique(timing: Timing) -> bool:
     return len({slot.round for slot in timing.slots}) == len(timing.slots)
 
 
-def _is_faulty(turn: tuple[Slot, Slot]) -> bool:
-    return not (FAULTS.isdisjoint(turn[0].throttle) and FAULTS.isdisjoint(turn[1].throttle))
-
-
 @dataclass(frozen=True, slots=True)
 class PairView:
     """Time of a candidate / time of a baseline: from the rounds that both took turns in, else from their medians.
@@ -307,16 +305,11 @@ def pair_views(pairs: Sequence[tuple[Row, Row]]) -> list[PairView]:
     """The view of each (baseline, candidate), both measured."""
     timings = [None if one is other else common_timings(one, other) for one, other in pairs]
     rounds = [pair([both]).rounds if both else None for both in timings]
-    estimates = iter(estimate_many([one for one in rounds if one is not None]))
-    return [
-        _of_medians(*both) if one is None else _of_rounds(next(estimates))
-        for both, one in zip(pairs, rounds, strict=True)
-    ]
-
-
-def _of_rounds(found: Estimate) -> PairView:
-    interval = found.interval and found.interval.as_ratio()
-    return PairView(found.ratio, interval, found.session_log_ratios)
+    found = iter(
+        PairView(one.ratio, one.interval and one.interval.as_ratio(), one.session_log_ratios)
+        for one in estimate_many([one for one in rounds if one is not None])
+    )
+    return [_of_medians(*both) if one is None else next(found) for both, one in zip(pairs, rounds, strict=True)]
 
 
 def _of_medians(baseline: Row, candidate: Row) -> PairView:

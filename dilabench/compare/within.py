@@ -19,11 +19,12 @@ from dilabench.compare.comparison import (
 )
 from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
 from dilabench.compare.view import Pairing, common_timings, median_over, pair, sessions_of
-from dilabench.errors import counted, unknown_name
+from dilabench.errors import unknown_name
 from dilabench.record import Case, Row, RunRecord, Timing
 from dilabench.stats.decisions.decide import Policy, decide, judge_many
 from dilabench.stats.decisions.history import StoredSessions, estimate_stored
 from dilabench.stats.decisions.verdicts import Verdict
+from dilabench.units import counted
 
 By = Literal["implementation", "backend", "optimizations"]
 DIMENSIONS: tuple[By, ...] = ("implementation", "backend", "optimizations")
@@ -80,25 +81,18 @@ def _groups(rows: Sequence[Row], by: By) -> list[list[Row]]:
 
 def _baseline_of_each(group: Sequence[Row], by: By, base: str | None) -> Iterator[tuple[Row | None, Row]]:
     """(baseline, candidate) for every candidate of a group; a baseline of the candidate's own backend is preferred."""
-    named = base or _default_base(group, by)
+    measured = [row for row in group if is_measured(row)]
+    plain = [row for row in measured if row.planned.role == "plain"]
+    named = base or _value(next(iter([*plain, *measured, *group])).case, by)
     baselines = [row for row in group if _value(row.case, by) == named]
     baselines.sort(key=lambda row: not is_measured(row))
     candidates = [row for row in group if _value(row.case, by) != named]
     for candidate in candidates:
-        alike = [row for row in baselines if _alike(row.case, candidate.case) and is_measured(row)]
+        own = candidate.case.backend, candidate.case.optimizations
+        alike = [row for row in baselines if is_measured(row) and (row.case.backend, row.case.optimizations) == own]
         yield next(iter([*alike, *baselines]), None), candidate
     if not candidates:
         yield from ((None, row) for row in baselines)
-
-
-def _default_base(group: Sequence[Row], by: By) -> str:
-    measured = [row for row in group if is_measured(row)]
-    plain = [row for row in measured if row.planned.role == "plain"]
-    return _value(next(iter([*plain, *measured, *group])).case, by)
-
-
-def _alike(one: Case, other: Case) -> bool:
-    return (one.backend, one.optimizations) == (other.backend, other.optimizations)
 
 
 def _value(case: Case, by: By) -> str:

@@ -11,7 +11,10 @@ without gradient (docs/explanation/semantics.md); its own parameters, names and 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import torch
@@ -19,7 +22,7 @@ from torch import Tensor, nn
 
 from dilabench.attention import dilated_attention, operands
 
-__all__ = ["DilatedAttention", "Multiway", "XPos", "patch"]
+__all__ = ["DilatedAttention", "Multiway", "XPos", "packed", "patch"]
 
 MergeGrad = Literal["exact", "detached"]
 
@@ -85,6 +88,7 @@ class DilatedAttention(nn.Module):
     """
 
     merge_grad: MergeGrad = "detached"
+    cu_seqlens: Sequence[int] | None = None
 
     def __init__(
         self,
@@ -145,9 +149,10 @@ class DilatedAttention(nn.Module):
         """([B, N, E], None) of query, key and value [B, N, E].
 
         key_padding_mask [B, N] is taken and not looked at, as in torchscale: its encoders always give one, and padded
-        positions are attended. Raises ValueError for what torchscale cannot compute either or computes wrongly:
-        incremental decoding, other masks, relative positions, keys of another length, a sequence over several ranks,
-        segments that the rate does not divide; and for dropout of attention weights in training.
+        positions are attended. Within `packed` N are the tokens of several sequences. Raises ValueError for what
+        torchscale cannot compute either or computes wrongly: incremental decoding, other masks, relative positions,
+        keys of another length, a sequence over several ranks, segments that the rate does not divide; and for dropout
+        of attention weights in training.
         """
         if reason := self._why_not(query, key, value, incremental_state, key_padding_mask, attn_mask, rel_pos):
             raise ValueError(reason)
@@ -157,17 +162,19 @@ class DilatedAttention(nn.Module):
         )
         if self.xpos is not None:
             q, k = self._turned(q), self._turned(k, downscale=True)
+        bounds = self.cu_seqlens
         out = dilated_attention(
-            q,
-            k,
-            v,
+            *((q, k, v) if bounds is None else (q[0], k[0], v[0])),
             segment_lengths=self.args.segment_length,
             dilation_rates=self.args.dilated_ratio,
             causal=is_causal,
             offset="blocked",
             padding="zero_key",
             merge_grad=self.merge_grad,
-        ).flatten(2)
+            cu_seqlens=bounds,
+        ).flatten(-2)
+        if bounds is not None:
+            out = out[None]
         if self.inner_attn_ln is not None:
             out = self.inner_attn_ln(out)
         return self.out_proj(out), None
@@ -175,7 +182,10 @@ class DilatedAttention(nn.Module):
     def _turned(self, x: Tensor, downscale: bool = False) -> Tensor:
         """[B, N, H, D] by xPos, which may be torchscale's own module and takes [B·H, N, D]."""
         assert self.xpos is not None
-        turned = self.xpos(x.transpose(1, 2).flatten(0, 1), offset=0, downscale=downscale)
+        bounds = self.cu_seqlens or (0, x.shape[1])
+        of_heads = x.transpose(1, 2).flatten(0, 1)
+        parts = [of_heads[:, start:stop] for start, stop in pairwise(bounds) if stop > start]
+        turned = torch.cat([self.xpos(part, offset=0, downscale=downscale) for part in parts], 1)
         return turned.to(x.dtype).unflatten(0, (-1, self.num_heads)).transpose(1, 2)
 
     def _why_not(
@@ -184,6 +194,8 @@ class DilatedAttention(nn.Module):
         if query.ndim != 3 or query.shape[-1] != self.embed_dim or not query.shape == key.shape == value.shape:
             shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)}"
             return f"{shapes} must all be [B, N, {self.embed_dim}]; keys of another length need dense attention"
+        if self.cu_seqlens is not None and (query.shape[0] != 1 or self.cu_seqlens[-1] != query.shape[1]):
+            return f"query {tuple(query.shape)} must be [1, {self.cu_seqlens[-1]}, E] for the bounds that are set"
         if padding is not None and padding.shape != query.shape[:2]:
             return f"key_padding_mask {tuple(padding.shape)} must be [B, N], here {tuple(query.shape[:2])}"
         if any(mask is not None for mask in masks):
@@ -226,6 +238,28 @@ def patch(model: nn.Module, merge_grad: MergeGrad = "detached") -> list[str]:
             module.merge_grad = merge_grad
             swapped.append(name)
     return swapped
+
+
+@contextmanager
+def packed(model: nn.Module, cu_seqlens: Sequence[int]) -> Iterator[None]:
+    """Within it the dilated attentions of a patched model take [1, T, E] for sequences one behind the other, from
+    ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``: segments, zero keys and positions begin anew in each.
+
+    For what attends to nothing else of other tokens: a class token or positions of a whole sequence are the caller's.
+    Raises ValueError where no module is swapped, and for bounds that do not rise from 0.
+    """
+    bounds = operands.integers("cu_seqlens", cu_seqlens)
+    operands.without_empty(bounds, bounds[-1] if bounds else 0)
+    modules = [module for module in model.modules() if isinstance(module, DilatedAttention)]
+    if not modules:
+        raise ValueError(f"{type(model).__name__} has no dilated attention of dilabench; call patch(model) first")
+    for module in modules:
+        module.cu_seqlens = bounds
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.cu_seqlens
 
 
 # What our forward needs, and the two steps around the kernel that tell torchscale's dilated attention from its others.

@@ -1,7 +1,8 @@
 """Everything that is asked of one thing, of whatever kind: its package, then what it does."""
 
+import random
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +11,37 @@ from dilabench.choice.ways import Registry
 from dilabench.conformance.backend import check_backend
 from dilabench.conformance.fresh_import import ImportReport, import_reports
 from dilabench.conformance.implementation import check_implementation
-from dilabench.conformance.made_record import made_record, odd_outcomes
 from dilabench.conformance.pattern import check_pattern
 from dilabench.conformance.scorecard import Findings, Listener, Scorecard
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.runner import run
-from dilabench.errors import counted
 from dilabench.machine import Machine
 from dilabench.metadata import note_text
 from dilabench.patterns.dense import DENSE
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Implementation, Named, Reporter, Suite, Timer, WorkloadPreset
 from dilabench.plugins.manager import REGISTRIES, Found
-from dilabench.record import Measured, Row, RunHeader, RunRecord
+from dilabench.record import (
+    Check,
+    Failed,
+    Measured,
+    Memory,
+    Outcome,
+    PlannedCase,
+    Row,
+    RunHeader,
+    RunRecord,
+    Skipped,
+    Slot,
+    Timing,
+    Verification,
+)
 from dilabench.report.findings import render, sections_of
-from dilabench.request import run_request
+from dilabench.request import RunRequest, run_request
 from dilabench.retired import ANY_KIND, no_such_name
 from dilabench.stats.samples.location import locate
 from dilabench.suites.planner import Planner, expand, more_cases_of, preset_names, workload_request
-from dilabench.units import format_seconds
+from dilabench.units import counted, format_seconds
 from dilabench.validation import targets_of
 from dilabench.version import __version__
 from dilabench.workload.spec import attended_pairs
@@ -254,3 +267,51 @@ CHECKS: Mapping[str, Callable[[Any, Catalogue, Machine, Findings], None]] = {
     "reporters": check_reporter,
     "timers": check_timer,
 }
+
+
+ROUNDS, SAMPLES = 8, 3
+
+
+def made_record(
+    planned: Sequence[PlannedCase], request: RunRequest, machine: Machine, others: Sequence[Outcome] = ()
+) -> RunRecord:
+    """Rows of the planned cases, measured where nothing speaks against them; the first ones end as `others` say.
+
+    Its samples were drawn, not measured: such a record is for trying code on, and never shown or kept.
+    """
+    outcomes = [*others, *(one.skip or _measured(one) for one in planned[len(others) :])]
+    return RunRecord(
+        tool_version="0",
+        run_id="conformance",
+        suite=request.suite,
+        config=request.model_dump(mode="json"),
+        device=machine.device,
+        started_at="2000-01-01T00:00:00+00:00",
+        environment=snapshot(machine),
+        rows=tuple(Row(planned=one, outcome=outcome) for one, outcome in zip(planned, outcomes, strict=False)),
+    )
+
+
+def odd_outcomes() -> tuple[Outcome, ...]:
+    """Ways in which a row ends without a time, with texts that are hard to lay out."""
+    long = "a reason " * 60
+    wrong = Verification(checks=(Check(name="out", passed=False, error=0.5, tolerance=1e-6),), diagnosis="no window")
+    return (
+        Failed(stage="verify", code="wrong_output", why="out: error 0.5", verification=wrong),
+        Failed(stage="time", code="crash", why=f"{long}<b>|`\u2026 \u0434\u043b\u0438\u043d\u0430"),
+        Skipped(code="unsupported", why=long),
+    )
+
+
+def _measured(planned: PlannedCase) -> Measured:
+    noise = random.Random(planned.case.case_id)
+    median = 1e6 * planned.case.workload.tokens**0.5
+    slots = tuple(
+        Slot(round=index, samples_ns=tuple(round(median * noise.lognormvariate(0, 0.02)) for _ in range(SAMPLES)))
+        for index in range(ROUNDS)
+    )
+    return Measured(
+        verification=Verification(checks=(Check(name="out", passed=True),)),
+        timings=(Timing(timer="made-up", proves="nothing", slots=slots),),
+        memory=Memory(peak_bytes=2**20, isolated=True, source="allocator"),
+    )

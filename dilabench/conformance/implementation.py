@@ -9,14 +9,13 @@ from dilabench.choice.descriptors import unmet, wrong_device
 from dilabench.conformance.odd_workloads import has_empty_rows, odd_workloads_of
 from dilabench.conformance.scorecard import Findings
 from dilabench.engine.worker.outcomes import Outcome, Result, measured_memory, mistake_of, outcomes_of, said_of
-from dilabench.errors import counted
 from dilabench.machine import Machine
 from dilabench.patterns.registry import known_kinds, pattern_type
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Implementation
 from dilabench.predict.memory import WITHIN, plan_memory, why_no_plan
 from dilabench.record import Case, CheckName, Memory, PlannedCase, Skipped, Verification
-from dilabench.units import format_bytes
+from dilabench.units import counted, format_bytes
 from dilabench.workload.spec import UNBOUNDED, DType, Mode, Workload
 
 # What most workloads are in: the first that it takes. The others are tried on two workloads of each pattern.

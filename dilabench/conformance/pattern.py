@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from dilabench.conformance.implementation import check_implementation
 from dilabench.conformance.scorecard import Findings
-from dilabench.errors import counted
 from dilabench.machine import Machine
 from dilabench.patterns.pattern import Pattern, SequenceShape
 from dilabench.patterns.registry import PatternKind, pattern_type, read_pattern
 from dilabench.plugins.catalogue import Catalogue
+from dilabench.units import counted
 
 # A prime, 3·2^k, grouped heads, windows, a single token.
 SHAPES = (

@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.null_mass import log_zero_keys
+from dilabench.impls.null_mass import log_zero_keys, log_zero_keys_of_documents
 from dilabench.impls.one_operator import differentiable, is_plain_eager_call, new_number, register
-from dilabench.impls.packed import Packed, build_packed
 from dilabench.kernels.fused.backward import fused_backward
 from dilabench.kernels.fused.forward import fused_forward, fused_forward_partials
+from dilabench.kernels.fused.packing import Packing
 from dilabench.kernels.fused.partials import Partials
-from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
+from dilabench.kernels.fused.residue_plan import ResiduePlan, document_plan, residue_plan
 from dilabench.kernels.launch_cache import Beside, Launch, LaunchCache
 from dilabench.kernels.streams import record
 from dilabench.kernels.tuning import Direction, TileConfig, read_tiles
@@ -27,19 +28,18 @@ from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import Workload
 
 
-def build(workload: Workload, context: BuildContext) -> Fused | FusedDetached | Packed:
+def build(workload: Workload, context: BuildContext) -> Fused | FusedDetached:
     """Plan the tiles of the workload; tables reach the device with the first call.
 
     Raises ValueError for branches that have no plan (`residue_plan`).
     """
-    return build_packed(_padded, workload, context) if workload.layout == "packed" else _padded(workload, context)
-
-
-def _padded(workload: Workload, context: BuildContext) -> Fused | FusedDetached:
+    if workload.cu_seqlens is not None:
+        return Packings(workload, context).of(workload.cu_seqlens)
     pattern = DilatedPattern.of(workload)
-    # A head of one branch merges with nothing: its gradients are the exact ones. Forward alone, all merges are alike.
-    detached = workload.detaches_merge and not pattern.has_grouped_heads and len(pattern.branches) > 1
-    plan = _plan(workload, detached)
+    detached = _is_detached(workload, pattern)
+    about, options = _of_heads(workload, pattern)
+    branches = pattern.segment_lengths, pattern.dilation_rates
+    plan = residue_plan(*branches, workload.seq_len, *about, separate=detached, **options)
     zero_keys = log_zero_keys(workload, context.device, apart=detached) if pattern.has_zero_keys else None
     scale, tiles = workload.softmax_scale, read_tiles(context.tiles)
     if not detached:
@@ -49,21 +49,43 @@ def _padded(workload: Workload, context: BuildContext) -> Fused | FusedDetached:
     return FusedDetached(plan, scale, of_branches, tiles)
 
 
-def _plan(workload: Workload, detached: bool) -> ResiduePlan:
-    pattern = DilatedPattern.of(workload)
-    return residue_plan(
-        pattern.segment_lengths,
-        pattern.dilation_rates,
-        workload.seq_len,
-        workload.num_heads,
-        workload.num_kv_heads,
-        workload.causal,
-        pattern.offset,
-        pattern.offset_by,
-        separate=detached,
-        branch_of_head=pattern.branch_of_head(workload.num_heads),
-        window=workload.window,
-    )
+def _is_detached(workload: Workload, pattern: DilatedPattern) -> bool:
+    """Whether each branch is a launch by itself."""
+    # A head of one branch merges with nothing: its gradients are the exact ones. Forward alone, all merges are alike.
+    return workload.detaches_merge and not pattern.has_grouped_heads and len(pattern.branches) > 1
+
+
+def _of_heads(workload: Workload, pattern: DilatedPattern) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `residue_plan` takes behind the length, in order and by name."""
+    about = workload.num_heads, workload.num_kv_heads, workload.causal, pattern.offset, pattern.offset_by
+    return about, {"branch_of_head": pattern.branch_of_head(workload.num_heads), "window": workload.window}
+
+
+class Packings:
+    """What packings of one configuration have in common: a computation for another one takes microseconds per document.
+
+    Of the workload its bounds do not matter.
+    """
+
+    def __init__(self, workload: Workload, context: BuildContext) -> None:
+        self._pattern = DilatedPattern.of(workload)
+        self._detached = _is_detached(workload, self._pattern)
+        self._about, self._options = _of_heads(workload, self._pattern)
+        self._heads = workload.num_heads, workload.num_kv_heads
+        self._zero_keys = self._pattern.has_zero_keys and not workload.causal
+        self._scale, self._tiles, self._device = workload.softmax_scale, read_tiles(context.tiles), context.device
+
+    def of(self, bounds: tuple[int, ...]) -> Fused | FusedDetached:
+        """The computation for documents from ``bounds[i]`` to ``bounds[i + 1]``, none of them empty."""
+        branches = self._pattern.segment_lengths, self._pattern.dilation_rates
+        plan = document_plan(*branches, bounds, *self._about, separate=self._detached, **self._options)
+        zero_keys: tuple[Tensor, ...] = ()
+        if self._zero_keys:
+            zero_keys = log_zero_keys_of_documents(self._pattern, *self._heads, bounds, self._device, self._detached)
+        packing = Packing(bounds)
+        if self._detached:
+            return FusedDetached(plan, self._scale, zero_keys, self._tiles, packing, self)
+        return Fused(plan, self._scale, zero_keys[0] if zero_keys else None, self._tiles, packing, self)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -71,13 +93,16 @@ class Fused:
     """All branches in one kernel.
 
     `zero_keys`: as `null_mass.log_zero_keys` gives them, added to the result of all branches. `tiles`: shapes of the
-    kernels by their names, where not their own.
+    kernels by their names, where not their own. `packing`: the documents of a plan for some, whose tensors are [T, ·,
+    D]; `packings` gives computations for others.
     """
 
     plan: ResiduePlan
     scale: float
     zero_keys: Tensor | None = field(default=None, repr=False, compare=False)
     tiles: Mapping[Direction, TileConfig] = field(default_factory=dict, repr=False, compare=False)
+    packing: Packing | None = field(default=None, repr=False, compare=False)
+    packings: Packings | None = field(default=None, repr=False, compare=False)
     number: int = field(default_factory=new_number, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -89,14 +114,27 @@ class Fused:
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out, and lse [B, H, N] (natural log, float32), which carries no gradient."""
-        return differentiable(self, self.number, q, k, v)
+        if self.packing is None:
+            return differentiable(self, self.number, q, k, v)
+        out, lse = differentiable(self, self.number, q[None], k[None], v[None])
+        return out[0], lse[0]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None) -> tuple[Tensor, Tensor]:
         """out and lse, outside autograd; `beside`: what is compiled with it."""
         config, mass = self.tiles.get("forward"), self.zero_keys
         if mass is not None:
             record([mass])
-        return fused_forward(q, k, v, self.plan, scale=self.scale, log_mass=mass, config=config, beside=beside)
+        return fused_forward(
+            q,
+            k,
+            v,
+            self.plan,
+            scale=self.scale,
+            log_mass=mass,
+            config=config,
+            beside=beside,
+            packing=self.packing,
+        )
 
     def forward_before_backward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """As `forward`, which compiles for `backward`, too."""
@@ -122,6 +160,8 @@ class FusedDetached:
     scale: float
     zero_keys: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
     tiles: Mapping[Direction, TileConfig] = field(default_factory=dict, repr=False, compare=False)
+    packing: Packing | None = field(default=None, repr=False, compare=False)
+    packings: Packings | None = field(default=None, repr=False, compare=False)
     number: int = field(default_factory=new_number, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -138,7 +178,10 @@ class FusedDetached:
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out, and lse [B, H, N] (natural log, float32), which carries no gradient."""
-        return differentiable(self, self.number, q, k, v, keeps_more=self.keeps_more)
+        if self.packing is None:
+            return differentiable(self, self.number, q, k, v, keeps_more=True)
+        out, lse = differentiable(self, self.number, q[None], k[None], v[None], keeps_more=True)
+        return out[0], lse[0]
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None
@@ -165,6 +208,7 @@ class FusedDetached:
             log_masses=self.zero_keys,
             config=self.tiles.get("forward"),
             beside=beside,
+            packing=self.packing,
             cache=cache,
         )
 
@@ -212,5 +256,6 @@ def _backward(
         query_config=of.tiles.get("backward_query"),
         key_config=of.tiles.get("backward_key"),
         partials=partials,
+        packing=of.packing,
         cache=cache,
     )

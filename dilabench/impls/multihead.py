@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -59,14 +62,26 @@ class ProjectedAttention(nn.Module):
         if isinstance(self.norm, nn.LayerNorm):
             self.norm.reset_parameters()
 
-    def forward(self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Tensor:
-        """[B, N, E] of query [B, N, E]; the key is the query and the value is the key where they are left out."""
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+    ) -> Tensor:
+        """[B, N, E] of query [B, N, E]; the key is the query and the value is the key where they are left out.
+
+        With `cu_seqlens`, bounds of packed sequences that rise from 0: [T, E] of query [T, E].
+        """
         key = query if key is None else key
         value = key if value is None else value
         q = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        return self.out_proj(self.norm(self.attention(q, k, v).flatten(2)))
+        # Not every attention function takes bounds.
+        packed: dict[str, Any] = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+        return self.out_proj(self.norm(self.attention(q, k, v, **packed).flatten(-2)))
 
 
 def build_gather(workload: Workload, context: BuildContext) -> ProjectedAttention:

@@ -6,9 +6,12 @@ With a mass n beside its keys, a row's lse becomes log(exp(lse) + n) and its out
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import Workload
 
 
@@ -39,6 +42,42 @@ def log_zero_keys(
     for head, start, keys in zero_keys:
         counts[keys.part if apart else 0, head, _places(keys.rows, start, rows)] += keys.count
     return counts.log_().to(device)
+
+
+def log_zero_keys_of_documents(
+    pattern: DilatedPattern,
+    num_heads: int,
+    num_kv_heads: int,
+    bounds: Sequence[int],
+    device: torch.device,
+    apart: bool = False,
+) -> tuple[Tensor, ...]:
+    """As `log_zero_keys` for documents from ``bounds[i]`` to ``bounds[i + 1]`` where nothing is causal: [1, H, T], or
+    with `apart` [H, T] of each branch, float32, also where no row sees a zero key. Made on the device.
+    """
+    edges = torch.tensor(bounds, dtype=torch.int32).to(device)
+    row = torch.arange(bounds[-1], dtype=torch.int32, device=device)
+    document = torch.bucketize(row, edges[1:], right=True, out_int32=True)
+    length = edges.diff()[document]
+    place = row - edges[document]
+    counts: list[Tensor] = []
+    of_head = pattern.branch_of_head(num_heads)
+    for index, (w, r) in enumerate(pattern.branches):
+        segment = length.clamp(max=w)
+        inside = place % segment
+        kept = torch.minimum(segment, length - (place - inside))
+        # Where the rate divides the segment, only the last one can lack positions.
+        lacks = -(-segment // r) if w % r else torch.where(kept + place - inside == length, -(-segment // r), 0)
+        takes_part = [of_head is None or of_head[head] == index for head in range(num_heads)]
+        of_heads = [
+            pattern.head_offset(head, r, num_heads, num_kv_heads) if takes_part[head] else -1
+            for head in range(num_heads)
+        ]
+        offset = torch.tensor(of_heads, dtype=torch.int32).to(device)[:, None]
+        there = (inside % r == offset) & (lacks > 0)
+        counts.append(torch.where(there, lacks - (kept - offset + (r - 1)) // r, 0))
+    summed = counts if apart else [sum(counts[1:], counts[0])[None]]
+    return tuple(count.float().log_() for count in summed)
 
 
 def _places(seeing: range, start: int, rows: Tensor | None) -> slice | Tensor:

@@ -221,18 +221,25 @@ class WithGradient(torch.autograd.Function):
 
 
 def as_one_operator(
-    number: int, q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...] = _NONE, sink: Tensor | None = None
+    number: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: tuple[Any, ...] = _NONE,
+    sink: Tensor | None = None,
+    bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B, N, H, D] and lse [B, H, N], which carries no gradient, by what is registered under this number.
 
     Differentiable, also by torch.func. options: the fields of `Options`. sink: [H], the logits of a key of value 0.
+    bounds: [S + 1], `Options.cu_seqlens` as a tensor, so that one graph serves all packings; it is read when it runs.
     """
     if not torch.compiler.is_compiling() and FLOP_COUNTER in sys.modules:
         let_flops_be_counted(_pairs)
     if isinstance(number, Kept) or torch._C._are_functorch_transforms_active():
-        out, lse, _ = _Differentiable.apply(q, k, v, sink, number, _written(options))
+        out, lse, _ = _Differentiable.apply(q, k, v, sink, bounds, number, _written(options))
     else:
-        out, lse, _ = _attention_op(q, k, v, sink, number, *options)
+        out, lse, _ = _attention_op(q, k, v, sink, bounds, number, *options)
     return out, lse.detach()
 
 
@@ -251,7 +258,7 @@ def _read(asked: str) -> Options:
 
 
 def _shapes_of_results(
-    q: Tensor, _k: Tensor, _v: Tensor, _sink: Tensor | None, _number: int, asked: str
+    q: Tensor, _k: Tensor, _v: Tensor, _sink: Tensor | None, _bounds: Tensor | None, _number: int, asked: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     # How much comes of other ranks is known to no trace: it depends on all of their tokens.
     kept = torch.library.get_ctx().new_dynamic_size() if _read(asked).algorithm else 0
@@ -260,10 +267,10 @@ def _shapes_of_results(
 
 @operator("attention_forward", _shapes_of_results)
 def _forward_op(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, number: int, asked: str
+    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bounds: Tensor | None, number: int, asked: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, and the bytes of what ranks want kept for the backward pass."""
-    options = _read(asked)
+    options = _with_bounds(_read(asked), bounds)
     computation = _computation(number, query, key, value, options)
     forward = getattr(computation, "forward_before_backward", None) if options.wants_gradient else None
     out, lse, *more = (forward or computation.forward)(query, key, value)
@@ -290,15 +297,20 @@ def _backward_op(
     out: Tensor,
     lse: Tensor,
     kept: Tensor,
+    bounds: Tensor | None,
     number: int,
     asked: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from the results of the forward operator."""
-    options = _read(asked)
+    options = _with_bounds(_read(asked), bounds)
     computation: Any = _computation(number, query, key, value, options)
     more = [_from_bytes(computation, kept)] if options.algorithm else []
     dq, dk, dv = computation.backward(dout, query, key, value, out, lse, *more)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+def _with_bounds(options: Options, bounds: Tensor | None) -> Options:
+    return options if bounds is None else options._replace(cu_seqlens=tuple(bounds.tolist()))
 
 
 def _is_alone(number: int, asked: str) -> bool:
@@ -349,28 +361,34 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, number: int, asked: str
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sink: Tensor | None,
+        bounds: Tensor | None,
+        number: int,
+        asked: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _forward_op(query, key, value, sink, number, asked)
+        return _forward_op(query, key, value, sink, bounds, number, asked)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        query, key, value, sink, ctx.number, ctx.asked = inputs
-        ctx.save_for_backward(query, key, value, *output, sink)
+        query, key, value, sink, bounds, ctx.number, ctx.asked = inputs
+        ctx.save_for_backward(query, key, value, *output, bounds, sink)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _dlse: Tensor, _dkept: Tensor | None) -> tuple[Tensor | None, ...]:
         *saved, sink = ctx.saved_tensors
 
         def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-            of_inputs = _backward_op(*tensors[:7], ctx.number, ctx.asked)
+            of_inputs = _backward_op(*tensors[:8], ctx.number, ctx.asked)
             if sink is None:
                 return of_inputs
-            dout, _, _, _, out, lse, _, sinks = tensors
+            dout, _, _, _, out, lse, _, _, sinks = tensors
             return *of_inputs, sink_gradient(dout, out, lse, sinks)
 
         found = first_derivatives(gradients, dout, *saved, *(() if sink is None else (sink,)))
-        return *found, *(None for _ in range(6 - len(found)))
+        return *found, *(None for _ in range(7 - len(found)))
 
 
 @differentiable_operator("attention")
@@ -379,6 +397,7 @@ def _attention_op(
     key: Tensor,
     value: Tensor,
     sink: Tensor | None,
+    bounds: Tensor | None,
     number: int,
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
@@ -400,7 +419,7 @@ def _attention_op(
     # A trace must see all results whose size it does not know.
     rules = heads, offset, offset_by, padding, merge_grad, cu_seqlens, wants_gradient, algorithm, backend
     asked = _written((segment_lengths, dilation_rates, causal, window, scale, *rules))
-    out, lse, kept = _Differentiable.apply(query, key, value, sink, number, asked)
+    out, lse, kept = _Differentiable.apply(query, key, value, sink, bounds, number, asked)
     return out, lse, kept
 
 
@@ -416,7 +435,7 @@ def _warn_of_packings(cu_seqlens: tuple[int, ...]) -> None:
             logger.warning(
                 "%d lists cu_seqlens are compiled, each a graph of its own, and torch compiles a function so often: "
                 "for another list it raises FailOnRecompileLimitHit with fullgraph=True, and runs the function "
-                "uncompiled without. Give lists that come again, call attention under torch.compiler.disable, or raise "
+                "uncompiled without. Give cu_seqlens as a tensor, which one graph takes any bounds in, or raise "
                 "torch._dynamo.config.recompile_limit",
                 limit,
             )

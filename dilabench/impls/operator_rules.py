@@ -198,11 +198,21 @@ def _register_flop_formulas(pairs: Callable[..., int]) -> tuple[Any, ...]:
     """Give `torch.utils.flop_counter` the work of the operators, by the pairs of their patterns; the operators."""
     from torch.utils.flop_counter import register_flop_formula
 
-    def of_forward(q: Any, k: Any, _v: Any, _sink: Any, number: int, asked: str, **_: Any) -> int:
+    def of_forward(q: Any, k: Any, _v: Any, _sink: Any, _bounds: Any, number: int, asked: str, **_: Any) -> int:
         return FORWARD_FLOPS_PER_PAIR_AND_DIM * q[-1] * pairs(number, torch.Size(q), torch.Size(k), asked)
 
     def of_backward(
-        _dout: Any, q: Any, k: Any, _v: Any, _out: Any, _lse: Any, _kept: Any, number: int, asked: str, **_: Any
+        _dout: Any,
+        q: Any,
+        k: Any,
+        _v: Any,
+        _out: Any,
+        _lse: Any,
+        _kept: Any,
+        _bounds: Any,
+        number: int,
+        asked: str,
+        **_: Any,
     ) -> int:
         return int(
             BACKWARD_FACTOR

@@ -16,12 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dilabench.kernels.fused.branch_group import SPAN_COLUMNS
+from dilabench.kernels.fused.tile_walk import find_span
 from dilabench.kernels.launch_cache import Launch, LaunchCache, stride_unit
 from dilabench.kernels.tuning import rows_of_a_program
 
 # Rows of a block, all of which are there: sixteen bytes and more are read at once.
 STATS_BLOCK = 16
 _BLOCK = tl.constexpr(STATS_BLOCK)
+_SPAN_COLUMNS = tl.constexpr(SPAN_COLUMNS)
 
 # exp2(x - lse) is 0 for an lse so large, and its product with a difference from so large a sum, which is finite, too.
 _NO_TOKEN = 1e38
@@ -96,6 +99,7 @@ _STRIDES = tuple(f"{name}_{axis}" for name in ("out", "dout") for axis in "bnh")
         "segment_rows",
         "stored",
         "stats_rows",
+        "n_spans",
     )
 )
 def _bwd_preprocess_kernel(
@@ -106,6 +110,7 @@ def _bwd_preprocess_kernel(
     classes_ptr,
     delta_ptr,
     stats_ptr,
+    spans_ptr,
     out_b,
     out_n,
     out_h,
@@ -120,6 +125,7 @@ def _bwd_preprocess_kernel(
     segment_rows,
     stored,
     stats_rows,
+    n_spans,
     UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -134,15 +140,29 @@ def _bwd_preprocess_kernel(
     blocks = tl.cdiv(stored, ROWS)
     row = (rest % blocks) * ROWS + tl.arange(0, ROWS)
     batch = (rest // blocks).to(tl.int64)
-    if classes_ptr is None:
-        valid = row < stored
-        segment, inside = row // segment_tokens, row % segment_tokens
+    valid = row < stored
+    if spans_ptr is not None:
+        # Of documents, `segments` is 1.
+        segment = find_span(spans_ptr, row, n_spans, 0 if classes_ptr is None else 4)
+        span_ptr = spans_ptr + segment * _SPAN_COLUMNS
+        first_token, first_stats = tl.load(span_ptr), tl.load(span_ptr + 3)
+        segment = 0
+        if classes_ptr is None:
+            inside = row - first_token
+        else:
+            inside = (row - tl.load(span_ptr + 4)) * R + tl.load(classes_ptr + head)
+            valid = valid & (inside < tl.load(span_ptr + 1))
+        tokens = first_token + inside
     else:
-        segment = row // segment_rows
-        inside = row % segment_rows * R + tl.load(classes_ptr + head)
-        valid = (row < stored) & (inside < segment_tokens)
-    tokens = segment * segment_tokens + inside
-    valid = valid & (tokens < length)
+        first_stats = 0
+        if classes_ptr is None:
+            segment, inside = row // segment_tokens, row % segment_tokens
+        else:
+            segment = row // segment_rows
+            inside = row % segment_rows * R + tl.load(classes_ptr + head)
+            valid = valid & (inside < segment_tokens)
+        tokens = segment * segment_tokens + inside
+        valid = valid & (tokens < length)
     at = tokens.to(tl.int64)
     row_at = (batch * n_heads + head) * length + at
     lse = tl.load(lse_ptr + row_at, valid, float("-inf"))
@@ -163,7 +183,7 @@ def _bwd_preprocess_kernel(
         if delta_ptr is not None:
             tl.store(delta_ptr + row_at, delta, valid)
     target = ((batch * n_heads + head) * R + inside % R) * segments + segment
-    target = 2 * target * stats_rows + _places(inside // R, BLOCK)
+    target = 2 * (target * stats_rows + first_stats) + _places(inside // R, BLOCK)
     # exp2(x - inf) is 0: a row that sees no key contributes nothing.
     log2_lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     tl.store(stats_ptr + target, log2_lse, valid)
@@ -180,13 +200,15 @@ def bwd_preprocess(
     delta: Tensor | None = None,
     found: bool = False,
     one_class: OneClass | None = None,
+    spans: Tensor | None = None,
 ) -> Tensor:
     """lse * log2(e) and rowsum(out * dout) of out, dout [B, N, H, D], lse [B, H, N]: float32
     ``[B, H, R, segments, rows / block, 2, block]``.
 
     cache: that of the pass, in which this launch has a name. delta: room for rowsum(out * dout), like lse, for the
     next of several layouts, which reads neither out nor dout once it is ``found``. one_class: of out [B, n, H, D],
-    which has no other rows; nothing is written of theirs.
+    which has no other rows; nothing is written of theirs. spans: where super-segments of documents lie
+    (`fused.packing.span_table`), whose rows the layout has one after another.
     """
     batch, length, num_heads, _ = dout.shape
     out, dout = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, dout))
@@ -197,6 +219,8 @@ def bwd_preprocess(
         tensors["delta"] = delta
     if one_class is not None:
         tensors["own_lse"] = one_class.lse
+    if spans is not None:
+        tensors["spans"] = spans
     cache.launch(name, [tensors], lambda: [_launch(tensors, layout, found, one_class)])
     return stats
 
@@ -209,6 +233,7 @@ def _launch(tensors: dict[str, Tensor], layout: StatsLayout, found: bool, one_cl
     arguments = {
         "delta_ptr": None,
         "own_lse_ptr": None,
+        "spans_ptr": None,
         "classes_ptr": one_class.classes if one_class else None,
         **{f"{name}_ptr": x for name, x in tensors.items()},
         **dict(zip(_STRIDES, (step // unit for x in (out, dout) for step in x.stride()[:3]), strict=True)),
@@ -220,6 +245,7 @@ def _launch(tensors: dict[str, Tensor], layout: StatsLayout, found: bool, one_cl
         "segment_rows": one_class.segment_rows if one_class else 0,
         "stored": out.shape[1],
         "stats_rows": layout.rows,
+        "n_spans": len(tensors["spans"]) if "spans" in tensors else 0,
         "UNIT": unit,
         "HEAD_DIM": dim,
         "DIM": columns,

@@ -119,10 +119,10 @@ class LaunchCache:
                 # Triton would ask for both once more at every launch.
                 stream = driver.active.get_current_stream(self._device)
                 if (name, stream) not in self._recorded:
-                    record(value for repeated in known for value in repeated.values)
+                    record(value for launch in known for value in launch.values)
                     self._recorded.add((name, stream))
-            for known_launch, own in zip(known, tensors, strict=True):
-                known_launch.again(own, stream)
+            for launch, own in zip(known, tensors, strict=True):
+                launch.again(own, stream)
             return
         first = next(iter(tensors[0].values()))
         with torch.cuda.device_of(first):
@@ -176,8 +176,10 @@ class _Repeated:
 
         Triton's Python runs only for addresses that are new, and for Triton's hooks.
         """
-        hooks = knobs.runtime
-        if self._launcher is None or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        # A chain of hooks; a program may also have set a function, or None.
+        hooked = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
+        if self._launcher is None or stream is None or hooked:
             self._launch_by_triton(*self._values_of(own), stream=stream)
             return
         addresses = tuple(map(Tensor.data_ptr, map(own.__getitem__, self._names)))
@@ -314,8 +316,9 @@ def _warmed(launches: Sequence[Launch]) -> list[Any]:
     with ExitStack() as stack:
         if hasattr(triton, "AsyncCompileMode"):
             threads = stack.enter_context(ThreadPoolExecutor())
-            # A caller may do the same around this call: Triton raises, and threads of theirs compile.
-            with suppress(RuntimeError):
+            # A caller may do the same around this call: Triton raises, and threads of theirs compile. One that cannot
+            # ignore errors (3.5) compiles one kernel after another.
+            with suppress(RuntimeError, TypeError):
                 stack.enter_context(triton.AsyncCompileMode(threads, ignore_errors=True))
         warmed = []
         for launch in launches:

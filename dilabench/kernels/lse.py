@@ -12,6 +12,7 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 # Elements of a slice that a half-precision merge holds in float32: what a cache keeps, and work enough for a GPU.
@@ -19,10 +20,18 @@ SLICE_ELEMENTS = 2**13
 SLICE_ELEMENTS_ON_CUDA = 2**24
 
 
+# That of torch 2.10, the first that our kernels ran with. Descriptors say so, too (`choice.implementations`).
+LEAST_TRITON = "3.6"
+
+
 @cache
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether Triton merges results of the dtype on the device: from sm_80 on, also where CUDA is only traced."""
+    """Whether Triton merges results of the dtype on the device: from sm_80 and 3.6 on, also where CUDA is traced."""
     if device.type != "cuda" or dtype == torch.float64 or find_spec("triton") is None:
+        return False
+    import triton
+
+    if Version(triton.__version__) < Version(LEAST_TRITON):
         return False
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 

@@ -333,6 +333,8 @@ FEW_ENTRIES = 1 << 17
 NUMBERS_AT_ONCE = 1 << 23
 # Lists of all tails at once are made up to so many entries, and tiles of so many classes.
 TOGETHER_ENTRIES, TOGETHER_TILES = 1 << 20, 1 << 16
+# Documents end with many tails at once, and the next packing of them with others.
+DOCUMENT_ENTRIES, DOCUMENT_TILES = 1 << 23, 1 << 18
 
 # Lists by key of a block mask that are far longer than others are shared by programs: as many as run at once on a GPU
 # of 132 multiprocessors, twice over, so that the last ones to end are short.

@@ -1,4 +1,6 @@
-"""Native sparse attention (NSA, Yuan et al. 2025): compressed blocks, selected blocks and a window, summed with gates.
+"""The three attentions of NSA (Yuan et al. 2025), selecting per block of queries: means, selected blocks, a window.
+
+NSA itself selects per query token.
 
 out[i, h] = g1 · compressed + g2 · selected + g3 · window, each with a softmax of its own. semantics.md §5.
 """
@@ -54,6 +56,10 @@ class NativeSparsePattern(Pattern):
     window_size: Size = Field(default=512, ge=1)
     selection_seed: int = Field(default=0, ge=0)
     gate_seed: int = Field(default=0, ge=0)
+
+    def label(self) -> str:
+        """With what shares a selection."""
+        return f"{super().label()} per block of queries"
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:

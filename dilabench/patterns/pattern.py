@@ -91,7 +91,7 @@ class Pattern(Model, ABC):
     def trials(cls) -> Mapping[str, Mapping[str, Any]]:
         """Named requests that `verify --all` goes through, as fields of the pattern and of the shape.
 
-        `verify NAME` takes the first of those of a pattern that NAME computes.
+        `verify NAME` takes the first of those of a pattern that NAME computes, if no pattern is given.
         """
         kind = cls.model_fields["kind"].default
         return {kind: {}, f"{kind}-full": {"causal": False}}

@@ -51,12 +51,12 @@ OWN_KINDS = (
     ),
     PatternKind(
         "topk_blocks",
-        "the best key blocks of each query block, by a selector (MoBA, VSA)",
+        "the best key blocks of each block of queries, by a selector (VSA; MoBA selects per query token)",
         "dilabench.patterns.topk_blocks:TopKBlocksPattern",
     ),
     PatternKind(
         "native_sparse",
-        "compressed blocks, selected blocks and a window, summed with gates (NSA)",
+        "means of blocks, blocks selected per block of queries and a window, summed with gates (NSA: per query token)",
         "dilabench.patterns.native_sparse:NativeSparsePattern",
     ),
 )
@@ -139,7 +139,11 @@ def read_pattern(value: Any) -> Pattern:
     Raises ValueError for an unknown kind or without one.
     """
     if isinstance(value, Pattern):
-        return value
+        known = _types.get(value.kind)
+        if isinstance(known, PatternKind) or known is None or type(value) not in known.__mro__[1:]:
+            return value
+        # An instance of a plug-in's own class, of which a checked subclass is registered.
+        return known.model_construct(**value.__dict__)
     if not isinstance(value, Mapping) or not isinstance(value.get("kind"), str):
         raise ValueError(f"pattern {value!r:.80} has no kind; write for example {{'kind': '{known_kinds()[0]}'}}")
     kind = value["kind"]

@@ -1,4 +1,6 @@
-"""The best key blocks of each query block, by a named selector: MoBA (Lu et al. 2025), VSA (Zhang et al. 2025).
+"""The best key blocks of each block of queries, by a named selector: as VSA (Zhang et al. 2025) selects.
+
+MoBA (Lu et al. 2025) selects per query token; selector mean_key takes its score for a block of queries.
 
 The indices are an input: made once by the selector, the same for the oracle and for every implementation.
 semantics.md §5.
@@ -7,20 +9,29 @@ semantics.md §5.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from dilabench.errors import ConfigError
-from dilabench.patterns.answers import SequenceShape, WholeBlocks
-from dilabench.patterns.block_masks import MAX_BLOCKS, visible_blocks
+from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SequenceShape, WholeBlocks
+from dilabench.patterns.block_masks import (
+    MAX_BLOCKS,
+    block_shares,
+    masked_pairs,
+    rows_of_blocks,
+    rows_with_keys,
+    visible_blocks,
+)
 from dilabench.patterns.mask_files import mask_digest, mask_of_digest, read_array
+from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.selectors import ABSENT, SELECTORS, Blocks, select
-from dilabench.patterns.whole_blocks import WholeBlocksPattern
 from dilabench.validation import Model, Size, validated
 
 if TYPE_CHECKING:
@@ -29,6 +40,64 @@ if TYPE_CHECKING:
     from dilabench.patterns.selectors import Indices
 
 SelectorName = Literal["mean_key", "pooled", "random", "given"]
+
+
+class WholeBlocksPattern(Pattern):
+    """C = 1 where the mask of (the head, i // block, j // block) is set."""
+
+    block_size: int
+
+    @property
+    def block_length(self) -> int:
+        """As given."""
+        return self.block_size
+
+    @abstractmethod
+    def whole_blocks(self, shape: SequenceShape) -> WholeBlocks:
+        """The mask. It may leave out, or not, what the causal mask hides anyway."""
+
+    def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:
+        """Rows of a block have the same keys."""
+        mask, size = self._of_head(shape, head)
+        _, first = np.unique(rows // size, return_index=True)
+        for members in np.split(rows, first[1:]):
+            if len(members):
+                yield KeyGroup(members, (rows_of_blocks(mask[members[0] // size], size, shape.length),))
+
+    def head_key(self, shape: SequenceShape, head: int) -> Hashable:
+        """Heads that share a mask."""
+        return head * len(self.whole_blocks(shape).mask) // shape.num_heads
+
+    def rows_seeing(self, shape: SequenceShape, head: int, key: int) -> Positions:
+        """The rows of the blocks that see the key's."""
+        mask, size = self._of_head(shape, head)
+        return rows_of_blocks(mask[:, key // size], size, shape.length)
+
+    def covered(self, shape: SequenceShape, head: int) -> NDArray[np.bool_]:
+        """Block by block."""
+        mask, size = self._of_head(shape, head)
+        return rows_with_keys(mask, size, shape.length, shape.reach)
+
+    def pairs(self, shape: SequenceShape) -> Pairs:
+        """Block by block."""
+        blocks = self.whole_blocks(shape)
+        heads = shape.num_heads // len(blocks.mask)
+        pairs = heads * sum(
+            masked_pairs(mask, blocks.block_size, shape.length, shape.causal, shape.window) for mask in blocks.mask
+        )
+        return Pairs(pairs, pairs)
+
+    def edges(self, shape: SequenceShape) -> Positions:
+        """Where blocks begin."""
+        return np.arange(0, shape.length, self.whole_blocks(shape).block_size)
+
+    def shares(self, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64]:
+        """Of blocks, exactly."""
+        return block_shares(self.whole_blocks(shape).mask[0], lines, columns)
+
+    def _of_head(self, shape: SequenceShape, head: int) -> tuple[NDArray[np.bool_], int]:
+        blocks = self.whole_blocks(shape)
+        return blocks.mask[head * len(blocks.mask) // shape.num_heads], blocks.block_size
 
 
 class TopKBlocksRequest(Model):
@@ -44,7 +113,7 @@ class TopKBlocksRequest(Model):
 class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
     """C[h, i, j] = 1 where the selection of key/value head h // g has block j // block_size for block i // block_size.
 
-    `selector`: mean_key (MoBA: the own block always), pooled (VSA), random, or given: an `indices_file`, `.npy` of
+    `selector`: mean_key (the own block always, as MoBA), pooled (VSA), random, or given: an `indices_file`, `.npy` of
     integers [n, k] or [K, n, k], n blocks of queries. In it, order does not matter, an index that is repeated counts
     once, and -1 stands for none.
     """
@@ -73,6 +142,10 @@ class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
             digest = mask_digest(Path(asked["indices_file"]), "indices")
             asked = {"selector": "given", **asked, "indices_digest": digest}
         return validated(cls, asked)
+
+    def label(self) -> str:
+        """With what shares a selection."""
+        return f"{super().label()} per block of queries"
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:

@@ -18,7 +18,7 @@ from dilabench.choice.descriptors import (
     Named,
 )
 from dilabench.plugins.axis import LENGTH, Axis
-from dilabench.validation import CHECKED, Name, Priority, Target, at_least, readable
+from dilabench.validation import CHECKED, Name, Options, Priority, Target, at_least, readable
 
 __all__ = [
     "ANY_PATTERN",
@@ -64,11 +64,15 @@ class Suite:
     called as `analyse(record, catalogue)`. `only_plots`: it finds plots alone, so that reporters without plots skip it.
     `projections` (optional) is `project(record) -> Sequence[dict]`: what would be beyond what was measured. It is kept
     in the record apart from the rows, and no table of measurements shows it.
-    `options`: names of what a request may set in `options`; None leaves it to the suite to refuse others. `priority`:
-    suite `all` asks the highest first, and last of all those that take what time is left (`takes_the_rest`). `tunes`:
-    its cases are those that `dilabench tune` chooses among. `axis`: what its answer is given by, a line for each value.
-    `by_name`: suite `all` leaves it out. `deals`: what it plans, and follows up with, are the cases of `request.shard`
-    alone; without it, workloads are dealt out to shards, and a suite with a follow-up has none.
+    `options`: a pydantic model of what a request may set in `options`, each field with a default; None leaves it to the
+    suite to refuse others. A field `pace` is the option `--pace` of `dilabench run`, and its description the help of
+    that; the name of an option that every suite has is set by `--set` alone. The values are checked by the model
+    before the suite sees `request.options`, which holds those that were given.
+    `priority`: suite `all` asks the highest first, and last of all those that take what time is left
+    (`takes_the_rest`). `tunes`: its cases are those that `dilabench tune` chooses among. `axis`: what its answer is
+    given by, a line for each value. `by_name`: suite `all` leaves it out. `deals`: what it plans, and follows up with,
+    are the cases of `request.shard` alone; without it, workloads are dealt out to shards, and a suite with a follow-up
+    has none.
     """
 
     name: Name
@@ -84,7 +88,7 @@ class Suite:
     aliases: tuple[Name, ...] = ()
     reads_catalogue: bool = False
     only_plots: bool = False
-    options: tuple[str, ...] | None = None
+    options: Options = None
     priority: Priority = 0
     takes_the_rest: bool = False
     tunes: bool = False

@@ -28,7 +28,7 @@ from dilabench.plugins.descriptors import (
     Timer,
     WorkloadPreset,
 )
-from dilabench.plugins.pattern_guard import hold
+from dilabench.plugins.pattern_guard import checked_pattern
 from dilabench.record import PluginInfo
 from dilabench.version import __version__
 from dilabench.workload.spec import WorkloadRequest
@@ -115,23 +115,24 @@ def _admit(found: Found, name: str, module: Any, info: PluginInfo, *, third_part
     manager.add_hookspecs(hookspecs)
     manager.register(module, name)
     _refuse_misspelt_hooks(manager, module)
-    offered = [
-        (getattr(found.catalogue, kind), _offered(manager, kind, third_party=third_party)) for kind in REGISTRIES
-    ]
-    if not any(descriptors for _, descriptors in offered):
+    offered = {kind: _offered(manager, kind, third_party=third_party) for kind in REGISTRIES}
+    if not any(offered.values()):
         raise PluginError("it registers nothing; does a function carry @hookimpl and return descriptors?")
     # Patterns are light, and requests and records ask all of them: one that cannot be loaded is not let in.
     patterns: list[tuple[PatternKind, type[Pattern]]] = []
-    for registry, descriptors in offered:
-        registry.refuse_taken(descriptors, name)
-        if third_party and registry is found.catalogue.patterns:
-            patterns += [(kind, load(kind)) for kind in descriptors]
-    for kind, pattern in patterns:
-        hold(name, pattern)
-        _refuse_shadowing(kind, pattern)
-    for registry, descriptors in offered:
+    for pattern_kind in offered["patterns"] if third_party else ():
+        pattern = checked_pattern(name, load(pattern_kind))
+        # A request is flat: the fields of a pattern are next to those of the shape.
+        shared = (pattern.request_model().model_fields.keys() & WorkloadRequest.model_fields.keys()) - {"kind"}
+        if shared:
+            names = ", ".join(sorted(shared))
+            raise PluginError(f"pattern {pattern_kind.name!r}: {names} is a field of every workload; rename it")
+        patterns.append((pattern_kind, pattern))
+    for kind, descriptors in offered.items():
+        getattr(found.catalogue, kind).refuse_taken(descriptors, name)
+    for kind, descriptors in offered.items():
         for descriptor in descriptors:
-            registry.add(descriptor, name)
+            getattr(found.catalogue, kind).add(descriptor, name)
     register(patterns)
     found.plugins.append(info)
     found.modules[name] = getattr(module, "__name__", type(module).__module__)
@@ -148,13 +149,6 @@ def _refuse_misspelt_hooks(manager: pluggy.PluginManager, module: Any) -> None:
     for attribute in dir(module):
         if attribute.startswith(HOOK_PREFIX) and attribute not in called:
             raise PluginError(f"{attribute} is not marked with @hookimpl; known hooks: {known}")
-
-
-def _refuse_shadowing(kind: PatternKind, pattern: type[Pattern]) -> None:
-    """A request is flat: the fields of a pattern stand beside those of the shape."""
-    shared = (pattern.request_model().model_fields.keys() & WorkloadRequest.model_fields.keys()) - {"kind"}
-    if shared:
-        raise PluginError(f"pattern {kind.name!r}: {', '.join(sorted(shared))} is a field of every workload; rename it")
 
 
 def _offered(manager: pluggy.PluginManager, kind_of_thing: str, *, third_party: bool) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A third party's pattern is asked in many places; so its class is held once, in each answer that it gives."""
+"""A third party's pattern is asked in many places; what is registered is a subclass that checks each of its answers."""
 
 import functools
 import inspect
@@ -33,44 +33,52 @@ ANSWERS: Mapping[str, type | tuple[type, ...]] = {
     "under": Pattern,
 }
 OURS = frozenset({"dilabench", "pydantic", "abc", "typing", "builtins"})
-# Classes that were held before: plug-ins are looked for more than once.
-_known: set[type[Pattern]] = set()
 TRIED_OVER = SequenceShape(48, 4, 2, causal=True, window=(-1, -1))
 
 
-def hold(plugin: str, pattern: type[Pattern]) -> None:
-    """Have whatever the class answers by itself raise PluginError when it fails or is of the wrong type.
+@functools.cache
+def checked_pattern(plugin: str, pattern: type[Pattern]) -> type[Pattern]:
+    """A subclass of a plug-in's pattern whose answers raise PluginError when they fail or are of the wrong type.
 
-    What costs nothing to ask is asked at once, of its examples: a pattern that cannot be named is not let in.
+    What the pattern inherits from dilabench is not checked; the plug-in's class stays as it is. What costs nothing to
+    ask is asked at once, of its examples: a pattern that cannot be named is not let in.
     """
-    own = [one for one in pattern.__mro__ if one.__module__.partition(".")[0] not in OURS]
-    if own and pattern not in _known:
-        _known.add(pattern)
-        for owner in own:
-            for name in [name for name in vars(owner) if name in vars(Pattern) and not name.startswith("_")]:
-                _replace(plugin, owner, name)
-        # Its validators run in here.
-        pattern.model_validate = classmethod(  # type: ignore[assignment,method-assign]
-            _held(plugin, f"pattern {pattern.__name__}", pattern.model_validate.__func__)  # type: ignore[attr-defined]
-        )
-    if own:
-        _try(pattern)
+    checked: dict[str, Any] = {}
+    for owner in pattern.__mro__:
+        if owner.__module__.partition(".")[0] not in OURS:
+            for name in vars(owner).keys() & vars(Pattern).keys() - checked.keys():
+                member = _checked_member(plugin, owner, name)
+                if member is not None and not name.startswith("_"):
+                    checked[name] = member
+    if not checked and pattern.__module__.partition(".")[0] in OURS:
+        return pattern
+
+    # Its validators run in here.
+    def model_validate(cls: type[Pattern], *arguments: Any, **named: Any) -> Pattern:
+        return super(found, cls).model_validate(*arguments, **named)
+
+    def equal(self: Pattern, other: object) -> Any:
+        return self.__dict__ == other.__dict__ if isinstance(other, pattern) else NotImplemented
+
+    checked["model_validate"] = classmethod(_held(plugin, f"pattern {pattern.__name__}", model_validate))
+    names = {"__module__": pattern.__module__, "__qualname__": pattern.__qualname__, "__doc__": pattern.__doc__}
+    # A plug-in's suite may make instances of its own class, which are the same patterns.
+    metaclass: Any = type(pattern)
+    found: type[Pattern] = metaclass(pattern.__name__, (pattern,), {**names, "__eq__": equal, **checked})
+    _try(found)
+    return found
 
 
-def _replace(plugin: str, owner: type[Any], name: str) -> None:
+def _checked_member(plugin: str, owner: type[Any], name: str) -> Any:
     member, what = vars(owner)[name], f"pattern {owner.__name__}.{name}"
     if isinstance(member, property) and member.fget:
-        setattr(owner, name, property(_held(plugin, what, member.fget, name)))
-    elif isinstance(member, classmethod | staticmethod):
-        setattr(owner, name, type(member)(_held(plugin, what, member.__func__, name)))
-    elif inspect.isfunction(member):
-        setattr(owner, name, _held(plugin, what, member, name))
+        return property(_held(plugin, what, member.fget, name))
+    if isinstance(member, classmethod | staticmethod):
+        return type(member)(_held(plugin, what, member.__func__, name))
+    return _held(plugin, what, member, name) if inspect.isfunction(member) else None
 
 
 def _held(plugin: str, what: str, function: Callable[..., Any], name: str = "") -> Callable[..., Any]:
-    if hasattr(function, "held"):
-        return function
-
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
         refusal: ValidationError | None = None
@@ -80,20 +88,16 @@ def _held(plugin: str, what: str, function: Callable[..., Any], name: str = "") 
             except ValidationError as error:
                 refusal = error
             else:
-                _check(function, answer, ANSWERS.get(name, object))
+                wanted = ANSWERS.get(name, object)
+                if not isinstance(answer, wanted):
+                    kinds = " or ".join(one.__name__ for one in (wanted if isinstance(wanted, tuple) else (wanted,)))
+                    raise PluginError(f"{defined(function)} returned {shown(answer)}; it must return {kinds}")
         if refusal is not None:
             # A value that the pattern does not take: pydantic's own words are for the user.
             raise refusal
         return _iterated(plugin, what, answer) if inspect.isgenerator(answer) else answer
 
-    setattr(call, "held", True)  # noqa: B010 - mypy knows no attribute of a function
     return call
-
-
-def _check(function: Callable[..., Any], answer: object, wanted: type | tuple[type, ...]) -> None:
-    if not isinstance(answer, wanted):
-        names = " or ".join(one.__name__ for one in (wanted if isinstance(wanted, tuple) else (wanted,)))
-        raise PluginError(f"{defined(function)} returned {shown(answer)}; it must return {names}")
 
 
 def _iterated(plugin: str, what: str, items: Iterator[Any]) -> Iterator[Any]:

@@ -135,7 +135,8 @@ def answer(record: RunRecord, axis: Axis) -> Answer:
     ]
     alone = {first.case.group_id: row.fastest for first, row in zip(firsts, rows, strict=True) if row.fastest}
     rows = [
-        _against_one_device(row, alone.get(_on_one_device(first)), record.device)
+        # The group of the same workload on one device; the row's own where it is one of these.
+        _against_one_device(row, alone.get(first.case.model_copy(update={"world_size": 1}).group_id), record.device)
         for first, row in zip(firsts, rows, strict=True)
     ]
     order = {text: place for place, text in enumerate(dict.fromkeys(texts))}
@@ -198,26 +199,15 @@ def _against_one_device(line: AnswerRow, alone: Row | None, device: str) -> Answ
     return replace(line, times_one=ratio, one_proven=proven)
 
 
-def _on_one_device(row: Row) -> str:
-    """The group of the same workload on one device; the row's own where it is one of these."""
-    return row.case.model_copy(update={"world_size": 1}).group_id
-
-
 def _times(fastest: Row, other: Row, device: str) -> tuple[float, bool]:
     """Time of the other / time of the fastest, and whether that is proven to be another than 1."""
     both = rank([fastest, other], device)
     assert both is not None
     ratio = both.speedups[fastest.case.case_id] / both.speedups[other.case.case_id]
-    return ratio, both.proven or _apart(fastest, other)
-
-
-def _apart(first: Row, second: Row) -> bool:
-    """Return True if the intervals are disjoint.
-
-    Rows that were not interleaved (most unranked references) allow no stronger test.
-    """
-    a, b = (view.interval if (view := view_of(row)) else None for row in (first, second))
-    return a is not None and b is not None and (a.high < b.low or b.high < a.low)
+    # Rows that were not interleaved (most unranked references) allow no stronger test than that intervals are disjoint.
+    a, b = (view.interval if (view := view_of(row)) else None for row in (fastest, other))
+    apart = a is not None and b is not None and (a.high < b.low or b.high < a.low)
+    return ratio, both.proven or apart
 
 
 def _why_none(rows: Sequence[Row]) -> str:

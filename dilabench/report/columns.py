@@ -161,10 +161,6 @@ def latency_interval(median_ns: float, interval: Interval | None) -> str:
     return text if interval.is_certain else text + "†"
 
 
-def _speedup(line: DisplayRow) -> str:
-    return ABSENT if line.speedup is None else format_ratio(line.speedup)
-
-
 _COLUMNS = (
     Column(
         name="implementation",
@@ -208,7 +204,12 @@ _COLUMNS = (
     ),
     Column(name="peak mem.", cell=lambda view: view.peak_bytes, unit="bytes", spare=6, usual=True, export="peak_bytes"),
     Column(name="density", cell=lambda view: view.density, unit="share"),
-    Column(name="speed-up", shown=_speedup, spare=None, usual=True),
+    Column(
+        name="speed-up",
+        shown=lambda line: ABSENT if line.speedup is None else format_ratio(line.speedup),
+        spare=None,
+        usual=True,
+    ),
     Column(name="verified", cell=lambda view: view.verified, right=False, spare=9, usual=True),
 )
 COLUMNS = {column.name: column for column in _COLUMNS}

@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from dilabench.compare.view import Ranking, rank, view_of
-from dilabench.errors import counted
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import (
     ESTIMATOR,
     Case,
     Check,
-    Environment,
     Failed,
     FailureCode,
     Note,
@@ -26,7 +24,7 @@ from dilabench.record import (
     Skipped,
 )
 from dilabench.report.columns import Column, DisplayRow, chosen_columns, row_name, workload_title
-from dilabench.units import format_bytes
+from dilabench.units import counted, format_bytes
 
 ESTIMATES = f"time: the {ESTIMATOR}; speed-up: from the rounds that both rows took turns in, else from their times"
 FOOTNOTES = {
@@ -283,10 +281,11 @@ def note_groups(record: RunRecord) -> tuple[NoteGroup, ...]:
 
 def environment_rows(record: RunRecord) -> tuple[tuple[str, str], ...]:
     """The machine and the versions, as (what, value)."""
-    environment = record.environment
+    environment, cpu = record.environment, record.environment.cpu
+    memory = format_bytes(cpu.memory_bytes) if cpu.memory_bytes else None
     rows = [
         ("device", record.device),
-        ("CPU", _cpu_text(environment)),
+        ("CPU", _join(cpu.model, f"{cpu.cores} cores", f"{cpu.threads} threads", memory)),
         *(("GPU", _join(gpu.name, gpu.memory_bytes and format_bytes(gpu.memory_bytes))) for gpu in environment.gpus),
         ("driver", next((gpu.driver for gpu in environment.gpus if gpu.driver), None)),
         ("system", environment.os + (", in a container" if environment.container else "")),
@@ -310,12 +309,6 @@ def reproduce_command(record: RunRecord) -> str:
     if PurePath(program).name in {"dilabench", "__main__.py"}:
         return shlex.join(["dilabench", *arguments])
     return shlex.join(["dilabench", *record.argv])
-
-
-def _cpu_text(environment: Environment) -> str:
-    cpu = environment.cpu
-    memory = format_bytes(cpu.memory_bytes) if cpu.memory_bytes else None
-    return _join(cpu.model, f"{cpu.cores} cores", f"{cpu.threads} threads", memory)
 
 
 def _join(*parts: str | int | None) -> str:

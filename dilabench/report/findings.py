@@ -14,12 +14,13 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from dilabench.choice.descriptors import load_target
-from dilabench.errors import ConfigError, PluginError, printable
+from dilabench.errors import ConfigError, PluginError
 from dilabench.plugins.axis import LENGTH, Axis
 from dilabench.plugins.boundary import answered, guarded, shown
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Reporter
 from dilabench.record import RunRecord
+from dilabench.units import printable
 
 INTERVALS = ", with 95 % intervals"
 RANGES = ", of few turns the whole range"
@@ -165,6 +166,9 @@ class Section:
 # How JSON writes control characters; a backslash before such a letter looks the same, and only costs time.
 _ESCAPED = re.compile(r"\\[bfru]")
 
+_SAMPLES = {"samples_ns", "rank_samples_ns", "enqueue_ns", "renewed"}
+_NUMBERS: Any = {"rows": {"__all__": {"outcome": {"timings": {"__all__": {"slots": {"__all__": _SAMPLES}}}}}}}
+
 # Analyses of what any suite's record may hold.
 FOR_EVERY_SUITE = ("dilabench.report.findings:_pictures_of",)
 # Beyond this a cell of a picture stands for several blocks.
@@ -306,7 +310,8 @@ def render(
 
 def _printable(record: RunRecord) -> RunRecord:
     """The record without control characters in its texts, which a terminal would obey; mostly the record itself."""
-    text = record.model_dump_json()
+    # Numbers are no texts, and most of a record.
+    text = record.model_dump_json(exclude=_NUMBERS)
     if not _ESCAPED.search(text) and (text.isprintable() or printable(text) == text):
         return record
     document = record.model_dump(mode="json")

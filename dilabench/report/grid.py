@@ -76,7 +76,7 @@ class _Form:
         first = int(self.headed)
         by_column = list(zip(self.columns, *self.rows, strict=True))[first:]
         widths = [max(map(cell_len, column)) for column in by_column]
-        least = [max(map(_longest_word, column)) for column in by_column]
+        least = [max((cell_len(word) for text in column for word in text.split()), default=0) for column in by_column]
         if whole:
             numbers = (self.columns[0], *right)
             least = [
@@ -129,10 +129,6 @@ def _table(
     for row in rows:
         table.add_row(*map(Text, row))
     return table
-
-
-def _longest_word(text: str) -> int:
-    return max(map(cell_len, text.split()), default=0)
 
 
 def _as_lists(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[RenderableType]:

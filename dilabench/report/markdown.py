@@ -6,10 +6,9 @@ from pathlib import Path
 
 from dilabench.atomic_file import write_text
 from dilabench.record import RunRecord
-from dilabench.report.columns import Column, DisplayRow, chosen_columns
+from dilabench.report.columns import Column, chosen_columns
 from dilabench.report.content import (
     NoteGroup,
-    Section,
     Unmeasured,
     environment_rows,
     footnotes,
@@ -82,8 +81,13 @@ def tables_lines(record: RunRecord, columns: Sequence[Column]) -> Iterator[str]:
         for section in table.sections:
             if section.title is not None:
                 yield from ("", f"{escaped(section.title)}:")
-            yield ""
-            yield from _section(section, columns)
+            cells = [[escaped(column.text(row)) for column in columns] for row in section.rows]
+            rows = [
+                [f"**{text}**" if row.fastest else text for text in texts]
+                for row, texts in zip(section.rows, cells, strict=True)
+            ]
+            rules = ["---:" if column.right else "---" for column in columns]
+            yield from ("", *table_lines([column.name for column in columns], rules, rows, escape=False))
     for meaning in footnotes(tables, columns):
         yield from ("", escaped(meaning))
 
@@ -108,17 +112,6 @@ def _notes(group: NoteGroup) -> Iterator[str]:
         yield from ("", "  <details><summary>all rows</summary>", "")
         yield from (f"  - {escaped(text)}" for text in group.texts)
         yield from ("", "  </details>")
-
-
-def _section(section: Section, columns: Sequence[Column]) -> Iterator[str]:
-    rules = ["---:" if column.right else "---" for column in columns]
-    rows = [[_cell(row, column) for column in columns] for row in section.rows]
-    return table_lines([column.name for column in columns], rules, rows, escape=False)
-
-
-def _cell(row: DisplayRow, column: Column) -> str:
-    text = escaped(column.text(row))
-    return f"**{text}**" if row.fastest else text
 
 
 def table_lines(

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dilabench.errors import counted
 from dilabench.plugins.boundary import standard_output
 from dilabench.record import RunRecord
 from dilabench.report.columns import Column, chosen_columns, spared
@@ -27,7 +26,7 @@ from dilabench.report.content import (
 )
 from dilabench.report.findings import Section as Finding
 from dilabench.report.grid import grid, text_console
-from dilabench.units import output_width
+from dilabench.units import counted, output_width
 
 PIPED_WIDTH = 120
 # More tables are left out of the terminal, more rows that share a reason are counted, longer reasons cut.
@@ -74,7 +73,9 @@ def to_text(
             _print_finding(console, finding)
     if details or columns or len(tables) <= MAX_TABLES:
         shown = {column.name for table in tables for column in _print_table(console, table, wanted)}
-        _print_footnotes(console, tables, [column for column in wanted if column.name in shown])
+        if notes := footnotes(tables, [column for column in wanted if column.name in shown]):
+            console.print()
+            console.print(Text("; ".join(notes), style="dim"))
     elif tables:
         console.print()
         console.print(Text(f"{len(tables)} tables, one of each workload, are left out; {DETAILS_HINT}", style="dim"))
@@ -132,12 +133,6 @@ def _drawn(section: Section, columns: Sequence[Column], widths: Mapping[str, int
     return drawn
 
 
-def _print_footnotes(console: Console, tables: Sequence[WorkloadTable], columns: Sequence[Column]) -> None:
-    if notes := footnotes(tables, columns):
-        console.print()
-        console.print(Text("; ".join(notes), style="dim"))
-
-
 def _print_finding(console: Console, finding: Finding) -> None:
     console.print()
     console.print(Text(finding.title, style="bold"))
@@ -160,11 +155,8 @@ def _unmeasured_texts(record: RunRecord, details: bool) -> Iterator[Text]:
             continue
         text = Text(f"skipped, {code.replace('_', ' ')} ({count} rows): ", style=STYLES[status])
         others = f"; for {counted(len(entries) - 1, 'other reason')} see --details" if entries[1:] else ""
-        yield text.append(_shortened(entries[0].why) + others)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= MAX_WHY else text[:MAX_WHY].rsplit(" ", 1)[0] + " …"
+        why = entries[0].why
+        yield text.append((why if len(why) <= MAX_WHY else why[:MAX_WHY].rsplit(" ", 1)[0] + " …") + others)
 
 
 def _note_texts(record: RunRecord, details: bool) -> Iterator[Text]:

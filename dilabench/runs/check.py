@@ -11,13 +11,13 @@ from dilabench.compare.across import compare_across, refuse_other_machine
 from dilabench.compare.comparison import ComparedPair, Comparison, Selection, is_measured
 from dilabench.compare.gate import CaseIds, common_change, looked_at, until_decided
 from dilabench.engine.progress import Progress
-from dilabench.errors import ConfigError, EnvironmentNotReady, counted
+from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.predict.time import budget_option, case_seconds, elapsed_seconds
 from dilabench.record import PlannedCase, RunRecord
 from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.history import LOOK_SESSIONS
 from dilabench.store.lookup import Store
-from dilabench.units import format_seconds
+from dilabench.units import counted, format_seconds
 
 
 @dataclass(slots=True)

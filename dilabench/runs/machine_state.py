@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dilabench.machine import Machine
+from dilabench.machine import Machine, group_limits
 from dilabench.metadata import (
     AFFINITY,
     BATTERY,
@@ -17,16 +17,17 @@ from dilabench.metadata import (
     GPU_SHARED,
     LOAD,
     LOW_MEMORY,
+    MEMORY_LIMIT,
     NOTES,
     SWAP,
     THREAD_VARIABLES,
     TURBO,
 )
 from dilabench.record import Note
+from dilabench.units import format_bytes
 
 GOVERNOR_FILE = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 TURBO_OFF_FILE = Path("/sys/devices/system/cpu/intel_pstate/no_turbo")
-CPU_QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 BUSY_SHARE = 0.1
 LOW_MEMORY_BYTES = 2 * 2**30
 HOT_GPU_C = 80
@@ -53,6 +54,8 @@ class MachineState:
     usable_cpus: int
     load_1m: float
     quota_cpus: float | None = None
+    group_bytes: int | None = None
+    total_bytes: int | None = None
     governor: str | None = None
     turbo: bool | None = None
     available_bytes: int | None = None
@@ -68,12 +71,15 @@ def read(machine: Machine) -> MachineState:
 
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     turbo_off = _text(TURBO_OFF_FILE)
+    limits = group_limits()
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return MachineState(
         cpus=psutil.cpu_count() or 1,
         usable_cpus=len(affinity),
         load_1m=psutil.getloadavg()[0],
-        quota_cpus=_quota(_text(CPU_QUOTA_FILE)),
+        quota_cpus=limits.cpus,
+        group_bytes=limits.memory_bytes,
+        total_bytes=psutil.virtual_memory().total,
         governor=_text(GOVERNOR_FILE),
         turbo=None if turbo_off is None else turbo_off == "0",
         available_bytes=psutil.virtual_memory().available,
@@ -82,14 +88,6 @@ def read(machine: Machine) -> MachineState:
         thread_variables=tuple(name for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if os.environ.get(name)),
         gpus=_gpus() if machine.gpus else (),
     )
-
-
-def _quota(text: str | None) -> float | None:
-    """cpu.max of control groups v2: 'max 100000' or '150000 100000'."""
-    if text is None or text.startswith("max"):
-        return None
-    quota, period = text.split()
-    return int(quota) / int(period)
 
 
 def _text(path: Path) -> str | None:
@@ -130,9 +128,9 @@ def _gpu(handle: object) -> GpuState:
     )
 
 
-def busy(state: MachineState) -> tuple[Note, ...]:
-    """Those of the notes that something else works on this machine now."""
-    return tuple(note for note in notes(state) if NOTES[note.code].passing)
+def notes_at_start(state: MachineState) -> tuple[Note, ...]:
+    """The notes that a run starts with: what else works on this machine now, and the limits of its control group."""
+    return tuple(note for note in notes(state) if NOTES[note.code].at_start)
 
 
 def notes(state: MachineState) -> tuple[Note, ...]:
@@ -217,6 +215,14 @@ def _cpu_notes(state: MachineState) -> Iterator[Note]:
 
 
 def _memory_notes(state: MachineState) -> Iterator[Note]:
+    if state.group_bytes is not None and state.total_bytes and state.group_bytes < state.total_bytes:
+        yield MEMORY_LIMIT.note(
+            f"the control group allows {format_bytes(state.group_bytes)} of {format_bytes(state.total_bytes)}, "
+            "so the system ends a process that takes more",
+            observed=state.group_bytes,
+            threshold=state.total_bytes,
+            hint="keep to lengths that `dilabench plan` says fit, or raise the limit",
+        )
     if state.available_bytes is not None and state.available_bytes < LOW_MEMORY_BYTES:
         yield LOW_MEMORY.note(
             "little memory is free",

@@ -4,14 +4,14 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-from dilabench.errors import ConfigError, counted
+from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.predict.time import budget_option, case_seconds, elapsed_seconds, seconds_like, sufficient_budget_s
 from dilabench.record import Row, RunHeader, RunRecord, Skipped
-from dilabench.request import RunRequest
+from dilabench.request import RunRequest, resume_command
 from dilabench.runs import DEFAULT_FOLDER
 from dilabench.store.run_files import read_rows
-from dilabench.units import format_seconds
+from dilabench.units import counted, format_seconds
 from dilabench.validation import validated
 
 
@@ -56,9 +56,9 @@ def how_to_go_on(record: RunRecord, machine: Machine, folder: Path, more_follow:
     enough. `more_follow`: the suite asks for more when it has these.
     """
     missing = without_time(record)
-    resume = f"  dilabench run {record.suite} --resume {_named(record, folder)}"
+    name = _named(record, folder)
     if not missing:
-        return f"To go on:\n{resume}" if record.status == "interrupted" else None
+        return f"To go on:\n  {resume_command(record.suite, name)}" if record.status == "interrupted" else None
     elapsed_s = elapsed_seconds(record)
     took_s = case_seconds(record.rows, elapsed_s)
     if took_s and elapsed_s:
@@ -70,7 +70,7 @@ def how_to_go_on(record: RunRecord, machine: Machine, folder: Path, more_follow:
         needed_s, source = max(predicted_s, 2 * elapsed_s), "predicted for the first"
     rest = "; more follow" if more_follow else ""
     had_no = f"{counted(len(missing), 'case')} had no time. To go on ({format_seconds(needed_s)} {source}{rest}):"
-    return f"{had_no}\n{resume} {budget_option(needed_s)}"
+    return f"{had_no}\n  {resume_command(record.suite, name, budget_option(needed_s))}"
 
 
 def _named(record: RunRecord, folder: Path) -> str:

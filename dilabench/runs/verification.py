@@ -13,24 +13,36 @@ from dilabench.suites.planner import Planner
 from dilabench.validation import validated
 from dilabench.workload.spec import DEFAULT_PATTERN, WorkloadRequest
 
-# Small and awkward on purpose: no segment, block or rate divides N, and queries are grouped.
-AWKWARD = {"batch_size": 1, "seq_len": 771, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+# Awkward on purpose: no segment, block or rate divides N, and queries are grouped.
+SHORT = {"batch_size": 1, "seq_len": 771}
+HEADS = {"num_heads": 4, "num_kv_heads": 2}
 # Short enough for every row to be compared, awkward in the ways that go wrong.
 SHAPE: dict[str, Any] = {"batch_size": 1, "seq_len": 195, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def verified_cases(planner: Planner) -> tuple[PlannedCase, ...]:
-    """Every implementation on what the user described, else on a small workload of a pattern that it computes."""
-    by_kind: dict[str, list[Implementation]] = {}
-    described = planner.request.presets or "pattern" in planner.request.overrides
-    for one in planner.implementations([ALL]):
-        by_kind.setdefault(DEFAULT_PATTERN if described else _first_kind(one), []).append(one)
+    """Every implementation on what was asked, with gradients; what cannot compute it is skipped with the reason.
+
+    Without a preset, a pattern or a field of one: each on the trial of a pattern that it computes, with and without a
+    causal mask. With one: the workload that `run` has, at a short length if none is given.
+    """
+    request, implementations = planner.request, planner.implementations([ALL])
     planned: tuple[PlannedCase, ...] = ()
-    for kind, several in by_kind.items():
-        (fields, *_) = pattern_type(kind).trials().values()
-        defaults = [{"pattern": kind, **AWKWARD, **fields, "causal": causal} for causal in (True, False)]
-        planned += planner.compare([_both_ways(asked) for asked in planner.workload_requests(defaults)], several)
+    if request.names_pattern:
+        for asked in planner.workload_requests([SHORT]):
+            for one in implementations:
+                planned += planner.plan(one, _both_ways(asked))
+    else:
+        by_kind: dict[str, list[Implementation]] = {}
+        for one in implementations:
+            by_kind.setdefault(_first_kind(one), []).append(one)
+        # A number of heads that is given would not fit the number of key/value heads of the trial.
+        heads = {} if HEADS.keys() & request.overrides.keys() else HEADS
+        for kind, several in by_kind.items():
+            (fields, *_) = pattern_type(kind).trials().values()
+            defaults = [{"pattern": kind, **SHORT, **heads, **fields, "causal": causal} for causal in (True, False)]
+            planned += planner.compare([_both_ways(asked) for asked in planner.workload_requests(defaults)], several)
     places = {place: index for index, place in enumerate(dict.fromkeys(map(_heading, planned)))}
     return tuple(sorted(planned, key=lambda one: places[_heading(one)]))
 
@@ -51,7 +63,7 @@ def _both_ways(asked: WorkloadRequest) -> WorkloadRequest:
 def _heading(one: PlannedCase) -> tuple[str, ...]:
     """What the cases of one workload have in common."""
     workload = one.case.workload
-    return workload.label(), workload.pattern.kind, workload.mode
+    return workload.label(), workload.pattern.label(), workload.mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

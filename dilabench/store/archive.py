@@ -9,11 +9,12 @@ import os
 import re
 import zlib
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from dilabench.atomic_file import limited, read_file
 from dilabench.errors import ConfigError, DilabenchError
 from dilabench.record import RunRecord
 from dilabench.store.files import store_root, unreadable, write_whole
@@ -21,7 +22,6 @@ from dilabench.store.migrations import migrated
 from dilabench.validation import describe, read_json
 
 SUFFIX = ".json.gz"
-MAX_BYTES = 2**31
 _RUN_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,127}", re.ASCII)
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\+[1-9]\d{0,5})?" + re.escape(SUFFIX), re.ASCII)
 _STAMP = re.compile(r"^\d{8}T\d{6}Z-|^undated-")
@@ -63,26 +63,25 @@ class Archive:
 
     def _holds(self, name: str, data: bytes) -> bool:
         try:
-            return (self.folder / name).read_bytes() == data
+            return read_file(self.folder / name) == data
         except OSError:
             # Another user's, say.
             return False
 
     def names(self) -> list[str]:
-        """The files' names in the order of their date, those without one first.
+        """The files' names in the order of their date, those without one, or with one in the future, first.
 
         Raises EnvironmentNotReady when the folder cannot be read.
         """
         try:
-            names = os.listdir(self.folder)
+            with os.scandir(self.folder) as entries:
+                # Folders, pipes and what somebody else put there are no runs.
+                names = [entry.name for entry in entries if _FILE.fullmatch(entry.name) and entry.is_file()]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             raise unreadable(self.folder, error) from None
-        # Folders, pipes and what somebody else put there are no runs.
-        return sorted(
-            (name for name in names if _FILE.fullmatch(name) and (self.folder / name).is_file()), key=_by_date
-        )
+        return sorted(names, key=_by_date)
 
     def newest(self) -> list[str]:
         """The names without those that a later part of the same run replaces."""
@@ -106,7 +105,14 @@ class Archive:
 
 
 def _by_date(name: str) -> tuple[bool, str]:
-    return name[0].isdigit(), name
+    return is_past(name), name
+
+
+def is_past(name: str) -> bool:
+    """Whether a name begins with a time that is no later than tomorrow: the clock of the run was not ahead."""
+    return (
+        name[:15].replace("T", "").isdigit() and name[:15] <= f"{datetime.now(UTC) + timedelta(days=1):%Y%m%dT%H%M%S}"
+    )
 
 
 def stamp(started_at: str) -> str:
@@ -137,11 +143,8 @@ def read_compressed(path: Path) -> RunRecord:
     may not read it.
     """
     try:
-        packed = gzip.GzipFile(fileobj=io.BytesIO(path.read_bytes()))
-        text = packed.read(MAX_BYTES + 1)
-        if len(text) > MAX_BYTES:
-            raise ValueError(f"it unpacks to more than {MAX_BYTES} bytes")
-        document = read_json(text)
+        packed = gzip.GzipFile(fileobj=io.BytesIO(read_file(path)))
+        document = read_json(b"".join(limited(iter(lambda: packed.read(1 << 20), b""))))
     except FileNotFoundError:
         raise ConfigError(f"run file {str(path)!r} does not exist; see `dilabench history`") from None
     except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as error:

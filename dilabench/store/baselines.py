@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dilabench.atomic_file import read_file
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.store.files import locked, unreadable, write_whole
 from dilabench.validation import Model
@@ -38,7 +39,7 @@ class Baselines:
         Raises ConfigError when the file cannot be understood, EnvironmentNotReady when it cannot be read.
         """
         try:
-            tables = tomllib.loads(self.path.read_text(encoding="utf-8"))
+            tables = tomllib.loads(read_file(self.path).decode())
             return {name: Baseline.model_validate(table) for name, table in tables.items()}
         except FileNotFoundError:
             return {}

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
+from dilabench.atomic_file import read_file
 from dilabench.errors import ConfigError
 from dilabench.store.files import unreadable, write_whole
 from dilabench.validation import Model
@@ -61,7 +62,7 @@ class Calibrations:
         """
         path = self.folder / f"{machine}.json"
         try:
-            return Calibration.model_validate_json(path.read_bytes())
+            return Calibration.model_validate_json(read_file(path))
         except FileNotFoundError:
             return None
         except OSError as error:

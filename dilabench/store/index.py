@@ -17,7 +17,7 @@ from dilabench.record import Measured, Row, RunRecord
 from dilabench.store.archive import Archive, moment_of, run_and_version, sound_records
 
 FILENAME = "history.sqlite"
-VERSION = 2
+VERSION = 3
 WAIT_S = 20.0
 SCHEMA = """
 CREATE TABLE runs (file TEXT PRIMARY KEY, version INTEGER, run_id TEXT, suite TEXT, device TEXT, machine TEXT,
@@ -26,6 +26,8 @@ CREATE TABLE cells (file TEXT, case_id TEXT, name TEXT, implementation TEXT, bac
     why TEXT, timer TEXT, p25_ns REAL, median_ns REAL, low_ns REAL, high_ns REAL, samples INTEGER, sessions INTEGER,
     peak_bytes INTEGER, PRIMARY KEY (file, case_id));
 CREATE INDEX cells_by_case ON cells (case_id);
+CREATE INDEX runs_by_id ON runs (run_id, version);
+CREATE INDEX runs_by_date ON runs (started_at, file);
 """
 RUN_FIELDS = "file, run_id, suite, device, machine, started_at, git, status, measured, rows"
 CASE_FIELDS = (
@@ -91,9 +93,9 @@ class HistoryIndex:
 
     def runs(self, limit: int | None = None) -> list[RunEntry]:
         """The runs, oldest first; with a limit, the newest ones."""
-        query = f"SELECT {RUN_FIELDS} FROM runs WHERE {NEWEST} {BY_DATE}"
-        entries = [RunEntry(*row) for row in self._connection.execute(query)]
-        return entries if limit is None else entries[-limit:]
+        query = f"SELECT {RUN_FIELDS} FROM runs WHERE {NEWEST} ORDER BY started_at DESC, file DESC LIMIT ?"
+        entries = [RunEntry(*row) for row in self._connection.execute(query, (-1 if limit is None else limit,))]
+        return entries[::-1]
 
     def cases(self, words: Sequence[str] = ()) -> Iterator[CaseEntry]:
         """The cases of all runs whose name holds all the words, oldest first."""
@@ -153,7 +155,7 @@ class HistoryIndex:
                 self._tell(str(record))
                 continue
             try:
-                cells = _case_fields(file, record)
+                cells = [(file, row.case.case_id, searchable(row.case), *_row_fields(row)) for row in record.rows]
             except (DilabenchError, ArithmeticError, ValueError) as error:
                 # A pattern that is gone, or numbers that no measurement has: the others are shown all the same.
                 self._tell(f"run file {file!r} is left out: {error}")
@@ -208,10 +210,6 @@ def _run_fields(file: str, record: RunRecord) -> tuple[object, ...]:
         sum(isinstance(row.outcome, Measured) for row in record.rows),
         len(record.rows),
     )
-
-
-def _case_fields(file: str, record: RunRecord) -> list[tuple[object, ...]]:
-    return [(file, row.case.case_id, searchable(row.case), *_row_fields(row)) for row in record.rows]
 
 
 def _row_fields(row: Row) -> tuple[object, ...]:

@@ -12,7 +12,7 @@ from dilabench.compare.fingerprint import hard_mismatches
 from dilabench.engine.plausibility import suspicions
 from dilabench.errors import ConfigError, listed
 from dilabench.record import Measured, Row, RunRecord
-from dilabench.request import Shard, shard_of
+from dilabench.request import Shard, resume_command, shard_of
 from dilabench.store.lookup import Store
 from dilabench.store.run_files import refuse_other_rows
 from dilabench.validation import content_hash
@@ -63,7 +63,9 @@ def merged(records: Sequence[RunRecord], names: Sequence[str]) -> RunRecord:
         raise ConfigError("one run is given; name two or more to merge")
     refuse_unsound(records, names)
     for record, name in zip(records, names, strict=True):
-        _refuse_unfinished(record, name)
+        if record.status != "complete":
+            way_out = f"go on with `{resume_command(record.suite, name)}`, then merge"
+            raise ConfigError(f"run {name} did not end (it is {record.status}); {way_out}")
     for record, name in zip(records[1:], names[1:], strict=True):
         _check_mergeable(records[0], record, names[0], name)
     shards = [shard_of(record.config) for record in records]
@@ -73,12 +75,6 @@ def merged(records: Sequence[RunRecord], names: Sequence[str]) -> RunRecord:
     _refuse_shared_workloads(records, names)
     parts = [record.rows for record in records]
     return _joined(records, _in_planned_order(parts) if any(shards) else tuple(chain.from_iterable(parts)))
-
-
-def _refuse_unfinished(record: RunRecord, name: str) -> None:
-    if record.status != "complete":
-        way_out = f"go on with `dilabench run {record.suite} --resume {name}`, then merge"
-        raise ConfigError(f"run {name} did not end (it is {record.status}); {way_out}")
 
 
 def _refuse_unsound_rows(record: RunRecord, name: str) -> None:

@@ -40,11 +40,6 @@ _SOURCES: Mapping[str, MemorySource] = {"torch.cuda": "allocator", "ru_maxrss": 
 _ROLES: Mapping[str, Role] = {"reference": "oracle", "gather": "plain", "gather-multihead": "plain"}
 
 
-def _to_1_1(row: Document) -> Document:
-    """What stays as it is was written by 1.1: a resumed run has rows of both below one header."""
-    return _codes_and_fields(_with_role(row))
-
-
 def _with_role(row: Document) -> Document:
     """What a row is and what its call receives were labels; what a plain method is was known by its name."""
     planned = row["planned"]
@@ -75,7 +70,9 @@ def _codes_and_fields(row: Document) -> Document:
         outcome.setdefault("code", failure_code(outcome["why"], outcome.get("verification")))
     else:
         outcome["counters"] = _listed(outcome.get("counters", {}), COUNTERS)
-        outcome["notes"] = [{**note, "code": _note_code(note["code"])} for note in outcome.get("notes", ())]
+        codes = [note["code"] for note in outcome.get("notes", ())]
+        codes = [TIMER_UNUSABLE.key if code.endswith("_unusable") else _plugins(code, NOTES) for code in codes]
+        outcome["notes"] = [{**note, "code": code} for note, code in zip(outcome.get("notes", ()), codes, strict=True)]
         if memory := outcome.get("memory"):
             begins = memory.get("method", "")
             known = (source for start, source in _SOURCES.items() if begins.startswith(start))
@@ -97,10 +94,6 @@ def failure_code(why: str, verification: Document | None) -> FailureCode:
     return next((code for pattern, code in _FAILED if pattern.match(why)), "exception")
 
 
-def _note_code(code: str) -> str:
-    return TIMER_UNUSABLE.key if code.endswith("_unusable") else _plugins(code, NOTES)
-
-
 def _listed(entries: Mapping[str, Any], known: Mapping[str, object]) -> Document:
     return {_plugins(key, known): value for key, value in entries.items()}
 
@@ -110,8 +103,11 @@ def _plugins(key: str, known: Mapping[str, object]) -> str:
     return key if key in known or ":" in key else f"plugin:{key}"
 
 
-# From each version to the next one, row by row.
-STEPS: Mapping[str, tuple[Step, str]] = MappingProxyType({"1.0": (_to_1_1, "1.1")})
+# From each version to the next one, row by row. What stays as it is was written by the next one: a resumed run has rows
+# of both below one header.
+STEPS: Mapping[str, tuple[Step, str]] = MappingProxyType(
+    {"1.0": (lambda row: _codes_and_fields(_with_role(row)), "1.1")}
+)
 
 
 def migrated(

@@ -9,6 +9,7 @@ import fcntl
 import io
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,11 +17,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from dilabench.atomic_file import write_text
+from dilabench.atomic_file import read_file, write_text
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
 from dilabench.record import SCHEMA_VERSION, Row, RunHeader, RunRecord, Skipped
 from dilabench.report.json import SUMMARY, to_text
+from dilabench.store.archive import is_past
 from dilabench.store.migrations import migrated, migrated_row
 from dilabench.validation import describe, read_json
 from dilabench.workload.spec import Workload
@@ -114,10 +116,15 @@ class RunFolder:
             self._stream.close()
             self._stream = None
 
+    @property
+    def can_be_resumed(self) -> bool:
+        """Return True if there is a file that `resume` finds."""
+        return (self.path / ROWS_NAME).exists()
+
     def discard_if_empty(self) -> None:
-        """Remove the folder of a run that never wrote anything."""
-        if self.path.is_dir() and not any(self.path.iterdir()):
-            self.path.rmdir()
+        """Remove the folder of a run that never wrote anything but copies of masks."""
+        if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= {MASKS_NAME}:
+            shutil.rmtree(self.path)
 
     def _append(self, line: dict[str, Any]) -> None:
         assert self._stream is not None, "start() comes first"
@@ -142,7 +149,8 @@ def folder_of_run(text: str, base: Path) -> Path:
     if text != "latest" and os.path.exists(text):
         return Path(text)
     # Their names begin with the time.
-    runs = sorted(path.parent for path in base.glob(f"*/{ROWS_NAME}"))
+    folders = (path.parent for path in base.glob(f"*/{ROWS_NAME}"))
+    runs = sorted(folders, key=lambda folder: (is_past(folder.name), folder.name))
     found = runs if text == "latest" else [path for path in runs if path.name.endswith(f"-{text}")]
     if not found:
         raise ConfigError(
@@ -166,7 +174,7 @@ def read_record(run: Path) -> RunRecord:
     if path.name.endswith(".jsonl"):
         header, rows = read_rows(path)
         return RunRecord.model_validate({**header.model_dump(), "rows": rows, "status": "interrupted"})
-    text = _text(path)
+    text = _text(path, pipe=path == run)
     try:
         document = read_json(text)
     except ValueError as error:
@@ -272,7 +280,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _end_last_line(path: Path) -> None:
     """Close a last line that lacks only its line feed, and remove one that the death of the run cut short."""
-    data = path.read_bytes()
+    data = read_file(path)
     last = data[data.rfind(b"\n") + 1 :]
     if not last:
         return
@@ -285,9 +293,9 @@ def _end_last_line(path: Path) -> None:
             file.write(b"\n")
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, *, pipe: bool = False) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_file(path, pipe=pipe).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(

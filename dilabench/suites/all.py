@@ -3,12 +3,11 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
-from dilabench.errors import ConfigError
 from dilabench.metadata import SUITE
 from dilabench.plugins.descriptors import Suite
 from dilabench.record import PlannedCase, Row
 from dilabench.request import RunRequest
-from dilabench.suites.planner import Planner, cases_of, more_cases_of
+from dilabench.suites.planner import Planner, cases_of, more_cases_of, refuse_unknown_options
 
 
 def suites(planner: Planner) -> tuple[Suite, ...]:
@@ -22,11 +21,9 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
     Those that take the rest of the time are left to `follow_up`.
     """
-    offered = {suite.name: suite.options for suite in suites(planner) if suite.options}
-    unknown = sorted(request.options.keys() - {option for options in offered.values() for option in options})
-    if unknown:
-        passed_on = ", ".join(offered)
-        raise ConfigError(f"suite {request.suite!r} has no option {unknown[0]!r}; it passes on those of {passed_on}")
+    refuse_unknown_options(
+        request, {name for suite in suites(planner) if suite.options for name in suite.options.model_fields}
+    )
     planned: dict[str, PlannedCase] = {}
     for suite in suites(planner):
         if not suite.takes_the_rest:
@@ -64,7 +61,8 @@ def _left_out(planner: Planner, suite: Suite) -> AbstractContextManager[None]:
 
 def _own(planner: Planner, suite: Suite) -> Planner:
     """A planner for the suite's part of the request."""
-    options = {option: value for option, value in planner.request.options.items() if option in (suite.options or ())}
+    own = suite.options.model_fields if suite.options else {}
+    options = {name: value for name, value in planner.request.options.items() if name in own}
     return planner.asking(suite=suite.name, options=options)
 
 

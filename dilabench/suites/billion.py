@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dilabench.choice.rules import by_priority
 from dilabench.errors import ConfigError
 from dilabench.metadata import WAY
+from dilabench.plugins.builtin.suites import BillionOptions
 from dilabench.record import PlannedCase, Row
 from dilabench.request import RunRequest
 from dilabench.suites.extreme import cases as extreme
 from dilabench.suites.planner import Planner
 from dilabench.suites.ring.cases import ranks_here
-from dilabench.units import parse_count
+from dilabench.validation import validated
 from dilabench.workload.spec import WorkloadRequest
 
-BILLION = 2**30
 # One head of 64 is what four H200 hold at once (kernels.md §6).
 SHAPE = {"batch_size": 1, "num_heads": 1, "head_dim": 64, "mode": "forward"}
 
@@ -28,14 +28,13 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     if ranks == 1:
         search = _search(planner)
         return extreme.first_lengths(search.request, search, SHAPE, lambda asked: _best(search, asked, 1))
-    limit = request.options.get("memory_limit")
-    limit_bytes = None if limit is None else parse_count(limit, "memory_limit")
+    options = validated(BillionOptions, request.options)
     there, way = planner.asking(nproc=ranks), WAY.entry(f"one sequence over {ranks} ranks")
     planned: list[PlannedCase] = []
     for asked in planner.workload_requests([SHAPE]):
-        whole = asked.model_copy(update={"seq_len": _tokens(request)})
+        whole = asked.model_copy(update={"seq_len": options.tokens})
         for implementation in there.implementations(_best(there, whole, ranks)):
-            planned += [case.isolated(limit_bytes) for case in there.plan(implementation, whole, way)]
+            planned += [case.isolated(options.memory_limit) for case in there.plan(implementation, whole, way)]
     return tuple(planned)
 
 
@@ -47,12 +46,8 @@ def follow_up(rows: Sequence[Row], _request: RunRequest, planner: Planner) -> tu
 
 def _search(planner: Planner) -> Planner:
     """The planner of the request to `extreme`: the tokens are the longest length that it tries."""
-    limit = {name: value for name, value in planner.request.options.items() if name == "memory_limit"}
-    return planner.asking(options={"max_seq_length": _tokens(planner.request), **limit})
-
-
-def _tokens(request: RunRequest) -> int:
-    return parse_count(request.options.get("tokens", BILLION), "tokens")
+    options = validated(BillionOptions, planner.request.options)
+    return planner.asking(options={"max_seq_length": options.tokens, "memory_limit": options.memory_limit})
 
 
 def _ranks(planner: Planner) -> int:

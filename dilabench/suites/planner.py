@@ -8,7 +8,7 @@ from dilabench.choice.descriptors import load_target
 from dilabench.choice.rules import choose
 from dilabench.choice.ways import AUTO
 from dilabench.engine.method import Method, method_for
-from dilabench.errors import ConfigError, PluginError, counted, listed
+from dilabench.errors import ConfigError, PluginError, listed
 from dilabench.machine import CXX_COMPILERS, Machine, cxx_compiler, detect
 from dilabench.metadata import CHOSEN_BY, LABELS, refuse_unknown
 from dilabench.patterns.dense import DENSE
@@ -19,8 +19,9 @@ from dilabench.plugins.descriptors import Implementation, Suite
 from dilabench.plugins.manager import Found
 from dilabench.record import Case, Optimizations, PlannedCase, Role, Row, SkipCode, Skipped
 from dilabench.request import ALL, RunRequest, Shard
+from dilabench.units import counted
 from dilabench.validation import unknown_key, validated
-from dilabench.workload.spec import DEFAULT_PATTERN, Workload, WorkloadRequest
+from dilabench.workload.spec import DEFAULT_PATTERN, WorkloadRequest
 
 # Implementation `auto`: stands for what `dilabench.choice.rules` takes, workload by workload.
 FASTEST = Implementation(AUTO, "the fastest known for the workload, from measurements", "dilabench.choice.rules:choose")
@@ -47,22 +48,27 @@ class Planner:
         bases = [workload_request(self.catalogue, name, self.request.overrides) for name in presets] or [
             workload_request(self.catalogue, None, {**fields, **self.request.overrides}) for fields in defaults
         ]
-        if not self.request.lengths:
-            return tuple(dict.fromkeys(bases))
-        return tuple(
-            dict.fromkeys(
-                workload_request(self.catalogue, None, {**base.model_dump(exclude_unset=True), "seq_len": length})
-                for base in bases
-                for length in self.request.lengths
-            )
-        )
+        asked: list[WorkloadRequest] = []
+        for base in bases:
+            fields = base.model_dump(exclude_unset=True)
+            for length in self.request.lengths:
+                asked.append(workload_request(self.catalogue, None, {**fields, "seq_len": length}))
+        return tuple(dict.fromkeys(asked if self.request.lengths else bases))
 
     def implementations(self, default: Iterable[str]) -> tuple[Implementation, ...]:
         """The implementations asked for by name or alias, or the suite's default ones."""
-        names = self.request.implementations or tuple(name for name in default if self._is_worth_planning(name))
-        if ALL in names:
-            names = self.catalogue.implementations.names
         registry = self.catalogue.implementations
+        names = self.request.implementations
+        if not names:
+            # On one rank an implementation over ranks would do what its form for one device does.
+            several = self.request.nproc > 1
+            names = tuple(
+                name
+                for name in default
+                if several or name in {AUTO, ALL} or registry.get(name).supports.max_world_size is not None
+            )
+        if ALL in names:
+            names = registry.names
         return tuple(dict.fromkeys(FASTEST if name == AUTO else registry.get(name) for name in names))
 
     def where(self, holds: Callable[[Implementation], bool]) -> tuple[str, ...]:
@@ -71,9 +77,11 @@ class Planner:
         The oracle is no competitor, public projects are asked for by name or by suite `field`, and what chooses among
         the others by name or by suite `choice`.
         """
-        registry = self.catalogue.implementations
-        ours = (one for one in registry if one.role != "oracle" and one.project is None and not one.chooses)
-        return tuple(one.name for one in ours if holds(one))
+        names: list[str] = []
+        for one in self.catalogue.implementations:
+            if one.role != "oracle" and one.project is None and not one.chooses and holds(one):
+                names.append(one.name)
+        return tuple(names)
 
     def on_one_device(self, *patterns: str) -> tuple[str, ...]:
         """What computes such patterns on q, k, v of one device, without compiling for tens of seconds at each shape."""
@@ -96,27 +104,16 @@ class Planner:
         registry = self.catalogue.implementations
         ordered = sorted(known, key=lambda name: -registry.get(name).priority)
         preferred = {name: registry.get(name).preferred_for or registry.get(name).supports for name in ordered}
+        workload = asked.resolve(self.machine.auto_dtype, self.machine.auto_tokens)
+        facts = workload, self.machine.device, ranks or self.request.nproc
         fitting = (
             name
             for name, limits in preferred.items()
             if limits.computes(asked.pattern)
             and asked.layout in limits.layouts
-            and (
-                limits.check_ranks is None
-                or not self._against_ranks(registry.get(name), asked, ranks or self.request.nproc)
-            )
+            and (limits.check_ranks is None or not self.catalogue.unsupported(registry.get(name), *facts))
         )
         return tuple(fitting) or tuple(ordered)
-
-    def _against_ranks(self, one: Implementation, asked: WorkloadRequest, ranks: int) -> tuple[str, ...]:
-        workload = asked.resolve(self.machine.auto_dtype, self.machine.auto_tokens)
-        return self.catalogue.unsupported(one, workload, self.machine.device, ranks)
-
-    def _is_worth_planning(self, name: str) -> bool:
-        """Not an implementation over ranks on one rank: it would do what its form for one device does."""
-        if name in {AUTO, ALL} or self.request.nproc > 1:
-            return True
-        return self.catalogue.implementations.get(name).supports.max_world_size is not None
 
     def backends(self) -> tuple[str, ...]:
         """The backends asked for by name or alias, `all` spelt out; `auto` when none was named."""
@@ -127,18 +124,31 @@ class Planner:
     def compare(
         self, requests: Sequence[WorkloadRequest], implementations: Sequence[Implementation]
     ) -> tuple[PlannedCase, ...]:
-        """Every implementation on every workload.
-
-        One that computes only dense attention runs the same shape undilated, as a yardstick.
-        """
+        """Every implementation on every workload, or on what it is a reference with (`reference_for`)."""
         cases: list[PlannedCase] = []
         for request in requests:
             for implementation in implementations:
-                if implementation.supports.only_dense and request.pattern != DENSE.kind:
-                    cases += self.plan(implementation, as_dense(request), role="yardstick")
-                else:
+                reference = self.reference_for(implementation, request, implementations)
+                if reference is None:
                     cases += self.plan(implementation, request)
+                else:
+                    cases += self.plan(implementation, reference, role="yardstick")
         return tuple(cases)
+
+    def reference_for(
+        self, implementation: Implementation, asked: WorkloadRequest, beside: Iterable[Implementation]
+    ) -> WorkloadRequest | None:
+        """The same shape as dense attention, for an implementation that computes nothing else: an unranked reference.
+
+        None for any other. A pattern that was asked for is replaced only beside an implementation that computes it, so
+        that a row of another function never stands for it.
+        """
+        if not implementation.supports.only_dense or asked.pattern == DENSE.kind:
+            return None
+        if self.request.names_pattern:
+            computed = (other is FASTEST or other.supports.computes(asked.pattern) for other in beside)
+            return as_dense(asked) if any(computed) else None
+        return as_dense(asked)
 
     def plan(
         self,
@@ -176,43 +186,43 @@ class Planner:
                 **changes,
             }
         )
-        return tuple(
-            self._planned(implementation, backend, workload, workload_request, optimizations).model_copy(
-                update={"labels": labels, "role": role or implementation.role}
+        unusable = tuple(reasons_against_optimizations(optimizations, self.machine))
+        planned: list[PlannedCase] = []
+        for backend in backends:
+            case = Case(
+                implementation=implementation.name,
+                backend=None if backend == AUTO else backend,
+                workload=workload,
+                optimizations=optimizations,
+                world_size=self.request.nproc,
             )
-            for backend in backends
-        )
+            case, reasons = self._with_backend(case, backend)
+            skip = None
+            if reasons or unusable:
+                code: SkipCode = "unsupported" if reasons else "unusable_optimization"
+                skip = Skipped(code=code, why="; ".join((*reasons, *unusable)))
+            planned.append(
+                PlannedCase(
+                    case=case,
+                    requested_backend=backend,
+                    requested_workload=workload_request,
+                    labels=labels,
+                    role=role or implementation.role,
+                    takes=implementation.takes,
+                    skip=skip,
+                )
+            )
+        return tuple(planned)
 
-    def _planned(
-        self,
-        implementation: Implementation,
-        backend: str | None,
-        workload: Workload,
-        asked: WorkloadRequest,
-        optimizations: Optimizations,
-    ) -> PlannedCase:
-        case = Case(
-            implementation=implementation.name,
-            backend=None if backend == AUTO else backend,
-            workload=workload,
-            optimizations=optimizations,
-            world_size=self.request.nproc,
-        )
+    def _with_backend(self, case: Case, backend: str | None) -> tuple[Case, tuple[str, ...]]:
+        """The case over the backend that was asked for, chosen for `auto`, and the reasons against it here."""
         # A backend that is chosen below has nothing against it.
         reasons = self.catalogue.reasons_against(case, self.machine)
-        if backend == AUTO:
-            chosen, against = self.catalogue.choose_backend(case, self.machine)
-            case = case.model_copy(update={"backend": chosen})
-            reasons = reasons if chosen else (f"no backend can serve it here ({against})", *reasons)
-        code: SkipCode = "unsupported" if reasons else "unusable_optimization"
-        reasons += tuple(reasons_against_optimizations(optimizations, self.machine))
-        return PlannedCase(
-            case=case,
-            requested_backend=backend,
-            requested_workload=asked,
-            takes=implementation.takes,
-            skip=Skipped(code=code, why="; ".join(reasons)) if reasons else None,
-        )
+        if backend != AUTO:
+            return case, reasons
+        chosen, against = self.catalogue.choose_backend(case, self.machine)
+        reasons = reasons if chosen else (f"no backend can serve it here ({against})", *reasons)
+        return case.model_copy(update={"backend": chosen}), reasons
 
 
 class Nodes(Protocol):
@@ -270,12 +280,10 @@ def asking_all(request: RunRequest, nodes: Nodes | None) -> RunRequest:
 def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple[PlannedCase, ...]:
     """The cases that a request comes to on a machine, by its suite.
 
-    Raises ConfigError for an unknown suite, an option that the suite does not have, an impossible workload, or a field
-    of a pattern that no case has, PluginError for a suite that fails or plans what is no case.
+    Raises ConfigError for an unknown suite, an impossible workload, or a field of a pattern that no case has,
+    PluginError for a suite that fails or plans what is no case.
     """
     suite = catalogue.suites.get(request.suite)
-    if suite.options is not None:
-        refuse_unknown_options(request, suite.options)
     if request.shard and suite.follow_up is not None and not suite.deals:
         raise ConfigError(
             f"suite {suite.name!r} finds its next cases from its rows, so it has no shards; leave --shard out"
@@ -378,7 +386,7 @@ def as_dense(request: WorkloadRequest) -> WorkloadRequest:
 
 
 def refuse_unknown_options(request: RunRequest, known: Iterable[str]) -> None:
-    """Raise ConfigError for a suite option that this suite does not have."""
+    """Raise ConfigError for an option that is none of `known`; for suites whose descriptor has no model of them."""
     known = sorted(known)
     for name in request.options:
         if name not in known:

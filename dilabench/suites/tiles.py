@@ -7,14 +7,15 @@ from typing import Any
 from dilabench.choice.descriptors import load_target
 from dilabench.errors import ConfigError
 from dilabench.metadata import VARIANT
+from dilabench.plugins.builtin.suites import TilesOptions
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase, RunRecord
 from dilabench.report.findings import Section
 from dilabench.request import RunRequest
-from dilabench.suites.optimization.findings import Gain, gains_of
-from dilabench.suites.optimization.variants import NONE
+from dilabench.suites.optimization import NONE, Gain, gains_of
 from dilabench.suites.planner import Planner
 from dilabench.units import format_ratio
+from dilabench.validation import validated
 from dilabench.workload.spec import DTYPE_BYTES, Workload
 
 # Where the shapes that `fused` ships were chosen.
@@ -26,14 +27,14 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
     All are verified, and timed in the same rounds. A shape that does not compile or fit is a row that says so.
     """
-    named = request.options.get("tiles")
+    named = validated(TilesOptions, request.options).tiles
     cases: list[PlannedCase] = []
     for asked in planner.workload_requests([SHAPE]):
         workload = asked.resolve(planner.machine.auto_dtype)
         for implementation in planner.implementations(planner.where(_is_tried_unasked)):
             if implementation.tiles is None:
                 raise ConfigError(f"{implementation.name} has no tile shapes to try; leave -i out for those that have")
-            tried = _named(named) if named else _worth_trying(implementation.tiles, workload)
+            tried = named or _worth_trying(implementation.tiles, workload)
             cases += planner.plan(implementation, asked, VARIANT.entry(NONE))
             for tiles in tried:
                 cases += planner.plan(implementation, asked, VARIANT.entry(tiles), tiles=tiles)
@@ -42,10 +43,6 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
 def _is_tried_unasked(implementation: Implementation) -> bool:
     return implementation.tiles is not None and not implementation.compiles
-
-
-def _named(value: Any) -> tuple[str, ...]:
-    return tuple(map(str, value)) if isinstance(value, list | tuple) else (str(value),)
 
 
 def _worth_trying(target: str, workload: Workload) -> tuple[str, ...]:

@@ -187,8 +187,9 @@ class Workload(Model):
         window = "" if self.window == UNBOUNDED else f" window {self.window[0]},{self.window[1]}"
         causal = " causal" if self.causal else ""
         packed = " packed" if self.layout == "packed" else ""
+        scale = "" if self.scale is None else f" scale {self.scale:g}"
         shape = f"{self.batch_size}x{format_count(self.seq_len)} {heads} D{self.head_dim}"
-        return f"{shape} {short}{causal}{window}{packed}"
+        return f"{shape} {short}{causal}{window}{scale}{packed}"
 
 
 def attended_pairs(workload: Workload) -> int:
@@ -325,7 +326,7 @@ GIVEN_BY_BATCH = ("layout", "seq_len", "cu_seqlens", "batch_size")
 
 
 def _with_packed_fields(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a request once `batch` stands as those that it means, and bounds alone say how long they are.
+    """The fields of a request with `batch` as the fields that it means. Bounds alone give the layout and the length.
 
     Raises ValueError where both `batch` and one of the others are given.
     """
@@ -337,8 +338,8 @@ def _with_packed_fields(data: dict[str, Any]) -> dict[str, Any]:
     bounds = data.get("cu_seqlens")
     if isinstance(bounds, str):
         bounds = bounds.strip("()[] ").split(",")
-    if isinstance(bounds, list | tuple) and bounds and "seq_len" not in data:
-        return {**data, "seq_len": bounds[-1]}
+    if isinstance(bounds, list | tuple) and bounds:
+        return {"layout": "packed", "seq_len": bounds[-1], **data}
     return data
 
 

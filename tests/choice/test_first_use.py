@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dilabench.attention import chosen, dilated_attention
-from dilabench.choice import first_use
+from dilabench.choice import computation, first_use
 from dilabench.choice.computation import machine_of
 from dilabench.choice.measured import TunedCell, TuneFile, read_tune_file, remember, tune_path
 from dilabench.choice.ways import Way, own_ways
@@ -211,11 +211,11 @@ def test_the_library_computes_by_what_was_chosen(monkeypatch: pytest.MonkeyPatch
     """For a call that wants a gradient and for one that does not, each by its own."""
     asked: list[str] = []
 
-    def fastest(_ways: object, _machine: object, workload: Workload, *_others: object) -> first_use.Choice:
+    def choose(_ways: object, _machine: object, workload: Workload) -> first_use.Choice:
         asked.append(workload.mode)
         return first_use.Choice("strided", "math", "first use")
 
-    monkeypatch.setattr(first_use, "fastest", fastest)
+    monkeypatch.setattr(computation, "choose", choose)
     q = torch.randn(1, 72, 2, 16)
     options = {"segment_lengths": (24,), "dilation_rates": (2,), "causal": True}
     assert torch.equal(dilated_attention(q, q, q, **options), dilated_attention(q, q, q, **options, backend="math"))
@@ -229,11 +229,11 @@ def test_what_the_library_takes_is_told_beside_its_row(monkeypatch: pytest.Monke
     """Chosen when it is built, for calls in the workload's mode, so that no timed call chooses."""
     asked: list[str] = []
 
-    def fastest(_ways: object, _machine: object, workload: Workload, *_others: object) -> first_use.Choice:
+    def choose(_ways: object, _machine: object, workload: Workload) -> first_use.Choice:
         asked.append(workload.mode)
         return first_use.Choice("strided", "math", "first use", "1 ms, strided:sdpa-flash 2 ms")
 
-    monkeypatch.setattr(first_use, "fastest", fastest)
+    monkeypatch.setattr(computation, "choose", choose)
     branches = {"segment_lengths": (24,), "dilation_rates": (2,)}
     built = chosen.build(workload(mode=mode, seq_len=73, **branches), BuildContext(device=CPU))
     assert asked == [mode]

@@ -10,12 +10,12 @@ import pytest
 
 from dilabench.choice.over_ranks import expected_seconds, fastest_expected
 from dilabench.choice.rules import choose
-from dilabench.errors import counted
 from dilabench.machine import GpuInfo, Machine
 from dilabench.plugins.catalogue import HeldSharding
 from dilabench.plugins.manager import discover
 from dilabench.record import Case
 from dilabench.suites.planner import workload_request
+from dilabench.units import counted
 from dilabench.workload.spec import Workload
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"

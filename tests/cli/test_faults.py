@@ -16,12 +16,13 @@ import dilabench
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent
 from dilabench.engine.temporary_folder import PREFIX, remove_left_over, temporary_folder
-from dilabench.errors import ConfigError, EnvironmentNotReady, printable
+from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine, detect
 from dilabench.patterns.mask_files import mask_digest, read_mask_file
 from dilabench.store.archive import Archive
 from dilabench.store.baselines import Baselines
 from dilabench.store.run_files import RunFolder, read_record
+from dilabench.units import printable
 
 MANY = "9" * 5000
 DEEP = "[" * 5000 + "]" * 5000

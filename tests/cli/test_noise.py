@@ -7,7 +7,7 @@ import pytest
 from dilabench.cache_folder import CACHE_VARIABLE, OTHER_CACHE
 from dilabench.kernels.cpu import compiled
 from dilabench.machine import Machine
-from dilabench.runs.machine_state import GpuState, MachineState, busy, notes, read
+from dilabench.runs.machine_state import GpuState, MachineState, notes, notes_at_start, read
 
 QUIET = {
     "cpus": 8,
@@ -78,8 +78,8 @@ def test_doctor_json(cli):
 def test_a_run_warns_of_what_works_beside_it_and_not_of_how_the_machine_is_set_up():
     reading = MachineState(**{**QUIET, "load_1m": 3.0, "governor": "powersave"})
     assert {note.code for note in notes(reading)} == {"load", "governor"}
-    assert [note.code for note in busy(reading)] == ["load"]
-    assert busy(MachineState(**QUIET)) == ()
+    assert [note.code for note in notes_at_start(reading)] == ["load"]
+    assert notes_at_start(MachineState(**QUIET)) == ()
 
 
 @pytest.mark.parametrize("place", ["/proc/none-such", "/dev/null", "/dev/null/below"])

@@ -1,5 +1,6 @@
 """The exit code of a run, from its rows."""
 
+import numpy as np
 import pytest
 
 from dilabench.cli.run.shown import verdict
@@ -17,6 +18,7 @@ from dilabench.record import (
     Skipped,
     Verification,
 )
+from dilabench.runs import execution
 from dilabench.runs.execution import exit_code
 from dilabench.workload.spec import Workload
 
@@ -68,3 +70,30 @@ def test_exit_code(outcomes, status, code):
 def test_the_verdict_counts_the_rows():
     found = record(MEASURED, MEASURED, SKIPPED, WRONG)
     assert verdict(found, exit_code(found)) == "verdict: WRONG OUTPUT (2 measured, 1 skipped, 1 failed; exit code 5)"
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+@pytest.mark.parametrize("form", [(), ("--json",), ("--mask-file", "mask.npy", "--set", "pattern=block_sparse")])
+def test_an_interrupted_run_says_what_is_saved(cli, monkeypatch, tmp_path, form, is_started):
+    np.save(tmp_path / "mask.npy", np.ones((2, 2), dtype=bool))
+
+    def interrupted(planned, _request, _catalogue, _machine, header, folder, **_options):
+        found = RunRecord(**header.model_dump(), rows=(), status="interrupted", finished_at=header.started_at)
+        if is_started:
+            folder.start(header)
+            folder.finish(found)
+        return found
+
+    monkeypatch.setattr(execution, "run_cases", interrupted)
+    chosen = ("-i", "block-sparse") if "--mask-file" in form else ("-i", "gather")
+    result = cli("run", "implementations", *chosen, "--seq-length", "200", "--device", "cpu", *form)
+    assert result.exit_code == 130, result.output
+    said = result.stdout + result.stderr
+    folders = list(tmp_path.glob("benchmark_results/*implementations*"))
+    assert bool(folders) is is_started
+    assert ("results so far are saved" in said) is is_started
+    assert ("nothing is saved" in said) is not is_started
+    assert ("--resume" in said) is is_started
+    if is_started:
+        run_id = folders[0].name.rpartition("-")[2]
+        assert cli("run", "implementations", "--resume", run_id).exit_code == 130

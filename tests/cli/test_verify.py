@@ -11,9 +11,9 @@ from dilabench.engine.worker import outcomes as verify_outcomes
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.record import Check, Verification
-from dilabench.request import RunRequest
+from dilabench.request import RunRequest, run_request
 from dilabench.runs import verification
-from dilabench.suites.planner import Planner
+from dilabench.suites.planner import Planner, cases_of
 
 CPU = Machine(device="cpu", no_cuda="test")
 
@@ -21,6 +21,11 @@ CPU = Machine(device="cpu", no_cuda="test")
 def planned(**fields):
     request = RunRequest(suite="verify", **fields)
     return verification.verified_cases(Planner(discover().catalogue, CPU, request))
+
+
+def suite_cases(suite, **fields):
+    planner = Planner(discover().catalogue, CPU, RunRequest(suite=suite, **fields))
+    return cases_of(planner.catalogue.suites.get(suite), planner)
 
 
 def test_block_sparse_implementations_have_workloads_of_their_own():
@@ -38,6 +43,75 @@ def test_a_pattern_that_the_user_named_is_everybodys():
     assert skipped["block-sparse"] == (
         "pattern dense is not supported (has block_sparse, column_bounds, topk_blocks, window_sink)"
     )
+
+
+DESCRIBED = [
+    {"pattern": "block_sparse"},
+    {"pattern": "block_sparse", "density": 0.3, "per_head": True},
+    {"pattern": "dilated", "offset": "blocked", "num_heads": 3},
+    {"segment_lengths": (16, 64), "dilation_rates": (1, 2), "scale": 0.3},
+    {"pattern": "window_sink", "sinks": 3, "causal": False},
+    {"pattern": "topk_blocks", "block_size": 32, "top_k": 2},
+    {"pattern": "native_sparse", "head_dim": 32},
+    {"pattern": "column_bounds", "document_lengths": (70, 3)},
+    {"pattern": "dense", "cu_seqlens": (0, 3, 700), "layout": "packed", "seq_len": 700},
+]
+
+
+@pytest.mark.parametrize("overrides", DESCRIBED, ids=lambda fields: " ".join(f"{k}={v}" for k, v in fields.items()))
+def test_what_is_verified_is_what_run_would_run(overrides):
+    asked = {"implementations": ("reference",), "overrides": overrides}
+    run, cases = suite_cases("implementations", **asked)[0].case.workload, planned(**asked)
+    (verified,) = {one.case.workload for one in cases}
+    assert verified == run.replace(mode="both", seq_len=overrides.get("seq_len", 771))
+    heading = verify._names(cases[0])[2]
+    for name, value in overrides.items():
+        if name not in {"pattern", "cu_seqlens", "layout", "seq_len", "causal"}:
+            assert str(value if not isinstance(value, tuple) else value[-1]) in heading, (name, heading)
+
+
+@pytest.mark.parametrize("heads", [{"num_heads": 3}, {"num_kv_heads": 8}, {"num_heads": 6, "num_kv_heads": 1}])
+def test_heads_that_are_given_are_the_only_ones(heads):
+    for one in planned(implementations=("block-sparse", "strided", "dense"), overrides=heads):
+        workload = one.case.workload
+        assert one.skip is None
+        assert workload.num_heads == heads.get("num_heads", 8)
+        assert workload.num_kv_heads == heads.get("num_kv_heads", workload.num_heads)
+
+
+def test_bounds_alone_mean_the_packed_layout():
+    request = run_request(discover().catalogue, suite="verify", assignments=["cu_seqlens=0,5,9"])
+    for one in planned(implementations=("dense",), overrides=request.overrides):
+        workload = one.case.workload
+        assert (workload.layout, workload.seq_len, workload.cu_seqlens) == ("packed", 9, (0, 5, 9))
+        assert " packed" in verify._names(one)[2]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"overrides": {"pattern": "dilated"}},
+        {"overrides": {"segment_lengths": (16, 64), "dilation_rates": (1, 2)}},
+        {"presets": ("longnet_32k",)},
+    ],
+    ids=["pattern", "field", "preset"],
+)
+@pytest.mark.parametrize("suite", ["verify", "implementations", "quick", "range", "backends", "extreme"])
+def test_a_pattern_that_was_asked_for_is_never_replaced(suite, asked):
+    asked = {"implementations": ("dense",), **asked}
+    cases = planned(**asked) if suite == "verify" else suite_cases(suite, **asked)
+    assert cases
+    for one in cases:
+        assert one.case.workload.pattern.kind == "dilated"
+        assert "pattern dilated is not supported (has dense)" in one.skip.why
+
+
+@pytest.mark.parametrize("suite", ["implementations", "quick", "range", "extreme"])
+def test_another_function_stays_as_a_reference_beside_what_was_asked(suite):
+    asked = {"implementations": ("strided", "dense"), "overrides": {"pattern": "dilated"}}
+    roles = {(one.case.implementation, one.case.workload.pattern.kind, one.role) for one in suite_cases(suite, **asked)}
+    assert roles == {("strided", "dilated", "method"), ("dense", "dense", "yardstick")}
+    assert {one.case.implementation: one.skip is None for one in planned(**asked)} == {"strided": True, "dense": False}
 
 
 def test_a_line_per_case_stands_under_its_workload_and_skips_are_told_by_reason(monkeypatch, capsys):

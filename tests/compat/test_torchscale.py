@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dilabench.compat.torchscale import DilatedAttention, Multiway, XPos, patch
+from dilabench.compat.torchscale import DilatedAttention, Multiway, XPos, packed, patch
 
 # What torchscale's own module gave in float64, as tests/impls/test_torchscale_golden.py says.
 GOLDEN = Path(__file__).parents[1] / "golden" / "torchscale"
@@ -196,3 +196,26 @@ def test_refuses_sizes_that_do_not_fit() -> None:
         DilatedAttention(arguments(), 16, 4)
     with pytest.raises(ValueError, match="head_dim 5 is odd; use an even one"):
         XPos(5)
+
+
+@pytest.mark.parametrize("xpos", [False, True])
+def test_packed_sequences_come_out_as_each_does_alone(xpos: bool) -> None:
+    module = DilatedAttention(arguments(xpos_rel_pos=xpos), 32, 4, self_attention=True, subln=True).double()
+    x = torch.randn(1, 60, 32, dtype=torch.float64)
+    with packed(nn.Sequential(module), (0, 20, 20, 21, 60)):
+        together = module(x, x, x)[0]
+    alone = [module(part, part, part)[0] for part in x.split((20, 1, 39), 1)]
+    torch.testing.assert_close(together, torch.cat(alone, 1), rtol=0, atol=1e-12)
+    assert torch.equal(module(x, x, x)[0], module(x, x, x)[0])
+    assert module.cu_seqlens is None
+
+
+def test_refuses_bounds_that_do_not_fit() -> None:
+    module = DilatedAttention(arguments(), 32, 4, self_attention=True)
+    x = torch.randn(1, 60, 32)
+    with packed(module, (0, 20, 50)), pytest.raises(ValueError, match=r"query \(1, 60, 32\) must be \[1, 50, E\]"):
+        module(x, x, x)
+    with pytest.raises(ValueError, match="must rise from 0"), packed(module, (0, 20, 10)):
+        pass
+    with pytest.raises(ValueError, match=r"call patch\(model\) first"), packed(nn.Linear(2, 2), (0, 2)):
+        pass

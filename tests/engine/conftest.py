@@ -1,4 +1,5 @@
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,9 @@ def engine(catalogue, dense_case):
             register(name, origin)
         planned = planned or [dense_case(name, **fields) for name in names]
         request = RunRequest(suite="test", timing=timing, budget_s=budget_s, seed=seed, **runs)
-        header = RunHeader(tool_version="0", run_id="test", suite="test", started_at="now", environment=snapshot(CPU))
+        started_at = datetime.now(UTC).isoformat(timespec="seconds")
+        environment = snapshot(CPU)
+        header = RunHeader(tool_version="0", run_id="a", suite="test", started_at=started_at, environment=environment)
         options.setdefault("timeout_s", 60.0)
         machine = options.pop("machine", CPU)
         return run(planned, request, catalogue, machine, header, sink or Keeper(), progress, **options)

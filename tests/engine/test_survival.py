@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from dilabench.compare.view import pair
 from dilabench.engine import runner
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent
+from dilabench.engine.worker.client import WorkerPool
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine
 from dilabench.metadata import matmul_key
@@ -29,6 +31,7 @@ sys.path.insert(0, {impls!r})
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent
+from dilabench.engine.worker.client import WorkerPool
 from dilabench.compare.view import pair
 from dilabench.engine.runner import run
 from dilabench.request import RunRequest
@@ -295,3 +298,36 @@ def test_a_time_is_called_impossible_only_by_ceilings_that_a_second_look_confirm
 def test_a_ceiling_that_was_not_known_counts_as_risen():
     """As that of tensor cores, which bounds float32 too, in a run that went on from a record without it."""
     assert runner._higher({"a": 2.0, "b": 2.0}, {"a": 1.0, "b": 3.0, "c": 1.0}) == {"b": 3.0, "c": 1.0}
+
+
+@pytest.mark.parametrize("jump", [timedelta(days=-400), timedelta(days=400)], ids=["back", "ahead"])
+def test_a_clock_that_is_set_meanwhile_changes_no_duration(engine, monkeypatch, jump):
+    class Clock(datetime):
+        """Set once it has been read."""
+
+        ahead = timedelta(0)
+
+        @classmethod
+        def now(cls, tz=None):
+            moment, cls.ahead = datetime.now(tz) + cls.ahead, jump
+            return moment
+
+    monkeypatch.setattr(runner, "datetime", Clock)
+    record = engine("honest", timing_runs=1)
+    took = datetime.fromisoformat(record.finished_at) - datetime.fromisoformat(record.started_at)
+    assert timedelta(0) <= took < timedelta(hours=1)
+
+
+def test_an_interrupted_run_is_saved_before_its_workers_end(engine, keeper, monkeypatch):
+    """A worker of another machine may be out of reach, and torchrun kills what does not end within 30 s."""
+
+    class Interrupting(Silent):
+        def row_done(self, row):
+            raise KeyboardInterrupt
+
+    saved = []
+    close = WorkerPool.close
+    monkeypatch.setattr(WorkerPool, "close", lambda pool: (saved.append(keeper.record), close(pool)))
+    record = engine("honest", timing_runs=1, sink=keeper, progress=Interrupting())
+    assert record.status == "interrupted"
+    assert saved == [record]

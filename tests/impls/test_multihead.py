@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from dilabench.attention import MultiheadDilatedAttention
 from dilabench.backends import math
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.impls import gather, multihead, strided
@@ -85,3 +86,11 @@ def test_impossible_sizes_are_refused(sizes: tuple[int, int, int], message: str)
     embed_dim, num_heads, num_kv_heads = sizes
     with pytest.raises(ValueError, match=message):
         ProjectedAttention(embed_dim, num_heads, lambda q, k, v: q, num_kv_heads=num_kv_heads)
+
+
+def test_packed_embeddings_come_out_as_each_sequence_does_alone() -> None:
+    options: dict[str, Any] = {"segment_lengths": (10, 24), "dilation_rates": (1, 3), "norm": True}
+    module = MultiheadDilatedAttention(24, 6, **options).double()
+    x = torch.randn(37, 24, dtype=torch.float64)
+    alone = [module(part[None])[0] for part in x.split((11, 1, 25))]
+    torch.testing.assert_close(module(x, cu_seqlens=(0, 11, 12, 37)), torch.cat(alone), rtol=0, atol=1e-12)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilabench.attention import attention
+from dilabench.attention import attention, dilated_attention
 from dilabench.backends import math
 from dilabench.backends.sdpa import flash as sdpa_flash
 from dilabench.contracts import AttentionFn, BuildContext, LoadedBackend
@@ -106,18 +106,43 @@ def test_operators_keep_torchs_rules() -> None:
     function = strided.build(WORKLOAD, context())
     plain = tuple(x.detach().clone().requires_grad_() for x in inputs())
     options = one_operator.Options()
-    torch.library.opcheck(one_operator._attention_op, (*plain, None, function.number, *options))
+    torch.library.opcheck(one_operator._attention_op, (*plain, None, None, function.number, *options))
     detached = tuple(x.detach() for x in plain)
     found_by = function.number, one_operator._written(options)
-    torch.library.opcheck(one_operator._forward_op, (*detached, None, *found_by))
-    results = one_operator._forward_op(*detached, None, *found_by)
-    torch.library.opcheck(one_operator._backward_op, (torch.ones_like(results[0]), *detached, *results, *found_by))
+    torch.library.opcheck(one_operator._forward_op, (*detached, None, None, *found_by))
+    results = one_operator._forward_op(*detached, None, None, *found_by)
+    given = (torch.ones_like(results[0]), *detached, *results, None, *found_by)
+    torch.library.opcheck(one_operator._backward_op, given)
 
 
 def test_a_computation_that_is_gone_is_told() -> None:
     number = strided.build(WORKLOAD, context()).number
     with pytest.raises(RuntimeError, match="attention function or the SequenceShards of this call are gone; keep them"):
         one_operator.as_one_operator(number, *inputs())
+
+
+def test_one_graph_takes_any_bounds_in_a_tensor() -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Any) -> Tensor:
+        return dilated_attention(q, k, v, segment_lengths=(8, 16), dilation_rates=(1, 2), cu_seqlens=bounds)
+
+    def count(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(attend, backend=count, fullgraph=True)
+    for bounds in ((0, 5, 30), (0, 7, 9, 30), (0, 1, 2, 3, 30), (0, 30), (0, 0, 11, 25), (0, 4, 8, 12, 16, 30)):
+        q, k, v = (torch.randn(30, 2, 8, requires_grad=True) for _ in range(3))
+        found = []
+        for function, given in ((compiled, torch.tensor(bounds)), (attend, bounds)):
+            out = function(q, k, v, given)
+            found.append((out, *torch.autograd.grad(out.cos().sum(), (q, k, v))))
+        assert all(map(torch.equal, *found))
+    # Of so many bounds, and of any number.
+    assert len(graphs) <= 2
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
@@ -147,11 +172,3 @@ def test_packings_are_right_up_to_torchs_limit_of_graphs_which_is_told(
             assert torch.equal(compiled(x, (0, 5, 16)), attend(x, (0, 5, 16)))
     assert torch._dynamo.config.recompile_limit == limit
     torch._dynamo.reset()
-
-
-def test_a_tensor_of_bounds_is_refused_in_one_graph_and_right_in_several() -> None:
-    x, bounds = torch.randn(16, 2, 8), torch.tensor([0, 5, 16])
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"cu_seqlens is a tensor under torch.compile.*give a list"):
-        torch.compile(attention, backend="eager", fullgraph=True)(x, x, x, cu_seqlens=bounds)
-    out = torch.compile(attention, backend="eager")(x, x, x, cu_seqlens=bounds)
-    assert torch.equal(out, attention(x, x, x, cu_seqlens=bounds))

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from importlib import import_module
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from interpreted_block_cases import any_bounds, expected
 from interpreted_cases import multiplicity, relative, union_softmax
+from interpreted_packings import expected as expected_of_documents
 from torch import Tensor
 
 from dilabench.kernels import tuning
@@ -26,7 +28,9 @@ from dilabench.kernels.block_sparse import backward as blocks_backward
 from dilabench.kernels.block_sparse import forward as blocks_forward
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.kernels.fused import backward, backward_at_once, forward, row_layout
-from dilabench.kernels.fused.residue_plan import ResiduePlan, residue_plan
+from dilabench.kernels.fused import residue_plan as residue_plan_module
+from dilabench.kernels.fused.packing import Packing
+from dilabench.kernels.fused.residue_plan import ResiduePlan, document_plan, residue_plan
 from dilabench.kernels.tuning import RULES, Rule, TileConfig
 
 with gluon_on_cpu.in_its_place():
@@ -71,6 +75,13 @@ NARROW = {
     "narrow, padded": (1, 107, 1, 1, 16, (150,), (4,), None),
     "narrow, batch, left over": (2, 107, 1, 1, 16, (64, 400), (1, 2), ((0, 1),)),
     "narrow, grouped heads, tokens left over": (1, 107, 3, 1, 16, (64, 400), (1, 2), ((0, 1),)),
+}
+# Documents in one launch of each pass: their lengths, H, K, D, segments, rates, window.
+DOCUMENTS = {
+    "documents": ((70, 1, 130, 33), 4, 2, 32, (64, 128), (1, 2), (-1, -1)),
+    "documents, window": ((33, 97, 64), 2, 1, 80, (70, 95), (4, 3), (40, 7)),
+    "documents, boxes": ((130, 2, 75), 2, 1, 48, (64, 400), (1, 2), (-1, -1)),
+    "narrow, documents": ((70, 1, 130, 33), 2, 1, 16, (64, 128), (1, 2), (-1, -1)),
 }
 # The only branch of each head.
 BRANCH_OF_HEAD = {DILATED["grouped heads"]: (0, 0, 1, 1), NARROW["narrow, grouped heads, tokens left over"]: (0, 1, 1)}
@@ -131,7 +142,8 @@ def plan_of(case: tuple, causal: bool) -> ResiduePlan:
 
 def own_kernel(case: tuple) -> Any:
     """Within it the forward kernel is that for narrow heads or the other one."""
-    return mock.patch.dict(RULES, {"forward": forward_rules(65 if case in NARROW.values() else 32)})
+    narrow = case in NARROW.values() or case == DOCUMENTS["narrow, documents"]
+    return mock.patch.dict(RULES, {"forward": forward_rules(65 if narrow else 32)})
 
 
 def dilated(case: tuple, causal: bool) -> dict[str, float]:
@@ -174,6 +186,31 @@ def apart(case: tuple, causal: bool) -> dict[str, float]:
         out, lse, own = forward.fused_forward_partials(q, k, v, plan)
         got = backward.fused_backward(dout, q, k, v, out, lse, plan, partials=own)
     return forward_errors((out, lse), (exact, exact_lse)) | errors(got, want)
+
+
+def documents(case: tuple, causal: bool, detached: bool = False) -> dict[str, float]:
+    lengths, heads, kv_heads, dim, segments, rates, window = case
+    bounds = tuple(accumulate(lengths, initial=0))
+    operands = operands_of((1, bounds[-1], heads, kv_heads, dim))
+    q, k, v, dout = operands
+    about = (heads, kv_heads, causal, "modulo", "head", 16)
+    with mock.patch.object(residue_plan_module, "_SHORTEST_DOCUMENTS", 1):
+        plan = document_plan(segments, rates, bounds, *about, separate=detached, window=window)
+    packing, own = Packing(bounds), None
+    with own_kernel(case):
+        if detached:
+            out, lse, own = forward.fused_forward_partials(q, k, v, plan, packing=packing)
+        else:
+            out, lse = forward.fused_forward(q, k, v, plan, packing=packing)
+        got = backward.fused_backward(dout, q, k, v, out, lse, plan, partials=own, packing=packing)
+    about = (causal, "modulo", "head", None, window)
+    exact, exact_lse, *want = expected_of_documents(operands, bounds, segments, rates, detached, *about)
+    return forward_errors((out, lse), (exact, exact_lse.transpose(1, 2))) | errors(got, want)
+
+
+def documents_apart(case: tuple, causal: bool) -> dict[str, float]:
+    """Every branch by itself, merged with weights that are constants."""
+    return documents(case, causal, detached=True)
 
 
 def poisoned(case: tuple, causal: bool) -> dict[str, float]:
@@ -250,8 +287,10 @@ def of_name(name: str, causal: bool) -> dict[str, float]:
         return counted(with_null_mass)
     if name in BLOCKS:
         return counted(blocks, BLOCKS[name], causal)
-    cases = DILATED | NARROW
+    cases = DILATED | NARROW | DOCUMENTS
     name, _, kind = (name, "", "") if name in cases else name.rpartition(", ")
+    if name in DOCUMENTS:
+        return counted({"": documents, "apart": documents_apart}[kind], cases[name], causal)
     return counted({"": dilated, "poisoned": poisoned, "apart": apart}[kind], cases[name], causal)
 
 

@@ -148,10 +148,16 @@ def repeated_on_nvidia(
     return active, launched
 
 
-def test_a_repeated_launch_gives_tritons_launcher_what_triton_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def chain_of_hooks() -> Any:
+    chain = HookChain()
+    chain.add(print)
+    return chain
+
+
+@pytest.mark.parametrize("hook", [chain_of_hooks(), print], ids=["chain", "function"])
+def test_a_repeated_launch_gives_tritons_launcher_what_triton_does(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     active, launched = repeated_on_nvidia(monkeypatch, OnNvidia())
-    hook = HookChain()
-    hook.add(print)
+    monkeypatch.setattr(knobs.runtime, "launch_exit_hook", None)
     for q, out in ((torch.zeros(2, 2), torch.zeros(2, 2)), (torch.ones(2, 2), torch.ones(2, 2))):
         recorded = [launched(q, out) for _ in range(3)]
         encoded = active.encoded

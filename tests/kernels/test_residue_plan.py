@@ -314,10 +314,11 @@ def test_tables_stand_where_no_length_has_a_kernel_compiled_anew(n: int, by_key:
 
 
 def test_the_latest_tables_are_kept_up_to_so_many_bytes() -> None:
-    def tables(entries: int) -> dict[int, TileTables]:
+    def tables(entries: int) -> tile_tables_module._ByTail:
         """Of two tails, in the same memory."""
         none = torch.zeros(0, dtype=torch.int32)
-        return dict.fromkeys((0, 16), TileTables(none, none, none, torch.zeros(entries, dtype=torch.int32), none))
+        of_one = TileTables(none, none, none, torch.zeros(entries, dtype=torch.int32), none)
+        return tile_tables_module._ByTail(dict.fromkeys((0, 16), of_one))
 
     kept = tile_tables_module._Kept(most_bytes=400)
     first, second = (kept.put(name, tables(40)) for name in ("first", "second"))

@@ -57,6 +57,7 @@ KERNELS = {
 }
 QUERY_ROWS = {"q_desc", "out_desc", "dout_desc", "dq_desc"}
 FLOATS = {"lse_ptr", "mass_ptr", "stats_ptr", "slots_ptr"}
+OF_DOCUMENTS: dict[str, object] = {"visits_ptr": None, "spans_ptr": None}
 RESULTS = {"out_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
 NOT_ALIGNED = {
     *PER_LENGTH,
@@ -136,11 +137,12 @@ def fused(
     hard: bool = False,
     blocks: bool = False,
     shares: bool = False,
+    documents: bool = False,
 ):
     """A fused kernel as the first group of branches runs it, with a null mass, or ``again`` as later groups do, adding
     to the result; ``cut``: for a sequence that ends inside a tile; ``hard``: for a window, in segments that the
     rate does not divide; ``blocks``: over a block mask, where tiles may have
-    several ``shares``.
+    several ``shares``; ``documents``: over several sequences, one behind the other.
     """
     kernel = KERNELS[direction]
     head, tail = tile_columns(dim, 2)
@@ -151,7 +153,7 @@ def fused(
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "CAUSAL": causal,
-        "SHIFTED": hard,
+        "SHIFTED": hard or documents,
         "WINDOWED": hard,
         "MERGE": again,
         "COMPACT": False,
@@ -172,6 +174,8 @@ def fused(
         constants["mass_ptr"] = None
     if blocks:
         constants["heads_ptr"] = None
+    if not documents:
+        constants |= OF_DOCUMENTS
     if not shares:
         constants["slots_ptr"] = None
     tiles = {name: f"1,1,1,{tile}" for name, tile in tiles_of(kernel, head, config, tail).items()}
@@ -302,8 +306,11 @@ def specialised(
     merge: bool,
     hard: bool = False,
     compact: bool = False,
+    documents: bool = False,
 ):
-    """The Hopper kernel as its launchers ask for it; ``hard``: as of `fused`, in several batch elements."""
+    """The Hopper kernel as its launchers ask for it; ``hard``: as of `fused`, in several batch elements; ``documents``:
+    as of `fused`.
+    """
     name, config = select_kernel("forward", dim, causal=causal, largest_tile=128, hopper=True)
     assert name == "specialized"
     kernel, (_, tail) = sm90_forward._forward_kernel, tile_columns(dim, 2)
@@ -315,9 +322,9 @@ def specialised(
         "MERGE": merge,
         "COMPACT": compact,
         "BATCHED": hard,
-        "SHIFTED": hard,
+        "SHIFTED": hard or documents,
         "WINDOWED": hard,
-    }
+    } | ({} if documents else OF_DOCUMENTS)
     constants["PERSISTENT"] = is_persistent(dim, causal, cut or ranges or merge)
     constants |= {"TAKE_TURNS": dim < 128, "LARGEST": 2.0**64 if dim < 128 else 0.0}
     missing = [("mass_ptr", null_mass), ("bounds_ptr", ranges), *((f"{x}_tail_desc", tail) for x in "qkv")]
@@ -395,7 +402,14 @@ def test_specialised_forward(dim: int, causal: bool, cut: bool, null_mass: bool,
 
 
 def narrow(
-    dim: int, causal: bool, cut: bool, merge: bool, config: TileConfig, hard: bool = False, compact: bool = False
+    dim: int,
+    causal: bool,
+    cut: bool,
+    merge: bool,
+    config: TileConfig,
+    hard: bool = False,
+    compact: bool = False,
+    documents: bool = False,
 ):
     """The Hopper kernel for narrow heads."""
     kernel = sm90_narrow_forward._narrow_kernel
@@ -403,13 +417,13 @@ def narrow(
     constants = {"HEAD_DIM": dim, "HEAD": head, "REST": rest, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
     constants |= {
         "CAUSAL": causal,
-        "SHIFTED": hard,
+        "SHIFTED": hard or documents,
         "WINDOWED": hard,
         "RAGGED": cut,
         "MERGE": merge,
         "COMPACT": compact,
         "LARGEST": 2.0**64,
-    }
+    } | ({} if documents else OF_DOCUMENTS)
     constants |= {"mass_ptr": None} if merge else {}
     rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n}
     tiles = {f"{x}_desc": [1, 1, 1, rows[x], head] for x in "qkv"}
@@ -466,7 +480,9 @@ def test_the_specialised_forward_is_given_all_its_arguments_by_both_that_call_it
     plan = residue_plan((256,), (1,), 256, 2, 2, False)
     _, config = select_kernel("forward", 128, causal=False, largest_tile=128, hopper=True)
     lse = torch.zeros(1, 2, 256)
-    launch = sm90_forward.group_launch(q, q, q, Results(q.clone(), lse), plan.groups[0], False, 0.1, config)
+    launch = sm90_forward.group_launch(
+        dict.fromkeys("qkv", q), Results(q.clone(), lse), plan.groups[0], False, 0.1, config
+    )
     LaunchCache().launch("forward", [{}], lambda: [launch])
     mask = block_plan.BlockPlan(np.ones((1, 2, 2), bool), 128, 256, causal=False)
     monkeypatch.setattr(block_sparse_forward, "on_hopper", lambda _: True)
@@ -559,7 +575,13 @@ BACKWARD_PARKED = {48: 0, 64: 8, 96: 24, 128: 12}
 
 
 def specialised_backward(
-    dim: int, causal: bool, ragged: bool, heads_per_kv: int | None, shared: bool, hard: bool = False
+    dim: int,
+    causal: bool,
+    ragged: bool,
+    heads_per_kv: int | None,
+    shared: bool,
+    hard: bool = False,
+    documents: bool = False,
 ):
     """The Hopper kernel of the backward pass: of later groups of branches, or of block masks (``shared``); ``hard``: as
     of `fused`, in several batch elements.
@@ -574,14 +596,14 @@ def specialised_backward(
         "BLOCK_N": config.block_n,
         "CAUSAL": causal,
         "BATCHED": hard and dim == head,
-        "SHIFTED": hard,
+        "SHIFTED": hard or documents,
         "WINDOWED": hard,
         "RAGGED": ragged,
         "ADD": not shared,
         "SHARED": shared,
         "PER_HEAD": False,
         "COUNTED": not shared,
-    }
+    } | ({} if documents else OF_DOCUMENTS)
     if not shared:
         constants["slots_ptr"] = None
     if heads_per_kv is not None:
@@ -630,6 +652,43 @@ def test_specialised_backward(dim: int, causal: bool, ragged: bool, heads_per_kv
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= BACKWARD_PARKED[dim], report
     assert "serialized" not in report, report
     assert built.metadata.shared <= 227 * 1024
+
+
+# Bytes parked over documents, by direction, head dim and mask.
+DOCUMENTS_PARKED = {
+    ("backward_key", 64, True): 44,
+    ("backward_key", 64, False): 36,
+    ("backward_key", 48, True): 44,
+    ("backward_key", 48, False): 36,
+    ("backward_key", 128, True): 28,
+    ("at once", 64, True): 32,
+    ("at once", 64, False): 8,
+    ("at once", 48, True): 28,
+    ("at once", 128, True): 16,
+    ("at once", 128, False): 8,
+}
+
+
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    "dim", [64, pytest.param(48, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("direction", ["forward", "backward_query", "backward_key", "specialised", "at once"])
+def test_documents(direction: str, dim: int, causal: bool) -> None:
+    name, config = select_kernel("forward", dim, causal=causal, largest_tile=128, hopper=True)
+    if direction == "at once":
+        built, report = specialised_backward(dim, causal, not causal, None, shared=False, documents=True)
+    elif direction == "specialised" and name == "narrow":
+        built, report = narrow(dim, causal, not causal, False, config, documents=True)
+    elif direction == "specialised":
+        built, report = specialised(dim, causal, not causal, null_mass=False, ranges=0, merge=False, documents=True)
+    else:
+        config = plain_tiles(direction, dim, causal, cut=True)
+        built, report = fused(dim, causal, direction, config, True, cut=True, documents=True)
+    assert "wgmma.mma_async" in built.asm["ptx"]
+    parked = DOCUMENTS_PARKED.get((direction, dim, causal), 0)
+    assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= parked, report
+    assert "serialized" not in report, report
 
 
 # Bytes parked for windows and where the rate does not divide the segment, by direction, head dim and mask.

@@ -1,4 +1,7 @@
-"""Forward and backward of every kernel, on lengths that tiles do not divide: what `test_memcheck_gpu` runs."""
+"""Forward and backward of every kernel, on lengths that tiles do not divide: what `test_memcheck_gpu` runs.
+
+Takes a head dim, a dtype and, for some entries alone, their names.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +59,7 @@ def run(name: str, dim: int, dtype: torch.dtype) -> None:
 
 
 if __name__ == "__main__":
-    for name in ENTRIES:
-        for dim in map(int, sys.argv[1].split(",")):
-            for dtype in (torch.bfloat16, torch.float32):
-                run(name, dim, dtype)
-                sys.stdout.write(f"{name} D{dim} {dtype}\n")
-                sys.stdout.flush()
+    for name in sys.argv[3:] or ENTRIES:
+        run(name, int(sys.argv[1]), getattr(torch, sys.argv[2]))
+        sys.stdout.write(f"{name} D{sys.argv[1]} {sys.argv[2]}\n")
+        sys.stdout.flush()

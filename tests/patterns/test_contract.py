@@ -78,11 +78,11 @@ def test_a_pattern_survives_json(pattern: Pattern) -> None:
 
 
 def test_unknown_kinds_are_refused_and_never_dense() -> None:
-    with pytest.raises(ConfigError, match="unknown pattern 'nope'; known: "):
+    with pytest.raises(ValueError, match="unknown pattern 'nope'; known: "):
         read_pattern({"kind": "nope"})
     with pytest.raises(ConfigError, match="unknown pattern 'densee'; did you mean dense"):
         validated(WorkloadRequest, {"pattern": "densee"})
-    with pytest.raises(ConfigError, match="has no kind"):
+    with pytest.raises(ValueError, match="has no kind"):
         read_pattern({"segment_lengths": [8]})
 
 

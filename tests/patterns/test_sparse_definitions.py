@@ -12,9 +12,11 @@ from dilabench.patterns.answers import HiddenRows
 from dilabench.patterns.column_bounds import ColumnBoundsPattern
 from dilabench.patterns.native_sparse import NativeSparsePattern
 from dilabench.patterns.pattern import Pattern, SequenceShape
+from dilabench.patterns.registry import pattern_type
 from dilabench.patterns.selectors import ABSENT, SELECTORS, Blocks, select, stand_ins
 from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.patterns.window_sink import WindowSinkPattern
+from dilabench.plugins.manager import discover
 from dilabench.workload.spec import WorkloadRequest
 
 N = 41
@@ -188,3 +190,21 @@ def test_what_native_sparse_answers_by_itself_follows_from_its_counts(causal: bo
     means = 4 * sum((row + 1) // 6 if causal else N // 6 for row in range(N))
     assert pairs.attended == means + selected.attended + window.attended
     assert pairs.least == means + max(selected.attended, window.attended)
+
+
+@pytest.mark.parametrize("kind", ["topk_blocks", "native_sparse"])
+def test_what_shares_a_selection_is_said(kind):
+    (summary,) = (known.summary for known in discover().catalogue.patterns if known.name == kind)
+    assert "block of queries" in summary
+    for pattern in pattern_type(kind).examples():
+        assert pattern.label().endswith(" per block of queries")
+
+
+@pytest.mark.parametrize("method", ["NSA", "MoBA"])
+def test_a_method_that_selects_per_token_is_no_name_of_ours(method):
+    catalogue = discover().catalogue
+    named = [preset for preset in catalogue.workloads if method.lower() in preset.name]
+    assert [preset.name for preset in named] == [f"blockwise_{method.lower()}_64k"]
+    assert all("per block of queries" in preset.summary for preset in named)
+    with pytest.raises(ConfigError, match=rf"{method} selects per query token, .* use blockwise_{method.lower()}_64k"):
+        catalogue.workloads.get(f"{method.lower()}_64k")

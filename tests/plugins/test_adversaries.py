@@ -8,7 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from pydantic import create_model
 
 from dilabench.engine.timers import HeldTimer
 from dilabench.errors import ConfigError, EnvironmentNotReady, PluginError, said
@@ -139,6 +141,16 @@ DESCRIPTORS: dict[str, tuple[str, Callable[[], Any], str]] = {
     "named auto": ("backends", lambda: Backend("auto", "", "m:f"), "'auto' stands for several names"),
     "also called all": ("implementations", lambda: _mine(aliases=("all",)), "'all' stands for several names"),
     "half an expression": ("backends", lambda: Backend("mine", "", "m:f", kernels=("(",)), "no regular expression"),
+    "a suite with a dict of options": (
+        "suites",
+        lambda: Suite("mine", "", "m:f", options={"pace": 1}),  # type: ignore[arg-type]
+        "options {'pace': 1} must be a pydantic model that has a field for each option",
+    ),
+    "a suite with an option that must be given": (
+        "suites",
+        lambda: Suite("mine", "", "m:f", options=create_model("Pace", speed=int)),
+        "options Pace: speed needs a default, for a request may leave it out",
+    ),
     "a suite with a number": ("suites", lambda: Suite("mine", "", "m:f", budget_s="1"), "budget_s '1' must be"),  # type: ignore[arg-type]
     "no name": ("reporters", lambda: Reporter(None, "", "m:f"), "name None must be str"),  # type: ignore[arg-type]
 }
@@ -416,6 +428,19 @@ def test_a_pattern_that_fails_later_is_named_with_its_line(pattern_plugin: Any) 
         workload.pattern.model_validate({"size_of_later": 7})
     with pytest.raises(ValueError, match="valid integer"):
         workload.pattern.model_validate({"size_of_later": "x"})
+
+
+def test_a_pattern_is_checked_and_the_class_of_its_plugin_stays_as_it_is(pattern_plugin: Any) -> None:
+    pattern_plugin("plain", "drawn_in_reports = False\ndef label(self): return 'plain'")
+    own = sys.modules["plain"].Mine
+    workload = WorkloadRequest(pattern="plain", seq_len=16).resolve("float32")
+    given = workload.replace(pattern=own(size_of_plain=1))
+    assert given == workload
+    assert len({given, workload}) == 1
+    # The plug-in's own instance is checked as well, and the class raises its own error.
+    for pattern, error in ((given.pattern, PluginError), (own(), KeyError)):
+        with pytest.raises(error):
+            next(pattern.counts(given.shapes[0], 0, np.arange(16)))
 
 
 # The boundary itself.

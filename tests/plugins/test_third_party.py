@@ -102,7 +102,7 @@ def test_their_sharding_may_be_one_of_ours_or_their_own(catalogue):
 def test_their_suite_states_its_options_and_its_place(catalogue):
     request = run_request(catalogue, suite="their-suite", run={"options": {"speed": 3}})
     assert [one.labels["theirs:speed"] for one in expand(catalogue, CPU, request)] == ["3"]
-    with pytest.raises(ConfigError, match="no option 'pace'; it has speed"):
+    with pytest.raises(ConfigError, match=r"no option 'pace' \(given as 3\); it has loud, speed, steps"):
         expand(catalogue, CPU, run_request(catalogue, suite="their-suite", run={"options": {"pace": 3}}))
     everything = Planner(catalogue, CPU, run_request(catalogue, suite="all"))
     assert next(one.name for one in suites(everything)) == "their-suite"

@@ -1,9 +1,19 @@
 """A third party's package: a backend, implementations on one device and over ranks, a timer and a suite, with facts."""
 
+from pydantic import BaseModel, Field
+
 from dilabench.plugins import Backend, Capabilities, Implementation, Suite, Timer, hookimpl
 
 HERE = __name__
 DENSE = frozenset({"dense"})
+
+
+class Pace(BaseModel):
+    """What a request may set for their suite."""
+
+    speed: int = Field(1, ge=1, le=9, description="How fast, 1 to 9.")
+    loud: bool = Field(False, description="With noise.")
+    steps: tuple[int, ...] = Field((), description="Where to go.")
 
 
 class Halves:
@@ -35,7 +45,7 @@ def build(_workload, context):
 
 def expand(request, planner):
     implementation = planner.catalogue.implementations.get("their-plain")
-    labels = {"theirs:speed": str(request.options["speed"])}
+    labels = {"theirs:speed": str(Pace(**request.options).speed)}
     return planner.plan(implementation, planner.workload_requests([{}])[0], labels)
 
 
@@ -69,7 +79,7 @@ def dilabench_register_implementations():
 
 @hookimpl
 def dilabench_register_suites():
-    return [Suite("their-suite", "a question", f"{HERE}:expand", options=("speed",), priority=99)]
+    return [Suite("their-suite", "a question", f"{HERE}:expand", options=Pace, priority=99)]
 
 
 @hookimpl

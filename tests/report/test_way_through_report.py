@@ -11,8 +11,7 @@ from dilabench.report import json as as_json
 from dilabench.store.run_files import read_record
 
 ROOT = Path(__file__).parents[2]
-# Reached, and to be lowered when the way becomes shorter; design.md asks for 40.
-MOST_FILES = 42
+MOST_FILES = 40
 
 WATCHED = """
 import os, sys

@@ -1,5 +1,6 @@
 """Level shifts of a history."""
 
+import sys
 from itertools import combinations
 
 import numpy as np
@@ -72,3 +73,25 @@ def test_quantised_and_short_histories():
     assert [s.index for s in steps([100.0] * 10 + [120.0] * 10)] == [10]
     assert steps([1.0]) == []
     assert segments([1.0, 2.0, 3.0])[0].median_ns == pytest.approx(2.0)
+
+
+def calls(work):
+    """How many functions are called, in Python and in C."""
+    count = 0
+
+    def watch(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(watch)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_the_work_grows_with_the_history_and_not_with_its_square():
+    short, long = (history([1e6, 1.2e6], 0.01, 0, n) for n in (100, 1000))
+    assert [step.index for step in steps(long)] == [pytest.approx(1000, abs=1)]
+    assert calls(lambda: steps(long)) < 12 * calls(lambda: steps(short))

@@ -3,13 +3,14 @@
 import errno
 import gzip
 import os
-from pathlib import Path
 
 import pytest
 
+from dilabench.atomic_file import read_file
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.record import SCHEMA_VERSION
 from dilabench.store.archive import Archive, moment_of, read_compressed, sound_records, stamp
+from dilabench.store.run_files import folder_of_run
 
 
 @pytest.fixture
@@ -150,14 +151,13 @@ def test_where_the_store_is(monkeypatch, tmp_path):
 def test_a_file_that_may_not_be_read_is_not_called_damaged(archive, make_row, make_record, monkeypatch):
     good = archive.add(make_record([make_row()], run_id="good"))
     barred = archive.add(make_record([make_row()], run_id="barred"))
-    read = Path.read_bytes
 
     def refuse(path):
         if path.name == barred:
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return read(path)
+        return read_file(path)
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr("dilabench.store.archive.read_file", refuse)
     with pytest.raises(EnvironmentNotReady, match=rf"{barred}' cannot be read: Permission denied; .*DILABENCH_STORE"):
         archive.load(barred)
     answers = dict(sound_records(archive, archive.names()))
@@ -169,7 +169,7 @@ def test_a_folder_that_may_not_be_listed(archive, make_record, monkeypatch):
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(os, "listdir", refuse)
+    monkeypatch.setattr(os, "scandir", refuse)
     for question in (archive.names, lambda: archive.find("latest"), lambda: archive.add(make_record([]))):
         with pytest.raises(EnvironmentNotReady, match="runs' cannot be read: Permission denied"):
             question()
@@ -186,3 +186,15 @@ def test_a_record_that_another_process_kept_meanwhile_is_one_file(archive, make_
     name = archive.add(record)
     monkeypatch.setattr(Archive, "names", lambda self: [])
     assert archive.add(record) == name
+
+
+def test_a_run_of_a_clock_that_was_ahead_is_not_the_latest(archive, make_row, make_record, tmp_path):
+    today = archive.add(make_record([make_row()], run_id="today"))
+    ahead = archive.add(make_record([make_row()], run_id="ahead", started_at="2090-01-02T03:04:05+00:00"))
+    assert archive.names() == [ahead, today]
+    assert archive.find("latest") == [today]
+    for name in (ahead, today):
+        folder = tmp_path / name.removesuffix(".json.gz")
+        folder.mkdir()
+        (folder / "rows.jsonl").touch()
+    assert folder_of_run("latest", tmp_path).name.endswith("today")

@@ -281,7 +281,7 @@ def test_a_folder_that_may_not_be_entered_is_refused(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "stat", refuse)
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr("dilabench.store.run_files.read_file", refuse)
     with pytest.raises(ConfigError, match="cannot be read: Permission denied"):
         read_record(tmp_path)
 

@@ -6,12 +6,13 @@ from dilabench.engine.device.environment import snapshot
 from dilabench.engine.runner import run
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
+from dilabench.plugins.builtin.suites import BillionOptions
 from dilabench.plugins.manager import discover
 from dilabench.predict.memory import plan_memory
 from dilabench.predict.time import plan_time
 from dilabench.record import GpuInfo, Row, RunHeader, Skipped
 from dilabench.request import run_request
-from dilabench.suites.billion import BILLION, follow_up
+from dilabench.suites.billion import follow_up
 from dilabench.suites.extreme.findings import analyse
 from dilabench.suites.planner import Planner, expand
 
@@ -19,6 +20,7 @@ CPU = Machine(device="cpu", no_cuda="test")
 H200 = Machine(
     device="cuda", gpus=(GpuInfo(name="NVIDIA H200", compute_capability="9.0", memory_bytes=143771 * 2**20),)
 )
+BILLION = BillionOptions().tokens
 FOUR_H200 = Machine(device="cuda", gpus=4 * H200.gpus)
 SMALL = {"segment_lengths": (256, 512), "dilation_rates": (1, 2), "head_dim": 32}
 

@@ -40,7 +40,7 @@ def everything_installed(monkeypatch, tmp_path):
     monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
     monkeypatch.setattr(measured, "SHIPPED", tmp_path)
     monkeypatch.setattr(planner, "cxx_compiler", lambda: None)
-    monkeypatch.setattr("dilabench.machine.GROUP_LIMIT_FILE", tmp_path / "no limit")
+    monkeypatch.setattr("dilabench.machine.GROUPS", tmp_path / "no limit")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2**36, available=2**36))
 
 

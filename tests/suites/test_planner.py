@@ -145,8 +145,10 @@ def test_implementations_leaves_out_the_oracle_unless_asked(catalogue):
 
 
 def test_an_option_that_the_suite_lacks_is_refused(catalogue):
-    with pytest.raises(ConfigError, match="no option 'max_seq_length'; it has no options of its own, leave it out"):
-        plan(catalogue, suite="quick", run={"options": {"max_seq_length": 5}})
+    with pytest.raises(ConfigError, match=r"no option 'speed' \(given as 5\); it has no options of its own"):
+        plan(catalogue, suite="quick", run={"options": {"speed": 5}})
+    with pytest.raises(ConfigError, match=r"no option 'speed' \(given as 5\); it has shapes"):
+        plan(catalogue, suite="choice", run={"options": {"speed": 5}})
 
 
 def test_an_unknown_suite_is_refused(catalogue):

@@ -71,7 +71,7 @@ def test_lengths_that_do_not_fit_say_what_they_need(catalogue):
 def test_memory_of_a_host_is_that_of_its_control_group(tmp_path, monkeypatch):
     limit = tmp_path / "memory.max"
     limit.write_text("1048576\n")
-    monkeypatch.setattr("dilabench.machine.GROUP_LIMIT_FILE", limit)
+    monkeypatch.setattr("dilabench.machine.GROUPS", tmp_path)
     assert machine.memory_bytes(CPU) == 2**20
     limit.write_text("max\n")
     assert machine.memory_bytes(CPU) > 2**20

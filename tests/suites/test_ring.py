@@ -83,7 +83,7 @@ def test_sharding_is_outside_unless_asked_for(catalogue):
     assert inside.case.optimizations.sharding_inside
     assert single.case.optimizations == outside.case.optimizations
     assert inside.case.case_id != outside.case.case_id
-    with pytest.raises(ConfigError, match="unknown sharding 'insid'; did you mean inside"):
+    with pytest.raises(ConfigError, match="sharding 'insid' should be 'inside' or 'outside'"):
         cases_of(catalogue, **fields, options={"sharding": "insid"})
 
 

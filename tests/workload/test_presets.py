@@ -62,8 +62,8 @@ PACKED_CONFIGS = {"packed_documents_32k": (32768, 19, 9087), "packed_documents_1
 # name: H, K, N, causal, kind of pattern and fields of it
 SPARSE_CONFIGS = {
     "vsa_h3": (7, 7, 109632, False, "topk_blocks", {"block_size": 64, "top_k": 64, "selector": "pooled"}),
-    "moba_64k": (32, 8, 65536, True, "topk_blocks", {"block_size": 1024, "top_k": 3, "selector": "mean_key"}),
-    "nsa_64k": (64, 4, 65536, True, "native_sparse", {"block_size": 64, "top_k": 16, "window_size": 512}),
+    "blockwise_moba_64k": (32, 8, 65536, True, "topk_blocks", {"block_size": 1024, "top_k": 3, "selector": "mean_key"}),
+    "blockwise_nsa_64k": (64, 4, 65536, True, "native_sparse", {"block_size": 64, "top_k": 16, "window_size": 512}),
     "window_sink_128k": (32, 8, 131072, True, "window_sink", {"sinks": 64, "window_size": 4096}),
     "column_bounds_128k": (
         16,

@@ -173,7 +173,7 @@ IMPOSSIBLE = [
     ({"window": (4, 4), "causal": True}, "looks 4 positions ahead but causal=true forbids it"),
     ({"scale": -1.0}, "scale -1.0 should be greater than 0"),
     ({"scale": float("inf")}, "scale inf should be a finite number"),
-    ({"cu_seqlens": (0, 8192)}, "cu_seqlens is given but layout is 'padded'"),
+    ({"layout": "padded", "cu_seqlens": (0, 8192)}, "cu_seqlens is given but layout is 'padded'"),
     ({"layout": "packed", "cu_seqlens": (0, 5), "seq_len": 8, "batch_size": 1}, "must rise from 0 to seq_len=8 "),
     ({"layout": "packed", "cu_seqlens": (0, 9, 5, 8192), "batch_size": 1}, "must rise from 0"),
     ({"layout": "packed", "batch_size": 3}, "batch_size is 3, use 1"),

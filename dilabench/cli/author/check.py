@@ -11,9 +11,10 @@ from dilabench.cli.options import AsJson, Device, StrictPlugins, discovered
 from dilabench.cli.run.progress_bar import CheckedLines
 from dilabench.cli.terminal import WIDE, say
 from dilabench.cli.verify.everything import MARKS
-from dilabench.errors import ExitCode, counted, gravest, printable
+from dilabench.errors import ExitCode, gravest
 from dilabench.machine import detect
 from dilabench.plugins.boundary import standard_output
+from dilabench.units import counted, printable
 
 ENDINGS = {ExitCode.OK: "conforms", ExitCode.NOTHING_MEASURED: "COULD NOT BE TRIED HERE"}
 

@@ -10,13 +10,22 @@ import typer
 
 from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold
 from dilabench.cli.github import GithubSummary, append_summary, require_github
-from dilabench.cli.options import AsJson, Backends, RelativeTo, StrictPlugins, names, real_names, require_one_format
+from dilabench.cli.options import (
+    OUTPUT_DIR,
+    AsJson,
+    Backends,
+    RelativeTo,
+    StrictPlugins,
+    names,
+    real_names,
+    require_one_format,
+)
 from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, say
-from dilabench.errors import ConfigError, ExitCode, counted
+from dilabench.errors import ConfigError, ExitCode
 from dilabench.record import RunRecord
 from dilabench.runs import DEFAULT_FOLDER
-from dilabench.units import parse_duration
+from dilabench.units import counted, parse_duration
 
 if TYPE_CHECKING:
     from dilabench.store.lookup import Store
@@ -57,7 +66,9 @@ def check(
     github_summary: GithubSummary = False,
     as_json: AsJson = False,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Folder that gets a folder for each session.")
+        Path,
+        typer.Option("--output", "-o", metavar="DIR", help="Folder that gets a folder for each session."),
+        OUTPUT_DIR,
     ] = DEFAULT_FOLDER,
     update: Annotated[
         bool,

@@ -11,7 +11,7 @@ import typer
 
 from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold
 from dilabench.cli.github import GithubSummary, append_summary, require_github
-from dilabench.cli.options import AsJson, Backends, RelativeTo, real_names, require_one_format
+from dilabench.cli.options import OUTPUT_DIR, AsJson, Backends, RelativeTo, real_names, require_one_format
 from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError, gravest
@@ -55,7 +55,9 @@ def compare(
         typer.Option("--format", "-f", help="markdown: for a pull request; html: a page."),
     ] = Format.TABLE,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write the page there instead of printing.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Write the page there instead of printing."),
+        OUTPUT_DIR,
     ] = None,
     github_summary: GithubSummary = False,
     as_json: AsJson = False,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilabench.cli.options import AsJson, Backends, real_names, require_one_format
+from dilabench.cli.options import OUTPUT_DIR, AsJson, Backends, real_names, require_one_format
 from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, print_items, say, say_page
 from dilabench.errors import ConfigError
@@ -82,7 +82,9 @@ def history(
     ] = None,
     form: Annotated[Format, typer.Option("--format", "-f", help="html: a page with a chart per case.")] = Format.TABLE,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write the page there instead of printing.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Write the page there instead of printing."),
+        OUTPUT_DIR,
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -5,16 +5,18 @@ from typing import Annotated
 
 import typer
 
-from dilabench.cli.options import AsJson
+from dilabench.cli.options import OUTPUT_DIR, AsJson
 from dilabench.cli.terminal import note, say
-from dilabench.errors import counted
 from dilabench.runs import DEFAULT_FOLDER
+from dilabench.units import counted
 
 
 def merge(
     runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Folders, run.json files or ids of runs.")],
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Folder that gets a folder for the record.")
+        Path,
+        typer.Option("--output", "-o", metavar="DIR", help="Folder that gets a folder for the record."),
+        OUTPUT_DIR,
     ] = DEFAULT_FOLDER,
     as_json: AsJson = False,
 ) -> None:

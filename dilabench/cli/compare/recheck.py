@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 
 from dilabench.cli.compare.deciding import FailOn, Threshold
-from dilabench.cli.options import AsJson, StrictPlugins
+from dilabench.cli.options import OUTPUT_DIR, AsJson, StrictPlugins
 from dilabench.cli.terminal import note, say
-from dilabench.errors import ConfigError, EnvironmentNotReady, counted
+from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.plugins.manager import discover
 from dilabench.runs import DEFAULT_FOLDER
+from dilabench.units import counted
 
 
 def recheck(
@@ -24,7 +25,9 @@ def recheck(
     threshold: Threshold = None,
     as_json: AsJson = False,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Folder that gets a folder for what is measured.")
+        Path,
+        typer.Option("--output", "-o", metavar="DIR", help="Folder that gets a folder for what is measured."),
+        OUTPUT_DIR,
     ] = DEFAULT_FOLDER,
     strict_plugins: StrictPlugins = False,
 ) -> None:

@@ -7,11 +7,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from dilabench.cli.terminal import print_items, print_table, say, say_folded, say_page
-from dilabench.errors import ExitCode, counted, gravest
+from dilabench.errors import ExitCode, gravest
 from dilabench.record import Case
 from dilabench.report.columns import Column, case_name, implementation_text, pair_columns, workload_title
 from dilabench.stats.decisions.verdicts import Code
 from dilabench.store.calibrations import Calibration
+from dilabench.units import counted
 
 if TYPE_CHECKING:
     from pathlib import Path

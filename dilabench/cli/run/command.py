@@ -1,34 +1,41 @@
 """`dilabench run`: measure a suite."""
 
+import inspect
 import json
 import os
-from collections.abc import Sequence
+import types
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
+from pydantic import AliasChoices
+from pydantic.fields import FieldInfo
 
 from dilabench.cli import options as shared
+from dilabench.cli.app import list_configs
+from dilabench.cli.arguments import OldNames
 from dilabench.cli.github import GithubSummary, require_github
 from dilabench.cli.options import discovered, given, lengths_of, names
 from dilabench.cli.run import options as own
 from dilabench.cli.terminal import print_table, say, say_folded
-from dilabench.errors import ConfigError, ExitCode, counted, gravest
+from dilabench.errors import ConfigError, ExitCode, gravest
 from dilabench.patterns.registry import kind_with_fields
+from dilabench.plugins.builtin.suites import SUITES
+from dilabench.plugins.descriptors import Suite
 from dilabench.record import PlannedCase
-from dilabench.request import read_budget, run_request
+from dilabench.request import POOL_BYTES, read_budget, run_request
 from dilabench.runs import DEFAULT_FOLDER
 from dilabench.runs.resume import recorded_request
 from dilabench.store.run_files import folder_of_run
-from dilabench.units import format_bytes, parse_count
+from dilabench.units import counted, format_bytes
 from dilabench.workload.spec import flops, tensor_bytes
 
 if TYPE_CHECKING:
     from dilabench.engine.worker.nodes import Nodes
 
 PATTERN_CACHE_ENTRIES = 64
-POOL_BYTES = 2**30
 TABLE = "table"
 RANKS = "ranks"
 # Left out first where the terminal is narrow; --json has them.
@@ -36,34 +43,15 @@ SPARE = ("tensors", "FLOPs", "pattern")
 COLUMNS = ("#", "implementation", "backend", RANKS, "workload", "pattern", "mode", "FLOPs", "tensors", "runs")
 
 
-def _list_configs(asked: bool) -> None:
-    if asked:
-        from dilabench.cli.show.list import Kind, list_names
-
-        list_names(Kind.WORKLOADS)
-        raise typer.Exit
-
-
 ListConfigs = Annotated[
     bool,
-    typer.Option("--list-configs", callback=_list_configs, is_eager=True, help="Show what --config takes and leave."),
+    typer.Option("--list-configs", callback=list_configs, is_eager=True, help="Show what --config takes and leave."),
 ]
-
-
-def _as_it_was_asked_for(context: typer.Context, run: str | None) -> str | None:
-    """A run goes on as it was asked for: the defaults of today are not for it."""
-    if run is not None:
-        context.default_map = None
-    return run
-
-
 Resume = Annotated[
     str | None,
     typer.Option(
         "--resume",
         metavar="RUN",
-        callback=_as_it_was_asked_for,
-        is_eager=True,
         help="Go on with a run (its folder, file or id, or latest): cases without a row, and those that the budget "
         "left no time for. Other rows stand, failed ones too.",
     ),
@@ -90,13 +78,6 @@ def run(
     sparsity: own.Sparsity = None,
     block_size: own.BlockSize = None,
     mask_file: own.MaskFile = None,
-    max_seq_length: own.MaxSeqLength = None,
-    memory_limit: own.MemoryLimit = None,
-    gradient_checkpointing: own.GradientCheckpointing = None,
-    chunked: own.Chunked = None,
-    offload: own.Offload = None,
-    tokens: own.Tokens = None,
-    sharding: own.Sharding = None,
     timing: own.Timing = None,
     warmup_runs: own.WarmupRuns = None,
     timing_runs: own.TimingRuns = None,
@@ -122,6 +103,7 @@ def run(
     as_json: shared.AsJson = False,
     list_configs: ListConfigs = False,  # noqa: ARG001 - its callback has answered
     strict_plugins: shared.StrictPlugins = False,
+    **suite_options: Any,
 ) -> None:
     """Measure a suite: verify each case, time it, and leave run.json, report.md and report.html in a folder.
 
@@ -145,15 +127,7 @@ def run(
         implementations=names(implementations),
         backends=names(backends),
         lengths=lengths_of(range_name, names(lengths), names(custom_lengths)),
-        options=given(
-            max_seq_length=max_seq_length and parse_count(max_seq_length, "max_seq_length"),
-            memory_limit=memory_limit and parse_count(memory_limit, "memory_limit"),
-            gradient_checkpointing=gradient_checkpointing,
-            chunked=chunked,
-            offload=offload,
-            tokens=tokens and parse_count(tokens, "tokens"),
-            sharding=sharding,
-        ),
+        options=given(**suite_options),
         timing=timing,
         warmup_runs=warmup_runs,
         timing_runs=timing_runs,
@@ -214,7 +188,8 @@ def run(
         from dilabench.cli.run.shown import show_run, together
         from dilabench.runs.execution import Execution
 
-        _load_plots()
+        # What draws the plots takes a while to load: before the run there is time, for workers load even more.
+        import_module("dilabench.report.plots.drawing")
         runs: list[tuple[ExitCode, str]] = []
         for number in range(1, sessions + 1):
             if resumed is not None and earlier is not None:
@@ -240,9 +215,78 @@ def run(
     raise typer.Exit(on_ranks(work))
 
 
-def _load_plots() -> None:
-    """Load what draws the plots, which takes a while: before the run there is time, for workers load even more."""
-    import_module("dilabench.report.plots.drawing")
+def signature(arguments: Sequence[str]) -> inspect.Signature:
+    """The signature of `run` with an option for each field of the suites' options, in place of `suite_options`.
+
+    Plug-ins are asked if the arguments name a suite or an option that is not built in. Raises ConfigError for folders
+    in DILABENCH_PEERS that are none.
+    """
+    suites: Iterable[Suite] = SUITES
+    built_in = {name for suite in suites for name in (suite.name, *suite.aliases)}
+    own = list(inspect.signature(run).parameters.values())[:-1]
+    added = list(_suite_parameters(own, suites, arguments))
+    known = {name for parameter in (*own, *added) for name in _names(parameter)}
+    words = [word for word in arguments if not word.startswith("-")]
+    unknown = {word.partition("=")[0] for word in arguments if word.startswith("--")} - known
+    if unknown - {"--", "--help"} or (words and built_in.isdisjoint(words)):
+        from dilabench.plugins.manager import discover
+
+        suites = discover().catalogue.suites
+        added = list(_suite_parameters(own, suites, arguments))
+    return inspect.Signature([*own, *added])
+
+
+def _suite_parameters(
+    own: Sequence[inspect.Parameter], suites: Iterable[Suite], arguments: Sequence[str]
+) -> Iterator[inspect.Parameter]:
+    """The options of the suites that no option of the command hides; --help shows those of a suite that is named."""
+    offering: dict[str, list[Suite]] = {}
+    named = [suite for suite in suites if not {suite.name, *suite.aliases}.isdisjoint(arguments)]
+    for suite in (*named, *suites):
+        for name in suite.options.model_fields if suite.options else ():
+            if suite not in offering.setdefault(name, []):
+                offering[name].append(suite)
+    shown = [suite for suite in named if suite.options] or list(suites)
+    taken = {name for parameter in own for name in (parameter.name, *_names(parameter))}
+    for name, having in sorted(offering.items(), key=lambda item: [suite.name for suite in item[1]]):
+        flag = f"--{name.replace('_', '-')}"
+        if taken.isdisjoint({name, flag}):
+            # Where suites differ, the suite that is named says what the option is.
+            model: Any = having[0].options
+            panel = f"Options of {' and '.join(suite.name for suite in having)}"
+            hidden = not any(suite in shown for suite in having)
+            yield _parameter(name, flag, model.model_fields[name], rich_help_panel=panel, hidden=hidden)
+
+
+def _parameter(name: str, flag: str, field: FieldInfo, **settings: Any) -> inspect.Parameter:
+    kind: Any = field.annotation
+    while get_origin(kind) in (Annotated, Union, types.UnionType):
+        kind = next(part for part in get_args(kind) if part is not type(None))
+    value: Any = str
+    if kind is bool:
+        value, flag = bool, f"{flag}/--no-{flag[2:]}" if field.default else flag
+    else:
+        repeated = get_origin(kind) in (tuple, list, set, frozenset)
+        value = list[str] if repeated else str
+        chosen = "|".join(map(str, get_args(kind))) if get_origin(kind) is Literal else ""
+        settings["metavar"] = chosen or ("N" if kind is int else "VALUE")
+    choices = field.validation_alias.choices if isinstance(field.validation_alias, AliasChoices) else []
+    aliases = [alias for alias in choices if isinstance(alias, str) and alias != name]
+    old = OldNames(f"--{alias.replace('_', '-')}" for alias in aliases)
+    option = typer.Option(flag, help=field.description, **settings)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[value | None, option, old]
+    )
+
+
+def _names(parameter: inspect.Parameter) -> Iterator[str]:
+    """The names of an option as it may be written, old ones included."""
+    for part in getattr(parameter.annotation, "__metadata__", ()):
+        if isinstance(part, OldNames):
+            yield from part
+        elif isinstance(part, typer.models.OptionInfo):
+            for names in (part.default, *(part.param_decls or ())):
+                yield from str(names).split("/")
 
 
 def _elsewhere(run: Path, output: Path) -> Path | None:
@@ -271,13 +315,15 @@ def show_cases(planned: Sequence[PlannedCase], as_json: bool = False) -> None:
     cells = [tuple(row[name] for name in columns) for row in by_name]
     print_table(None, columns, cells, right=(RANKS, "FLOPs", "tensors"), spare=SPARE)
     reasons: dict[str, list[str]] = {}
+    total = 0.0
     for index, plan in enumerate(planned, 1):
-        if plan.skip is not None:
+        if plan.skip is None:
+            total += flops(plan.case.workload)
+        else:
             reasons.setdefault(plan.skip.why, []).append(str(index))
     for why, rows in reasons.items():
         say_folded(f"not run, {', '.join(rows)}: {why}", "  ")
-    skipped = sum(plan.skip is not None for plan in planned)
-    total = sum(flops(plan.case.workload) for plan in planned if plan.skip is None)
+    skipped = sum(map(len, reasons.values()))
     work = f"{total:.3g} FLOPs in one call of each"
     say_folded(f"{counted(len(planned), 'case')}, {skipped} of them skipped; {work}. Nothing was run (--dry-run).")
 
@@ -295,19 +341,26 @@ def _as_data(plan: PlannedCase) -> dict[str, Any]:
     }
 
 
+ANOTHER_FUNCTION = " (yardstick: another function)"
+
+
 def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
     from dilabench.report.columns import implementation_text
 
     case, workload = plan.case, plan.case.workload
+    name, label = implementation_text(case), workload.label()
+    tensors = format_bytes(sum(tensor_bytes(workload).values()))
+    work = f"{flops(workload):.3g}"
     return (
         str(index),
-        implementation_text(case),
+        name,
         (case.backend or "-") + ("*" if plan.requested_backend == "auto" and case.backend else ""),
         str(case.world_size),
-        workload.label(),
-        workload.pattern.details(workload.shapes) + (" (yardstick)" if plan.role == "yardstick" else ""),
+        label,
+        workload.pattern.details(workload.shapes)
+        + (" (yardstick: another function)" if plan.role == "yardstick" else ""),
         workload.mode,
-        f"{flops(workload):.3g}",
-        format_bytes(sum(tensor_bytes(workload).values())),
+        work,
+        tensors,
         "yes" if plan.skip is None else "no",
     )

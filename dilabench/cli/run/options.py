@@ -5,6 +5,9 @@ from typing import Annotated
 
 import typer
 
+from dilabench.cli.arguments import OldNames
+from dilabench.cli.options import OUTPUT_DIR
+
 SuiteName = Annotated[str, typer.Argument(metavar="SUITE", help="The question; see `dilabench list suites`.")]
 Implementations = Annotated[
     list[str] | None,
@@ -23,29 +26,6 @@ CustomLengths = Annotated[
 ]
 RangeName = Annotated[
     str | None, typer.Option("--range", metavar="NAME", help="A named range of lengths, all or custom.")
-]
-MaxSeqLength = Annotated[
-    str | None, typer.Option("--max-seq-length", metavar="N", help="Longest sequence that a search may try.")
-]
-MemoryLimit = Annotated[
-    str | None,
-    typer.Option("--memory-limit", metavar="BYTES", help="What a case of extreme or billion may allocate: 512M, 8G."),
-]
-GradientCheckpointing = Annotated[
-    bool | None, typer.Option("--gradient-checkpointing", help="Search (extreme) with recomputation in backward, too.")
-]
-Chunked = Annotated[
-    bool | None, typer.Option("--chunked", help="Search (extreme) with queries in chunks of whole segments, too.")
-]
-Offload = Annotated[
-    bool | None, typer.Option("--offload", help="Search (extreme) with inputs in host memory, in chunks, too.")
-]
-Tokens = Annotated[
-    str | None, typer.Option("--tokens", metavar="N", help="Tokens of the sequence of billion (default 2^30 = 1G).")
-]
-Sharding = Annotated[
-    str | None,
-    typer.Option("--sharding", metavar="WHERE", help="Cutting for ranks inside or outside (default) the timed call."),
 ]
 Plan = Annotated[bool, typer.Option("--plan", help="Show memory and time predicted for each case and leave.")]
 Density = Annotated[
@@ -67,12 +47,14 @@ Timing = Annotated[
 WarmupRuns = Annotated[
     int | None,
     typer.Option("--warmup-runs", metavar="N", help="Calls before the first sample (default: until times settle)."),
+    OldNames(["--warmup", "--warmup-iters", "--num-warmup"]),
 ]
 TimingRuns = Annotated[
     int | None,
     typer.Option(
         "--timing-runs", "--num-runs", metavar="N", help="Samples of each case (default: until precise enough)."
     ),
+    OldNames(["--iterations", "--num-iterations", "--iters", "--repeats", "--runs"]),
 ]
 PatternCache = Annotated[
     bool | None,
@@ -84,7 +66,11 @@ MemoryPool = Annotated[
 ]
 CudaGraph = Annotated[bool | None, typer.Option("--cuda-graph/--no-cuda-graph", help="Replay calls as a CUDA graph.")]
 Compile = Annotated[bool | None, typer.Option("--compile/--no-compile", help="Wrap calls in torch.compile.")]
-Processes = Annotated[int | None, typer.Option("--nproc", metavar="N", help="Processes, one per device.")]
+Processes = Annotated[
+    int | None,
+    typer.Option("--nproc", metavar="N", help="Processes, one per device."),
+    OldNames(["--world-size", "--num-gpus", "--nproc-per-node"]),
+]
 Budget = Annotated[
     str | None,
     typer.Option("--budget", metavar="TIME", help="Time the run may take: 60s, 5m, none (default: the suite's own)."),
@@ -101,7 +87,11 @@ Sessions = Annotated[
         "--sessions", metavar="N", min=1, help="Runs in fresh processes, one after another, each with the budget."
     ),
 ]
-Output = Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Folder that gets a folder for this run.")]
+Output = Annotated[
+    Path,
+    typer.Option("--output", "-o", metavar="DIR", help="Folder that gets a folder for this run."),
+    OUTPUT_DIR,
+]
 Formats = Annotated[
     list[str] | None,
     typer.Option("--format", "-f", metavar="FORMAT", help="What to print (default table). Repeatable."),

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from dilabench.cli import options as shared
+from dilabench.cli.arguments import OldNames
 from dilabench.cli.options import discovered, given, names
 from dilabench.cli.run import options as own
 from dilabench.cli.show.advice import advice_on_shortage
@@ -42,9 +43,12 @@ Lengths = Annotated[
     typer.Option(
         "--lengths", "--sequence-lengths", "--seq-length", "--seqlen", metavar="N...", help="Lengths: 4K,64K,1M."
     ),
+    OldNames(["--seq-len", "--sequence-length"]),
 ]
 BatchSizes = Annotated[
-    list[str] | None, typer.Option("--batch-size", metavar="B...", help="Sequences per call: 1 or 1,2,4 (default 1).")
+    list[str] | None,
+    typer.Option("--batch-size", metavar="B...", help="Sequences per call: 1 or 1,2,4 (default 1)."),
+    OldNames(["--batch"]),
 ]
 Memory = Annotated[
     str | None, typer.Option("--memory", metavar="BYTES", help="What there is to fit into (default: this device's).")
@@ -150,12 +154,13 @@ def show_predictions(planned: Sequence[PlannedCase], planner: Planner, as_json: 
         total_s += 0.0 if one.skip else time.seconds
         found = _memory(one, planner)
         needed = None if found is None else found.peak_bytes
+        per_rank = f" a rank, {one.case.world_size} ranks" if one.case.world_size > 1 else ""
         rows.append(
             (
                 *_names(one),
                 one.case.workload.label(),
                 one.case.workload.mode,
-                _memory_text(needed, one),
+                NO_TRACE if needed is None else format_bytes(needed) + per_rank,
                 _fits(needed, rank_memory_bytes(machine, one.case.world_size)),
                 format_seconds(time.seconds),
                 "yes" if one.skip is None else f"no: {one.skip.why}",
@@ -229,7 +234,10 @@ def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None
         return
     alike = {(*_names(one), one.case.workload.mode, str(one.case.workload.batch_size)): one for one in planned}
     with ThreadPoolExecutor() as pool:
-        found_lengths = zip(alike, pool.map(lambda one: _longest(one, planner, capacity), alike.values()), strict=True)
+        lengths = pool.map(
+            lambda one: longest_that_fits(one.case, planner.machine.device, capacity, planner.catalogue), alike.values()
+        )
+        found_lengths = list(zip(alike, lengths, strict=True))
     longest = {key: f"{length:,}".replace(",", "_") for key, length in found_lengths if length is not None}
     if not longest:
         return
@@ -275,16 +283,6 @@ def _head(one: PlannedCase) -> tuple[str, ...]:
 def _memory(one: PlannedCase, planner: Planner) -> MemoryPlan | None:
     """Of the rank that needs most; None without a trace."""
     return plan_memory(one.case, planner.machine.device, planner.catalogue)
-
-
-def _memory_text(needed: int | None, one: PlannedCase) -> str:
-    if needed is None:
-        return NO_TRACE
-    return format_bytes(needed) + (f" a rank, {one.case.world_size} ranks" if one.case.world_size > 1 else "")
-
-
-def _longest(one: PlannedCase, planner: Planner, capacity: int) -> int | None:
-    return longest_that_fits(one.case, planner.machine.device, capacity, planner.catalogue)
 
 
 def _fits(needed: int | None, capacity: int | None) -> str:

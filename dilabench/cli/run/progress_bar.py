@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from dilabench.cli.terminal import console, say
 from dilabench.engine.progress import Progress, Silent
-from dilabench.errors import printable
 from dilabench.record import Case, Row
-from dilabench.units import format_seconds
+from dilabench.units import format_seconds, printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -200,8 +199,10 @@ class CheckedLines:
 @contextmanager
 def progress_shown(budget_s: float | None = None) -> Iterator[Progress]:
     """A progress bar on stderr when that is a terminal, or in a notebook's cell; else a line now and then."""
-    if (display := _notebook_display()) is not None:
-        yield ProgressDisplay(RunProgress(budget_s), display)
+    # A program that IPython has not started has not loaded it; its shell has a kernel in a notebook.
+    notebook = sys.modules.get("IPython")
+    if notebook is not None and hasattr(notebook.get_ipython(), "kernel"):
+        yield ProgressDisplay(RunProgress(budget_s), notebook.display.display)
         return
     screen, progress = console(to_stderr=True), RunProgress(budget_s)
     if not screen.is_terminal:
@@ -212,11 +213,3 @@ def progress_shown(budget_s: float | None = None) -> Iterator[Progress]:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=screen, transient=True, auto_refresh=False) as bar:
         yield ProgressBar(progress, bar)
-
-
-def _notebook_display() -> Callable[..., Any] | None:
-    """What shows something below the cell that runs; None outside of a notebook."""
-    # A program that IPython has not started has not loaded it.
-    module = sys.modules.get("IPython")
-    shell = module.get_ipython() if module is not None else None
-    return module.display.display if module is not None and hasattr(shell, "kernel") else None

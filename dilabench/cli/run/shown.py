@@ -8,15 +8,16 @@ from dilabench.cli.github import append_summary
 from dilabench.cli.options import tell_of
 from dilabench.cli.run.progress_bar import progress_shown
 from dilabench.cli.terminal import note, say
-from dilabench.errors import ExitCode, counted
+from dilabench.errors import ExitCode
 from dilabench.metadata import note_text
 from dilabench.plugins.descriptors import Reporter
 from dilabench.predict.time import expected_time, slow_dtypes
 from dilabench.record import RunRecord
 from dilabench.report.pull_request import of_run
 from dilabench.runs.execution import Execution, Reports, exit_code
-from dilabench.runs.machine_state import busy, read
+from dilabench.runs.machine_state import notes_at_start, read
 from dilabench.runs.resume import how_to_go_on, without_time
+from dilabench.units import counted
 
 TABLE = "table"
 VERDICTS = {
@@ -25,7 +26,7 @@ VERDICTS = {
     ExitCode.CASE_FAILED: "SOME CASE FAILED",
     ExitCode.WRONG_OUTPUT: "WRONG OUTPUT",
     ExitCode.NOTHING_MEASURED: "NOTHING MEASURED",
-    ExitCode.INTERRUPTED: "INTERRUPTED, results so far are saved",
+    ExitCode.INTERRUPTED: "INTERRUPTED",
 }
 
 
@@ -48,7 +49,7 @@ def show_run(
         say(_opening(execution), err=err)
         if slow := slow_dtypes([one.case for one in plan.planned if one.skip is None], plan.machine):
             note(f"{slow}; --dtype float32 is faster there")
-        for one in busy(read(plan.machine)):
+        for one in notes_at_start(read(plan.machine)):
             note(f"{note_text(one)} (`dilabench doctor` says more)")
         record = execution.measure(progress_shown(plan.request.budget_s))
     finally:
@@ -67,9 +68,10 @@ def show_run(
     tell_of(broken)
     code = exit_code(record, broken=bool(broken))
     more_follow = plan.catalogue.suites.get(plan.request.suite).follow_up is not None
-    if hint := how_to_go_on(record, plan.machine, folder, more_follow):
+    saved = execution.folder.can_be_resumed
+    if saved and (hint := how_to_go_on(record, plan.machine, folder, more_follow)):
         say(hint, err=err)
-    say(verdict(record, code), err=err)
+    say(verdict(record, code, saved=saved), err=err)
     return code
 
 
@@ -88,10 +90,12 @@ def _opening(execution: Execution) -> str:
     return "\n".join(filter(None, (opening, plan.machine.facts.warning)))
 
 
-def verdict(record: RunRecord, code: ExitCode) -> str:
-    """The line that a CI log ends with."""
+def verdict(record: RunRecord, code: ExitCode, *, saved: bool = True) -> str:
+    """The line that a CI log ends with. `saved`: a file of the run is there."""
     counts = Counter(row.outcome.status for row in record.rows)
     word = "incomplete" if code is ExitCode.OK and without_time(record) else VERDICTS[code]
+    if code is ExitCode.INTERRUPTED:
+        word = f"{word}, results so far are saved" if saved else f"{word} before there was a result, nothing is saved"
     ended = ", ".join(f"{counts[status]} {status}" for status in ("measured", "skipped", "failed"))
     return f"verdict: {word} ({ended}; exit code {code.value})"
 

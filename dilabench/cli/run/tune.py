@@ -11,13 +11,14 @@ from dilabench.cli import options as shared
 from dilabench.cli.options import discovered, given, names
 from dilabench.cli.run import options as own
 from dilabench.cli.terminal import say
-from dilabench.errors import counted
 from dilabench.request import ALL, read_budget, run_request
 from dilabench.runs import DEFAULT_FOLDER
-from dilabench.units import parse_count
+from dilabench.units import counted, parse_count
 
 TunePath = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Write this file instead of the one for this machine.")
+    Path | None,
+    typer.Option("--output", "-o", help="Write this file instead of the one for this machine."),
+    shared.OUTPUT_DIR,
 ]
 
 

@@ -142,8 +142,8 @@ def _suite_facts(suite: Suite, catalogue: Catalogue, machine: Machine) -> Facts:
     """What `dilabench run SUITE` without options comes to on this machine."""
     yield "answer", f"the fastest by {suite.axis.name}"
     yield "budget", "none" if suite.budget_s is None else f"{format_seconds(suite.budget_s)} (--budget sets another)"
-    if suite.options:
-        yield "own options", ", ".join(suite.options)
+    if suite.options and suite.options.model_fields:
+        yield "own options", ", ".join(suite.options.model_fields)
     request = run_request(catalogue, suite=suite.name)
     try:
         planned = expand(catalogue, machine, request)

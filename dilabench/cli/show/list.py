@@ -40,7 +40,7 @@ def list_names(
     """Show what there is and, for what cannot be used on this machine, why."""
     found, machine = discover(), detect()
     kinds = [kind] if kind else list(Kind)
-    listing = {name: _plugins(found) if name == PLUGINS else _entries(found, name, machine) for name in kinds}
+    listing = {name: _entries(found, name, machine) for name in kinds}
     if as_json:
         problems = [{"plugin": problem.plugin, "why": problem.why} for problem in found.problems]
         say(json.dumps({**listing, "problems": problems}, indent=2, ensure_ascii=False))
@@ -59,13 +59,11 @@ def list_names(
         say(f"broken plug-in {problem.plugin}: {problem.why}")
 
 
-def _plugins(found: Found) -> list[dict[str, Any]]:
-    loaded = [{**info.model_dump(), "usable": True, "reasons": []} for info in found.plugins]
-    broken = [{"name": problem.plugin, "usable": False, "reasons": [problem.why]} for problem in found.problems]
-    return loaded + broken
-
-
 def _entries(found: Found, name: str, machine: Machine) -> list[dict[str, Any]]:
+    if name == PLUGINS:
+        loaded = [{**info.model_dump(), "usable": True, "reasons": []} for info in found.plugins]
+        broken = [{"name": problem.plugin, "usable": False, "reasons": [problem.why]} for problem in found.problems]
+        return loaded + broken
     registry = getattr(found.catalogue, name)
     entries = []
     for descriptor in registry:

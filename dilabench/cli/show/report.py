@@ -9,6 +9,7 @@ import typer
 
 from dilabench.cli.github import GithubSummary, append_summary, require_github
 from dilabench.cli.options import (
+    OUTPUT_DIR,
     AsJson,
     Columns,
     Details,
@@ -41,7 +42,9 @@ def report(
         list[str] | None, typer.Option("--format", "-f", metavar="FORMAT", help="Name of a reporter. Repeatable.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Write files there instead of printing.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Write files there instead of printing."),
+        OUTPUT_DIR,
     ] = None,
     samples: Annotated[bool, typer.Option("--samples", help="csv, parquet: a line per sample, not per case.")] = False,
     columns: Columns = None,

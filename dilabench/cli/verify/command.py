@@ -152,7 +152,7 @@ def _names(plan: PlannedCase) -> tuple[str, ...]:
     return (
         case.implementation,
         (case.backend or "-") + ("*" if plan.requested_backend == "auto" and case.backend else ""),
-        f"{case.workload.label()} {case.workload.pattern.kind}",
+        f"{case.workload.label()} · {case.workload.pattern.label()}",
         case.workload.mode,
     )
 

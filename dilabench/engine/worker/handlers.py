@@ -28,8 +28,7 @@ from dilabench.engine.call.returned import UnusableFunctionError
 from dilabench.engine.call.torch_settings import as_text, settings_kept
 from dilabench.engine.device.capture import no_collection
 from dilabench.engine.device.clocks import clocks_of
-from dilabench.engine.device.device import describe_torch, device_of, torch_device
-from dilabench.engine.device.peaks import measure_ceilings
+from dilabench.engine.device.device import describe_torch, device_of, measure_ceilings, torch_device
 from dilabench.engine.timers import HeldTimer, SampleTimer, TimerUnusableError
 from dilabench.engine.verify import summary
 from dilabench.engine.verify.case_verifier import CaseVerifier

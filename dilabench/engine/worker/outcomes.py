@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
-from dilabench.errors import counted
 from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Case, Check, Failed, Memory, PlannedCase, Skipped, Verification
+from dilabench.units import counted
 
 if TYPE_CHECKING:
     from dilabench.engine.worker.client import WorkerPool

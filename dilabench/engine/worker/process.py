@@ -6,17 +6,18 @@ Workers are forked from a server that has torch loaded (and CUDA untouched), so 
 import contextlib
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from dilabench.engine.temporary_folder import temporary_folder
+from dilabench.machine import group_folders
 
 SERVER_MODULES = ["dilabench.engine.worker.handlers"]
 TAIL_CHARACTERS = 2000
@@ -179,9 +180,10 @@ def describe_exit(code: int | None) -> str:
 
 
 def _oom_kills() -> int:
-    """How often the kernel's out-of-memory killer has struck in this control group; 0 where it is not told."""
-    try:
-        text = Path("/sys/fs/cgroup/memory.events").read_text()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill "))
+    """How often the kernel's out-of-memory killer has struck in this process's control groups; 0 if none says."""
+    kills = 0
+    for file in {folder / name for folder in group_folders() for name in ("memory.events", "memory.oom_control")}:
+        with contextlib.suppress(OSError):
+            found = re.search(r"^oom_kill (\d+)$", file.read_text(errors="replace"), re.MULTILINE)
+            kills += int(found[1]) if found else 0
+    return kills

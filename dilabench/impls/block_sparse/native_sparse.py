@@ -1,4 +1,4 @@
-"""`native-sparse`: the attentions of a sum (NSA), each through the block-sparse kernels as (out, lse), under gates.
+"""`native-sparse`: the three attentions of NSA, each through the block-sparse kernels as (out, lse), under gates.
 
 The compressed one attends means of blocks: N queries on N / block keys. Backward gives each attention its own out and
 lse and dout times its gates; the gradient of a gate is dout times the out that it is multiplied with.

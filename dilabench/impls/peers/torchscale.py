@@ -23,7 +23,10 @@ INSTALL = "clone it, and name the clone in DILABENCH_PEERS"
 
 
 class TorchscaleAttention(nn.Module):
-    """out [B, N, H, D] of q, k, v [B, N, H, D] by torchscale's module; differentiable as torchscale is."""
+    """out [B, N, H, D] of q, k, v [B, N, H, D] by torchscale's module; differentiable as torchscale is.
+
+    Of packed sequences [T, H, D], which it does not know, one after another.
+    """
 
     def __init__(self, workload: Workload, backend: LoadedBackend) -> None:
         super().__init__()
@@ -45,9 +48,16 @@ class TorchscaleAttention(nn.Module):
         for projection in ("q_proj", "k_proj", "v_proj", "out_proj"):
             setattr(module, projection, nn.Identity())
         self._module, self._causal = module, workload.causal
+        self._packed = workload.sequences if workload.layout == "packed" else ()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Differentiable."""
+        if self._packed:
+            parts = (self._attend(*(x[None, start:stop] for x in (q, k, v))) for start, stop in self._packed)
+            return torch.cat([part[0] for part in parts])
+        return self._attend(q, k, v)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = self._module(*(x.flatten(2) for x in (q, k, v)), is_causal=self._causal)[0]
         return out.view_as(q)
 

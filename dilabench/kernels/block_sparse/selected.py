@@ -83,7 +83,7 @@ def select_blocks(
     """int32 [K, n, min(top_k, n)]: the best key blocks of each block of queries for each key/value head, -1 for none.
 
     q [N, H, D], k [N, K, D]; n blocks of ``block_size`` rows. The score is mean query, summed over the heads that share
-    the keys, times mean key, in float32 (VSA; MoBA with the ``own_block`` always). ``causal``: none that lies ahead. Of
+    the keys, times mean key, in float32 (VSA; ``own_block`` always as MoBA). ``causal``: none that lies ahead. Of
     equal scores the earlier block is better. No gradient, and nothing is copied to the host.
     """
     with torch.no_grad():

@@ -61,7 +61,8 @@ def library() -> ctypes.CDLL:
     defined = (f"-D{name}={value}" for name, value in CONSTANTS.items())
     command = [compiler, *FLAGS, _for_this_processor(), *defined, str(SOURCE)]
     try:
-        kept = compiled_folder() / f"{SOURCE.stem}-{_identity(command)}.so"
+        name = f"{SOURCE.stem}-{_identity(command)}.so"
+        kept = compiled_folder() / name
         # A truncated library would end the process at its first use (SIGBUS).
         return _loaded(kept) if read_checked(kept) else _compile(command, kept)
     except OSError as error:
@@ -124,7 +125,10 @@ def _processor() -> str:
     lines = cpuinfo().splitlines()
     if not lines:
         return f"{platform.machine()} {platform.processor()}"
-    told = {line for line in lines if line.partition(":")[0].strip() in ("model name", "flags", "Features", "CPU part")}
+    told: set[str] = set()
+    for line in lines:
+        if line.partition(":")[0].strip() in ("model name", "flags", "Features", "CPU part"):
+            told.add(line)
     return "\n".join([platform.machine(), *sorted(told)])
 
 

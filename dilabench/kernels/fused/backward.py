@@ -22,6 +22,7 @@ from dilabench.kernels.bwd_preprocess import STATS_BLOCK, OneClass, StatsLayout,
 from dilabench.kernels.dq_accumulate import dq_accumulator
 from dilabench.kernels.fused.backward_at_once import AtOnce, groups_at_once, run_at_once
 from dilabench.kernels.fused.branch_group import BranchGroup
+from dilabench.kernels.fused.packing import DocumentLists, ListRequest, Packing, key_lists, query_lists
 from dilabench.kernels.fused.partials import Partials, partial_places
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
@@ -33,11 +34,11 @@ from dilabench.kernels.fused.row_layout import (
     on_hopper,
     whole_classes,
 )
-from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
     add_weighted,
     box_place,
     end_of,
+    find_work,
     frame_of,
     hiding_ranges,
     load_tile,
@@ -48,8 +49,7 @@ from dilabench.kernels.fused.tile_walk import (
     seen_keys,
     seen_queries,
     segment_of,
-    split_block,
-    split_program,
+    stats_row,
     store_tile,
     turned,
     unpack,
@@ -78,6 +78,8 @@ def _query_kernel(
     entries_ptr,
     heads_ptr,
     bounds_ptr,
+    visits_ptr,
+    spans_ptr,
     scale,
     scale_log2,
     n_supers,
@@ -117,11 +119,10 @@ def _query_kernel(
 ):
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
-    item, block = split_program(n_items, n_blocks, item_major)
-    super_index, head, batch = split_block(block, n_supers, n_heads)
-    item_ptr, shift = query_item(
-        item, super_index, head, items_ptr, heads_ptr, full_supers, n_kinds, n_items, n_heads, ONE_CLASS
+    item, super_index, head, batch, variant, n_items = find_work(
+        visits_ptr, spans_ptr, n_items, n_blocks, item_major, n_supers, full_supers, n_heads
     )
+    item_ptr, shift = query_item(item, variant, head, items_ptr, heads_ptr, n_kinds, n_items, n_heads, ONE_CLASS)
     u = tl.load(item_ptr)
     if u < 0:
         return
@@ -132,7 +133,7 @@ def _query_kernel(
 
     residue = turned(u, shift, R)
     base_row, first_place, rows_left, longer_classes = segment_of(
-        super_index, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED
+        super_index, spans_ptr, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED
     )
     row = base_row + tile * BLOCK_M
     kv_head = head // heads_per_kv
@@ -140,9 +141,9 @@ def _query_kernel(
     q, q_tail = load_tile(q_desc, q_tail_desc, batch, box_row, place, head, HEAD, TAIL)
     dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL)
     query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    stats_at = ((batch * n_heads + head) * R + residue) * n_supers + super_index
-    stats_at = stats_at.to(tl.int64) * (stats_blocks * (2 * _STATS_BLOCK))
-    stats = stats_ptr + stats_at + stats_places(query_row)
+    stats_at = (((batch * n_heads + head) * R + residue) * n_supers).to(tl.int64) * (stats_blocks * _STATS_BLOCK)
+    stats_at += stats_row(super_index, spans_ptr, stats_blocks * _STATS_BLOCK)
+    stats = stats_ptr + stats_at * 2 + stats_places(query_row)
     log2_lse, delta = tl.load(stats), tl.load(stats + _STATS_BLOCK)
     dq = tl.zeros([BLOCK_M, HEAD], tl.float32)
     dq_tail = zero_tail(BLOCK_M, TAIL)
@@ -203,6 +204,8 @@ def _key_kernel(
     entries_ptr,
     heads_ptr,
     bounds_ptr,
+    visits_ptr,
+    spans_ptr,
     scale,
     scale_log2,
     n_supers,
@@ -246,9 +249,9 @@ def _key_kernel(
     OVERLAPS: tl.constexpr,
 ):
     # One program: one key tile of one class, over the query tiles of every head that shares the K/V head.
-    item, block = split_program(n_items, n_blocks, item_major)
-    super_index, kv_head, batch = split_block(block, n_supers, n_kv_heads)
-    variant = (super_index >= full_supers).to(tl.int32)
+    item, super_index, kv_head, batch, variant, n_items = find_work(
+        visits_ptr, spans_ptr, n_items, n_blocks, item_major, n_supers, full_supers, n_kv_heads
+    )
     # `order` lists (class, tile) in the frame of the first head of the group, heaviest first; of ONE_CLASS shares of
     # lists, as `block_sparse.key_lists.KeyLists.items`.
     if ONE_CLASS:
@@ -266,7 +269,7 @@ def _key_kernel(
         residue = turned(u, tl.load(heads_ptr + kv_head * GROUP * 2 + 1), R)
 
     base_row, first_place, rows_left, longer_classes = segment_of(
-        super_index, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED
+        super_index, spans_ptr, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED
     )
     class_stats = n_supers * stats_blocks * (2 * _STATS_BLOCK)
     row = base_row + tile * BLOCK_N
@@ -297,8 +300,9 @@ def _key_kernel(
             begin, masked_begin = low, tl.maximum(low - n_full, 0)
             n_masked = tl.minimum(high - n_full, n_masked)
             n_full = tl.minimum(high, n_full)
-        stats_at = ((batch * n_heads + head) * R * n_supers + super_index).to(tl.int64)
-        stats_at = stats_ptr + stats_at * (stats_blocks * (2 * _STATS_BLOCK)) + stats_places(tl.arange(0, BLOCK_M))
+        stats_at = ((batch * n_heads + head) * R * n_supers).to(tl.int64) * (stats_blocks * _STATS_BLOCK)
+        stats_at += stats_row(super_index, spans_ptr, stats_blocks * _STATS_BLOCK)
+        stats_at = stats_ptr + stats_at * 2 + stats_places(tl.arange(0, BLOCK_M))
         for masked in tl.static_range(2 if CAUSAL or WINDOWED or RANGES > 0 else 1):
             # Tiles that a causal edge cuts are few: a second one in flight beside its mask takes registers from the
             # rest. But windows and bounds of columns make most of a list of them.
@@ -373,13 +377,15 @@ def fused_backward(
     query_config: TileConfig | None = None,
     key_config: TileConfig | None = None,
     partials: Partials | None = None,
+    packing: Packing | None = None,
     cache: LaunchCache | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of the branches in ``plan.groups`` from the *merged* ``out [B, N, H, D]`` and ``lse [B, H, N]``,
     with ``partials`` from the own results of each group and the merged lse: those with detached merge weights.
 
     The same bits from call to call where torch is asked for deterministic algorithms or tiles are given.
-    ``cache``: another than that of these tensors. Raises ValueError as `fused_forward` does.
+    ``packing``: the documents of a plan for some. ``cache``: another than that of these tensors. Raises ValueError as
+    `fused_forward` does.
     """
     dim, lse, tiles = q.shape[-1], lse.contiguous(), (query_config, key_config)
     if cache is None:
@@ -405,19 +411,36 @@ def fused_backward(
     if not [*at_once, *passes][0].group.covers_every_row:
         dq.zero_(), dk.zero_(), dv.zero_()
     stats_of = _Preprocess(out, dout, lse, plan, partials, cache)
+    of_documents: list[DocumentLists] = []
+    if packing is not None:
+        requests = cache.once(f"lists beside {len(at_once)}", lambda: _requests(at_once, passes))
+        of_documents = [*packing.lists(requests, plan.causal, q.device).of_groups]
     if sums is not None:
-        of_steps = [stats_of(step, ("at once", index)) for index, step in enumerate(at_once)]
-        run_at_once(at_once, operands, of_steps, (dq, dk, dv), sums, plan.causal, scale, cache)
+        own = [operands | lists.by_key("items") for lists in of_documents[: len(at_once)]] or [operands] * len(at_once)
+        of_steps = [
+            given | {"stats": stats_of(step, ("at once", index), given.get("spans"))}
+            for index, (step, given) in enumerate(zip(at_once, own, strict=True))
+        ]
+        run_at_once(at_once, of_steps, (dq, dk, dv), sums, plan.causal, scale, cache)
     for index, step in enumerate(passes):
         name, add = (len(at_once), index), sums is not None or index > 0
-        stats = stats_of(step, name)
-        tensors = {**operands, "stats": stats, "dq": dq, "dk": dk, "dv": dv}
+        by_query = by_key = operands
+        if of_documents:
+            lists, lists_by_key = of_documents[len(at_once) + 2 * index :][:2]
+            by_query, by_key = operands | lists.by_query, operands | lists_by_key.by_key()
+        results = {"stats": stats_of(step, name, by_query.get("spans")), "dq": dq, "dk": dk, "dv": dv}
+        by_query, by_key = by_query | results, by_key | results
 
-        def prepare(step: _TwoPasses = step, stats: Tensor = stats, add: bool = add) -> Iterator[Launch]:
-            yield _query_launch(operands, dq, stats, step.group, plan.causal, scale, step.query_tiles, add)
-            yield _key_launch(operands, dk, dv, stats, step.group, plan.causal, scale, step.key_tiles, add)
+        def prepare(
+            step: _TwoPasses = step,
+            by_query: dict[str, Tensor] = by_query,
+            by_key: dict[str, Tensor] = by_key,
+            add: bool = add,
+        ) -> Iterator[Launch]:
+            yield _query_launch(by_query, step.group, plan.causal, scale, step.query_tiles, add)
+            yield _key_launch(by_key, step.group, plan.causal, scale, step.key_tiles, add)
 
-        cache.launch(name, [tensors] * 2, prepare)
+        cache.launch(name, [by_query, by_key], prepare)
     if more:
         dq, dk, dv = (x[..., :dim].contiguous() for x in (dq, dk, dv))
     return dq, dk, dv
@@ -440,12 +463,12 @@ class _Preprocess:
             for index, (group, (own, own_lse)) in enumerate(zip(plan.groups, places.views(partials), strict=True)):
                 self._own[id(group)] = own, OneClass(own_lse, places.classes(index), group.super_rows)
 
-    def __call__(self, step: AtOnce | _TwoPasses, name: Hashable) -> Tensor:
+    def __call__(self, step: AtOnce | _TwoPasses, name: Hashable, spans: Tensor | None) -> Tensor:
         given = (self._dout, self._lse, step.stats_layout, self._cache, ("row sums", name))
         if self._own:
             out, one_class = self._own[id(step.group)]
-            return bwd_preprocess(out, *given, one_class=one_class)
-        stats = bwd_preprocess(self._out, *given, self._delta, self._found)
+            return bwd_preprocess(out, *given, one_class=one_class, spans=spans)
+        stats = bwd_preprocess(self._out, *given, self._delta, self._found, spans=spans)
         self._found = self._delta is not None
         return stats
 
@@ -457,6 +480,21 @@ class _TwoPasses(NamedTuple):
     query_tiles: TileConfig
     key_tiles: TileConfig
     stats_layout: StatsLayout
+
+    @property
+    def requests(self) -> tuple[ListRequest, ListRequest]:
+        """The lists of both passes, for documents."""
+        by_query, by_key = self.query_tiles, self.key_tiles
+        tile = max(by_query.block_m, by_key.block_m)
+        return (
+            ListRequest(self.group, by_query.block_m, by_query.block_n, False, tile),
+            ListRequest(self.group, by_key.block_n, by_key.block_m, True, tile),
+        )
+
+
+def _requests(at_once: list[AtOnce], passes: list[_TwoPasses]) -> tuple[ListRequest, ...]:
+    """The lists of all launches, for documents."""
+    return (*(step.request for step in at_once), *(request for step in passes for request in step.requests))
 
 
 def _passes(
@@ -482,31 +520,31 @@ def _passes(
         by_key = key_config or select("backward_key").tiles
         by_query, by_key = by_query.fitted(group.largest_tile), by_key.fitted(group.largest_tile)
         tile = max(by_query.block_m, by_key.block_m)
-        stats_layout = StatsLayout.of(group.length, group.modulus, group.super_tokens, tile)
+        if group.documents:
+            stats_layout = ListRequest(group, tile, tile, stats_tile=tile).stats_layout(STATS_BLOCK)
+        else:
+            stats_layout = StatsLayout.of(group.length, group.modulus, group.super_tokens, tile)
         found.append(_TwoPasses(group, by_query, by_key, stats_layout))
     return found
 
 
 def _query_launch(
     operands: dict[str, Tensor],
-    dq: Tensor,
-    stats: Tensor,
     group: BranchGroup,
     causal: bool,
     scale: float,
     config: TileConfig,
     add: bool,
 ) -> Launch:
-    q = operands["q"]
-    tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
-    tiles, n_items = _tiles(operands, config), tables.items.shape[2]
+    """The launch that writes dq of one group; the operands are named as in the kernel."""
+    q, dq, stats = (operands[name] for name in ("q", "dq", "stats"))
+    n_items, lists = query_lists(operands, group, config, causal)
+    tiles = _tiles(operands, config)
     own = {
+        **lists,
         "dq_ptr": dq,
         "stats_ptr": stats,
         "stats_blocks": stats.shape[4],
-        "items_ptr": tables.items,
-        "entries_ptr": tables.entries,
-        "heads_ptr": tables.heads,
         "bounds_ptr": None,
         "heads_per_kv": group.heads_per_kv,
         "key_rows": group.length,
@@ -518,6 +556,7 @@ def _query_launch(
 
     def arguments(ragged: bool) -> Arguments:
         grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, config)
+        ragged = ragged or group.documents > 0
         return grid, shared | own | {"RAGGED": ragged, "OVERLAPS": on_hopper(q.device)}
 
     kind = (dq.dtype, *dq.shape[2:], causal, add, config, *group.compiled_for)
@@ -526,28 +565,24 @@ def _query_launch(
 
 def _key_launch(
     operands: dict[str, Tensor],
-    dk: Tensor,
-    dv: Tensor,
-    stats: Tensor,
     group: BranchGroup,
     causal: bool,
     scale: float,
     config: TileConfig,
     add: bool,
 ) -> Launch:
+    """The same for dk and dv."""
+    dk, dv, stats = (operands[name] for name in ("dk", "dv", "stats"))
     n_kv_heads = operands["k"].shape[2]
-    tables = tile_tables(group, config.block_n, config.block_m, causal, True, dk.device)
-    tiles, n_items = _tiles(operands, config), tables.order.shape[1]
+    n_items, n_tiles, lists = key_lists(operands, group, config, causal)
+    tiles = _tiles(operands, config)
     own = {
+        **lists,
         "dk_ptr": dk,
         "dv_ptr": dv,
-        "n_tiles": tables.lookup.shape[3],
+        "n_tiles": n_tiles,
         "stats_ptr": stats,
         "stats_blocks": stats.shape[4],
-        "lookup_ptr": tables.lookup,
-        "order_ptr": tables.order,
-        "entries_ptr": tables.entries,
-        "heads_ptr": tables.heads,
         "slots_ptr": None,
         "bounds_ptr": None,
         "n_kv_heads": n_kv_heads,
@@ -568,7 +603,7 @@ def _key_launch(
     def arguments(cut: bool) -> Arguments:
         grid, shared = launch_arguments(tiles, n_items, group, n_kv_heads, causal, scale, config)
         beside = {"launch_pdl": True} if overlaps else {}
-        return grid, shared | own | beside | {"CUT": cut, "OVERLAPS": overlaps}
+        return grid, shared | own | beside | {"CUT": cut or group.documents > 0, "OVERLAPS": overlaps}
 
     kind = (dk.dtype, *dk.shape[2:], causal, add, config, *group.compiled_for)
     return Launch(_key_kernel, arguments, group.length % group.modulus > 0, kind)
@@ -577,4 +612,4 @@ def _key_launch(
 def _tiles(operands: dict[str, Tensor], config: TileConfig) -> dict[str, tuple[Tensor, int]]:
     """Each operand with the rows of its tile: queries (q, dout) or keys (k, v)."""
     rows = {"q": config.block_m, "dout": config.block_m, "k": config.block_n, "v": config.block_n}
-    return {name: (x, rows[name]) for name, x in operands.items()}
+    return {name: (operands[name], size) for name, size in rows.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 from dilabench.kernels.bwd_preprocess import StatsLayout
 from dilabench.kernels.dq_accumulate import convert_dq
 from dilabench.kernels.fused.branch_group import BranchGroup
+from dilabench.kernels.fused.packing import ListRequest, key_lists
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import on_hopper, segment_arguments
 from dilabench.kernels.fused.tile_lists import computed_pairs
-from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launch_cache import Arguments, Launch, LaunchCache
 from dilabench.kernels.tuning import L2_RESIDENT_BYTES, TileConfig, WorkByKey, at_once_is_faster, select_kernel
 
@@ -41,8 +42,16 @@ class AtOnce(NamedTuple):
         )
         if kernel != "at_once":
             return None
+        if group.documents:
+            request = ListRequest(group, tiles.block_n, tiles.block_m, True, tiles.block_m)
+            return cls(group, tiles, request.stats_layout(tiles.block_m))
         where = (group.length, group.modulus, group.super_tokens)
         return cls(group, tiles, StatsLayout.of(*where, tile=tiles.block_m, block=tiles.block_m))
+
+    @property
+    def request(self) -> ListRequest:
+        """Its lists, for documents."""
+        return ListRequest(self.group, self.tiles.block_n, self.tiles.block_m, True, self.tiles.block_m)
 
 
 def groups_at_once(plan: ResiduePlan, q: Tensor, k: Tensor) -> list[AtOnce]:
@@ -58,7 +67,14 @@ def _is_faster(steps: list[AtOnce], q: Tensor, k: Tensor, causal: bool) -> bool:
     dim, lists = q.shape[-1], []
     for group, tiles, _ in steps:
         rows = k.numel() / dim * group.covered_keys
-        pairs = q.shape[0] * computed_pairs(group, min(tiles.block_m, group.largest_tile), causal)
+        sequences, typical = q.shape[0], group
+        if group.documents:
+            # As if all were of one length: what is chosen for one packing is for every other.
+            sequences, typical = (
+                group.documents,
+                replace(group, length=-(-group.length // group.documents), documents=0),
+            )
+        pairs = sequences * computed_pairs(typical, min(tiles.block_m, group.largest_tile), causal)
         lists.append(WorkByKey(rows / tiles.block_n, pairs / (rows * tiles.block_m)))
     return at_once_is_faster(
         lists,
@@ -72,20 +88,19 @@ def _is_faster(steps: list[AtOnce], q: Tensor, k: Tensor, causal: bool) -> bool:
 
 def run_at_once(
     steps: list[AtOnce],
-    operands: dict[str, Tensor],
-    stats: list[Tensor],
+    operands: list[dict[str, Tensor]],
     gradients: tuple[Tensor, Tensor, Tensor],
     sums: Tensor,
     causal: bool,
     scale: float,
     cache: LaunchCache,
 ) -> None:
-    """Write the gradients of these groups. stats: of their rows. sums: from `dq_accumulator`, for some heads after the
-    other.
+    """Write the gradients of these groups, each from its operands, named as in the kernel. sums: from
+    `dq_accumulator`, for some heads after the other.
     """
     dq, dk, dv = gradients
-    heads, kv_heads, some = operands["q"].shape[2], operands["k"].shape[2], sums.shape[2]
-    tensors = [operands | {"stats": rows, "sums": sums, "dk": dk, "dv": dv} for rows in stats]
+    heads, kv_heads, some = dq.shape[2], dk.shape[2], sums.shape[2]
+    tensors = [own | {"sums": sums, "dk": dk, "dv": dv} for own in operands]
     for first in range(0, heads, some):
         if first:
             sums.zero_()
@@ -112,30 +127,27 @@ def _launch(
 
     group, config, _ = step
     q, keys = tensors["q"], tensors["k"]
-    tables = tile_tables(group, config.block_n, config.block_m, causal, True, q.device)
+    n_items, n_tiles, lists = key_lists(tensors, group, config, causal, "items")
     shared = tile_arguments(tensors, group.modulus, first_kv_head, config)
-    n_items, n_blocks = tables.order.shape[1], q.shape[0] * shared["some_kv_heads"] * group.n_supers
+    n_blocks = q.shape[0] * shared["some_kv_heads"] * group.n_supers
 
     def arguments(ragged: bool) -> Arguments:
         own = {
             "slots_ptr": None,
-            "items_ptr": tables.order,
-            "lookup_ptr": tables.lookup,
-            "entries_ptr": tables.entries,
-            "heads_ptr": tables.heads,
             "scale": scale,
             "scale_log2": scale * _LOG2E,
             "n_supers": group.n_supers,
             "full_supers": group.full_supers,
             "n_kinds": len(group.kinds),
             "n_items": n_items,
-            "n_tiles": tables.lookup.shape[3],
+            "n_tiles": n_tiles,
             **segment_arguments(group),
+            **lists,
             "n_blocks": n_blocks,
             "item_major": int(2 * keys.numel() * keys.element_size() <= L2_RESIDENT_BYTES),
             "n_slots": 0,
             "CAUSAL": causal,
-            "RAGGED": ragged and not causal,
+            "RAGGED": (ragged or group.documents > 0) and not causal,
             "ADD": follows,
             "SHARED": False,
             "PER_HEAD": False,

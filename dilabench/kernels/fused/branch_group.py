@@ -20,6 +20,9 @@ MAX_MULTIPLICITY = (1 << 6) - 1
 SMALLEST_TILE = 16
 LARGEST_TILE = 128
 
+# Numbers of a super-segment of documents in `packing.span_table`.
+SPAN_COLUMNS = 8
+
 # How far a query sees on a side without bound, in tokens: beyond any segment.
 MAX_WINDOW = 1 << 30
 
@@ -70,7 +73,8 @@ class BranchGroup:
 
     ``kinds[k][i]`` is the residue of branch i in the frame of kind k, or `NO_RESIDUE`; head h has kind ``head_kind[h]``
     and sees class ``(u + head_shift[h]) % modulus`` where the frame says u. ``window``: how many tokens before and
-    behind it a query sees, None for all of its segment.
+    behind it a query sees, None for all of its segment. ``documents``: how many sequences the ``length`` tokens may be,
+    one behind the other, 0 for a single one; super-segments begin anew in each, and `packing` says where.
     """
 
     branches: tuple[int, ...]
@@ -84,6 +88,7 @@ class BranchGroup:
     head_shift: tuple[int, ...]
     heads_per_kv: int
     window: tuple[int, int] | None = None
+    documents: int = 0
 
     @property
     def is_windowed(self) -> bool:
@@ -93,7 +98,7 @@ class BranchGroup:
     @property
     def compiled_for(self) -> tuple[int, ...]:
         """What kernels are compiled for of a group, so that other groups of the kind compile nothing."""
-        return self.heads_per_kv, len(self.kinds), self.is_shifted, self.is_windowed
+        return self.heads_per_kv, len(self.kinds), self.is_shifted, self.is_windowed, self.documents > 0
 
     def sure_and_most(self, tokens: int) -> tuple[int, int]:
         """Rows on a side on which a query sees so many tokens: in which it sees all keys, and beyond which none; of a
@@ -123,7 +128,7 @@ class BranchGroup:
     @cached_property
     def is_shifted(self) -> bool:
         """Whether super-segments begin at different tokens modulo R."""
-        return self.super_tokens % self.modulus > 0
+        return self.documents > 0 or self.super_tokens % self.modulus > 0
 
     @cached_property
     def full_supers(self) -> int:
@@ -141,11 +146,19 @@ class BranchGroup:
 
     @cached_property
     def n_supers(self) -> int:
-        return self.full_supers + (self.tail_rows > 0)
+        """Super-segments that every item of work is visited in; of documents a visit names the only one."""
+        return 1 if self.documents else self.full_supers + (self.tail_rows > 0)
+
+    @cached_property
+    def most_supers(self) -> int:
+        """Super-segments that so many documents have at most."""
+        return self.full_supers + self.documents
 
     @cached_property
     def stored_rows(self) -> int:
-        """Rows that the longest classes have in all super-segments, one after another."""
+        """Rows that the longest classes have in all super-segments, one after another; of documents at most."""
+        if self.documents:
+            return self.length // self.modulus + self.most_supers
         return self.full_supers * self.super_rows + self.tail_rows
 
     @cached_property
@@ -200,6 +213,8 @@ class BranchGroup:
 
     def cuts_tiles(self, tile: int) -> bool:
         """Whether a segment or the sequence ends inside a tile of this many rows."""
+        if self.documents:
+            return True
         cut_super = self.full_supers > 0 and (self.super_rows % tile > 0 or self.is_shifted)
         return cut_super or self.tail_rows % tile > 0 or self.tail_tokens % self.modulus > 0
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
+from dilabench.kernels.fused.packing import ListRequest, Packing, PassLists, query_lists
 from dilabench.kernels.fused.partials import Partials, partial_places
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
@@ -24,11 +25,11 @@ from dilabench.kernels.fused.row_layout import (
     on_hopper,
     whole_classes,
 )
-from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.fused.tile_walk import (
     add_weighted,
     box_place,
     end_of,
+    find_work,
     hiding_ranges,
     load_tile,
     outside,
@@ -38,8 +39,6 @@ from dilabench.kernels.fused.tile_walk import (
     scores,
     seen_keys,
     segment_of,
-    split_block,
-    split_program,
     store_tile,
     stored_rows,
     turned,
@@ -68,6 +67,8 @@ def _forward_kernel(
     entries_ptr,
     heads_ptr,
     bounds_ptr,
+    visits_ptr,
+    spans_ptr,
     scale_log2,
     n_supers,
     full_supers,
@@ -105,11 +106,10 @@ def _forward_kernel(
 ):
     # One program: one query tile of one class. ONE_CLASS: that of block masks, to which only some tiles are visible, of
     # keys that may be other rows, hidden from RANGES of rows.
-    item, block = split_program(n_items, n_blocks, item_major)
-    super_index, head, batch = split_block(block, n_supers, n_heads)
-    item_ptr, shift = query_item(
-        item, super_index, head, items_ptr, heads_ptr, full_supers, n_kinds, n_items, n_heads, ONE_CLASS
+    item, super_index, head, batch, variant, n_items = find_work(
+        visits_ptr, spans_ptr, n_items, n_blocks, item_major, n_supers, full_supers, n_heads
     )
+    item_ptr, shift = query_item(item, variant, head, items_ptr, heads_ptr, n_kinds, n_items, n_heads, ONE_CLASS)
     u = tl.load(item_ptr)
     if u < 0:
         return
@@ -120,7 +120,7 @@ def _forward_kernel(
 
     residue = turned(u, shift, R)
     base_row, first_place, rows_left, longer_classes = segment_of(
-        super_index, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED
+        super_index, spans_ptr, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED
     )
     kv_head = head // heads_per_kv
     place, row = box_place(
@@ -190,8 +190,8 @@ def _forward_kernel(
     # Rows are stored at their tokens, or those that the class has one after another.
     first_stored, place, step, stored = row, residue + first_place, R, length
     if COMPACT:
-        first_stored, place, step = super_index * super_rows + tile * BLOCK_M, 0, 1
-        stored = stored_rows(super_rows, super_tokens, length, R)
+        first_stored, stored = stored_rows(super_index, spans_ptr, super_rows, super_tokens, length, R)
+        first_stored, place, step = first_stored + tile * BLOCK_M, 0, 1
     lse_at = lse_ptr + (batch * n_heads + head).to(tl.int64) * stored + first_stored.to(tl.int64) * step + place
     lse_at += tl.arange(0, BLOCK_M) * step
     if MERGE:
@@ -219,13 +219,15 @@ def fused_forward(
     log_mass: Tensor | None = None,
     config: TileConfig | None = None,
     beside: Beside | None = None,
+    packing: Packing | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(out [B, N, H, D], lse [B, H, N] float32)`` of the branches in ``plan.groups``, merged in place group by group.
 
     Rows that no branch covers get out 0 and lse -inf.
     ``log_mass`` [1, H, N] float32, contiguous: the logarithm of a null mass of each row (zero keys), -inf for none.
     ``config`` overrides the shipped tile shapes. Any token and head strides are taken as they are when regular
-    (packed qkv included). ``beside``: launches that are compiled with these where they are new.
+    (packed qkv included). ``beside``: launches that are compiled with these where they are new. ``packing``: the
+    documents of a plan for some.
     Raises ValueError on shapes that do not fit ``plan`` or a scale that is not positive.
     """
     cache = LaunchCache.of("forward", plan, scale, config, log_mass is None, layout(q), layout(k), layout(v))
@@ -243,14 +245,17 @@ def fused_forward(
         tensors |= _as_read(q, k, v, plan, more, cache)
     if covered and log_mass is not None:
         tensors["mass"] = log_mass
+    own = [tensors] * len(plan.groups)
+    if packing is not None:
+        own = [tensors | lists.by_query for lists in _lists(q, plan, packing, config, cache).of_groups]
 
     def prepare() -> Iterator[Launch]:
-        for index, group in enumerate(plan.groups):
+        for index, (given, group) in enumerate(zip(own, plan.groups, strict=True)):
             mass = None if index else tensors.get("mass")
             results = Results(out, lse, mass, merge=index > 0, follows=index > 0)
-            yield _launch_of(tensors, results, group, plan.causal, scale, config)
+            yield _launch_of(given, results, group, plan.causal, scale, config)
 
-    cache.launch("groups", [tensors] * len(plan.groups), prepare, beside)
+    cache.launch("groups", own, prepare, beside)
     if log_mass is not None and not covered:
         add_null_mass_(out, lse, log_mass)
     return out, lse
@@ -266,6 +271,7 @@ def fused_forward_partials(
     log_masses: Sequence[Tensor] = (),
     config: TileConfig | None = None,
     beside: Beside | None = None,
+    packing: Packing | None = None,
     cache: LaunchCache | None = None,
 ) -> tuple[Tensor, Tensor, Partials]:
     """As `fused_forward` for a plan of single branches, with the result of each by itself. ``log_masses``: a null mass
@@ -290,6 +296,10 @@ def fused_forward_partials(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty((batch, num_heads, length), dtype=torch.float32, device=q.device)
     merged = {"outs": partials.outs, "lses": partials.lses, "out": out, "lse": lse}
+    if packing is not None:
+        lists = _lists(q, plan, packing, config, cache)
+        tensors = [own | of_group.by_query for own, of_group in zip(tensors, lists.of_groups, strict=True)]
+        merged["spans"] = lists.spans
 
     def prepare() -> Iterator[Launch]:
         for index, (own, group) in enumerate(zip(tensors, plan.groups, strict=True)):
@@ -299,6 +309,18 @@ def fused_forward_partials(
 
     cache.launch("groups", [*tensors, merged], prepare, beside)
     return out, lse, partials
+
+
+def _lists(q: Tensor, plan: ResiduePlan, packing: Packing, config: TileConfig | None, cache: LaunchCache) -> PassLists:
+    """Lists of documents for each group."""
+
+    def requests() -> tuple[ListRequest, ...]:
+        tiles = (_selected(q, group, plan.causal, config, cut=True).tiles for group in plan.groups)
+        return tuple(
+            ListRequest(group, own.block_m, own.block_n) for group, own in zip(plan.groups, tiles, strict=True)
+        )
+
+    return packing.lists(cache.once("lists", requests), plan.causal, q.device)
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, scale: float | None) -> tuple[float, int, bool]:
@@ -335,40 +357,42 @@ def _launch_of(
     config: TileConfig | None,
 ) -> Launch:
     """The launch of a group by the kernel that `select_kernel` gives, or by the plain one with a ``config``."""
-    q, k, v = (operands[name] for name in "qkv")
-
-    def selected(cut: bool = False) -> Selected:
-        if config is not None:
-            return Selected("plain", config.fitted(group.largest_tile))
-        return select_kernel(
-            "forward",
-            q.shape[-1],
-            causal=causal,
-            largest_tile=group.largest_tile,
-            itemsize=q.element_size(),
-            hopper=on_hopper(q.device),
-            windowed=group.is_windowed,
-            keys=group.keys_of_a_query(causal),
-            cut=cut,
-        )
-
-    kernel, tiles = selected()
+    kernel, tiles = _selected(operands["q"], group, causal, config, cut=group.documents > 0)
     # The modules of these kernels need a Triton with Gluon's Hopper instructions.
     if kernel == "specialized":
         from dilabench.kernels.fused.sm90 import forward
 
-        return forward.group_launch(q, k, v, results, group, causal, scale, tiles)
+        return forward.group_launch(operands, results, group, causal, scale, tiles)
     if kernel == "narrow":
         from dilabench.kernels.fused.sm90 import narrow_forward
 
-        return narrow_forward.group_launch(q, k, v, results, group, causal, scale, tiles)
-    return _group_launch(q, k, v, results, group, causal, scale, lambda cut: selected(cut).tiles)
+        return narrow_forward.group_launch(operands, results, group, causal, scale, tiles)
+
+    def tiles_of(cut: bool) -> TileConfig:
+        return tiles if group.documents else _selected(operands["q"], group, causal, config, cut).tiles
+
+    return _group_launch(operands, results, group, causal, scale, tiles_of)
+
+
+def _selected(q: Tensor, group: BranchGroup, causal: bool, config: TileConfig | None, cut: bool) -> Selected:
+    """The kernel of a group and its tiles, where the sequence ends inside a key tile or not."""
+    if config is not None:
+        return Selected("plain", config.fitted(group.largest_tile))
+    return select_kernel(
+        "forward",
+        q.shape[-1],
+        causal=causal,
+        largest_tile=group.largest_tile,
+        itemsize=q.element_size(),
+        hopper=on_hopper(q.device),
+        windowed=group.is_windowed,
+        keys=group.keys_of_a_query(causal),
+        cut=cut,
+    )
 
 
 def _group_launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    operands: Mapping[str, Tensor],
     results: Results,
     group: BranchGroup,
     causal: bool,
@@ -376,28 +400,26 @@ def _group_launch(
     tiles_of: Callable[[bool], TileConfig],
 ) -> Launch:
     """The launch of the plain kernel. tiles_of: its tiles, where the sequence ends inside a key tile or not."""
+    q, k, v = (operands[name] for name in "qkv")
 
     def arguments(ragged: bool) -> Arguments:
         chosen = tiles_of(ragged)
-        tables = tile_tables(group, chosen.block_m, chosen.block_n, causal, False, q.device)
         tiles = {"q": (q, chosen.block_m), "k": (k, chosen.block_n), "v": (v, chosen.block_n)}
-        n_items = tables.items.shape[2]
+        n_items, lists = query_lists(operands, group, chosen, causal)
         grid, shared = launch_arguments(tiles, n_items, group, q.shape[2], causal, scale, chosen)
         own = {
+            **lists,
             "out_ptr": results.out,
             "lse_ptr": results.lse,
             "mass_ptr": results.mass,
             "bounds_ptr": None,
-            "entries_ptr": tables.entries,
-            "heads_ptr": tables.heads,
-            "items_ptr": tables.items,
             "heads_per_kv": group.heads_per_kv,
             "key_rows": group.length,
             "RANGES": 0,
             "ONE_CLASS": False,
             "MERGE": results.merge,
             "COMPACT": results.compact,
-            "RAGGED": ragged,
+            "RAGGED": ragged or group.documents > 0,
         }
         return grid, shared | own
 

@@ -21,8 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels import tuning
-from dilabench.kernels.fused.branch_group import BranchGroup
+from dilabench.kernels.fused.branch_group import SPAN_COLUMNS, BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
+from dilabench.kernels.fused.tile_walk import find_span
 from dilabench.kernels.launch_cache import COPY_BYTES, Arguments, Launch
 from dilabench.kernels.softmax import weights_of_two
 
@@ -31,6 +32,7 @@ from dilabench.kernels.softmax import weights_of_two
 _UNIT = COPY_BYTES // 2
 # Numbers of a branch in the table before the class of each head.
 _BEFORE_CLASSES = 8
+_SPAN_COLUMNS = tl.constexpr(SPAN_COLUMNS)
 
 
 class Partials(NamedTuple):
@@ -94,7 +96,7 @@ class PartialPlaces:
 
     def merge(self, tensors: dict[str, Tensor]) -> Launch:
         """The launch that merges outs and lses to out [B, N, H, D] and lse [B, H, N]: 0 and -inf in rows that no branch
-        covers.
+        covers. Of documents, spans [groups, n, columns] say where the rows of each group are (`packing.span_table`).
         """
         batch, length, heads, dim = self.shape
         columns = triton.next_power_of_2(dim)
@@ -103,7 +105,9 @@ class PartialPlaces:
         def arguments(uniform: bool) -> Arguments:
             step = self.step if uniform else 1
             own = {
+                "spans_ptr": None,
                 **{f"{name}_ptr": x for name, x in tensors.items()},
+                "n_spans": tensors["spans"].shape[1] if "spans" in tensors else 0,
                 "table_ptr": self.table,
                 "length": length,
                 "n_heads": heads,
@@ -119,7 +123,7 @@ class PartialPlaces:
             }
             return (triton.cdiv(triton.cdiv(length, step), rows) * step * batch * heads,), own
 
-        kind = (tensors["out"].dtype, dim, len(self.rows))
+        kind = (tensors["out"].dtype, dim, len(self.rows), "spans" in tensors)
         return Launch(_merge_kernel, arguments, self.is_uniform, kind)
 
 
@@ -145,17 +149,19 @@ def _add_own(state, out_ptr, lse_ptr, row, seen, n_heads, column, HEAD_DIM: tl.c
     return higher, total * kept + share, merged * kept[:, None] + out.to(tl.float32) * share[:, None]
 
 
-@triton.jit(do_not_specialize=("length", "n_heads", "step", "width"))
+@triton.jit(do_not_specialize=("length", "n_heads", "step", "width", "n_spans"))
 def _merge_kernel(
     outs_ptr,
     lses_ptr,
     out_ptr,
     lse_ptr,
     table_ptr,
+    spans_ptr,
     length,
     n_heads,
     step,
     width,
+    n_spans,
     GROUPS: tl.constexpr,
     BEFORE_CLASSES: tl.constexpr,
     UNIFORM: tl.constexpr,
@@ -192,11 +198,18 @@ def _merge_kernel(
                 row = place // rate + turn * (step // rate)
                 top, total, merged = _add_own(state, own_out, own_lse, row, valid, n_heads, column, HEAD_DIM)
         else:
-            segment_tokens = tl.load(of_group + 3)
-            segment = token // segment_tokens
-            inside = token - segment * segment_tokens
+            if spans_ptr is None:
+                segment_tokens = tl.load(of_group + 3)
+                segment = token // segment_tokens
+                inside = token - segment * segment_tokens
+                first_row = segment * tl.load(of_group + 4)
+            else:
+                span = find_span(spans_ptr, token, n_spans, 0)
+                inside = token - tl.load(spans_ptr + span * _SPAN_COLUMNS)
+                first_row = tl.load(spans_ptr + span * _SPAN_COLUMNS + 4)
+                spans_ptr += n_spans * _SPAN_COLUMNS
             within = inside // rate
-            row, seen = segment * tl.load(of_group + 4) + within, valid & (inside - within * rate == own_class)
+            row, seen = first_row + within, valid & (inside - within * rate == own_class)
             top, total, merged = _add_own(state, own_out, own_lse, row, seen, n_heads, column, HEAD_DIM)
     merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
     out_at = ((batch.to(tl.int64) * length + token) * n_heads + head)[:, None] * HEAD_DIM + column[None, :]

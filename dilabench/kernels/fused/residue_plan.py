@@ -19,10 +19,11 @@ Grouped heads take part in one branch each: in the others they have no residue, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dilabench.kernels.fused.branch_group import (
     MAX_MODULUS,
@@ -113,6 +114,51 @@ def residue_plan(
     else:
         groups = _groups(taken, branches, sequence_length, causal, tile)
     return ResiduePlan(groups, sequence_length, num_heads, num_kv_heads, causal)
+
+
+# Documents up to so many tokens have one plan, where segments are not shorter.
+_SHORTEST_DOCUMENTS = 512
+
+
+def document_plan(
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    bounds: Sequence[int],
+    *shape: Any,
+    **options: Any,
+) -> ResiduePlan:
+    """As `residue_plan` for documents from ``bounds[i]`` to ``bounds[i + 1]``, each a sequence by itself.
+
+    The plan of many packings of as many tokens: it knows by rounded numbers how many documents there are, and how long
+    they are. ``shape``: what `residue_plan` takes behind the length.
+    """
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    longest, most = max(lengths), max(segment_lengths)
+    rounded = max(_SHORTEST_DOCUMENTS, 1 << (longest - 1).bit_length())
+    # Whatever is longer than all segments has the same lists.
+    lengths_to_try = (rounded if rounded <= most else 2 * most, longest)
+    step = 1 << max(0, len(lengths).bit_length() - 3)
+    documents = -(-len(lengths) // step) * step
+    tokens = bounds[-1]
+    try:
+        return _document_plan(segment_lengths, dilation_rates, lengths_to_try[0], tokens, documents, *shape, **options)
+    except ValueError:
+        return _document_plan(segment_lengths, dilation_rates, longest, tokens, documents, *shape, **options)
+
+
+@lru_cache(maxsize=256)
+def _document_plan(
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    longest: int,
+    tokens: int,
+    documents: int,
+    *shape: Any,
+    **options: Any,
+) -> ResiduePlan:
+    alone = residue_plan(segment_lengths, dilation_rates, longest, *shape, **options)
+    groups = tuple(replace(group, length=tokens, documents=documents) for group in alone.groups)
+    return replace(alone, groups=groups, sequence_length=tokens)
 
 
 class _Branches(NamedTuple):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.launch_cache import COPY_BYTES, Arguments
+from dilabench.kernels.lse import LEAST_TRITON
+from dilabench.kernels.private_names import GLUON, gone
 from dilabench.kernels.tuning import L2_RESIDENT_BYTES, TileConfig, tile_columns
 
 LARGEST_HEAD_DIM = 256
+
+logger = logging.getLogger(__name__)
 
 # What changes with the length of a sequence must not be compiled in: Triton makes a kernel anew for each set of
 # integers that are 1 or that 16 divides.
@@ -89,9 +94,18 @@ def _fits_a_box(x: Tensor, group: BranchGroup) -> bool:
 
 @lru_cache(maxsize=16)
 def on_hopper(device: torch.device) -> bool:
-    """Whether ``device`` runs sm_90 code and this Triton has the Gluon of its kernel (seen with 3.6)."""
+    """Whether ``device`` runs sm_90 code and this Triton has the Gluon of its kernels."""
     on_sm90 = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return on_sm90 and Version(triton.__version__) >= Version("3.6")
+    return on_sm90 and _has_gluon()
+
+
+@cache
+def _has_gluon() -> bool:
+    """Whether this Triton is one that they were seen with, or a later one with every name that they use."""
+    missing = gone(GLUON)
+    if missing:
+        logger.warning("Triton %s lacks %s: the plain kernels serve", triton.__version__, ", ".join(missing))
+    return not missing and Version(triton.__version__) >= Version(LEAST_TRITON)
 
 
 def product_precision(x: Tensor) -> str:
@@ -233,12 +247,14 @@ def shared_arguments(
     return (n_items * n_blocks,), arguments
 
 
-def segment_arguments(group: BranchGroup) -> dict[str, int]:
+def segment_arguments(group: BranchGroup) -> dict[str, Any]:
     """How long super-segments and the sequence are and how they lie, and how many tokens before and behind it a query
-    sees.
+    sees. Of documents, what says where they lie is given besides (`packing`).
     """
     window_left, window_right = group.window or (0, 0)
     return {
+        "visits_ptr": None,
+        "spans_ptr": None,
         "super_rows": group.super_rows,
         "super_tokens": group.super_tokens,
         "whole_rows": group.length // group.modulus,

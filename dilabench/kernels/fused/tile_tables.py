@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import accumulate
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +69,20 @@ def tile_tables(
     They are there for all streams; who reads them records that (`LaunchCache`).
     Raises ValueError when a tile is larger than the segments allow.
     """
+    by_key = _checked(group, own, other, causal, by_key)
+    shared, tail = group.in_tiles(min(own, other))
+    many = _made_together(shared, own, other, causal, by_key) if group.n_supers > 1 else ()
+    tails = many or (tail,)
+    key = (shared, tails, own, other, causal, by_key, device)
+    tables = _kept.get(key)
+    if tables is None:
+        with on_a_stream_of_its_own(device):
+            tables = _kept.put(key, _tables(*key))
+    return tables[tail]
+
+
+def _checked(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool) -> bool:
+    """Whether lists by key differ from those by query. Raises ValueError as `tile_tables`."""
     for tile in (own, other):
         if tile > group.largest_tile:
             raise ValueError(
@@ -76,32 +90,71 @@ def tile_tables(
                 f"; use at most {group.largest_tile}"
             )
     # Without an order among positions or a window, a query sees the keys that see it.
-    by_key = by_key and (causal or group.is_windowed)
-    shared, tail = group.in_tiles(min(own, other))
-    many = _made_together(shared, own, other, causal, by_key) if group.n_supers > 1 else ()
-    tails = many or (tail,)
-    key = (shared, tails, own, other, causal, by_key, device)
-    tables = _kept.get(key)
-    if tables is None:
-        with _on_a_stream_of_its_own(device):
-            tables = _kept.put(key, _tables(*key))
-    return tables[tail]
+    return by_key and (causal or group.is_windowed)
 
 
 @lru_cache(maxsize=256)
-def _made_together(group: BranchGroup, own: int, other: int, causal: bool, by_key: bool) -> tuple[int, ...]:
+def _made_together(
+    group: BranchGroup,
+    own: int,
+    other: int,
+    causal: bool,
+    by_key: bool,
+    most_entries: int = tuning.TOGETHER_ENTRIES,
+    most_tiles: int = tuning.TOGETHER_TILES,
+) -> tuple[int, ...]:
     """All tails that sequences may end with, where lists for all of them are so short that the first length that has
     one makes them for every other; else none.
     """
     ends = 2 * -(-group.super_rows // min(own, other))
-    if ends * -(-group.super_rows // own) * group.modulus * len(group.kinds) > tuning.TOGETHER_TILES:
+    if ends * -(-group.super_rows // own) * group.modulus * len(group.kinds) > most_tiles:
         return ()
     tails = group.tails_in_tiles(min(own, other))
-    return tails if entries_of(group, tails, own, other, causal, by_key).sum() <= tuning.TOGETHER_ENTRIES else ()
+    return tails if entries_of(group, tails, own, other, causal, by_key).sum() <= most_entries else ()
+
+
+class DocumentTables(NamedTuple):
+    """Lists for super-segments of documents: variant 0 of a whole one, variant 1 + i of one of ``tails[i]`` tokens.
+
+    by_query, by_key: per variant, how many of `TileTables.items` of any kind, or of its order, there are; one that pads
+    stands last.
+    """
+
+    tables: TileTables
+    tails: Integers
+    by_query: Integers
+    by_key: Integers
+
+    @property
+    def nbytes(self) -> int:
+        """As of `TileTables`."""
+        return self.tables.nbytes
+
+
+def document_tables(
+    group: BranchGroup, needed: Integers, own: int, other: int, causal: bool, by_key: bool, device: torch.device
+) -> DocumentTables:
+    """As `tile_tables` for super-segments of documents, of which the last ones have as many tokens as `needed` says, in
+    tiles (`BranchGroup.tails_in_tiles`). Where lists are short, all that documents may need are made at once.
+    """
+    by_key = _checked(group, own, other, causal, by_key)
+    whole = replace(group, length=group.super_tokens, documents=0)
+    most = tuning.DOCUMENT_ENTRIES, tuning.DOCUMENT_TILES
+    tails = _made_together(whole, own, other, causal, by_key, *most) or tuple(needed.tolist())
+    key = (whole, tails, own, other, causal, by_key, device)
+    found = _kept.get(key)
+    if found is None:
+        with on_a_stream_of_its_own(device):
+            items, lookup, order, entries = _lists(whole, tails, own, other, causal, by_key)
+            items, order = _with_one_that_pads(items), _with_one_that_pads(order)
+            (tables,) = _there(whole, [x[None] for x in (items, lookup, order)], entries, device)
+        there = items[..., 0] >= 0, order[:, None, :, 0] >= 0
+        found = _kept.put(key, DocumentTables(tables, np.array(tails), *(x.sum(2).max(1) for x in there)))
+    return found
 
 
 @contextmanager
-def _on_a_stream_of_its_own(device: torch.device) -> Iterator[None]:
+def on_a_stream_of_its_own(device: torch.device) -> Iterator[None]:
     """What is made inside waits for no kernel of others, and is there for all streams at the end."""
     if device.type != "cuda":
         yield
@@ -117,8 +170,25 @@ def _stream_of(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class _ByTail(dict[int, TileTables]):
+    """Tables that differ in the last super-segment."""
+
+    @property
+    def nbytes(self) -> int:
+        """Those that are made together lie in the same memory."""
+        return next(iter(self.values())).nbytes
+
+
+class _Bytes(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+_TablesT = TypeVar("_TablesT", bound=_Bytes)
+
+
 class _Kept:
-    """The latest tables, by their tails, as many as fit into so many bytes of their device: many lengths share the
+    """The latest tables, as many as fit into so many bytes of their device: many lengths share the
     small ones.
 
     Safe to use from several threads, of which each may have made tables that another one had to make, too.
@@ -128,9 +198,9 @@ class _Kept:
         self._lock = threading.Lock()
         self._most_bytes = most_bytes
         self._bytes = 0
-        self._tables: dict[Hashable, Mapping[int, TileTables]] = {}
+        self._tables: dict[Hashable, Any] = {}
 
-    def get(self, key: Hashable) -> Mapping[int, TileTables] | None:
+    def get(self, key: Hashable) -> Any:
         with self._lock:
             found = self._tables.pop(key, None)
             if found is not None:
@@ -138,23 +208,18 @@ class _Kept:
                 self._tables[key] = found
         return found
 
-    def put(self, key: Hashable, tables: Mapping[int, TileTables]) -> Mapping[int, TileTables]:
+    def put(self, key: Hashable, tables: _TablesT) -> _TablesT:
         with self._lock:
             if key in self._tables:
                 self._drop(key)
             self._tables[key] = tables
-            self._bytes += _bytes_of(tables)
+            self._bytes += tables.nbytes
             while self._bytes > self._most_bytes and len(self._tables) > 1:
                 self._drop(next(iter(self._tables)))
         return tables
 
     def _drop(self, key: Hashable) -> None:
-        self._bytes -= _bytes_of(self._tables.pop(key))
-
-
-def _bytes_of(tables: Mapping[int, TileTables]) -> int:
-    """Those that are made together lie in the same memory."""
-    return next(iter(tables.values())).nbytes
+        self._bytes -= self._tables.pop(key).nbytes
 
 
 _kept = _Kept(256 << 20)
@@ -176,9 +241,17 @@ def _tables(
     causal: bool,
     by_key: bool,
     device: torch.device,
-) -> Mapping[int, TileTables]:
+) -> _ByTail:
     """Of whole super-segments, if there are any, and each of these tails."""
-    _load_operators(device)
+    *of_variants, entries = _lists(group, tails, own, other, causal, by_key)
+    found = _there(group, [_behind_the_whole(x) for x in of_variants], entries, device)
+    return _ByTail(zip(tails, found, strict=True))
+
+
+def _lists(
+    group: BranchGroup, tails: tuple[int, ...], own: int, other: int, causal: bool, by_key: bool
+) -> tuple[Integers, Integers, Integers, _Entries]:
+    """Items, lookup and order of a whole super-segment and of each of these tails, and their entries."""
     partners = partners_of(group.rates, group.kinds, group.modulus)
     runs = runs_of(group, tails, own, other, causal, by_key)
     shared = partners.shared[..., runs.level]
@@ -189,20 +262,30 @@ def _tables(
         order = items[:, 0, :, :2]
     else:
         order = every_tile(lookup, [-(-rows // own) for rows in rows_of_variants(group, tails)])
-    by_tail = [_behind_the_whole(x) for x in (items, lookup, order)]
-    heads = _heads(group.head_kind, group.head_shift)
     tags = (shared << (TILE_BITS + CLASS_BITS)) | (partners.classes[..., None] << TILE_BITS)
-    entries = _Entries.of(runs, kept, tags)
+    return items, lookup, order, _Entries.of(runs, kept, tags)
+
+
+def _there(
+    group: BranchGroup, lists: Sequence[Integers], entries: _Entries, device: torch.device
+) -> Iterator[TileTables]:
+    """Items, lookup and order [n, ...] on a device, each of the n with all entries."""
+    _load_operators(device)
+    heads = _heads(group.head_kind, group.head_shift)
     if entries.are_few:
-        *there, (heads_there,), (listed,) = _on_device(device, *by_tail, heads[None], entries.here()[None])
+        *there, (heads_there,), (listed,) = on_device(device, *lists, heads[None], entries.here()[None])
     else:
-        lists = (x[None] for x in (heads, entries.count, entries.begin, entries.column, entries.tag))
-        *there, (heads_there,), (count,), (begin,), (column,), (tag,) = _on_device(device, *by_tail, *lists)
+        more = (x[None] for x in (heads, entries.count, entries.begin, entries.column, entries.tag))
+        *there, (heads_there,), (count,), (begin,), (column,), (tag,) = on_device(device, *lists, *more)
         listed = entries.there(count, begin, column, tag)
-    return {
-        tail: TileTables(its_items, its_lookup, its_order, listed, heads_there)
-        for tail, its_items, its_lookup, its_order in zip(tails, *there, strict=True)
-    }
+    return (TileTables(items, lookup, order, listed, heads_there) for items, lookup, order in zip(*there, strict=True))
+
+
+def _with_one_that_pads(items: Integers) -> Integers:
+    """Behind the items [..., n, numbers] of each variant one without a class."""
+    pad = np.zeros((*items.shape[:-2], 1, items.shape[-1]), items.dtype)
+    pad[..., 0] = -1
+    return np.concatenate((items, pad), -2)
 
 
 def _behind_the_whole(of_variants: Integers) -> Integers:
@@ -283,7 +366,7 @@ def _written_out(counts: Tensor, begins: Tensor, total: int) -> Tensor:
     return (torch.arange(total, device=counts.device) + steps).to(torch.int32)
 
 
-def _on_device(device: torch.device, *arrays: npt.NDArray[Any]) -> list[Tensor]:
+def on_device(device: torch.device, *arrays: npt.NDArray[Any]) -> list[Tensor]:
     """int32 tensors of these arrays, in one copy, each [row] of each at a multiple of 16 bytes: kernels are compiled
     anew for others.
     """

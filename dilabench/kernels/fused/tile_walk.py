@@ -7,13 +7,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS
+from dilabench.kernels.fused.branch_group import CLASS_BITS, SPAN_COLUMNS, TILE_BITS
 
 _TILE_BITS = tl.constexpr(TILE_BITS)
 _TILE_MASK = tl.constexpr((1 << TILE_BITS) - 1)
 _CLASS_MASK = tl.constexpr((1 << CLASS_BITS) - 1)
 _COUNT_SHIFT = tl.constexpr(TILE_BITS + CLASS_BITS)
 _ONLY_TILE_MASK = tl.constexpr((1 << (TILE_BITS + CLASS_BITS)) - 1)
+_SPAN_COLUMNS = tl.constexpr(SPAN_COLUMNS)
 
 
 @triton.jit
@@ -38,6 +39,37 @@ def split_block(block, n_supers, n_heads):
 
 
 @triton.jit
+def find_work(visits_ptr, spans_ptr, n_items, n_blocks, item_major, n_supers, full_supers, n_heads):
+    """(item, super-segment, head, batch element, variant of lists, items of a variant) of this program. Of documents
+    a visit names the first two (`packing`).
+    """
+    item, block = split_program(n_items, n_blocks, item_major)
+    super_index, head, batch = split_block(block, n_supers, n_heads)
+    variant = (super_index >= full_supers).to(tl.int32)
+    if visits_ptr is not None:
+        super_index = tl.load(visits_ptr + item * 2)
+        item = tl.load(visits_ptr + item * 2 + 1)
+        variant = tl.load(spans_ptr + super_index * _SPAN_COLUMNS + 2)
+        n_items = tl.load(spans_ptr + 6)
+    return item, super_index, head, batch, variant, n_items
+
+
+@triton.jit
+def find_span(spans_ptr, x, n_spans, COLUMN: tl.constexpr):
+    """Of numbers x >= 0 the last super-segment of documents in which a column (`packing.span_table`) is not above."""
+    span = x * 0
+    width = 1
+    while width < n_spans:
+        width *= 2
+    while width > 1:
+        width = width // 2
+        further = span + width
+        at = tl.load(spans_ptr + further * _SPAN_COLUMNS + COLUMN, further < n_spans, 0x7FFFFFFF)
+        span = tl.where(at <= x, further, span)
+    return span
+
+
+@triton.jit
 def frame_of(head, heads_ptr, n_heads, n_kinds, ONE_CLASS: tl.constexpr):
     """(kind, class shift) of a head; of ONE_CLASS successive heads share a kind."""
     if ONE_CLASS:
@@ -48,38 +80,56 @@ def frame_of(head, heads_ptr, n_heads, n_kinds, ONE_CLASS: tl.constexpr):
 
 
 @triton.jit
-def query_item(
-    item, super_index, head, items_ptr, heads_ptr, full_supers, n_kinds, n_items, n_heads, ONE_CLASS: tl.constexpr
-):
+def query_item(item, variant, head, items_ptr, heads_ptr, n_kinds, n_items, n_heads, ONE_CLASS: tl.constexpr):
     """(address of the item's header, class shift of the head)."""
     kind, shift = frame_of(head, heads_ptr, n_heads, n_kinds, ONE_CLASS)
-    variant = (super_index >= full_supers).to(tl.int32)
     return items_ptr + ((variant * n_kinds + kind) * n_items + item) * 5, shift
 
 
 @triton.jit
-def segment_of(super_index, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED: tl.constexpr):
+def segment_of(
+    super_index, spans_ptr, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED: tl.constexpr
+):
     """(first row, place of the first token in it, rows of all classes from there on, how many classes have one more) of
-    a super-segment. SHIFTED: it may begin at another token than the first of a row; else the place is 0, and rows go on
-    to the end of the sequence.
+    a super-segment. SHIFTED: it may begin at another token than the first of a row, as all of documents do; else the
+    place is 0, and rows go on to the end of the sequence.
     """
     first_row = super_index * super_rows
     first_place = 0
     rows = whole_rows - first_row
     if SHIFTED:
         first_token = super_index * super_tokens
+        tokens = tl.minimum(super_tokens, length - first_token)
+        if spans_ptr is not None:
+            first_token = tl.load(spans_ptr + super_index * _SPAN_COLUMNS)
+            tokens = tl.load(spans_ptr + super_index * _SPAN_COLUMNS + 1)
         first_row = first_token // R
         first_place = first_token % R
-        tokens = tl.minimum(super_tokens, length - first_token)
         rows = tokens // R
         longer_classes = tokens % R
     return first_row, first_place, rows, longer_classes
 
 
 @triton.jit
-def stored_rows(super_rows, super_tokens, length, R):
-    """As `branch_group.BranchGroup.stored_rows`."""
-    return length // super_tokens * super_rows + (length % super_tokens + R - 1) // R
+def stored_rows(super_index, spans_ptr, super_rows, super_tokens, length, R):
+    """(first row of a super-segment, rows of all) where rows of one class are stored one after another, as
+    `branch_group.BranchGroup.stored_rows`.
+    """
+    if spans_ptr is None:
+        first = super_index * super_rows
+        rows = length // super_tokens * super_rows + (length % super_tokens + R - 1) // R
+    else:
+        first, rows = tl.load(spans_ptr + super_index * _SPAN_COLUMNS + 4), tl.load(spans_ptr + 5)
+    return first, rows
+
+
+@triton.jit
+def stats_row(super_index, spans_ptr, stats_rows):
+    """The first row of a super-segment in the statistics of a class."""
+    row = super_index * stats_rows
+    if spans_ptr is not None:
+        row = tl.load(spans_ptr + super_index * _SPAN_COLUMNS + 3)
+    return row
 
 
 @triton.jit

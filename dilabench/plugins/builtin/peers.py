@@ -67,6 +67,7 @@ TORCHSCALE = Implementation(
         window=False,
         gqa=False,
         grouped_heads=False,
+        layouts=frozenset({"padded", "packed"}),
         zero_keys=True,
         merge_grads=frozenset({"detached"}),
         check=_not_torchscales,
@@ -77,6 +78,7 @@ TORCHSCALE = Implementation(
     quirks=(
         "offset=blocked, padding=zero_key and merge_grad=detached are what it computes",
         "its own forward pass with the identity in place of its projections",
+        "packed sequences one after another, for it knows none",
         STAND_IN,
     ),
     project="torchscale",

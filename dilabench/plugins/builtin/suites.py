@@ -1,7 +1,68 @@
-"""The questions that dilabench itself asks, as data."""
+"""The questions that dilabench itself asks, and what a request may set for each of them, as data."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from dilabench.plugins.axis import DENSITY, RANKS
 from dilabench.plugins.descriptors import Suite
+from dilabench.validation import Model, Size
+
+
+class NoOptions(Model):
+    """What a suite takes that has no options of its own."""
+
+
+class RingOptions(Model):
+    """Over ranks. Ranks cut whole tensors into shards and join results before and after the timed call, or in it."""
+
+    sharding: Literal["inside", "outside"] = Field(
+        "outside", description="Cutting for ranks inside or outside (default) the timed call."
+    )
+
+
+class LimitedMemory(Model):
+    """Of suites that go up to the end of the memory."""
+
+    memory_limit: Size | None = Field(None, description="Bytes that a case may allocate: 512M, 8G.")
+
+
+class ExtremeOptions(LimitedMemory):
+    """The longest length to try, and ways to go further, each of which gets separate rows."""
+
+    max_seq_length: Size = Field(
+        2**20,
+        validation_alias=AliasChoices("max_seq_length", "max_seq_len"),
+        description="Longest sequence that the search may try (default 1M).",
+    )
+    gradient_checkpointing: bool = Field(False, description="Search with recomputation in backward, too.")
+    chunked: bool = Field(False, description="Search with queries in chunks of whole segments, too.")
+    offload: bool = Field(False, description="Search with inputs in host memory, in chunks, too.")
+
+
+class BillionOptions(LimitedMemory):
+    """The length of the one sequence."""
+
+    tokens: Size = Field(2**30, description="Tokens of the sequence (default 2^30 = 1G).")
+
+
+class ChoiceOptions(Model):
+    """How many workloads are drawn."""
+
+    shapes: Size = Field(200, description="Shapes to draw (default 200).")
+
+
+def _texts(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+class TilesOptions(Model):
+    """The tile shapes to try; all that are worth it if none is named."""
+
+    tiles: Annotated[tuple[str, ...], BeforeValidator(_texts)] = Field(
+        (), description="A tile shape to try, forward=64x64x4x2. Repeatable."
+    )
+
 
 SUITES: tuple[Suite, ...] = (
     Suite(
@@ -14,7 +75,7 @@ SUITES: tuple[Suite, ...] = (
         # Thirty turns of a call of 30 ms: with twenty the winners at 4K, 4 % apart, are mostly not told apart.
         sampling_s=1.0,
         priority=60,
-        options=(),
+        options=NoOptions,
     ),
     Suite(
         "implementations",
@@ -23,7 +84,7 @@ SUITES: tuple[Suite, ...] = (
         analysis="dilabench.suites.overview:analyse",
         only_plots=True,
         priority=50,
-        options=(),
+        options=NoOptions,
         tunes=True,
     ),
     Suite(
@@ -32,26 +93,26 @@ SUITES: tuple[Suite, ...] = (
         "dilabench.suites.range.cases:expand",
         analysis="dilabench.suites.range.findings:analyse",
         priority=20,
-        options=(),
+        options=NoOptions,
     ),
     Suite(
         "backends",
         "which dense kernel and dtype this device wants, for full and for dilated attention",
-        "dilabench.suites.backends.cases:expand",
-        analysis="dilabench.suites.backends.findings:analyse",
+        "dilabench.suites.backends:expand",
+        analysis="dilabench.suites.backends:analyse",
         reads_catalogue=True,
         priority=30,
-        options=(),
+        options=NoOptions,
     ),
     Suite(
         "optimization",
         "what pattern cache, buffer pool, CUDA graph and torch.compile bring, alone and together",
-        "dilabench.suites.optimization.cases:expand",
-        analysis="dilabench.suites.optimization.findings:analyse",
+        "dilabench.suites.optimization:expand",
+        analysis="dilabench.suites.optimization:analyse",
         # Host time: launches, allocations and tables are what most of these optimizations are about.
         timing="wall",
         priority=10,
-        options=(),
+        options=NoOptions,
     ),
     Suite(
         "block-sparse",
@@ -60,7 +121,7 @@ SUITES: tuple[Suite, ...] = (
         analysis="dilabench.suites.block_sparse.findings:analyse",
         aliases=("sparse",),
         axis=DENSITY,
-        options=(),
+        options=NoOptions,
     ),
     Suite(
         "field",
@@ -68,7 +129,7 @@ SUITES: tuple[Suite, ...] = (
         "dilabench.suites.field.cases:expand",
         analysis="dilabench.suites.field.findings:analyse",
         reads_catalogue=True,
-        options=(),
+        options=NoOptions,
     ),
     Suite(
         "ring",
@@ -77,7 +138,7 @@ SUITES: tuple[Suite, ...] = (
         analysis="dilabench.suites.ring.findings:analyse",
         axis=RANKS,
         reads_catalogue=True,
-        options=("sharding",),
+        options=RingOptions,
     ),
     Suite(
         "distributed",
@@ -86,7 +147,7 @@ SUITES: tuple[Suite, ...] = (
         analysis="dilabench.suites.distributed.findings:analyse",
         axis=RANKS,
         reads_catalogue=True,
-        options=("sharding",),
+        options=RingOptions,
     ),
     Suite(
         "extreme",
@@ -96,7 +157,7 @@ SUITES: tuple[Suite, ...] = (
         analysis="dilabench.suites.extreme.findings:analyse",
         reads_catalogue=True,
         priority=40,
-        options=("max_seq_length", "memory_limit", "gradient_checkpointing", "chunked", "offload"),
+        options=ExtremeOptions,
     ),
     Suite(
         "choice",
@@ -109,7 +170,7 @@ SUITES: tuple[Suite, ...] = (
         # A regret of 1.1 shows in thirty turns, and there are many shapes.
         sampling_s=0.3,
         far_slower=3.0,
-        options=("shapes",),
+        options=ChoiceOptions,
         takes_the_rest=True,
         deals=True,
     ),
@@ -120,7 +181,7 @@ SUITES: tuple[Suite, ...] = (
         follow_up="dilabench.suites.billion:follow_up",
         analysis="dilabench.suites.extreme.findings:analyse",
         reads_catalogue=True,
-        options=("tokens", "memory_limit"),
+        options=BillionOptions,
         takes_the_rest=True,
     ),
     Suite(
@@ -128,7 +189,7 @@ SUITES: tuple[Suite, ...] = (
         "which tile shapes are fastest for an implementation's kernels, beside those that it has",
         "dilabench.suites.tiles:expand",
         analysis="dilabench.suites.tiles:analyse",
-        options=("tiles",),
+        options=TilesOptions,
         by_name=True,
     ),
     Suite(

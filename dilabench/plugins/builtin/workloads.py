@@ -5,6 +5,7 @@ dilated, as are those of real models, which are torchscale's function in float16
 of the papers that they name.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import log
 from random import Random
@@ -111,18 +112,41 @@ REAL_MODELS: tuple[WorkloadPreset, ...] = (
 )
 
 
-def _documents(name: str, summary: str, length: int) -> WorkloadPreset:
-    """Documents whose lengths are log-normal (median 1K, sigma 1.3, at most half of all), the last one cut."""
-    draw, bounds = Random(0), [0]
+def _packed(preset: WorkloadPreset, draw: Callable[[Random], float]) -> WorkloadPreset:
+    """Sequences of lengths as drawn, at most half of all tokens, the last one cut."""
+    length, random, bounds = int(preset.fields["seq_len"]), Random(0), [0]
     while bounds[-1] < length:
-        drawn = round(draw.lognormvariate(log(1024), 1.3))
-        bounds.append(min(length, bounds[-1] + max(1, min(drawn, length // 2))))
-    return _preset(name, summary, (1, 64, 8, 128, length), layout="packed", cu_seqlens=tuple(bounds))
+        bounds.append(min(length, bounds[-1] + max(1, min(round(draw(random)), length // 2))))
+    return replace(preset, fields={**preset.fields, "layout": "packed", "cu_seqlens": tuple(bounds)})
+
+
+def _document(random: Random) -> float:
+    """Tokens: log-normal, median 1K, sigma 1.3."""
+    return random.lognormvariate(log(1024), 1.3)
 
 
 PACKED: tuple[WorkloadPreset, ...] = (
-    _documents("packed_documents_32k", "documents of random lengths in 32K tokens", 32768),
-    _documents("packed_documents_128k", "documents of random lengths in 128K tokens", 131072),
+    _packed(
+        _preset("packed_documents_32k", "documents of random lengths in 32K tokens", (1, 64, 8, 128, 32768)), _document
+    ),
+    _packed(
+        _preset("packed_documents_128k", "documents of random lengths in 128K tokens", (1, 64, 8, 128, 131072)),
+        _document,
+    ),
+    _packed(
+        _dilated(
+            "packed_documents_64k_dilated",
+            "documents of random lengths in 64K tokens, 3 branches",
+            (1, 16, 16, 64, 65536),
+            (2048, 4096, 8192),
+            (1, 2, 4),
+        ),
+        _document,
+    ),
+    _packed(
+        _model("packed_slides_64k", "slides of 5K to 30K tiles in 64K tokens, GigaPath", 48, 65536, GIGAPATH_SEGMENTS),
+        lambda random: random.uniform(5000, 30000),
+    ),
 )
 
 SPARSE: tuple[WorkloadPreset, ...] = (
@@ -136,19 +160,20 @@ SPARSE: tuple[WorkloadPreset, ...] = (
         block_size=64,
         top_k=64,
     ),
-    # MoBA, figure 2: three of 64 blocks at every length.
+    # The sizes of MoBA, figure 2: three of 64 blocks at every length. MoBA selects per query token.
     _preset(
-        "moba_64k",
-        "MoBA at 64K tokens, 3 of 64 blocks, GQA as in Llama 3 8B",
+        "blockwise_moba_64k",
+        "3 of 64 blocks per block of queries at 64K tokens, sizes of MoBA, GQA as in Llama 3 8B",
         (1, 32, 8, 128, 65536),
         pattern="topk_blocks",
         selector="mean_key",
         block_size=1024,
         top_k=3,
     ),
+    # NSA selects per query token.
     _preset(
-        "nsa_64k",
-        "NSA at 64K tokens",
+        "blockwise_nsa_64k",
+        "means, blocks selected per block of queries and a window at 64K tokens, sizes of NSA",
         (1, 64, 4, 128, 65536),
         pattern="native_sparse",
         block_size=64,

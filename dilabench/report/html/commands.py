@@ -1,24 +1,15 @@
 """The command that measures one row of a record again, alone."""
 
-import json
 import shlex
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from dilabench.patterns.registry import pattern_type
 from dilabench.record import Optimizations, Row, RunRecord
-from dilabench.request import measuring_options
+from dilabench.request import SWITCHES, assignment, measuring_options
 from dilabench.workload.spec import WorkloadRequest
 
 # The suite that measures just what it is asked for.
 SUITE = "implementations"
-# What `dilabench run` can switch on for any suite, and the options for it.
-SWITCHES: Mapping[str, Mapping[Any, str]] = {
-    "cuda_graph": {True: "--cuda-graph"},
-    "compile": {True: "--compile"},
-    "buffer_pool_bytes": {2**30: "--enable-memory-pool"},
-    "pattern_cache_entries": {0: "--disable-pattern-cache"},
-}
 
 
 def row_command(row: Row, record: RunRecord) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
@@ -58,7 +49,7 @@ def _workload(asked: WorkloadRequest, row: Row) -> Iterator[str]:
     usual = {**WorkloadRequest().model_dump(mode="json"), **own().model_dump(mode="json")}
     for name, value in {**asked.model_dump(mode="json"), **exact}.items():
         if name in exact or (name in usual and value != usual[name]):
-            yield from ("--set", f"{name}={value if isinstance(value, str) else json.dumps(value)}")
+            yield from ("--set", assignment(name, value))
 
 
 def quoted(arguments: tuple[str, ...]) -> str:

@@ -15,7 +15,6 @@ from dilabench.report.findings import BarPlot, CurvePlot, Plot
 from dilabench.report.html.commands import quoted, row_command
 from dilabench.report.html.winners import family
 from dilabench.units import format_bytes, format_seconds
-from dilabench.workload.spec import Workload
 
 # Numbers of raw samples that the page holds: with more, turns are shown by their medians, and with more still, by none.
 MOST_SAMPLES = 120_000
@@ -102,7 +101,10 @@ class PageData:
         if view.memory:
             entry |= {"p": view.peak_bytes, "parts": [getattr(view.memory, name) for name in PARTS.values()]}
         if self._record.ceilings and row.case.world_size == 1:
-            entry |= _roofline(row.case.workload, view.median_ns)
+            # Work that no implementation can avoid per byte that none can avoid, and the rate at which it was done.
+            work = least_flops(row.case.workload)
+            entry["ai"] = _short(work / least_bytes(row.case.workload))
+            entry["fs"] = _short(work / view.median_ns * 1e9)
         return entry
 
     def _details(self, row: Row) -> dict[str, Any]:
@@ -163,12 +165,6 @@ def _facts(outcome: Measured) -> list[tuple[str, str]]:
         ("kernel", f"{one.name} ({one.count} x, {format_seconds(one.duration_ns * 1e-9)})") for one in outcome.kernels
     ]
     return facts
-
-
-def _roofline(workload: Workload, median_ns: float) -> dict[str, float]:
-    """Work that no implementation can avoid per byte that none can avoid, and the rate at which that work was done."""
-    work = least_flops(workload)
-    return {"ai": _short(work / least_bytes(workload)), "fs": _short(work / median_ns * 1e9)}
 
 
 def _ceilings(record: RunRecord) -> dict[str, Any]:

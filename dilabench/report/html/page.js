@@ -341,7 +341,7 @@ function explorer(data) {
   const [whichFamily, family] = choice("workload", families.map((one) => [one, one]), show);
   figure.id = "explore-figure";
   tools.append(whichFigure, ...(families.length > 1 ? [whichFamily] : []));
-  const label = (row) => texts[row.i] + (row.c[1] === "–" ? "" : " over " + row.c[1].replace("*", "")) + (row.role ? " (yardstick)" : "");
+  const label = (row) => texts[row.i] + (row.c[1] === "–" ? "" : " over " + row.c[1].replace("*", "")) + (row.role ? " (yardstick: another function)" : "");
   whenNear(target, show);
 
   function show() {

@@ -85,7 +85,8 @@ def to_text(record: RunRecord, sections: Sequence[Section] = (), columns: Sequen
         counts=Counter(row.outcome.status for row in record.rows),
         device=device_text(record),
         command=reproduce_command(record),
-        asked=_asked(record),
+        # The fields of the request that say anything.
+        asked=[(name, _text(value)) for name, value in record.config.items() if value not in (None, "", [], {}, False)],
         environment=environment_rows(record),
         winners=winner_map(tables),
         findings=[section for section in sections if not section.answers],
@@ -156,13 +157,6 @@ def _drawn(record: RunRecord, sections: Sequence[Section], scripted: bool) -> It
         elif masks <= MOST_MASKS:
             picture = b64encode(svg(plot, record).encode()).decode()
             yield plot, Drawn(plot=plot, picture=f"data:image/svg+xml;base64,{picture}")
-
-
-def _asked(record: RunRecord) -> tuple[tuple[str, str], ...]:
-    """The fields of the request that say anything."""
-    return tuple(
-        (name, _text(value)) for name, value in record.config.items() if value not in (None, "", [], {}, False)
-    )
 
 
 def _text(value: Any) -> str:

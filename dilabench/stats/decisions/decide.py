@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import betaincinv, ndtri, stdtr
 
-from dilabench.errors import ConfigError, counted
+from dilabench.errors import ConfigError
 from dilabench.machine import CUDA, device_named
 from dilabench.stats.decisions.history import LOOK_SESSIONS
 from dilabench.stats.decisions.paired import MIN_ROUNDS, Estimate, PairedRounds, SlotStatistic, estimate_many
 from dilabench.stats.decisions.verdicts import Cause, Code, Numbers, Verdict
 from dilabench.stats.samples.location import Interval, t_quantile
+from dilabench.units import counted
 
 MIN_CHANGE_NS = 2_000.0
 """Smallest absolute change in ns that is reported."""
@@ -347,7 +348,9 @@ def control_family(verdicts: Sequence[Verdict], *, alpha: float = 0.025) -> list
         if claimed is None or p <= alpha or verdict.code not in (Code.SLOWER, Code.FASTER):
             controlled.append(replace(verdict, numbers=numbers))
             continue
-        needed = _rounds_needed(numbers.rounds, claimed, alpha / len(verdicts))
+        # More rounds until p falls below its limit, by the normal law: the score grows with the root of rounds.
+        score, limit = ndtri(claimed), ndtri(alpha / len(verdicts))
+        needed = max(1, ceil(numbers.rounds * ((limit / score) ** 2 - 1)))
         controlled.append(
             replace(
                 verdict,
@@ -359,11 +362,6 @@ def control_family(verdicts: Sequence[Verdict], *, alpha: float = 0.025) -> list
             )
         )
     return controlled
-
-
-def _rounds_needed(rounds: int, p: float, p_needed: float) -> int:
-    """More rounds until p falls to `p_needed`, by the normal law: the standard score grows with the root of rounds."""
-    return max(1, ceil(rounds * ((ndtri(p_needed) / ndtri(p)) ** 2 - 1)))
 
 
 def _or_one(p: float | None) -> float:

@@ -5,16 +5,18 @@ Minimises  sum |y_i - level(i)| + penalty x (number of segments)  over all segme
 2008). Absolute deviations ignore single outliers. A separation gate then removes steps that are too small to matter.
 """
 
-from bisect import insort
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import exp, inf, log
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dilabench.stats.samples.location import checked_samples
+
+MOST_LEVELS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ def segments(history_ns: Sequence[float], *, min_size: int = 2, min_change: floa
 
     min_size: fewest points of a level. min_change: smallest relative change that is a step; besides, neighbouring
     levels must lie further apart than twice the larger spread (1.4826 MAD) of the two. Works on logarithms, so that
-    scaling the history changes nothing. O(n^2 log n): half a second for 500 points.
+    scaling the history changes nothing. The time grows with the points: some 0.1 s for 5,000.
     """
     y = np.log(checked_samples(history_ns))
     if len(y) < 2 * min_size:
@@ -67,59 +69,54 @@ def _penalty(y: NDArray[np.float64]) -> float:
 
 
 def _potts(y: NDArray[np.float64], penalty: float, min_size: int) -> list[int]:
-    """Starts of the best segments."""
-    values = y.tolist()
-    best = [-penalty] + [inf] * len(values)
-    origin = [0] * (len(values) + 1)
-    for stop in range(1, len(values) + 1):
-        window = _MedianWindow()
-        for start in range(stop - 1, -1, -1):
-            window.add(values[start])
-            if stop - start >= min_size and best[start] + penalty + window.deviation < best[stop]:
-                best[stop] = best[start] + penalty + window.deviation
-                origin[stop] = start
-            # costs before any point are at least -penalty, and a longer segment deviates no less: it cannot win
-            if window.deviation > best[stop]:
-                break
-    starts, stop = [], len(values)
+    """Starts of the best segments.
+
+    A segment's level is a median, so one of the values. For each, the least cost of a series whose last segment has
+    that level is carried from point to point (Storath, Weinmann and Unser, "Jump-penalized least absolute values
+    estimation of scalar or circle-valued signals", 2017). More than `MOST_LEVELS` values are represented by quantiles.
+    """
+    levels = np.unique(y)
+    if len(levels) > MOST_LEVELS:
+        levels = np.unique(np.quantile(y, np.linspace(0, 1, MOST_LEVELS), method="nearest"))
+    distances: deque[NDArray[np.float64]] = deque(maxlen=min_size)
+    cost = np.full(len(levels), inf)
+    start = np.zeros(len(levels), np.intp)
+    best, origin = [-penalty], [0]
+    for stop, value in enumerate(y.tolist(), 1):
+        distances.append(np.abs(levels - value))
+        cost += distances[-1]
+        if stop >= min_size:
+            begun = best[stop - min_size] + penalty + sum(distances)
+            start[begun <= cost] = stop - min_size
+            np.minimum(cost, begun, out=cost)
+        least = int(cost.argmin())
+        best.append(float(cost[least]))
+        origin.append(int(start[least]))
+    starts, stop = [], len(y)
     while stop > 0:
         stop = origin[stop]
         starts.append(stop)
     return starts[::-1]
 
 
-class _MedianWindow:
-    """Sum of absolute deviations from the median of a growing sample."""
-
-    __slots__ = ("_ordered", "deviation")
-
-    def __init__(self) -> None:
-        self._ordered: list[float] = []
-        self.deviation = 0.0
-
-    def add(self, value: float) -> None:
-        """The sum grows by the distance of the new value to the median interval of the old ones."""
-        n = len(self._ordered)
-        if n:
-            low, high = self._ordered[(n - 1) // 2], self._ordered[n // 2]
-            self.deviation += max(low - value, value - high, 0.0)
-        insort(self._ordered, value)
-
-
 def _separated(y: NDArray[np.float64], starts: list[int], min_change: float) -> list[int]:
     """Merge the least separated neighbours until all that are left pass the gate."""
-    while len(starts) > 1:
-        parts = np.split(y, starts[1:])
-        medians = [float(np.median(part)) for part in parts]
-        spreads = [
-            1.4826 * float(np.median(np.abs(part - median))) for part, median in zip(parts, medians, strict=True)
-        ]
+    parts = np.split(y, starts[1:])
+    levels = list(map(_level, parts))
+    while len(parts) > 1:
         excess = [
-            abs(medians[i + 1] - medians[i]) - max(min_change, 2 * max(spreads[i], spreads[i + 1]))
-            for i in range(len(parts) - 1)
+            abs(after - before) - max(min_change, 2 * max(spread, other))
+            for (before, spread), (after, other) in pairwise(levels)
         ]
         weakest = int(np.argmin(excess))
         if excess[weakest] >= 0:
             break
-        del starts[weakest + 1]
-    return starts
+        parts[weakest : weakest + 2] = [np.concatenate(parts[weakest : weakest + 2])]
+        levels[weakest : weakest + 2] = [_level(parts[weakest])]
+    return list(accumulate(map(len, parts[:-1]), initial=0))
+
+
+def _level(part: NDArray[np.float64]) -> tuple[float, float]:
+    """Median and spread (1.4826 MAD) of a segment."""
+    median = float(np.median(part))
+    return median, 1.4826 * float(np.median(np.abs(part - median)))

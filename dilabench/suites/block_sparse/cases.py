@@ -7,7 +7,7 @@ from dilabench.patterns.registry import known_kinds, pattern_type, request_field
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase
 from dilabench.request import RunRequest
-from dilabench.suites.planner import Planner, as_dense
+from dilabench.suites.planner import Planner
 from dilabench.workload.spec import WorkloadRequest
 
 SHAPE = {
@@ -30,8 +30,9 @@ def expand(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
         for implementation in implementations:
             on_one = implementation.supports.max_world_size == 1
             there = planner.asking(nproc=1) if on_one else planner
-            if implementation.supports.only_dense:
-                cases += there.plan(implementation, as_dense(base), role="yardstick")
+            swept = base.model_copy(update={"pattern": points[0].pattern})
+            if reference := planner.reference_for(implementation, swept, implementations):
+                cases += there.plan(implementation, reference, role="yardstick")
                 continue
             fitting = [point for point in points if implementation.supports.computes(point.pattern)]
             if planner.request.implementations:

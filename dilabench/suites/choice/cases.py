@@ -2,24 +2,24 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from dilabench.errors import ConfigError, counted
+from dilabench.errors import ConfigError
 from dilabench.metadata import SHAPE
+from dilabench.plugins.builtin.suites import ChoiceOptions
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import Case, PlannedCase, Row, Skipped
 from dilabench.request import RunRequest, Shard
 from dilabench.suites.choice.shapes import shape
 from dilabench.suites.planner import Planner
-from dilabench.units import parse_count
+from dilabench.units import counted
+from dilabench.validation import validated
 from dilabench.workload.spec import WorkloadRequest
-
-SHAPES = 200
 
 
 def shapes_asked(options: Mapping[str, object], shard: Shard | None) -> range:
     """The numbers of the shapes that a request wants, or a shard of it. Raises ConfigError for options that are no
     count, and for more shards than shapes.
     """
-    count = parse_count(str(options.get("shapes", SHAPES)), "shapes")
+    count = validated(ChoiceOptions, options).shapes
     index, shards = shard or (1, 1)
     if shards > count:
         raise ConfigError(

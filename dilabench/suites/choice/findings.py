@@ -7,17 +7,16 @@ from typing import Any
 
 from dilabench.choice.ways import way_name
 from dilabench.compare.view import common_timings, is_quotable, measured_view, pair, rank
-from dilabench.errors import counted
 from dilabench.metadata import CHOSEN, INTERFERENCE, LAUNCH_BOUND, SHAPE
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.time import budget_option, elapsed_seconds
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report.columns import ABSENT, row_name
 from dilabench.report.findings import Section
-from dilabench.request import shard_of
+from dilabench.request import resume_command, shard_of
 from dilabench.stats.decisions.decide import Policy, judge
 from dilabench.suites.choice.cases import cut_short, shapes_asked
-from dilabench.units import format_latency, format_seconds
+from dilabench.units import counted, format_latency, format_seconds
 
 TITLE = "Regret of the choice"
 # Beyond this the choice was wrong; below, another machine or day might turn it round.
@@ -202,10 +201,10 @@ def _left_out(record: RunRecord, asked: int) -> Iterator[str]:
     if record.argv[:1] == ("merge",):
         yield f"{asked - done} of {counted(asked, 'shape')} are left out; go on with the merged runs, then merge again."
         return
-    needed = f" {budget_option((asked - done) * elapsed_seconds(record) / done)}" if done else ""
+    needed = budget_option((asked - done) * elapsed_seconds(record) / done) if done else ""
     yield (
         f"{asked - done} of {counted(asked, 'shape')} are left out; go on with "
-        f"`dilabench run {record.suite} --resume {record.run_id}{needed}`."
+        f"`{resume_command(record.suite, record.run_id, needed)}`."
     )
 
 

@@ -8,18 +8,18 @@ from typing import Any
 from dilabench.machine import device_named, memory_bytes
 from dilabench.metadata import WAY
 from dilabench.patterns.dense import DENSE
+from dilabench.plugins.builtin.suites import ExtremeOptions
 from dilabench.plugins.descriptors import Implementation
-from dilabench.record import Case, Measured, PlannedCase, Row, Skipped
+from dilabench.record import Case, Measured, PlannedCase, Role, Row, Skipped
 from dilabench.request import RunRequest
 from dilabench.suites.extreme.foresight import Foresight, between
-from dilabench.suites.planner import Planner, as_dense
-from dilabench.units import parse_count
+from dilabench.suites.planner import Planner
+from dilabench.validation import validated
 from dilabench.workload.cuts import cut_length, why_uncut
 from dilabench.workload.last_length import last_length
 from dilabench.workload.spec import WorkloadRequest
 
 MODES = ("forward", "both")
-MAX_SEQ_LENGTH = 2**20
 FIRST_LENGTH = 2**13
 SHORTEST = 2**8
 # A search ends when the shortest length that did not fit is within this part of the longest that did.
@@ -52,15 +52,18 @@ def first_lengths(
 
     `default` names the implementations for a workload if the request names none.
     """
-    shape = {"batch_size": 1, **shape, "seq_len": min(FIRST_LENGTH, _longest(request))}
+    shape = {"batch_size": 1, **shape, "seq_len": min(FIRST_LENGTH, options_of(request).max_seq_length)}
     planned: list[PlannedCase] = []
     for asked in planner.workload_requests([shape]):
         modes = [asked.mode] if "mode" in asked.model_fields_set else MODES
-        for implementation in planner.implementations(default(asked)):
+        implementations = planner.implementations(default(asked))
+        for implementation in implementations:
+            reference = planner.reference_for(implementation, asked, implementations)
+            role: Role | None = "yardstick" if reference and request.names_pattern else None
             for mode in modes:
                 for way in ways(request):
-                    first = _first_length(asked.model_copy(update={"mode": mode}), way, planner)
-                    planned += _probe(planner, implementation, first, way)
+                    first = _first_length((reference or asked).model_copy(update={"mode": mode}), way, planner)
+                    planned += _probe(planner, implementation, first, way, role)
     return tuple(planned)
 
 
@@ -75,12 +78,12 @@ def _first_length(asked: WorkloadRequest, way: Way, planner: Planner) -> Workloa
 
 def ways(request: RunRequest) -> tuple[Way, ...]:
     """As it is, and the other ways that the request switches on; each gets separate rows."""
-    requested = [Way(label="as it is", changes={})]
-    if request.options.get("gradient_checkpointing"):
+    options, requested = options_of(request), [Way(label="as it is", changes={})]
+    if options.gradient_checkpointing:
         requested.append(Way(label="gradient checkpointing", changes={"gradient_checkpointing": True}))
-    if request.options.get("chunked"):
+    if options.chunked:
         requested.append(Way(label="chunked queries", changes={}, chunked=True))
-    if request.options.get("offload"):
+    if options.offload:
         requested.append(
             Way(label="chunked queries, inputs on the host", changes={"offload_inputs": True}, chunked=True)
         )
@@ -125,7 +128,7 @@ class Search:
 
     def last_length(self, request: RunRequest) -> int:
         """The longest length that is asked for and that the pattern takes."""
-        return min(_longest(request), last_length(self.rows[0].case.workload))
+        return min(options_of(request).max_seq_length, last_length(self.rows[0].case.workload))
 
     def next_length(self, longest_wanted: int) -> int | None:
         """The next length to try, None when the search is over.
@@ -154,15 +157,15 @@ class Search:
         assert asked is not None
         implementation = planner.catalogue.implementations.get(row.case.implementation)
         way = next(way for way in ways(request) if way.label == WAY.of(row.planned))
-        planned = _probe(planner, implementation, asked.model_copy(update={"seq_len": length}), way)
+        longer = asked.model_copy(update={"seq_len": length})
+        planned = _probe(planner, implementation, longer, way, row.planned.role)
         return tuple(plan for plan in planned if plan.case.backend == row.case.backend)
 
 
 def _foreseen(search: Search, length: int, planner: Planner, request: RunRequest) -> int:
     """The length to try instead, where predictions know better than doubling and halving."""
     machine, longest = planner.machine, search.last_length(request)
-    limit = request.options.get("memory_limit")
-    available = memory_bytes(machine) if limit is None else parse_count(limit, "memory_limit")
+    available = options_of(request).memory_limit or memory_bytes(machine)
     if available is None or search.longest == 0:
         return length
 
@@ -200,16 +203,15 @@ def _search_key(case: Case) -> str:
     )
 
 
-def _probe(planner: Planner, implementation: Implementation, asked: WorkloadRequest, way: Way) -> Iterator[PlannedCase]:
+def _probe(
+    planner: Planner, implementation: Implementation, asked: WorkloadRequest, way: Way, role: Role | None
+) -> Iterator[PlannedCase]:
     """The case of one length, isolated; with a reason to skip it where the way does not go there."""
-    if implementation.supports.only_dense:
-        asked = as_dense(asked)
-    limit = planner.request.options.get("memory_limit")
-    limit_bytes = None if limit is None else parse_count(limit, "memory_limit")
+    limit_bytes = options_of(planner.request).memory_limit
     workload = asked.resolve(planner.machine.auto_dtype)
     cut = cut_length(workload)
     changes = {**way.changes, **({"query_chunk": cut or 0} if way.chunked else {})}
-    for planned in planner.plan(implementation, asked, WAY.entry(way.label), **changes):
+    for planned in planner.plan(implementation, asked, WAY.entry(way.label), role, **changes):
         skip = planned.skip or _skip(planned, implementation, way, planner.machine.device)
         yield planned.isolated(limit_bytes).model_copy(update={"skip": skip})
 
@@ -233,5 +235,6 @@ def _skip(planned: PlannedCase, implementation: Implementation, way: Way, device
     return None
 
 
-def _longest(request: RunRequest) -> int:
-    return parse_count(request.options.get("max_seq_length", MAX_SEQ_LENGTH), "max_seq_length")
+def options_of(request: RunRequest) -> ExtremeOptions:
+    """What the request sets for the search, the rest as it is by default."""
+    return validated(ExtremeOptions, request.options)

@@ -2,16 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 
-from dilabench.errors import unknown_name
 from dilabench.patterns.dense import DENSE
+from dilabench.plugins.builtin.suites import RingOptions
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase
 from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner
+from dilabench.validation import validated
 from dilabench.workload.spec import WorkloadRequest
 
-# Where ranks cut whole tensors into shards and join results: before and after the timed call, or in it.
-OUTSIDE, INSIDE = "outside", "inside"
 MODES = ("forward", "backward", "both")
 RANKS_ON_A_CPU = 2
 ON_CUDA = ("performance", "large_seq", "qwen3_32b")
@@ -25,7 +24,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """One device, then all ranks, for forward, backward and both, on each workload.
 
     Without presets: the largest dense ones on GPUs, two small ones on a CPU. Without `--nproc`: every GPU, or two
-    processes. Raises ConfigError for `sharding` that is neither inside nor outside.
+    processes.
     """
     ranks = request.nproc if request.nproc > 1 else ranks_here(planner)
     if not request.presets and planner.machine.device == "cuda":
@@ -61,7 +60,7 @@ def beside_one_device(workload: WorkloadRequest, planner: Planner, ranks: int) -
     beside = _on_one_device(planner, workload, default)
     alone = dict.fromkeys(beside if sharded.takes == "heads" else sharded for sharded in implementations)
     cases = [case for implementation in alone for case in single.plan(implementation, workload)]
-    inside = sharding_of(planner.request) == INSIDE
+    inside = validated(RingOptions, planner.request.options).sharding == "inside"
     for implementation in implementations:
         cases += parallel.plan(implementation, workload, sharding_inside=inside)
     return cases
@@ -85,11 +84,3 @@ def _on_one_device(planner: Planner, workload: WorkloadRequest, over_ranks: Sequ
         )
     )
     return max(map(registry.get, names), key=lambda known: known.priority, default=first)
-
-
-def sharding_of(request: RunRequest) -> str:
-    """The option `sharding`. Raises ConfigError for a value that it does not have."""
-    sharding = str(request.options.get("sharding", OUTSIDE))
-    if sharding not in {OUTSIDE, INSIDE}:
-        raise unknown_name("sharding", sharding, [OUTSIDE, INSIDE])
-    return sharding

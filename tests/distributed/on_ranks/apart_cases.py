@@ -67,8 +67,7 @@ def fused(world):
 def sampled(world, one, spoil):
     """Verdicts of a call measured alone over ranks: 'passed', or the check that did not and where."""
     from dilabench.engine.call.inputs import InputStore
-    from dilabench.engine.call.isolated_call import PreparedCall
-    from dilabench.engine.verify.sampled_rows import verify_sampled_rows
+    from dilabench.engine.call.isolated_call import PreparedCall, verify_sampled_rows
     from dilabench.engine.worker.protocol import BackendSpec, CaseSpec
     from dilabench.record import Case
 

@@ -106,11 +106,11 @@ def checked(_world):
     shards = sequence_shards(24)
     tensors = [torch.randn(2, 12, 4, 6, requires_grad=True) for _ in range(3)]
     options = one_operator.Options(causal=True, window=(-1, -1), algorithm="auto", backend="auto")
-    torch.library.opcheck(one_operator._attention_op, (*tensors, None, shards._number, *options))
+    torch.library.opcheck(one_operator._attention_op, (*tensors, None, None, shards._number, *options))
     detached, found_by = [x.detach() for x in tensors], (shards._number, one_operator._written(options))
-    torch.library.opcheck(one_operator._forward_op, (*detached, None, *found_by))
-    out, lse, kept = one_operator._forward_op(*detached, None, *found_by)
-    torch.library.opcheck(one_operator._backward_op, (torch.ones_like(out), *detached, out, lse, kept, *found_by))
+    torch.library.opcheck(one_operator._forward_op, (*detached, None, None, *found_by))
+    out, lse, kept = one_operator._forward_op(*detached, None, None, *found_by)
+    torch.library.opcheck(one_operator._backward_op, (torch.ones_like(out), *detached, out, lse, kept, None, *found_by))
     return len(kept) > 0
 
 

@@ -11,9 +11,8 @@ from dilabench.choice.descriptors import load_target
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.engine.call.chunked_queries import build_in_chunks, checkpointed
 from dilabench.engine.call.inputs import InputStore, make_inputs
-from dilabench.engine.call.isolated_call import measure_isolated, memory_limited
+from dilabench.engine.call.isolated_call import measure_isolated, memory_limited, verify_sampled_rows
 from dilabench.engine.call.prepared_call import PreparedCall
-from dilabench.engine.verify.sampled_rows import verify_sampled_rows
 from dilabench.engine.worker.client import Worker
 from dilabench.engine.worker.protocol import BackendSpec, CaseSpec, WorkerSettings
 from dilabench.impls import gather

@@ -3,8 +3,7 @@
 import pytest
 
 from dilabench.metadata import VARIANT
-from dilabench.suites.optimization.findings import analyse, gains_of
-from dilabench.suites.optimization.variants import NONE
+from dilabench.suites.optimization import NONE, analyse, gains_of
 
 OFF = {"pattern_cache_entries": 0}
 CACHE = {"pattern_cache_entries": 64}

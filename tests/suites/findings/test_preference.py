@@ -1,7 +1,7 @@
 """Backend order, dtype and kernels from rows whose answer is known."""
 
 from dilabench.plugins.manager import discover
-from dilabench.suites.backends.findings import analyse, recommended, standings_of
+from dilabench.suites.backends import analyse, recommended, standings_of
 
 CATALOGUE = discover().catalogue
 

@@ -1,7 +1,7 @@
 """Tile shapes by speed, against the kernels' own."""
 
 from dilabench.metadata import VARIANT
-from dilabench.suites.optimization.variants import NONE
+from dilabench.suites.optimization import NONE
 from dilabench.suites.tiles import analyse
 
 

@@ -43,9 +43,11 @@ from dilabench.kernels.fused.sm90.tile_walk import (
     box_place,
     class_of,
     end_of,
+    find_work,
     seen_queries,
     segment_of,
     shifted,
+    stats_row,
     tile_descriptor,
     tile_of,
     tiles_of,
@@ -94,20 +96,20 @@ def _form(*values):
 
 
 @gluon.jit
-def _locate(grid, heads, tables, R, form: gl.constexpr):
+def _locate(grid, heads, spans_ptr, tables, R, form: gl.constexpr):
     """Where a program works: batch, K/V head, super-segment, variant of lists, its item, and the key tile (negative:
     none) with its class.
     """
     n_supers, full_supers, n_items, n_blocks, item_major = grid
     _, _, heads_per_kv, first_kv_head, some_kv_heads = heads
-    items_ptr, _, _, heads_ptr, _, _ = tables
+    items_ptr, _, _, heads_ptr, _, _, visits_ptr = tables
     pid = gl.program_id(0)
     item = gl.where(item_major != 0, pid // n_blocks, pid % n_items)
     block = gl.where(item_major != 0, pid % n_blocks, pid // n_items)
-    super_index = block % n_supers
-    kv_head = first_kv_head + (block // n_supers) % some_kv_heads
-    batch = block // n_supers // some_kv_heads
-    variant = (super_index >= full_supers).to(gl.int32)
+    item, super_index, kv_head, batch, variant, n_items = find_work(
+        item, block, visits_ptr, spans_ptr, n_items, n_supers, full_supers, some_kv_heads
+    )
+    kv_head += first_kv_head
     if form.value.SHARED:
         item_ptr = items_ptr + ((kv_head if form.value.PER_HEAD else 0) * n_items + item) * 4
         tile = gl.load(item_ptr)
@@ -125,7 +127,7 @@ def _list_of(head, residue, tile, variant, item_ptr, tables, R, form: gl.constex
     """The list of a head: its first entry; the program's first place in it, that of masked entries, and the end; the
     class shift of the head.
     """
-    _, lookup_ptr, entries_ptr, heads_ptr, n_kinds, n_tiles = tables
+    _, lookup_ptr, entries_ptr, heads_ptr, n_kinds, n_tiles, _ = tables
     kind = gl.load(heads_ptr + head * 2)
     shift = gl.load(heads_ptr + head * 2 + 1)
     own = turned(residue, R - shift, R)
@@ -153,8 +155,9 @@ def _produce(descriptors, steps, grid, heads, rows, tables, tiles, barriers, R, 
     key_full, query_full, query_empty, _, _ = barriers
     sizes, stats_rows, left_over, _ = rows
     n_heads, _, heads_per_kv, _, _ = heads
-    n_supers = grid[0]
-    batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
+    class_rows = grid[0] * stats_rows
+    batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, sizes[5], tables, R, form)
+    first_stats = stats_row(super_index, sizes[5], stats_rows)
     base_row, first_place, _ends = segment_of(super_index, sizes, R, SHIFTED)
     if tile >= 0:
         box = (first_place, sizes[2], left_over)
@@ -185,8 +188,8 @@ def _produce(descriptors, steps, grid, heads, rows, tables, tiles, barriers, R, 
                 tma.async_copy_global_to_shared(q_desc, at, full, q_smem.index(stage))
                 at = corner(batch, place, head, row, 0, dout_steps, form)
                 tma.async_copy_global_to_shared(dout_desc, at, full, dout_smem.index(stage))
-                stats_row = ((head_stats + partner) * n_supers + super_index) * stats_rows + query_row
-                tma.async_copy_global_to_shared(stats_desc, [2 * stats_row], full, stats_smem.index(stage))
+                own_stats = (head_stats + partner) * class_rows + first_stats + query_row
+                tma.async_copy_global_to_shared(stats_desc, [2 * own_stats], full, stats_smem.index(stage))
                 step += 1
 
 
@@ -220,7 +223,7 @@ def _consume(
     key_full, query_full, query_empty, ds_full, turns = barriers
     sizes, _, _, window = rows
     _, n_kv_heads, heads_per_kv, first_kv_head, _ = heads
-    batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
+    batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, sizes[5], tables, R, form)
     if tile >= 0:
         none = gl.full([ROWS, SUMS], 0.0, gl.float32, KEY_LAYOUT)
         none_of_more = 0
@@ -356,6 +359,8 @@ def _backward_kernel(
     lookup_ptr,
     entries_ptr,
     heads_ptr,
+    visits_ptr,
+    spans_ptr,
     q_token,
     q_head,
     k_token,
@@ -438,9 +443,9 @@ def _backward_kernel(
     descriptors = (q_desc, k_desc, v_desc, dout_desc, stats_desc)
     grid = (n_supers, full_supers, n_items, n_blocks, item_major)
     heads = (n_heads, n_kv_heads, heads_per_kv, first_kv_head, some_kv_heads)
-    sizes = (super_rows, super_tokens, whole_rows, longer_classes, length)
+    sizes = (super_rows, super_tokens, whole_rows, longer_classes, length, spans_ptr)
     rows = (sizes, stats_rows, left_over, (window_left, window_right))
-    tables = (items_ptr, lookup_ptr, entries_ptr, heads_ptr, n_kinds, n_tiles)
+    tables = (items_ptr, lookup_ptr, entries_ptr, heads_ptr, n_kinds, n_tiles, visits_ptr)
     steps = ((q_token, q_head), (k_token, k_head), (v_token, v_head), (dout_token, dout_head))
     sums = (sums_desc, (some_kv_heads * heads_per_kv * DIM, DIM))
     results = (sums, dk_ptr, dv_ptr, slots_ptr, length, n_slots)

@@ -9,6 +9,7 @@ next q.k product and the present p.v product together and does the softmax of th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,11 +26,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from dilabench.kernels.fused.branch_group import BranchGroup
+from dilabench.kernels.fused.packing import query_lists
 from dilabench.kernels.fused.row_layout import PER_LENGTH, Results, residue_view, segment_arguments
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import (
     box_place,
     class_of,
+    find_work,
     segment_of,
     tile_descriptor,
     tile_of,
@@ -37,7 +40,6 @@ from dilabench.kernels.fused.sm90.tile_walk import (
     turned,
     view_place,
 )
-from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launch_cache import Arguments, Launch
 from dilabench.kernels.tuning import TileConfig, is_persistent, is_softmax_bound, tile_columns
 
@@ -83,19 +85,17 @@ def _form(*values):
 
 
 @gluon.jit
-def _locate(work, geometry, items_ptr, heads_ptr):
+def _locate(work, geometry, tables):
     """Item list position, head, batch item, class shift and super-segment of one piece of work; all partitions derive
     the same from its number.
     """
     n_supers, full_supers, n_kinds, n_items, n_heads = geometry[:5]
-    item = work % n_items
-    block = work // n_items
-    super_index = block % n_supers
-    head = (block // n_supers) % n_heads
-    batch = block // n_supers // n_heads
+    items_ptr, _, heads_ptr, _, visits_ptr = tables
+    item, super_index, head, batch, variant, n_items = find_work(
+        work % n_items, work // n_items, visits_ptr, geometry[6][5], n_items, n_supers, full_supers, n_heads
+    )
     kind = gl.load(heads_ptr + head * 2)
     shift = gl.load(heads_ptr + head * 2 + 1)
-    variant = (super_index >= full_supers).to(gl.int32)
     item_ptr = items_ptr + ((variant * n_kinds + kind) * n_items + item) * 5
     return item_ptr, head, batch, shift, super_index
 
@@ -114,11 +114,11 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
     BATCHED: gl.constexpr = form.value.BATCHED
     q_desc, k_desc, v_desc, q_tail_desc, k_tail_desc, v_tail_desc = descriptors
     q_token, q_head, k_token, k_head, v_token, v_head, heads_per_kv = strides
-    items_ptr, entries_ptr, heads_ptr, _ = tables
+    entries_ptr = tables[1]
     left_over, sizes = geometry[5:7]
     q_smem, k_smem, v_smem, q_tail, k_tail, v_tail = tiles
     q_full, q_empty, k_full, k_empty, v_full, v_empty, _ = barriers
-    item_ptr, head, batch, shift, super_index = _locate(work, geometry, items_ptr, heads_ptr)
+    item_ptr, head, batch, shift, super_index = _locate(work, geometry, tables)
     n = gl.load(item_ptr + 3) + gl.load(item_ptr + 4)
     base_row, first_place, _ends = segment_of(super_index, sizes, R, SHIFTED)
     if n > 0:
@@ -357,11 +357,11 @@ def _consume_item(half: gl.constexpr, work, step, turn, kept, stores, given, for
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
     T_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL if TAIL else 16, 16])
     results, tables, geometry, tiles, barriers, scale_log2, R = given
-    items_ptr, entries_ptr, heads_ptr, bounds_ptr = tables
+    entries_ptr, bounds_ptr = tables[1], tables[3]
     n_heads = geometry[4]
     sizes, key_rows, window = geometry[6:]
     bounds = (bounds_ptr, key_rows, window)
-    item_ptr, head, batch, shift, super_index = _locate(work, geometry, items_ptr, heads_ptr)
+    item_ptr, head, batch, shift, super_index = _locate(work, geometry, tables)
     n_full = gl.load(item_ptr + 3)
     n = n_full + gl.load(item_ptr + 4)
     overflowed = 0
@@ -455,6 +455,8 @@ def _forward_kernel(
     entries_ptr,
     heads_ptr,
     bounds_ptr,
+    visits_ptr,
+    spans_ptr,
     q_token,
     q_head,
     k_token,
@@ -530,7 +532,7 @@ def _forward_kernel(
         slots = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         verdicts = (told.index(0), slots)
     fence_async_shared()
-    tables = (items_ptr, entries_ptr, heads_ptr, bounds_ptr)
+    tables = (items_ptr, entries_ptr, heads_ptr, bounds_ptr, visits_ptr)
     geometry = (
         n_supers,
         full_supers,
@@ -538,7 +540,7 @@ def _forward_kernel(
         n_items,
         n_heads,
         left_over,
-        (super_rows, super_tokens, whole_rows, longer_classes, length),
+        (super_rows, super_tokens, whole_rows, longer_classes, length, spans_ptr),
         key_rows,
         (window_left, window_right),
     )
@@ -593,9 +595,7 @@ def tile_arguments(q: Tensor, k: Tensor, v: Tensor, modulus: int, config: TileCo
 
 
 def group_launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    operands: Mapping[str, Tensor],
     results: Results,
     group: BranchGroup,
     causal: bool,
@@ -603,22 +603,20 @@ def group_launch(
     config: TileConfig,
 ) -> Launch:
     """The launch that writes the results of one group of branches."""
+    q, k, v = (operands[name] for name in "qkv")
     batch, _, num_heads, dim = q.shape
-    tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
-    n_items = tables.items.shape[2]
+    n_items, lists = query_lists(operands, group, config, causal)
     n_work = n_items * batch * num_heads * group.n_supers
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
 
     def arguments(ragged: bool) -> Arguments:
+        ragged = ragged or group.documents > 0
         persistent = is_persistent(dim, causal, ragged or results.merge or group.is_windowed)
         own = {
             **tile_arguments(q, k, v, group.modulus, config),
             "out_ptr": results.out,
             "lse_ptr": results.lse,
             "mass_ptr": results.mass,
-            "items_ptr": tables.items,
-            "entries_ptr": tables.entries,
-            "heads_ptr": tables.heads,
             "bounds_ptr": None,
             **{f"{name}_token": x.stride(1) for name, x in (("q", q), ("k", k), ("v", v))},
             **{f"{name}_head": x.stride(2) for name, x in (("q", q), ("k", k), ("v", v))},
@@ -629,6 +627,7 @@ def group_launch(
             "n_items": n_items,
             "n_heads": num_heads,
             **segment_arguments(group),
+            **lists,
             "n_work": n_work,
             "heads_per_kv": num_heads // k.shape[2],
             "key_rows": 0,

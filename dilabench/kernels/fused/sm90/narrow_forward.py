@@ -9,6 +9,7 @@ and does the softmax of the former while the latter runs. Copies are begun by th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -24,15 +25,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from dilabench.kernels.fused.branch_group import TILE_BITS, BranchGroup
+from dilabench.kernels.fused.packing import query_lists
 from dilabench.kernels.fused.row_layout import PER_LENGTH, Results, residue_box, shared_arguments
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import (
     entry_place,
+    find_work,
     segment_of,
     tile_descriptor,
     turned,
 )
-from dilabench.kernels.fused.tile_tables import tile_tables
 from dilabench.kernels.launch_cache import Arguments, Launch
 from dilabench.kernels.tuning import TileConfig, padded_dim, product_columns
 
@@ -168,6 +170,8 @@ def _narrow_kernel(
     items_ptr,
     entries_ptr,
     heads_ptr,
+    visits_ptr,
+    spans_ptr,
     scale_log2,
     n_supers,
     full_supers,
@@ -223,12 +227,11 @@ def _narrow_kernel(
     pid = gl.program_id(0)
     item = gl.where(item_major != 0, pid // n_blocks, pid % n_items)
     block = gl.where(item_major != 0, pid % n_blocks, pid // n_items)
-    super_index = block % n_supers
-    head = (block // n_supers) % n_heads
-    batch = block // n_supers // n_heads
+    item, super_index, head, batch, variant, n_items = find_work(
+        item, block, visits_ptr, spans_ptr, n_items, n_supers, full_supers, n_heads
+    )
     kind = gl.load(heads_ptr + head * 2)
     shift = gl.load(heads_ptr + head * 2 + 1)
-    variant = (super_index >= full_supers).to(gl.int32)
     item_ptr = items_ptr + ((variant * n_kinds + kind) * n_items + item) * 5
     u = gl.load(item_ptr)
     tile = gl.load(item_ptr + 1)
@@ -236,7 +239,7 @@ def _narrow_kernel(
     n_full = gl.load(item_ptr + 3)
     n = n_full + gl.load(item_ptr + 4)
     if u >= 0:
-        sizes = (super_rows, super_tokens, whole_rows, longer_classes, length)
+        sizes = (super_rows, super_tokens, whole_rows, longer_classes, length, spans_ptr)
         base_row, first_place, ends = segment_of(super_index, sizes, R, SHIFTED)
         route = (base_row, shift, (first_place, whole_rows, left_over), R)
         whose = (batch, head // heads_per_kv)
@@ -293,9 +296,7 @@ def _narrow_kernel(
 
 
 def group_launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    operands: Mapping[str, Tensor],
     results: Results,
     group: BranchGroup,
     causal: bool,
@@ -303,8 +304,9 @@ def group_launch(
     config: TileConfig,
 ) -> Launch:
     """As `forward.group_launch`."""
-    tables = tile_tables(group, config.block_m, config.block_n, causal, False, q.device)
-    dim, n_items = q.shape[-1], tables.items.shape[2]
+    q, k, v = (operands[name] for name in "qkv")
+    dim = q.shape[-1]
+    n_items, lists = query_lists(operands, group, config, causal)
     rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n}
 
     def arguments(ragged: bool) -> Arguments:
@@ -318,11 +320,9 @@ def group_launch(
             "out_ptr": results.out,
             "lse_ptr": results.lse,
             "mass_ptr": results.mass,
-            "items_ptr": tables.items,
-            "entries_ptr": tables.entries,
-            "heads_ptr": tables.heads,
+            **lists,
             "heads_per_kv": group.heads_per_kv,
-            "RAGGED": ragged and not causal,
+            "RAGGED": (ragged or group.documents > 0) and not causal,
             "MERGE": results.merge,
             "COMPACT": results.compact,
             "REST": product_columns(dim)[1],

@@ -219,7 +219,8 @@ def finish(acc, tail, top, total, results, whose, place, R, form: gl.constexpr, 
     # Rows are stored at their tokens, or those that the class has one after another.
     first, step, stored = token, R, length
     if form.value.COMPACT:
-        first, step, stored = (super_index * sizes[0] + first_row).to(gl.int64), 1, stored_rows(sizes, R)
+        first_stored, stored = stored_rows(super_index, sizes, R)
+        first, step = (first_stored + first_row).to(gl.int64), 1
     lse_at = lse_ptr + (batch * n_heads + head).to(gl.int64) * stored + first + lse_rows * step
     # Until here programs of a launch that follows another ran beside the last ones of that, which may have written what
     # they merge with; and whoever waits for this launch waits for both.

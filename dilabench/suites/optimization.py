@@ -3,10 +3,11 @@
 import collections
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dilabench.compare.comparison import ComparedPair
 from dilabench.compare.within import compare_within
-from dilabench.errors import counted
+from dilabench.machine import Machine
 from dilabench.metadata import (
     BUFFER_POOL_HELD_BYTES,
     BUFFER_POOL_PEAK_BYTES,
@@ -17,13 +18,67 @@ from dilabench.metadata import (
     VARIANT,
     Counter,
 )
-from dilabench.record import Case, Row, RunRecord
+from dilabench.record import Optimizations, PlannedCase, Row, RunRecord
 from dilabench.report.columns import ABSENT
 from dilabench.report.findings import BarPlot, Bars, Section
+from dilabench.request import RunRequest
 from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.verdicts import Code
-from dilabench.suites.optimization.variants import NONE
-from dilabench.units import format_bytes, format_count, format_ratio
+from dilabench.suites.planner import Planner, reasons_against_optimizations
+from dilabench.units import counted, format_bytes, format_count, format_ratio
+
+# Launches and tables weigh most where calls are short, copies and workspace where they are long.
+LENGTHS = {"small": (1024, 4096), "large": (4096, 16384, 65536)}
+
+
+def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
+    """Each implementation at each length with everything off, each optimization alone, and all of them together; with a
+    backward pass also gradient checkpointing, whose gain is in memory.
+
+    Together leaves out what this device does not have. All variants of a length are timed in the same rounds. To
+    torch.compile the implementations of heads are one operator each: it compiles what is around them, nothing inside.
+    """
+    defaults = [{"seq_len": length} for length in LENGTHS[planner.machine.facts.size]]
+    cases: list[PlannedCase] = []
+    for workload in planner.workload_requests(defaults):
+        for implementation in planner.implementations(planner.on_one_device(workload.pattern)):
+            for name, fields in variants(request, planner.machine, workload.mode).items():
+                cases += planner.plan(implementation, workload, VARIANT.entry(name), **fields)
+    return tuple(cases)
+
+
+NONE = "nothing"
+ALL_TOGETHER = "all together"
+CACHE_ENTRIES = 64
+POOL_BYTES = 2**30
+
+
+def variants(request: RunRequest, machine: Machine, mode: str) -> dict[str, dict[str, Any]]:
+    """Fields of Optimizations by the name of what is switched on; all together are those that can be here.
+
+    A size that the request names is the one used. Gradient checkpointing is there where a backward pass is.
+    """
+    alone: dict[str, dict[str, Any]] = {
+        "pattern cache": {"pattern_cache_entries": request.pattern_cache_entries or CACHE_ENTRIES},
+        "buffer pool": {"buffer_pool_bytes": request.buffer_pool_bytes or POOL_BYTES},
+        "CUDA graph": {"cuda_graph": True},
+        "torch.compile": {"compile": True},
+    }
+    off = Optimizations(pattern_cache_entries=0).model_dump()
+    together = {
+        name: value
+        for fields in alone.values()
+        for name, value in fields.items()
+        if not any(reasons_against_optimizations(Optimizations(**fields), machine))
+    }
+    return {
+        NONE: off,
+        **{name: {**off, **fields} for name, fields in alone.items()},
+        ALL_TOGETHER: {**off, **together},
+        # It trades time for memory, so it is none of those that make things faster together.
+        **({"gradient checkpointing": {**off, "gradient_checkpointing": True}} if mode != "forward" else {}),
+    }
+
 
 WORDS = {Code.FASTER: "helps", Code.SLOWER: "COSTS", Code.SAME: "no difference", Code.INCONCLUSIVE: "not proven"}
 COLUMNS = ("implementation", "length", "switched on", "speed-up", "95 % CI", "verdict", "peak saved", "cache hits")
@@ -82,7 +137,11 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
 def gains_of(record: RunRecord) -> tuple[Gain, ...]:
     """Every measured variant that can be held against its own implementation with everything off."""
     rows = {row.case.case_id: row for row in record.rows}
-    bases = {_value(row.case) for row in record.rows if VARIANT.of(row.planned) == NONE}
+    bases: set[str] = set()
+    for row in record.rows:
+        if VARIANT.of(row.planned) == NONE:
+            switched = row.case.optimizations.model_dump(exclude_defaults=True)
+            bases.add(",".join(f"{name}={value}" for name, value in switched.items()) or "default")
     if len(bases) != 1:
         return ()
     comparison = compare_within([record], policy=Policy.for_device(record.device), by="optimizations", base=bases.pop())
@@ -91,11 +150,6 @@ def gains_of(record: RunRecord) -> tuple[Gain, ...]:
         for cell in comparison.pairs
         if (row := rows[cell.candidate.case_id])
     )
-
-
-def _value(case: Case) -> str:
-    switched = case.optimizations.model_dump(exclude_defaults=True)
-    return ",".join(f"{name}={value}" for name, value in switched.items()) or "default"
 
 
 def _effects(gains: Sequence[Gain]) -> Section:

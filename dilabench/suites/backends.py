@@ -1,19 +1,46 @@
-"""Suite `backends`: which dense kernel and which dtype this device wants, from its own times."""
+"""Suite `backends`: which dense kernel and which dtype this device wants, for full and for dilated attention."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.view import RowView, measured_view, pair_views, view_of
+from dilabench.compare.view import measured_view, pair_views, view_of
 from dilabench.compare.within import compare_within
 from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.record import KernelUse, Measured, Row, RunRecord
+from dilabench.plugins.descriptors import Implementation
+from dilabench.record import KernelUse, Measured, PlannedCase, Row, RunRecord
 from dilabench.report.columns import ABSENT
 from dilabench.report.content import device_text
 from dilabench.report.findings import BarPlot, Bars, Section
+from dilabench.request import ALL, RunRequest
 from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.verdicts import Code
+from dilabench.suites.planner import Planner
 from dilabench.units import format_count, format_latency, format_ratio
+
+DTYPES = {"small": ("float32", "bfloat16"), "large": ("bfloat16", "float16", "float32")}
+# Plain PyTorch over all pairs is one of the backends; a CPU should not need minutes for it.
+LENGTH = {"small": 2048, "large": 8192}
+
+
+def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
+    """Full and dilated attention of one shape over every backend, in the dtypes that this device is used with.
+
+    A dtype, backends or implementations that are named are the only ones.
+    """
+    planner = planner.asking(backends=request.backends or (ALL,))
+    size = planner.machine.facts.size
+    defaults = [{"seq_len": LENGTH[size], "dtype": dtype} for dtype in DTYPES[size]]
+    workloads = planner.workload_requests(defaults)
+
+    def is_shown(one: Implementation) -> bool:
+        fits = one.supports.only_dense or any(one.supports.computes(workload.pattern) for workload in workloads)
+        on_one = one.takes == "heads" and one.supports.max_world_size == 1
+        return one.uses_backend and one.role == "method" and on_one and fits
+
+    default = planner.where(is_shown)
+    return planner.compare(workloads, planner.implementations(default))
+
 
 NS_PER_MS = 1e6
 # Beside one that is hardly faster, bfloat16 is wanted for its range (no loss scaling).
@@ -227,10 +254,16 @@ def short_name(kernel: KernelUse) -> str:
 def _plot(standings: Sequence[Standing]) -> BarPlot:
     """Latency by backend; a group of bars per workload and implementation."""
     names = list(dict.fromkeys(str(row.case.backend) for standing in standings for row in standing.rows))
-    categories = [f"{_short_subject(standing.best)} {standing.best.case.workload.dtype}" for standing in standings]
+    categories: list[str] = []
+    for best in (standing.best for standing in standings):
+        dense = best.planned.role == "yardstick"
+        subject = best.case.workload.pattern.kind if dense else best.case.implementation
+        categories.append(f"{subject} {best.case.workload.dtype}")
     bars = []
     for name in names:
-        found = [_at(standing, name) for standing in standings]
+        found = [
+            next((view_of(row) for row in standing.rows if row.case.backend == name), None) for standing in standings
+        ]
         bars.append(
             Bars(
                 label=name,
@@ -246,11 +279,3 @@ def _plot(standings: Sequence[Standing]) -> BarPlot:
         categories=tuple(categories),
         bars=tuple(bars),
     )
-
-
-def _short_subject(row: Row) -> str:
-    return row.case.implementation if row.planned.role != "yardstick" else row.case.workload.pattern.kind
-
-
-def _at(standing: Standing, backend: str) -> RowView | None:
-    return next((view_of(row) for row in standing.rows if row.case.backend == backend), None)

@@ -1,1 +1,0 @@
-"""Suite `backends`: which dense kernel a device wants."""

@@ -1,1 +1,0 @@
-"""Suite `optimization`: what each optimization brings."""
