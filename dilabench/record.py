@@ -219,7 +219,7 @@ class Verification(Model):
     `against`: the built-in that every row was compared with beside those sampled, which the oracle had confirmed on its
     own sampled rows. `timed_calls`: calls of the timed sequence whose outputs were held to the oracle as well, and
     `timed_rows` which of their rows: number of the call, batch item, position, head. `diagnosis`: the mistake whose
-    result a wrong output is.
+    result a wrong output is. `duration_ns`: time for all checks, those after the timing included.
     """
 
     checks: tuple[Check, ...]

@@ -114,6 +114,7 @@ class Driver:
             added = {
                 "timed_calls": before.timed_calls + found.timed_calls,
                 "timed_rows": before.timed_rows + found.timed_rows,
+                "duration_ns": before.duration_ns + found.duration_ns,
             }
             state.verification = before.model_copy(update=added)
         else:
