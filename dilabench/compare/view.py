@@ -150,7 +150,13 @@ def is_quotable(row: Row) -> bool:
     """Whether its time stands for what it claims to: measured, and no note says that it cannot be true."""
     if not isinstance(row.outcome, Measured) or not any(timing.has_samples for timing in row.outcome.timings):
         return False
-    return not any(kind.disqualifies for note in row.outcome.notes if (kind := NOTES.get(note.code)))
+    return not is_impossible(row)
+
+
+def is_impossible(row: Row) -> bool:
+    """Whether a note says that its time cannot be true."""
+    notes = row.outcome.notes if isinstance(row.outcome, Measured) else ()
+    return any(kind.disqualifies for note in notes if (kind := NOTES.get(note.code)))
 
 
 def first_timing(row: Row) -> Timing | None:
