@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 from datetime import timedelta
 
 import torch
@@ -55,21 +57,29 @@ def meeting_store(address: str, size: int, timeout_s: float = DEFAULT_TIMEOUT_S)
 
 
 def store_from_environment(rank: int, size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> Store:
-    """The ranks' meeting place at MASTER_ADDR:MASTER_PORT; rank 0 opens it unless torchrun's agent has.
+    """The ranks' meeting place at MASTER_ADDR:MASTER_PORT; rank 0 opens it, on that address alone, unless torchrun has.
 
     Raises EnvironmentNotReady when the port is taken or nobody answers there.
     """
     address, port = os.environ.get("MASTER_ADDR", "localhost"), _integers("MASTER_PORT")[0]
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    timeout = timedelta(seconds=timeout_s)
     try:
-        return TCPStore(address, port, size, is_master=rank == 0 and not by_agent, timeout=timedelta(seconds=timeout_s))
+        if rank or by_agent:
+            return TCPStore(address, port, size, timeout=timeout)
+        # By itself the store would listen on every interface, to whoever reaches it.
+        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
+        own = socket.create_server((address, port), family=family, backlog=4 * size)
+        return TCPStore(address, port, size, is_master=True, timeout=timeout, master_listen_fd=own.detach())
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        why = "is taken by another program" if taken else f"cannot be listened on: {error.strerror}"
+        raise EnvironmentNotReady(
+            f"port {port} on {address} {why}; set MASTER_ADDR to an address of this machine and MASTER_PORT to a free "
+            "port, or use torchrun --standalone, which finds them"
+        ) from None
     except dist.DistNetworkError as error:
         first = str(error).splitlines()[0]
-        if "EADDRINUSE" in str(error) or "address already in use" in str(error):
-            raise EnvironmentNotReady(
-                f"port {port} on {address} is taken by another program; set MASTER_PORT to a free one, or use "
-                "torchrun --standalone, which finds one"
-            ) from None
         raise EnvironmentNotReady(f"rank {rank} cannot reach rank 0 at {address}:{port}: {first}") from None
     except dist.DistStoreError as error:
         raise EnvironmentNotReady(

@@ -135,25 +135,30 @@ class _Run:
     def go(
         self, header: RunHeader, follow_up: FollowUp | None, gpus: Sequence[int], project: Project | None
     ) -> RunRecord:
-        """All groups, then what the follow-up asks for, then the record."""
+        """All groups, then what the follow-up asks for, then the record. Workers end last: one may be out of reach."""
+        try:
+            return self._go(header, follow_up, gpus, project)
+        finally:
+            self.driver.pool.close()
+
+    def _go(
+        self, header: RunHeader, follow_up: FollowUp | None, gpus: Sequence[int], project: Project | None
+    ) -> RunRecord:
         status, started = "failed", False
         try:
-            try:
-                warm_server()
-                with device_lock(self.machine, header.run_id, self.progress, gpus=gpus):
-                    # Waiting for another run to release the device does not count against the budget.
-                    remove_left_over()
-                    self.driver.budget.start()
-                    self.progress.device_held()
-                    self.ceilings = dict(header.ceilings)
-                    header = self._described(header)
-                    self.sink.start(header)
-                    started = True
-                    self.progress.run_started(len(self.planned.keys() - self.completed))
-                    self._measure_all(follow_up)
-                status = "complete"
-            finally:
-                self.driver.pool.close()
+            warm_server()
+            with device_lock(self.machine, header.run_id, self.progress, gpus=gpus):
+                # Waiting for another run to release the device does not count against the budget.
+                remove_left_over()
+                self.driver.budget.start()
+                self.progress.device_held()
+                self.ceilings = dict(header.ceilings)
+                header = self._described(header)
+                self.sink.start(header)
+                started = True
+                self.progress.run_started(len(self.planned.keys() - self.completed))
+                self._measure_all(follow_up)
+            status = "complete"
         except KeyboardInterrupt:
             status = "interrupted"
         finally:

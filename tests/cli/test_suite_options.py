@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from dilabench.plugins import Suite
+
 THEIRS = """
 import json
 from dilabench.errors import ConfigError
@@ -96,6 +98,12 @@ def test_help_shows_the_options_of_the_suite_that_is_named(cli):
     every = cli("run", "--help").stdout
     assert section(every, "Options of ring and distributed")
     assert "--speed" not in every
+
+
+def test_names_alone_are_options_of_any_value():
+    suite = Suite("mine", "", "package.module:expand", options=("speed", "loud"))
+    assert suite.options(speed="fast").model_dump(exclude_unset=True) == {"speed": "fast"}
+    assert list(suite.options.model_fields) == ["speed", "loud"]
 
 
 @pytest.mark.usefixtures("theirs")

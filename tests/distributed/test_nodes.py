@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dilabench.engine.device.lock import locks_of
@@ -200,6 +201,18 @@ def test_agents_end_with_the_store(torchrun):
 
 
 @pytest.mark.slow
+def test_the_store_of_rank_0_listens_on_the_named_address_alone(nodes):
+    port = int(os.environ["MASTER_PORT"])
+    listening = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    assert {address.ip for address in listening if address.port == port} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("name", ["__init__", "answer", "_workers", "exit", ""])
+def test_an_agent_carries_out_its_commands_alone(name):
+    agent = Agent(Rank(1, 2, 0, "127.0.0.1", 1), Machine(device="cpu"), contextlib.ExitStack())
+    assert f"{name!r} is not a valid AgentCommand" in agent.answer(name, {})["failure"]["why"]
+
+
 def test_an_ended_run_ends_the_agents_and_leaves_no_process(torchrun):
     with gathered(Rank.from_environment()) as nodes:
         group = start_worker("tests@2", SETTINGS, nodes)

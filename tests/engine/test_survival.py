@@ -15,6 +15,7 @@ from dilabench.compare.view import pair
 from dilabench.engine import runner
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent
+from dilabench.engine.worker.client import WorkerPool
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine
 from dilabench.metadata import matmul_key
@@ -30,6 +31,7 @@ sys.path.insert(0, {impls!r})
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent
+from dilabench.engine.worker.client import WorkerPool
 from dilabench.compare.view import pair
 from dilabench.engine.runner import run
 from dilabench.request import RunRequest
@@ -314,3 +316,18 @@ def test_a_clock_that_is_set_meanwhile_changes_no_duration(engine, monkeypatch, 
     record = engine("honest", timing_runs=1)
     took = datetime.fromisoformat(record.finished_at) - datetime.fromisoformat(record.started_at)
     assert timedelta(0) <= took < timedelta(hours=1)
+
+
+def test_an_interrupted_run_is_saved_before_its_workers_end(engine, keeper, monkeypatch):
+    """A worker of another machine may be out of reach, and torchrun kills what does not end within 30 s."""
+
+    class Interrupting(Silent):
+        def row_done(self, row):
+            raise KeyboardInterrupt
+
+    saved = []
+    close = WorkerPool.close
+    monkeypatch.setattr(WorkerPool, "close", lambda pool: (saved.append(keeper.record), close(pool)))
+    record = engine("honest", timing_runs=1, sink=keeper, progress=Interrupting())
+    assert record.status == "interrupted"
+    assert saved == [record]

@@ -323,13 +323,15 @@ def show_cases(planned: Sequence[PlannedCase], as_json: bool = False) -> None:
     cells = [tuple(row[name] for name in columns) for row in by_name]
     print_table(None, columns, cells, right=(RANKS, "FLOPs", "tensors"), spare=SPARE)
     reasons: dict[str, list[str]] = {}
+    total = 0.0
     for index, plan in enumerate(planned, 1):
-        if plan.skip is not None:
+        if plan.skip is None:
+            total += flops(plan.case.workload)
+        else:
             reasons.setdefault(plan.skip.why, []).append(str(index))
     for why, rows in reasons.items():
         say_folded(f"not run, {', '.join(rows)}: {why}", "  ")
-    skipped = sum(plan.skip is not None for plan in planned)
-    total = sum(flops(plan.case.workload) for plan in planned if plan.skip is None)
+    skipped = sum(map(len, reasons.values()))
     work = f"{total:.3g} FLOPs in one call of each"
     say_folded(f"{counted(len(planned), 'case')}, {skipped} of them skipped; {work}. Nothing was run (--dry-run).")
 
@@ -354,16 +356,19 @@ def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
     from dilabench.report.columns import implementation_text
 
     case, workload = plan.case, plan.case.workload
+    name, label = implementation_text(case), workload.label()
+    tensors = format_bytes(sum(tensor_bytes(workload).values()))
+    work = f"{flops(workload):.3g}"
     return (
         str(index),
-        implementation_text(case),
+        name,
         (case.backend or "-") + ("*" if plan.requested_backend == "auto" and case.backend else ""),
         str(case.world_size),
-        workload.label(),
+        label,
         workload.pattern.details(workload.shapes)
         + (" (yardstick: another function)" if plan.role == "yardstick" else ""),
         workload.mode,
-        f"{flops(workload):.3g}",
-        format_bytes(sum(tensor_bytes(workload).values())),
+        work,
+        tensors,
         "yes" if plan.skip is None else "no",
     )

@@ -10,6 +10,8 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
+from enum import StrEnum
 from importlib.metadata import version
 from typing import Any
 
@@ -45,7 +47,7 @@ def serve(rank: Rank) -> ExitCode:
         while (lost := channel.lost(0)) is None:
             with contextlib.suppress(queue.Empty):
                 asked = requests.get(timeout=BEAT_S)
-                if asked["do"] == "end":
+                if asked["do"] == AgentCommand.END:
                     carry_out(**asked)
                     return ExitCode.OK
                 # In a thread, for a worker may have to be ended while it works.
@@ -67,17 +69,36 @@ def facts_of(rank: Rank, machine: Machine) -> dict[str, Any]:
     }
 
 
+class AgentCommand(StrEnum):
+    """What rank 0 may ask of the agent of a rank."""
+
+    START = "start"
+    ASK = "ask"
+    ALIVE = "alive"
+    KILL = "kill"
+    LOCK = "lock"
+    END = "end"
+
+
 class Agent:
-    """The workers that rank 0 has asked for, by name, and what it may ask: the public methods."""
+    """The workers that rank 0 has asked for, by name; each `AgentCommand` is carried out by a method."""
 
     def __init__(self, rank: Rank, machine: Machine, held: contextlib.ExitStack) -> None:
         self._rank, self._machine, self._held = rank, machine, held
         self._workers: dict[str, Worker] = {}
+        self._methods: dict[AgentCommand, Callable[..., dict[str, Any] | None]] = {
+            AgentCommand.START: self.start,
+            AgentCommand.ASK: self.ask,
+            AgentCommand.ALIVE: self.alive,
+            AgentCommand.KILL: self.kill,
+            AgentCommand.LOCK: self.lock,
+            AgentCommand.END: self.end,
+        }
 
     def answer(self, do: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Carry a request out; whatever it raises becomes the answer."""
         try:
-            return getattr(self, do)(**arguments) or {}
+            return self._methods[AgentCommand(do)](**arguments) or {}
         except WorkerFailure as failure:
             fields = {name: getattr(failure, name) for name in ("code", "why", "died", "traceback")}
             return {"failure": {**fields, "state": failure.state and failure.state.model_dump(mode="json")}}

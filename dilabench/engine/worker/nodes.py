@@ -15,7 +15,8 @@ from typing import Any
 
 from dilabench.engine.device.lock import DEFAULT_WAIT_S
 from dilabench.engine.worker.client import START_TIMEOUT_S, Worker, WorkerFailure
-from dilabench.engine.worker.node_agent import facts_of, serve
+from dilabench.engine.worker.launcher import ThisMachine
+from dilabench.engine.worker.node_agent import AgentCommand, facts_of, serve
 from dilabench.engine.worker.protocol import CommandName, Hello, RankState, Reply, WorkerSettings
 from dilabench.engine.worker.store_channel import BEAT_S, StoreChannel
 from dilabench.engine.worker.torchrun import MEETING_TIMEOUT_S, Rank, machine_id
@@ -59,13 +60,13 @@ class RemoteAgent:
         """The name of the agent's machine."""
         return str(self.facts.get("host", "its machine"))
 
-    def ask(self, do: str, *, timeout_s: float = REQUEST_TIMEOUT_S, **arguments: Any) -> dict[str, Any]:
+    def ask(self, do: AgentCommand, *, timeout_s: float = REQUEST_TIMEOUT_S, **arguments: Any) -> dict[str, Any]:
         """Send a request and return the answer. Raises WorkerFailure when it fails or the agent is lost."""
         number = next(self._numbers)
         self._waiting[number] = Future()
         if self._lost is None:
             self.channel.send(self.rank, {"number": number, "do": do, "arguments": arguments})
-        answer = self.wait(number, f"no answer to {do!r} within {timeout_s:g} s", timeout_s)
+        answer = self.wait(number, f"no answer to {do.value!r} within {timeout_s:g} s", timeout_s)
         if "failure" in answer:
             state = answer["failure"].pop("state", None)
             raise WorkerFailure(**answer["failure"], state=None if state is None else RankState.model_validate(state))
@@ -98,14 +99,16 @@ class RemoteWorker(Worker):
         self.key = key
         self._agent, self._name = agent, name
         timeout_s = START_TIMEOUT_S + REQUEST_TIMEOUT_S
-        started = agent.ask("start", timeout_s=timeout_s, name=name, settings=settings.model_dump(mode="json"))
+        started = agent.ask(
+            AgentCommand.START, timeout_s=timeout_s, name=name, settings=settings.model_dump(mode="json")
+        )
         self.hello = Hello.model_validate(started["hello"])
 
     @property
     def alive(self) -> bool:
         """Whether the process runs and its machine can be reached."""
         try:
-            return bool(self._agent.ask("alive", name=self._name)["alive"])
+            return bool(self._agent.ask(AgentCommand.ALIVE, name=self._name)["alive"])
         except WorkerFailure:
             return False
 
@@ -113,13 +116,15 @@ class RemoteWorker(Worker):
         """Send a command and wait for its answer. Raises WorkerFailure as `Worker.ask` does, or for a lost machine."""
         asked = {"name": self._name, "command": name, "handle": handle, "arguments": arguments}
         # Its agent knows better than this process when the time is over.
-        found = self._agent.ask("ask", timeout_s=timeout_s + REQUEST_TIMEOUT_S, own_timeout_s=timeout_s, **asked)
+        found = self._agent.ask(
+            AgentCommand.ASK, timeout_s=timeout_s + REQUEST_TIMEOUT_S, own_timeout_s=timeout_s, **asked
+        )
         return Reply.model_validate(found["reply"])
 
     def kill(self) -> None:
         """End the process, if its machine can still be reached."""
         with contextlib.suppress(WorkerFailure):
-            self._agent.ask("kill", name=self._name)
+            self._agent.ask(AgentCommand.KILL, name=self._name)
 
 
 class Nodes:
@@ -129,6 +134,7 @@ class Nodes:
         self._rank = rank
         self._names = itertools.count()
         self._locked = False
+        self._here = ThisMachine()
         self._agents = {other: RemoteAgent(other) for other in range(1, rank.size)}
         self._channel = StoreChannel(rank, self._deliver, peers=self._agents)
         for agent in self._agents.values():
@@ -174,12 +180,15 @@ class Nodes:
         return [rank for rank in (0, *others) if rank < ranks]
 
     def open_store(self) -> str:
-        """A new name at the store that torchrun's ranks share."""
+        """A file, if all ranks are on this machine; else a new name at the store that torchrun's ranks share."""
         self._lock_machines()
+        if all(agent.facts["machine"] == machine_id() for agent in self._agents.values()):
+            return self._here.open_store()
         return f"{self._rank.store_address}/world/{next(self._names)}"
 
     def close_store(self, store: str) -> None:
-        """Do nothing: names are not used again."""
+        """Remove a file; names are not used again."""
+        self._here.close_store(store)
 
     def start(self, key: str, settings: WorkerSettings) -> Worker:
         """Start the worker of a rank on that rank's machine."""
@@ -191,7 +200,7 @@ class Nodes:
         """Tell all agents that the run is over."""
         for agent in self._agents.values():
             with contextlib.suppress(WorkerFailure):
-                agent.ask("end")
+                agent.ask(AgentCommand.END)
         self._channel.close()
 
     def _deliver(self, sender: int, message: dict[str, Any]) -> None:
@@ -207,7 +216,7 @@ class Nodes:
             for _, agents in sorted(machines.items()):
                 gpus = [agent.facts["local_rank"] for agent in agents]
                 wait_s = DEFAULT_WAIT_S + REQUEST_TIMEOUT_S
-                agents[0].ask("lock", timeout_s=wait_s, run=self._rank.store_address, gpus=gpus)
+                agents[0].ask(AgentCommand.LOCK, timeout_s=wait_s, run=self._rank.store_address, gpus=gpus)
             self._locked = True
 
 
