@@ -59,6 +59,8 @@ def end_by_signals() -> None:
     What follows saves the results, so a second one waits. Signals that were ignored stay so (nohup). Where a library
     keeps exceptions to itself, as pydantic does for those of isinstance, the interrupt comes again.
     """
+    from dilabench.errors import Ended
+
     came = last = 0
     in_hook = False
     other_hook = sys.unraisablehook
@@ -72,7 +74,7 @@ def end_by_signals() -> None:
             return
         came += 1
         if came != 2:
-            raise KeyboardInterrupt
+            raise Ended
         # Not `print`: the signal may have come while a line was being written.
         with contextlib.suppress(OSError):
             os.write(2, SAVING)
