@@ -201,6 +201,12 @@ ABOVE_PEAK_BANDWIDTH = NoteKind(
 GROWS_TOO_SLOWLY = NoteKind(
     "grows_too_slowly", "time grew much less than the work (old records only)", "times", disqualifies=True
 )
+WORK_KEPT = NoteKind(
+    "work_kept",
+    "a call on new inputs takes longer than one on nearly the same: work was kept",
+    "times",
+    disqualifies=True,
+)
 CHOSEN = NoteKind("chosen", "what the library took, and how long it took to choose, before any timed call", "ns")
 UNCHECKED = NoteKind("unchecked", "what the time is held against could not be had from the pattern's plug-in")
 

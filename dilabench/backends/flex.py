@@ -27,6 +27,7 @@ from torch.nn.attention import flex_attention as flex
 
 from dilabench.backends.adapt import CUDA_KERNEL, Call, Sequences, adapted, adapted_packed
 from dilabench.backends.band import Band
+from dilabench.kernels.streams import record, wait_for
 from dilabench.kernels.varlen import TileReach, keys_seen, tiles_seen
 
 BLOCK = 128
@@ -61,7 +62,9 @@ def _block_mask(band: Band, length: int, device: torch.device) -> flex.BlockMask
     def visible(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j >= i - left) & (j <= i + right)
 
-    return flex.create_block_mask(visible, None, None, length, length, device=str(device))
+    mask = flex.create_block_mask(visible, None, None, length, length, device=str(device))
+    wait_for(mask.kv_indices)
+    return mask
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -73,7 +76,9 @@ def _run(
     q: Tensor, k: Tensor, v: Tensor, mask: flex.BlockMask | None, scale: float, kind: object
 ) -> tuple[Tensor, Tensor]:
     """out [B, M, H, D] and lse [B, H, M]; calls over masks of one kind share a compiled function."""
-    run = _compiled(q.shape, k.shape, q.dtype, kind, q.requires_grad)
+    if mask is not None:
+        record(mask.as_tuple())
+    run = _compiled(q.shape, k.shape, q.dtype, q.device, kind, q.requires_grad)
     out, lse = run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, scale)
     return out.transpose(1, 2), lse if isinstance(lse, Tensor) else lse.lse
 
@@ -151,6 +156,7 @@ def _packed_mask(
 
     kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices = _lists(tiles_seen(seen, BLOCK, BLOCK), keys)
     q_num_blocks, q_indices, full_q_num_blocks, full_q_indices = _lists(tiles_seen(seeing, BLOCK, BLOCK), rows)
+    wait_for(full_q_indices)
     return flex.BlockMask(
         seq_lengths=(rows, keys),
         kv_num_blocks=kv_num_blocks,

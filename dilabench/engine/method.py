@@ -154,4 +154,4 @@ def _method_of(timing: str, timer: Timer, is_default: bool, device: str, catalog
 
 def _spec(timer: Timer) -> TimerSpec:
     """The part of a timer's descriptor that a worker needs."""
-    return TimerSpec(name=timer.name, target=timer.target, proves=timer.proves)
+    return TimerSpec(name=timer.name, target=timer.target, proves=timer.proves, fresh_process=timer.fresh_process)

@@ -1,20 +1,32 @@
 """Reasons to doubt a measured row: other kernels ran, its time is impossible, neighbours changed it. No torch."""
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
 from dilabench.engine.lower_bounds import least_bytes, least_flops
 from dilabench.engine.warmup import lower_quartile
 from dilabench.machine import device_named
-from dilabench.metadata import ABOVE_PEAK_BANDWIDTH, ABOVE_PEAK_FLOPS, COPY_KEY, INTERFERENCE, NOTES, peak_flops
+from dilabench.metadata import (
+    ABOVE_PEAK_BANDWIDTH,
+    ABOVE_PEAK_FLOPS,
+    COPY_KEY,
+    INTERFERENCE,
+    NOTES,
+    WORK_KEPT,
+    peak_flops,
+)
 from dilabench.plugins.descriptors import Backend
-from dilabench.record import Case, KernelUse, Measured, Note, Row, Slot
+from dilabench.record import Case, KernelUse, Measured, Note, Row, Slot, Timing
 
 SHOWN = 5
 LEAST_CHANGE = 0.03
 ISOLATED_SLOTS = 3
 SPREADS = 3.0
+# How many times as long samples on wholly new inputs may take, for what caches hold, and how rarely chance may make
+# as many of them longer.
+KEPT_FACTOR, KEPT_CHANCE = 1.5, 1e-5
 
 
 def suspicions(row: Row, ceilings: Mapping[str, float], device: str) -> tuple[Note, ...]:
@@ -27,7 +39,8 @@ def suspicions(row: Row, ceilings: Mapping[str, float], device: str) -> tuple[No
     if not isinstance(row.outcome, Measured) or not row.outcome.timings:
         return ()
     seconds = typical_seconds(row.outcome)
-    return tuple(_above_peak(row.case, seconds, ceilings, device))
+    kept = (note for timing in row.outcome.timings for note in _work_kept(timing))
+    return (*_above_peak(row.case, seconds, ceilings, device), *kept)
 
 
 def typical_seconds(measured: Measured) -> float:
@@ -52,6 +65,30 @@ def _above_peak(case: Case, seconds: float, ceilings: Mapping[str, float], devic
                 threshold=margin * ceiling,
                 hint=hint,
             )
+
+
+def _work_kept(timing: Timing) -> Iterator[Note]:
+    """A note if samples on wholly new inputs take longer than those beside them, which had one new row at most.
+
+    A sample is compared with the longer of its neighbours in the slot, for load comes and goes. Of three alike samples
+    the one in the middle is the longest once in three times.
+    """
+    factors = [
+        slot.samples_ns[at] / max(slot.samples_ns[at - 1], slot.samples_ns[at + 1])
+        for slot in timing.slots
+        for at in slot.renewed
+        if 0 < at < len(slot.samples_ns) - 1 and not {at - 1, at + 1}.intersection(slot.renewed)
+    ]
+    longer = sum(factor > KEPT_FACTOR for factor in factors)
+    number = len(factors)
+    chance = sum(math.comb(number, k) * 2 ** (number - k) for k in range(longer, number + 1)) / 3**number
+    if longer and chance < KEPT_CHANCE and median(factors) > KEPT_FACTOR:
+        yield WORK_KEPT.note(
+            f"calls on new inputs take {median(factors):.2g} times as long as those before and after them",
+            observed=median(factors),
+            threshold=KEPT_FACTOR,
+            hint="results or parts of them were kept from earlier calls; do not quote this time",
+        )
 
 
 def unproven_backend(backend: Backend, kernels: Iterable[KernelUse], notes: Iterable[Note] = ()) -> str | None:

@@ -8,7 +8,7 @@ from dilabench.engine.case_state import CaseState, TimerRun
 from dilabench.engine.device.clocks import COOL_DOWN_REASONS
 from dilabench.engine.driver import Driver
 from dilabench.engine.worker.protocol import TimerSpec
-from dilabench.record import Slot
+from dilabench.record import Failed, Slot
 from dilabench.stats.samples.location import relative_half_width
 
 MIN_SLOT_SAMPLES = 5
@@ -16,6 +16,8 @@ MIN_SLOT_SAMPLES = 5
 # of a verdict, 2 %. At a distance of six standard errors, which equal rows do not reach, no more rounds are needed.
 SHARE_OF_PRECISION, SHARE_OF_DISTANCE = 0.5, 1 / 3
 COOL_DOWN_S = 1.0
+# How far clocks of a device and of the host may be apart.
+CLOCKS_APART = 1.02
 MAX_COOL_DOWN_S = 10.0
 
 
@@ -80,8 +82,16 @@ class Rounds:
         if not state.running or not driver.warm_up(state, timer):
             return
         driver.progress.stage_started(state.case, "time")
+        started = driver.budget.clock()
         reply = driver.ask(state, "time", "last_slot" if is_last else "slot", timer=timer.name, count=count)
+        took_s = driver.budget.clock() - started
         if reply is None or reply.slot is None:
+            return
+        samples_s = sum(reply.slot.samples_ns) * 1e-9
+        if samples_s > CLOCKS_APART * took_s and not timer.fresh_process:
+            why = f"timer {timer.name!r} took samples of {samples_s:.3g} s in {took_s:.3g} s by the runner's clock"
+            state.outcome = Failed(stage="time", code="exception", why=why, verification=state.verification)
+            driver.release(state)
             return
         place = {"session": state.session, "round": round_index, "position": position}
         run.slots.append(reply.slot.model_copy(update=place))

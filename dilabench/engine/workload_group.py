@@ -197,7 +197,8 @@ class WorkloadGroupRun:
         except KeyboardInterrupt:
             # Every row that is left has its samples; a resumed run would only take them again.
             for state in [state for state in left if state.running]:
-                state.notes.append(_interrupted(state))
+                missing = "after its timing" if state.memory else "before its memory was measured"
+                state.notes.append(INTERRUPTED.note(f"the run was interrupted {missing}"))
                 yield self._row(state)
             raise
 
@@ -274,7 +275,7 @@ class WorkloadGroupRun:
         if state.memory is not None:
             return
         if not self._affordable(state, MEMORY_CALLS):
-            state.notes.append(_unweighed())
+            state.notes.append(NO_MEMORY_PASS.note("the budget left no time to measure memory"))
             return
         self._driver.progress.stage_started(state.case, "memory")
         reply = self._driver.ask(state, "memory", "memory") if self._driver.prepare(state) else None
@@ -287,15 +288,6 @@ class WorkloadGroupRun:
     def _row(self, state: CaseState) -> Row:
         self._driver.budget.done(state.case)
         return state.row()
-
-
-def _interrupted(state: CaseState) -> Note:
-    missing = "after its timing" if state.memory else "before its memory was measured"
-    return INTERRUPTED.note(f"the run was interrupted {missing}")
-
-
-def _unweighed() -> Note:
-    return NO_MEMORY_PASS.note("the budget left no time to measure memory")
 
 
 def _undiagnosed(why: str) -> Note:

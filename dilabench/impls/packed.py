@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from typing import Any
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,12 +24,15 @@ from dilabench.impls.union.branches import branches_of
 from dilabench.impls.union.packed_rows import AllTokens, PackedRows, PackedUnion, packed_rows, varlen_arguments
 from dilabench.kernels.lse import has_kernel
 from dilabench.kernels.streams import record
-from dilabench.kernels.varlen import SequencePlan, sequence_plan, varlen_backward, varlen_forward
 from dilabench.metadata import OWN_TILES, Note
 from dilabench.workload.spec import Workload
 
+if TYPE_CHECKING:
+    # Triton is not installed everywhere.
+    from dilabench.impls.fused import Fused, FusedDetached
+
 # Of our own tiles.
-LARGEST_HEAD_DIM = 256
+LARGEST_HEAD_DIM, ROW_BYTES = 256, 16
 # A CUDA grid's second and third axes end there, and kernels have sequences on one of them.
 MOST_SEQUENCES = 65535
 
@@ -145,25 +148,37 @@ def _whole_stretches(workload: Workload, context: BuildContext) -> list[int] | N
 
 @dataclass(frozen=True, slots=True)
 class InTiles(_OverTokens):
-    """All sequences at once by our own tiles. `notes`: that they take the backend's place."""
+    """All sequences at once by our own tiles, of head dims with so many columns `behind` that bulk copies step over.
+    `notes`: that they take the backend's place.
+    """
 
-    plan: SequencePlan
-    scale: float
+    tiles: Fused | FusedDetached
+    behind: int
     notes: tuple[Note, ...]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return varlen_forward(q, k, v, self.plan, scale=self.scale)
+        out, lse = self.tiles.forward(*map(self._wider, (q, k, v)))[:2]
+        return self._narrower(out), lse
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return varlen_backward(dout, q, k, v, out, lse, self.plan, scale=self.scale)
+        dout, q, k, v, out = map(self._wider, (dout, q, k, v, out))
+        dq, dk, dv = self.tiles.backward(dout, q, k, v, out, lse)
+        return self._narrower(dq), self._narrower(dk), self._narrower(dv)
+
+    def _wider(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x, (0, self.behind)) if self.behind else x
+
+    def _narrower(self, x: Tensor) -> Tensor:
+        return x[..., : x.shape[-1] - self.behind].contiguous() if self.behind else x
 
 
 def in_tiles(workload: Workload, context: BuildContext) -> InTiles | None:
     """The same by our own tiles, where the backend has no kernel for packed sequences and Triton runs."""
     backend = context.require_backend()
-    tiles_run = has_kernel(context.device, getattr(torch, workload.dtype)) and workload.head_dim <= LARGEST_HEAD_DIM
+    dtype = getattr(torch, workload.dtype)
+    tiles_run = has_kernel(context.device, dtype) and workload.head_dim <= LARGEST_HEAD_DIM
     if backend.packed is not None or not tiles_run:
         return None
     bounds = _whole_stretches(workload, context)
@@ -171,8 +186,14 @@ def in_tiles(workload: Workload, context: BuildContext) -> InTiles | None:
         return None
     message = f"{backend.name} has no kernel for packed sequences: dilabench's tiles compute them, all in one launch"
     note = OWN_TILES.note(message, hint="choose a backend that has one")
-    plan = sequence_plan(bounds, workload.causal, workload.window)
-    return InTiles(plan, workload.softmax_scale, (note,))
+    # A row sees its whole stretch, as one of a single branch of rate 1 does.
+    from dilabench.impls.fused import Packings
+
+    longest = max(stop - start for start, stop in pairwise(bounds))
+    pattern = {"kind": "dilated", "segment_lengths": (longest,), "dilation_rates": (1,)}
+    behind = -workload.head_dim % (ROW_BYTES // dtype.itemsize)
+    wider = workload.replace(pattern=pattern, head_dim=workload.head_dim + behind, scale=workload.softmax_scale)
+    return InTiles(Packings(wider, context).of(tuple(bounds)), behind, (note,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Tensors that are kept from call to call, and calls on any stream.
 
-What is kept is made on the host and copied by a call that waits, so that it is there for every stream. Its memory
-belongs to the stream that was current then: who reads it on another one records that.
+What is kept is made on the host and copied by a call that waits, or waited for (`wait_for`), so that it is there for
+every stream. Its memory belongs to the stream that was current then: who reads it on another one records that.
 """
 
 from __future__ import annotations
@@ -19,3 +19,9 @@ def record(values: Iterable[Any]) -> None:
         # One that is only traced may say that it is on a GPU.
         if type(value) is Tensor and value.is_cuda:
             value.record_stream(torch.cuda.current_stream(value.device))
+
+
+def wait_for(x: Tensor) -> None:
+    """Return when the current stream has made x."""
+    if type(x) is Tensor and x.is_cuda:
+        torch.cuda.current_stream(x.device).synchronize()

@@ -9,7 +9,7 @@ on use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -87,7 +87,8 @@ def select(selector: Selector, blocks: Blocks, top_k: int) -> Indices:
     """
     found = np.full((blocks.kv_heads, blocks.count, min(top_k, blocks.count)), ABSENT, dtype=np.int32)
     for head in range(blocks.kv_heads):
-        for rows in _pieces(blocks.count):
+        for start in range(0, blocks.count, ROWS_AT_ONCE):
+            rows = range(start, min(start + ROWS_AT_ONCE, blocks.count))
             scores = selector.scores(blocks, head, rows)
             own = np.array(rows)[:, None]
             if selector.own_block:
@@ -99,8 +100,3 @@ def select(selector: Selector, blocks: Blocks, top_k: int) -> Indices:
             best.sort(axis=1)
             found[head, rows.start : rows.stop] = np.where(best == blocks.count, ABSENT, best)
     return found
-
-
-def _pieces(count: int) -> Iterator[range]:
-    for start in range(0, count, ROWS_AT_ONCE):
-        yield range(start, min(start + ROWS_AT_ONCE, count))

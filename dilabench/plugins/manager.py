@@ -119,10 +119,11 @@ def _admit(found: Found, name: str, module: Any, info: PluginInfo, *, third_part
     if not any(offered.values()):
         raise PluginError("it registers nothing; does a function carry @hookimpl and return descriptors?")
     # Patterns are light, and requests and records ask all of them: one that cannot be loaded is not let in.
-    theirs = offered["patterns"] if third_party else []
-    patterns = [(kind, checked_pattern(name, load(kind))) for kind in theirs]
-    for pattern_kind, pattern in patterns:
+    patterns: list[tuple[PatternKind, type[Pattern]]] = []
+    for pattern_kind in offered["patterns"] if third_party else ():
+        pattern = checked_pattern(name, load(pattern_kind))
         _refuse_shadowing(pattern_kind, pattern)
+        patterns.append((pattern_kind, pattern))
     for kind, descriptors in offered.items():
         getattr(found.catalogue, kind).refuse_taken(descriptors, name)
     for kind, descriptors in offered.items():
@@ -147,7 +148,7 @@ def _refuse_misspelt_hooks(manager: pluggy.PluginManager, module: Any) -> None:
 
 
 def _refuse_shadowing(kind: PatternKind, pattern: type[Pattern]) -> None:
-    """A request is flat: the fields of a pattern stand beside those of the shape."""
+    """A request is flat: the fields of a pattern are next to those of the shape."""
     shared = (pattern.request_model().model_fields.keys() & WorkloadRequest.model_fields.keys()) - {"kind"}
     if shared:
         raise PluginError(f"pattern {kind.name!r}: {', '.join(sorted(shared))} is a field of every workload; rename it")

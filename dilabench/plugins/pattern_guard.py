@@ -88,19 +88,16 @@ def _held(plugin: str, what: str, function: Callable[..., Any], name: str = "") 
             except ValidationError as error:
                 refusal = error
             else:
-                _check(function, answer, ANSWERS.get(name, object))
+                wanted = ANSWERS.get(name, object)
+                if not isinstance(answer, wanted):
+                    kinds = " or ".join(one.__name__ for one in (wanted if isinstance(wanted, tuple) else (wanted,)))
+                    raise PluginError(f"{defined(function)} returned {shown(answer)}; it must return {kinds}")
         if refusal is not None:
             # A value that the pattern does not take: pydantic's own words are for the user.
             raise refusal
         return _iterated(plugin, what, answer) if inspect.isgenerator(answer) else answer
 
     return call
-
-
-def _check(function: Callable[..., Any], answer: object, wanted: type | tuple[type, ...]) -> None:
-    if not isinstance(answer, wanted):
-        names = " or ".join(one.__name__ for one in (wanted if isinstance(wanted, tuple) else (wanted,)))
-        raise PluginError(f"{defined(function)} returned {shown(answer)}; it must return {names}")
 
 
 def _iterated(plugin: str, what: str, items: Iterator[Any]) -> Iterator[Any]:

@@ -166,6 +166,9 @@ class Section:
 # How JSON writes control characters; a backslash before such a letter looks the same, and only costs time.
 _ESCAPED = re.compile(r"\\[bfru]")
 
+_SAMPLES = {"samples_ns", "rank_samples_ns", "enqueue_ns", "renewed"}
+_NUMBERS: Any = {"rows": {"__all__": {"outcome": {"timings": {"__all__": {"slots": {"__all__": _SAMPLES}}}}}}}
+
 # Analyses of what any suite's record may hold.
 FOR_EVERY_SUITE = ("dilabench.report.findings:_pictures_of",)
 # Beyond this a cell of a picture stands for several blocks.
@@ -307,7 +310,8 @@ def render(
 
 def _printable(record: RunRecord) -> RunRecord:
     """The record without control characters in its texts, which a terminal would obey; mostly the record itself."""
-    text = record.model_dump_json()
+    # Numbers are no texts, and most of a record.
+    text = record.model_dump_json(exclude=_NUMBERS)
     if not _ESCAPED.search(text) and (text.isprintable() or printable(text) == text):
         return record
     document = record.model_dump(mode="json")

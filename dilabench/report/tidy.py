@@ -40,7 +40,11 @@ def cases(record: RunRecord) -> list[Line]:
 
 def samples(record: RunRecord) -> list[Line]:
     """One line per sample of every timer, in the order taken, with the device's state at the end of its turn."""
-    return [line for row in record.rows for line in _samples(record, row)]
+    return [
+        {**turn, "sample": index, "time_ns": time_ns}
+        for turn, times in _turns(record)
+        for index, time_ns in enumerate(times)
+    ]
 
 
 def frame(record: RunRecord, samples_too: bool = False) -> "pandas.DataFrame":
@@ -60,8 +64,11 @@ def render_csv(record: RunRecord, folder: Path | None) -> str | None:
 
 
 def render_csv_samples(record: RunRecord, folder: Path | None) -> str | None:
-    """As `render_csv`, one line per sample, in samples.csv."""
-    return _csv(samples(record), folder, "samples.csv")
+    """As `render_csv`, one line per sample, in samples.csv, which is written turn by turn."""
+    if folder is None:
+        return "".join(_samples_text(record))
+    write_bytes(folder / "samples.csv", (text.encode() for text in _samples_text(record)))
+    return None
 
 
 def render_parquet(record: RunRecord, folder: Path | None) -> None:
@@ -113,31 +120,39 @@ def _case(row: Row) -> Line:
     }
 
 
-def _samples(record: RunRecord, row: Row) -> Iterator[Line]:
-    if not isinstance(row.outcome, Measured):
-        return
-    about = {
-        "run_id": record.run_id,
-        "case_id": row.case.case_id,
-        "implementation": row.case.implementation,
-        "backend": row.case.backend,
-        "seq_len": row.case.workload.seq_len,
-        "mode": row.case.workload.mode,
-    }
-    for timing in row.outcome.timings:
-        for slot in timing.slots:
-            turn = {
-                "timer": timing.timer,
-                "session": slot.session,
-                "round": slot.round,
-                "position": slot.position,
-                "sm_clock_mhz": slot.sm_clock_mhz,
-                "power_mw": slot.power_mw,
-                "temperature_c": slot.temperature_c,
-                "throttle": ";".join(slot.throttle) or None,
-            }
-            for index, sample in enumerate(slot.samples_ns):
-                yield {**about, **turn, "sample": index, "time_ns": sample}
+def _turns(record: RunRecord) -> Iterator[tuple[Line, Sequence[int]]]:
+    """For each turn of every timer: what its lines share, and the times in ns."""
+    for row in record.rows:
+        for timing in row.outcome.timings if isinstance(row.outcome, Measured) else ():
+            for slot in timing.slots:
+                turn = {
+                    "run_id": record.run_id,
+                    "case_id": row.case.case_id,
+                    "implementation": row.case.implementation,
+                    "backend": row.case.backend,
+                    "seq_len": row.case.workload.seq_len,
+                    "mode": row.case.workload.mode,
+                    "timer": timing.timer,
+                    "session": slot.session,
+                    "round": slot.round,
+                    "position": slot.position,
+                    "sm_clock_mhz": slot.sm_clock_mhz,
+                    "power_mw": slot.power_mw,
+                    "temperature_c": slot.temperature_c,
+                    "throttle": ";".join(slot.throttle) or None,
+                }
+                yield turn, slot.samples_ns
+
+
+def _samples_text(record: RunRecord) -> Iterator[str]:
+    """The CSV of all samples in parts: what the lines of a turn share is written once and repeated."""
+    for number, (turn, times) in enumerate(_turns(record)):
+        if number == 0:
+            yield f"{','.join(turn)},sample,time_ns\n"
+        shared = io.StringIO()
+        csv.writer(shared, lineterminator="").writerow(map(_cell, turn.values()))
+        start = shared.getvalue()
+        yield "".join(f"{start},{index},{time_ns}\n" for index, time_ns in enumerate(times))
 
 
 def _csv(lines: Sequence[Line], folder: Path | None, filename: str) -> str | None:

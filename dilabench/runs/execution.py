@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dilabench.atomic_file import write_text
 from dilabench.choice.descriptors import load_target
 from dilabench.compare.comparison import is_wrong
+from dilabench.compare.view import is_impossible
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.progress import Progress
 from dilabench.engine.runner import FollowUp, Project
@@ -179,7 +180,7 @@ def exit_code(record: RunRecord, broken: bool = False) -> ExitCode:
     """How a run ended, as an exit code. `broken`: a plug-in failed on the way."""
     return exit_code_for(
         interrupted=record.status == "interrupted",
-        wrong=any(is_wrong(row) for row in record.rows),
+        wrong=any(is_wrong(row) or is_impossible(row) for row in record.rows),
         failed=any(isinstance(row.outcome, Failed) for row in record.rows),
         broken=broken,
         nothing=not any(row.outcome.status == "measured" for row in record.rows),

@@ -96,7 +96,9 @@ def peaks_of(
         for one in planned:
             plan = plan_memory(one.case, planner.machine.device, planner.catalogue)
             traced = None if plan is None else plan.peak_bytes
-            skip = one.skip or _shortage(traced, capacity)
+            skip = one.skip
+            if skip is None and traced is not None and capacity is not None and traced > capacity:
+                skip = Skipped(code="does_not_fit", why=f"does not fit into {format_bytes(capacity)}")
             if skip is None and budget_s is not None and monotonic() - started > budget_s:
                 skip = Skipped(code="budget", why="no time left; allow more with --budget")
             outcome = skip or memory_in(pool, one.case, planner.catalogue, planner.request.seed)
@@ -106,12 +108,6 @@ def peaks_of(
             yield Peak(one, traced, outcome)
     finally:
         pool.close()
-
-
-def _shortage(traced: int | None, capacity: int | None) -> Skipped | None:
-    if traced is None or capacity is None or traced <= capacity:
-        return None
-    return Skipped(code="does_not_fit", why=f"does not fit into {format_bytes(capacity)}")
 
 
 def verdict(peaks: Iterable[Peak]) -> ExitCode:

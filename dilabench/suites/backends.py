@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.view import RowView, measured_view, pair_views, view_of
+from dilabench.compare.view import measured_view, pair_views, view_of
 from dilabench.compare.within import compare_within
 from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue
@@ -254,10 +254,16 @@ def short_name(kernel: KernelUse) -> str:
 def _plot(standings: Sequence[Standing]) -> BarPlot:
     """Latency by backend; a group of bars per workload and implementation."""
     names = list(dict.fromkeys(str(row.case.backend) for standing in standings for row in standing.rows))
-    categories = [f"{_short_subject(standing.best)} {standing.best.case.workload.dtype}" for standing in standings]
+    categories: list[str] = []
+    for best in (standing.best for standing in standings):
+        dense = best.planned.role == "yardstick"
+        subject = best.case.workload.pattern.kind if dense else best.case.implementation
+        categories.append(f"{subject} {best.case.workload.dtype}")
     bars = []
     for name in names:
-        found = [_at(standing, name) for standing in standings]
+        found = [
+            next((view_of(row) for row in standing.rows if row.case.backend == name), None) for standing in standings
+        ]
         bars.append(
             Bars(
                 label=name,
@@ -273,11 +279,3 @@ def _plot(standings: Sequence[Standing]) -> BarPlot:
         categories=tuple(categories),
         bars=tuple(bars),
     )
-
-
-def _short_subject(row: Row) -> str:
-    return row.case.implementation if row.planned.role != "yardstick" else row.case.workload.pattern.kind
-
-
-def _at(standing: Standing, backend: str) -> RowView | None:
-    return next((view_of(row) for row in standing.rows if row.case.backend == backend), None)

@@ -18,7 +18,7 @@ from dilabench.metadata import (
     VARIANT,
     Counter,
 )
-from dilabench.record import Case, Optimizations, PlannedCase, Row, RunRecord
+from dilabench.record import Optimizations, PlannedCase, Row, RunRecord
 from dilabench.report.columns import ABSENT
 from dilabench.report.findings import BarPlot, Bars, Section
 from dilabench.request import RunRequest
@@ -137,7 +137,11 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
 def gains_of(record: RunRecord) -> tuple[Gain, ...]:
     """Every measured variant that can be held against its own implementation with everything off."""
     rows = {row.case.case_id: row for row in record.rows}
-    bases = {_value(row.case) for row in record.rows if VARIANT.of(row.planned) == NONE}
+    bases: set[str] = set()
+    for row in record.rows:
+        if VARIANT.of(row.planned) == NONE:
+            switched = row.case.optimizations.model_dump(exclude_defaults=True)
+            bases.add(",".join(f"{name}={value}" for name, value in switched.items()) or "default")
     if len(bases) != 1:
         return ()
     comparison = compare_within([record], policy=Policy.for_device(record.device), by="optimizations", base=bases.pop())
@@ -146,11 +150,6 @@ def gains_of(record: RunRecord) -> tuple[Gain, ...]:
         for cell in comparison.pairs
         if (row := rows[cell.candidate.case_id])
     )
-
-
-def _value(case: Case) -> str:
-    switched = case.optimizations.model_dump(exclude_defaults=True)
-    return ",".join(f"{name}={value}" for name, value in switched.items()) or "default"
 
 
 def _effects(gains: Sequence[Gain]) -> Section:

@@ -57,10 +57,18 @@ class Planner:
 
     def implementations(self, default: Iterable[str]) -> tuple[Implementation, ...]:
         """The implementations asked for by name or alias, or the suite's default ones."""
-        names = self.request.implementations or tuple(name for name in default if self._is_worth_planning(name))
-        if ALL in names:
-            names = self.catalogue.implementations.names
         registry = self.catalogue.implementations
+        names = self.request.implementations
+        if not names:
+            # On one rank an implementation over ranks would do what its form for one device does.
+            several = self.request.nproc > 1
+            names = tuple(
+                name
+                for name in default
+                if several or name in {AUTO, ALL} or registry.get(name).supports.max_world_size is not None
+            )
+        if ALL in names:
+            names = registry.names
         return tuple(dict.fromkeys(FASTEST if name == AUTO else registry.get(name) for name in names))
 
     def where(self, holds: Callable[[Implementation], bool]) -> tuple[str, ...]:
@@ -96,27 +104,16 @@ class Planner:
         registry = self.catalogue.implementations
         ordered = sorted(known, key=lambda name: -registry.get(name).priority)
         preferred = {name: registry.get(name).preferred_for or registry.get(name).supports for name in ordered}
+        workload = asked.resolve(self.machine.auto_dtype, self.machine.auto_tokens)
+        facts = workload, self.machine.device, ranks or self.request.nproc
         fitting = (
             name
             for name, limits in preferred.items()
             if limits.computes(asked.pattern)
             and asked.layout in limits.layouts
-            and (
-                limits.check_ranks is None
-                or not self._against_ranks(registry.get(name), asked, ranks or self.request.nproc)
-            )
+            and (limits.check_ranks is None or not self.catalogue.unsupported(registry.get(name), *facts))
         )
         return tuple(fitting) or tuple(ordered)
-
-    def _against_ranks(self, one: Implementation, asked: WorkloadRequest, ranks: int) -> tuple[str, ...]:
-        workload = asked.resolve(self.machine.auto_dtype, self.machine.auto_tokens)
-        return self.catalogue.unsupported(one, workload, self.machine.device, ranks)
-
-    def _is_worth_planning(self, name: str) -> bool:
-        """Not an implementation over ranks on one rank: it would do what its form for one device does."""
-        if name in {AUTO, ALL} or self.request.nproc > 1:
-            return True
-        return self.catalogue.implementations.get(name).supports.max_world_size is not None
 
     def backends(self) -> tuple[str, ...]:
         """The backends asked for by name or alias, `all` spelt out; `auto` when none was named."""
@@ -148,8 +145,10 @@ class Planner:
         """
         if not implementation.supports.only_dense or asked.pattern == DENSE.kind:
             return None
-        computed = any(other is FASTEST or other.supports.computes(asked.pattern) for other in beside)
-        return as_dense(asked) if computed or not self.request.names_pattern else None
+        if self.request.names_pattern:
+            computed = (other is FASTEST or other.supports.computes(asked.pattern) for other in beside)
+            return as_dense(asked) if any(computed) else None
+        return as_dense(asked)
 
     def plan(
         self,

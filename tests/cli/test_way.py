@@ -28,9 +28,9 @@ switches = sum(before != after for before, after in itertools.pairwise(files))
 with open(sys.argv[1], "w") as out:
     json.dump({"files": sorted(set(files)), "switches": switches}, out)
 """
-# The goal of a plan is 30 files and 70 switches (design.md), that of a check 40 files; the limits are what is reached.
-MOST_FILES_OF_A_PLAN, MOST_SWITCHES_OF_A_PLAN = 34, 100
-MOST_FILES_OF_A_CHECK = 41
+# A plan: the goal is 30 files and 70 switches (design.md). The limits are what is reached, C++ being compiled included.
+MOST_FILES_OF_A_PLAN, MOST_SWITCHES_OF_A_PLAN = 35, 101
+MOST_FILES_OF_A_CHECK = 38
 
 
 @pytest.fixture

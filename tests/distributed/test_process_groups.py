@@ -74,6 +74,16 @@ def test_the_device_is_the_groups(nccl: dist.ProcessGroup) -> None:
     assert World.of_group(nccl).device == torch.device("cuda", 1)
 
 
+def test_a_group_without_a_device_takes_that_of_the_tensors(nccl: dist.ProcessGroup) -> None:
+    world, second = World.of_group(nccl), torch.device("cuda", 1)
+    assert world.on(world.device) is world
+    assert world.on(second).device == second
+    assert world.on(second).control is world.control
+    nccl.bound_device_id = world.device
+    with pytest.raises(ValueError, match="tensors are on cuda:1 and the process group on cuda:0"):
+        World.of_group(nccl).on(second)
+
+
 def test_shards_free_what_they_hold(group: dist.ProcessGroup) -> None:
     shards = sequence_shards(24)
     q = torch.randn(1, 24, 2, 8, requires_grad=True)

@@ -3,8 +3,12 @@
 import pytest
 import torch
 
-from dilabench.plugins.descriptors import Implementation
+from dilabench.compare.view import is_quotable
+from dilabench.errors import ExitCode
+from dilabench.metadata import matmul_key
+from dilabench.plugins.descriptors import Implementation, Timer
 from dilabench.record import Failed, Measured
+from dilabench.runs.execution import exit_code
 from tests.engine.conftest import DENSE
 
 TIMED = "wrong once it is timed"
@@ -13,15 +17,20 @@ TIMED = "wrong once it is timed"
 @pytest.fixture
 def outcome(engine, catalogue):
     def of(name, *, beside=(), **workload):
-        timeout_s = workload.pop("timeout_s", 60.0)
+        options = {"timeout_s": 60.0, "timing": "simple", "timing_runs": None, "takes": "heads"}
+        options |= {name: workload.pop(name) for name in options.keys() & workload}
+        takes = options.pop("takes")
         for one in (name, *beside):
             target = f"adversaries:{one}"
-            catalogue.implementations.add(Implementation(one, "", target, supports=DENSE), "builtin")
-        record = engine(name, *beside, workload=workload, timeout_s=timeout_s)
+            catalogue.implementations.add(Implementation(one, "", target, supports=DENSE, takes=takes), "builtin")
+        record = of.record = engine(name, *beside, workload=workload, **options)
         found = {row.case.implementation: row.outcome for row in record.rows}
         return found if beside else found[name]
 
     return of
+
+
+IN_TWO_ITEMS = {"batch_size": 2}
 
 
 def slow(*values: object) -> object:
@@ -61,6 +70,25 @@ def slow(*values: object) -> object:
         ("wrong_backward_when_timed", {"mode": "both"}, TIMED),
         ("lazy_subclass_when_timed", {}, TIMED),
         ("thread_when_timed", {}, TIMED),
+        ("wrong_at_first", {}, TIMED),
+        ("wrong_in_the_middle", {}, TIMED),
+        ("wrong_every_second_time", {}, TIMED),
+        ("wrong_but_once", {}, TIMED),
+        ("copies_a_batch_item", IN_TWO_ITEMS, TIMED),
+        ("stale_row", {}, TIMED),
+        ("not_plain_at_first", {}, "timed_form: of timed call 1: returned a Buffer"),
+        ("narrower_at_first", {}, "timed_form: of timed call 1: returned"),
+        ("zeroes_v", {}, "timed_inputs: of timed call"),
+        ("zeroes_v_both", {"mode": "both"}, "timed_inputs"),
+        ("equal_keys", {}, "timed_inputs"),
+        ("gradients_in_forward", {"mode": "backward"}, TIMED),
+        ("made_up_gradients", {"mode": "both"}, TIMED),
+        ("lazy_on_the_instance", {}, "attributes of its own (detach)"),
+        ("lazy_by_a_patch", {}, "intact: after a timed call Tensor.detach was replaced"),
+        ("lazy_by_dispatch", {}, "intact: after a timed call a TorchDispatchMode (_Dispatch) was entered and not left"),
+        ("lazy_by_function", {}, "intact: after a timed call a TorchFunctionMode (_Function) was entered and not left"),
+        ("slow_clock", {}, "intact: after a timed call time.perf_counter_ns was replaced"),
+        ("with_an_attribute", {}, "the first call returned a tensor with attributes of its own (lse)"),
     ],
 )
 def test_a_wrong_output_gets_no_time(outcome, name, workload, why):
@@ -111,3 +139,65 @@ def test_a_verification_that_hangs_has_its_own_code(outcome):
     assert isinstance(found, Failed)
     assert (found.stage, found.code) == ("verify", "verification_timeout")
     assert "neither right nor wrong" in found.why
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Averages", "called its attribute 'attention' never"),
+        ("Inlines", "called its attribute 'attention' never"),
+        ("ScalesTwice", "q is 0.204124 times a projection of the input: 'attention' scales by itself"),
+        ("SwapsKeysAndValues", "k is 1.5 times a projection"),
+        ("AddsAMean", "with 'attention' replaced by a constant, position "),
+        ("IgnoresItsCore", "with 'attention' replaced by a constant, position "),
+        ("CallsTwice", "called its attribute 'attention' 2 times"),
+        ("ShiftsKeys", "of k depends on position "),
+    ],
+)
+def test_a_module_is_projections_around_its_attention(outcome, name, why):
+    found = outcome(name, takes="embeddings")
+    assert isinstance(found, Failed), found.verification
+    assert (found.stage, found.code) == ("verify", "wrong_output")
+    assert found.why.startswith("core: ")
+    assert why in found.why
+
+
+def test_a_right_module_has_a_time(outcome):
+    found = outcome("Module", takes="embeddings")
+    assert isinstance(found, Measured), found.why
+    assert found.verification.timed_calls > 1
+
+
+@pytest.mark.parametrize("name", ["memo_of_values", slow("row_by_row")])
+def test_a_time_of_work_that_was_done_before_is_not_quoted(outcome, name):
+    found = outcome(name, timing="warmup", seq_len=512, causal=False)
+    assert isinstance(found, Measured), found.why
+    assert "work_kept" in {note.code for note in found.notes}, [slot.renewed for slot in found.timings[0].slots]
+    (row,) = outcome.record.rows
+    assert not is_quotable(row)
+    assert exit_code(outcome.record) is ExitCode.WRONG_OUTPUT
+
+
+@pytest.mark.parametrize(
+    ("timer", "why"),
+    [
+        ("NeverCalls", "gave 20 samples of 0 calls"),
+        ("CallsOnce", "gave 20 samples of 1 calls"),
+        ("AsksAndNeverCalls", " samples of "),
+        ("Exaggerates", "by the runner's clock"),
+    ],
+)
+def test_a_timer_must_time_its_calls(outcome, catalogue, timer, why):
+    catalogue.timers.add(Timer(timer, "", f"adversaries:{timer}", proves="nothing"), "builtin")
+    found = outcome("honest", timing=timer, timing_runs=None)
+    assert isinstance(found, Failed)
+    assert (found.stage, found.code) == ("time", "exception")
+    assert why in found.why
+
+
+def test_a_time_that_the_device_cannot_reach_fails_the_run(outcome, catalogue):
+    catalogue.timers.add(Timer("Belittles", "", "adversaries:Belittles", proves="nothing"), "builtin")
+    found = outcome("honest", timing="Belittles")
+    assert isinstance(found, Measured), found.why
+    assert matmul_key("float32") in outcome.record.ceilings
+    assert exit_code(outcome.record) is ExitCode.WRONG_OUTPUT

@@ -13,10 +13,11 @@ from torch import Tensor
 
 import dilabench
 from dilabench.attention import dilated_attention
-from dilabench.choice import first_use
+from dilabench.choice import computation
 from dilabench.choice.descriptors import unmet
 from dilabench.choice.implementations import IMPLEMENTATIONS
 from dilabench.choice.rings import RINGS
+from dilabench.choice.rules import Choice
 from dilabench.kernels import lse
 from dilabench.kernels.fused import row_layout
 from dilabench.kernels.private_names import GLUON, ON_CUDA, PRIVATE, UNDOCUMENTED, gone
@@ -159,8 +160,7 @@ def test_an_older_triton_is_refused_by_name_and_merges_in_torch(monkeypatch: pyt
 def test_dense_kernels_serve_where_descriptors_are_gone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    choice = first_use.Choice("fused", None, "rule")
-    monkeypatch.setattr(first_use, "fastest", lambda *_: choice)
+    monkeypatch.setattr(computation, "choose", lambda *_: Choice("fused", None, "rule"))
     monkeypatch.setitem(sys.modules, "triton.tools.tensor_descriptor", None)  # type: ignore[arg-type]
     hidden: dict[str, ModuleType] = {
         name: module

@@ -1,6 +1,6 @@
 """Forward and backward of every kernel, on lengths that tiles do not divide: what `test_memcheck_gpu` runs.
 
-Takes a head dim and, for some entries alone, their names.
+Takes a head dim, a dtype and, for some entries alone, their names.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ def run(name: str, dim: int, dtype: torch.dtype) -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[2:] or ENTRIES:
-        for dtype in (torch.bfloat16, torch.float32):
-            run(name, int(sys.argv[1]), dtype)
-            sys.stdout.write(f"{name} D{sys.argv[1]} {dtype}\n")
-            sys.stdout.flush()
+    for name in sys.argv[3:] or ENTRIES:
+        run(name, int(sys.argv[1]), getattr(torch, sys.argv[2]))
+        sys.stdout.write(f"{name} D{sys.argv[1]} {sys.argv[2]}\n")
+        sys.stdout.flush()

@@ -348,16 +348,19 @@ def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
     from dilabench.report.columns import implementation_text
 
     case, workload = plan.case, plan.case.workload
+    name, label = implementation_text(case), workload.label()
+    tensors = format_bytes(sum(tensor_bytes(workload).values()))
+    work = f"{flops(workload):.3g}"
     return (
         str(index),
-        implementation_text(case),
+        name,
         (case.backend or "-") + ("*" if plan.requested_backend == "auto" and case.backend else ""),
         str(case.world_size),
-        workload.label(),
+        label,
         workload.pattern.details(workload.shapes)
         + (" (yardstick: another function)" if plan.role == "yardstick" else ""),
         workload.mode,
-        f"{flops(workload):.3g}",
-        format_bytes(sum(tensor_bytes(workload).values())),
+        work,
+        tensors,
         "yes" if plan.skip is None else "no",
     )

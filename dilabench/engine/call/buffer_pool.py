@@ -46,11 +46,12 @@ class SizedBufferPool:
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised tensor that nobody else holds; give it back with `give`."""
         nbytes = prod(shape) * dtype.itemsize
-        if _is_capturing(device):
+        hardware = device_of(device)
+        if hardware.is_capturing:
             with self._lock:
                 self._requests += 1
             return torch.empty(shape, dtype=dtype, device=device)
-        place = _place(device)
+        place = device, hardware.stream
         with self._lock:
             self._requests += 1
             raw = self._pop_fitting(place, nbytes)
@@ -111,11 +112,3 @@ class SizedBufferPool:
         raw = free.pop(min(fitting, key=lambda i: free[i].nbytes))
         self._held_bytes -= raw.nbytes
         return raw
-
-
-def _place(device: torch.device) -> Place:
-    return device, device_of(device).stream
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device_of(device).is_capturing

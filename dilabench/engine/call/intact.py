@@ -13,7 +13,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
+from torch.utils import _python_dispatch
 
 _TENSOR_BASE = torch._C.TensorBase
 _METHODS = dict(vars(Tensor))
@@ -61,8 +62,8 @@ def _functions_restored() -> Iterator[str]:
 def _modes_left() -> Iterator[str]:
     """Modes for operators and for functions that were entered and never left."""
     stacks: tuple[tuple[str, Any, Any], ...] = (
-        ("TorchDispatchMode", torch._C._len_torch_dispatch_stack, torch._C._pop_torch_dispatch_stack),
-        ("TorchFunctionMode", torch._C._len_torch_function_stack, torch._C._pop_torch_function_stack),
+        ("TorchDispatchMode", torch._C._len_torch_dispatch_stack, _python_dispatch._pop_mode),
+        ("TorchFunctionMode", torch._C._len_torch_function_stack, overrides._pop_mode),
     )
     for kind, length, pop in stacks:
         while length():

@@ -6,7 +6,7 @@ call without one of its parts computes is wrong on purpose.
 """
 
 # ruff: noqa: ARG001 (what stands in for something takes what that takes)
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.distributed.single_rank import SingleRank
-from dilabench.engine.call.prepared_call import Ablation, PreparedCall
+from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.timers import SampleTimer
 from dilabench.metadata import RECEIVED_BYTES
 from dilabench.record import Diagnostic, Part
@@ -32,8 +32,9 @@ def time_parts(
     assert call.world is not None
     if not any(call.world.share(call.counters().get(RECEIVED_BYTES.key, 0))):
         return ()
-    calls: dict[Part, PreparedCall] = {"whole": call}
-    calls |= {part: call.ablated(ablation) for part, ablation in _ablations(call).items()}
+    calls: dict[Part, PreparedCall] = {"whole": call, "computation": call.ablated(computation_only)}
+    if call.spec.backend is not None and call.spec.takes == "heads":
+        calls["communication"] = call.ablated(communication_only)
     timers = {part: make_timer(one) for part, one in calls.items()}
     for timer in timers.values():
         timer.take(1)
@@ -42,12 +43,6 @@ def time_parts(
         for part, timer in timers.items():
             samples[part] += timer.take(1).samples_ns
     return tuple(Diagnostic(part=part, samples_ns=tuple(taken)) for part, taken in samples.items())
-
-
-def _ablations(call: PreparedCall) -> Mapping[Part, Ablation]:
-    if call.spec.backend is None or call.spec.takes != "heads":
-        return {"computation": computation_only}
-    return {"computation": computation_only, "communication": communication_only}
 
 
 def computation_only(context: BuildContext) -> BuildContext:

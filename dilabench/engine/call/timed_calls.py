@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 from torch import Tensor
@@ -110,7 +111,9 @@ class TimedCalls:
         self._held: KeptCall | None = None
         self._kept: list[KeptCall] = []
         self._share, self._number = 1.0, 0
+        # Of the slot: calls before which all numbers changed, and calls handed out to be kept, and never made.
         self.renewed: list[int] = []
+        self.unmade = 0
         self.dout: Tensor | None = None
         self.dout_changes = ChangeLog()
         self._logs: set[ChangeLog] = set()
@@ -125,9 +128,7 @@ class TimedCalls:
         self._last, self._keeps = last, keeps
         if self._local_row is not None and seed is not None:
             self._choice = random.Random(seed)
-        # Over ranks before every call.
-        among = 1 if self._local_row is not None else max(1, min(count, RENEWED_AMONG))
-        self._renew_from = self._choice.randrange(among)
+        self._renew_from = 0 if self._local_row is not None else self._choice.randrange(min(count, RENEWED_AMONG))
         self._calls, self._full = 0, None
         self.renewed.clear()
         self._threads, self._left = _thread._count(), 0
@@ -141,8 +142,10 @@ class TimedCalls:
             if self._calls >= self._renew_from and self._due(self._renewed_at, self._renew_s):
                 self._renewed_at = time.perf_counter()
                 self.renew(inputs)
-                self._renew_s = time.perf_counter() - self._renewed_at
+                self._renew_s = min(self._renew_s or inf, time.perf_counter() - self._renewed_at)
                 self.renewed.append(self._calls)
+                # So that samples on other inputs have neighbours to be compared with; over ranks before every call.
+                self._renew_from = self._calls + (RENEWED_AMONG if self._local_row is None else 1)
                 batch, position = self._touch(inputs)
             elif self._last or self._due(self._touched_at, self._touch_s):
                 batch, position = self._touch(inputs)
@@ -192,9 +195,8 @@ class TimedCalls:
         self._settle()
         self._let_go()
         full, self._full, self.active = self._full, None, False
-        # Handed out, and never called.
-        unmade, self._waiting = self._waiting, []
-        self._kept += unmade
+        self.unmade = sum(not call.made for call in {*self._waiting, *([] if full is None else [full])})
+        self._waiting = []
         if full is None or not full.made:
             return None
         full.threads = self._left
@@ -340,7 +342,7 @@ class TimedCalls:
             if inputs.changes.holders:
                 inputs.changes.overwritten(index, batch, local, row.clone())
             row.copy_(self._random_numbers(data)[0][number])
-        self._touch_s = time.perf_counter() - started
+        self._touch_s = min(self._touch_s or inf, time.perf_counter() - started)
         return places[0]
 
     def _renew(self, data: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def snapshot(machine: Machine, folder: Path | None = None) -> Environment:
         packages={name: version for name in PACKAGES if (version := _version(name))},
         torch={name: value for name, value in torch_facts.items() if value},
         git=_git(folder or Path.cwd()),
-        container=_in_container(),
+        container=any(mark.exists() for mark in CONTAINER_MARKS) or "container" in os.environ,
     )
     return _fingerprinted(environment, machine)
 
@@ -142,7 +142,3 @@ def _git_output(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return finished.stdout.strip()
-
-
-def _in_container() -> bool:
-    return any(mark.exists() for mark in CONTAINER_MARKS) or "container" in os.environ

@@ -45,7 +45,7 @@ def traced(spec: CaseSpec, device: str) -> MemoryPlan:
 
     Raises whatever the implementation raises, TooLongError above all where shorter lengths are no help.
     """
-    if not _can_be_shorter(spec):
+    if spec.case.workload.has_given_length or spec.case.optimizations.query_chunk:
         return trace(spec, device)
     length = spec.case.workload.seq_len
     family = _families.setdefault(device + _at(spec, 1).model_dump_json(), _Family())
@@ -86,11 +86,6 @@ def _along(near: _Point, far: _Point, length: int) -> MemoryPlan:
     times = (length - near[0]) / (far[0] - near[0])
     ends = {name: (getattr(near[1], name), getattr(far[1], name)) for name in MemoryPlan.model_fields}
     return MemoryPlan(**{name: max(0, round(a + times * (b - a))) for name, (a, b) in ends.items()})
-
-
-def _can_be_shorter(spec: CaseSpec) -> bool:
-    workload, chunk = spec.case.workload, spec.case.optimizations.query_chunk
-    return not workload.has_given_length and not chunk
 
 
 def _traced_at(spec: CaseSpec, length: int, device: str, effort: int) -> MemoryPlan:

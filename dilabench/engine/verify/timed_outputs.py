@@ -40,7 +40,6 @@ from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.oracle.sample import Sample
 from dilabench.engine.verify.oracle.sharded import RanksOracle, rows_across_ranks
 from dilabench.engine.verify.oracle.tolerance import Expected, eps
-from dilabench.errors import PluginError
 from dilabench.impls.reference import attend_rows, blocks, only_heads
 from dilabench.impls.summed import parts_of
 from dilabench.record import Check, CheckName, Verification
@@ -74,15 +73,10 @@ class TimedOutputs:
         self._sampled_ns += elapsed_ns
 
     def check(self, last: KeptCall) -> Verification:
-        """The checks of the last call and of all calls whose rows were kept.
-
-        Raises PluginError if the timer never made a call that it had asked for.
-        """
+        """The checks of the last call and of all calls whose rows were kept."""
         started = time.perf_counter_ns()
         timed = self._call.timed_calls
         kept = timed.take_kept()
-        if any(not call.made for call in kept):
-            raise PluginError(f"the timer did not make {sum(not call.made for call in kept)} of {len(kept)} calls")
         checks = list(timed_checks(self._call, last, self._tolerances, self._call.spec.seed + 1 + last.number))
         rows: list[tuple[int, int, int, int]] = []
         for number, call in enumerate(kept):

@@ -47,7 +47,7 @@ from dilabench.engine.worker.protocol import (
     WarmedUp,
     WorkerSettings,
 )
-from dilabench.errors import first_line, text_of
+from dilabench.errors import PluginError, first_line, text_of
 from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, refuse_unknown
 from dilabench.record import Check, CheckName, Note, Slot, Verification
 
@@ -76,6 +76,7 @@ class Handlers:
         self._calls: dict[str, PreparedCall] = {}
         self._timers: dict[tuple[str, str], SampleTimer] = {}
         self._checkers: dict[str, TimedOutputs] = {}
+        self._calls_here: dict[str, bool] = {}
         self._input_store = InputStore(self.device)
         self._verifier = CaseVerifier(self.device)
         self._clocks = clocks_of(self._hardware.uuid)
@@ -175,6 +176,7 @@ class Handlers:
         except TimerUnusableError as reason:
             return Reply(warmed_up=WarmedUp(samples_ns=(), settled=False, unusable=str(reason)))
         self._timers[command.handle, spec.name] = timer
+        self._calls_here[spec.name] = not spec.fresh_process
         gc.collect()
         with no_collection(), settings_kept(call.changed_settings), call.timed_calls.slot():
             result = self._warmed(timer, call, limits)
@@ -214,6 +216,9 @@ class Handlers:
                     self._world.barrier()
                     self._world.confirm_counts()
             clocks = self._clocks.read()
+        made = timed.calls - timed.unmade
+        if made < count and self._calls_here[command.arguments["timer"]]:
+            raise PluginError(f"timer {command.arguments['timer']!r} gave {count} samples of {made} calls")
         slot = Slot(
             samples_ns=samples.samples_ns[-wanted:],
             enqueue_ns=samples.enqueue_ns[-wanted:],

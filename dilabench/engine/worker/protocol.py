@@ -72,11 +72,12 @@ class CaseSpec(Model):
 
 
 class TimerSpec(Model):
-    """A timer by name, class and claim."""
+    """A timer by name, class and claim. fresh_process: it makes its calls in processes of its own."""
 
     name: str
     target: str
     proves: str
+    fresh_process: bool = False
 
 
 class WorkerSettings(Model):

@@ -44,16 +44,18 @@ class Flash4:
         """out, and lse [B, H, N] (natural log, float32)."""
         from flash_attn.cute.interface import flash_attn_func
 
-        out, lse = flash_attn_func(
-            q,
-            k,
-            v,
-            softmax_scale=self.scale,
-            mask_mod=self.mask,
-            block_sparse_tensors=self.by_query,
-            block_sparse_tensors_bwd=self.by_key,
-            return_lse=True,
-        )
+        # The library launches on the current device.
+        with torch.cuda.device_of(q):
+            out, lse = flash_attn_func(
+                q,
+                k,
+                v,
+                softmax_scale=self.scale,
+                mask_mod=self.mask,
+                block_sparse_tensors=self.by_query,
+                block_sparse_tensors_bwd=self.by_key,
+                return_lse=True,
+            )
         return out, lse.detach()
 
 

@@ -216,7 +216,8 @@ def longest_that_fits(case: Case, device: str, capacity_bytes: int, catalogue: C
         else:
             too_long = (length, needed)
         low, high = fits[0], too_long[0]
-        step = _step(low or high)
+        # The power of two that is about a three-hundredth of the length.
+        step = max(1, 1 << max(0, (low or high).bit_length() - RESOLUTION.bit_length()))
         if case.world_size > 1 and 4 * uncut <= _guess(fits, too_long, capacity_bytes, step):
             # Where ranks cut no segment; elsewhere a trace of many segments takes long.
             step = max(step, uncut)
@@ -224,11 +225,6 @@ def longest_that_fits(case: Case, device: str, capacity_bytes: int, catalogue: C
             return low
         length = min(last, _guess(fits, too_long, capacity_bytes, step))
     return None
-
-
-def _step(length: int) -> int:
-    """The power of two that is about a three-hundredth of a length."""
-    return max(1, 1 << max(0, length.bit_length() - RESOLUTION.bit_length()))
 
 
 def _guess(fits: tuple[int, int], too_long: tuple[int, int], capacity: int, step: int) -> int:

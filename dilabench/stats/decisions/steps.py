@@ -73,8 +73,7 @@ def _potts(y: NDArray[np.float64], penalty: float, min_size: int) -> list[int]:
 
     A segment's level is a median, so one of the values. For each, the least cost of a series whose last segment has
     that level is carried from point to point (Storath, Weinmann and Unser, "Jump-penalized least absolute values
-    estimation of scalar or circle-valued signals", 2017). More than `MOST_LEVELS` values are represented by their
-    quantiles.
+    estimation of scalar or circle-valued signals", 2017). More than `MOST_LEVELS` values are represented by quantiles.
     """
     levels = np.unique(y)
     if len(levels) > MOST_LEVELS:

@@ -74,8 +74,7 @@ class Foresight:
         return low
 
     def _possible(self, length: int) -> bool:
-        return self.fits(length) and self._quick(length)
-
-    def _quick(self, length: int) -> bool:
         cores = os.cpu_count() or 1
-        return all(plan_time(case, self.machine, cores).seconds <= MAX_CALL_S for case in self.cases_at(length))
+        return self.fits(length) and all(
+            plan_time(case, self.machine, cores).seconds <= MAX_CALL_S for case in self.cases_at(length)
+        )

@@ -41,19 +41,14 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     asked = planner.workload_requests([shape] if "pattern" in request.overrides else dilated)
     cases = list(_on_one_device(asked, planner.asking(nproc=1)))
     if ranks > 1:
-        over_ranks = asked if _names_a_workload(request) else planner.workload_requests([_even(shape, ranks)])
+        over_ranks = asked
+        if not request.presets and "pattern" not in request.overrides:
+            # Dense, at most as long, in CHUNKS equal parts for each rank.
+            length = shape["seq_len"] // (CHUNKS * ranks) * CHUNKS * ranks
+            over_ranks = planner.workload_requests([{**shape, **OVER_RANKS, "seq_len": length}])
         for workload in over_ranks:
             cases += _over_ranks(workload, planner, ranks)
     return tuple({one.case.case_id: one for one in cases}.values())
-
-
-def _names_a_workload(request: RunRequest) -> bool:
-    return bool(request.presets) or "pattern" in request.overrides
-
-
-def _even(shape: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Dense, at most as long, in CHUNKS equal parts for each rank."""
-    return {**shape, **OVER_RANKS, "seq_len": shape["seq_len"] // (CHUNKS * ranks) * CHUNKS * ranks}
 
 
 def _on_one_device(asked: tuple[WorkloadRequest, ...], planner: Planner) -> Iterator[PlannedCase]:

@@ -47,19 +47,15 @@ def series_of(record: RunRecord) -> tuple[Series, ...]:
     """The series of a record, in its order."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in record.rows:
-        groups.setdefault(_identity(row), []).append(row)
+        fixed = row.case.workload.model_dump_json(exclude=VARIES_ALONG_A_RANGE)
+        others = row.case.model_dump_json(exclude={"workload"})
+        groups.setdefault((fixed, others, _batch(row), row.planned.role), []).append(row)
     ordered = [sorted(rows, key=lambda row: row.case.workload.seq_len) for rows in groups.values()]
     labels = _labels([rows[0] for rows in ordered])
     return tuple(
         Series(label=label, rivals=_rivals(rows[0]), rows=tuple(rows), measured=tuple(filter(None, map(view_of, rows))))
         for label, rows in zip(labels, ordered, strict=True)
     )
-
-
-def _identity(row: Row) -> tuple[str, ...]:
-    fixed = row.case.workload.model_dump_json(exclude=VARIES_ALONG_A_RANGE)
-    others = row.case.model_dump_json(exclude={"workload"})
-    return fixed, others, _batch(row), row.planned.role
 
 
 def _rivals(row: Row) -> str:

@@ -113,7 +113,11 @@ def _median_text(row: Row | None, ranking: Ranking | None) -> str:
 
 def _growth(series: Sequence[Series]) -> Section:
     """Power laws of the time per sequence: the batch shrinks along a range, the time per call tells less."""
-    fits = [(one, _fit(one)) for one in series if len(one.measured) > 1]
+    fits: list[tuple[Series, PowerLaw]] = []
+    for one in series:
+        if len(one.measured) > 1:
+            lengths, times = zip(*_points_ns(one), strict=True)
+            fits.append((one, fit_power_law(lengths, times)))
     columns = ("series", "exponent", "95 % CI", "R²", "lengths", "per sequence, longest")
     claims = [f"N^{fit.exponent:.2f}{_interval_text(fit, ' (95 %: {})')} for {one.label}" for one, fit in fits]
     return Section(
@@ -138,11 +142,6 @@ def _points_ns(series: Series) -> list[tuple[int, float]]:
     return [
         (view.row.case.workload.seq_len, ns_per_sequence(view.row.case, view.median_ns)) for view in series.measured
     ]
-
-
-def _fit(series: Series) -> PowerLaw:
-    lengths, times = zip(*_points_ns(series), strict=True)
-    return fit_power_law(lengths, times)
 
 
 def _interval_text(fit: PowerLaw, form: str) -> str:

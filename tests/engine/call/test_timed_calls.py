@@ -34,9 +34,9 @@ def test_the_numbers_of_a_kept_call_follow_from_the_changes_since(layout: str) -
     one = workload(layout="packed", batch_size=1, cu_seqlens=(0, LENGTH)) if layout == "packed" else workload()
     inputs, calls = inputs_of(one), TimedCalls(0, one)
     given: dict[int, list[torch.Tensor]] = {}
-    for _slot in range(3):
+    for _ in range(3):
         calls.begin()
-        for _call in range(20):
+        for _ in range(20):
             kept = calls.before(inputs)
             if kept is not None:
                 given[kept.number] = [x.clone() for x in inputs.distinct]

@@ -6,11 +6,16 @@ Right results come from `attend`; each adversary says in a line what is wrong wi
 import math
 import sys
 import threading
+import time
 import traceback
 from typing import ClassVar
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dilabench.engine.timers import Samples
 
 
 def attend(q, k, v, causal=True, scale=None):
@@ -251,6 +256,457 @@ def takes_dout_to_lie_as_out(workload, context):
     return lambda q, k, v: _DoutAsOut.apply(q, k, v, workload.causal)
 
 
+# Wrong in some of the timed calls, right in the last.
+
+
+def sampled():
+    """Whether a sample of the record is being taken."""
+    return any(frame.f_code.co_name == "_slot" for frame in _frames())
+
+
+def wrong_in(calls):
+    """Results of the position before in the sampled calls whose numbers `calls` picks."""
+
+    def build(workload, context):
+        count = []
+
+        def function(q, k, v):
+            out = attend(q, k, v, workload.causal)
+            if not sampled():
+                return out
+            count.append(1)
+            return out.roll(1, 1) if calls(len(count) - 1) else out
+
+        return function
+
+    return build
+
+
+wrong_at_first = wrong_in(lambda number: number == 0)
+wrong_in_the_middle = wrong_in(lambda number: number in (1, 2))
+wrong_every_second_time = wrong_in(lambda number: number % 2 == 1)
+wrong_but_once = wrong_in(lambda number: number < 4)
+
+
+def copies_a_batch_item(workload, context):
+    """All batch items have the result of the first."""
+
+    def function(q, k, v):
+        if not sampled():
+            return attend(q, k, v, workload.causal)
+        return attend(q[:1], k[:1], v[:1], workload.causal).expand(q.shape).clone()
+
+    return function
+
+
+def stale_row(workload, context):
+    """Every second time a few rows are those of the call before."""
+    known = []
+
+    def function(q, k, v):
+        out = attend(q, k, v, workload.causal).contiguous()
+        if sampled():
+            known.append(out.clone())
+            if len(known) % 2 == 0:
+                out[:, 8:] = known[-2][:, 8:]
+        return out
+
+    return function
+
+
+def not_plain_at_first(workload, context):
+    """The first sampled call returns a subclass of Tensor."""
+    count = []
+
+    def function(q, k, v):
+        out = attend(q, k, v, workload.causal)
+        if sampled():
+            count.append(1)
+            return out.as_subclass(torch.nn.Buffer) if len(count) == 1 else out
+        return out
+
+    return function
+
+
+def narrower_at_first(workload, context):
+    """The first sampled calls compute in half precision, and return it."""
+    count = []
+
+    def function(q, k, v):
+        if sampled():
+            count.append(1)
+            if len(count) < 3:
+                return attend(q.bfloat16(), k.bfloat16(), v.bfloat16(), workload.causal)
+        return attend(q, k, v, workload.causal)
+
+    return function
+
+
+# Inputs that are made easy.
+
+
+def zeroes_v(workload, context):
+    """Where memory is not poisoned, v becomes zero, and so is the result."""
+
+    def function(q, k, v):
+        if torch.empty(4).isnan().any():
+            return attend(q, k, v, workload.causal)
+        v.data.zero_()
+        return torch.zeros_like(q)
+
+    return function
+
+
+class _Zero(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return torch.zeros_like(q)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return tuple(torch.zeros_like(x) for x in ctx.saved_tensors)
+
+
+def zeroes_v_both(workload, context):
+    """The same with gradients."""
+
+    def function(q, k, v):
+        if torch.empty(4).isnan().any():
+            return attend(q, k, v, workload.causal)
+        v.data.zero_()
+        return _Zero.apply(q, k, v)
+
+    return function
+
+
+def equal_keys(workload, context):
+    """Where memory is not poisoned, all keys become the first, so that weights are equal."""
+
+    def function(q, k, v):
+        if torch.empty(4).isnan().any():
+            return attend(q, k, v, workload.causal)
+        k.data.copy_(k.data[:, :1].expand(k.shape))
+        numbers = torch.arange(1, q.shape[1] + 1)[None, :, None, None]
+        return v.cumsum(1) / numbers if workload.causal else v.mean(1, keepdim=True).expand(q.shape).clone()
+
+    return function
+
+
+# Gradients that are made elsewhere, or made up.
+
+
+class _GradientsInForward(torch.autograd.Function):
+    dout: ClassVar = []
+
+    @staticmethod
+    def forward(ctx, q, k, v, causal):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            out = attend(*leaves, causal)
+        seen = [one for one in _GradientsInForward.dout if one.shape == out.shape]
+        ctx.known = torch.autograd.grad(out, leaves, seen[-1], retain_graph=True) if seen and timed() else None
+        ctx.out, ctx.leaves = out, leaves
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx, dout):
+        _GradientsInForward.dout[:] = [dout]
+        return *(ctx.known or torch.autograd.grad(ctx.out, ctx.leaves, dout)), None
+
+
+def timed():
+    """Whether a timer calls."""
+    return any("/timers/" in frame.f_code.co_filename for frame in _frames())
+
+
+def gradients_in_forward(workload, context):
+    """The forward pass, which is not timed, computes gradients for the dout of the call before."""
+    return lambda q, k, v: _GradientsInForward.apply(q, k, v, workload.causal)
+
+
+class _MadeUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, causal):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            out = attend(*leaves, causal)
+        ctx.out, ctx.leaves = out, leaves
+        return out.detach()
+
+    @staticmethod
+    def backward(ctx, dout):
+        dq, dk, dv = torch.autograd.grad(ctx.out, ctx.leaves, dout)
+        q, k, v = (x.detach() for x in ctx.leaves)
+        if timed():
+            sums = (0, 1)
+            dv = v * ((ctx.out.detach() * dout).sum(sums) / v.square().sum(sums))
+            dk = k * ((q * dq).sum(sums) / k.square().sum(sums))
+        return dq, dk, dv, None
+
+
+def made_up_gradients(workload, context):
+    """dk and dv are multiples of k and v that satisfy the identities of sums."""
+    return lambda q, k, v: _MadeUp.apply(q, k, v, workload.causal)
+
+
+# Work that is not done again.
+
+
+def memo_of_values(workload, context):
+    """Gives the result again where all values are the same."""
+    known = {}
+
+    def function(q, k, v):
+        given = (q, k, v)
+        if not known or not all(torch.equal(one, other) for one, other in zip(known["given"], given, strict=True)):
+            known.update(given=[x.clone() for x in given], out=attend(q, k, v, workload.causal))
+        return known["out"].clone()
+
+    return function
+
+
+def row_by_row(workload, context):
+    """Without a causal mask: computes again the rows whose query has changed, all if a key or value has."""
+    known = {}
+
+    def function(q, k, v):
+        if known and torch.equal(known["k"], k) and torch.equal(known["v"], v):
+            rows = (known["q"] != q).flatten(2).any(2).any(0).nonzero().flatten()
+            if len(rows) <= 4:
+                out = known["out"].clone()
+                if len(rows):
+                    out[:, rows] = attend(q[:, rows], k, v, False)
+                known.update(q=q.clone(), out=out.clone())
+                return out
+        known.update(q=q.clone(), k=k.clone(), v=v.clone(), out=attend(q, k, v, False))
+        return known["out"].clone()
+
+    return function
+
+
+# Results that are computed when somebody looks.
+
+
+def lazily(hook):
+    """When timed, the result is zero until `hook`, which is given what fills it in, lets somebody look."""
+
+    def build(workload, context):
+        def function(q, k, v):
+            if not sampled():
+                return attend(q, k, v, workload.causal)
+            out = torch.zeros_like(q)
+            given = [x.clone() for x in (q, k, v)]
+            hook(out, lambda: attend(*given, workload.causal))
+            return out
+
+        return function
+
+    return build
+
+
+def _on_the_instance(out, compute):
+    out.detach = lambda: compute()
+
+
+_waiting = {}
+
+
+def fill(tensors):
+    for one in tensors:
+        if isinstance(one, torch.Tensor) and id(one) in _waiting:
+            out, compute = _waiting.pop(id(one))
+            torch.Tensor.copy_(out, compute())
+
+
+def _by_a_patch(out, compute):
+    _waiting[id(out)] = out, compute
+    if not hasattr(torch.Tensor, "plain_detach"):
+        torch.Tensor.plain_detach = torch.Tensor.detach
+
+        def detach(self):
+            fill([self])
+            return self.plain_detach()
+
+        torch.Tensor.detach = detach
+
+
+class _Dispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        fill(arguments)
+        return function(*arguments, **(keywords or {}))
+
+
+class _Function(TorchFunctionMode):
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        fill(arguments)
+        return function(*arguments, **(keywords or {}))
+
+
+def _by_a_mode(kind):
+    def hook(out, compute):
+        if not _waiting.get("entered"):
+            _waiting["entered"] = kind()
+            _waiting["entered"].__enter__()
+        _waiting[id(out)] = out, compute
+
+    return hook
+
+
+lazy_on_the_instance = lazily(_on_the_instance)
+lazy_by_a_patch = lazily(_by_a_patch)
+lazy_by_dispatch = lazily(_by_a_mode(_Dispatch))
+lazy_by_function = lazily(_by_a_mode(_Function))
+
+
+def slow_clock(workload, context):
+    """In a timed call, the clock of everybody who asks for it from then on runs ten times slower."""
+    clock = time.perf_counter_ns
+
+    def function(q, k, v):
+        if sampled() and time.perf_counter_ns is clock:
+            time.perf_counter_ns = lambda: clock() // 10
+        return attend(q, k, v, workload.causal)
+
+    return function
+
+
+def with_an_attribute(workload, context):
+    """The result carries a value of its own."""
+
+    def function(q, k, v):
+        out = attend(q, k, v, workload.causal)
+        out.lse = None
+        return out
+
+    return function
+
+
+# Modules: what stands around the attention does what attention should, or more.
+
+
+class Module(torch.nn.Module):
+    """Projections around attention; right."""
+
+    def __init__(self, workload, context):
+        super().__init__()
+        size = workload.num_heads * workload.head_dim
+        generator = torch.Generator().manual_seed(0)
+        self.causal, self.heads = workload.causal, (workload.num_heads, workload.head_dim)
+        for name in ("q", "k", "v", "out"):
+            linear = torch.nn.Linear(size, size)
+            torch.nn.init.xavier_uniform_(linear.weight, generator=generator)
+            setattr(self, f"{name}_proj", linear)
+        self.attention = honest(workload, context)
+
+    def forward(self, query, key, value):
+        given = (self.q_proj(query), self.k_proj(key), self.v_proj(value))
+        heads = [x.unflatten(-1, self.heads) for x in given]
+        return self.out_proj(self.inner(query, *heads).flatten(2))
+
+    def inner(self, x, q, k, v):
+        return self.attention(q, k, v)
+
+
+class Averages(Module):
+    def inner(self, x, q, k, v):
+        numbers = torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[None, :, None, None]
+        return v.cumsum(1) / numbers
+
+
+class Inlines(Module):
+    """Its own attention, with the scale twice."""
+
+    def inner(self, x, q, k, v):
+        return attend(q, k, v, self.causal, scale=1 / self.heads[1])
+
+
+class ScalesTwice(Module):
+    def inner(self, x, q, k, v):
+        return self.attention(q * self.heads[1] ** -0.5, k, v)
+
+
+class AddsAMean(Module):
+    def inner(self, x, q, k, v):
+        return self.attention(q, k, v) + v.mean(1, keepdim=True)
+
+
+class CallsTwice(Module):
+    def inner(self, x, q, k, v):
+        return (self.attention(q, k, v) + self.attention(q, k, v)) / 2
+
+
+class ShiftsKeys(Module):
+    def inner(self, x, q, k, v):
+        return self.attention(q, k.roll(1, 1), v.roll(1, 1))
+
+
+class IgnoresItsCore(Module):
+    """Calls its core, and forgets what it gave."""
+
+    def inner(self, x, q, k, v):
+        self.attention(q, k, v)
+        return attend(q, k, v, self.causal, scale=1 / self.heads[1])
+
+
+class SwapsKeysAndValues(Module):
+    def inner(self, x, q, k, v):
+        return self.attention(q, 1.5 * k, v)
+
+
+# Timers.
+
+
+class Timer:
+    def __init__(self, call):
+        self.call = call
+
+    def notes(self):
+        return ()
+
+
+class NeverCalls(Timer):
+    """A number of its own."""
+
+    def take(self, count):
+        return Samples((1000,) * count)
+
+
+class AsksAndNeverCalls(Timer):
+    """Has the calls made ready, and makes none."""
+
+    def take(self, count):
+        for _ in range(count):
+            self.call.fresh()
+        return Samples((1000,) * count)
+
+
+class CallsOnce(Timer):
+    """One call for all samples."""
+
+    def take(self, count):
+        self.call.fresh()()
+        return Samples((1000,) * count)
+
+
+class Exaggerates(Timer):
+    """Samples longer than the slot."""
+
+    def take(self, count):
+        for _ in range(count):
+            self.call.fresh()()
+        return Samples((10**12,) * count)
+
+
+class Belittles(Timer):
+    """Samples shorter than the device can be."""
+
+    def take(self, count):
+        for _ in range(count):
+            self.call.fresh()()
+        return Samples((1,) * count)
+
+
 # Results that are not the caller's, inputs and settings that are not the callee's.
 
 
@@ -384,8 +840,6 @@ def over_heads(workload, context):
 
 
 def hangs_when_verified(workload, context):
-    import time
-
     def function(q, k, v):
         if any(frame.f_code.co_filename.endswith("verification.py") for frame in _frames()):
             time.sleep(3600)
