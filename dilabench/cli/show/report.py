@@ -1,5 +1,6 @@
 """`dilabench report`: a run record, rendered; the rows of several records, ranked per device and family."""
 
+import gc
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +70,8 @@ def report(
     reporters = [catalogue.reporters.get(name) for name in names(formats) or ["json" if as_json else "table"]]
     store, (run, *others) = Store(tell=note), runs
     records = store.records(run)
+    # They stay until the end, and may be millions of objects: nothing walks through them in search of cycles.
+    gc.freeze()
     if others or len(records) > 1:
         only_one = {"--samples": samples, "--columns": columns, "--github-summary": github_summary}
         if unheard := [option for option, value in only_one.items() if value]:
