@@ -17,7 +17,7 @@ from dilabench.impls.peers.paths import PEERS_VARIABLE, search_peer_paths
 from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.registry import PatternKind, find_kinds_with, load, register
 from dilabench.plugins import NAME, builtin, hookspecs
-from dilabench.plugins.boundary import Problem, defined, shown
+from dilabench.plugins.boundary import Problem, defined, shown, watch
 from dilabench.plugins.builtin import peers
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import (
@@ -87,6 +87,7 @@ def discover(strict: bool = False, extra: Sequence[ModuleType | object] = ()) ->
                 distribution=distribution.name if distribution else None,
                 version=distribution.version if distribution else None,
             )
+            watch()
             with found.catalogue.left_out(entry_point.name, ""):
                 _refuse_other_version(distribution)
                 _admit(found, entry_point.name, entry_point.load(), info)
