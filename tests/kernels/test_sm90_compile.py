@@ -499,7 +499,7 @@ def test_the_specialised_forward_is_given_all_its_arguments_by_both_that_call_it
     launch = sm90_forward.group_launch(
         dict.fromkeys("qkv", q), Results(q.clone(), lse), plan.groups[0], False, 0.1, config
     )
-    LaunchCache().launch("forward", [{}], lambda: [launch])
+    LaunchCache().launch("forward", [{"q": q}], lambda: [launch])
     mask = block_plan.BlockPlan(np.ones((1, 2, 2), bool), 128, 256, causal=False)
     monkeypatch.setattr(block_sparse_forward, "on_hopper", lambda _: True)
     block_sparse_forward.block_sparse_forward(q, q, q, mask, scale=0.1)
