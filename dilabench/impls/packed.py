@@ -157,7 +157,8 @@ class InTiles(_OverTokens):
     notes: tuple[Note, ...]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = self.tiles.forward(*map(self._wider, (q, k, v)))[:2]
+        q, k, v = map(self._wider, (q, k, v))
+        out, lse = self.tiles.forward(q, k, v)[:2]
         return self._narrower(out), lse
 
     def backward(
