@@ -230,12 +230,15 @@ class _Run:
         if self.driver.budget.total_s is None or len(lengths) < 2:
             return
         known = {row.case.workload.seq_len for row in self.rows.values() if isinstance(row.outcome, Measured)}
-        for length in sorted(lengths.keys() - known):
-            for group in lengths[length]:
+        open_lengths = sorted(lengths.keys() - known)
+        for place, length in enumerate(open_lengths):
+            self.driver.patience_s = self.driver.budget.remaining_s / (len(open_lengths) - place)
+            for group in sorted(lengths[length], key=lambda group: group.is_reference):
                 planned = [state.planned for state in group.states]
                 self.progress.group_started(planned[0].case.workload, planned)
                 if group.least():
                     break
+        self.driver.patience_s = 0.0
 
     def _rows_of(self, group: Sequence[PlannedCase], interleaved: WorkloadGroupRun | None) -> Iterator[Row]:
         """First the isolated cases, each in a process of its own, then the rest of the group in rounds."""

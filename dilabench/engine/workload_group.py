@@ -50,16 +50,20 @@ class WorkloadGroupRun:
             for case_plan in planned
         ]
 
+    @property
+    def is_reference(self) -> bool:
+        """Whether it has nothing but unranked references."""
+        return all(state.planned.role == "yardstick" for state in self.states)
+
     def least(self) -> bool:
         """Verify one case and take its least samples, so that its length has a row whatever the others take.
 
-        Returns False if none was measured. Methods come before references, then by the priority that `auto` goes by.
+        Returns False if none was measured. The first to be tried has the highest priority for `auto`.
         """
         driver, registry = self._driver, self._driver.catalogue.implementations
         for state in sorted(
             self.states,
             key=lambda state: (
-                state.planned.role == "yardstick",
                 self._compiles(state),
                 -registry.get(state.case.implementation).priority,
             ),

@@ -489,7 +489,7 @@ def test_throttled_slots_are_kept_and_tagged(measure):
 def measure_lengths(dense_case, keeper):
     """Three implementations at three lengths, each verified in 10 s: who was verified in order, and the rows."""
 
-    def go(budget_s, script=None):
+    def go(budget_s, script=None, with_references=False):
         lab, catalogue = Lab(script), Catalogue()
         lab.verify_s = 10.0
         for name, priority in (("first", 0), ("slow", 1), ("best", 2)):
@@ -497,6 +497,10 @@ def measure_lengths(dense_case, keeper):
         for timer in builtin.dilabench_register_timers():
             catalogue.timers.add(timer, "builtin")
         planned = [dense_case(name, seq_len=length) for length in (64, 128, 256) for name in ("first", "slow", "best")]
+        if with_references:
+            catalogue.implementations.add(Implementation("reference", "", "m:b", supports=DENSE, priority=9), "builtin")
+            references = [dense_case("reference", seq_len=length, causal=False) for length in (64, 128, 256)]
+            planned = [one.model_copy(update={"role": "yardstick"}) for one in references] + planned
         driver = Driver(
             catalogue=catalogue,
             pool=lab,
@@ -527,6 +531,13 @@ def test_every_length_gets_its_least_row_before_any_gets_its_best(measure_length
         assert sum(len(timing.samples_ns) for timing in outcomes[place].timings) >= 5
         alone = NOT_INTERLEAVED.among(outcomes[place].notes)
         assert not alone or budget_s in (35.0, 60.0)
+
+
+def test_references_are_measured_after_every_length_has_a_row(measure_lengths):
+    verified, outcomes = measure_lengths(35.0, with_references=True)
+    assert verified[:3] == ["best"] * 3
+    measured = [name for (_, name), outcome in outcomes.items() if isinstance(outcome, Measured)]
+    assert measured.count("best") == 3
 
 
 def test_another_case_gives_the_least_row_where_the_best_is_wrong(measure_lengths):
