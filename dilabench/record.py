@@ -26,6 +26,9 @@ SCHEMA_VERSION = "1.1"
 # What every output means by the time of a row (`compare.view`).
 ESTIMATOR = "median of all samples"
 
+# What the resident set of a process wanders by: threads' heaps, pages of libraries, fragments.
+PROCESS_WANDERS_BYTES, PROCESS_WANDERS_SHARE = 8 * 2**20, 0.25
+
 Stage = Literal["build", "verify", "warmup", "time", "memory", "worker"]
 Part = Literal["whole", "computation", "communication"]
 Procedure = Literal["interleaved", "isolated"]
@@ -219,7 +222,7 @@ class Verification(Model):
     `against`: the built-in that every row was compared with beside those sampled, which the oracle had confirmed on its
     own sampled rows. `timed_calls`: calls of the timed sequence whose outputs were held to the oracle as well, and
     `timed_rows` which of their rows: number of the call, batch item, position, head. `diagnosis`: the mistake whose
-    result a wrong output is.
+    result a wrong output is. `duration_ns`: time for all checks, those after the timing included.
     """
 
     checks: tuple[Check, ...]
@@ -291,17 +294,38 @@ class Memory(Model):
 
     `source`: counted exactly by torch's allocator, and so the same in every run. On CPUs records of before have the
     largest resident set of the process during the call, which wanders by pages, or since the process began
-    ("process_peak"). `method` says in words how.
+    ("process_peak"). `method` says in words how. `kept_bytes`: what the built function keeps between calls.
+    `process_bytes`: what the process held at most during calls beyond what it had before them, where that is known;
+    the share of it that is more than torch's allocator gave counts as workspace if it is beyond what wanders.
     """
 
     peak_bytes: int
     inputs_bytes: int | None = None
     parameters_bytes: int | None = None
+    kept_bytes: int | None = None
+    process_bytes: int | None = None
     workspace_bytes: int | None = None
     saved_for_backward_bytes: int | None = None
     isolated: bool = False
     source: MemorySource = "resident_set"
     method: str = ""
+
+    def beside_process(self, process_bytes: int | None) -> "Memory":
+        """With the high-water mark of the process, and in the peak what other allocators than torch's gave."""
+        if process_bytes is None:
+            return self
+        held = sum(one or 0 for one in (self.inputs_bytes, self.parameters_bytes, self.kept_bytes))
+        seen = self.peak_bytes - held
+        unseen = process_bytes - seen
+        if unseen <= max(PROCESS_WANDERS_BYTES, PROCESS_WANDERS_SHARE * seen):
+            unseen = 0
+        return self.model_copy(
+            update={
+                "process_bytes": process_bytes,
+                "peak_bytes": self.peak_bytes + unseen,
+                "workspace_bytes": (self.workspace_bytes or 0) + unseen,
+            }
+        )
 
 
 class MemoryPlan(Model):

@@ -307,7 +307,7 @@ def pair_views(pairs: Sequence[tuple[Row, Row]]) -> list[PairView]:
     rounds = [pair([both]).rounds if both else None for both in timings]
     found = iter(
         PairView(one.ratio, one.interval and one.interval.as_ratio(), one.session_log_ratios)
-        for one in estimate_many([one for one in rounds if one is not None])
+        for one in estimate_many([one for one in rounds if one is not None], effect_size=False)
     )
     return [_of_medians(*both) if one is None else next(found) for both, one in zip(pairs, rounds, strict=True)]
 
@@ -377,11 +377,10 @@ def _not_slower(fastest: Row, others: Sequence[Row], device: str) -> tuple[tuple
         else:
             compared.append((row, pairing.rounds))
     in_common = [rounds for _, rounds in compared]
-    verdicts = judge_many(in_common, Policy.for_device(device))
+    verdicts = judge_many(in_common, Policy.for_device(device), effect_size=False)
+    medians = estimate_many(in_common, statistic="median", effect_size=False)
     ahead, least = fastest, 1.0
-    for (row, _), found, by_median in zip(
-        compared, verdicts, estimate_many(in_common, statistic="median"), strict=True
-    ):
+    for (row, _), found, by_median in zip(compared, verdicts, medians, strict=True):
         if by_median.ratio < least:
             ahead, least = row, by_median.ratio
         if found.cause is Cause.TOO_FEW_ROUNDS:

@@ -77,6 +77,7 @@ class CaseState:
     counters: dict[str, int] = field(default_factory=dict)
     diagnostics: tuple[Diagnostic, ...] = ()
     memory: Memory | None = None
+    process_bytes: int | None = None
     notes: list[Note] = field(default_factory=list)
     outcome: Skipped | Failed | None = None
 
@@ -107,7 +108,7 @@ class CaseState:
         measured = Measured(
             verification=self.verification,
             timings=tuple(run.timing() for run in self.runs.values() if run.slots),
-            memory=self.memory,
+            memory=self.memory and self.memory.beside_process(self.process_bytes),
             kernels=self.kernels,
             setup_ns=self.setup_ns,
             counters=self.counters,

@@ -105,7 +105,7 @@ class Driver:
         return state.home is not None and state.home.alive and timer.name in state.warm
 
     def judge(self, state: CaseState, reply: Reply) -> None:
-        """Take over what was found of a timed call; a wrong output ends the case."""
+        """Take over what was found of timed calls; a wrong output ends the case."""
         found = reply.verification
         if found is None or state.verification is None:
             return
@@ -114,6 +114,7 @@ class Driver:
             added = {
                 "timed_calls": before.timed_calls + found.timed_calls,
                 "timed_rows": before.timed_rows + found.timed_rows,
+                "duration_ns": before.duration_ns + found.duration_ns,
             }
             state.verification = before.model_copy(update=added)
         else:
@@ -132,13 +133,17 @@ class Driver:
         """The same to a given worker."""
         timeout_s = self.stage_timeout_s(state)
         try:
-            return worker.ask(name, state.spec.handle, timeout_s=timeout_s, **arguments)
+            reply = worker.ask(name, state.spec.handle, timeout_s=timeout_s, **arguments)
         except WorkerFailure as failure:
             if failure.code == "timeout" and timeout_s < self._least_s:
                 state.outcome = self.budget_skip(f"during its stage {stage!r}")
             else:
                 self.fail(state, stage, failure)
             return None
+        # Ranks have a process each.
+        if reply.process_bytes is not None and state.case.world_size == 1:
+            state.process_bytes = max(state.process_bytes or 0, reply.process_bytes)
+        return reply
 
     def diagnostics(self, state: CaseState, turns: int) -> tuple[Diagnostic, ...]:
         """The parts of a call over ranks, timed in turns. Raises WorkerFailure, which is no failure of the case."""

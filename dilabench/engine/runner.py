@@ -266,9 +266,8 @@ class _Run:
                 again = _measured_ceilings(worker, [row.case.workload.dtype])
         except WorkerFailure:
             return False
-        # A run that goes on may know less than is measured today.
-        higher = {key: value for key, value in again.items() if value > self.ceilings.get(key, 0.0)}
-        self.ceilings, self.confirmed = {**self.ceilings, **higher}, not higher
+        before, self.ceilings = self.ceilings, {**self.ceilings, **_higher(self.ceilings, again)}
+        self.confirmed = self.ceilings == before
         return not self.confirmed
 
     def _in_order(self) -> Iterator[Row]:
@@ -296,3 +295,8 @@ class _Run:
 def _measured_ceilings(worker: Worker, dtypes: Sequence[str]) -> Mapping[str, float]:
     """What a worker's device can do at best in these dtypes. Raises WorkerFailure."""
     return worker.ask("ceilings", timeout_s=CEILINGS_TIMEOUT_S, dtypes=dtypes).ceilings
+
+
+def _higher(known: Mapping[str, float], again: Mapping[str, float]) -> dict[str, float]:
+    """What is above what was known, or was not: a run that goes on may know less than is measured today."""
+    return {key: value for key, value in again.items() if value > known.get(key, 0.0)}

@@ -16,6 +16,10 @@ from dilabench.plugins.boundary import Problem, answered, guarded
 from dilabench.plugins.descriptors import Reporter, Suite, Timer, WorkloadPreset
 from dilabench.workload.spec import Workload
 
+BUILTIN = "builtin"
+# The names of dilabench's own plug-ins.
+OWN = frozenset({BUILTIN, "peers"})
+
 
 class Catalogue(Ways):
     """Everything that was found, one registry per kind.

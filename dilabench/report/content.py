@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
+from dilabench.compare.comparison import lengths_without_rows
 from dilabench.compare.view import Ranking, rank, view_of
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import (
@@ -24,7 +25,7 @@ from dilabench.record import (
     Skipped,
 )
 from dilabench.report.columns import Column, DisplayRow, chosen_columns, row_name, workload_title
-from dilabench.units import counted, format_bytes
+from dilabench.units import counted, format_bytes, format_count
 
 ESTIMATES = f"time: the {ESTIMATOR}; speed-up: from the rounds that both rows took turns in, else from their times"
 FOOTNOTES = {
@@ -171,6 +172,8 @@ def headline(record: RunRecord) -> str:
         unproven += [f"{late} could not be verified in time"] * bool(late)
         parts.append(f"{statuses['failed']} FAILED" + (f" ({', '.join(unproven)})" if unproven else ""))
     ended = "" if record.status == "complete" else f" The run was {record.status}; these are the results so far."
+    if statuses["measured"] and (lengths := lengths_without_rows(record)):
+        ended = f" No row was measured at length {', '.join(map(format_count, lengths))}.{ended}"
     return f"Suite {record.suite} on {device_text(record)}: {', '.join(parts)}.{ended}"
 
 

@@ -403,3 +403,25 @@ except KeyboardInterrupt:
 def test_an_interrupt_that_a_library_keeps_to_itself_comes_again():
     done = subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
+
+
+@pytest.mark.parametrize(
+    ("mib", "arguments", "code"),
+    [(146, ["run", "quick"], 3), (146, ["list"], 3), (700, ["verify"], 3), (300, ["list"], 0), (146, ["--help"], 0)],
+)
+def test_a_small_address_space_is_refused_before_anything_is_loaded(mib, arguments, code):
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({mib << 20},) * 2); "
+    command = [sys.executable, "-c", limit + "from dilabench.cli import main; main()", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    if code:
+        assert f"limited to {mib} MiB" in done.stderr
+        assert "ulimit -v unlimited" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["history"], ["doctor"]])
+def test_no_warning_of_ours_where_warnings_are_errors(arguments):
+    command = [sys.executable, "-X", "dev", "-W", "error", "-m", "dilabench", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr

@@ -201,3 +201,11 @@ def test_a_time_that_the_device_cannot_reach_fails_the_run(outcome, catalogue):
     assert isinstance(found, Measured), found.why
     assert matmul_key("float32") in outcome.record.ceilings
     assert exit_code(outcome.record) is ExitCode.WRONG_OUTPUT
+
+
+@pytest.mark.parametrize("name", ["scratch_of_numpy", "scratch_of_build", "scratch_of_build_in_numpy"])
+def test_memory_that_a_call_needs_is_in_its_peak(outcome, name):
+    found = outcome(name, beside=("honest",))
+    hidden, plain = found[name].memory, found["honest"].memory
+    assert plain.peak_bytes < 2**23
+    assert hidden.peak_bytes > plain.peak_bytes + 0.9 * 2**26

@@ -27,7 +27,7 @@ WORKLOAD = Workload(pattern=DILATED, batch_size=1, seq_len=96, num_heads=6, num_
 
 
 def test_our_own_descriptors_hold_what_those_of_plug_ins_must():
-    for module, kind in itertools.product(manager.OWN, manager.REGISTRIES):
+    for module, kind in itertools.product(manager.OWN.values(), manager.REGISTRIES):
         hook = getattr(module, manager.HOOK_PREFIX + kind, None)
         for descriptor in hook() if hook else ():
             assert type(descriptor) is manager.REGISTRIES[kind]

@@ -2,8 +2,11 @@
 
 import contextlib
 import gc
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType, FunctionType, ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
@@ -14,6 +17,10 @@ from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.device.device import device_of
 from dilabench.record import Memory
 
+# More than any function refers to.
+MOST_OBJECTS = 200_000
+_NOT_LOOKED_AT = (ModuleType, type, FrameType, str, bytes, int, float, bool, type(None))
+
 
 def measure_memory(call: PreparedCall, profiled_call: profile | None = None) -> Memory | None:
     """Inputs, parameters, workspace (outputs and temporaries) and what is saved for backward; they add up to the peak.
@@ -22,15 +29,16 @@ def measure_memory(call: PreparedCall, profiled_call: profile | None = None) -> 
     On a CPU `profiled_call`, one of these calls under the profiler with its memory, spares another one.
 
     The peak covers forward and, unless the mode is forward, backward; gradients count as workspace, and so does what
-    optimizations keep between calls (pooled buffers, cached patterns, CUDA graphs): it is there during a call. What
-    libraries allocate past torch's allocator, and on a CPU what threads of the function's own do, is not counted.
+    optimizations keep between calls (pooled buffers, cached patterns, CUDA graphs): it is there during a call, as are
+    the tensors and arrays that the built function keeps. What libraries allocate past torch's allocator, and on a CPU
+    what threads of the function's own do, shows in the process's high-water mark (`Memory.beside_process`).
     """
     given = [*call.inputs(0).distinct, *([call.output_gradient()] if call.workload.mode != "forward" else [])]
     # Offloaded inputs are not in the memory that is measured.
     inputs = sum(tensor.nbytes for tensor in given if tensor.device == call.device)
     parameters = sum(parameter.nbytes for parameter in call.parameters())
     saved = _saved_for_backward(call) if call.workload.mode != "forward" else None
-    held = call.held_bytes
+    held, kept = call.held_bytes, kept_bytes(call)
     if profiled_call is not None:
         extra = held + allocations(profiled_call)[1]
     else:
@@ -42,15 +50,56 @@ def measure_memory(call: PreparedCall, profiled_call: profile | None = None) -> 
             return None
         extra = held + found
     return Memory(
-        peak_bytes=inputs + parameters + max(extra, saved or 0),
+        peak_bytes=inputs + parameters + kept + max(extra, saved or 0),
         inputs_bytes=inputs,
         parameters_bytes=parameters,
+        kept_bytes=kept,
         workspace_bytes=max(0, extra - (saved or 0)),
         saved_for_backward_bytes=saved,
         isolated=True,
         source="allocator",
         method=device_of(call.device).peak_method,
     )
+
+
+def kept_bytes(call: PreparedCall) -> int:
+    """Bytes on the device of tensors, and on a CPU of arrays, that the built function refers to.
+
+    Inputs, parameters, and what patterns and pooled buffers hold count elsewhere. Zero over ranks, whose buffers for
+    messages belong to the group. Of whole modules of Python, nothing is looked at.
+    """
+    if call.world is not None:
+        return 0
+    given = [*call.inputs(0).distinct, *call.parameters(), call.context, call.workload]
+    known = _storages([*given, *([call.output_gradient()] if call.workload.mode != "forward" else [])], call.device)
+    found = _storages([call.built], call.device)
+    return sum(size for place, size in found.items() if place not in known)
+
+
+def _storages(roots: list[object], device: torch.device) -> dict[int, int]:
+    """Address and bytes of the memory of tensors and arrays that can be reached from some objects."""
+    found: dict[int, int] = {}
+    namespaces = {id(vars(module)) for module in list(sys.modules.values()) if module is not None}
+    seen: set[int] = set()
+    waiting = roots
+    while waiting and len(seen) < MOST_OBJECTS:
+        one = waiting.pop()
+        if id(one) in seen or id(one) in namespaces or isinstance(one, _NOT_LOOKED_AT):
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            for part in _plain_parts(one) if one.device.type == device.type else ():
+                found[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+        elif isinstance(one, np.ndarray):
+            while isinstance(one.base, np.ndarray):
+                one = one.base
+            if device.type == "cpu":
+                found[one.ctypes.data] = one.nbytes
+        elif isinstance(one, FunctionType):
+            waiting += [one.__defaults__, one.__kwdefaults__, one.__closure__, one.__dict__]
+        else:
+            waiting += gc.get_referents(one)
+    return found
 
 
 def _whole_call(call: PreparedCall) -> None:

@@ -298,6 +298,11 @@ class PreparedCall:
         return notes if warning is None else (UNTUNED_DEVICE.note(warning), *notes)
 
     @property
+    def built(self) -> AttentionFn:
+        """What `build` returned."""
+        return self._unoptimized
+
+    @property
     def held_bytes(self) -> int:
         """Bytes that the optimizations keep between calls; they count into the call's peak."""
         counted = self.counters()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -96,6 +97,11 @@ class Device:
         return int(torch.accelerator.max_memory_allocated(self.where)) - before
 
     @contextmanager
+    def high_water(self) -> Iterator[list[int]]:
+        """The list gets the bytes that the process held at most inside beyond those before; none where unknown."""
+        yield []
+
+    @contextmanager
     def memory_limited(self, limit_bytes: int) -> Iterator[None]:
         """Let torch's allocator give at most so many bytes. Raises ValueError where torch has no such limit."""
         raise ValueError(f"memory of {self.facts.name} cannot be limited to {limit_bytes} bytes: leave out the limit")
@@ -117,6 +123,21 @@ class Cpu(Device):
 
     def release_cached(self) -> None:
         """Nothing: the allocator holds nothing back."""
+
+    @contextmanager
+    def high_water(self) -> Iterator[list[int]]:
+        """The list gets the largest resident set inside, less that before; none outside Linux."""
+        found: list[int] = []
+        try:
+            # What was freed is given back first, or it would serve inside and not be seen.
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")
+            before = resident_bytes("VmRSS")
+        except (OSError, AttributeError):
+            yield found
+            return
+        yield found
+        found.append(max(0, resident_bytes("VmHWM") - before))
 
     def describe(self) -> dict[str, str]:
         """Nothing: `environment` reads the processor's facts without torch."""

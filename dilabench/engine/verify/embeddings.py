@@ -164,7 +164,7 @@ def _why_not_the_core(
         factor = _factor_of_projection(before, after, x, other, place, module)
         if factor is not None:
             return f"{name} is {factor:.6g} times a projection of the input: 'attention' scales by itself"
-    row = _row_that_depends(*outs, place)
+    row = _row_that_depends(outs[0], outs[1], place)
     if row is not None:
         return (
             f"with 'attention' replaced by a constant, position {row} of out depends on position {place} of the input"

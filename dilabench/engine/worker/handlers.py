@@ -8,6 +8,7 @@ import secrets
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -47,7 +48,7 @@ from dilabench.engine.worker.protocol import (
     WarmedUp,
     WorkerSettings,
 )
-from dilabench.errors import PluginError, first_line, text_of
+from dilabench.errors import PluginError, encodable, first_line, text_of
 from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, refuse_unknown
 from dilabench.record import Check, CheckName, Note, Slot, Verification
 
@@ -77,6 +78,7 @@ class Handlers:
         self._timers: dict[tuple[str, str], SampleTimer] = {}
         self._checkers: dict[str, TimedOutputs] = {}
         self._calls_here: dict[str, bool] = {}
+        self._weighed: set[str] = set()
         self._input_store = InputStore(self.device)
         self._verifier = CaseVerifier(self.device)
         self._clocks = clocks_of(self._hardware.uuid)
@@ -178,9 +180,13 @@ class Handlers:
         self._timers[command.handle, spec.name] = timer
         self._calls_here[spec.name] = not spec.fresh_process
         gc.collect()
-        with no_collection(), settings_kept(call.changed_settings), call.timed_calls.slot():
+        kept = settings_kept(call.changed_settings)
+        with no_collection(), kept, self._hardware.high_water() as process, call.timed_calls.slot():
             result = self._warmed(timer, call, limits)
-        return Reply(warmed_up=WarmedUp(samples_ns=result.samples_ns, settled=result.settled, notes=self._notes(timer)))
+        if result.samples_ns:
+            self._weighed.add(command.handle)
+        warmed = WarmedUp(samples_ns=result.samples_ns, settled=result.settled, notes=self._notes(timer))
+        return Reply(warmed_up=warmed, process_bytes=max(process, default=None) if result.samples_ns else None)
 
     def _warmed(self, timer: SampleTimer, call: PreparedCall, limits: WarmUpLimits) -> WarmUpResult:
         world = self._world
@@ -202,8 +208,12 @@ class Handlers:
         checker, timed = self._checkers[command.handle], call.timed_calls
         last, wanted = command.name == "last_slot", command.arguments["count"]
         count = max(wanted, CHECKED_CALLS) if last else wanted
+        # A call too long to be warmed up is weighed in its first slot.
+        weighed: AbstractContextManager[list[int]] = nullcontext([])
+        weighing = weighed if command.handle in self._weighed else self._hardware.high_water()
+        self._weighed.add(command.handle)
         with no_collection():
-            with settings_kept(call.changed_settings):
+            with settings_kept(call.changed_settings), weighing as process:
                 timed.begin(last, count=count, seed=self._drawn_together())
                 started = time.perf_counter_ns()
                 try:
@@ -237,6 +247,7 @@ class Handlers:
             slot=slot,
             notes=(*self._notes(timer), *_settings_notes(call.changed_settings)),
             counters=call.counters(),
+            process_bytes=max(process, default=None),
             verification=verification,
             why=summary(verification) if verification else "",
         )
@@ -285,6 +296,7 @@ class Handlers:
         """Forget a case; with the last one go the shared inputs and the memory that the allocator holds."""
         call = self._calls.pop(handle, None)
         self._checkers.pop(handle, None)
+        self._weighed.discard(handle)
         if call is not None:
             call.forget()
         for key in [key for key in self._timers if key[0] == handle]:
@@ -296,7 +308,7 @@ class Handlers:
         self._hardware.release_cached()
 
     def _trouble(self, error: BaseException) -> Trouble:
-        text = "".join(traceback.format_exception(error))
+        text = encodable("".join(traceback.format_exception(error)))
         broken, lost_messages = self._device_is_broken(), self._lost_messages()
         fatal = broken or lost_messages
         line = first_line(error)

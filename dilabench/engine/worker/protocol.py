@@ -162,7 +162,10 @@ class RankState(Model):
 
 
 class Reply(Model):
-    """The answer to a command: the field of the command is set, or `trouble`. state: of a rank."""
+    """The answer to a command: the field of the command is set, or `trouble`. state: of a rank.
+
+    process_bytes: what the process held at most during calls beyond what it had before them, where it was looked at.
+    """
 
     trouble: Trouble | None = None
     state: RankState | None = None
@@ -174,6 +177,7 @@ class Reply(Model):
     warmed_up: WarmedUp | None = None
     slot: Slot | None = None
     memory: Memory | None = None
+    process_bytes: int | None = None
     isolated: IsolatedResult | None = None
     ceilings: dict[str, float] = Field(default_factory=dict)
     counters: dict[str, int] = Field(default_factory=dict)

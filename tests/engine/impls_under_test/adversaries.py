@@ -10,6 +10,7 @@ import time
 import traceback
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -652,6 +653,31 @@ class IgnoresItsCore(Module):
 class SwapsKeysAndValues(Module):
     def inner(self, x, q, k, v):
         return self.attention(q, 1.5 * k, v)
+
+
+# Memory that torch's allocator does not count in a call.
+
+
+def scratch_of_numpy(workload, context):
+    """64 MiB of temporaries of another allocator."""
+
+    def function(q, k, v):
+        scratch = np.ones(2**23)
+        return attend(q, k, v, workload.causal) + float(scratch[0] - scratch[-1])
+
+    return function
+
+
+def scratch_of_build(workload, context):
+    """64 MiB that build allocates."""
+    scratch = torch.ones(2**24)
+    return lambda q, k, v: attend(q, k, v, workload.causal) + float(scratch[0] - scratch[-1])
+
+
+def scratch_of_build_in_numpy(workload, context):
+    """The same, of another allocator."""
+    scratch = np.ones(2**23)
+    return lambda q, k, v: attend(q, k, v, workload.causal) + float(scratch[0] - scratch[-1])
 
 
 # Timers.

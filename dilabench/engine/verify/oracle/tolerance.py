@@ -30,7 +30,9 @@ deviations for a sum that grows evenly. eps is that of the accumulation dtype, s
 exact as sums: on an H200 float32 over 8192 keys was off by 2.7e-6 with FlexAttention and with torch's plain kernels,
 where 2 · plain was 1.0e-6 and sqrt(n) u is 5.4e-6. A weight is known no better than its score, which is a sum of D
 terms of any signs: six of its standard deviations (above) are sqrt(6 D) u, so that n counts six times D with the keys
-of a row.
+of a row. In float64, whose plain computation subtracts the row's maximum in float32, n also counts what exp(score -
+constant) rounds: a difference between 16 and 32 by up to 16 u, evenly, in weights whose size is at least sqrt(2) eps,
+so that six standard deviations are 6 · 16 / sqrt(6) u.
 
 Of a module with projections, out and the gradients of what stands behind the attention are linear in the attention's
 out; dx and the gradients of what stands before it are linear in dq, dk and dv. What independent rounding of these moves
@@ -64,6 +66,8 @@ LEAST_OF_ALL_HEADS = 1 / 64
 OUT_FLOOR_ULPS = 4.0
 # exp2 and log2, two ulp each.
 LSE_FLOOR_ULPS = 4.0
+# Scores less a constant of up to 32, in place of the row's maximum, are rounded by half of 16 eps.
+SHIFT = 16.0
 # The lse, and exp2 once more.
 GRADIENT_FLOOR_ULPS = 6.0
 
@@ -172,7 +176,8 @@ def errors(actual: Tensor, value: Tensor, size: Tensor) -> Tensor:
 def _walk(workload: Workload, dtype: torch.dtype) -> float:
     """What the sums over a score's terms and the keys of a row, or the queries of a key, round when made one by one."""
     longest = workload.pattern.keys_per_row(max(end - start for start, end in workload.sequences))
-    return math.sqrt(longest + SIGMAS**2 / 6 * workload.head_dim) * eps(accumulation_dtype(dtype)) / 2
+    shift = (SIGMAS * SHIFT) ** 2 / 6 if dtype == torch.float64 else 0.0
+    return math.sqrt(longest + SIGMAS**2 / 6 * workload.head_dim + shift) * eps(accumulation_dtype(dtype)) / 2
 
 
 def _sum_over_rows(rows: int, dtype: torch.dtype) -> float:
