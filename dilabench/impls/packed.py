@@ -1,8 +1,8 @@
 """Packed sequences: segments and zero keys begin anew in every one.
 
 All in one launch where rows see whole stretches of tokens: by the backend's kernel for that, or on CUDA by our own
-tiles where it has none. Other strided branches take a launch each, or few, over that kernel. Else each sequence goes by
-the computation for its own length; on a CPU there is no launch to save.
+tiles where it has none. Other strided branches take a launch each, or few, over that kernel. Else sequences go by the
+computation for their own length, those of one length that follow each other as a batch.
 """
 
 from __future__ import annotations
