@@ -86,6 +86,8 @@ class FakeWorker:
             raise answer
         if isinstance(answer, KeyboardInterrupt):
             raise answer
+        if answer is not None and answer.slot is not None:
+            self.lab.now += sum(answer.slot.samples_ns) * 1e-9
         return answer or self.usual(command, arguments)
 
     def usual(self, command, arguments):
