@@ -33,6 +33,7 @@ FOOTNOTES = {
     "†": "too few independent turns for 95 %: the interval is the whole range of the samples",
     "‡": "not to be quoted, and not ranked: the note on this row says why its time cannot be true",
     "✓": "its output was verified before timing: all rows, or a sample of that many",
+    "timed": "calls: of so many of them, while the clock ran, rows of the output were checked as well",
     "all vs": "a built-in: every row was compared with that built-in's, of which the oracle had confirmed a sample",
 }
 UNVERIFIED: frozenset[FailureCode] = frozenset({"wrong_output", "backend_not_proven"})
