@@ -17,6 +17,8 @@ from dilabench.units import format_bytes, parse_bytes
 
 OTHER_FOLDER = "choose another folder with -o"
 _RETRY_S = 0.05
+# What file systems without hard links answer.
+_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
 # Of a file that is read whole, unpacked. The largest record that was met has a third of it.
 LIMIT_VARIABLE = "DILABENCH_MAX_FILE"
 MOST_BYTES = 512 << 20
@@ -90,8 +92,7 @@ def write_bytes(
         if replace:
             temporary.replace(path)
         else:
-            # A link fails where the name is taken; a rename would take another writer's file away.
-            os.link(temporary, path)
+            _put_in_place(temporary, path)
         return True
     except OSError as error:
         if isinstance(error, FileExistsError) and path.is_file():
@@ -100,6 +101,18 @@ def write_bytes(
     finally:
         if temporary is not None:
             temporary.unlink(missing_ok=True)
+
+
+def _put_in_place(temporary: Path, path: Path) -> None:
+    """Give a file its name; raises FileExistsError where that is taken, by a writer who was faster, say."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        # Whoever makes the empty file has the name.
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+        temporary.replace(path)
 
 
 def open_lock(path: Path, flags: int = 0) -> int:

@@ -25,6 +25,7 @@ class ExitCode(IntEnum):
     REGRESSION = 6
     INCONCLUSIVE = 7
     NOTHING_MEASURED = 8
+    INCOMPLETE = 9
     INTERRUPTED = 130
 
 
@@ -37,6 +38,7 @@ GRAVEST_FIRST = (
     ExitCode.INCONCLUSIVE,
     ExitCode.ENVIRONMENT,
     ExitCode.NOTHING_MEASURED,
+    ExitCode.INCOMPLETE,
 )
 
 
@@ -49,13 +51,14 @@ def exit_code_for(
     undecided: bool = False,
     broken: bool = False,
     nothing: bool = False,
+    incomplete: bool = False,
 ) -> ExitCode:
     """The exit code for what a command found: the gravest of what holds; OK where nothing does.
 
     wrong: an output. failed: a case, in another way. slower: a time, or a peak that is larger. broken: a plug-in, or
-    the environment. nothing: no case was measured, verified or compared.
+    the environment. nothing: no case was measured, verified or compared. incomplete: none of some length was measured.
     """
-    holds = (interrupted, wrong, failed, slower, undecided, broken, nothing)
+    holds = (interrupted, wrong, failed, slower, undecided, broken, nothing, incomplete)
     return next((code for code, true in zip(GRAVEST_FIRST, holds, strict=True) if true), ExitCode.OK)
 
 
@@ -93,10 +96,19 @@ class PluginError(DilabenchError):
         self.why, self.plugin = why, plugin
 
 
+class Ended(KeyboardInterrupt):
+    """A signal asked the command to end, where a plain KeyboardInterrupt may be some code's own."""
+
+
+def encodable(text: str) -> str:
+    """A text whose halves of surrogate pairs, which no UTF-8 has, are spelt out."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def text_of(error: BaseException) -> str:
-    """What an exception says, also of one whose text cannot be had."""
+    """What an exception says, as UTF-8 can hold it, also of one whose text cannot be had."""
     try:
-        return str(error)
+        return encodable(str(error))
     # Its `__str__` is code of whoever raised it.
     except Exception as second:  # noqa: BLE001
         return f"(its text cannot be printed: its __str__ raised {type(second).__name__})"

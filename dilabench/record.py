@@ -129,10 +129,12 @@ class PlannedCase(Model):
     `role`: its implementation's, or 'yardstick' where it computes another function than the rows beside it.
     `procedure`: timed in turns with the other cases of its workload, or isolated: a process of its own, one set of
     inputs, sampled rows verified; `memory_limit_bytes` is what that process may allocate beyond what it starts with.
-    `labels` are those of `dilabench.metadata`, or a plug-in's own ('plugin:key').
+    `labels` are those of `dilabench.metadata`, or a plug-in's own ('plugin:key'). `source`: the package that registered
+    its implementation or backend ('my-attention 1.0'); None if both are dilabench's, and in older records.
     """
 
     case: Case
+    source: str | None = None
     role: Role = "method"
     takes: Takes = "heads"
     requested_backend: str | None = None

@@ -62,6 +62,8 @@ def dotted(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+FILES = {dotted(path) for path in MODULES}
+
 # Of `choice`, these compute.
 HEAVY_CHOICE = {"computation.py", "first_use.py"}
 LIGHT = [
@@ -117,7 +119,6 @@ def modules_named(tree: ast.Module) -> set[str]:
 
 def files_imported_by(path: Path) -> set[str]:
     """Our files that a file imports outside of functions, `TYPE_CHECKING` included, by their import names."""
-    files = {dotted(one) for one in MODULES}
     package = dotted(path) if path.name == "__init__.py" else dotted(path).rpartition(".")[0]
     imported: set[str] = set()
     pending: list[ast.AST] = [ast.parse(SOURCES[path])]
@@ -129,7 +130,7 @@ def files_imported_by(path: Path) -> set[str]:
             parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*parents, *filter(None, [node.module])])
             # `from package import module` is an import of the module's file, where there is one.
-            names = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in files else base for alias in node.names]
+            names = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in FILES else base for alias in node.names]
         else:
             names = []
             pending += [
@@ -137,7 +138,7 @@ def files_imported_by(path: Path) -> set[str]:
                 for child in ast.iter_child_nodes(node)
                 if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             ]
-        imported |= {name for name in names if name in files}
+        imported |= {name for name in names if name in FILES}
     return imported - {dotted(path)}
 
 

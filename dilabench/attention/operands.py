@@ -170,11 +170,6 @@ def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
     """As numbers, one at least: none stands for a batch."""
     if not isinstance(cu_seqlens, Tensor):
         cu_seqlens = integers("cu_seqlens", cu_seqlens)
-    elif torch.compiler.is_compiling():
-        raise ValueError(
-            "cu_seqlens is a tensor under torch.compile, which compiles for the bounds as numbers: give a list, or "
-            "leave out fullgraph=True, so that this call runs uncompiled"
-        )
     elif cu_seqlens.is_meta:
         raise ValueError("cu_seqlens is on meta, and bounds are read; give a list")
     bounds = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)

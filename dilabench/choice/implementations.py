@@ -118,6 +118,7 @@ FLEX_ON_CUDA = Capabilities(
     patterns=ANY_PATTERN | DILATED | SPARSE,
     devices=CUDA,
     dtypes=HALF | {"float32"},
+    layouts=BOTH_LAYOUTS,
     head_dim_multiple=16,
     max_head_dim=256,
     check=_too_long_to_count,

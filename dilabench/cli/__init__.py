@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import sys
 import threading
@@ -14,6 +15,10 @@ AGAIN_S = 0.05
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVING = b"ending: a run saves what it has measured (--resume goes on from there); once more ends at once\n"
 
+# Address space that numpy takes to load, and torch with the threads of its worker: with less they spin, or crash.
+LEAST_ADDRESSES, LEAST_ADDRESSES_OF_TORCH = 256 << 20, 1 << 30
+WITH_TORCH = frozenset({"run", "verify", "plan", "tune", "recheck", "calibrate"})
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line with `argv` (sys.argv without the program by default) and leave with its exit code."""
@@ -22,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Imports, and a record, are a great many small objects without cycles: to look for garbage among them takes a third
     # of the time.
     gc.set_threshold(100_000, 50, 100)
+    require_address_space(sys.argv[1:] if argv is None else argv)
     from dilabench.cli.app import app
     from dilabench.cli.arguments import spread
     from dilabench.cli.terminal import own_streams
@@ -34,12 +40,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         ignore_signals()
 
 
+def require_address_space(argv: Sequence[str]) -> None:
+    """Exit with code 3 if `ulimit -v` leaves a command less than its libraries take to load; --help always works."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    least = LEAST_ADDRESSES_OF_TORCH if WITH_TORCH.intersection(argv[:1]) else LEAST_ADDRESSES
+    if limit == resource.RLIM_INFINITY or limit >= least or {"-h", "--help", "--version"}.intersection(argv):
+        return
+    sys.stderr.write(
+        f"error: the address space is limited to {limit >> 20} MiB, and this command takes at least {least >> 20} MiB; "
+        "raise the limit (ulimit -v unlimited)\n"
+    )
+    raise SystemExit(3)
+
+
 def end_by_signals() -> None:
     """From now on, have every signal that asks for an end do what Ctrl-C does.
 
     What follows saves the results, so a second one waits. Signals that were ignored stay so (nohup). Where a library
     keeps exceptions to itself, as pydantic does for those of isinstance, the interrupt comes again.
     """
+    from dilabench.errors import Ended
+
     came = last = 0
     in_hook = False
     other_hook = sys.unraisablehook
@@ -53,7 +74,7 @@ def end_by_signals() -> None:
             return
         came += 1
         if came != 2:
-            raise KeyboardInterrupt
+            raise Ended
         # Not `print`: the signal may have come while a line was being written.
         with contextlib.suppress(OSError):
             os.write(2, SAVING)

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from dilabench.cli.arguments import INSTEAD, OldNames
 from dilabench.cli.defaults import defaults_file, defaults_of
 from dilabench.cli.terminal import note, output_lost, say, say_folded
-from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, said
+from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, said, text_of
 from dilabench.retired import removed
 from dilabench.version import __version__
 
@@ -37,8 +37,8 @@ def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, N
             command(*args, **kwargs)
         except typer.Exit as end:
             code = ExitCode(end.exit_code)
-        except KeyboardInterrupt:
-            raise stopped("interrupted", ExitCode.INTERRUPTED) from None
+        except KeyboardInterrupt as error:
+            raise stopped(f"interrupted {text_of(error)}".rstrip(), ExitCode.INTERRUPTED) from None
         # The outermost boundary: what arrives here and is no message for the user is a bug of dilabench.
         except Exception as error:
             if os.environ.get(DEBUG_VARIABLE):
@@ -290,8 +290,8 @@ app = typer.Typer(
     cls=Commands,
     help="A verified benchmark for long-context attention: dilated, ring and block-sparse.",
     epilog="Start with `dilabench run quick`. Exit codes: 0 fine, 2 bad request, 3 environment, 4 some case failed, "
-    "5 wrong output, 6 regression, 7 inconclusive (if asked), 8 nothing measured, 130 interrupted "
-    "(Ctrl-C, SIGTERM, SIGHUP) with results saved.",
+    "5 wrong output, 6 regression, 7 inconclusive (if asked), 8 nothing measured, 9 incomplete (a length without a "
+    "row), 130 interrupted (Ctrl-C, SIGTERM, SIGHUP) with results saved.",
     invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

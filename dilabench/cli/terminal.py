@@ -75,7 +75,7 @@ def own_streams() -> None:
         own.lost = OSError(errno.EBADF, "it is closed")
     os.dup2(2, 1)
     sys.stdout = sys.__stdout__ = own  # type: ignore[misc]
-    sys.stderr = Output(2, encoding)
+    sys.stderr = sys.__stderr__ = Output(2, encoding)  # type: ignore[misc]
 
 
 def standard_output() -> TextIO:

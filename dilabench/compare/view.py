@@ -178,13 +178,18 @@ def peak_of(row: Row) -> int | None:
 
 
 def verified_text(outcome: Measured) -> str:
-    """How far a row was checked: every output row, those compared with a built-in, or the number sampled."""
+    """How far a row was checked: every output row, those compared with a built-in, or the number sampled.
+
+    'timed' counts the timed calls of which rows were checked; records of before have none.
+    """
     verification = outcome.verification
     if not verification.passed:
         return "no"
+    timed = f", {verification.timed_calls} timed" if verification.timed_calls else ""
     if verification.sampled_rows is None:
-        return "✓ all"
-    return f"✓ all vs {verification.against}" if verification.against else f"✓ {verification.sampled_rows}"
+        return f"✓ all{timed}"
+    rows = f"all vs {verification.against}" if verification.against else verification.sampled_rows
+    return f"✓ {rows}{timed}"
 
 
 def location_of(timing: Timing) -> Location:
@@ -307,7 +312,7 @@ def pair_views(pairs: Sequence[tuple[Row, Row]]) -> list[PairView]:
     rounds = [pair([both]).rounds if both else None for both in timings]
     found = iter(
         PairView(one.ratio, one.interval and one.interval.as_ratio(), one.session_log_ratios)
-        for one in estimate_many([one for one in rounds if one is not None])
+        for one in estimate_many([one for one in rounds if one is not None], effect_size=False)
     )
     return [_of_medians(*both) if one is None else next(found) for both, one in zip(pairs, rounds, strict=True)]
 
@@ -346,11 +351,14 @@ class Ranking:
 
 
 def rank(rows: Sequence[Row], device: str) -> Ranking | None:
-    """Speed-ups refer to the plain method where it was measured, else to the first row; None without a row to quote."""
+    """Speed-ups refer to the plain method if it was measured, else to the first row; None without a row to quote.
+
+    Rows of plug-ins are referred to only if no row of dilabench's own has a time to quote.
+    """
     quotable = [row for row in rows if is_quotable(row)]
     if not quotable:
         return None
-    baseline = next((row for row in quotable if row.planned.role == "plain"), quotable[0])
+    baseline = min(quotable, key=lambda row: (row.planned.source is not None, row.planned.role != "plain"))
     ratios = [view.ratio for view in pair_views([(baseline, row) for row in quotable])]
     speedups = {row.case.case_id: 1 / ratio for row, ratio in zip(quotable, ratios, strict=True)}
     fastest = quotable[ratios.index(min(ratios))]
@@ -377,11 +385,10 @@ def _not_slower(fastest: Row, others: Sequence[Row], device: str) -> tuple[tuple
         else:
             compared.append((row, pairing.rounds))
     in_common = [rounds for _, rounds in compared]
-    verdicts = judge_many(in_common, Policy.for_device(device))
+    verdicts = judge_many(in_common, Policy.for_device(device), effect_size=False)
+    medians = estimate_many(in_common, statistic="median", effect_size=False)
     ahead, least = fastest, 1.0
-    for (row, _), found, by_median in zip(
-        compared, verdicts, estimate_many(in_common, statistic="median"), strict=True
-    ):
+    for (row, _), found, by_median in zip(compared, verdicts, medians, strict=True):
         if by_median.ratio < least:
             ahead, least = row, by_median.ratio
         if found.cause is Cause.TOO_FEW_ROUNDS:

@@ -184,7 +184,7 @@ class DilatedAttention(nn.Module):
         assert self.xpos is not None
         bounds = self.cu_seqlens or (0, x.shape[1])
         of_heads = x.transpose(1, 2).flatten(0, 1)
-        parts = [of_heads[:, start:stop] for start, stop in pairwise(bounds) if stop > start]
+        parts = [of_heads[:, start:stop] for start, stop in pairwise(bounds) if stop > start] or [of_heads]
         turned = torch.cat([self.xpos(part, offset=0, downscale=downscale) for part in parts], 1)
         return turned.to(x.dtype).unflatten(0, (-1, self.num_heads)).transpose(1, 2)
 

@@ -62,7 +62,8 @@ class CaseState:
     """One case of a group. `outcome` is set as soon as it is known to end in no measurement.
 
     `home` is the worker that has it prepared, `warm` the timers that are warmed up there. When the worker dies with
-    another case, this one is prepared again elsewhere and a new session begins.
+    another case, this one is prepared again elsewhere and a new session begins. `least`: the samples that it got before
+    the other cases of its length, which count if there is no time for more.
     """
 
     planned: PlannedCase
@@ -77,6 +78,7 @@ class CaseState:
     verification: Verification | None = None
     kernels: tuple[KernelUse, ...] = ()
     runs: dict[str, TimerRun] = field(default_factory=dict)
+    least: dict[str, TimerRun] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     diagnostics: tuple[Diagnostic, ...] = ()
     memory: Memory | None = None

@@ -5,15 +5,19 @@ formulas, patterns. What runs in worker processes is held by them (`dilabench.en
 """
 
 import contextlib
+import os
+import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
-from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, PluginError, said
+from dilabench.errors import ConfigError, DilabenchError, Ended, EnvironmentNotReady, PluginError, said
 from dilabench.validation import defined as defined
 from dilabench.validation import shown as shown
 
@@ -35,14 +39,79 @@ class _Outside:
     """Standard output of the command while threads (`inside` of them) run code of plug-ins, whose prints go to stderr.
 
     One for all threads: what each puts back on leaving (as contextlib.redirect_stdout does) may be another's stderr.
+    `running`: what is asked of which plug-in, the latest last; `watched`: the file that `watch` reads it from.
     """
 
     stream: TextIO
     inside: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
+    running: list[str] = field(default_factory=list)
+    watched: int | None = None
+
+    def enter(self, running: str) -> None:
+        """Before code of a plug-in runs."""
+        with self.lock:
+            if not self.inside:
+                self.stream, sys.stdout = sys.stdout, sys.stderr
+                os._exit = _exit_instead
+            self.inside += 1
+            self.running.append(running)
+            self._write()
+
+    def leave(self, running: str) -> None:
+        """After it."""
+        with self.lock:
+            self.inside -= 1
+            self.running.remove(running)
+            self._write()
+            if not self.inside:
+                sys.stdout = self.stream
+                os._exit = _exit
+
+    def _write(self) -> None:
+        if self.watched is not None:
+            text = self.running[-1] if self.running else ""
+            os.pwrite(self.watched, text.encode(errors="backslashreplace")[:_LONGEST].ljust(_LONGEST, b"\0"), 0)
 
 
+_exit, _process = os._exit, os.getpid()
+_LONGEST = 300
+_WATCH = f"""
+import os
+os.read(0, 1)
+text = os.pread(1, {_LONGEST}, 0).rstrip(b"\\0")
+if text:
+    os.write(2, b"error: the process ended " + text + b", which ended or crashed it; "
+        b"DILABENCH_DISABLE_PLUGINS=1 leaves plug-ins out\\n")
+"""
 _outside = _Outside(sys.stdout)
+
+
+def _exit_instead(status: int) -> NoReturn:
+    """`os._exit` while code of a plug-in runs: an error of that plug-in. Processes that it forked end as they ask."""
+    if os.getpid() != _process:
+        _exit(status)
+    raise SystemExit(f"os._exit({status})")
+
+
+def watch() -> None:
+    """Start a process that outlives this one: if this one ends inside a plug-in's code, it prints which, on stderr.
+
+    For what no exception tells: a segmentation fault, a signal that cannot be caught, exit() in C.
+    """
+    if _outside.watched is not None:
+        return
+    # Without a temporary file, processes or an interpreter to start, plug-ins work all the same.
+    with contextlib.suppress(OSError, ValueError):
+        with tempfile.TemporaryFile() as file:
+            running = os.dup(file.fileno())
+        ending, _alive = os.pipe()
+        command = [sys.executable, "-I", "-S", "-c", _WATCH]
+        watcher = subprocess.Popen(command, stdin=ending, stdout=running, start_new_session=True)
+        # It is never waited for.
+        watcher.returncode = 0
+        os.close(ending)
+        _outside.watched = running
 
 
 @contextlib.contextmanager
@@ -50,18 +119,19 @@ def guarded(plugin: str, what: str = "") -> Iterator[None]:
     """Run code of a plug-in: whatever it raises, sys.exit() included, becomes a PluginError with file and line.
 
     `what` says what it was asked for. What it prints goes to stderr, for stdout may carry JSON. Refusals that are meant
-    for the user (ConfigError, EnvironmentNotReady) and Ctrl-C pass.
+    for the user (ConfigError, EnvironmentNotReady) and Ctrl-C pass; the latter says what was interrupted.
     """
-    with _outside.lock:
-        if not _outside.inside:
-            _outside.stream, sys.stdout = sys.stdout, sys.stderr
-        _outside.inside += 1
+    running = f"while plug-in {plugin!r} was {f'asked for: {what}' if what else 'loaded'}"
+    _outside.enter(running)
     try:
         yield
-    except (KeyboardInterrupt, GeneratorExit, ConfigError, EnvironmentNotReady):
+    except (GeneratorExit, ConfigError, EnvironmentNotReady):
         raise
     # A plug-in may raise anything.
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and _is_users(error):
+            error.args = error.args or (running,)
+            raise
         if isinstance(error, PluginError):
             if error.plugin is not None:
                 raise
@@ -70,10 +140,12 @@ def guarded(plugin: str, what: str = "") -> Iterator[None]:
             text = (str(error) if isinstance(error, DilabenchError) else said(error)) + _place(error)
         raise PluginError(f"{what}: {text}" if what else text, plugin) from error
     finally:
-        with _outside.lock:
-            _outside.inside -= 1
-            if not _outside.inside:
-                sys.stdout = _outside.stream
+        _outside.leave(running)
+
+
+def _is_users(interrupt: KeyboardInterrupt) -> bool:
+    """Whether a signal caused it: commands raise their own kind then, and elsewhere nobody can tell."""
+    return isinstance(interrupt, Ended) or signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def answered(plugin: str, what: str, function: Callable[..., Any], *arguments: Any, kind: Any) -> Any:

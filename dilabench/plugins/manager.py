@@ -17,7 +17,7 @@ from dilabench.impls.peers.paths import PEERS_VARIABLE, search_peer_paths
 from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.registry import PatternKind, find_kinds_with, load, register
 from dilabench.plugins import NAME, builtin, hookspecs
-from dilabench.plugins.boundary import Problem, defined, shown
+from dilabench.plugins.boundary import Problem, defined, shown, watch
 from dilabench.plugins.builtin import peers
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import (
@@ -87,6 +87,7 @@ def discover(strict: bool = False, extra: Sequence[ModuleType | object] = ()) ->
                 distribution=distribution.name if distribution else None,
                 version=distribution.version if distribution else None,
             )
+            watch()
             with found.catalogue.left_out(entry_point.name, ""):
                 _refuse_other_version(distribution)
                 _admit(found, entry_point.name, entry_point.load(), info)
@@ -122,11 +123,7 @@ def _admit(found: Found, name: str, module: Any, info: PluginInfo, *, third_part
     patterns: list[tuple[PatternKind, type[Pattern]]] = []
     for pattern_kind in offered["patterns"] if third_party else ():
         pattern = checked_pattern(name, load(pattern_kind))
-        # A request is flat: the fields of a pattern are next to those of the shape.
-        shared = (pattern.request_model().model_fields.keys() & WorkloadRequest.model_fields.keys()) - {"kind"}
-        if shared:
-            names = ", ".join(sorted(shared))
-            raise PluginError(f"pattern {pattern_kind.name!r}: {names} is a field of every workload; rename it")
+        _refuse_shadowing(pattern_kind, pattern)
         patterns.append((pattern_kind, pattern))
     for kind, descriptors in offered.items():
         getattr(found.catalogue, kind).refuse_taken(descriptors, name)
@@ -134,6 +131,7 @@ def _admit(found: Found, name: str, module: Any, info: PluginInfo, *, third_part
         for descriptor in descriptors:
             getattr(found.catalogue, kind).add(descriptor, name)
     register(patterns)
+    found.catalogue.sources[name] = " ".join(filter(None, (info.distribution or name, info.version)))
     found.plugins.append(info)
     found.modules[name] = getattr(module, "__name__", type(module).__module__)
 
@@ -149,6 +147,13 @@ def _refuse_misspelt_hooks(manager: pluggy.PluginManager, module: Any) -> None:
     for attribute in dir(module):
         if attribute.startswith(HOOK_PREFIX) and attribute not in called:
             raise PluginError(f"{attribute} is not marked with @hookimpl; known hooks: {known}")
+
+
+def _refuse_shadowing(kind: PatternKind, pattern: type[Pattern]) -> None:
+    """A request is flat: the fields of a pattern are next to those of the shape."""
+    shared = (pattern.request_model().model_fields.keys() & WorkloadRequest.model_fields.keys()) - {"kind"}
+    if shared:
+        raise PluginError(f"pattern {kind.name!r}: {', '.join(sorted(shared))} is a field of every workload; rename it")
 
 
 def _offered(manager: pluggy.PluginManager, kind_of_thing: str, *, third_party: bool) -> list[Any]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
+from dilabench.compare.comparison import lengths_without_rows
 from dilabench.compare.view import Ranking, rank, view_of
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import (
@@ -24,7 +25,7 @@ from dilabench.record import (
     Skipped,
 )
 from dilabench.report.columns import Column, DisplayRow, chosen_columns, row_name, workload_title
-from dilabench.units import counted, format_bytes
+from dilabench.units import counted, format_bytes, format_count
 
 ESTIMATES = f"time: the {ESTIMATOR}; speed-up: from the rounds that both rows took turns in, else from their times"
 FOOTNOTES = {
@@ -96,10 +97,17 @@ def _tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
 
 def footnotes(tables: Iterable[WorkloadTable], columns: Sequence[Column] = ()) -> tuple[str, ...]:
     """How the figures were estimated, and the meaning of the marks that these columns of the tables use."""
+    tables = tuple(tables)
     rows = [row for table in tables for row in table.rows]
     texts = [column.text(row) for row in rows for column in columns or chosen_columns()]
     marks = (f"{mark} {meaning}" for mark, meaning in FOOTNOTES.items() if any(mark in text for text in texts))
-    return (*([ESTIMATES] if any(row.view for row in rows) else []), *marks)
+    bases = dict.fromkeys(
+        f"speed-ups in {table.title} refer to {row_name(base)} of {base.planned.source}, for want of a built-in's time"
+        for table in tables
+        for section in table.sections
+        if section.ranking and (base := section.ranking.baseline).planned.source
+    )
+    return (*([ESTIMATES] if any(row.view for row in rows) else []), *bases, *marks)
 
 
 def shape_id(case: Case) -> str:
@@ -171,6 +179,8 @@ def headline(record: RunRecord) -> str:
         unproven += [f"{late} could not be verified in time"] * bool(late)
         parts.append(f"{statuses['failed']} FAILED" + (f" ({', '.join(unproven)})" if unproven else ""))
     ended = "" if record.status == "complete" else f" The run was {record.status}; these are the results so far."
+    if statuses["measured"] and (lengths := lengths_without_rows(record)):
+        ended = f" No row was measured at length {', '.join(map(format_count, lengths))}.{ended}"
     return f"Suite {record.suite} on {device_text(record)}: {', '.join(parts)}.{ended}"
 
 

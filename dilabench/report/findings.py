@@ -4,12 +4,13 @@ A suite names its `analysis`, a function `analyse(record) -> Sequence[Section]`.
 is rendered, works on the raw samples, and its result is not stored.
 """
 
+import copy
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -17,7 +18,7 @@ from dilabench.choice.descriptors import load_target
 from dilabench.errors import ConfigError, PluginError
 from dilabench.plugins.axis import LENGTH, Axis
 from dilabench.plugins.boundary import answered, guarded, shown
-from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.catalogue import BUILTIN, OWN, Catalogue
 from dilabench.plugins.descriptors import Reporter
 from dilabench.record import RunRecord
 from dilabench.units import printable
@@ -186,8 +187,9 @@ def sections_of(record: RunRecord, catalogue: Catalogue, *, plots: bool = True) 
     analyses: list[tuple[str, str, tuple[Any, ...]]] = []
     suite = catalogue.suites.get(record.suite) if record.suite in catalogue.suites else None
     if suite and suite.analysis and (plots or not suite.only_plots):
-        facts = (record, catalogue) if suite.reads_catalogue else (record,)
-        analyses.append((catalogue.suites.origin(suite.name), suite.analysis, facts))
+        plugin = catalogue.suites.origin(suite.name)
+        facts = _facts_for(plugin, record), *((catalogue,) if suite.reads_catalogue else ())
+        analyses.append((plugin, suite.analysis, facts))
     analyses += [("builtin", target, (record,)) for target in FOR_EVERY_SUITE]
     found: list[Section] = []
     for plugin, target, facts in analyses:
@@ -296,16 +298,39 @@ def render(
 ) -> str | None:
     """Have a reporter render the record, with its sections where the reporter shows such, and the options it takes.
 
-    Raises PluginError when it fails or returns what is no text.
+    A plug-in's reporter gets a copy of the record. A reporter of dilabench that fails only with the sections of a
+    plug-in's suite renders without them, and the suite's plug-in is blamed. Raises PluginError when it fails otherwise
+    or returns what is no text.
     """
-
     plugin, what = catalogue.reporters.origin(reporter.name), f"reporter {reporter.name!r}"
-    with guarded(plugin, what):
-        target = load_target(reporter.target)
-        facts = (_printable(record), folder, *((sections,) if reporter.shows_sections else ()))
-        taken = {name: value for name, value in options.items() if name in reporter.options}
-        text: str | None = answered(plugin, what, functools.partial(target, **taken), *facts, kind=(str, type(None)))
+
+    def rendered(sections: Sequence[Section]) -> str | None:
+        with guarded(plugin, what):
+            target = load_target(reporter.target)
+            facts = (_printable(record), folder, *((sections,) if reporter.shows_sections else ()))
+            taken = {name: value for name, value in options.items() if name in reporter.options}
+            called = functools.partial(target, **taken)
+            text: str | None = answered(plugin, what, called, *_facts_for(plugin, facts), kind=(str, type(None)))
+            return text
+
+    try:
+        return rendered(sections)
+    except PluginError as error:
+        suite = record.suite if record.suite in catalogue.suites else None
+        author = catalogue.suites.origin(suite) if suite else BUILTIN
+        if not (plugin in OWN and author not in OWN and sections and reporter.shows_sections):
+            raise
+        text = rendered(())
+        catalogue.blame(PluginError(f"suite {suite!r}: {what} cannot show its sections: {error.why}", author))
         return text
+
+
+FactsT = TypeVar("FactsT")
+
+
+def _facts_for(plugin: str, facts: FactsT) -> FactsT:
+    """What a plug-in's function is called with: a copy, so that nothing it changes is the run's."""
+    return facts if plugin in OWN else copy.deepcopy(facts)
 
 
 def _printable(record: RunRecord) -> RunRecord:

@@ -1,6 +1,5 @@
-"""One execution of a request, from the request to its record, for the command line and for `dilabench.run()`. No torch.
+"""One execution of a plan (`suites.planner`) to its record, for the command line and for `dilabench.run()`. No torch.
 
-`plan`            request -> plan: the cases, on which machine, timed how
 `execution`       plan -> record: header, folder, measuring, reports
 `resume`          going on with a run, and which budget would do for the rest
 `machine_state`   what makes a machine's times noisy or wrong

@@ -4,6 +4,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from dilabench.atomic_file import write_text
 from dilabench.choice.descriptors import load_target
-from dilabench.compare.comparison import is_wrong
+from dilabench.compare.comparison import is_wrong, lengths_without_rows
 from dilabench.compare.view import is_impossible
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.progress import Progress
 from dilabench.engine.runner import FollowUp, Project
 from dilabench.engine.runner import run as run_cases
-from dilabench.errors import DilabenchError, ExitCode, exit_code_for
+from dilabench.errors import DilabenchError, ExitCode, PluginError, exit_code_for
 from dilabench.machine import Machine
 from dilabench.plugins.boundary import answered
-from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.catalogue import OWN, Catalogue
 from dilabench.plugins.descriptors import Reporter
 from dilabench.plugins.manager import Found
 from dilabench.record import Failed, PlannedCase, Row, RunHeader, RunRecord
@@ -28,7 +29,7 @@ from dilabench.report.findings import Section, render, sections_of
 from dilabench.request import RunRequest
 from dilabench.runs.resume import resumed_header
 from dilabench.store.archive import Archive
-from dilabench.store.run_files import RECORD_NAME, RunFolder, completed_rows
+from dilabench.store.run_files import RECORD_NAME, RunFolder, completed_rows, read_record
 from dilabench.suites.planner import RunPlan, more_cases_of
 from dilabench.version import __version__
 
@@ -118,6 +119,11 @@ class Execution:
         except DilabenchError as error:
             tell(f"not kept in the store: {error}")
 
+    def recorded(self) -> RunRecord | None:
+        """The record as it is on disk; None if there is none."""
+        path = self.folder.path / RECORD_NAME
+        return read_record(path) if path.exists() else None
+
     def copy_record(self, path: Path) -> None:
         """Put the record into this file as well."""
         record = self.folder.path / RECORD_NAME
@@ -155,9 +161,17 @@ class Reports:
         return (text for text in texts if text is not None)
 
     def _rendered(self, reporter: Reporter, folder: Path | None) -> str | None:
-        with self.catalogue.left_out(self.catalogue.reporters.origin(reporter.name), ""):
-            return render(reporter, self.record, folder, self.sections, self.catalogue, self.options)
-        return None
+        plugin = self.catalogue.reporters.origin(reporter.name)
+        path = folder / RECORD_NAME if folder is not None and plugin not in OWN else None
+        before = path.read_bytes() if path is not None and path.exists() else None
+        text = None
+        with self.catalogue.left_out(plugin, ""):
+            text = render(reporter, self.record, folder, self.sections, self.catalogue, self.options)
+        if path is not None and before is not None and (not path.is_file() or path.read_bytes() != before):
+            write_text(path, before.decode())
+            why = f"reporter {reporter.name!r} changed {RECORD_NAME}, which was put back"
+            self.catalogue.blame(PluginError(why, plugin))
+        return text
 
 
 def new_header(found: Found, machine: Machine, request: RunRequest, argv: Sequence[str] | None = None) -> RunHeader:
@@ -176,14 +190,18 @@ def new_header(found: Found, machine: Machine, request: RunRequest, argv: Sequen
     )
 
 
-def exit_code(record: RunRecord, broken: bool = False) -> ExitCode:
-    """How a run ended, as an exit code. `broken`: a plug-in failed on the way."""
+def exit_code(record: RunRecord, *, broken: bool = False, allow_incomplete: bool = False) -> ExitCode:
+    """How a run ended, as an exit code. `broken`: a plug-in failed on the way.
+
+    `allow_incomplete`: a length of which no row was measured does not count.
+    """
     return exit_code_for(
         interrupted=record.status == "interrupted",
         wrong=any(is_wrong(row) or is_impossible(row) for row in record.rows),
         failed=any(isinstance(row.outcome, Failed) for row in record.rows),
         broken=broken,
         nothing=not any(row.outcome.status == "measured" for row in record.rows),
+        incomplete=not allow_incomplete and bool(lengths_without_rows(record)),
     )
 
 
@@ -194,8 +212,10 @@ def _follow_up(plan: RunPlan) -> FollowUp | None:
         return None
 
     def follow_up(rows: Sequence[Row]) -> Sequence[PlannedCase]:
-        with catalogue.left_out(catalogue.suites.origin(suite.name), ""):
-            return more_cases_of(suite, plan.planner(), rows)
+        plugin = catalogue.suites.origin(suite.name)
+        with catalogue.left_out(plugin, ""):
+            # What a plug-in is given is a copy: nothing it changes is the run's.
+            return more_cases_of(suite, plan.planner(), rows if plugin in OWN else deepcopy(rows))
         return ()
 
     return follow_up
@@ -210,7 +230,8 @@ def _project(plan: RunPlan) -> Project | None:
     def project(record: RunRecord) -> Sequence[dict[str, Any]]:
         plugin, what = catalogue.suites.origin(suite.name), f"projections of suite {suite.name!r}"
         with catalogue.left_out(plugin, what):
-            found = answered(plugin, what, load_target(target), record, kind=(list, tuple))
+            given = record if plugin in OWN else deepcopy(record)
+            found = answered(plugin, what, load_target(target), given, kind=(list, tuple))
             return RunRecord.model_validate({**record.model_dump(), "projections": found}).projections
         return ()
 

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from dilabench.compare.comparison import searchable
+from dilabench.compare.comparison import lengths_without_rows, searchable
 from dilabench.compare.fingerprint import machine_key
 from dilabench.errors import DilabenchError
-from dilabench.record import Measured, Row, RunRecord
+from dilabench.record import Measured, Row, RunRecord, Skipped
 from dilabench.store.archive import Archive, moment_of, run_and_version, sound_records
 
 FILENAME = "history.sqlite"
-VERSION = 3
+VERSION = 4
 WAIT_S = 20.0
 SCHEMA = """
 CREATE TABLE runs (file TEXT PRIMARY KEY, version INTEGER, run_id TEXT, suite TEXT, device TEXT, machine TEXT,
@@ -41,7 +41,10 @@ BY_DATE = "ORDER BY started_at, file"
 
 @dataclass(frozen=True, slots=True)
 class RunEntry:
-    """One run of the archive. machine: key of its hard fingerprint; git: short commit, with '+' when changed."""
+    """One run of the archive. machine: key of its hard fingerprint; git: short commit, with '+' when changed.
+
+    status: the record's, or 'incomplete' if a row had no time or a length has no measured row.
+    """
 
     file: str
     run_id: str
@@ -206,10 +209,16 @@ def _run_fields(file: str, record: RunRecord) -> tuple[object, ...]:
         machine_key(record),
         moment.isoformat(timespec="seconds") if moment else "",
         f"{git.sha[:10]}{'+' if git.dirty else ''}" if git else "",
-        record.status,
+        "incomplete" if record.status == "complete" and _is_incomplete(record) else record.status,
         sum(isinstance(row.outcome, Measured) for row in record.rows),
         len(record.rows),
     )
+
+
+def _is_incomplete(record: RunRecord) -> bool:
+    """Whether a row had no time, or a length has no row."""
+    late = any(isinstance(row.outcome, Skipped) and row.outcome.code == "budget" for row in record.rows)
+    return late or bool(lengths_without_rows(record))
 
 
 def _row_fields(row: Row) -> tuple[object, ...]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dilabench.record import Failed
+from dilabench.record import Failed, Skipped
 from dilabench.store.archive import Archive
 
 
@@ -27,6 +27,18 @@ def test_runs(cli):
     result = cli("history", "--limit", "3")
     assert [line.split()[2] for line in result.stdout.splitlines()[2:]] == ["day18", "day19", "day20"]
     assert len(json.loads(cli("history", "--json", "--limit", "99").stdout)) == 20
+
+
+@pytest.mark.parametrize(
+    ("code", "length", "status"),
+    [("budget", 4096, "incomplete"), ("unsupported", 4096, "incomplete"), ("unsupported", None, "complete")],
+)
+def test_a_run_that_lacks_rows_is_incomplete(cli, make_row, make_record, code, length, status):
+    fields = {"seq_len": length} if length else {}
+    rows = [make_row("strided"), make_row("gather", outcome=Skipped(code=code, why="late"), **fields)]
+    Archive().add(make_record(rows, run_id="part"))
+    (run,) = json.loads(cli("history", "--json").stdout)
+    assert (run["status"], run["measured"], run["rows"]) == (status, 1, 2)
 
 
 @pytest.mark.usefixtures("runs")

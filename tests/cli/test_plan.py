@@ -41,14 +41,14 @@ def test_plan_predicts_by_length_batch_and_implementation(cli):
 
 def test_plan_says_what_fits_and_how_long_it_could_get(cli):
     result = cli(
-        "plan", "-i", "strided", "--lengths", "4K,1M", "--memory", "1G", "--mode", "forward", "--device", "cpu"
+        "plan", "-i", "strided", "--lengths", "4K,128K", "--memory", "128M", "--mode", "forward", "--device", "cpu"
     )
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines()]
     (small,) = [line for line in lines if line[4:5] == ["4K"]]
-    (large,) = [line for line in lines if line[4:5] == ["1M"]]
+    (large,) = [line for line in lines if line[4:5] == ["128K"]]
     assert (small[-1], large[-1]) == ("yes", "NO")
-    assert "The longest sequence that fits into 1.0 GiB" in result.stdout
+    assert "The longest sequence that fits into 128.0 MiB" in result.stdout
     assert "not measured" in result.stdout
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from dilabench.cli.run.shown import verdict
 from dilabench.errors import ExitCode
+from dilabench.metadata import ABOVE_PEAK_FLOPS, WAY
 from dilabench.record import (
     Case,
     Check,
@@ -18,6 +19,7 @@ from dilabench.record import (
     Skipped,
     Verification,
 )
+from dilabench.report.content import headline
 from dilabench.runs import execution
 from dilabench.runs.execution import exit_code
 from dilabench.workload.spec import Workload
@@ -34,10 +36,16 @@ WRONG = Failed(
 )
 
 
-def record(*outcomes, status="complete"):
+def record(*outcomes, status="complete", labels=(), lengths=()):
     rows = tuple(
-        Row(planned=PlannedCase(case=Case(implementation=f"number-{index}", workload=WORKLOAD)), outcome=outcome)
-        for index, outcome in enumerate(outcomes)
+        Row(
+            planned=PlannedCase(
+                case=Case(implementation=f"number-{index}", workload=WORKLOAD.replace(seq_len=length)),
+                labels=dict(labels),
+            ),
+            outcome=outcome,
+        )
+        for index, (outcome, length) in enumerate(zip(outcomes, lengths or [96] * len(outcomes), strict=True))
     )
     environment = Environment(os="Linux", python="3.11", cpu=CpuInfo(model="a CPU", cores=2, threads=2))
     return RunRecord(
@@ -65,6 +73,40 @@ def record(*outcomes, status="complete"):
 )
 def test_exit_code(outcomes, status, code):
     assert exit_code(record(*outcomes, status=status)) is code
+
+
+LATE = Skipped(code="budget", why="budget of 5 s used up before its turn")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "lengths", "code", "word"),
+    [
+        ((MEASURED, LATE), (96, 96), ExitCode.OK, "ok, 1 row had no time"),
+        ((MEASURED, LATE), (96, 192), ExitCode.INCOMPLETE, "INCOMPLETE, no row at length 192"),
+        ((MEASURED, SKIPPED, LATE), (96, 192, 1024), ExitCode.INCOMPLETE, "INCOMPLETE, no row at length 192, 1K"),
+        ((MEASURED, LATE, CRASHED), (96, 192, 96), ExitCode.CASE_FAILED, "SOME CASE FAILED"),
+        ((LATE, LATE), (96, 192), ExitCode.NOTHING_MEASURED, "NOTHING MEASURED"),
+    ],
+)
+def test_a_length_without_a_row_is_incomplete(outcomes, lengths, code, word):
+    found = record(*outcomes, lengths=lengths)
+    assert exit_code(found) is code
+    assert verdict(found, code).startswith(f"verdict: {word} (")
+    allowed = exit_code(found, allow_incomplete=True)
+    assert allowed is (ExitCode.OK if code is ExitCode.INCOMPLETE else code)
+    assert ("No row was measured at length" in headline(found)) is bool(
+        code is ExitCode.INCOMPLETE or (code is ExitCode.CASE_FAILED)
+    )
+
+
+def test_a_search_goes_on_until_a_length_has_no_row():
+    found = record(MEASURED, SKIPPED, lengths=(96, 192), labels=WAY.entry("as it is"))
+    assert exit_code(found) is ExitCode.OK
+
+
+def test_a_time_that_cannot_be_true_is_wrong_output():
+    note = ABOVE_PEAK_FLOPS.note("9e15 FLOP/s is more than this device can do")
+    assert exit_code(record(MEASURED, MEASURED.model_copy(update={"notes": (note,)}))) is ExitCode.WRONG_OUTPUT
 
 
 def test_the_verdict_counts_the_rows():

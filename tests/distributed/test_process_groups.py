@@ -2,9 +2,13 @@
 
 import copy
 import gc
+import os
 import pickle
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,3 +128,15 @@ def test_copies_are_the_same_shards(group: dist.ProcessGroup) -> None:
 def test_a_wrong_axis_is_refused_by_the_names_of_the_call(group: dist.ProcessGroup, method: str, dim: int) -> None:
     with pytest.raises(ValueError, match=rf"x \(2, 23, 4\) with dim={dim}: .* 24 entries"):
         getattr(sequence_shards(24), method)(torch.ones(2, 23, 4), dim=dim)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", ["bound", "unbound"])
+def test_ranks_attend_on_devices_that_are_not_current(group: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    program = str(Path(__file__).with_name("on_other_devices.py"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program, group]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr[-4000:]

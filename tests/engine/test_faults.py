@@ -22,6 +22,8 @@ def outcomes(record):
         ("late_memory_error", "warmup", "out of memory: MemoryError"),
         ("first_call_segfault", "build", "killed by SIGSEGV"),
         ("noisy_then_dead", "build", "exit code 3"),
+        ("dead_of_an_error", "build", "exit code 3 (ImportError: cannot import name 'kernel' from 'theirs')"),
+        ("half_a_letter", "build", r"ValueError: \ud800 is no letter"),
     ],
 )
 def test_a_fault_ends_one_case_with_its_reason(engine, name, stage, why):

@@ -219,3 +219,15 @@ def test_flash_attention_4_is_tried_in_half_precision() -> None:
         for itemsize, backward in product((2, 4), (False, True))
     }
     assert found == {(2, False): ("BACKEND=FLASH",), (2, True): ("BACKEND=FLASH",), (4, False): (), (4, True): ()}
+
+
+@pytest.mark.parametrize("name", ["dense, example 0", "dilated, ragged", "dilated, grouped heads", "dilated, blocked"])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_packed_sequences_see_nothing_of_each_other(name: str, mask: dict[str, Any]) -> None:
+    packed = {"layout": "packed", "cu_seqlens": (0, 1, 90, 128, 300), "batch_size": 1}
+    workload = workload_of(EXAMPLES[name], **mask, **packed)
+    q, k, v = (torch.randn(300, heads, 16) for heads in (4, 2, 2))
+    out, lse = flex.build(workload, CONTEXT).with_lse(q, k, v)
+    right, right_lse = reference.build(workload, CONTEXT).with_lse(q, k, v)
+    torch.testing.assert_close(out, right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, right_lse, rtol=1e-5, atol=1e-5, check_dtype=False)

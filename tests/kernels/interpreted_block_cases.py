@@ -6,14 +6,12 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dilabench.backends import math
 from dilabench.impls.block_sparse.block_sparse import tiles_backward, tiles_forward
 from dilabench.kernels import tuning
 from dilabench.kernels.block_sparse.backward import block_sparse_backward
@@ -23,7 +21,6 @@ from dilabench.kernels.block_sparse.selected import SelectedPlan
 from dilabench.kernels.gates import gated, gated_sum
 from dilabench.kernels.lse import merge_rows_
 from dilabench.kernels.tuning import TileConfig
-from dilabench.kernels.varlen import sequence_plan
 from dilabench.patterns.answers import HiddenRows
 
 # name: (B, N, H, K, D, block, causal, window, mask heads, tiles)
@@ -43,24 +40,6 @@ BOUNDED = {
     "one range, causal": ((2, 75, 4, 2, 16, 16, True, (-1, -1), 1, None), 1),
     "two ranges, wide query tile": ((1, 131, 2, 1, 32, 32, False, (-1, -1), 1, TileConfig(32, 16, 4, 1)), 2),
     "three ranges, window, wide key tile": ((1, 130, 3, 3, 16, 64, False, (40, 90), 3, TileConfig(16, 32, 4, 1)), 3),
-}
-# name: (bounds of queries, of keys, H, K, D, causal, window, tiles)
-SEQUENCES = {
-    "causal": ((0, 13, 14, 47, 96, 150), None, 4, 2, 16, True, (-1, -1), None),
-    "no mask, wide query tile": ((0, 70, 75, 131), None, 2, 1, 32, False, (-1, -1), TileConfig(32, 16, 4, 1)),
-    "window, wide key tile": ((0, 60, 61, 150), None, 3, 3, 16, False, (20, 5), TileConfig(16, 32, 4, 1)),
-    "more keys, causal": (
-        (0, 13, 14, 47, 96),
-        (0, 20, 25, 58, 197),
-        4,
-        2,
-        24,
-        True,
-        (-1, -1),
-        TileConfig(16, 16, 4, 1),
-    ),
-    "more keys, causal window": ((0, 40, 90), (0, 140, 190), 2, 1, 16, True, (30, -1), TileConfig(16, 16, 4, 1)),
-    "more keys": ((0, 5, 33), (0, 70, 90), 2, 2, 16, False, (-1, -1), TileConfig(16, 32, 4, 1)),
 }
 SHARED = ("padded head dim", "mask per key head")
 # name: (B, query rows, key rows of the first and of the second call, H, K, D, block, mask heads, tiles)
@@ -166,35 +145,6 @@ def errors(case: tuple, dtype: torch.dtype, ranges: int = 0) -> dict[str, float]
     return compared((out, lse, *gradients), (got_out, got_lse, *got))
 
 
-def sequences(case: tuple) -> dict[str, float]:
-    """Packed sequences in one call against each by itself."""
-    bounds, key_bounds, heads, kv_heads, dim, causal, window, tiles = case
-    keys = key_bounds or bounds
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((bounds, heads), (keys, kv_heads), (keys, kv_heads), (bounds, heads))
-    q, k, v, dout = (torch.randn(1, ends[-1], n, dim, generator=generator) for ends, n in shapes)
-    wide = [x.double().requires_grad_() for x in (q, k, v)]
-    scale = dim**-0.5
-    outs, lses, parts = [], [], []
-    for queries, own in zip(pairwise(bounds), pairwise(keys), strict=True):
-        tensors = [x[:, slice(*ends)].detach() for x, ends in zip(wide, (queries, own, own), strict=True)]
-        out, lse = math.attend(*tensors, causal=causal, window=window, scale=scale)
-        options = {"causal": causal, "window": window, "scale": scale}
-        parts.append(math.attend_backward(dout[:, slice(*queries)].double(), *tensors, out, lse, **options))
-        outs.append(out)
-        lses.append(lse)
-    gradients = [torch.cat(several, 1) for several in zip(*parts, strict=True)]
-    plan = sequence_plan(bounds, causal, window, key_bounds)
-    forward, backward = tiles_forward, tiles_backward
-    if tiles:
-        forward = partial(block_sparse_forward, config=tiles)
-        backward = partial(block_sparse_backward, query_config=tiles, key_config=tiles)
-    with poisoned():
-        got_out, got_lse = forward(q, k, v, plan, scale=scale)
-        got = backward(dout, q, k, v, got_out, got_lse, plan, scale=scale)
-    return compared((torch.cat(outs, 1), torch.cat(lses, 2), *gradients), (got_out, got_lse, *got))
-
-
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Unwritten rows show: results come from memory that held NaN before."""
@@ -268,7 +218,6 @@ if __name__ == "__main__":
         results |= {f"shared tiles: {name}": errors(CASES[name], torch.float32) for name in SHARED}
         case, ranges = BOUNDED["two ranges, wide query tile"]
         results["shared tiles: bounds"] = errors(case, torch.float32, ranges)
-    results |= {f"sequences: {name}": sequences(case) for name, case in SEQUENCES.items()}
     results["chosen on the device"] = chosen_on_the_device()
     results["bounded on the device"] = bounded_on_the_device()
     results["gates"] = gates_of_parts()

@@ -108,10 +108,10 @@ def listed(group: BranchGroup, n: int, heads: int, own: int, other: int, causal:
                         seen = seen & (theirs[None] >= mine[:, None] if by_key else theirs[None] <= mine[:, None])
                     seen = seen & (within(window, theirs, mine).T if by_key else within(window, mine, theirs))
                     assert place >= full or seen[mine >= 0].all(), "a tile listed as wholly visible is cut"
-                    for i, j in np.argwhere(seen & (mine >= 0)[:, None]):
-                        at = (h, theirs[j], mine[i]) if by_key else (h, mine[i], theirs[j])
-                        assert not count[at], "a pair is listed twice"
-                        count[at] = m
+                    i, j = np.nonzero(seen & (mine >= 0)[:, None])
+                    at = (h, theirs[j], mine[i]) if by_key else (h, mine[i], theirs[j])
+                    assert not count[at].any(), "a pair is listed twice"
+                    count[at] = m
     return count
 
 

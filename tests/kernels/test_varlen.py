@@ -1,4 +1,4 @@
-"""Stretches of packed sequences, and the lists of tiles that are made of them, against every pair by itself."""
+"""Stretches of packed sequences, and the tiles that they reach, against every pair by itself."""
 
 from __future__ import annotations
 
@@ -9,47 +9,51 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilabench.kernels.varlen import SequencePlan, keys_seen, sequence_plan
+from dilabench.kernels.varlen import Reach, keys_seen, tiles_seen
 
 LENGTH = st.integers(1, 70)
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[SequencePlan, np.ndarray]:
-    """A plan, and which pairs are visible [rows, keys]."""
+def stretches(draw: st.DrawFn) -> tuple[Reach, Reach, np.ndarray]:
+    """The keys that queries see, the queries that see keys, and which pairs are visible [rows, keys]."""
     lengths = draw(st.lists(st.tuples(LENGTH, st.one_of(st.just(0), LENGTH)), min_size=1, max_size=6))
     bounds = [0, *accumulate(queries for queries, _ in lengths)]
     key_bounds = [0, *accumulate(queries + more for queries, more in lengths)]
     causal, (left, right) = draw(st.booleans()), draw(st.tuples(st.integers(-1, 40), st.integers(-1, 40)))
+    right = 0 if causal else right
     pairs = np.zeros((bounds[-1], key_bounds[-1]), bool)
     for index, (queries, more) in enumerate(lengths):
         ahead = np.arange(queries + more) - (np.arange(queries)[:, None] + more)
         seen = np.ones(ahead.shape, bool)
         seen &= (ahead >= -left) | (left < 0)
-        seen &= (ahead <= (0 if causal else right)) | (right < 0 and not causal)
+        seen &= (ahead <= right) | (right < 0)
         pairs[bounds[index] : bounds[index + 1], key_bounds[index] : key_bounds[index + 1]] = seen
-    return sequence_plan(bounds, causal, (left, right), key_bounds), pairs
+    queries, keys = torch.tensor(bounds), torch.tensor(key_bounds)
+    seen, seeing = (
+        keys_seen(queries, keys, bounds[-1], left, right),
+        keys_seen(keys, queries, key_bounds[-1], right, left),
+    )
+    return seen, seeing, pairs
 
 
 @settings(max_examples=60, deadline=None)
-@given(case=plans(), block_m=st.sampled_from([16, 32, 64]), block_n=st.sampled_from([16, 32, 64]))
-def test_lists_hold_every_visible_tile_once(case: tuple[SequencePlan, np.ndarray], block_m: int, block_n: int) -> None:
-    plan, pairs = case
-    assert np.array_equal(~plan.hidden.hides(np.arange(plan.rows), slice(None)), pairs)
-    padded = np.pad(pairs, [(0, -size % tile) for size, tile in zip(pairs.shape, (block_m, block_n), strict=True)])
-    tiles = padded.reshape(len(padded) // block_m, block_m, -1, block_n).sum((1, 3))
-    for by_key, visible in ((False, tiles), (True, tiles.T)):
-        lists = plan.lists(block_m, block_n, by_key)
-        assert sorted(lists.order[0].tolist()) == list(range(len(visible)))
-        for own in range(len(visible)):
-            full, masked = (part.tolist() for part in lists.partners(0, own))
-            assert len({*full, *masked}) == len(full) + len(masked)
-            assert set(np.flatnonzero(visible[own])) <= {*full, *masked}
-            for other in full:
-                query, key = (other, own) if by_key else (own, other)
-                assert by_key or (key + 1) * block_n <= plan.keys
-                assert pairs[query * block_m : (query + 1) * block_m, key * block_n : (key + 1) * block_n].all()
-    assert plan.every_row_has_work
+@given(case=stretches(), own=st.sampled_from([16, 32, 64]), other=st.sampled_from([16, 32, 64]))
+def test_tiles_hold_every_visible_pair(case: tuple[Reach, Reach, np.ndarray], own: int, other: int) -> None:
+    *reaches, pairs = case
+    for reach, visible in zip(reaches, (pairs, pairs.T), strict=True):
+        rows = np.arange(visible.shape[1])
+        first, stop = (x.numpy()[:, None] for x in reach)
+        assert np.array_equal((rows >= first) & (rows < stop), visible)
+        padded = np.pad(visible, [(0, -size % tile) for size, tile in zip(visible.shape, (own, other), strict=True)])
+        tiles = padded.reshape(len(padded) // own, own, -1, other).sum((1, 3))
+        found = [x.tolist() for x in tiles_seen(reach, own, other)]
+        for tile, (begin, end, full_begin, full_end) in enumerate(zip(*found, strict=True)):
+            assert set(np.flatnonzero(tiles[tile])) <= set(range(begin, end))
+            assert begin <= full_begin <= full_end <= end
+            part = visible[tile * own : (tile + 1) * own, full_begin * other : full_end * other]
+            assert part.all()
+            assert full_end * other <= visible.shape[1]
 
 
 def test_the_last_query_stands_at_the_last_key() -> None:

@@ -18,9 +18,11 @@ from dilabench.machine import Machine
 from dilabench.plugins import Backend, Capabilities, Implementation, Reporter, Suite, hookimpl
 from dilabench.plugins.boundary import answered, guarded
 from dilabench.plugins.manager import discover
-from dilabench.record import Case
+from dilabench.record import Case, Failed
 from dilabench.report.findings import Section, render, sections_of
 from dilabench.request import run_request
+from dilabench.runs.execution import Reports
+from dilabench.store.run_files import RunFolder
 from dilabench.suites.planner import Planner, cases_of, expand, more_cases_of
 from dilabench.workload.spec import WorkloadRequest
 
@@ -287,6 +289,76 @@ def test_what_a_plugin_prints_goes_to_stderr(make_record: Any, capsys: pytest.Ca
     assert render(reporter, make_record([]), None, (), found_with("reporters", reporter).catalogue) == "rendered"
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "I am not JSON\n")
+
+
+# What they are given is a copy; the run's own stays as it is.
+
+
+def meddles(record: Any, *_: Any) -> Any:
+    record.config["seed"] = "mine"
+    for row in record.rows:
+        object.__setattr__(row, "outcome", Failed(stage="verify", code="wrong_output", why="mine"))
+        row.planned.labels["mine"] = "mine"
+    return [] if _ == () else None
+
+
+def overwrites(_record: Any, folder: Path) -> None:
+    (folder / "run.json").write_text("{}")
+
+
+def removes(_record: Any, folder: Path) -> None:
+    (folder / "run.json").unlink()
+
+
+def unshowable(*_: Any) -> Any:
+    class Worse(Section):
+        __slots__ = ()
+
+        def tables(self) -> Any:
+            raise LookupError("no table here")
+
+    return [Worse(title="mine", sentence="whole", columns=("n",), rows=(("3",),))]
+
+
+@pytest.mark.parametrize("kind", ["reporter", "analysis"])
+def test_a_record_that_a_plugin_changes_is_a_copy(kind: str, make_record: Any, make_row: Any) -> None:
+    record = make_record([make_row()], suite="mine")
+    before = record.model_dump_json()
+    if kind == "reporter":
+        found = found_with("reporters", Reporter("mine", "for a test", target(meddles)))
+        assert render(found.catalogue.reporters.get("mine"), record, None, (), found.catalogue) is None
+    else:
+        found = found_with("suites", Suite("mine", "for a test", "m:f", analysis=target(meddles)))
+        sections_of(record, found.catalogue)
+    assert found.problems == []
+    assert record.model_dump_json() == before
+
+
+@pytest.mark.parametrize("reporter", ["table", "markdown", "html", "pull-request"])
+def test_a_suite_whose_sections_cannot_be_shown_is_blamed(reporter: str, make_record: Any, make_row: Any) -> None:
+    found = found_with("suites", Suite("mine", "for a test", "m:f", analysis=target(unshowable)))
+    record = make_record([make_row()], suite="mine")
+    sections = sections_of(record, found.catalogue)
+    text = render(found.catalogue.reporters.get(reporter), record, None, sections, found.catalogue)
+    assert text is not None
+    (problem,) = found.problems
+    assert problem.plugin == "theirs"
+    assert "suite 'mine'" in problem.why
+    assert "LookupError: no table here" in problem.why
+
+
+@pytest.mark.parametrize("change", [overwrites, removes])
+def test_a_record_on_disk_that_a_reporter_changes_is_put_back(
+    change: Callable[..., None], make_record: Any, make_row: Any, tmp_path: Path
+) -> None:
+    found = found_with("reporters", Reporter("mine", "for a test", target(change), filename="mine.txt"))
+    record = make_record([make_row()])
+    RunFolder(tmp_path).finish(record)
+    before = (tmp_path / "run.json").read_bytes()
+    Reports(record, found.catalogue, (), {}).write([found.catalogue.reporters.get("mine")], tmp_path)
+    assert (tmp_path / "run.json").read_bytes() == before
+    assert [problem.plugin for problem in found.problems] == ["theirs"]
+    assert "changed run.json" in found.problems[0].why
 
 
 # Targets of shardings and memory.

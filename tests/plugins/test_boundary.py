@@ -1,10 +1,15 @@
 """Threads that run plug-in code at once: their prints go to stderr, the command's own lines never do."""
 
+import os
+import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from threading import Barrier, Thread
 
 import pytest
 
+import dilabench
 from dilabench.cli.terminal import say
 from dilabench.plugins.boundary import guarded
 
@@ -37,3 +42,80 @@ def test_threads_that_overlap_leave_stdout_as_it_was(capsys: pytest.CaptureFixtu
     captured = capsys.readouterr()
     assert captured.out == "the command's line\n"
     assert sorted(captured.err.splitlines()) == ["from the first plug-in", "from the second plug-in"]
+
+
+# What ends the process: what is shown of it, and what the exit code may be.
+ENDINGS = {
+    "os._exit": ("import os; os._exit(0)", "SystemExit: os._exit(0)"),
+    "an interrupt of its own": ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+    "half of a surrogate pair": ("raise ValueError('\\ud800 is no letter')", r"ValueError: \ud800 is no letter"),
+    "a segmentation fault": ("import ctypes; ctypes.string_at(0)", "the process ended while plug-in 'ends' was {}"),
+    "exit in C": ("import ctypes; ctypes.CDLL(None)._exit(0)", "the process ended while plug-in 'ends' was {}"),
+    "a signal": ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "while plug-in 'ends' was {}"),
+    "Ctrl-C": (
+        "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(5)",
+        "interrupted while plug-in 'ends' was {}",
+    ),
+}
+PLUGIN = """
+from dilabench.plugins import Suite, hookimpl
+
+def end():
+    {ending}
+
+def expand(request, planner):
+    end()
+
+if {at_import}:
+    end()
+
+@hookimpl
+def dilabench_register_suites():
+    return [Suite("ending", "for a test", "ends_process:expand")]
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Make a module a plug-in that processes find."""
+
+    def install(text: str) -> None:
+        (tmp_path / "ends_process.py").write_text(text)
+        information = tmp_path / "ends_process-1.0.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text("Metadata-Version: 2.1\nName: ends-process\nVersion: 1.0\n")
+        (information / "entry_points.txt").write_text("[dilabench]\nends = ends_process\n")
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(dilabench.__file__).parents[1]}")
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("ending", "at_import"),
+    [
+        *((ending, False) for ending in ENDINGS),
+        ("os._exit", True),
+        ("exit in C", True),
+        ("an interrupt of its own", True),
+    ],
+)
+def test_a_plugin_that_ends_the_process_is_named(
+    installed: Callable[[str], None], tmp_path: Path, ending: str, at_import: bool
+) -> None:
+    code, shown = ENDINGS[ending]
+    installed(PLUGIN.format(ending=code, at_import=at_import))
+    arguments = ["list", "plugins"] if at_import else ["run", "ending", "--dry-run"]
+    command = [sys.executable, "-m", "dilabench", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert shown.format("loaded" if at_import else "asked for: suite 'ending'") in said
+    if not at_import and ending != "exit in C":
+        assert done.returncode not in (0, 1)
+
+
+def test_a_process_that_a_plugin_forks_may_end() -> None:
+    with guarded("theirs"):
+        child = os.fork()
+        if not child:
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

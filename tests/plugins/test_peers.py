@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from dilabench.choice import descriptors
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
@@ -28,7 +29,11 @@ def reasons(name, machine=HOPPERS, ranks=4, backend="sdpa-flash", **fields):
 
 @pytest.fixture
 def installed(monkeypatch):
-    monkeypatch.setattr("dilabench.choice.descriptors._unmet_module", lambda *_: None)
+    """Every module is there; distributions (a dash in the name) are those of this machine."""
+    unmet = descriptors._unmet_package
+    monkeypatch.setattr(
+        descriptors, "_unmet_package", lambda name, *others: unmet(name, *others) if "-" in name else None
+    )
 
 
 def test_the_projects_that_there_are_adapters_for():
@@ -166,7 +171,7 @@ def test_a_folder_of_peers_that_is_none_is_refused(monkeypatch, tmp_path):
 
 
 def test_a_missing_package_is_a_reason(monkeypatch):
-    monkeypatch.setattr("dilabench.choice.ways.find_spec", lambda name: None)
+    monkeypatch.setattr("dilabench.plugins.catalogue.find_spec", lambda name: None)
     assert reasons("ring-flash-attn-zigzag") == ("module ring_flash_attn is not installed",)
 
 

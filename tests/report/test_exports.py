@@ -128,3 +128,11 @@ def test_a_notebook_shows_a_comparison_and_escapes_it(make_row, make_record):
     assert "new: new" in text
     assert "<b>" not in text
     assert repr(comparison) == "<Comparison: 1 INCONCLUSIVE, 1 not compared>"
+
+
+def test_samples_are_written_turn_by_turn(record, tmp_path):
+    parts = list(tidy._samples_text(record))
+    slots = [slot for row in record.rows for timing in getattr(row.outcome, "timings", ()) for slot in timing.slots]
+    assert len(parts) == 1 + len(slots)
+    assert tidy.render_csv_samples(record, tmp_path) is None
+    assert (tmp_path / "samples.csv").read_text() == "".join(parts) == tidy.render_csv_samples(record, None)

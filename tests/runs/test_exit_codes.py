@@ -7,7 +7,7 @@ import pytest
 from dilabench.conformance.scorecard import Finding, Scorecard
 from dilabench.errors import ExitCode, exit_code_for, gravest
 
-# design.md: interrupted results and wrong ones first; that nothing was measured says least.
+# design.md: interrupted results and wrong ones first; that something was not measured says least.
 BY_SEVERITY = {
     "interrupted": ExitCode.INTERRUPTED,
     "wrong": ExitCode.WRONG_OUTPUT,
@@ -16,6 +16,7 @@ BY_SEVERITY = {
     "undecided": ExitCode.INCONCLUSIVE,
     "broken": ExitCode.ENVIRONMENT,
     "nothing": ExitCode.NOTHING_MEASURED,
+    "incomplete": ExitCode.INCOMPLETE,
 }
 SUBSETS = list(chain.from_iterable(combinations(BY_SEVERITY, size) for size in range(len(BY_SEVERITY) + 1)))
 

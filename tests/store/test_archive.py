@@ -128,6 +128,18 @@ def test_a_full_disk_leaves_nothing_behind(archive, make_row, make_record, monke
     assert [path.name for path in archive.folder.iterdir()] == [kept]
 
 
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_store_on_a_file_system_without_hard_links(archive, make_row, make_record, monkeypatch, code):
+    def no_link(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", no_link)
+    record = make_record([make_row()], run_id="abcd1234")
+    assert archive.add(record) == archive.add(record)
+    assert archive.load(*archive.names()) == record
+    assert [path.name for path in archive.folder.iterdir()] == archive.names()
+
+
 def test_a_store_that_cannot_be_written_is_said_so(tmp_path, make_record):
     (tmp_path / "store").write_text("a file where the folder should be")
     with pytest.raises(EnvironmentNotReady, match="DILABENCH_STORE"):

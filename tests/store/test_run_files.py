@@ -7,6 +7,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from dilabench import validation
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.patterns.block_sparse import block_mask
 from dilabench.record import (
@@ -319,3 +320,19 @@ def test_old_rows_of_a_run_that_was_cut_short_get_their_roles_too(tmp_path):
     with (tmp_path / ROWS_NAME).open("a") as file:
         file.write(json.dumps({"row": found[0].model_dump(mode="json")}) + "\n")
     assert sorted(map(repr, read_record(tmp_path).rows)) == sorted(map(repr, found))
+
+
+def test_many_digits_after_a_point_are_no_long_integer(monkeypatch):
+    """A record with a small error of 17 digits took several times as long to read."""
+    monkeypatch.setattr(validation, "_machine_int", pytest.fail)
+    assert validation.read_json("[0.000012345678901234567, 7, 1.00000000012345678901]") == [
+        1.2345678901234567e-05,
+        7,
+        1.00000000012345678901,
+    ]
+
+
+@pytest.mark.parametrize("text", ["[0.000012345678901234567, 12345678901234567890]", "-12345678901234567890"])
+def test_a_long_integer_beside_a_fraction_is_refused(text):
+    with pytest.raises(ValueError, match="which no measurement has"):
+        validation.read_json(text)

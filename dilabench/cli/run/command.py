@@ -88,6 +88,7 @@ def run(
     nproc: own.Processes = None,
     device: shared.Device = None,
     budget: own.Budget = None,
+    allow_incomplete: own.AllowIncomplete = False,
     seed: own.Seed = None,
     shard: own.ShardOption = None,
     dry_run: own.DryRun = False,
@@ -198,7 +199,14 @@ def run(
                 execution = Execution.begin(planned, output_base(output), nodes)
             if sessions > 1:
                 say(f"session {number} of {sessions}", err=True)
-            code = show_run(execution, shown, keep=keep, options=options, github_summary=github_summary)
+            code = show_run(
+                execution,
+                shown,
+                keep=keep,
+                options=options,
+                github_summary=github_summary,
+                allow_incomplete=allow_incomplete,
+            )
             runs.append((code, str(execution.folder.path)))
             if output.suffix == ".json":
                 execution.copy_record(output)

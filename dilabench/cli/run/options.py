@@ -75,6 +75,10 @@ Budget = Annotated[
     str | None,
     typer.Option("--budget", metavar="TIME", help="Time the run may take: 60s, 5m, none (default: the suite's own)."),
 ]
+AllowIncomplete = Annotated[
+    bool,
+    typer.Option("--allow-incomplete", help="No exit code 9 for a length of which no row was measured."),
+]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the inputs and of the order.")]
 ShardOption = Annotated[
     str | None,

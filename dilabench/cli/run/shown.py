@@ -8,6 +8,7 @@ from dilabench.cli.github import append_summary
 from dilabench.cli.options import tell_of
 from dilabench.cli.run.progress_bar import progress_shown
 from dilabench.cli.terminal import note, say
+from dilabench.compare.comparison import lengths_without_rows
 from dilabench.errors import ExitCode
 from dilabench.metadata import note_text
 from dilabench.plugins.descriptors import Reporter
@@ -17,7 +18,7 @@ from dilabench.report.pull_request import of_run
 from dilabench.runs.execution import Execution, Reports, exit_code
 from dilabench.runs.machine_state import notes_at_start, read
 from dilabench.runs.resume import how_to_go_on, without_time
-from dilabench.units import counted
+from dilabench.units import counted, format_count
 
 TABLE = "table"
 VERDICTS = {
@@ -26,6 +27,7 @@ VERDICTS = {
     ExitCode.CASE_FAILED: "SOME CASE FAILED",
     ExitCode.WRONG_OUTPUT: "WRONG OUTPUT",
     ExitCode.NOTHING_MEASURED: "NOTHING MEASURED",
+    ExitCode.INCOMPLETE: "INCOMPLETE",
     ExitCode.INTERRUPTED: "INTERRUPTED",
 }
 
@@ -37,10 +39,12 @@ def show_run(
     keep: bool = True,
     options: Mapping[str, Any] | None = None,
     github_summary: bool = False,
+    allow_incomplete: bool = False,
 ) -> ExitCode:
     """Measure, report, and say how it ended; on stderr where stdout carries another format than the table.
 
-    `keep`: in the store as well. `options`: those of reports, by name.
+    `keep`: in the store as well. `options`: those of reports, by name. `allow_incomplete`: as for `exit_code`. The exit
+    code is that of the record as it is on disk once every reporter has ended.
     """
     err = [one.name for one in formats] != [TABLE]
     plan, folder = execution.plan, execution.folder.path
@@ -64,9 +68,10 @@ def show_run(
         if github_summary:
             append_summary(of_run(record, reports.sections))
         say("\n" + "\n".join(map(str, paths)), err=err)
+        record = execution.recorded() or record
     broken = plan.found.problems[known:]
     tell_of(broken)
-    code = exit_code(record, broken=bool(broken))
+    code = exit_code(record, broken=bool(broken), allow_incomplete=allow_incomplete)
     more_follow = plan.catalogue.suites.get(plan.request.suite).follow_up is not None
     saved = execution.folder.can_be_resumed
     if saved and (hint := how_to_go_on(record, plan.machine, folder, more_follow)):
@@ -93,7 +98,12 @@ def _opening(execution: Execution) -> str:
 def verdict(record: RunRecord, code: ExitCode, *, saved: bool = True) -> str:
     """The line that a CI log ends with. `saved`: a file of the run is there."""
     counts = Counter(row.outcome.status for row in record.rows)
-    word = "incomplete" if code is ExitCode.OK and without_time(record) else VERDICTS[code]
+    word = VERDICTS[code]
+    missing = len(without_time(record))
+    if code in (ExitCode.OK, ExitCode.INCOMPLETE) and (lengths := lengths_without_rows(record)):
+        word = f"{word}, no row at length {', '.join(map(format_count, lengths))}"
+    elif code is ExitCode.OK and missing:
+        word = f"{word}, {counted(missing, 'row')} had no time"
     if code is ExitCode.INTERRUPTED:
         word = f"{word}, results so far are saved" if saved else f"{word} before there was a result, nothing is saved"
     ended = ", ".join(f"{counts[status]} {status}" for status in ("measured", "skipped", "failed"))

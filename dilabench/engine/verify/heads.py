@@ -74,8 +74,10 @@ def heads_checks(
     probes = list(probe_checks(oracle, first.out, results))
     yield from probes
     if any(check.name in FROM_EVERY_ROW.values() and not check.passed for check in probes):
+        # What an earlier call left is right here, where inputs and dout are those of the call before.
+        repeated = gradients_from_every_row(oracle, call(second[-1], dout))
         again = gradients_from_every_row(oracle, call(second[-1], oracle.full_dout))
-        seen.misreads_dout = all(check.passed for check in again)
+        seen.misreads_dout = not all(check.passed for check in repeated) and all(check.passed for check in again)
     del results, second, dout
     yield buffer_reuse_check(call, oracle.inputs, first.out, kept)
     yield from repeat_checks(call, oracle, first, deterministic, expected_out.tolerance)

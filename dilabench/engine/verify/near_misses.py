@@ -246,4 +246,8 @@ def _scaled(actual: Tensor, expected: Expected) -> str | None:
     certain = abs(found.deviation) > 6 * found.error and abs(found.deviation) > expected.slope_floor
     if not certain:
         return None
-    return f"the right one scaled by {factor:.4g}" if factor else "zero"
+    if not factor:
+        return "zero"
+    # Digits beyond those that the factor shares with 1.
+    digits = max(4, 2 + math.ceil(-math.log10(abs(found.deviation))))
+    return f"the right one scaled by {factor:.{digits}g}"

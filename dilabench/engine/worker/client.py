@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -119,7 +120,13 @@ class Worker:
             why = f"out of memory: the system ended the worker process during {doing!r}"
             return WorkerFailure("out_of_memory", why, died=True, traceback=traceback)
         why = f"the worker process died during {doing!r}: {ending.how}"
+        if raised := _RAISED.findall(ending.output):
+            why += f" ({raised[-1]})"
         return WorkerFailure("crash", why, died=True, traceback=traceback)
+
+
+# The last line of a traceback.
+_RAISED = re.compile(r"^[\w.]*(?:Error|Exception): .*$", re.MULTILINE)
 
 
 def _joined(traceback: str | None, output: str) -> str | None:

@@ -48,7 +48,7 @@ from dilabench.engine.worker.protocol import (
     WarmedUp,
     WorkerSettings,
 )
-from dilabench.errors import PluginError, first_line, text_of
+from dilabench.errors import PluginError, encodable, first_line, text_of
 from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, refuse_unknown
 from dilabench.record import Check, CheckName, Note, Slot, Verification
 
@@ -308,7 +308,7 @@ class Handlers:
         self._hardware.release_cached()
 
     def _trouble(self, error: BaseException) -> Trouble:
-        text = "".join(traceback.format_exception(error))
+        text = encodable("".join(traceback.format_exception(error)))
         broken, lost_messages = self._device_is_broken(), self._lost_messages()
         fatal = broken or lost_messages
         line = first_line(error)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,10 +51,37 @@ class CountedBlocks:
         return bool((self.tiles > 1).any())
 
 
+class _Sequences:
+    """A pattern over packed sequences: their counts one after another, of positions among all tokens."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._pattern = workload.pattern
+        self._parts = [
+            (start, stop, shape) for (start, stop), shape in zip(workload.sequences, workload.shapes, strict=True)
+        ]
+        self._starts = np.array([start for start, _, _ in self._parts])
+
+    def head_key(self, _shape: SequenceShape, head: int) -> Hashable:
+        return tuple(self._pattern.head_key(shape, head) for _, _, shape in self._parts)
+
+    def counts(self, _shape: SequenceShape, head: int, rows: NDArray[np.int64]) -> Iterator[KeyGroup]:
+        of_row = self._starts.searchsorted(rows, side="right") - 1
+        for index in np.unique(of_row):
+            start, _, shape = self._parts[index]
+            for group in self._pattern.counts(shape, head, rows[of_row == index] - start):
+                parts = (
+                    range(part.start + start, part.stop + start, part.step) if isinstance(part, range) else part + start
+                    for part in group.parts
+                )
+                yield KeyGroup(group.rows + start, tuple(parts))
+
+
 def counted_blocks(workload: Workload) -> CountedBlocks:
-    """The blocks of a workload of one sequence. Raises ValueError for a count above 255."""
-    (shape,) = workload.shapes
-    pattern = workload.pattern
+    """The blocks of a workload, packed sequences in one. Raises ValueError for a count above 255."""
+    shape: SequenceShape = workload.shapes[0]
+    pattern: Pattern | _Sequences = workload.pattern
+    if workload.layout == "packed":
+        shape, pattern = replace(shape, length=workload.seq_len), _Sequences(workload)
     keys = [pattern.head_key(shape, head) for head in range(shape.num_heads)]
     heads = [keys.index(key) for key in dict.fromkeys(keys)]
     blocks = -(-shape.length // BLOCK)
@@ -105,7 +133,7 @@ class _BlockRow:
         return found
 
 
-def _block_row(pattern: Pattern, shape: SequenceShape, head: int, index: int) -> _BlockRow | None:
+def _block_row(pattern: Pattern | _Sequences, shape: SequenceShape, head: int, index: int) -> _BlockRow | None:
     """The counts of a block of queries; None if none of its rows sees a key."""
     start, end = index * BLOCK, min((index + 1) * BLOCK, shape.length)
     reach = _columns_in_band(shape, index)

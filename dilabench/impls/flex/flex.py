@@ -83,14 +83,17 @@ class Flex:
     run: Callable[..., tuple[Tensor, Any]]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
+        """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; packed [T, ·, D]. Differentiable."""
         return self.with_lse(q, k, v)[0]
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out, and lse [B, H, N] (natural log, float32), which carries no gradient."""
+        if q.ndim == 3:
+            out, lse = self.with_lse(q[None], k[None], v[None])
+            return out[0], lse[0]
         heads_first = (x.transpose(1, 2) for x in (q, k, v))
         out, extra = self.run(*heads_first, self.score, self.mask, self.scale, dict(self.options) or None)
-        lse: Tensor = extra if isinstance(extra, Tensor) else extra.lse
+        lse = extra if isinstance(extra, Tensor) else extra.lse
         return out.transpose(1, 2), lse.detach()
 
 

@@ -414,7 +414,7 @@ def fused_backward(
     of_documents: list[DocumentLists] = []
     if packing is not None:
         requests = cache.once(f"lists beside {len(at_once)}", lambda: _requests(at_once, passes))
-        of_documents = [*packing.lists(requests, plan.causal, q.device).of_groups]
+        of_documents = [*packing.lists(requests, plan.causal, q).of_groups]
     if sums is not None:
         own = [operands | lists.by_key("items") for lists in of_documents[: len(at_once)]] or [operands] * len(at_once)
         of_steps = [

@@ -320,7 +320,7 @@ def _lists(q: Tensor, plan: ResiduePlan, packing: Packing, config: TileConfig | 
             ListRequest(group, own.block_m, own.block_n) for group, own in zip(plan.groups, tiles, strict=True)
         )
 
-    return packing.lists(cache.once("lists", requests), plan.causal, q.device)
+    return packing.lists(cache.once("lists", requests), plan.causal, q)
 
 
 def _operands(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, scale: float | None) -> tuple[float, int, bool]:

@@ -9,39 +9,44 @@ tokens and from a rounded number of documents alone, so that launches of one pac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from dilabench.kernels.bwd_preprocess import StatsLayout
 from dilabench.kernels.fused.branch_group import SPAN_COLUMNS, BranchGroup
 from dilabench.kernels.fused.tile_lists import Integers
-from dilabench.kernels.fused.tile_tables import (
-    DocumentTables,
-    document_tables,
-    on_a_stream_of_its_own,
-    on_device,
-    tile_tables,
-)
+from dilabench.kernels.fused.tile_tables import DocumentTables, document_tables, on_a_stream_of_its_own, tile_tables
 from dilabench.kernels.streams import record
 from dilabench.kernels.tuning import TileConfig
+
+_Written = npt.NDArray[np.int32]
 
 # Beyond every token.
 _NEVER = np.iinfo(np.int32).max
 
 
-class ListRequest(NamedTuple):
-    """Lists of tiles of ``other`` rows for tiles of ``own`` rows, and statistics in tiles of ``stats_tile`` rows."""
+@dataclass(frozen=True, eq=False)
+class ListRequest:
+    """Lists of tiles of ``other`` rows for tiles of ``own`` rows, and statistics in tiles of ``stats_tile`` rows.
+
+    What all packings have of them in common stays with the request.
+    """
 
     group: BranchGroup
     own: int
     other: int
     by_key: bool = False
     stats_tile: int = 1
+    _tables: dict[tuple[bool, torch.device, type[Tensor]], DocumentTables] = field(default_factory=dict, repr=False)
 
-    @property
+    @cached_property
     def most_visits(self) -> int:
         """How many tiles of all classes documents have at most."""
         group = self.group
@@ -55,6 +60,17 @@ class ListRequest(NamedTuple):
         group = self.group
         rows = group.length // group.modulus + group.most_supers * self.stats_tile
         return StatsLayout(group.modulus, 1, group.length, -(-rows // block) * block, block)
+
+    def tables(self, needed: Integers, causal: bool, x: Tensor) -> DocumentTables:
+        """Lists for super-segments of documents that end as `needed` says (`document_tables`), on the device of x."""
+        where = causal, x.device, type(x)
+        found = self._tables.get(where)
+        if found is None:
+            tiles = self.group, self.own, self.other, causal, self.by_key
+            found = document_tables(*tiles, x, np.unique(needed[needed >= 0]))
+            if found.serve_all:
+                self._tables[where] = found
+        return found
 
 
 class DocumentLists(NamedTuple):
@@ -99,57 +115,89 @@ class Packing:
 
     def __init__(self, bounds: Sequence[int]) -> None:
         self.bounds = tuple(bounds)
-        self._made: dict[int, tuple[tuple[ListRequest, ...], PassLists]] = {}
-        self._streams: set[tuple[int, int]] = set()
+        self._made: dict[int, _Made] = {}
 
-    def lists(self, requests: tuple[ListRequest, ...], causal: bool, device: torch.device) -> PassLists:
-        """For each request of a pass; made once for the same object."""
+    def lists(self, requests: tuple[ListRequest, ...], causal: bool, x: Tensor) -> PassLists:
+        """For each request of a pass, on the device of x; made once for the same object."""
         made = self._made.get(id(requests))
         if made is None:
             while len(self._made) >= _MOST_PASSES:
                 del self._made[next(iter(self._made))]
-            # Kept with its lists, so that no other object takes its identity.
-            made = self._made[id(requests)] = requests, _pass_lists(np.array(self.bounds), requests, causal, device)
-        if device.type == "cuda":
-            use = id(requests), torch.cuda.current_stream(device).cuda_stream
-            if use not in self._streams:
+            made = self._made[id(requests)] = _Made.of(np.array(self.bounds), requests, causal, x)
+        if x.is_cuda and made.streams is not None:
+            stream = torch.cuda.current_stream(x.device)
+            if stream.cuda_stream not in made.streams:
+                made.streams.add(stream.cuda_stream)
+                if made.copied is not None:
+                    stream.wait_event(made.copied)
                 # The lists are exchanged from launch to launch, which records only what stays.
-                self._streams.add(use)
-                record(x for lists in made[1].of_groups for x in (*lists.by_query.values(), *lists.by_key().values()))
-        return made[1]
+                record(
+                    x for lists in made.lists.of_groups for x in (*lists.by_query.values(), *lists.by_key().values())
+                )
+        return made.lists
 
 
-def _pass_lists(bounds: Integers, requests: Sequence[ListRequest], causal: bool, device: torch.device) -> PassLists:
-    most = max(request.group.most_supers for request in requests)
-    spans = np.full((len(requests), most, SPAN_COLUMNS), _NEVER, np.int64)
-    tables, visits = [], []
-    for request, own in zip(requests, spans, strict=True):
-        group = request.group
-        needed = span_table(bounds, request, own)
-        lists = document_tables(
-            group, np.unique(needed[needed >= 0]), request.own, request.other, causal, request.by_key, device
+class _Made(NamedTuple):
+    """Lists with what they were made for, so that no other object takes its identity, and the streams that use them.
+
+    copied: when they are on the device, where the call that copied them did not wait for it.
+    """
+
+    requests: tuple[ListRequest, ...]
+    lists: PassLists
+    copied: torch.cuda.Event | None
+    streams: set[int] | None
+
+    @classmethod
+    def of(cls, bounds: Integers, requests: tuple[ListRequest, ...], causal: bool, x: Tensor) -> _Made:
+        """A row of numbers with all of them is copied at once."""
+        most = max(request.group.most_supers for request in requests)
+        sizes = [len(requests) * most * SPAN_COLUMNS, *(2 * request.most_visits for request in requests)]
+        # Each at a multiple of 16 bytes: kernels are compiled anew for others.
+        *begins, total = accumulate((size + -size % 4 for size in sizes), initial=0)
+        numbers = np.zeros(total, np.int32)
+        spans = numbers[: sizes[0]].reshape(len(requests), most, SPAN_COLUMNS)
+        spans[:] = _NEVER
+        tables = []
+        for request, own, begin, size in zip(requests, spans, begins[1:], sizes[1:], strict=True):
+            needed = span_table(bounds, request, own)
+            lists = request.tables(needed, causal, x)
+            own[: len(needed), 2] = np.where(needed < 0, 0, 1 + lists.tails.searchsorted(needed))
+            of_variant = lists.by_key if request.by_key else lists.by_query
+            own[:, 6] = listed = (lists.tables.order if request.by_key else lists.tables.items).shape[-2]
+            visits = numbers[begin : begin + size].reshape(-1, 2)
+            write_visits(own[: len(needed)], of_variant, listed - 1, visits)
+            tables.append(lists)
+        there, copied = _copied(numbers, x)
+        spans_there = there[: sizes[0]].view(len(requests), most, SPAN_COLUMNS)
+        visits_there = (
+            there[begin : begin + size].view(-1, 2) for begin, size in zip(begins[1:], sizes[1:], strict=True)
         )
-        own[: len(needed), 2] = np.where(needed < 0, 0, 1 + np.searchsorted(lists.tails, needed))
-        of_variant = lists.by_key if request.by_key else lists.by_query
-        own[:, 6] = listed = (lists.tables.order if request.by_key else lists.tables.items).shape[-2]
-        visits.append(visit_table(own[: len(needed)], of_variant, request.most_visits, listed - 1)[None])
-        tables.append(lists)
-    with on_a_stream_of_its_own(device):
-        spans_there, *visits_there = on_device(device, spans, *visits)
-    of_groups = zip(tables, (x[0] for x in visits_there), spans_there, strict=True)
-    return PassLists(tuple(DocumentLists(*each) for each in of_groups), spans_there)
+        of_groups = tuple(map(DocumentLists, tables, visits_there, spans_there.unbind()))
+        return cls(requests, PassLists(of_groups, spans_there), copied, set() if x.is_cuda else None)
 
 
-def span_table(bounds: Integers, request: ListRequest, spans: Integers) -> Integers:
+def _copied(numbers: _Written, x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Numbers on the device of x, and when they are there if nobody waited."""
+    here = torch.from_numpy(numbers)
+    if type(x) is not Tensor or not x.is_cuda or torch.cuda.is_current_stream_capturing():
+        with on_a_stream_of_its_own(x.device):
+            return here.to(x.device), None
+    there, copied = here.pin_memory().to(x.device, non_blocking=True), torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(x.device))
+    return there, copied
+
+
+def span_table(bounds: Integers, request: ListRequest, spans: _Written) -> Integers:
     """Write super-segments as `DocumentLists.spans` in the order of their tokens, without variants and items. Returns
     of each the tail of its lists (`BranchGroup.tails_in_tiles`), -1 for a whole one.
     """
     group, tile = request.group, min(request.own, request.other)
     most, modulus = group.super_tokens, group.modulus
-    lengths = np.diff(bounds)
+    lengths = bounds[1:] - bounds[:-1]
     supers = -(-lengths // most)
-    document = np.repeat(np.arange(len(lengths)), supers)
-    inside = (np.arange(len(document)) - np.repeat(np.cumsum(supers) - supers, supers)) * most
+    document = np.arange(len(lengths)).repeat(supers)
+    inside = (np.arange(len(document)) - (supers.cumsum() - supers).repeat(supers)) * most
     tokens = np.minimum(most, lengths[document] - inside)
     rows = -(-tokens // modulus)
     in_tiles = -(-rows // tile) * tile
@@ -157,22 +205,20 @@ def span_table(bounds: Integers, request: ListRequest, spans: Integers) -> Integ
     there = spans[: len(document)]
     there[:, 0], there[:, 1] = bounds[document] + inside, tokens
     stats = -(-rows // request.stats_tile) * request.stats_tile
-    there[:, 3], there[:, 4] = np.cumsum(stats) - stats, np.cumsum(rows) - rows
+    there[:, 3], there[:, 4] = stats.cumsum() - stats, rows.cumsum() - rows
     spans[:, 5] = group.stored_rows
     return np.where(tokens < most, tails, -1)
 
 
-def visit_table(spans: Integers, items_of_variant: Integers, most: int, none: int) -> Integers:
-    """Every item of every super-segment, the longest first, filled up to ``most`` by an item that there is none of."""
+def write_visits(spans: _Written, items_of_variant: Integers, none: int, visits: _Written) -> None:
+    """Every item of every super-segment, the longest first; those that pad have an item that there is none of."""
     order = np.argsort(-spans[:, 1], kind="stable")
     items = items_of_variant[spans[order, 2]]
-    first = np.cumsum(items) - items
-    visits = np.zeros((most, 2), np.int64)
-    total = int(items.sum())
-    visits[:total, 0] = np.repeat(order, items)
-    visits[:total, 1] = np.arange(total) - np.repeat(first, items)
+    stop = items.cumsum()
+    total = int(stop[-1])
+    visits[:total, 0] = order.repeat(items)
+    visits[:total, 1] = np.arange(total) - (stop - items).repeat(items)
     visits[total:, 1] = none
-    return visits
 
 
 def query_lists(

@@ -117,13 +117,14 @@ class DocumentTables(NamedTuple):
     """Lists for super-segments of documents: variant 0 of a whole one, variant 1 + i of one of ``tails[i]`` tokens.
 
     by_query, by_key: per variant, how many of `TileTables.items` of any kind, or of its order, there are; one that pads
-    stands last.
+    stands last. serve_all: these are the tails that there can be.
     """
 
     tables: TileTables
     tails: Integers
     by_query: Integers
     by_key: Integers
+    serve_all: bool
 
     @property
     def nbytes(self) -> int:
@@ -132,24 +133,28 @@ class DocumentTables(NamedTuple):
 
 
 def document_tables(
-    group: BranchGroup, needed: Integers, own: int, other: int, causal: bool, by_key: bool, device: torch.device
+    group: BranchGroup, own: int, other: int, causal: bool, by_key: bool, x: Tensor, needed: Integers
 ) -> DocumentTables:
     """As `tile_tables` for super-segments of documents, of which the last ones have as many tokens as `needed` says, in
-    tiles (`BranchGroup.tails_in_tiles`). Where lists are short, all that documents may need are made at once.
+    tiles (`BranchGroup.tails_in_tiles`), on the device of x. Where lists are short, all that documents may need are
+    made at once.
     """
     by_key = _checked(group, own, other, causal, by_key)
     whole = replace(group, length=group.super_tokens, documents=0)
     most = tuning.DOCUMENT_ENTRIES, tuning.DOCUMENT_TILES
-    tails = _made_together(whole, own, other, causal, by_key, *most) or tuple(needed.tolist())
-    key = (whole, tails, own, other, causal, by_key, device)
+    together = _made_together(whole, own, other, causal, by_key, *most)
+    tails = together or tuple(needed.tolist())
+    # Of tensors with data, or that are only traced.
+    device, kind = x.device, type(x)
+    key = ("documents", whole, tails, own, other, causal, by_key, device, kind)
     found = _kept.get(key)
     if found is None:
         with on_a_stream_of_its_own(device):
             items, lookup, order, entries = _lists(whole, tails, own, other, causal, by_key)
             items, order = _with_one_that_pads(items), _with_one_that_pads(order)
             (tables,) = _there(whole, [x[None] for x in (items, lookup, order)], entries, device)
-        there = items[..., 0] >= 0, order[:, None, :, 0] >= 0
-        found = _kept.put(key, DocumentTables(tables, np.array(tails), *(x.sum(2).max(1) for x in there)))
+        by_query, of_keys = (items[..., 0] >= 0).sum(2).max(1), (order[..., 0] >= 0).sum(1)
+        found = _kept.put(key, DocumentTables(tables, np.array(tails), by_query, of_keys, bool(together)))
     return found
 
 
@@ -273,10 +278,10 @@ def _there(
     _load_operators(device)
     heads = _heads(group.head_kind, group.head_shift)
     if entries.are_few:
-        *there, (heads_there,), (listed,) = on_device(device, *lists, heads[None], entries.here()[None])
+        *there, (heads_there,), (listed,) = _on_device(device, *lists, heads[None], entries.here()[None])
     else:
         more = (x[None] for x in (heads, entries.count, entries.begin, entries.column, entries.tag))
-        *there, (heads_there,), (count,), (begin,), (column,), (tag,) = on_device(device, *lists, *more)
+        *there, (heads_there,), (count,), (begin,), (column,), (tag,) = _on_device(device, *lists, *more)
         listed = entries.there(count, begin, column, tag)
     return (TileTables(items, lookup, order, listed, heads_there) for items, lookup, order in zip(*there, strict=True))
 
@@ -366,7 +371,7 @@ def _written_out(counts: Tensor, begins: Tensor, total: int) -> Tensor:
     return (torch.arange(total, device=counts.device) + steps).to(torch.int32)
 
 
-def on_device(device: torch.device, *arrays: npt.NDArray[Any]) -> list[Tensor]:
+def _on_device(device: torch.device, *arrays: npt.NDArray[Any]) -> list[Tensor]:
     """int32 tensors of these arrays, in one copy, each [row] of each at a multiple of 16 bytes: kernels are compiled
     anew for others.
     """

@@ -126,13 +126,19 @@ def judge(pair: PairedRounds, policy: Policy) -> Verdict:
     return judge_many([pair], policy)[0]
 
 
-def judge_many(pairs: Sequence[PairedRounds], policy: Policy) -> list[Verdict]:
+def judge_many(pairs: Sequence[PairedRounds], policy: Policy, *, effect_size: bool = True) -> list[Verdict]:
     """Verdicts on many interleaved comparisons, in order; pass them to `control_family` before gating.
+
+    Without `effect_size` they have no A12, which takes the longest where slots hold many samples.
 
     Raises ConfigError for a pair without rounds, a slot without samples or a time that is not positive.
     """
     estimates = estimate_many(
-        pairs, sigma_aa=policy.sigma_aa or 0.0, statistic=policy.statistic, confidence=policy.confidence
+        pairs,
+        sigma_aa=policy.sigma_aa or 0.0,
+        statistic=policy.statistic,
+        confidence=policy.confidence,
+        effect_size=effect_size,
     )
     return [decide(estimate, policy) for estimate in estimates]
 

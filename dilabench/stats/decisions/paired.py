@@ -88,7 +88,7 @@ class Estimate:
     session_log_ratios: tuple[float, ...]
     baseline_ns: float
     candidate_ns: float
-    a12: float
+    a12: float | None
     stored: int = 0
     cycles_log_ratio: float | None = None
     cycles_interval: Interval | None = None
@@ -181,11 +181,13 @@ def estimate_many(
     sigma_aa: float = 0.0,
     statistic: SlotStatistic = "auto",
     confidence: float = 0.95,
+    effect_size: bool = True,
 ) -> list[Estimate]:
     """Estimates of all pairs, in order.
 
     sigma_aa: sd of D_k between sessions of identical code on this machine (log units), used below three sessions.
     statistic: slot location; "auto" is the fastest sample below three sessions, else the lower quartile.
+    effect_size: compute A12, which sorts all samples.
     Raises ConfigError for a pair without rounds, a slot without samples or a time that is not positive.
     """
     if not pairs:
@@ -196,7 +198,7 @@ def estimate_many(
     locations = group_quantiles(slots.samples_ns, slots.sizes, _slot_levels(slots, layout, statistic)).reshape(-1, 2)
     y = np.log(locations[:, 1] / locations[:, 0])
     typical = [np.exp(group_medians(np.log(side), layout.pair_rounds)) for side in locations.T]
-    effects = _effects(slots, layout)
+    effects = _effects(slots, layout) if effect_size else [None] * len(pairs)
     in_time = _paired_moments(y, layout)
     shift, clocks_known = _clock_shift(pairs, layout)
     in_cycles = _paired_moments(y + shift, layout) if clocks_known.any() else in_time

@@ -107,6 +107,15 @@ def noisy_then_dead(workload, context):
     os._exit(3)
 
 
+def dead_of_an_error(workload, context):
+    os.write(2, b"Traceback (most recent call last):\nImportError: cannot import name 'kernel' from 'theirs'\n")
+    os._exit(3)
+
+
+def half_a_letter(workload, context):
+    raise ValueError("\ud800 is no letter")
+
+
 def leaves_its_pid(workload, context):
     with Path(os.environ["DILABENCH_TEST_PIDS"]).open("a") as file:
         file.write(f"{os.getpid()}\n")

@@ -93,6 +93,35 @@ def test_shifts_and_factors(make_workload: MakeWorkload, change: Any, name: str)
     assert name in diagnosis
 
 
+@pytest.mark.parametrize("excess", [0.25, 1e-5, -2e-5])
+def test_a_factor_has_the_digits_that_tell_it_from_1(make_workload: MakeWorkload, excess: float) -> None:
+    workload = make_workload(dtype="float64")
+    function = build(workload, CONTEXT)
+    verification = verify(lambda q, k, v: function(q, k, v) * (1 + excess), workload)
+    assert verification.diagnosis == f"out is the right one scaled by {1 + excess:.7g}"
+
+
+def test_gradients_of_the_call_before_are_not_blamed_on_a_kernel(make_workload: MakeWorkload) -> None:
+    workload = make_workload(mode="both")
+    function = build(workload, CONTEXT)
+
+    class Late(torch.autograd.Function):
+        kept: Tensor | None = None
+
+        @staticmethod
+        def forward(ctx: Any, k: Tensor) -> Tensor:
+            return k.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            now, Late.kept = Late.kept, gradients[0].clone()
+            return gradients[0] if now is None else now
+
+    verification = verify(lambda q, k, v: function(q, Late.apply(k), v), workload)
+    assert not verification.passed
+    assert "cuDNN" not in (verification.diagnosis or "")
+
+
 @pytest.mark.parametrize("pattern", [{}, {"pattern": {"kind": "dense"}}], ids=["dilated", "dense"])
 def test_a_strict_causal_mask(make_workload: MakeWorkload, pattern: dict[str, Any]) -> None:
     workload = make_workload(causal=True, **pattern)
