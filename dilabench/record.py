@@ -217,8 +217,8 @@ class Check(Model):
 class Verification(Model):
     """What was checked before timing. `sampled_rows`: rows held to the oracle, None when every row was.
 
-    `against`: the built-in, confirmed by the oracle, that every row was compared with. `timed_calls`: calls of the
-    timed sequence that were checked; `timed_rows`: of them call, batch item, position, head. `diagnosis`: the near miss.
+    `against`: the built-in, confirmed by the oracle, that every row was compared with. `timed_calls`: those of the
+    timed sequence that were checked; `timed_rows`: of these call, batch item, position, head. `diagnosis`: a near miss.
     """
 
     checks: tuple[Check, ...]
