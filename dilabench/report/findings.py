@@ -249,11 +249,14 @@ def _unused(stem: str, taken: set[str]) -> str:
 
 def _answer(record: RunRecord, axis: Axis) -> Iterator[Section]:
     # Its statistics need numpy, which --help should not wait for.
-    from dilabench.report.answer import TITLE, answer
+    from dilabench.report.answer import SPARE, TITLE, answer
 
     found = answer(record, axis)
     columns, rows, numeric = found.table()
-    yield Section(title=TITLE, sentence=found.sentence, columns=columns, rows=rows, numeric=numeric, answers=True)
+    sentence = found.sentence
+    yield Section(
+        title=TITLE, sentence=sentence, columns=columns, rows=rows, numeric=numeric, answers=True, spare=SPARE
+    )
 
 
 def _checked(target: str, sections: Any) -> tuple[Section, ...]:
