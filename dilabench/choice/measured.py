@@ -144,10 +144,18 @@ def measured_near(ways: Ways, machine: Machine, workload: Workload) -> TunedCell
 
 
 def configuration(workload: Workload) -> Hashable:
-    """All but what makes it longer or shorter; its scale by number, of its mode whether that is forward alone."""
-    of_length = dict.fromkeys(("seq_len", "batch_size", "cu_seqlens"))
-    told = {"scale": workload.softmax_scale, "mode": workload.mode == "forward"}
+    """All but what makes it longer or shorter; its scale by number, of its mode whether that is forward alone, of
+    packed sequences the doublings of their mean length.
+    """
+    of_length = dict.fromkeys(("seq_len", "batch_size"))
+    told: dict[str, Any] = {"scale": workload.softmax_scale, "mode": workload.mode == "forward"}
+    told["cu_seqlens"] = workload.cu_seqlens and doublings_of_mean(workload.tokens, len(workload.cu_seqlens) - 1)
     return tuple({**dict(workload), **of_length, **told}.values())
+
+
+def doublings_of_mean(tokens: int, sequences: int) -> int:
+    """Of a token, to about the mean length of so many packed sequences."""
+    return round(math.log2(tokens / sequences))
 
 
 def alike(file: TuneFile | None, workload: Workload) -> Iterator[TunedCell]:
