@@ -334,7 +334,7 @@ def _unmet(alternative: str, machine: Machine, find_module: FindModule) -> str |
     if name == "cuda":
         least = int(version.removeprefix("sm")) if version else 0
         if machine.device != "cuda":
-            return f"needs cuda, have {machine.device}" + (f" ({machine.no_cuda})" if machine.no_cuda else "")
+            return f"needs a CUDA GPU ({machine.no_cuda or f'the device is {machine.device}'})"
         if machine.compute_capability < least:
             return f"needs cuda sm{least} or newer, have sm{machine.compute_capability}"
         return None

@@ -335,7 +335,8 @@ class Ranking:
 
     `baseline`: the row that speed-ups refer to. `speedups`: by case id, time of the baseline / time of the row.
     `tied`: rows of which nobody can say that they are slower than the fastest, whose median is the smallest of theirs.
-    `too_few_rounds`: of none of these, because they did not take enough turns with it.
+    `too_few_rounds`: of none of these, because they shared too few rounds with it. `probable`: then the intervals of
+    their medians do not overlap its own.
     """
 
     fastest: Row
@@ -343,6 +344,7 @@ class Ranking:
     speedups: dict[str, float]
     tied: tuple[Row, ...]
     too_few_rounds: bool
+    probable: bool
 
     @property
     def proven(self) -> bool:
@@ -364,13 +366,22 @@ def rank(rows: Sequence[Row], device: str) -> Ranking | None:
     fastest = quotable[ratios.index(min(ratios))]
     others = [row for row in quotable if row is not fastest]
     tied, unheard, ahead = _not_slower(fastest, others, device)
+    too_few_rounds = bool(tied) and tied == unheard
     return Ranking(
         fastest=ahead,
         baseline=baseline,
         speedups=speedups,
         tied=tuple(row for row in (fastest, *tied) if row is not ahead),
-        too_few_rounds=bool(tied) and tied == unheard,
+        too_few_rounds=too_few_rounds,
+        probable=too_few_rounds and all(_reach(ahead)[1] < _reach(row)[0] for row in tied),
     )
+
+
+def _reach(row: Row) -> tuple[float, float]:
+    """The ends of the interval of its median in ns; below five samples the smallest and the largest."""
+    view = measured_view(row)
+    samples = view.timing.samples_ns
+    return (view.interval.low, view.interval.high) if view.interval else (min(samples), max(samples))
 
 
 def _not_slower(fastest: Row, others: Sequence[Row], device: str) -> tuple[tuple[Row, ...], tuple[Row, ...], Row]:
