@@ -187,7 +187,7 @@ def _served(ways: Ways, machine: Machine, workload: Workload, names: Iterable[st
 
 
 def _may_measure(workload: Workload, device: torch.device) -> bool:
-    if device.type != "cuda" or workload.layout == "packed" or os.environ.get(SWITCH) == "0":
+    if device.type != "cuda" or os.environ.get(SWITCH) == "0":
         return False
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():

@@ -144,10 +144,18 @@ def measured_near(ways: Ways, machine: Machine, workload: Workload) -> TunedCell
 
 
 def configuration(workload: Workload) -> Hashable:
-    """Return a key of everything except lengths; with the scale as a number, and the mode as forward or not."""
-    of_length = dict.fromkeys(("seq_len", "batch_size", "cu_seqlens"))
-    compared = {"scale": workload.softmax_scale, "mode": workload.mode == "forward"}
+    """Return a key of everything except lengths: the scale as a number, the mode as forward or not, packed sequences by
+    the binary logarithm of their mean length.
+    """
+    of_length = dict.fromkeys(("seq_len", "batch_size"))
+    compared: dict[str, Any] = {"scale": workload.softmax_scale, "mode": workload.mode == "forward"}
+    compared["cu_seqlens"] = workload.cu_seqlens and doublings_of_mean(workload.tokens, len(workload.cu_seqlens) - 1)
     return tuple({**dict(workload), **of_length, **compared}.values())
+
+
+def doublings_of_mean(tokens: int, sequences: int) -> int:
+    """Return the binary logarithm of the mean length of packed sequences, rounded."""
+    return round(math.log2(tokens / sequences))
 
 
 def alike(file: TuneFile | None, workload: Workload) -> Iterator[TunedCell]:

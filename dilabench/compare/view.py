@@ -178,13 +178,18 @@ def peak_of(row: Row) -> int | None:
 
 
 def verified_text(outcome: Measured) -> str:
-    """How far a row was checked: every output row, those compared with a built-in, or the number sampled."""
+    """How far a row was checked: every output row, those compared with a built-in, or the number sampled.
+
+    'timed' counts the timed calls of which rows were checked; records of before have none.
+    """
     verification = outcome.verification
     if not verification.passed:
         return "no"
+    timed = f", {verification.timed_calls} timed" if verification.timed_calls else ""
     if verification.sampled_rows is None:
-        return "✓ all"
-    return f"✓ all vs {verification.against}" if verification.against else f"✓ {verification.sampled_rows}"
+        return f"✓ all{timed}"
+    rows = f"all vs {verification.against}" if verification.against else verification.sampled_rows
+    return f"✓ {rows}{timed}"
 
 
 def location_of(timing: Timing) -> Location:
@@ -348,11 +353,14 @@ class Ranking:
 
 
 def rank(rows: Sequence[Row], device: str) -> Ranking | None:
-    """Rank the quotable rows; None if there is none. Speed-ups refer to the plain method, else to the first row."""
+    """Rank the quotable rows; None if there is none. Speed-ups refer to the plain method, else to the first row.
+
+    A row of a plug-in is the baseline only if no row of dilabench's has a time to quote.
+    """
     quotable = [row for row in rows if is_quotable(row)]
     if not quotable:
         return None
-    baseline = next((row for row in quotable if row.planned.role == "plain"), quotable[0])
+    baseline = min(quotable, key=lambda row: (row.planned.source is not None, row.planned.role != "plain"))
     ratios = [view.ratio for view in pair_views([(baseline, row) for row in quotable])]
     speedups = {row.case.case_id: 1 / ratio for row, ratio in zip(quotable, ratios, strict=True)}
     fastest = quotable[ratios.index(min(ratios))]
