@@ -82,7 +82,7 @@ def fastest(ways: Ways, machine: Machine, workload: Workload, device: torch.devi
             except DilabenchError as error:
                 # The result still serves this process.
                 logger.warning("the measured choice is not stored: %s", error)
-            choice = Choice(cell.implementation, cell.backend, "first use", cell.told)
+            choice = Choice(cell.implementation, cell.backend, "first use", cell.times)
             return _of_all_ranks(choice, ways, machine, workload, device)
     return _of_all_ranks(choose_after(near, ways, machine, workload), ways, machine, workload, device)
 
