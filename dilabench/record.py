@@ -442,11 +442,11 @@ class RunRecord(RunHeader):
 
     def to_frame(self, samples: bool = False) -> "pandas.DataFrame":
         """One line per case, or with `samples` one per sample, as a pandas frame (extra `data`); times are in ns."""
-        # By name: renderings lie above the record, which needs none of them to be one.
-        found: pandas.DataFrame = importlib.import_module("dilabench.report.tidy").frame(self, samples)
-        return found
+        # By name, for reports lie above the record.
+        return importlib.import_module("dilabench.report.tidy").frame(self, samples)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
-        ended = Counter(row.outcome.status for row in self.rows)
-        rows = ", ".join(f"{count} {status}" for status, count in ended.items())
+        rows = ", ".join(
+            f"{count} {status}" for status, count in Counter(row.outcome.status for row in self.rows).items()
+        )
         return f"<RunRecord {self.run_id}: {self.suite} on {self.device}, {self.status}, {rows or 'no rows'}>"

@@ -87,7 +87,8 @@ class ZeroKeysOfDocuments:
             found = (torch.where(own == offsets, keys.log(), -torch.inf) for own, keys, offsets in of_branches)
             # Kernels are compiled for addresses that 16 bytes divide, as each has that is made by itself.
             return tuple(found)
-        return (sum(torch.where(own == offsets, keys, 0.0) for own, keys, offsets in of_branches).log()[None],)
+        zero_keys = torch.stack([torch.where(own == offsets, keys, 0.0) for own, keys, offsets in of_branches])
+        return (zero_keys.sum(0).log()[None],)
 
     def _on_device(self, x: Tensor) -> Tensor:
         # A graph that is captured would read again what another packing is written over.
