@@ -275,10 +275,7 @@ class Timing(Model):
 
 
 class Diagnostic(Model):
-    """Samples of a call over ranks as it is, or of a part of it alone: sample i of each part is from the same turn.
-
-    A part alone computes something wrong, so its times are those of no implementation. Samples as in `Slot`.
-    """
+    """Samples of a call over ranks, or of a part alone, which computes something wrong; sample i of each is of one turn."""
 
     part: Part
     samples_ns: tuple[int, ...]
@@ -446,7 +443,6 @@ class RunRecord(RunHeader):
         return importlib.import_module("dilabench.report.tidy").frame(self, samples)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
-        rows = ", ".join(
-            f"{count} {status}" for status, count in Counter(row.outcome.status for row in self.rows).items()
-        )
+        ended = Counter(row.outcome.status for row in self.rows)
+        rows = ", ".join(f"{count} {status}" for status, count in ended.items())
         return f"<RunRecord {self.run_id}: {self.suite} on {self.device}, {self.status}, {rows or 'no rows'}>"
