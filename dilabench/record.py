@@ -275,7 +275,7 @@ class Timing(Model):
 
 
 class Diagnostic(Model):
-    """Samples of a call over ranks, or of a part alone, which computes something wrong; sample i of each is of one turn."""
+    """Samples of a call over ranks, or of a part alone, which computes something wrong; samples i are of one turn."""
 
     part: Part
     samples_ns: tuple[int, ...]
