@@ -202,9 +202,10 @@ class Implementation:
     """A way to compute a workload. `target` is its `build(workload, context) -> AttentionFn`.
 
     `role`: the oracle is there to be right, not fast; speed-ups refer to a plain method, a built-in if one has a time; a
-    yardstick is measured beside the others and never ranked. `priority`: where nothing was measured, `-i auto` takes the usable implementation with
-    the highest; over ranks, where that one has a `sharding`, the one that should be the fastest by theirs
-    (`dilabench.predict.over_ranks`). 0 is never taken. Suites over ranks show higher ones first.
+    yardstick is measured beside the others and never ranked.
+    `priority`: where nothing was measured, `-i auto` takes the usable implementation with the highest; over ranks, where
+    that one has a `sharding`, the one that should be the fastest by theirs (`dilabench.predict.over_ranks`). 0 is never
+    taken. Suites over ranks show higher ones first.
     `uses_backend`: it calls a dense kernel given by the context (and then one row per backend makes sense); `backends`
     names the only ones that it can call, where it cannot call any; `calls_window`: it calls them under a window,
     whatever the workload's.
