@@ -113,10 +113,7 @@ class Case(Model):
 
 
 class Skipped(Model):
-    """A case that this machine, backend or implementation cannot run, or that there was no time for.
-
-    Programs decide on `code`; `why` is for people.
-    """
+    """A case that cannot run here, or had no time. Programs decide on `code`; `why` is for people."""
 
     status: Literal["skipped"] = "skipped"
     code: SkipCode
@@ -124,13 +121,12 @@ class Skipped(Model):
 
 
 class PlannedCase(Model):
-    """A case with what the user asked for and the suite's labels; `skip` is its outcome where it cannot run here.
+    """A case with what the user asked for and the suite's labels; `skip` is its outcome if it cannot run here.
 
-    `role`: its implementation's, or 'yardstick' where it computes another function than the rows beside it.
-    `procedure`: timed in turns with the other cases of its workload, or isolated: a process of its own, one set of
-    inputs, sampled rows verified; `memory_limit_bytes` is what that process may allocate beyond what it starts with.
-    `labels` are those of `dilabench.metadata`, or a plug-in's own ('plugin:key'). `source`: the package that registered
-    its implementation or backend ('my-attention 1.0'); None if both are dilabench's, and in older records.
+    `role`: its implementation's, or 'yardstick' if it computes another function than the ranked rows. `procedure`:
+    interleaved with its workload's other cases, or isolated: in its own process, one set of inputs, sampled rows
+    verified, at most `memory_limit_bytes` allocated. `labels`: of `dilabench.metadata`, or a plug-in's ('plugin:key').
+    `source`: the plug-in's package of its implementation or backend ('my-attention 1.0'), if any.
     """
 
     case: Case

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from dilabench.compare.comparison import lengths_without_rows
-from dilabench.compare.view import Ranking, rank, view_of
+from dilabench.compare.view import Ranking, lengths_without_rows, rank, view_of
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import (
     ESTIMATOR,
