@@ -87,7 +87,7 @@ def _better_branch_by_branch(workload: Workload) -> str | None:
 
     The kernels of `fused` compute a pair once that several branches share. Where none do, what counts is the rate of
     its kernel beside a dense one's: for heads of 65 to 128 numbers 0.8 to 0.9 of cuDNN's, for 192, which are padded to
-    256, 0.7 of FlashAttention 2's (docs/results/h200-shapes.md). A window leaves few pairs to compute, and the dense
+    256, 0.7 of FlashAttention 2's (docs/notes/choice.md). A window leaves few pairs to compute, and the dense
     kernels that know windows are slower (672 microseconds for 1,835, docs/results/choice.md).
     """
     pattern = DilatedPattern.of(workload)
