@@ -271,10 +271,7 @@ class Timing(Model):
 
 
 class Diagnostic(Model):
-    """Samples of a call over ranks as it is, or of a part of it alone: sample i of each part is from the same turn.
-
-    A part alone computes something wrong, so its times are those of no implementation. Samples as in `Slot`.
-    """
+    """Samples of a call over ranks, or of a part alone, which computes something wrong; samples i are of one turn."""
 
     part: Part
     samples_ns: tuple[int, ...]
@@ -438,9 +435,8 @@ class RunRecord(RunHeader):
 
     def to_frame(self, samples: bool = False) -> "pandas.DataFrame":
         """One line per case, or with `samples` one per sample, as a pandas frame (extra `data`); times are in ns."""
-        # By name: renderings lie above the record, which needs none of them to be one.
-        found: pandas.DataFrame = importlib.import_module("dilabench.report.tidy").frame(self, samples)
-        return found
+        # By name, for reports lie above the record.
+        return importlib.import_module("dilabench.report.tidy").frame(self, samples)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         ended = Counter(row.outcome.status for row in self.rows)

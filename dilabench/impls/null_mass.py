@@ -82,12 +82,14 @@ class ZeroKeysOfDocuments:
         # segment, only the last one of a sequence can lack some.
         lacking = (segment + behind) // self._rates - (kept - residue + behind) // self._rates
         lacking.masked_fill_(self._divided & (kept < left), 0)
-        of_branches = zip(residue, lacking.float(), self._offsets, strict=True)
+        of_branches = [*zip(residue, lacking.float(), self._offsets, strict=True)]
         if apart:
-            found = (torch.where(own == offsets, keys.log(), -torch.inf) for own, keys, offsets in of_branches)
             # Kernels are compiled for addresses that 16 bytes divide, as each has that is made by itself.
-            return tuple(found)
-        return (sum(torch.where(own == offsets, keys, 0.0) for own, keys, offsets in of_branches).log()[None],)
+            return tuple(torch.where(own == offsets, keys.log(), -torch.inf) for own, keys, offsets in of_branches)
+        counts = torch.zeros((1, self._offsets.shape[1], bounds[-1]), device=edges.device)
+        for own, keys, offsets in of_branches:
+            counts += torch.where(own == offsets, keys, 0.0)
+        return (counts.log_(),)
 
     def _on_device(self, x: Tensor) -> Tensor:
         # A graph that is captured would read again what another packing is written over.
