@@ -332,7 +332,7 @@ def test_keeps_the_dtype(dtype: torch.dtype) -> None:
     [
         ({"dropout_p": 0.1}, r"dropout_p 0\.1 is not supported.*use 0"),
         ({"backend": "mat"}, r"unknown backend 'mat'; did you mean math"),
-        ({"backend": "sdpa-cudnn"}, r"backend 'sdpa-cudnn' cannot serve this call: needs cuda"),
+        ({"backend": "sdpa-cudnn"}, r"backend 'sdpa-cudnn' cannot serve this call: needs a CUDA GPU"),
         ({"dilation_rates": (1,)}, r"2 segment lengths \[7, 24\] but 1 dilation rates \[1\]"),
         ({"heads": "some"}, r"heads 'some' should be 'all' or 'grouped'"),
         ({"padding": "zero"}, r"padding 'zero' should be 'masked' or 'zero_key'"),

@@ -17,8 +17,8 @@ from math import log
 from statistics import fmean, stdev
 
 from dilabench.errors import ConfigError
-from dilabench.metadata import NOTES
-from dilabench.record import Measured, Memory, Row, Slot, Timing
+from dilabench.metadata import NOTES, WAY
+from dilabench.record import Measured, Memory, Row, RunRecord, Slot, Timing
 from dilabench.stats.decisions.decide import Policy, judge_many
 from dilabench.stats.decisions.paired import PairedRounds, estimate_many
 from dilabench.stats.decisions.verdicts import Cause, Code
@@ -157,6 +157,16 @@ def is_impossible(row: Row) -> bool:
     """Return True if a note says that the row's time cannot be true."""
     notes = row.outcome.notes if isinstance(row.outcome, Measured) else ()
     return any(kind.disqualifies for note in notes if (kind := NOTES.get(note.code)))
+
+
+def lengths_without_rows(record: RunRecord) -> tuple[int, ...]:
+    """The lengths in tokens, in ascending order, of which a record has no measured row.
+
+    The lengths of a search (label `way`) do not count: it goes on until one is too long.
+    """
+    planned = {row.case.workload.seq_len for row in record.rows if WAY.of(row.planned) is None}
+    measured = {row.case.workload.seq_len for row in record.rows if isinstance(row.outcome, Measured)}
+    return tuple(sorted(planned - measured))
 
 
 def first_timing(row: Row) -> Timing | None:
@@ -337,7 +347,8 @@ class Ranking:
 
     `baseline`: the row that speed-ups refer to. `speedups`: by case id, time of the baseline / time of the row.
     `tied`: rows that are not proven slower than the fastest; its median is the smallest of them.
-    `too_few_rounds`: all of `tied` shared too few rounds with the fastest to be decided.
+    `too_few_rounds`: all of `tied` shared too few rounds with the fastest to be decided. `probable`: then the intervals
+    of their medians do not overlap its own.
     """
 
     fastest: Row
@@ -345,6 +356,7 @@ class Ranking:
     speedups: dict[str, float]
     tied: tuple[Row, ...]
     too_few_rounds: bool
+    probable: bool
 
     @property
     def proven(self) -> bool:
@@ -366,13 +378,22 @@ def rank(rows: Sequence[Row], device: str) -> Ranking | None:
     fastest = quotable[ratios.index(min(ratios))]
     others = [row for row in quotable if row is not fastest]
     tied, unheard, ahead = _not_slower(fastest, others, device)
+    too_few_rounds = bool(tied) and tied == unheard
     return Ranking(
         fastest=ahead,
         baseline=baseline,
         speedups=speedups,
         tied=tuple(row for row in (fastest, *tied) if row is not ahead),
-        too_few_rounds=bool(tied) and tied == unheard,
+        too_few_rounds=too_few_rounds,
+        probable=too_few_rounds and all(_reach(ahead)[1] < _reach(row)[0] for row in tied),
     )
+
+
+def _reach(row: Row) -> tuple[float, float]:
+    """The ends of the interval of its median in ns; below five samples the smallest and the largest."""
+    view = measured_view(row)
+    samples = view.timing.samples_ns
+    return (view.interval.low, view.interval.high) if view.interval else (min(samples), max(samples))
 
 
 def _not_slower(fastest: Row, others: Sequence[Row], device: str) -> tuple[tuple[Row, ...], tuple[Row, ...], Row]:

@@ -413,6 +413,6 @@ def refuse_unknown_options(request: RunRequest, known: Iterable[str]) -> None:
 def reasons_against_optimizations(optimizations: Optimizations, machine: Machine) -> Iterator[str]:
     """Yield the reasons why optimizations cannot be switched on here; empty if they can."""
     if optimizations.cuda_graph and machine.device != "cuda":
-        yield f"cuda_graph needs cuda, have {machine.device}"
+        yield "cuda_graph needs a CUDA GPU"
     if optimizations.compile and machine.device == "cpu" and not cxx_compiler():
         yield f"compile needs a C++ compiler on a CPU, none of {', '.join(CXX_COMPILERS)} works here"

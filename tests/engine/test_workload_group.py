@@ -175,6 +175,13 @@ def test_rounds_stop_on_precision_but_not_before_five(measure):
     assert len(found["a"].timings[0].slots) >= 5
 
 
+def test_rivals_share_as_many_rounds_as_an_interval_of_their_ratio_needs(measure):
+    """A round takes longer than the share: turns of a slow timer, each of them with enough samples."""
+    lab = Lab(call_ns=1_000_000)
+    found = measure(["a", "b"], lab, recheck=False, sampling_s=0.001, min_rounds=1, min_samples=1)
+    assert [len(found[name].timings[0].slots) for name in ("a", "b")] == [5, 5]
+
+
 def test_noisy_times_are_measured_until_the_share_is_used_up(measure):
     noise = random.Random(1)
     lab = Lab()

@@ -148,7 +148,7 @@ def test_what_is_supported_has_no_reason_against_it():
 @pytest.mark.parametrize(
     ("requirement", "machine", "reason"),
     [
-        ("cuda", CPU, "needs cuda, have cpu (no NVIDIA GPU is visible)"),
+        ("cuda", CPU, "needs a CUDA GPU (no NVIDIA GPU is visible)"),
         ("cuda", HOPPER, None),
         ("cuda>=sm80", HOPPER, None),
         ("cuda>=sm100", HOPPER, "needs cuda sm100 or newer, have sm90"),
@@ -211,7 +211,7 @@ def test_reasons_against_a_case_name_the_backend():
     catalogue.backends.add(Backend("fast", "no backward", "x:attend", requires=("cuda",)), "test")
     case = Case(implementation="gather", backend="fast", workload=WORKLOAD.replace(mode="both"))
     assert catalogue.reasons_against(case, CPU) == (
-        "backend fast: needs cuda, have cpu (no NVIDIA GPU is visible)",
+        "backend fast: needs a CUDA GPU (no NVIDIA GPU is visible)",
         "backend fast: mode both needs a backward pass, which it lacks",
     )
     forward = case.model_copy(update={"workload": WORKLOAD})
