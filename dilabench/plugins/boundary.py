@@ -23,7 +23,7 @@ from dilabench.validation import shown as shown
 
 PACKAGE = str(Path(__file__).parents[1])
 # Frames of what only calls a plug-in, or is called by it on our behalf.
-_BETWEEN = ("/pluggy/", "/pydantic/", "/importlib/", "<frozen ", "/contextlib.py", "/dataclasses.py")
+_BETWEEN = ("/pluggy/", "/pydantic/", "/torch/", "/importlib/", "<frozen ", "/contextlib.py", "/dataclasses.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def guarded(plugin: str, what: str = "") -> Iterator[None]:
                 raise
             text = error.why
         else:
-            text = (str(error) if isinstance(error, DilabenchError) else said(error)) + _place(error)
+            text = (str(error) if isinstance(error, DilabenchError) else said(error)) + place(error)
         raise PluginError(f"{what}: {text}" if what else text, plugin) from error
     finally:
         _outside.leave(running)
@@ -168,15 +168,17 @@ def standard_output() -> TextIO:
         return _outside.stream if _outside.inside else sys.stdout
 
 
-def _place(error: BaseException) -> str:
-    """Where it went wrong: the innermost line in the folder of the plug-in, whose frame is the first that is not ours.
+def place(error: BaseException, *, also_ours: bool = True) -> str:
+    """' (file:line)' of the innermost line in the folder of the plug-in, whose frame is the first that is not ours.
 
-    Without such a frame, the innermost line.
+    Without such a frame, the innermost line of ours, or '' if not `also_ours`.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
     frames = [(one.filename, one.lineno) for one in traceback.extract_tb(error.__traceback__)]
     theirs = [one for one in frames if not one[0].startswith(PACKAGE) and not any(part in one[0] for part in _BETWEEN)]
+    if not theirs and not also_ours:
+        return ""
     home = str(Path(theirs[0][0]).parent) if theirs else PACKAGE
     inside = [one for one in frames if one[0].startswith(home)]
     return " ({}:{})".format(*inside[-1]) if inside else ""
