@@ -74,7 +74,9 @@ def test_each_failed_check_has_a_line_and_the_cause_comes_first(monkeypatch, cli
     checks = (
         Check(name="out", passed=False, error=0.25, tolerance=1e-6, where="batch 0, position 160"),
         Check(name="lse", passed=True),
-        Check(name="dependency", passed=False, detail="the row misses key 150, which it must see", where="position 160"),
+        Check(
+            name="dependency", passed=False, detail="the row misses key 150, which it must see", where="position 160"
+        ),
     )
     wrong = Verification(checks=checks, diagnosis="out is that of window 8,0 (off by one)")
     monkeypatch.setattr(verify, "outcomes_of", lambda planned, *_: [wrong for _ in planned])
