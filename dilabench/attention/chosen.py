@@ -44,5 +44,5 @@ def build(workload: Workload, context: BuildContext) -> Chosen:
         "scale": workload.scale,
         "cu_seqlens": workload.cu_seqlens,
     }
-    why = f"{choice.source}: {choice.told}" if choice.told else choice.source
+    why = f"{choice.source}: {choice.times}" if choice.times else choice.source
     return Chosen(options, (CHOSEN.note(f"{way_name(choice)} ({why})", observed=took_ns),))

@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 
 from dilabench.attention import operands
 from dilabench.choice.computation import automatic, backend_of, check_backend, name_of, over
+from dilabench.choice.measured import doublings_of_mean
 from dilabench.choice.ways import AUTO, Way
 from dilabench.contracts import Attend
 from dilabench.errors import ConfigError
@@ -350,18 +351,20 @@ def _of_documents(tensors: tuple[operands.Kind, ...], options: Options) -> Compu
         return None
     longest = max(stop - start for start, stop in pairwise(bounds))
     rounded = min([1 << (longest - 1).bit_length(), *(w for w in options.segment_lengths if w >= longest)])
-    documents = min(1 << (len(bounds) - 2).bit_length(), tokens)
-    packings = _packings(tensors, options._replace(cu_seqlens=()), min(rounded, tokens - 1), documents)
+    doublings = doublings_of_mean(tokens, len(bounds) - 1)
+    packings = _packings(tensors, options._replace(cu_seqlens=()), min(rounded, tokens - 1), doublings)
     return None if packings is None else packings.of(bounds)
 
 
 @lru_cache(maxsize=64)
 def _packings(
-    tensors: tuple[operands.Kind, ...], options: Options, longest: int, documents: int
+    tensors: tuple[operands.Kind, ...], options: Options, longest: int, doublings: int
 ) -> "fused.Packings | None":
-    """What the computations for packings of about so many documents, the longest of so many tokens, have in common."""
+    """What the computations for packings of about such a mean length, the longest of so many tokens, have in common:
+    those of the way that is the fastest for one of them.
+    """
     tokens = tensors[0][0][1]
-    others = min(max(1, documents - 1), tokens - longest)
+    others = min(max(1, round(tokens / 2**doublings) - 1), tokens - longest)
     bounds = (0, *(longest + (tokens - longest) * at // others for at in range(others + 1)))
     try:
         workload = _workload(tensors, options._replace(cu_seqlens=bounds))

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from dilabench.errors import ConfigError, DilabenchError, Ended, EnvironmentNotReady, PluginError, said
 from dilabench.validation import defined as defined
@@ -87,7 +87,7 @@ if text:
 _outside = _Outside(sys.stdout)
 
 
-def _exit_instead(status: int) -> None:
+def _exit_instead(status: int) -> NoReturn:
     """`os._exit` while code of a plug-in runs: an error of that plug-in. Processes that it forked end as they ask."""
     if os.getpid() != _process:
         _exit(status)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from dilabench.choice.descriptors import Backend, Capabilities, Implementation
-from dilabench.choice.ways import Registry, Ways
+from dilabench.choice.ways import OverBackend, Registry, Ways
 from dilabench.distributed.model import Sharding
 from dilabench.errors import PluginError
 from dilabench.patterns.registry import PatternKind
@@ -25,17 +25,29 @@ class Catalogue(Ways):
     """Everything that was found, one registry per kind.
 
     `problems`: what of plug-ins could not be used, from the start or since; with `strict` it is an error instead.
+    `sources`: the package that each plug-in comes from, by the plug-in's name; its name itself if there is none.
     """
 
     def __init__(self, strict: bool = False) -> None:
         super().__init__(self._left_out)
         self.strict = strict
         self.problems: list[Problem] = []
+        self.sources: dict[str, str] = {}
         self.patterns: Registry[PatternKind] = Registry("pattern", self._left_out)
         self.workloads: Registry[WorkloadPreset] = Registry("workload", self._left_out)
         self.suites: Registry[Suite] = Registry("suite", self._left_out)
         self.reporters: Registry[Reporter] = Registry("reporter", self._left_out)
         self.timers: Registry[Timer] = Registry("timer", self._left_out)
+
+    def source_of(self, case: OverBackend) -> str | None:
+        """The packages of other people that its implementation and backend come from; None if both are dilabench's."""
+        plugins = []
+        if case.implementation in self.implementations:
+            plugins.append(self.implementations.origin(case.implementation))
+        if case.backend is not None and case.backend in self.backends:
+            plugins.append(self.backends.origin(case.backend))
+        sources = dict.fromkeys(self.sources.get(plugin, plugin) for plugin in plugins if plugin not in OWN)
+        return ", ".join(sources) or None
 
     def _left_out(self) -> Iterable[str]:
         return (problem.plugin for problem in self.problems)

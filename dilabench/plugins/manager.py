@@ -131,6 +131,7 @@ def _admit(found: Found, name: str, module: Any, info: PluginInfo, *, third_part
         for descriptor in descriptors:
             getattr(found.catalogue, kind).add(descriptor, name)
     register(patterns)
+    found.catalogue.sources[name] = " ".join(filter(None, (info.distribution or name, info.version)))
     found.plugins.append(info)
     found.modules[name] = getattr(module, "__name__", type(module).__module__)
 

@@ -1,17 +1,19 @@
 """Suite `backends`: which dense kernel and which dtype this device wants, for full and for dilated attention."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dilabench.compare.view import measured_view, pair_views, view_of
 from dilabench.compare.within import compare_within
+from dilabench.errors import listed
 from dilabench.machine import Machine
+from dilabench.plugins.axis import LENGTH as LENGTH_AXIS
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import KernelUse, Measured, PlannedCase, Row, RunRecord
 from dilabench.report.columns import ABSENT
 from dilabench.report.content import device_text
-from dilabench.report.findings import BarPlot, Bars, Section
+from dilabench.report.findings import BarPlot, Bars, Section, answer_section
 from dilabench.request import ALL, RunRequest
 from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.verdicts import Code
@@ -93,7 +95,27 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     if not standings:
         return ()
     families = _families(record, standings, catalogue)
-    return (_recommendation(record, standings, catalogue), *families, _kernels(standings))
+    recommendation, answer = _recommendation(record, standings, catalogue), _answer(record, standings, catalogue)
+    return (recommendation, *families, _kernels(standings), answer)
+
+
+def _answer(record: RunRecord, standings: Sequence[Standing], catalogue: Catalogue) -> Section:
+    """The answer of every suite, with the implementations that it is about, and what `auto` prefers to them here."""
+    found, measured = answer_section(record, LENGTH_AXIS), {row.case.implementation for row in record.rows}
+    machine = Machine(device=record.device.partition(":")[0], gpus=record.environment.gpus)
+    preferred: dict[str, None] = {}
+    for case in (standing.best.case for standing in standings):
+        least = catalogue.implementations.get(case.implementation).priority
+        for other in catalogue.implementations:
+            on_one = other.supports.max_world_size == 1 and other.takes == "heads"
+            if other.uses_backend or not on_one or other.priority <= least or other.name in measured:
+                continue
+            way = case.model_copy(update={"implementation": other.name, "backend": None})
+            if not (catalogue.reasons_against(way, machine) or catalogue.reasons_unasked(way, machine)):
+                preferred.setdefault(other.name)
+    names = listed(sorted({standing.best.case.implementation for standing in standings}), "and")
+    more = f" {listed(list(preferred), 'and')} needs no backend: `-i auto` prefers it here." if preferred else ""
+    return replace(found, sentence=f"Among backends of {names}: {found.sentence}{more}")
 
 
 def _families(record: RunRecord, standings: Sequence[Standing], catalogue: Catalogue) -> Iterator[Section]:

@@ -332,7 +332,7 @@ def in_shard(planned: Sequence[PlannedCase], shard: Shard | None) -> tuple[Plann
 def cases_of(suite: Suite, planner: Planner) -> tuple[PlannedCase, ...]:
     """What a suite plans for the planner's request. Raises PluginError when it fails or plans what is no case."""
     with guarded(planner.catalogue.suites.origin(suite.name), f"suite {suite.name!r}"):
-        return _checked(suite.target, load_target(suite.target)(planner.request, planner))
+        return _checked(suite.target, load_target(suite.target)(planner.request, planner), planner.catalogue)
 
 
 def more_cases_of(suite: Suite, planner: Planner, rows: Sequence[Row]) -> tuple[PlannedCase, ...]:
@@ -340,11 +340,16 @@ def more_cases_of(suite: Suite, planner: Planner, rows: Sequence[Row]) -> tuple[
     if suite.follow_up is None:
         return ()
     with guarded(planner.catalogue.suites.origin(suite.name), f"follow-up of suite {suite.name!r}"):
-        return _checked(suite.follow_up, load_target(suite.follow_up)(rows, planner.request, planner))
+        return _checked(
+            suite.follow_up, load_target(suite.follow_up)(rows, planner.request, planner), planner.catalogue
+        )
 
 
-def _checked(target: str, planned: Any) -> tuple[PlannedCase, ...]:
-    """The cases. Raises PluginError for what is none, or a label that is neither in the registry nor a plug-in's."""
+def _checked(target: str, planned: Any, catalogue: Catalogue) -> tuple[PlannedCase, ...]:
+    """The cases, each with its source.
+
+    Raises PluginError for what is none, or a label that is neither in the registry nor a plug-in's.
+    """
     if not isinstance(planned, Iterable) or isinstance(planned, str):
         raise PluginError(f"{target} returned {shown(planned)}; it must return a sequence of PlannedCase")
     cases: tuple[PlannedCase, ...] = tuple(planned)
@@ -353,7 +358,11 @@ def _checked(target: str, planned: Any) -> tuple[PlannedCase, ...]:
             raise PluginError(f"{target} planned {shown(one)}, which is no PlannedCase")
         if not one.labels.keys() <= LABELS.keys():
             refuse_unknown("label", one.labels)
-    return cases
+    sources = map(catalogue.source_of, (one.case for one in cases))
+    return tuple(
+        one if one.source == source else one.model_copy(update={"source": source})
+        for one, source in zip(cases, sources, strict=True)
+    )
 
 
 def workload_request(catalogue: Catalogue, preset: str | None, overrides: Mapping[str, Any]) -> WorkloadRequest:
@@ -397,6 +406,6 @@ def refuse_unknown_options(request: RunRequest, known: Iterable[str]) -> None:
 def reasons_against_optimizations(optimizations: Optimizations, machine: Machine) -> Iterator[str]:
     """Why optimizations cannot be switched on here; empty when nothing known speaks against them."""
     if optimizations.cuda_graph and machine.device != "cuda":
-        yield f"cuda_graph needs cuda, have {machine.device}"
+        yield "cuda_graph needs a CUDA GPU"
     if optimizations.compile and machine.device == "cpu" and not cxx_compiler():
         yield f"compile needs a C++ compiler on a CPU, none of {', '.join(CXX_COMPILERS)} works here"

@@ -123,7 +123,7 @@ def test_a_line_per_case_stands_under_its_workload_and_skips_are_told_by_reason(
     lines = capsys.readouterr().out.splitlines()
     headings = [line for line in lines if line.endswith("forward and backward")]
     assert len(headings) == len(set(headings)) == 4
-    assert all(line.startswith(("  ✓", "1x771", "skipped fused, flex: needs cuda", "  ", "* ")) for line in lines)
+    assert all(line.startswith(("  ✓", "1x771", "skipped fused, flex: needs a CUDA GPU", "  ", "* ")) for line in lines)
     assert sum("gather" in line for line in lines) == 2
     assert max(map(len, lines)) <= 80
 

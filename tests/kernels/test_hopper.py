@@ -25,13 +25,13 @@ DILATED = {
     "batch, padded": (1, 1),
     "batch, rates beside segments, left over": (2, 2),
     "batch, window, left over": (2, 2),
-    "window": (1, 2),
+    "window": (1, 1),
     "window, left over": (2, 2),
     "window, causal, boxes, padded": (0, 2),
     "growing logits": (2, 2),
     "two tiles of columns": (2, 2),
     "columns of zeros": (0, 2),
-    "grouped heads": (2, 4),
+    "grouped heads": (2, 2),
 }
 # Head dims up to 32 go backward in two passes.
 NARROW = {

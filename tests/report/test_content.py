@@ -1,10 +1,13 @@
+import json
 from pathlib import Path
 
 import pytest
 
 from dilabench.metadata import ABOVE_PEAK_FLOPS, LAUNCH_BOUND
+from dilabench.plugins.manager import discover
 from dilabench.record import Check, GpuInfo, Measured, Note, Row, RunRecord, Skipped
 from dilabench.report.content import check_text, environment_rows, headline, note_groups, reproduce_command, unmeasured
+from dilabench.report.findings import render
 from dilabench.store.run_files import read_record
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "run_record.v1.json"
@@ -94,3 +97,24 @@ def test_environment_shows_gpus_only_where_there_are_some(record: RunRecord) -> 
 )
 def test_reproduce_command(record: RunRecord, argv: tuple[str, ...], command: str) -> None:
     assert reproduce_command(record.model_copy(update={"argv": argv})) == command
+
+
+@pytest.mark.parametrize("reporter", ["table", "markdown", "html", "json"])
+@pytest.mark.parametrize("has_built_in", [True, False])
+def test_a_row_of_a_plug_in_says_where_it_comes_from(make_row, make_record, reporter, has_built_in):
+    theirs = [make_row("sleepy", role="plain", position=0), make_row("quick", position=1)]
+    rows = [
+        one.model_copy(update={"planned": one.planned.model_copy(update={"source": "sleepy-bench 1.0"})})
+        for one in theirs
+    ]
+    record = make_record(rows + [make_row("gather", role="plain", position=2)] * has_built_in)
+    catalogue = discover().catalogue
+    text = render(catalogue.reporters.get(reporter), record, None, (), catalogue)
+    if reporter == "json":
+        sources = [row["planned"].get("source") for row in json.loads(text)["rows"]]
+        assert sources == ["sleepy-bench 1.0"] * 2 + [None] * has_built_in
+        return
+    words = " ".join(text.split())
+    assert "sleepy (sleepy-bench 1.0)" in words
+    assert "gather (" not in words
+    assert ("refer to sleepy over math of sleepy-bench 1.0" in words) is not has_built_in

@@ -1,4 +1,4 @@
-"""The process that traces, as seen from here: started with the first question, one JSON line each way. No torch."""
+"""Client of the tracing process, which starts with the first question: one JSON line each way. No torch."""
 
 import atexit
 import json
@@ -10,21 +10,21 @@ from typing import Any
 from dilabench.machine import child_environment, python_command
 
 MODULE = "dilabench.engine.trace"
-# After this long a question is told of; after that long it is given up. A trace bounds itself by the processor's time,
-# so that this ends only one that hangs, on a busy machine too.
+# Seconds until a trace is reported on stderr, and until it is given up. A trace limits its own CPU time, so the second
+# limit ends only a trace that hangs, on a busy machine too.
 SILENT_S = 1.0
 TIMEOUT_S = 300.0
 
 
 class Tracer:
-    """A process that answers one question after another. It dies with its own faults only."""
+    """A process that answers one question after another; a crash of it does not affect the caller."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._path: list[str] = []
 
     def ask(self, question: dict[str, Any], about: str) -> dict[str, Any]:
-        """The answer; {'why': ...} where the process died of it or took too long."""
+        """Return the answer; {'why': ...} if the process died or took too long."""
         process = self._running()
         assert process.stdin is not None
         try:
@@ -72,7 +72,7 @@ class Tracer:
 
     @staticmethod
     def _line(process: subprocess.Popen[str], about: str) -> str:
-        """The next line; empty at the end of the process or after TIMEOUT_S."""
+        """Return the next line; empty at the end of the process or after TIMEOUT_S."""
         assert process.stdout is not None
         with selectors.DefaultSelector() as ready:
             ready.register(process.stdout, selectors.EVENT_READ)

@@ -29,8 +29,8 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
     series = [one for one in series_of(record) if one.measured]
     if len({view.row.case.workload.seq_len for one in series for view in one.measured}) < 2:
         return ()
-    crossings = crossover_section(series)
-    return (_by_length(series, record.device), _growth(series), *([crossings] if crossings else []))
+    sections = (_by_length(series, record.device), _growth(series), crossover_section(series))
+    return tuple(section for section in sections if section)
 
 
 def _by_length(series: Sequence[Series], device: str) -> Section:
@@ -93,7 +93,9 @@ def _leaders(
         row = ranking.fastest
         view = measured_view(row)
         best = f"{names[row.case.case_id]}, {format_latency(view.median_ns)}, {format_rate(view.tokens_per_s)} tok/s"
-        if ranking.tied:
+        if ranking.probable:
+            texts.append(f"Probably fastest at {format_count(longest)}: {best}.")
+        elif ranking.tied:
             others = ", ".join(names[one.case.case_id] for one in ranking.tied)
             texts.append(f"At {format_count(longest)} no proven difference: {best}; {others}.")
         else:
@@ -111,15 +113,20 @@ def _median_text(row: Row | None, ranking: Ranking | None) -> str:
     return f"{format_latency(view.median_ns)}{'' if gain is None else f' ({format_ratio(gain)})'}"
 
 
-def _growth(series: Sequence[Series]) -> Section:
-    """Power laws of the time per sequence: the batch shrinks along a range, the time per call tells less."""
+def _growth(series: Sequence[Series]) -> Section | None:
+    """Power laws of the time per sequence: the batch shrinks along a range, the time per call tells less.
+
+    A line through two lengths fits whatever the times are, so that nothing is said of two.
+    """
     fits: list[tuple[Series, PowerLaw]] = []
     for one in series:
-        if len(one.measured) > 1:
+        if len(one.measured) > 2:
             lengths, times = zip(*_points_ns(one), strict=True)
             fits.append((one, fit_power_law(lengths, times)))
+    if not fits:
+        return None
     columns = ("series", "exponent", "95 % CI", "R²", "lengths", "per sequence, longest")
-    claims = [f"N^{fit.exponent:.2f}{_interval_text(fit, ' (95 %: {})')} for {one.label}" for one, fit in fits]
+    claims = [f"N^{fit.exponent:.2f} (95 %: {_interval_text(fit)}) for {one.label}" for one, fit in fits]
     return Section(
         title="Growth with length",
         sentence=f"Time per sequence grows as {'; '.join(claims)}. Fits hold for the lengths measured and no others.",
@@ -144,16 +151,17 @@ def _points_ns(series: Series) -> list[tuple[int, float]]:
     ]
 
 
-def _interval_text(fit: PowerLaw, form: str) -> str:
+def _interval_text(fit: PowerLaw) -> str:
     interval = fit.exponent_interval
-    return "" if interval is None else form.format(f"{interval.low:.2f}–{interval.high:.2f}")
+    assert interval is not None, "of three lengths there is one"
+    return f"{interval.low:.2f}–{interval.high:.2f}"
 
 
 def _fit_row(series: Series, fit: PowerLaw) -> Iterator[str]:
     points = _points_ns(series)
     yield series.label
     yield f"{fit.exponent:.3f}"
-    yield _interval_text(fit, "{}") or "two lengths, no CI"
+    yield _interval_text(fit)
     yield f"{fit.r_squared:.4f}"
     yield f"{len(points)}: {format_count(points[0][0])} to {format_count(points[-1][0])}"
     yield format_latency(points[-1][1])
