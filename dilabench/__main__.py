@@ -3,13 +3,13 @@
 import os
 import sys
 
-try:
-    folder = os.getcwd()
-except OSError:
-    # The folder was removed. `main` reports that; Python puts "" on the path instead.
-    folder = ""
 # Python puts the working folder first on the path; a random.py in there would be imported for the standard library's.
-if not sys.flags.safe_path and sys.path and sys.path[0] == folder:
+try:
+    _folder = os.getcwd()
+except FileNotFoundError:
+    # It was removed: `main` says so.
+    _folder = ""
+if not sys.flags.safe_path and sys.path and sys.path[0] == _folder:
     del sys.path[0]
 
 from dilabench.cli import main

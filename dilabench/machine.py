@@ -211,7 +211,7 @@ def detect(device: str = "auto") -> Machine:
     if device == "cuda" and no_cuda:
         raise EnvironmentNotReady(f"device 'cuda' cannot be used: {no_cuda}; use --device cpu or auto")
     kind = CPU.name if device == CPU.name or no_cuda else CUDA.name
-    return Machine(device=kind, gpus=gpus, no_cuda="device cpu was asked for" if device == "cpu" else no_cuda)
+    return Machine(device=kind, gpus=gpus, no_cuda="device cpu was requested" if device == "cpu" else no_cuda)
 
 
 def _with_accelerator(device: str) -> Machine:
@@ -220,7 +220,7 @@ def _with_accelerator(device: str) -> Machine:
         usable = [CPU.name, *([] if _why_no_cuda(*_gpus()) else [CUDA.name]), *filter(None, [accelerator()])]
         names = ", ".join(dict.fromkeys(usable))
         raise EnvironmentNotReady(f"device {device!r} is not on this machine; use --device auto or one of: {names}")
-    return Machine(device=device, no_cuda=f"device {device} was asked for")
+    return Machine(device=device, no_cuda=f"device {device} was requested")
 
 
 def accelerator() -> str | None:

@@ -166,7 +166,9 @@ TRAFFIC: Mapping[str, str] = {
 FEW_SAMPLES = NoteKind("few_samples", "the budget ended before the least number of samples", "count")
 THROTTLED = NoteKind("throttled", "heat or power delivery slowed the GPU down; share of slots", "share")
 INTERFERENCE = NoteKind("interference", "alone it takes another time than in turns with others", "share")
-NOT_INTERLEAVED = NoteKind("not_interleaved", "measured by itself for want of memory, so without pairs")
+NOT_INTERLEAVED = NoteKind(
+    "not_interleaved", "timed alone because memory or the budget did not suffice, so without pairs"
+)
 INTERRUPTED = NoteKind("interrupted", "Ctrl-C came after its timing")
 NO_MEMORY_PASS = NoteKind("no_memory_pass", "no time was left to measure memory")
 NO_LEDGER = NoteKind("no_ledger", "the profiler saw no kernel, so the backend is claimed, not shown")

@@ -27,9 +27,6 @@ SCHEMA_VERSION = "1.1"
 # What every output means by the time of a row (`compare.view`).
 ESTIMATOR = "median of all samples"
 
-# What the resident set of a process wanders by: threads' heaps, pages of libraries, fragments.
-PROCESS_WANDERS_BYTES, PROCESS_WANDERS_SHARE = 8 * 2**20, 0.25
-
 Stage = Literal["build", "verify", "warmup", "time", "memory", "worker"]
 Part = Literal["whole", "computation", "communication"]
 Procedure = Literal["interleaved", "isolated"]
@@ -48,8 +45,8 @@ SkipCode = Literal[
     "far_slower",
 ]
 # wrong_output: a check of its output failed. backend_not_proven: no kernel of the claimed backend ran. exception: its
-# code raised. crash: its process died. verification_timeout: verification took too long, so that nothing is known of
-# its output. peer_lost: a rank missed another. no_samples: its timer cannot time it.
+# code raised. crash: its process died. verification_timeout: its verification was not finished in time. peer_lost: a
+# rank missed another. no_samples: its timer cannot time it.
 FailureCode = Literal[
     "wrong_output",
     "backend_not_proven",
@@ -68,11 +65,10 @@ class Optimizations(Model):
     """What may be switched on around an implementation; size zero or false means off.
 
     `query_chunk`: tokens of a sequence that are processed at a time. `offload_inputs`: inputs and results stay in host
-    memory, a chunk at a time on the device. `stream_tokens`: only in old records; so many tokens in all passed
-    through in pieces of the workload, each a separate sequence. `sharding_inside`: over ranks, each call begins
-    and ends with whole tensors on every rank; otherwise with shards. `tiles`: shapes of an implementation's kernels
-    instead of its own, in its own words; empty for those it has. Fields of another version of dilabench are kept and
-    shown; a case that has any is never measured (`unknown`).
+    memory, a chunk at a time on the device. `stream_tokens`: of old records. `sharding_inside`: over ranks, each call
+    begins and ends with whole tensors on every rank; otherwise with shards. `tiles`: shapes of an implementation's
+    kernels instead of its own, in its own words; empty for those it has. Fields of another version of dilabench are
+    kept and shown; a case that has any is never measured (`unknown`).
     """
 
     model_config = ConfigDict(extra="allow")
@@ -118,10 +114,7 @@ class Case(Model):
 
 
 class Skipped(Model):
-    """A case that this machine, backend or implementation cannot run, or that there was no time for.
-
-    Programs decide on `code`; `why` is for people.
-    """
+    """A case that cannot run here, or had no time. Programs decide on `code`; `why` is for people."""
 
     status: Literal["skipped"] = "skipped"
     code: SkipCode
@@ -129,15 +122,16 @@ class Skipped(Model):
 
 
 class PlannedCase(Model):
-    """A case with what the user asked for and the suite's labels; `skip` is its outcome where it cannot run here.
+    """A case with what the user asked for and the suite's labels; `skip` is its outcome if it cannot run here.
 
-    `role`: its implementation's, or 'yardstick' where it computes another function than the rows beside it.
-    `procedure`: timed in turns with the other cases of its workload, or isolated: a process of its own, one set of
-    inputs, sampled rows verified; `memory_limit_bytes` is what that process may allocate beyond what it starts with.
-    `labels` are those of `dilabench.metadata`, or a plug-in's own ('plugin:key').
+    `role`: its implementation's, or 'yardstick' if it computes another function than the ranked rows. `procedure`:
+    interleaved with its workload's other cases, or isolated: in its own process, one set of inputs, sampled rows
+    verified, at most `memory_limit_bytes` allocated. `labels`: of `dilabench.metadata`, or a plug-in's ('plugin:key').
+    `source`: the plug-in's package of its implementation or backend ('my-attention 1.0'), if any.
     """
 
     case: Case
+    source: str | None = None
     role: Role = "method"
     takes: Takes = "heads"
     requested_backend: str | None = None
@@ -220,10 +214,8 @@ class Check(Model):
 class Verification(Model):
     """What was checked before timing. `sampled_rows`: rows held to the oracle, None when every row was.
 
-    `against`: the built-in that every row was compared with beside those sampled, which the oracle had confirmed on its
-    own sampled rows. `timed_calls`: calls of the timed sequence whose outputs were held to the oracle as well, and
-    `timed_rows` which of their rows: number of the call, batch item, position, head. `diagnosis`: the mistake whose
-    result a wrong output is. `duration_ns`: time for all checks, those after the timing included.
+    `against`: the built-in, confirmed by the oracle, that every row was compared with. `timed_calls`: those of the
+    timed sequence that were checked; `timed_rows`: of these call, batch item, position, head. `diagnosis`: a near miss.
     """
 
     checks: tuple[Check, ...]
@@ -243,8 +235,7 @@ class Verification(Model):
 class Slot(Model):
     """Consecutive samples of one case: one turn in one round. The device state is read at the slot's end.
 
-    Over ranks `samples_ns` are the slowest rank's, sample by sample, and `rank_samples_ns` those of each rank in order.
-    `renewed`: numbers of the samples before which all inputs had got other values; empty if not counted.
+    Over ranks `samples_ns` are the slowest rank's, `rank_samples_ns` those of each. `renewed`: samples on new inputs.
     """
 
     session: int = 0
@@ -280,10 +271,7 @@ class Timing(Model):
 
 
 class Diagnostic(Model):
-    """Samples of a call over ranks as it is, or of a part of it alone: sample i of each part is from the same turn.
-
-    A part alone computes something wrong, so its times are those of no implementation. Samples as in `Slot`.
-    """
+    """Samples of a call over ranks, or of a part alone, which computes something wrong; samples i are of one turn."""
 
     part: Part
     samples_ns: Nanoseconds
@@ -293,11 +281,8 @@ class Diagnostic(Model):
 class Memory(Model):
     """Peak memory of one call, split by purpose; None where this device cannot tell.
 
-    `source`: counted exactly by torch's allocator, and so the same in every run. On CPUs records of before have the
-    largest resident set of the process during the call, which wanders by pages, or since the process began
-    ("process_peak"). `method` says in words how. `kept_bytes`: what the built function keeps between calls.
-    `process_bytes`: what the process held at most during calls beyond what it had before them, where that is known;
-    the share of it that is more than torch's allocator gave counts as workspace if it is beyond what wanders.
+    `source`: torch's allocator; resident sets in old records. `kept_bytes`: of the built function. `process_bytes`:
+    what calls added to the process; what of it is not torch's counts as workspace.
     """
 
     peak_bytes: int
@@ -310,23 +295,6 @@ class Memory(Model):
     isolated: bool = False
     source: MemorySource = "resident_set"
     method: str = ""
-
-    def beside_process(self, process_bytes: int | None) -> "Memory":
-        """With the high-water mark of the process, and in the peak what other allocators than torch's gave."""
-        if process_bytes is None:
-            return self
-        held = sum(one or 0 for one in (self.inputs_bytes, self.parameters_bytes, self.kept_bytes))
-        seen = self.peak_bytes - held
-        unseen = process_bytes - seen
-        if unseen <= max(PROCESS_WANDERS_BYTES, PROCESS_WANDERS_SHARE * seen):
-            unseen = 0
-        return self.model_copy(
-            update={
-                "process_bytes": process_bytes,
-                "peak_bytes": self.peak_bytes + unseen,
-                "workspace_bytes": (self.workspace_bytes or 0) + unseen,
-            }
-        )
 
 
 class MemoryPlan(Model):
@@ -467,9 +435,8 @@ class RunRecord(RunHeader):
 
     def to_frame(self, samples: bool = False) -> "pandas.DataFrame":
         """One line per case, or with `samples` one per sample, as a pandas frame (extra `data`); times are in ns."""
-        # By name: renderings lie above the record, which needs none of them to be one.
-        found: pandas.DataFrame = importlib.import_module("dilabench.report.tidy").frame(self, samples)
-        return found
+        # By name, for reports lie above the record.
+        return importlib.import_module("dilabench.report.tidy").frame(self, samples)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         ended = Counter(row.outcome.status for row in self.rows)

@@ -210,7 +210,8 @@ def content_hash(content: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
-_NAME = re.compile(r"\w[\w.-]*")
+# ASCII: letters of other scripts look the same.
+_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 _TARGET = re.compile(r"\w+(\.\w+)*:\w+")
 KindT = TypeVar("KindT", bound=type)
 
@@ -245,7 +246,7 @@ def at_least(least: int) -> AfterValidator:
 
 def _is_name(value: str) -> str:
     if not _NAME.fullmatch(value):
-        raise refused(f"{value!r} is not a name; write letters, digits, '-', '_' and '.' only")
+        raise refused(f"{value!a} is not a name; write letters from a to z, digits, '-', '_' and '.' only")
     return value
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch.autograd import forward_ad
 
 from dilabench.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
 from dilabench.attention import dilated as library
+from dilabench.choice.computation import backend_of, over
+from dilabench.choice.ways import Way
 from dilabench.contracts import BuildContext
 from dilabench.impls import one_operator, reference
 from dilabench.impls.null_mass import log_zero_keys
@@ -329,7 +332,7 @@ def test_keeps_the_dtype(dtype: torch.dtype) -> None:
     [
         ({"dropout_p": 0.1}, r"dropout_p 0\.1 is not supported.*use 0"),
         ({"backend": "mat"}, r"unknown backend 'mat'; did you mean math"),
-        ({"backend": "sdpa-cudnn"}, r"backend 'sdpa-cudnn' cannot serve this call: needs cuda"),
+        ({"backend": "sdpa-cudnn"}, r"backend 'sdpa-cudnn' cannot serve this call: needs a CUDA GPU"),
         ({"dilation_rates": (1,)}, r"2 segment lengths \[7, 24\] but 1 dilation rates \[1\]"),
         ({"heads": "some"}, r"heads 'some' should be 'all' or 'grouped'"),
         ({"padding": "zero"}, r"padding 'zero' should be 'masked' or 'zero_key'"),
@@ -407,3 +410,34 @@ def test_multihead_trains() -> None:
         optimizer.step()
         losses.append(loss.detach().item())
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_one_choice_serves_packings_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many tokens and about the same lengths; others are chosen for anew."""
+    asked: list[Any] = []
+
+    class Packings:
+        def of(self, bounds: tuple[int, ...]) -> Any:
+            found.append(bounds)
+            workload, device = asked[0].replace(cu_seqlens=bounds), torch.device("cpu")
+            return over(backend_of("math", Way("gather", None, workload), device), "gather", workload, device)
+
+    def choose(workload: Workload, _device: torch.device) -> tuple[None, Any]:
+        asked.append(workload)
+        return None, SimpleNamespace(packings=Packings())
+
+    found: list[tuple[int, ...]] = []
+    monkeypatch.setattr(library, "automatic", choose)
+    library._packings.cache_clear()
+    q, k, v = torch.randn(3, 64, 2, 8)
+    branches: dict[str, Any] = {"segment_lengths": (8, 16), "dilation_rates": (1, 2)}
+    for bounds in ((0, 10, 30, 40, 64), (0, 25, 30, 36, 64), (0, 0, 20, 45, 45, 64)):
+        out = dilated_attention(q, k, v, **branches, cu_seqlens=bounds)
+        ends = itertools.pairwise(sorted({*bounds}))
+        alone = [dilated_attention(*(x[None, a:b] for x in (q, k, v)), **branches, backend="math")[0] for a, b in ends]
+        torch.testing.assert_close(out, torch.cat(alone), rtol=1e-5, atol=1e-5)
+    assert found == [(0, 10, 30, 40, 64), (0, 25, 30, 36, 64), (0, 20, 45, 64)]
+    assert len(asked) == 1
+    dilated_attention(q, k, v, **branches, cu_seqlens=range(0, 65, 4))
+    assert len(asked) == 2
+    library._packings.cache_clear()

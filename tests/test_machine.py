@@ -77,7 +77,7 @@ def test_a_cpu_build_of_torch_is_named(monkeypatch):
 def test_a_cpu_run_by_choice_says_so(monkeypatch):
     monkeypatch.setattr(machine, "_nvml_gpus", lambda: (gpu("9.0"),))
     monkeypatch.setattr(machine, "torch_cuda_version", lambda: "13.0")
-    assert detect("cpu") == Machine(device="cpu", gpus=(gpu("9.0"),), no_cuda="device cpu was asked for")
+    assert detect("cpu") == Machine(device="cpu", gpus=(gpu("9.0"),), no_cuda="device cpu was requested")
 
 
 def test_torch_version_is_read_without_importing_it(monkeypatch, tmp_path):

@@ -22,6 +22,9 @@ from dilabench.record import (
     Verification,
 )
 
+# What the resident set of a process wanders by: threads' heaps, pages of libraries, fragments.
+WANDERS_BYTES, WANDERS_SHARE = 8 * 2**20, 0.25
+
 
 @dataclass(slots=True)
 class TimerRun:
@@ -59,7 +62,8 @@ class CaseState:
     """One case of a group. `outcome` is set as soon as it is known to end in no measurement.
 
     `home` is the worker that has it prepared, `warm` the timers that are warmed up there. When the worker dies with
-    another case, this one is prepared again elsewhere and a new session begins.
+    another case, this one is prepared again elsewhere and a new session begins. `least`: the samples that it got before
+    the other cases of its length, which count if there is no time for more.
     """
 
     planned: PlannedCase
@@ -74,6 +78,7 @@ class CaseState:
     verification: Verification | None = None
     kernels: tuple[KernelUse, ...] = ()
     runs: dict[str, TimerRun] = field(default_factory=dict)
+    least: dict[str, TimerRun] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     diagnostics: tuple[Diagnostic, ...] = ()
     memory: Memory | None = None
@@ -108,7 +113,7 @@ class CaseState:
         measured = Measured(
             verification=self.verification,
             timings=tuple(run.timing() for run in self.runs.values() if run.slots),
-            memory=self.memory and self.memory.beside_process(self.process_bytes),
+            memory=self.memory and _beside_process(self.memory, self.process_bytes),
             kernels=self.kernels,
             setup_ns=self.setup_ns,
             counters=self.counters,
@@ -116,3 +121,20 @@ class CaseState:
             notes=tuple(dict.fromkeys([*timer_notes, *self.notes])),
         )
         return Row(planned=self.planned, outcome=measured)
+
+
+def _beside_process(memory: Memory, process_bytes: int | None) -> Memory:
+    """With the high-water mark of the process, and in the peak what other allocators than torch's gave."""
+    if process_bytes is None:
+        return memory
+    held = sum(part or 0 for part in (memory.inputs_bytes, memory.parameters_bytes, memory.kept_bytes))
+    seen = memory.peak_bytes - held
+    unseen = process_bytes - seen
+    if unseen <= max(WANDERS_BYTES, WANDERS_SHARE * seen):
+        unseen = 0
+    changes = {
+        "process_bytes": process_bytes,
+        "peak_bytes": memory.peak_bytes + unseen,
+        "workspace_bytes": (memory.workspace_bytes or 0) + unseen,
+    }
+    return memory.model_copy(update=changes)

@@ -28,7 +28,8 @@ class Driver:
     """What the groups of a run share: method, budget, progress and the workers.
 
     `next_round` numbers the rounds of the whole run: slots with the same number took turns with each other. `machine`:
-    what chooses the built-ins that all rows are compared with; without one there are none.
+    what chooses the built-ins that all rows are compared with; without one there are none. `patience_s`: seconds that a
+    worker may take for an answer, whatever the fair share of its case is.
     """
 
     catalogue: Catalogue
@@ -42,6 +43,7 @@ class Driver:
     sleep: Callable[[float], None] = time.sleep
     next_round: int = 0
     machine: Machine | None = None
+    patience_s: float = 0.0
 
     def prepare(self, state: CaseState) -> bool:
         """Have the case built in a living worker; False when that ended it."""
@@ -165,13 +167,14 @@ class Driver:
     def stage_timeout_s(self, state: CaseState) -> float:
         """Longest wait for one answer: generous against the case's fair share, little beyond the budget.
 
-        Where other cases wait, half of what is left of the budget is theirs.
+        Where other cases wait, half of what is left of the budget is theirs, unless `patience_s` shares it out.
         """
         remaining = self.budget.remaining_s
         if remaining == inf:
             return self.timeout_s
-        generous = max(self._least_s, SHARES_PER_COMMAND * self.budget.share_s([state.case]))
-        return min(self.timeout_s, generous, (remaining / 2 if self.budget.waiting > 1 else remaining) + OVERRUN_S)
+        generous = max(self._least_s, self.patience_s, SHARES_PER_COMMAND * self.budget.share_s([state.case]))
+        is_shared = self.budget.waiting > 1 and not self.patience_s
+        return min(self.timeout_s, generous, (remaining / 2 if is_shared else remaining) + OVERRUN_S)
 
     @property
     def _least_s(self) -> float:

@@ -9,6 +9,7 @@ from dilabench.engine.device.clocks import COOL_DOWN_REASONS
 from dilabench.engine.driver import Driver
 from dilabench.engine.worker.protocol import TimerSpec
 from dilabench.record import Failed, Slot
+from dilabench.stats.decisions.paired import MIN_ROUNDS
 from dilabench.stats.samples.location import relative_half_width
 
 MIN_SLOT_SAMPLES = 5
@@ -33,7 +34,8 @@ class Rounds:
     def take(self, timer: TimerSpec, share_s: float, max_rounds: int | None = None) -> None:
         """Rounds until medians and ratios are known to the method's precision, or the share of time is used up.
 
-        At least `min_samples` are taken of each case, whatever the share, unless the budget of the whole run ends. The
+        Whatever the share, at least `min_samples` are taken of each case, and of several at least the rounds that an
+        interval of their ratios needs, unless the budget of the whole run ends. The
         last round, which begins when one more is enough, is the one whose last call of each case is checked.
         """
         method, clock = self._driver.method, self._driver.budget.clock
@@ -88,7 +90,8 @@ class Rounds:
         if reply is None or reply.slot is None:
             return
         samples_s = sum(reply.slot.samples_ns) * 1e-9
-        if samples_s > CLOCKS_APART * took_s and not timer.fresh_process:
+        # A clock that stood still, as `steady` does for one that runs backwards, says nothing.
+        if 0 < took_s * CLOCKS_APART < samples_s and not timer.fresh_process:
             why = f"timer {timer.name!r} took samples of {samples_s:.3g} s in {took_s:.3g} s by the runner's clock"
             state.outcome = Failed(stage="time", code="exception", why=why, verification=state.verification)
             driver.release(state)
@@ -116,6 +119,9 @@ class Rounds:
             return True
         runs = [state.run_of(timer) for state in running]
         if min(run.samples + sizes[id(state)] for state, run in zip(running, runs, strict=True)) < method.min_samples:
+            return False
+        if len(running) > 1 and rounds < MIN_ROUNDS:
+            # Fewer give no interval of a ratio: a factor of 1.3 would stay open.
             return False
         if spent_s >= share_s:
             return True

@@ -199,10 +199,12 @@ class _Run:
             for one in _waiting(self.planned.values(), self.rows.values()):
                 if one.skip is not None:
                     self._keep(Row(planned=one, outcome=one.skip))
-            for group in self._groups():
+            groups = [(group, self._interleaved(group)) for group in self._groups()]
+            self._take_least([run for _, run in groups if run is not None])
+            for group, interleaved in groups:
                 self._know_peak(group)
                 self.progress.group_started(group[0].case.workload, group)
-                for row in self._rows_of(group):
+                for row in self._rows_of(group, interleaved):
                     self._keep(row)
             more = follow_up(tuple(self._in_order())) if follow_up else ()
             fresh = [one for one in more if one.case.case_id not in self.planned]
@@ -212,12 +214,38 @@ class _Run:
             self.driver.budget.add([one.case for one in fresh if one.skip is None])
             self.progress.run_started(len(self.planned.keys() - self.completed))
 
-    def _rows_of(self, group: Sequence[PlannedCase]) -> Iterator[Row]:
+    def _interleaved(self, group: Sequence[PlannedCase]) -> WorkloadGroupRun | None:
+        """The part of a group that is measured in rounds; None if there is none."""
+        interleaved = [one for one in group if one.procedure == "interleaved"]
+        return WorkloadGroupRun(self.driver, interleaved) if interleaved else None
+
+    def _take_least(self, groups: Sequence[WorkloadGroupRun]) -> None:
+        """Take the least samples of one case of every length before any length gets its best; none without a budget.
+
+        Lengths that have a row already need none, nor does the only one.
+        """
+        lengths: dict[int, list[WorkloadGroupRun]] = {}
+        for group in groups:
+            lengths.setdefault(group.states[0].case.workload.seq_len, []).append(group)
+        if self.driver.budget.total_s is None or len(lengths) < 2:
+            return
+        known = {row.case.workload.seq_len for row in self.rows.values() if isinstance(row.outcome, Measured)}
+        open_lengths = sorted(lengths.keys() - known)
+        for place, length in enumerate(open_lengths):
+            self.driver.patience_s = self.driver.budget.remaining_s / (len(open_lengths) - place)
+            for group in sorted(lengths[length], key=lambda group: group.is_reference):
+                planned = [state.planned for state in group.states]
+                self.progress.group_started(planned[0].case.workload, planned)
+                if group.least():
+                    break
+        self.driver.patience_s = 0.0
+
+    def _rows_of(self, group: Sequence[PlannedCase], interleaved: WorkloadGroupRun | None) -> Iterator[Row]:
         """First the isolated cases, each in a process of its own, then the rest of the group in rounds."""
         for one in [one for one in group if one.procedure == "isolated"]:
             yield IsolatedRun(self.driver, one).row()
-        if interleaved := [one for one in group if one.procedure == "interleaved"]:
-            yield from WorkloadGroupRun(self.driver, interleaved).rows()
+        if interleaved is not None:
+            yield from interleaved.rows()
 
     def _groups(self) -> list[list[PlannedCase]]:
         """The cases that wait, those of one workload together, in the order planned."""

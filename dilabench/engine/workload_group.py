@@ -1,9 +1,9 @@
 """A workload group: its cases are verified, timed in interleaved rounds, then their memory is measured. No torch."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from dilabench.engine.case_state import CaseState
+from dilabench.engine.case_state import CaseState, TimerRun
 from dilabench.engine.device.clocks import COOL_DOWN_REASONS
 from dilabench.engine.driver import Driver
 from dilabench.engine.method import MIN_TURNS
@@ -50,27 +50,66 @@ class WorkloadGroupRun:
             for case_plan in planned
         ]
 
+    @property
+    def is_reference(self) -> bool:
+        """Whether it has nothing but unranked references."""
+        return all(state.planned.role == "yardstick" for state in self.states)
+
+    def least(self) -> bool:
+        """Verify one case and take its least samples, so that its length has a row whatever the others take.
+
+        Returns False if none was measured. The first to be tried has the highest priority for `auto`.
+        """
+        driver, registry = self._driver, self._driver.catalogue.implementations
+        for state in sorted(
+            self.states,
+            key=lambda state: (
+                self._compiles(state),
+                -registry.get(state.case.implementation).priority,
+            ),
+        ):
+            if driver.budget.exhausted:
+                return False
+            if not self._qualify(state):
+                continue
+            Rounds(driver, [state], self._random).take(driver.method.timer, 0.0)
+            if state.running:
+                driver.release(state)
+                state.home, state.least, state.runs = None, state.runs, {}
+                if _samples(state.least):
+                    return True
+        return False
+
     def rows(self) -> Iterator[Row]:
         """The rows of the group, each as soon as it is certain."""
         started, deadline = self._driver.budget.clock(), self._deadline(self.states)
         last_call = started + (1 - SHARE_KEPT_FOR_TIMING) * (deadline - started)
         ready: list[CaseState] = []
+        slowest_s = 0.0
         for state in self._in_turn():
+            began = self._driver.budget.clock()
+            # Cases that compile for minutes come last, so that they take no time from the others.
+            late = (self._compiles(state) and began > last_call) or not self._has_time(ready, slowest_s)
             if far := self._far_slower(state, ready):
                 state.outcome = far
                 self._driver.release(state)
                 yield self._row(state)
-            elif ready and state.home is None and self._compiles(state) and self._driver.budget.clock() > last_call:
-                # Cases that compile for minutes come last, so that they take no time from the others.
+            elif late and ready and state.running and state.home is None:
                 state.outcome = self._driver.budget_skip("before its turn")
                 yield self._row(state)
             elif state.running and self._qualify(state):
                 ready.append(state)
             elif not self._crowded(state):
                 yield self._row(state)
+            slowest_s = max(slowest_s, self._driver.budget.clock() - began)
         yield from self._measured(ready, deadline)
         for state in [state for state in self.states if self._crowded(state)]:
             yield from self._isolated(state)
+
+    def _has_time(self, ready: Sequence[CaseState], verifying_s: float) -> bool:
+        """Whether the budget does for the least samples of verified cases after one more verification."""
+        sampling_s = sum(state.call_ns * 1e-9 for state in ready) * self._driver.method.min_samples
+        return self._driver.budget.remaining_s >= verifying_s + sampling_s
 
     def _in_turn(self) -> list[CaseState]:
         """The cases in the order in which they are verified: where those far slower are left out, the fastest first."""
@@ -124,6 +163,8 @@ class WorkloadGroupRun:
         driver.progress.stage_started(state.case, "build")
         if not driver.prepare(state):
             return False
+        if state.verification is not None:
+            return True
         driver.progress.stage_started(state.case, "verify")
         reply = driver.ask(state, "verify", "verify")
         if reply is None or reply.verification is None:
@@ -251,6 +292,8 @@ class WorkloadGroupRun:
         """A case without samples has no time; one with few says so, and so does one measured on a throttled GPU."""
         if not state.running:
             return
+        if _samples(state.runs) < _samples(state.least):
+            _take_least(state)
         run = state.runs.get(self._driver.method.timer.name)
         if run is None or not run.slots:
             unusable = TIMER_UNUSABLE.among(state.notes)
@@ -286,8 +329,21 @@ class WorkloadGroupRun:
         return calls * state.call_ns * 1e-9 < self._driver.budget.remaining_s
 
     def _row(self, state: CaseState) -> Row:
+        if state.least and isinstance(state.outcome, Skipped) and state.outcome.code == "budget":
+            _take_least(state)
         self._driver.budget.done(state.case)
         return state.row()
+
+
+def _samples(runs: Mapping[str, TimerRun]) -> int:
+    return sum(run.samples for run in runs.values())
+
+
+def _take_least(state: CaseState) -> None:
+    """Have the samples count that a case got before the others of its length."""
+    state.outcome, state.runs, state.least = None, state.least, {}
+    message = "measured alone: the budget left no time to interleave it with the others of its group"
+    state.notes.append(NOT_INTERLEAVED.note(message))
 
 
 def _undiagnosed(why: str) -> Note:

@@ -1,18 +1,18 @@
 """Packed sequences: segments and zero keys begin anew in every one.
 
 All in one launch where rows see whole stretches of tokens: by the backend's kernel for that, or on CUDA by our own
-tiles where it has none. Other strided branches take a launch each, or few, over that kernel. Else each sequence goes by
-the computation for its own length; on a CPU there is no launch to save.
+tiles where it has none. Other strided branches take a launch each, or few, over that kernel. Else sequences go by the
+computation for their own length, those of one length that follow each other as a batch.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any
+from itertools import chain, groupby, pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,42 +66,67 @@ class _OverTokens(ABC):
         """dq, dk, dv [1, T, ·, D] from the results of `forward`."""
 
 
+class _Run(NamedTuple):
+    """So many sequences of one length that follow each other: a batch of them, where they lie."""
+
+    start: int
+    batch: int
+    length: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """[batch, length, ·, D] of x [1, T, ·, D]."""
+        return x[0, self.start : self.start + self.batch * self.length].unflatten(0, (self.batch, self.length))
+
+    def of_lse(self, lse: Tensor) -> Tensor:
+        """[batch, H, length] of lse [1, H, T]."""
+        own = lse[0, :, self.start : self.start + self.batch * self.length]
+        return own.unflatten(1, (self.batch, self.length)).transpose(0, 1).contiguous()
+
+
 @dataclass(frozen=True, slots=True)
 class Packed(_OverTokens):
-    """Sequences (start, stop) that follow each other along one axis, and what computes those of each length."""
+    """Sequences that follow each other along one axis, run by run of those of one length, and what computes each."""
 
-    sequences: tuple[tuple[int, int], ...]
-    computations: Mapping[int, Computation]
+    runs: tuple[tuple[_Run, Computation], ...]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         outs, lses = [], []
-        for start, stop in self.sequences:
-            out, lse = self.computations[stop - start].forward(*(x[:, start:stop] for x in (q, k, v)))[:2]
-            outs.append(out)
-            lses.append(lse)
-        return torch.cat(outs, 1), torch.cat(lses, 2)
+        for run, computation in self.runs:
+            out, lse = computation.forward(run.of(q), run.of(k), run.of(v))[:2]
+            outs.append(out.flatten(0, 1))
+            lses.append(lse.transpose(0, 1).flatten(1))
+        return _joined(outs, 0)[None], _joined(lses, 1)[None]
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradients = []
-        for start, stop in self.sequences:
-            parts = [x[:, start:stop] for x in (dout, q, k, v, out)]
-            parts.append(lse[:, :, start:stop].contiguous())
-            gradients.append(self.computations[stop - start].backward(*parts))
-        dq, dk, dv = (torch.cat(several, 1) for several in zip(*gradients, strict=True))
+        for run, computation in self.runs:
+            own_dout, own_q, own_k, own_v, own_out = map(run.of, (dout, q, k, v, out))
+            found = computation.backward(own_dout, own_q, own_k, own_v, own_out, run.of_lse(lse))
+            gradients.append([x.flatten(0, 1) for x in found])
+        dq, dk, dv = (_joined(several, 0)[None] for several in zip(*gradients, strict=True))
         return dq, dk, dv
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return torch.cat([*parts], dim) if len(parts) > 1 else parts[0]
 
 
 def build_packed(
     padded: Callable[[Workload, BuildContext], Computation], workload: Workload, context: BuildContext
 ) -> Packed:
-    """What `padded` builds for a sequence of each length that occurs in a packed workload."""
-    computations = {}
-    for length in {stop - start for start, stop in workload.sequences}:
-        alone = workload.replace(layout="padded", cu_seqlens=None, seq_len=length)
-        computations[length] = padded(alone, context)
-    return Packed(workload.sequences, computations)
+    """What `padded` builds for each run of sequences of one length in a packed workload."""
+    computations: dict[tuple[int, int], Computation] = {}
+    runs = []
+    for length, sequences in groupby(workload.sequences, lambda ends: ends[1] - ends[0]):
+        (start, _), *others = sequences
+        run = _Run(start, 1 + len(others), length)
+        if run[1:] not in computations:
+            alone = {"layout": "padded", "cu_seqlens": None, "batch_size": run.batch, "seq_len": length}
+            computations[run[1:]] = padded(workload.replace(**alone), context)
+        runs.append((run, computations[run[1:]]))
+    return Packed(tuple(runs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +212,11 @@ def in_tiles(workload: Workload, context: BuildContext) -> InTiles | None:
         return None
     message = f"{backend.name} has no kernel for packed sequences: dilabench's tiles compute them, all in one launch"
     note = OWN_TILES.note(message, hint="choose a backend that has one")
-    # A row sees its whole stretch, as one of a single branch of rate 1 does.
+    # A row sees its whole stretch, as one of a single branch of rate 1 does; lists are those of many packings.
     from dilabench.impls.fused import Packings
 
     longest = max(stop - start for start, stop in pairwise(bounds))
-    pattern = {"kind": "dilated", "segment_lengths": (longest,), "dilation_rates": (1,)}
+    pattern = {"kind": "dilated", "segment_lengths": (1 << (longest - 1).bit_length(),), "dilation_rates": (1,)}
     behind = -workload.head_dim % (ROW_BYTES // dtype.itemsize)
     wider = workload.replace(pattern=pattern, head_dim=workload.head_dim + behind, scale=workload.softmax_scale)
     return InTiles(Packings(wider, context).of(tuple(bounds)), behind, (note,))

@@ -1,6 +1,8 @@
 """The answer of a run: who is fastest at each length (or density, rank count), and one sentence on it.
 
-"Fastest" is said only where the rule that `compare` decides with proves it; else the rows that may be are named.
+"Fastest" means proven: the 95 % interval of the ratio to every rival lies beyond the margin of `compare`. The interval
+against the nearest rival is a column of the answer. "Probably" means that the rows shared too few rounds for that, and
+that the intervals of their medians do not overlap. Otherwise the tied rows are named.
 """
 
 from collections import Counter
@@ -8,22 +10,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from dilabench.compare.view import Ranking, is_quotable, rank, view_of
+from dilabench.compare.view import PairView, Ranking, is_quotable, pair_views, rank, view_of
 from dilabench.plugins.axis import Axis
-from dilabench.record import Failed, Row, RunRecord, Skipped
+from dilabench.record import Failed, Row, RunRecord, SkipCode, Skipped
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name
 from dilabench.report.content import WorkloadTable, shape_id, workload_tables
+from dilabench.stats.decisions.paired import MIN_ROUNDS
 from dilabench.units import format_ratio
 
 TITLE = "Answer"
 # Before a ratio that is not proven to be another than 1.
 ABOUT = "≈"
 ONE_DEVICE = "vs one device"
-# Too few rounds were taken to prove more than that its median is the smallest.
-UNPROVEN = "unproven"
+NEXT = "next, 95 % CI"
+PROBABLY = "probably"
+HOW_TO_PROVE = f"fewer than {MIN_ROUNDS} rounds in common; a longer --budget decides it"
 # A sentence on each of more workloads than this would be no sentence any more.
 MAX_WORKLOADS = 3
+# A longer reason is left to the list of skipped rows.
+MAX_WHY = 40
+WHY_NONE: dict[SkipCode, str] = {"budget": "time ran out", "does_not_fit": "does not fit into memory"}
 SAYS_NOTHING = {"", ABSENT}
+# Left out where a terminal is too narrow, the first one first.
+SPARE = ("memory", "verified")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +40,10 @@ class AnswerRow:
     """Who is fastest for one workload.
 
     `value`: where it lies on the axis, `at` as a text; `workload`: what else tells it from the other workloads.
-    `ranking` is None where no row has a time to quote, and `why_none` says why. `times_dense`: time of full attention
-    / time of the fastest; `dense_proven`: that one of the two is faster is proven. `times_one`, `one_proven`: the same
-    of the fastest row on one device, for one over ranks.
+    `ranking` is None where no row has a time to quote, and `why_none` says why. `nearest`: time of the nearest rival /
+    time of the fastest, None without a rival. `times_dense`: time of full attention / time of the fastest;
+    `dense_proven`: that one of the two is faster is proven. `times_one`, `one_proven`: the same of the fastest row on
+    one device, for one over ranks.
     """
 
     value: float
@@ -42,6 +52,7 @@ class AnswerRow:
     workload: str
     ranking: Ranking | None
     why_none: str = ""
+    nearest: PairView | None = None
     dense: Row | None = None
     times_dense: float | None = None
     dense_proven: bool = False
@@ -50,8 +61,8 @@ class AnswerRow:
 
     @property
     def winner(self) -> str:
-        """As `winner_text`, or 'no time: budget'."""
-        return f"no time: {self.why_none}" if self.ranking is None else winner_text(self.ranking)
+        """As `winner_text`, or 'not measured: time ran out'."""
+        return f"not measured: {self.why_none}" if self.ranking is None else winner_text(self.ranking)
 
     @property
     def fastest(self) -> Row | None:
@@ -102,6 +113,7 @@ ANSWER_COLUMNS = (
     Column(name="workload", cell=lambda row: row.workload, right=False),
     Column(name="fastest", cell=lambda row: row.winner, right=False, spare=None),
     Column(name="time", cell=lambda row: _of_fastest("median", row), spare=None),
+    Column(name=NEXT, cell=lambda row: _nearest_text(row.nearest)),
     Column(name="vs dense", cell=lambda row: _versus(row.times_dense, row.dense_proven)),
     Column(name=ONE_DEVICE, cell=lambda row: _versus(row.times_one, row.one_proven)),
     Column(name="memory", cell=lambda row: _of_fastest("peak mem.", row)),
@@ -110,12 +122,12 @@ ANSWER_COLUMNS = (
 
 
 def winner_text(ranking: Ranking) -> str:
-    """'fused', 'fused (unproven)', 'only fused' or 'tie: fused, strided'."""
+    """'fused', 'probably fused', 'only fused' or 'tie: fused, strided'."""
     name = row_name(ranking.fastest)
     if len(ranking.speedups) == 1:
         return f"only {name}"
-    if ranking.too_few_rounds:
-        return f"{name} ({UNPROVEN})"
+    if ranking.probable:
+        return f"{PROBABLY} {name}"
     return name if ranking.proven else f"tie: {', '.join(map(row_name, (ranking.fastest, *ranking.tied)))}"
 
 
@@ -179,8 +191,19 @@ def _answer_row(
     if own is None:
         why = _why_none(table.members)
         return AnswerRow(value=value, at=at, batch=batch, workload=workload, ranking=None, why_none=why)
-    found = AnswerRow(value=value, at=at, batch=batch, workload=workload, ranking=own)
+    found = AnswerRow(
+        value=value, at=at, batch=batch, workload=workload, ranking=own, nearest=_nearest(table.members, own)
+    )
     return _against_dense(found, own.fastest, dense_rows, device)
+
+
+def _nearest(rows: Sequence[Row], ranking: Ranking) -> PairView | None:
+    """Time of the nearest of the other ranked rows / time of the fastest, with an interval if rounds give one."""
+    others = [row for row in rows if row.case.case_id in ranking.speedups and row is not ranking.fastest]
+    pairs = pair_views([(ranking.fastest, row) for row in others])
+    nearest = min(pairs, key=lambda pair: pair.ratio, default=None)
+    # That of medians decides nothing.
+    return replace(nearest, interval=None) if nearest and ranking.too_few_rounds else nearest
 
 
 def _against_dense(line: AnswerRow, fastest: Row, rows: Sequence[Row], device: str) -> AnswerRow:
@@ -216,25 +239,31 @@ def _why_none(rows: Sequence[Row]) -> str:
         outcome = row.outcome
         if isinstance(outcome, Failed):
             codes.setdefault("FAILED")
+        elif isinstance(outcome, Skipped) and outcome.code == "unsupported":
+            # What stands in brackets is the cause, which the list of skipped rows has.
+            why = outcome.why.partition(" (")[0]
+            codes.setdefault(f"{row.case.implementation} {why}" if len(why) <= MAX_WHY else "unsupported")
         elif isinstance(outcome, Skipped):
-            codes.setdefault(outcome.code.replace("_", " "))
-    return ", ".join(codes) or "none that could be true"
+            codes.setdefault(WHY_NONE.get(outcome.code, outcome.code.replace("_", " ")))
+    return ", ".join(codes) or "no time that can be true"
 
 
 def _sentences(rows: Sequence[AnswerRow], workload: str, axis: str) -> Iterator[str]:
     """The sentences on the lines of one workload, in the order of the axis."""
     texts = []
     for (name, claim), places in _gathered(rows).items():
+        where = f"{axis} {_runs(places, rows)}"
+        if not claim and rows[places[0]].ranking is None:
+            texts.append(f"{where} {name}")
+            continue
         timed = f" ({_of_fastest('median', rows[0])})" if len(rows) == 1 and rows[0].fastest else ""
-        unproven = [place for place in places if _is_unproven(rows[place])]
+        probable = [place for place in places if _is_probable(rows[place])]
         doubt = ""
-        if len(unproven) == len(places):
-            claim, doubt = claim and "has the smallest median", "; too few rounds were taken to prove more"
-        elif unproven:
-            doubt = f", by its median only at {_runs(unproven, rows)} (too few rounds)"
-        texts.append(
-            f"{' '.join(filter(None, (name, claim)))} at {axis} {_runs(places, rows)}{timed}{doubt if unproven else ''}"
-        )
+        if len(probable) == len(places):
+            claim, doubt = claim and f"is {PROBABLY} fastest", f" ({HOW_TO_PROVE})"
+        elif probable:
+            doubt = f", {PROBABLY} at {_runs(probable, rows)} ({HOW_TO_PROVE})"
+        texts.append(f"{' '.join(filter(None, (name, claim)))} at {where}{timed}{doubt if probable else ''}")
     yield f"{workload}: {'; '.join(texts)}." if workload else f"{'; '.join(texts)}."
     dense = next((row.dense for row in rows if row.dense), None)
     proven = {place: row.times_dense > 1 for place, row in enumerate(rows) if row.times_dense and row.dense_proven}
@@ -290,14 +319,14 @@ def _gathered(rows: Sequence[AnswerRow]) -> dict[tuple[str, str], list[int]]:
     """The places on the axis of each name and what is claimed of it: nothing of those that are tied or alone."""
     found: dict[tuple[str, str], list[int]] = {}
     for place, row in enumerate(rows):
-        claimed = row.ranking and (row.ranking.proven or _is_unproven(row))
+        claimed = row.ranking and (row.ranking.proven or _is_probable(row))
         key = (row_name(row.ranking.fastest), "is fastest") if row.ranking and claimed else (row.winner, "")
         found.setdefault(key, []).append(place)
     return found
 
 
-def _is_unproven(row: AnswerRow) -> bool:
-    return row.ranking is not None and row.ranking.too_few_rounds
+def _is_probable(row: AnswerRow) -> bool:
+    return row.ranking is not None and row.ranking.probable
 
 
 def _runs(places: Sequence[int], rows: Sequence[AnswerRow]) -> str:
@@ -314,6 +343,16 @@ def _of_fastest(name: str, row: AnswerRow) -> str | None:
     """The cell of a table's column for the fastest row."""
     view = row.fastest and view_of(row.fastest)
     return COLUMNS[name].value_text(view) if view else None
+
+
+def _nearest_text(pair: PairView | None) -> str | None:
+    """'1.35x (1.33–1.37)', or without an interval '1.35x'."""
+    if pair is None:
+        return None
+    if pair.interval is None:
+        return format_ratio(pair.ratio)
+    low, high = (format_ratio(end).removesuffix("x") for end in (pair.interval.low, pair.interval.high))
+    return f"{format_ratio(pair.ratio)} ({low}–{high})"
 
 
 def _versus(times: float | None, proven: bool) -> str | None:

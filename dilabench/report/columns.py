@@ -133,6 +133,12 @@ def row_name(row: Row) -> str:
     return case_name(row.case)
 
 
+def implementation_cell(row: Row) -> str:
+    """Its implementation; if a plug-in's, with the package that it comes from: 'mine (my-attention 1.0)'."""
+    source = row.planned.source
+    return implementation_text(row.case) + (f" ({source})" if source else "")
+
+
 def _backend(line: DisplayRow) -> str:
     """The effective backend; a star marks a choice of `auto`."""
     row = line.row
@@ -164,7 +170,7 @@ def latency_interval(median_ns: float, interval: Interval | None) -> str:
 _COLUMNS = (
     Column(
         name="implementation",
-        shown=lambda line: implementation_text(line.row.case),
+        shown=lambda line: implementation_cell(line.row),
         right=False,
         spare=None,
         usual=True,

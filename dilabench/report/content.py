@@ -10,13 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from dilabench.compare.comparison import lengths_without_rows
-from dilabench.compare.view import Ranking, rank, view_of
+from dilabench.compare.view import Ranking, lengths_without_rows, rank, view_of
+from dilabench.engine.worker.outcomes import check_text
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import (
     ESTIMATOR,
     Case,
-    Check,
     Failed,
     FailureCode,
     Note,
@@ -33,6 +32,7 @@ FOOTNOTES = {
     "†": "too few independent turns for 95 %: the interval is the whole range of the samples",
     "‡": "not to be quoted, and not ranked: the note on this row says why its time cannot be true",
     "✓": "its output was verified before timing: all rows, or a sample of that many",
+    "timed": "calls: of so many of them, while the clock ran, rows of the output were checked as well",
     "all vs": "a built-in: every row was compared with that built-in's, of which the oracle had confirmed a sample",
 }
 UNVERIFIED: frozenset[FailureCode] = frozenset({"wrong_output", "backend_not_proven"})
@@ -97,10 +97,17 @@ def _tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
 
 def footnotes(tables: Iterable[WorkloadTable], columns: Sequence[Column] = ()) -> tuple[str, ...]:
     """How the figures were estimated, and the meaning of the marks that these columns of the tables use."""
+    tables = tuple(tables)
     rows = [row for table in tables for row in table.rows]
     texts = [column.text(row) for row in rows for column in columns or chosen_columns()]
     marks = (f"{mark} {meaning}" for mark, meaning in FOOTNOTES.items() if any(mark in text for text in texts))
-    return (*([ESTIMATES] if any(row.view for row in rows) else []), *marks)
+    bases = dict.fromkeys(
+        f"speed-ups in {table.title} refer to {row_name(base)} of {base.planned.source}, for want of a built-in's time"
+        for table in tables
+        for section in table.sections
+        if section.ranking and (base := section.ranking.baseline).planned.source
+    )
+    return (*([ESTIMATES] if any(row.view for row in rows) else []), *bases, *marks)
 
 
 def shape_id(case: Case) -> str:
@@ -227,18 +234,6 @@ def _gathered(labels: Iterable[str]) -> str:
         size, _, rest = label.partition(" ")
         sizes.setdefault(rest, []).append(size)
     return "; ".join(f"{', '.join(found)} {rest}" for rest, found in sizes.items())
-
-
-def check_text(check: Check) -> str:
-    """A failed check: its error against its tolerance, and where the error is largest."""
-    words = []
-    if check.error is not None and check.tolerance is not None:
-        words.append(f"error {check.error:.3g}, allowed {check.tolerance:.3g}")
-    if check.where:
-        words.append(f"largest at {check.where}")
-    if check.detail:
-        words.append(check.detail)
-    return f"{check.name}: {'; '.join(words) or 'failed'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -175,7 +175,8 @@ def _load_notes(state: MachineState) -> Iterator[Note]:
     if state.load_1m > limit:
         yield LOAD.note(
             "other programs are using the processor",
-            observed=state.load_1m,
+            # More processes may wait for a processor than there are.
+            observed=min(state.load_1m, float(cores)),
             threshold=limit,
             hint="end them, or expect wide intervals; rounds alternate between implementations, so ratios suffer less",
         )

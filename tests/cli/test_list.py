@@ -39,7 +39,7 @@ def test_what_cannot_be_used_says_why(cli):
     assert line.split()[1] == "no"
     # Those that lack the same are told together.
     (told,) = [one for one in lines if one.startswith("sdpa-efficient, sdpa-cudnn, flex cannot be used here: ")]
-    assert told.endswith("needs cuda, have cpu (no NVIDIA GPU is visible)")
+    assert told.endswith("needs a CUDA GPU (no NVIDIA GPU is visible)")
 
 
 def test_why_adds_the_limits(cli):
@@ -66,7 +66,7 @@ def test_json_has_all_kinds_and_reasons(cli):
     }
     by_name = {entry["name"]: entry for entry in found["backends"]}
     assert by_name["math"]["usable"] is True
-    assert by_name["sdpa-cudnn"]["reasons"] == ["needs cuda, have cpu (no NVIDIA GPU is visible)"]
+    assert by_name["sdpa-cudnn"]["reasons"] == ["needs a CUDA GPU (no NVIDIA GPU is visible)"]
 
 
 def test_one_kind_only(cli):

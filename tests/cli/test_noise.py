@@ -47,6 +47,11 @@ def test_each_source_of_noise_has_advice(change, code, hint):
     assert hint in note.hint
 
 
+def test_no_more_processors_are_seen_than_there_are():
+    (note,) = notes(MachineState(**{**QUIET, "load_1m": 9.44}))
+    assert note.observed == QUIET["usable_cpus"]
+
+
 def test_a_small_quota_lowers_the_limit_of_the_load():
     found = notes(MachineState(**{**QUIET, "cpus": 64, "usable_cpus": 64, "quota_cpus": 2, "load_1m": 1.0}))
     assert [note.code for note in found] == ["load", "cpu_quota"]

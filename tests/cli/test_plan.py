@@ -82,7 +82,7 @@ def test_check_holds_each_trace_to_a_measured_peak(cli):
     for mode in ("forward", "both"):
         assert found["strided", mode]["traced_over_measured"] == pytest.approx(1.0, abs=0.1)
         assert found["fused", mode]["measured_peak_bytes"] is None
-        assert "needs cuda" in found["fused", mode]["why_not_measured"]
+        assert "needs a CUDA GPU" in found["fused", mode]["why_not_measured"]
 
 
 MORE_THAN_ITS_TRACE = """

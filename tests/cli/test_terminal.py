@@ -108,6 +108,22 @@ def test_a_run_in_a_pipe_says_now_and_then_how_far_it_is(capsys):
     ]
 
 
+@pytest.mark.parametrize(
+    ("procedure", "first_s", "left"), [("interleaved", 40, "about 40 s left"), ("isolated", 10, "about 70 s left")]
+)
+def test_rows_that_end_together_do_not_multiply_the_time_left(procedure, first_s, left):
+    """Two workloads of four rows, 10 s each; the first row of those in common rounds ends when all four do."""
+    clock = Clock()
+    progress = RunProgress(None, clock)
+    progress.total = 8
+    row = row_of("measured")
+    row = row.model_copy(update={"planned": row.planned.model_copy(update={"procedure": procedure})})
+    progress.group_started([row.planned] * 4)
+    clock.now += first_s
+    progress.add(row)
+    assert progress.left == left
+
+
 def test_a_notebook_has_one_bar_that_is_drawn_anew_for_rows_and_now_and_then():
     class Shown:
         def __init__(self):

@@ -81,3 +81,26 @@ def test_a_row_is_not_proven_to_be_faster_by_its_few_undisturbed_samples(row) ->
     found = rank([samples("waited", 0, (11.1, 11.2, 11.3, 14, 16)), steady], "cuda")
     assert found.fastest.case.implementation == "waited"
     assert found.proven
+
+
+@pytest.mark.parametrize(
+    ("roles", "base"),
+    [
+        (("theirs plain", "plain", "method"), 1),
+        (("theirs plain", "method", "method"), 1),
+        (("theirs method", "theirs plain"), 1),
+        (("theirs method", "theirs method"), 0),
+        (("method", "plain"), 1),
+    ],
+)
+def test_speed_ups_refer_to_a_built_in(make_row, roles, base):
+    rows = [
+        make_row(f"row-{at}", role=role.split()[-1], position=at, ns=1e7 * (at + 1)) for at, role in enumerate(roles)
+    ]
+    rows = [
+        one.model_copy(update={"planned": one.planned.model_copy(update={"source": "sleepy 1.0"})})
+        if "theirs" in role
+        else one
+        for one, role in zip(rows, roles, strict=True)
+    ]
+    assert rank(rows, "cpu").baseline is rows[base]

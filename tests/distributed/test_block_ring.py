@@ -8,8 +8,8 @@ from dilabench.distributed.shardings import BLOCKS
 pytestmark = pytest.mark.distributed
 
 
-def slow(ranks):
-    return pytest.param(ranks, marks=pytest.mark.slow)
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def any_masks(folder, count):
@@ -32,11 +32,11 @@ def any_masks(folder, count):
     return cases
 
 
-@pytest.mark.parametrize("ranks", [slow(1), slow(2), 3, slow(4)])
-def test_out_lse_and_gradients_are_those_of_one_device(ranks, tmp_path, launch):
+@pytest.mark.parametrize(("ranks", "masks"), [slow(1, 24), slow(2, 24), (3, 8), slow(4, 24)])
+def test_out_lse_and_gradients_are_those_of_one_device(ranks, masks, tmp_path, launch):
     import block_ring_cases
 
-    cases = block_ring_cases.CASES | any_masks(tmp_path, 24)
+    cases = block_ring_cases.CASES | any_masks(tmp_path, masks)
     assert launch(block_ring_cases.exact, ranks, [cases]) == [[]] * ranks
 
 
@@ -69,11 +69,11 @@ def rows_to_move(one, parts):
     return rows
 
 
-@pytest.mark.parametrize("ranks", [3, slow(4)])
-def test_only_needed_blocks_travel_and_the_formula_counts_them(ranks, tmp_path, launch):
+@pytest.mark.parametrize(("ranks", "masks"), [(3, 4), slow(4, 12)])
+def test_only_needed_blocks_travel_and_the_formula_counts_them(ranks, masks, tmp_path, launch):
     import block_ring_cases
 
-    cases = block_ring_cases.CASES | any_masks(tmp_path, 12)
+    cases = block_ring_cases.CASES | any_masks(tmp_path, masks)
     found = launch(block_ring_cases.counted, ranks, [cases])
     for case, one in cases.items():
         rows = rows_to_move(one, found[0][case][0])

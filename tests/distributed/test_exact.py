@@ -21,18 +21,18 @@ def test_out_lse_and_gradients_are_those_of_one_device(ranks, launch):
     assert launch(ring_cases.exact, ranks, [ALGORITHMS]) == [[]] * ranks
 
 
-# On five ranks there are more parts than wait for each other.
-ON_FIVE = {"causal", "full", "window both ways", "branches", "offset by key head", "preset", "odd lengths, full"}
+# Of each kind one: enough for more parts than wait for each other, on five ranks, too.
+OF_EACH_KIND = {"causal", "full", "window both ways", "branches", "offset by key head", "preset", "odd lengths, full"}
 
 
-@pytest.mark.parametrize("ranks", [2, slow(5)])
-def test_deferred_sums_are_as_exact(ranks, launch):
+@pytest.mark.parametrize(("ranks", "everything"), [(2, False), slow(2, True), slow(5, False)])
+def test_deferred_sums_are_as_exact(ranks, everything, launch):
     pytest.importorskip("triton", reason="Triton is not installed: sums are deferred only for its kernels")
     import ring_cases
 
     cases = ring_cases.PADDED | ring_cases.PACKED
-    if ranks == 5:
-        cases = {name: cases[name] for name in ON_FIVE}
+    if not everything:
+        cases = {name: cases[name] for name in OF_EACH_KIND}
     assert launch(ring_cases.with_deferred_sums, ranks, [ALGORITHMS, cases]) == [[]] * ranks
 
 

@@ -134,20 +134,18 @@ def test_what_torch_cannot_compile_over_ranks_is_skipped_with_its_reason():
         assert outcome.why.endswith("leave compile out")
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "why"),
-    [
-        ("raising", "build", "rank 1: ArithmeticError: the root cause"),
-        ("killed", "build", "rank 1: the worker process died during 'prepare': killed by SIGKILL"),
-        ("wrong", "verify", "out: error"),
-    ],
-)
-def test_what_goes_wrong_on_a_rank_is_the_rows_reason(name, stage, why, monkeypatch):
+def test_what_goes_wrong_on_a_rank_is_the_rows_reason(monkeypatch):
     # The other rank waits for the one that raised, and has nothing to report.
     monkeypatch.setattr(rank_group, "GRACE_S", 0.5)
-    rows = rows_of([name, "ring"])
-    assert rows[name].status == "failed"
-    assert rows[name].stage == stage
-    assert why in rows[name].why
-    # The next case gets ranks of its own.
+    reasons = {
+        "raising": ("build", "rank 1: ArithmeticError: the root cause"),
+        "killed": ("build", "rank 1: the worker process died during 'prepare': killed by SIGKILL"),
+        "wrong": ("verify", "out: error"),
+    }
+    # The case after each gets ranks of its own.
+    rows = rows_of([*reasons, "ring"])
+    for name, (stage, why) in reasons.items():
+        assert rows[name].status == "failed"
+        assert rows[name].stage == stage
+        assert why in rows[name].why
     assert isinstance(rows["ring"], Measured)

@@ -158,7 +158,7 @@ def test_parts_of_a_cell_before_and_after_an_interruption_took_no_turns(engine, 
         engine.register(name)
     planned = [dense_case(name) for name in names]
     folder = RunFolder.create(tmp_path / "results", "s", "r")
-    options = {"planned": planned, "timing": "warmup", "budget_s": 6.0}
+    options = {"planned": planned, "timing": "warmup", "warmup_runs": 1, "timing_runs": 6}
     assert len(engine(sink=folder, progress=Interrupting(), **options).rows) == 1
     record = engine(sink=RunFolder.resume(folder.path), completed=completed_rows(folder.path), **options)
     before, after = [row.outcome.timings[0] for row in record.rows]

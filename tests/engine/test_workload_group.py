@@ -13,11 +13,13 @@ from dilabench.engine.driver import Driver
 from dilabench.engine.method import Method
 from dilabench.engine.progress import Silent
 from dilabench.engine.rounds import are_precise
+from dilabench.engine.runner import _Run
 from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.protocol import Prepared, Reply, TimerSpec, WarmedUp, WorkerSettings
 from dilabench.engine.workload_group import WorkloadGroupRun
-from dilabench.metadata import OWN_TILES
+from dilabench.machine import Machine
+from dilabench.metadata import NOT_INTERLEAVED, OWN_TILES, matmul_key
 from dilabench.plugins import builtin
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Capabilities, Implementation
@@ -42,6 +44,7 @@ class Lab:
         self.homes = {}
         self.now = 0.0
         self.slept = []
+        self.verify_s = 0.0
 
     def resident(self, key):
         if key not in self.homes or not self.homes[key].alive:
@@ -83,10 +86,13 @@ class FakeWorker:
             raise answer
         if isinstance(answer, KeyboardInterrupt):
             raise answer
+        if answer is not None and answer.slot is not None:
+            self.lab.now += sum(answer.slot.samples_ns) * 1e-9
         return answer or self.usual(command, arguments)
 
     def usual(self, command, arguments):
         right = Verification(checks=(Check(name="out", passed=True),))
+        self.lab.now += self.lab.verify_s * (command == "verify")
         if command in SLOTS:
             self.lab.now += arguments["count"] * self.lab.call_ns * 1e-9
             checked = right.model_copy(update={"timed_calls": 1}) if command == "last_slot" else None
@@ -167,6 +173,13 @@ def test_rounds_stop_on_precision_but_not_before_five(measure):
     found = measure(["a", "b"], Lab(), recheck=False)
     assert len(found["a"].timings[0].slots) < 100
     assert len(found["a"].timings[0].slots) >= 5
+
+
+def test_rivals_share_as_many_rounds_as_an_interval_of_their_ratio_needs(measure):
+    """A round takes longer than the share: turns of a slow timer, each of them with enough samples."""
+    lab = Lab(call_ns=1_000_000)
+    found = measure(["a", "b"], lab, recheck=False, sampling_s=0.001, min_rounds=1, min_samples=1)
+    assert [len(found[name].timings[0].slots) for name in ("a", "b")] == [5, 5]
 
 
 def test_noisy_times_are_measured_until_the_share_is_used_up(measure):
@@ -479,3 +492,72 @@ def test_throttled_slots_are_kept_and_tagged(measure):
     assert "throttled" in [note.code for note in found["a"].notes]
     assert all(slot.throttle == ("hw_thermal",) for slot in found["a"].timings[0].slots)
     assert 0 < sum(lab.slept) <= 10
+
+
+@pytest.fixture
+def measure_lengths(dense_case, keeper):
+    """Three implementations at three lengths, each verified in 10 s: who was verified in order, and the rows."""
+
+    def go(budget_s, script=None, with_references=False):
+        lab, catalogue = Lab(script), Catalogue()
+        lab.verify_s = 10.0
+        for name, priority in (("first", 0), ("slow", 1), ("best", 2)):
+            catalogue.implementations.add(Implementation(name, "", "m:b", supports=DENSE, priority=priority), "builtin")
+        for timer in builtin.dilabench_register_timers():
+            catalogue.timers.add(timer, "builtin")
+        planned = [dense_case(name, seq_len=length) for length in (64, 128, 256) for name in ("first", "slow", "best")]
+        if with_references:
+            catalogue.implementations.add(Implementation("reference", "", "m:b", supports=DENSE, priority=9), "builtin")
+            references = [dense_case("reference", seq_len=length, causal=False) for length in (64, 128, 256)]
+            planned = [one.model_copy(update={"role": "yardstick"}) for one in references] + planned
+        driver = Driver(
+            catalogue=catalogue,
+            pool=lab,
+            method=Method(timer=WALL, warm_up=WarmUpLimits(min_s=0, max_s=1), precision=0.02, sampling_s=1.0),
+            budget=Budget(budget_s, [one.case for one in planned], lab.clock),
+            progress=Silent(),
+            sleep=lab.slept.append,
+        )
+        run = _Run(driver, Machine(device="cpu"), keeper, planned, ())
+        run.ceilings = {matmul_key("float32"): 1e30}
+        run._measure_all(None)
+        verified = [name for name, command, _, _ in lab.asked if command == "verify"]
+        return verified, {(row.case.workload.seq_len, row.case.implementation): row.outcome for row in keeper.kept}
+
+    return go
+
+
+@pytest.mark.parametrize(("budget_s", "rows"), [(35.0, 3), (60.0, 4), (1000.0, 9), (None, 9)])
+def test_every_length_gets_its_least_row_before_any_gets_its_best(measure_lengths, budget_s, rows):
+    verified, outcomes = measure_lengths(budget_s)
+    measured = {place for place, outcome in outcomes.items() if isinstance(outcome, Measured)}
+    assert len(outcomes) == 9
+    assert len(measured) >= rows
+    assert {length for length, _ in measured} == {64, 128, 256}
+    assert verified[:3] == (["best"] * 3 if budget_s else ["first", "slow", "best"])
+    assert len(verified) == len(set(outcomes)) or rows < 9, "what was verified once is not verified again"
+    for place in measured:
+        assert sum(len(timing.samples_ns) for timing in outcomes[place].timings) >= 5
+        alone = NOT_INTERLEAVED.among(outcomes[place].notes)
+        assert not alone or budget_s in (35.0, 60.0)
+
+
+def test_references_are_measured_after_every_length_has_a_row(measure_lengths):
+    verified, outcomes = measure_lengths(35.0, with_references=True)
+    assert verified[:3] == ["best"] * 3
+    measured = [name for (_, name), outcome in outcomes.items() if isinstance(outcome, Measured)]
+    assert measured.count("best") == 3
+
+
+def test_another_case_gives_the_least_row_where_the_best_is_wrong(measure_lengths):
+    wrong = Reply(verification=Verification(checks=(Check(name="out", passed=False),)), why="out is zero")
+    verified, outcomes = measure_lengths(45.0, {("best", "verify"): [wrong] * 3})
+    assert verified[:2] == ["best", "slow"]
+    assert {length for (length, _), outcome in outcomes.items() if isinstance(outcome, Measured)} == {64, 128, 256}
+
+
+def test_no_case_is_verified_when_only_samples_of_others_have_time(measure):
+    lab = Lab(call_ns=10**9)
+    lab.verify_s = 10.0
+    outcomes = measure(["a", "b", "c"], lab, budget_s=29.0)
+    assert {name: type(outcome) for name, outcome in outcomes.items()} == {"a": Measured, "b": Skipped, "c": Skipped}

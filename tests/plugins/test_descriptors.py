@@ -1,6 +1,7 @@
 """Shelves, requirements and reasons."""
 
 import itertools
+import re
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
@@ -14,7 +15,7 @@ from dilabench.machine import Machine
 from dilabench.patterns.registry import OWN_KINDS, load
 from dilabench.plugins import manager
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.plugins.descriptors import Backend, Capabilities, Implementation
+from dilabench.plugins.descriptors import Backend, Capabilities, Implementation, WorkloadPreset
 from dilabench.record import Case, GpuInfo
 from dilabench.workload.spec import Workload
 
@@ -55,6 +56,34 @@ def test_a_descriptor_checks_its_own_fields_when_it_is_made():
         implementation("gather", sharding=3)
     with pytest.raises(PluginError, match="priority -1 must be at least 0"):
         replace(implementation("gather"), priority=-1)
+
+
+@pytest.mark.parametrize("name", ["g\u0430ther", "gather\u200b", "\uff47ather", "gather\n", "größer", "a b", ""])
+def test_names_are_ascii(name):
+    shown = re.escape(ascii(name))
+    for kind in manager.REGISTRIES.values():
+        with pytest.raises(PluginError, match=rf"name {shown} is not a name; write letters from a to z, digits,"):
+            kind(name, "for a test", *([] if kind is WorkloadPreset else ["somewhere:build"]))
+    with pytest.raises(PluginError, match=rf"aliases {shown} is not a name"):
+        implementation("gather", aliases=(name,))
+
+
+@pytest.mark.parametrize(
+    ("owners", "source"),
+    [
+        (("builtin", "builtin"), None),
+        (("theirs", "builtin"), "pkg 2"),
+        (("peers", "theirs"), "pkg 2"),
+        (("x", "theirs"), "x, pkg 2"),
+    ],
+)
+def test_a_case_says_which_packages_it_comes_from(owners, source):
+    catalogue = Catalogue()
+    catalogue.sources["theirs"] = "pkg 2"
+    catalogue.implementations.add(implementation("one"), owners[0])
+    catalogue.backends.add(Backend("two", "for a test", "somewhere:attend"), owners[1])
+    assert catalogue.source_of(Case(implementation="one", backend="two", workload=WORKLOAD)) == source
+    assert catalogue.source_of(Case(implementation="gone", workload=WORKLOAD)) is None
 
 
 def test_names_and_aliases_lead_to_the_descriptor():
@@ -119,7 +148,7 @@ def test_what_is_supported_has_no_reason_against_it():
 @pytest.mark.parametrize(
     ("requirement", "machine", "reason"),
     [
-        ("cuda", CPU, "needs cuda, have cpu (no NVIDIA GPU is visible)"),
+        ("cuda", CPU, "needs a CUDA GPU (no NVIDIA GPU is visible)"),
         ("cuda", HOPPER, None),
         ("cuda>=sm80", HOPPER, None),
         ("cuda>=sm100", HOPPER, "needs cuda sm100 or newer, have sm90"),
@@ -182,7 +211,7 @@ def test_reasons_against_a_case_name_the_backend():
     catalogue.backends.add(Backend("fast", "no backward", "x:attend", requires=("cuda",)), "test")
     case = Case(implementation="gather", backend="fast", workload=WORKLOAD.replace(mode="both"))
     assert catalogue.reasons_against(case, CPU) == (
-        "backend fast: needs cuda, have cpu (no NVIDIA GPU is visible)",
+        "backend fast: needs a CUDA GPU (no NVIDIA GPU is visible)",
         "backend fast: mode both needs a backward pass, which it lacks",
     )
     forward = case.model_copy(update={"workload": WORKLOAD})

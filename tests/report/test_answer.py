@@ -1,5 +1,7 @@
 """The closing answer: who is fastest where, said only as far as it is proven."""
 
+import re
+
 import pytest
 
 from dilabench.metadata import DENSITY_REACHED, SPARSITY_REACHED
@@ -50,14 +52,40 @@ def test_each_length_has_a_winner_or_says_why_none(row, unmeasured, record) -> N
         "1K": "fused",
         "2K": "fused",
         "4K": "tie: fused, gather",
-        "8K": "fused (unproven)",
+        "8K": "probably fused",
         "16K": "only gather",
-        "32K": "no time: budget",
+        "32K": "not measured: time ran out",
     }
     assert found.sentence == (
-        "fused is fastest at length 1K, 2K, 8K, by its median only at 8K (too few rounds); tie: fused, gather at "
-        "length 4K; only gather at length 16K; no time: budget at length 32K."
+        "fused is fastest at length 1K, 2K, 8K, probably at 8K (fewer than 5 rounds in common; a longer --budget "
+        "decides it); tie: fused, gather at length 4K; only gather at length 16K; length 32K not measured: "
+        "time ran out."
     )
+
+
+@pytest.mark.parametrize(
+    ("gather_ms", "rounds", "winner", "nearest"),
+    [
+        (2.0, 20, "fused", r"2\.00x \((1\.99|2\.00)–2\.0[01]\)"),
+        (1.005, 20, "tie: fused, gather", r"1\.0[01]x \(1\.00–1\.01\)"),
+        (2.0, 3, "probably fused", r"2\.00x"),
+        (1.0005, 3, "tie: fused, gather", r"1\.00x"),
+    ],
+    ids=["proven", "tie", "too few rounds", "too few rounds and overlapping"],
+)
+def test_the_interval_that_decides_stands_in_the_row(row, record, gather_ms, rounds, winner, nearest) -> None:
+    rows = [row("fused", 1, turn=0, rounds=rounds), row("gather", gather_ms, turn=1, rounds=rounds)]
+    columns, lines, _ = answer(record(*rows), LENGTH).table()
+    cells = dict(zip(columns, lines[0], strict=True))
+    assert cells["fastest"] == winner
+    assert re.fullmatch(nearest, cells["next, 95 % CI"]), cells
+
+
+def test_why_nothing_was_measured_is_said_in_words(make_row, record) -> None:
+    needs = make_row(
+        "fused", outcome=Skipped(code="unsupported", why="needs a CUDA GPU (no NVIDIA GPU is visible)"), seq_len=1024
+    )
+    assert answer(record(needs), LENGTH).sentence == "length 1K not measured: fused needs a CUDA GPU."
 
 
 def test_lines_follow_the_axis_whatever_the_order_of_the_record(row, record) -> None:

@@ -1,10 +1,14 @@
+import json
 from pathlib import Path
 
 import pytest
 
+from dilabench.engine.worker.outcomes import check_text
 from dilabench.metadata import ABOVE_PEAK_FLOPS, LAUNCH_BOUND
+from dilabench.plugins.manager import discover
 from dilabench.record import Check, GpuInfo, Measured, Note, Row, RunRecord, Skipped
-from dilabench.report.content import check_text, environment_rows, headline, note_groups, reproduce_command, unmeasured
+from dilabench.report.content import environment_rows, headline, note_groups, reproduce_command, unmeasured
+from dilabench.report.findings import render
 from dilabench.store.run_files import read_record
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "run_record.v1.json"
@@ -42,7 +46,7 @@ def test_rows_of_several_implementations_share_a_reason(record: RunRecord) -> No
     [
         (Check(name="out", passed=False), "out: failed"),
         (Check(name="out", passed=False, error=0.25, tolerance=1e-6), "out: error 0.25, allowed 1e-06"),
-        (Check(name="dq", passed=False, where="b=0 n=3", detail="NaN"), "dq: largest at b=0 n=3; NaN"),
+        (Check(name="dq", passed=False, where="b=0 n=3", detail="NaN"), "dq: NaN; at b=0 n=3"),
     ],
 )
 def test_check_text_says_how_far_and_where(check: Check, text: str) -> None:
@@ -94,3 +98,24 @@ def test_environment_shows_gpus_only_where_there_are_some(record: RunRecord) -> 
 )
 def test_reproduce_command(record: RunRecord, argv: tuple[str, ...], command: str) -> None:
     assert reproduce_command(record.model_copy(update={"argv": argv})) == command
+
+
+@pytest.mark.parametrize("reporter", ["table", "markdown", "html", "json"])
+@pytest.mark.parametrize("has_built_in", [True, False])
+def test_a_row_of_a_plug_in_says_where_it_comes_from(make_row, make_record, reporter, has_built_in):
+    theirs = [make_row("sleepy", role="plain", position=0), make_row("quick", position=1)]
+    rows = [
+        one.model_copy(update={"planned": one.planned.model_copy(update={"source": "sleepy-bench 1.0"})})
+        for one in theirs
+    ]
+    record = make_record(rows + [make_row("gather", role="plain", position=2)] * has_built_in)
+    catalogue = discover().catalogue
+    text = render(catalogue.reporters.get(reporter), record, None, (), catalogue)
+    if reporter == "json":
+        sources = [row["planned"].get("source") for row in json.loads(text)["rows"]]
+        assert sources == ["sleepy-bench 1.0"] * 2 + [None] * has_built_in
+        return
+    words = " ".join(text.split())
+    assert "sleepy (sleepy-bench 1.0)" in words
+    assert "gather (" not in words
+    assert ("refer to sleepy over math of sleepy-bench 1.0" in words) is not has_built_in

@@ -45,7 +45,7 @@ def test_each_is_switched_on_alone_and_all_together(catalogue):
 
 def test_on_a_cpu_the_graph_is_skipped_and_left_out_of_all_together(catalogue):
     planned = {p.labels["variant"]: p for p in plan(catalogue, CPU)}
-    assert planned["CUDA graph"].skip.why == "cuda_graph needs cuda, have cpu"
+    assert planned["CUDA graph"].skip.why == "cuda_graph needs a CUDA GPU"
     assert planned["all together"].skip is None
     assert switched(planned["all together"]) == (True, True, False, True)
 

@@ -47,7 +47,7 @@ def test_auto_backend_is_recorded_as_asked_and_as_chosen(catalogue):
 def test_a_backend_by_name_is_never_replaced(catalogue):
     (planned,) = plan(catalogue, run={"implementations": ["gather"], "backends": ["sdpa-cudnn"]})
     assert planned.case.backend == "sdpa-cudnn"
-    assert "backend sdpa-cudnn: needs cuda, have cpu (no NVIDIA GPU is visible)" in planned.skip.why
+    assert "backend sdpa-cudnn: needs a CUDA GPU (no NVIDIA GPU is visible)" in planned.skip.why
 
 
 def test_all_backends_and_aliases(catalogue):
@@ -111,7 +111,7 @@ def test_no_backend_at_all_says_what_was_tried():
     planner = Planner(lonely, CPU, RunRequest(suite="any"))
     (planned,) = planner.compare(planner.workload_requests([{}]), planner.implementations(["plain"]))
     assert planned.case.backend is None
-    assert planned.skip.why == "no backend can serve it here (math: needs cuda, have cpu (no NVIDIA GPU is visible))"
+    assert planned.skip.why == "no backend can serve it here (math: needs a CUDA GPU (no NVIDIA GPU is visible))"
 
 
 def test_quick_is_three_lengths_of_five_implementations(catalogue):

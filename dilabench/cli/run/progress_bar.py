@@ -2,15 +2,16 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from dilabench.cli.terminal import console, say
 from dilabench.engine.progress import Progress, Silent
-from dilabench.record import Case, Row
+from dilabench.record import Case, PlannedCase, Row
 from dilabench.units import format_seconds, printable
+from dilabench.workload.spec import Workload
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -31,14 +32,24 @@ class RunProgress:
         self.done = 0
         # Skipped rows take no time, so the estimate leaves them out.
         self._measured = 0
+        # Rows of the current workload that are measured in common rounds: they end together.
+        self._together = 0
+        self._ending = False
 
     def start(self) -> None:
         """Time counts from now on."""
         self._started = self._clock()
 
+    def group_started(self, cases: Sequence[PlannedCase]) -> None:
+        """The cases of one workload are next."""
+        self._together = sum(planned.procedure == "interleaved" for planned in cases)
+        self._ending = False
+
     def add(self, row: Row) -> None:
         """A row has ended."""
         self.done += 1
+        if self._together and row.planned.procedure == "interleaved":
+            self._together, self._ending = self._together - 1, True
         self._measured += row.outcome.status != "skipped"
 
     @property
@@ -47,8 +58,10 @@ class RunProgress:
         elapsed = self._clock() - self._started
         budget_left = None if self._budget_s is None else max(0.0, self._budget_s - elapsed)
         texts = []
-        if budget_left != 0 and self._measured and self.total is not None and self.done < self.total:
-            about = elapsed / self._measured * (self.total - self.done)
+        ending = self._together if self._ending else 0
+        waiting = 0 if self.total is None else self.total - self.done - ending
+        if budget_left != 0 and self._measured and waiting > 0:
+            about = elapsed / (self._measured + ending) * waiting
             about = about if budget_left is None else min(about, budget_left)
             texts.append(f"about {format_seconds(about)} left")
         if budget_left is not None:
@@ -70,6 +83,10 @@ class ProgressReporter(Silent):
         """The number of rows, known or changed."""
         self._progress.total = total
         self._tell("starting")
+
+    def group_started(self, workload: Workload, cases: Sequence[PlannedCase]) -> None:  # noqa: ARG002
+        """Which rows will end together."""
+        self._progress.group_started(cases)
 
     def stage_started(self, case: Case, stage: str) -> None:
         """Names the case and what is done with it."""

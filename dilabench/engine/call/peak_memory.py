@@ -31,7 +31,7 @@ def measure_memory(call: PreparedCall, profiled_call: profile | None = None) -> 
     The peak covers forward and, unless the mode is forward, backward; gradients count as workspace, and so does what
     optimizations keep between calls (pooled buffers, cached patterns, CUDA graphs): it is there during a call, as are
     the tensors and arrays that the built function keeps. What libraries allocate past torch's allocator, and on a CPU
-    what threads of the function's own do, shows in the process's high-water mark (`Memory.beside_process`).
+    what threads of the function's own do, shows in the process's high-water mark (`Memory.process_bytes`).
     """
     given = [*call.inputs(0).distinct, *([call.output_gradient()] if call.workload.mode != "forward" else [])]
     # Offloaded inputs are not in the memory that is measured.

@@ -4,41 +4,27 @@ Of 8 to 16 calls at random, the first among them (timed_calls.py), two rows of o
 one whose query was changed just before the call, and a random one; the batch items and head groups take turns. Of some
 of these calls dk and dv of a key are, too, from all rows that see it. Each must leave its inputs as they were.
 
-Of the last call: the row whose query was changed just before it, a random one, and over ranks those that see the most
-keys of every other rank. out and dq of a row follow from that row and the keys it sees. dk and dv are sums over all
-rows, which only a whole pass would give, but two identities hold over all of them at once, for each channel, and cost
-one pass over memory:
-
-    sum_j v[j] dv[j] = sum_i out[i] dout[i]      over the rows of the heads that share the keys
-    sum_j k[j] dk[j] = sum_i q[i] dq[i]          since both are sum_ij dS[i, j] scale q[i] k[j]
-
-Results of other inputs than the call's own miss both by about the size of the sums. Results of which a part is missing
-or stale, such as one rank's share of the gradients, miss them in all channels by a little: so the root mean square
-over channels is held to a closer limit than the largest.
+last_call.py says what is checked of the last one.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from dilabench.engine.call.inputs import InputSet
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.call.timed_calls import KeptCall, KeptRow
 from dilabench.engine.device.device import device_of
-from dilabench.engine.verify.call import form_checks
 from dilabench.engine.verify.compare import compare
-from dilabench.engine.verify.embeddings import plain_embeddings
-from dilabench.engine.verify.heads import NO_GRADIENT, row_axes
+from dilabench.engine.verify.heads import NO_GRADIENT
+from dilabench.engine.verify.last_call import expected_embeddings, last_checks
 from dilabench.engine.verify.oracle.in_place import InPlaceOracle
 from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.oracle.sample import Sample
-from dilabench.engine.verify.oracle.sharded import RanksOracle, rows_across_ranks
 from dilabench.engine.verify.oracle.tolerance import Expected, eps
 from dilabench.impls.reference import attend_rows, blocks, only_heads
 from dilabench.impls.summed import parts_of
@@ -50,10 +36,6 @@ from dilabench.workload.visibility import seen_by
 WHOLE_SHARE, LEAST_WHOLE = 0.01, 2
 # The least tolerance of dk and dv of a key, as of any gradient of few terms (tolerance.py).
 KEY_ULPS = 6.0
-OF = "of a timed call"
-# Errors of sums in units of the sizes of their terms, in tolerances of one value: the largest over channels, as terms
-# of a row share the row's error, and the root mean square over channels, in which such errors average out.
-LARGEST_IDENTITY_ERROR, MEAN_IDENTITY_ERROR = 4.0, 0.5
 
 
 class TimedOutputs:
@@ -77,7 +59,7 @@ class TimedOutputs:
         started = time.perf_counter_ns()
         timed = self._call.timed_calls
         kept = timed.take_kept()
-        checks = list(timed_checks(self._call, last, self._tolerances, self._call.spec.seed + 1 + last.number))
+        checks = list(last_checks(self._call, last, self._tolerances, self._call.spec.seed + 1 + last.number))
         rows: list[tuple[int, int, int, int]] = []
         for number, call in enumerate(kept):
             # Over ranks all of them reach the same verdict, and by no clock of their own.
@@ -350,151 +332,7 @@ def _kept_embeddings_check(call: PreparedCall, kept: KeptCall, tolerances: Mappi
         there = device_of(call.device).verifies_on
         oracle = InPlaceOracle(one, ((past[None] if call.row_dim else past).to(there),), None, 0, sample)
         assert row.copies[0] is not None
-        expected = _expected_embeddings(call, oracle, tolerances)
+        expected = expected_embeddings(call, oracle, tolerances)
         axes = (("batch", torch.tensor([row.batch])), ("position", rows), ("dim", None))
         checks.append(compare(CheckName.TIMED_OUT, row.copies[0].to(there)[None, None], expected, axes, of))
     return next((check for check in checks if not check.passed), checks[0])
-
-
-def timed_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, float], seed: int) -> Iterator[Check]:
-    """The checks of one kept call. `tolerances`: of out and dq as verification derived them from more rows."""
-    inputs = kept.inputs
-    form = form_checks(kept.out, inputs.q.shape, inputs.q.dtype, inputs.q.device)
-    broken = next((check for check in form if not check.passed), None)
-    if broken is not None:
-        yield broken.model_copy(update={"name": CheckName.TIMED_FORM, "detail": f"{OF}: {broken.detail}"})
-        return
-    assert isinstance(kept.out, Tensor)
-    if kept.threads > 0:
-        text = f"{kept.threads} threads that were started since the slot began still ran when a call had returned"
-        yield Check(name=CheckName.TIMED_THREADS, passed=False, detail=text)
-    kept = _where_verified(kept)
-    if call.spec.takes == "heads":
-        yield from _heads_checks(call, kept, tolerances, seed)
-    elif call.world is None:
-        yield _embeddings_check(call, kept, tolerances, seed)
-    else:
-        yield Check(name=CheckName.TIMED_FORM, passed=True, detail=f"{OF}: its values, over ranks, were not compared")
-
-
-def _where_verified(kept: KeptCall) -> KeptCall:
-    """The call with its tensors where the oracle computes: the kept one itself but for a device without float64."""
-    inputs, there = kept.inputs, device_of(kept.inputs.q.device).verifies_on
-    if there == inputs.q.device or not isinstance(kept.out, Tensor):
-        return kept
-    q, k, v = (x.detach().to(there) for x in (inputs.q, inputs.k, inputs.v))
-    gradients = tuple(None if x is None else x.to(there) for x in kept.gradients)
-    return replace(kept, inputs=InputSet(q, k, v), out=kept.out.detach().to(there), gradients=gradients)
-
-
-def _heads_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, float], seed: int) -> Iterator[Check]:
-    assert isinstance(kept.out, Tensor)
-    oracle = _oracle(call, kept, seed)
-    out = kept.out.detach()
-    yield _compared(CheckName.OUT, oracle, oracle.sampled(out), oracle.expected[0], tolerances)
-    if call.workload.mode == "forward":
-        return
-    dq, dk, dv = kept.gradients[:3]
-    if dq is None or dk is None or dv is None:
-        yield Check(name=CheckName.TIMED_GRADIENTS, passed=False, detail=f"{OF}: {NO_GRADIENT}")
-        return
-    yield _compared(CheckName.DQ, oracle, oracle.sampled(dq), oracle.gradients[0], tolerances)
-    q, k, v = kept.inputs.q, kept.inputs.k, kept.inputs.v
-    own = oracle.gradients[0]
-    fits_v = _sums(call, v, dv), _sums(call, out, oracle.full_dout)
-    fits_k = _sums(call, k, dk), _sums(call, q, dq)
-    yield _identity(
-        CheckName.DV,
-        *fits_v,
-        tolerances.get(CheckName.DV, own.tolerance),
-        "dout and out",
-        _rounding(call, oracle.expected[0]),
-    )
-    yield _identity(
-        CheckName.DK, *fits_k, tolerances.get(CheckName.DK, own.tolerance), "q, k and dq", _rounding(call, own)
-    )
-
-
-def _rounding(call: PreparedCall, expected: Expected) -> Tensor:
-    """Natural size over value, on the sampled rows of the heads that share a key head, [K, 1], at least 1.
-
-    Sums are held to the sizes of values, which are known no better than to their natural sizes. Where what is right is
-    all rounding (each row of a head sees one key, say), sums of it say nothing.
-    """
-    size, value = (
-        one.unflatten(2, (call.workload.num_kv_heads, -1)).square().sum((0, 1, 3, 4)).sqrt()
-        for one in (expected.size, expected.value)
-    )
-    return (size.clamp_min(1e-15) / value.clamp_min(1e-150))[:, None]
-
-
-def _identity(name: CheckName, left: Tensor, right: Tensor, tolerance: float, others: str, rounding: Tensor) -> Check:
-    """Both sides of an identity, as `_sums` gives them. rounding: as `_rounding` does."""
-    size = (left[1] + right[1]).sqrt().mul_(rounding).clamp_min_(torch.finfo(torch.float32).tiny)
-    errors = ((left[0] - right[0]).abs() / size).nan_to_num(torch.inf)
-    mean = float(errors.square().mean().sqrt())
-    error = max(float(errors.max()) / LARGEST_IDENTITY_ERROR, mean / MEAN_IDENTITY_ERROR)
-    passed = error <= tolerance
-    text = None if passed else f"{OF}: over all rows it does not fit {others}"
-    return Check(name=CheckName(f"timed_{name}"), passed=passed, error=error, tolerance=tolerance, detail=text)
-
-
-def _compared(
-    name: CheckName, oracle: Oracle, rows: Tensor, expected: Expected, tolerances: Mapping[str, float]
-) -> Check:
-    # Few rows show too little of the plain computation's error.
-    tolerance = max(expected.tolerance, tolerances.get(name, 2 * expected.tolerance))
-    return compare(CheckName(f"timed_{name}"), rows, replace(expected, tolerance=tolerance), row_axes(oracle), OF)
-
-
-def _oracle(call: PreparedCall, kept: KeptCall, seed: int) -> InPlaceOracle:
-    workload, inputs = call.workload, kept.inputs
-    sample = _sample(call, kept, seed)
-    dout = call.output_gradient().to(inputs.q.device) if workload.mode != "forward" else None
-    given = (inputs.q, inputs.k, inputs.v)
-    if call.world is None or call.takes_whole:
-        return InPlaceOracle(workload, given, dout, seed, sample)
-    return RanksOracle(workload, given, dout, seed, call.shards, call.world, sample)
-
-
-def _sample(call: PreparedCall, kept: KeptCall, seed: int) -> Sample:
-    generator = torch.Generator().manual_seed(seed)
-    drawn = int(torch.randint(call.workload.seq_len, (1,), generator=generator))
-    batch = torch.randint(call.workload.batch_size, (1,), generator=generator)
-    across = () if call.world is None or call.takes_whole else rows_across_ranks(call.workload, call.shards).tolist()
-    rows = torch.tensor(sorted({kept.position, drawn, *across}))
-    return Sample(batch, rows, torch.zeros(0, dtype=torch.int64), complete=False)
-
-
-def _sums(call: PreparedCall, x: Tensor, y: Tensor) -> Tensor:
-    """sum over positions of x·y and of its square, [2, K, D]; of query heads over those that share their keys."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x, y = x.detach(), y.detach()
-    kv_heads = call.workload.num_kv_heads
-    found = torch.zeros(2, kv_heads, x.shape[-1], dtype=torch.float64, device=x.device)
-    group = x.shape[-2] // kv_heads
-    for head in range(kv_heads):
-        heads = slice(head * group, (head + 1) * group)
-        product = (x[..., heads, :].to(wide) * y[..., heads, :].to(wide)).flatten(0, -2)
-        found[0, head], found[1, head] = product.sum(0, dtype=torch.float64), product.square().sum(0)
-    if call.world is not None and not call.takes_whole:
-        call.world.sum_in_place([found])
-    return found
-
-
-def _embeddings_check(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, float], seed: int) -> Check:
-    assert isinstance(kept.out, Tensor)
-    sample = _sample(call, kept, seed)
-    oracle = InPlaceOracle(call.workload, (kept.inputs.q,), None, seed, sample)
-    expected = _expected_embeddings(call, oracle, tolerances)
-    axes = (("batch", sample.batches), ("position", sample.rows), ("dim", None))
-    return compare(CheckName.TIMED_OUT, oracle.sampled(kept.out.detach()), expected, axes, OF)
-
-
-def _expected_embeddings(call: PreparedCall, oracle: Oracle, tolerances: Mapping[str, float]) -> Expected:
-    module = getattr(call.module, "module", call.module)
-    assert module is not None
-    # In its own dtype, once: what verification compared with was exact, so its tolerance covers half of this.
-    value, size = plain_embeddings(module, oracle)
-    tiny = torch.finfo(oracle.dtype).tiny
-    return Expected(value, size.clamp_min(tiny), 2 * tolerances.get(CheckName.OUT, 16 * eps(oracle.dtype)))

@@ -11,7 +11,7 @@ import pytest
 
 from dilabench.engine.worker.client import WorkerFailure, WorkerPool
 from dilabench.engine.worker.main import _open_log
-from dilabench.engine.worker.process import Child, _short_waits, warm_server
+from dilabench.engine.worker.process import Child, _child_environment, warm_server
 from dilabench.engine.worker.protocol import WorkerSettings
 
 SETTINGS = WorkerSettings(device="cpu")
@@ -81,7 +81,7 @@ def test_threads_of_workers_wait_briefly_unless_the_environment_says(given, seen
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    with _short_waits():
+    with _child_environment():
         assert os.environ.get("GOMP_SPINCOUNT") == seen
     assert os.environ.get("GOMP_SPINCOUNT") == given.get("GOMP_SPINCOUNT")
 

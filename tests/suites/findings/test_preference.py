@@ -1,5 +1,10 @@
 """Backend order, dtype and kernels from rows whose answer is known."""
 
+from importlib.machinery import ModuleSpec
+
+import pytest
+
+from dilabench.machine import GpuInfo
 from dilabench.plugins.manager import discover
 from dilabench.suites.backends import analyse, recommended, standings_of
 
@@ -35,7 +40,7 @@ def test_bfloat16_wins_where_it_is_hardly_slower(row, record):
 
 def test_the_recommendation_says_whether_auto_is_right(row, record):
     rows = [row("strided", 10.0, at=0, backend="math"), row("strided", 20.0, at=1, backend="sdpa-flash")]
-    recommendation, _ = analyse(record(*rows, suite="backends"), CATALOGUE)
+    recommendation, *_ = analyse(record(*rows, suite="backends"), CATALOGUE)
     assert "math in float32" in recommendation.sentence
     assert "test CPU" in recommendation.sentence
     assert recommendation.rows[0][-1] == "sdpa-flash: 2.00x the time of math"
@@ -44,7 +49,7 @@ def test_the_recommendation_says_whether_auto_is_right(row, record):
 
 
 def test_the_longest_kernel_is_named(row, record):
-    _, kernels = analyse(record(row("dense", 10.0, kernels=FLASH), suite="backends"), CATALOGUE)
+    _, kernels, *_ = analyse(record(row("dense", 10.0, kernels=FLASH), suite="backends"), CATALOGUE)
     assert kernels.rows[0][3:] == ("pytorch_flash::flash_fwd_kernel<bf16>", "90%", "1", "2")
 
 
@@ -56,6 +61,22 @@ def test_generations_of_a_kernel_face_each_other_and_the_missing_say_why(row, re
     times = {"math": 1.0, "flash2": 30.0, "flash4": 10.0}
     rows = [row("dense", ms, at=at, backend=name) for at, (name, ms) in enumerate(times.items())]
     missing = row("dense", backend="flash3")
-    _, family, _ = analyse(record(*rows, missing, suite="backends"), CATALOGUE)
+    _, family, *_ = analyse(record(*rows, missing, suite="backends"), CATALOGUE)
     assert family.rows[0][2:] == ("flash4", "flash2 (3.00x)")
     assert family.sentence == f"Fastest of those that ran: flash4. flash3 did not run: {missing.outcome.why}."
+
+
+@pytest.mark.parametrize(
+    ("device", "more"), [("cpu", ""), ("cuda", " fused needs no backend: `-i auto` prefers it here.")]
+)
+def test_the_answer_names_what_it_is_about_and_what_auto_prefers(row, record, monkeypatch, device, more):
+    monkeypatch.setattr(CATALOGUE, "find_module", lambda _: ModuleSpec("triton", None))
+    rows = [row("strided", 10.0, at=at, backend=name, dtype="bfloat16") for at, name in enumerate(("math", "a"))]
+    found = record(*rows, suite="backends")
+    gpu = GpuInfo(name="H200", compute_capability="9.0")
+    environment = found.environment.model_copy(update={"gpus": (gpu,) if device == "cuda" else ()})
+    found = found.model_copy(update={"device": device, "environment": environment})
+    answer = analyse(found, CATALOGUE)[-1]
+    assert answer.answers
+    assert answer.sentence.startswith("Among backends of strided: tie: strided over math, strided over a at length")
+    assert answer.sentence.endswith(f".{more}")
