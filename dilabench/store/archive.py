@@ -3,29 +3,36 @@
 Everything else in the store can be rebuilt from them.
 """
 
+import gc
 import gzip
 import io
+import json
 import os
 import re
 import zlib
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from dilabench.atomic_file import limited, read_file
 from dilabench.errors import ConfigError, DilabenchError
-from dilabench.record import RunRecord
+from dilabench.record import SCHEMA_VERSION, Measured, Row, RunRecord, Slot
+from dilabench.report.json import SUMMARY
 from dilabench.store.files import store_root, unreadable, write_whole
 from dilabench.store.migrations import migrated
-from dilabench.store.row_by_row import read_row_by_row
-from dilabench.validation import describe, read_json
+from dilabench.validation import check_counts, check_depth, describe, parsed, read_json
 
 SUFFIX = ".json.gz"
 _RUN_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,127}", re.ASCII)
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\+[1-9]\d{0,5})?" + re.escape(SUFFIX), re.ASCII)
 _STAMP = re.compile(r"^\d{8}T\d{6}Z-|^undated-")
+
+_FIRST_ROW = re.compile(rb'(?<!\\)"rows"\s*:\s*\[\s*(?=\{\s*"planned"\s*:)')
+_PLANNED = b'"planned"'
+_SLOT_FIELDS = set(Slot.model_fields)
 
 
 class Archive:
@@ -135,6 +142,67 @@ def run_and_version(name: str) -> tuple[str, int]:
     """The run's id and which of its parts this is: '20260102T030405Z-abc+2.json.gz' -> ('abc', 2)."""
     stem, _, version = _STAMP.sub("", name).removesuffix(SUFFIX).partition("+")
     return stem, int(version) if re.fullmatch(r"[1-9]\d{0,5}", version, re.ASCII) else 1
+
+
+def read_row_by_row(text: bytes) -> RunRecord | None:
+    """The record that a JSON text holds, if it is of the current version and its rows begin with "planned".
+
+    None if anything about it is unlike what dilabench writes: whoever reads it whole finds out what.
+    Raises ValueError for more rows or values than a record may have.
+
+    The text is one record exactly if each part is valid JSON and so is the text with an empty list of rows.
+    """
+    check_counts(text)
+    found = _FIRST_ROW.search(text)
+    if found is None:
+        return None
+    # Nothing that is made here refers to itself: a collector of cycles would walk through all of it, again and again.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        *inner, (last, rest) = pairwise([*_starts(text, found.end()), len(text)])
+        tail = text[last:rest].decode()
+        _, end = json.JSONDecoder().raw_decode(tail)
+        header = read_json(text[: found.end()] + tail[end:].encode())
+        if header.get("rows") != [] or header.get("schema_version") != SCHEMA_VERSION:
+            return None
+        rows = [_row(text[start:stop].rstrip().removesuffix(b",")) for start, stop in inner]
+        rows.append(_row(tail[:end].encode()))
+        return RunRecord.model_validate({**header, "rows": rows})
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return None
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _starts(text: bytes, first: int) -> Iterator[int]:
+    """Where rows begin: each `{` behind a comma that "planned" follows. Texts inside a row only make it no JSON."""
+    yield first
+    place = text.find(_PLANNED, first) + len(_PLANNED)
+    while (place := text.find(_PLANNED, place)) >= 0:
+        start = text.rfind(b"{", first, place)
+        if not text[start + 1 : place].strip() and text[max(0, start - 32) : start].rstrip().endswith(b","):
+            yield start
+        place += len(_PLANNED)
+
+
+def _row(text: bytes) -> Row:
+    document = parsed(text)
+    # Of fixed depth, and most of a row.
+    timings = document["outcome"].pop("timings", None)
+    check_depth(document)
+    if timings is not None:
+        document["outcome"]["timings"] = timings
+    # What `report --json` printed; it follows from the samples.
+    document.pop(SUMMARY, None)
+    row = Row.model_validate(document)
+    for timing in row.outcome.timings if isinstance(row.outcome, Measured) else ():
+        for slot in timing.slots:
+            # pydantic keeps a set of names for each, larger than a slot's samples; most name all fields.
+            if len(slot.model_fields_set) == len(_SLOT_FIELDS):
+                object.__setattr__(slot, "__pydantic_fields_set__", _SLOT_FIELDS)
+    return row
 
 
 def read_compressed(path: Path) -> RunRecord:

@@ -22,9 +22,8 @@ from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
 from dilabench.record import SCHEMA_VERSION, Row, RunHeader, RunRecord, Skipped
 from dilabench.report.json import SUMMARY, to_text
-from dilabench.store.archive import is_past
+from dilabench.store.archive import is_past, read_row_by_row
 from dilabench.store.migrations import migrated, migrated_row
-from dilabench.store.row_by_row import read_row_by_row
 from dilabench.validation import describe, read_json
 from dilabench.workload.spec import Workload
 
