@@ -71,6 +71,12 @@ class Store:
             "see `dilabench history` and `dilabench baseline list`"
         )
 
+    def runs_of(self, texts: Sequence[str]) -> list[str]:
+        """The texts without the store's own folder, which `benchmark_results/*/` names among the runs."""
+        root = os.path.realpath(self.root)
+        kept = [text for text in texts if not os.path.isdir(text) or os.path.realpath(text) != root]
+        return kept or list(texts)
+
     def path_of(self, text: str) -> Path | None:
         """The file or folder that a text means; None where it means something in the store."""
         # os.path: unlike Path's, its answer about a text that no file can have as its name is no error.
