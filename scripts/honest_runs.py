@@ -1,7 +1,7 @@
 """Do right implementations pass verification on random workloads? Every failure is a fault of the checks, or a bug.
 
 A seed draws a workload; each implementation that supports it here is verified as `dilabench verify` does, on each
-backend, and a call of its timed sequence is checked. Writes counts, and each failure with all that repeats it.
+backend, and calls of its timed sequence are checked. Writes counts, and each failure with all that repeats it.
 
     python scripts/honest_runs.py --processes 8 --device cuda --out honest.json
     python scripts/honest_runs.py --first-seed 1234 --seeds 1          # one workload again
@@ -39,6 +39,8 @@ HEAD_DIMS = (1, 2, 3, 7, 8, 16, 24, 32, 33, 48, 64, 80, 96, 128, 200, 256)
 MASKS = ("local_window", "global_local", "dilated_sparse", "strided", "hierarchical", "random")
 # B·N·H·D: verifying twice as much takes twice as long and shows no more.
 MOST_VALUES = 2**19
+# In each of two slots.
+TIMED_CALLS = 5
 
 
 def random_workload(seed: int, longest: int = 3000) -> Workload:
@@ -116,15 +118,17 @@ def cases_of(workload: Workload, catalogue: Catalogue, machine: Machine, compile
 
 
 def failures_of(case: Case, seed: int, verifier: CaseVerifier, catalogue: Catalogue, machine: Machine) -> list[str]:
-    """What verification and the check of a timed call say against a case; empty where it passes both."""
+    """What verification and the checks of timed calls say against a case; empty where it passes both."""
     device = torch.device(machine.device)
     call = PreparedCall(case_spec(case, catalogue, seed, machine), device, InputStore(device))
     verification, why = verifier.verify(call)
     outputs = TimedOutputs(call)
     outputs.know(verification)
-    call.timed_calls.begin(last=True)
-    call.fresh()()
-    kept = call.timed_calls.end()
+    for last in (False, True):
+        call.timed_calls.begin(last)
+        for _ in range(TIMED_CALLS):
+            call.fresh()()
+        kept = call.timed_calls.end()
     timed = outputs.check(kept) if kept is not None else verification
     return [*([] if verification.passed else [why]), *([] if timed.passed else [summary(timed)])]
 

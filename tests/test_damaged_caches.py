@@ -75,7 +75,7 @@ def test_traced_memory(damage, caplog):
     assert again.get("key") is None
     (line,) = caplog.messages
     assert str(path) in line
-    assert "it is made again" in line
+    assert "is rebuilt" in line
     again.put("key", found, lasting=True)
     assert plan.TraceCache().get("key") == found
     assert len(caplog.messages) == 1

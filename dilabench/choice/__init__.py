@@ -1,1 +1,1 @@
-"""Which way of computing a workload is the fastest: descriptors, measured cells, first use, rules."""
+"""Choice of the fastest implementation and backend of a workload: descriptors, measured cells, first use, rules."""

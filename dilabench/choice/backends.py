@@ -9,23 +9,25 @@ from dilabench.workload.spec import UNBOUNDED, Workload
 
 
 def _window_looks_ahead(workload: Workload) -> str | None:
-    """The reason of kernels whose windows are causal only."""
+    """Return why kernels with causal windows only do not support the workload, or None."""
     ahead = workload.window[1] > 0 or (workload.window[1] < 0 <= workload.window[0] and not workload.causal)
     return f"window {workload.window} looks ahead; the kernel has only causal windows" if ahead else None
 
 
 def _slower_than_kernels(workload: Workload) -> str | None:
-    """The reason against plain products on a GPU, where a kernel can be measured: over 257 random shapes on an H200 and
-    two H100 they were never the fastest, nor within 1.1 times of it (docs/results/choice.md).
+    """Return why plain products are not tried on a GPU that has kernels, or None.
+
+    Over 257 random shapes on an H200 and two H100 they were never within 1.1 times of the fastest
+    (docs/results/choice.md).
     """
     return None if workload.dtype == "float64" else f"plain products in {workload.dtype} are slower than any kernel"
 
 
 def _better_by_tiles(workload: Workload) -> str | None:
-    """The reason against float32 products of bfloat16 where the processor multiplies that in tile registers.
+    """Return why bfloat16 is not multiplied in float32 if the processor has tile registers for it, or None.
 
-    On 16 cores of a Xeon with AMX torch's kernel took 0.4 to 0.9 of the time forward, and as long or longer in backward
-    passes and windows, which it has no kernel for (docs/results/cpu.md).
+    On 16 cores of a Xeon with AMX torch's kernel took 0.4 to 0.9 of the time forward. In backward passes and windows,
+    for which it has no kernel, it took as long or longer (docs/results/cpu.md).
     """
     forward = workload.dtype == "bfloat16" and workload.mode == "forward" and workload.window == UNBOUNDED
     return "torch's kernel multiplies it in tile registers" if forward and multiplies_bfloat16_tiles() else None

@@ -1,4 +1,4 @@
-"""From a workload to what computes it: the fastest way, or the one over a backend that the caller names or gives."""
+"""The computation of a workload: the fastest implementation, or one over a backend that the caller names or passes."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ logger = logging.getLogger(__name__)
 
 
 def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computation]:
-    """What `backend="auto"` takes, and its computation: the fastest way that is known or can be measured here.
+    """Return the choice of `backend="auto"` and its computation: the fastest that is known or can be measured here.
 
-    A rule may leave the backend open; then it is the best dense kernel. Raises ConfigError when nothing can compute it
-    on this machine.
+    If a rule names no backend, the best dense kernel is used. Raises ConfigError if nothing can compute the workload on
+    this machine.
     """
     ways, machine = own_ways(), machine_of(device)
-    # Who asks for a backward pass will call a forward pass before it.
-    asked = workload if workload.mode == "forward" else workload.replace(mode="both")
+    # A backward pass follows a forward pass, so both are chosen together.
+    requested = workload if workload.mode == "forward" else workload.replace(mode="both")
 
     def build(way: Candidate) -> Computation | None:
         implementation = ways.implementations.get(way.implementation)
         if implementation.uses_backend and way.backend is None:
             return None
         backend = load_backend(ways.backends.get(way.backend)) if way.backend else None
-        built = load_target(implementation.target)(asked, BuildContext(device=device, backend=backend))
+        built = load_target(implementation.target)(requested, BuildContext(device=device, backend=backend))
         return built if isinstance(built, Computation) else None
 
     if device.type == CUDA.name:
-        # Ways are measured on GPUs alone.
+        # Implementations are measured on GPUs only.
         from dilabench.choice.first_use import fastest
 
-        choice = fastest(ways, machine, asked, device, build)
+        choice = fastest(ways, machine, requested, device, build)
     else:
-        choice = choose(ways, machine, asked)
+        choice = choose(ways, machine, requested)
     try:
-        computation = build(Way(choice.implementation, choice.backend, asked))
+        computation = build(Way(choice.implementation, choice.backend, requested))
     # Triton's descriptors are experimental: a version may lack them.
     except ImportError as error:
         logger.warning("%s cannot be loaded, and dense kernels serve: %s", choice.implementation, said(error))
@@ -56,11 +56,11 @@ def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computa
         return choice, computation
     name = choice.implementation if ways.implementations.get(choice.implementation).uses_backend else "strided"
     backend = backend_of(AUTO, Way(name, None, workload.replace(mode="both")), device)
-    return Choice(name, backend.name, choice.source), over(backend, name, asked, device)
+    return Choice(name, backend.name, choice.source), over(backend, name, requested, device)
 
 
 def implementation_of(workload: Workload, device: torch.device) -> Implementation:
-    """The implementation of highest priority that can compute the workload without a backend. Raises ConfigError."""
+    """Return the implementation of highest priority that computes the workload alone, or raise ConfigError."""
     ways, machine = own_ways(), machine_of(device)
     against: list[str] = []
     for name in by_priority(ways, workload):
@@ -81,13 +81,13 @@ def over(backend: LoadedBackend, implementation: str, workload: Workload, device
 
 
 def check_backend(backend: str | Attend) -> None:
-    """Raises ConfigError for a name that no backend has, also where none is called."""
+    """Raise ConfigError for a name that no backend has, even if no backend will be called."""
     if isinstance(backend, str) and backend != AUTO and backend not in _functions:
         own_ways().backends.get(backend)
 
 
 def backend_of(backend: str | Attend, way: Candidate, device: torch.device) -> LoadedBackend:
-    """The backend of a name that can serve a way here, what 'auto' means for it, or the caller's own function.
+    """Return the backend: by name, the best one for 'auto', or the caller's function.
 
     A function is differentiated by the plain backward pass of backend `math`. Raises ValueError for a backend that
     cannot serve the way, ConfigError for an unknown name.
@@ -115,7 +115,7 @@ _names: dict[Attend, str] = {}
 
 
 def name_of(function: Attend) -> str:
-    """A name by which operators of this process find a caller's function; it keeps the function."""
+    """Register a caller's function and return the name by which operators of this process find it."""
     name = _names.setdefault(function, f"function {len(_names)}")
     _functions[name] = function
     return name
@@ -141,7 +141,7 @@ class Described(Protocol):
 
 
 def load_backend(backend: Described) -> LoadedBackend:
-    """Import what a backend's targets name. Raises PluginError for one that names nothing."""
+    """Import a backend's targets. Raises PluginError for a target that does not exist."""
     backward = load_target(backend.backward_target) if backend.backward_target else None
     return LoadedBackend(
         backend.name,
@@ -155,7 +155,7 @@ def load_backend(backend: Described) -> LoadedBackend:
 
 
 def machine_of(device: torch.device | str) -> Machine:
-    """The machine as calls on a device see it, its GPU first: what is known and measured is of that one."""
+    """Return the machine with the device's GPU first, whose properties and measurements then apply."""
     device = torch.device(device)
     if device.type != CUDA.name or not torch.cuda.is_available():
         return _machine(device.type)
@@ -173,8 +173,8 @@ def _with_gpu(index: int) -> Machine:
 
 @lru_cache(maxsize=2)
 def _machine(device: str) -> Machine:
-    """The machine as calls on a kind of device see it; tensors without data, on `meta`, count as those of `auto`."""
+    """Return the machine for a kind of device; tensors without data, on `meta`, count as the default device."""
     if device in (CPU.name, CUDA.name):
         return detect(device)
-    # There are tensors on it, so that nobody has to look whether it is there.
+    # There are tensors on the device, so its presence need not be checked.
     return detect() if device == "meta" else Machine(device=device)

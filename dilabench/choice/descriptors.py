@@ -1,4 +1,4 @@
-"""Descriptors of implementations and backends: what is known about each, and what it requires of a machine.
+"""Descriptors of implementations and backends: capabilities, requirements and targets.
 
 A descriptor names its target as 'package.module:attribute', so that listing imports nothing heavy. It checks its own
 fields when it is made and raises PluginError with its name and the field's. `unmet` says which requirements a machine
@@ -39,19 +39,19 @@ from dilabench.validation import (
 from dilabench.workload.cuts import why_not_apart
 from dilabench.workload.spec import DEFAULT_PATTERN, DType, Layout, Mode, Workload
 
-# What a row is among the rows next to it; `Implementation` says what each means.
+# The role of a row among the others of its workload; explained at `Implementation`.
 Role = Literal["oracle", "plain", "method", "yardstick"]
 # What a call receives: q, k, v of heads, or embeddings.
 Takes = Literal["heads", "embeddings"]
 
-# The patterns of what works from `Pattern.counts` alone.
+# The patterns of implementations that work from `Pattern.counts` alone.
 ANY_PATTERN = frozenset({"*"})
 ALL_DTYPES = frozenset(get_args(DType))
 ALL_MODES = frozenset(get_args(Mode))
 
 FindModule = Callable[[str], ModuleSpec | None]
 _REQUIREMENT = re.compile(r"^(?P<name>[A-Za-z0-9_.+-]+?)\s*(?:>=\s*(?P<version>[A-Za-z0-9.]+))?$")
-# The forms that a version may have where it is none.
+# Version fields that are not versions may have these forms.
 _VERSIONS = {"cuda": r"(sm\d{2,3})?", "gpus": r"\d{0,4}", "c++": ""}
 NOT_PACKAGES = frozenset({*_VERSIONS, "cpu"})
 UNREADABLE = "cannot be read; write 'cuda>=sm80' or 'module>=1.2'"
@@ -92,13 +92,13 @@ Devices = Annotated[frozenset[str], among(WORDS)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an implementation or backend computes; `reasons` says what a workload asks beyond that.
+    """What an implementation or backend computes; `reasons` lists which needs of a workload exceed it.
 
-    `check` may add a rule of its own: it takes the workload and returns the reason against it, or None. `check_ranks`
-    is one for so many ranks. `parts_apart`: the part of each must need nothing of the others (`cuts.cut_apart`).
-    `patterns=ANY_PATTERN`: whatever pattern it is, but sums of several attentions only with `sums`. `on_cuda` holds
-    instead of all of this on CUDA, for a kernel that differs between the two kinds of device. `devices`: 'cpu', 'cuda',
-    and 'accelerator' for any other that `torch.accelerator` knows. Fields are checked by the descriptor that has them.
+    `check` may add a rule: it takes the workload and returns the reason against it, or None. `check_ranks` is a rule
+    that also takes the number of ranks. `parts_apart`: the part of each rank must need no keys of another
+    (`cuts.cut_apart`). `patterns=ANY_PATTERN`: any pattern, but sums of several attentions only with `sums`. On CUDA,
+    `on_cuda` replaces all of these, for a kernel that differs between the two kinds of device. `devices`: 'cpu',
+    'cuda', and 'accelerator' for any other that `torch.accelerator` knows. The descriptor checks these fields.
     """
 
     patterns: frozenset[str] = frozenset({DEFAULT_PATTERN})
@@ -122,18 +122,18 @@ class Capabilities:
     on_cuda: "Capabilities | None" = None
 
     def computes(self, pattern: str) -> bool:
-        """Whether a kind of pattern is among those supported."""
+        """Return True if the kind of pattern is supported."""
         return bool(self.patterns & {pattern, *ANY_PATTERN})
 
     @property
     def only_dense(self) -> bool:
-        """Whether nothing but dense attention is."""
+        """Return True if only dense attention is supported."""
         return self.patterns == {DENSE.kind}
 
     def reasons(self, workload: Workload, device: str, world_size: int = 1) -> tuple[str, ...]:
-        """Why this workload cannot be computed on this kind of device ('cpu', 'cuda', 'mps'); empty when it can.
+        """Return why this workload cannot be computed on this kind of device ('cpu', 'cuda', 'mps'); empty if it can.
 
-        Raises what the rules of its own raise, and PluginError for one that returns anything but a text or None.
+        Exceptions of its rules pass through. Raises PluginError for a rule that returns anything but a text or None.
         """
         holding = self.on_cuda if device == CUDA.name and self.on_cuda is not None else self
         return tuple(holding._reasons(workload, device, world_size))
@@ -169,7 +169,7 @@ class Capabilities:
             yield "attended zero keys are not supported"
         named = workload.pattern.kind in self.patterns
         if not named and not self.sums and workload.pattern.summands(workload.shapes[0]):
-            yield "a sum of several attentions, each with a softmax of its own, is not supported"
+            yield "a sum of several attentions, each with its own softmax, is not supported"
         merge_grad = "detached" if workload.pattern.is_detached else "exact"
         if merge_grad not in self.merge_grads and workload.mode != "forward":
             yield f"merge_grad {merge_grad} is not supported"
@@ -181,12 +181,12 @@ class Capabilities:
                 yield reason
 
 
-# What a dense attention kernel can be asked for, unless it says otherwise.
+# The default capabilities of a dense attention kernel.
 DENSE_KERNEL = Capabilities(patterns=frozenset({DENSE.kind}))
 
 
 class Named(Protocol):
-    """What every descriptor has."""
+    """Fields of every descriptor."""
 
     @property
     def name(self) -> str: ...
@@ -201,29 +201,28 @@ class Named(Protocol):
 class Implementation:
     """A way to compute a workload. `target` is its `build(workload, context) -> AttentionFn`.
 
-    `role`: the oracle is there to be right, not fast; speed-ups refer to a plain method; a yardstick is measured beside
-    the others and never ranked. `priority`: where nothing was measured, `-i auto` takes the usable implementation with
-    the highest; over ranks, where that one has a `sharding`, the one that should be the fastest by theirs
-    (`dilabench.predict.over_ranks`). 0 is never taken. Suites over ranks show higher ones first.
-    `uses_backend`: it calls a dense kernel given by the context (and then one row per backend makes sense); `backends`
-    names the only ones that it can call, where it cannot call any; `calls_window`: it calls them under a window,
-    whatever the workload's.
+    `role`: the oracle defines correct results; speed-ups refer to a plain method, a built-in one if it has a time; a
+    yardstick is measured in the same run and never ranked. `priority`: without measurements, `-i auto` takes the usable
+    implementation with the highest. Over ranks, if that one has a `sharding`, `auto` takes the one that its sharding
+    predicts to be fastest (`dilabench.choice.over_ranks`). 0 is never taken. Suites over ranks list higher ones first.
+    `uses_backend`: it calls a dense kernel given by the context, so suites measure one row per backend; `backends`:
+    the only ones that it can call, if not any; `calls_window`: it calls them under a window, whatever the workload's.
     `takes` says what a call receives: 'heads' is q, k, v of [B, N, H, D]; 'embeddings' is [B, N, E], a module
-    with projections around the attention. Rows that take different things are never ranked together.
+    with projections around the attention. Rows with different inputs are never ranked together.
     `compiles`: the first call at each shape takes tens of seconds. Its cases are built last in their group, and a suite
-    over many lengths has it only by name.
-    `steps_of`: the implementation that does the last step of its call (`every_call`) alone, where that is another one.
-    `sharding`: over ranks, who holds and is sent what: an object like `dilabench.distributed.model.Sharding`, light
-    (no torch). λ and the bytes by formula come from it; suites over ranks have an implementation without one only by
-    name. `preferred_for`: the workloads for which they, and `-i auto`, have it unasked, where that is less than it
-    supports; `tried_for`: those for which it is measured where a choice is made by measuring, where it is known to be
-    far slower in others. `every_call`: the steps of a call, where others of its pattern have some of them behind them
-    when a call begins: select, plan, attend. `project`: whose code it calls where that is a public project, a peer of
-    ours. Suites have a peer only by name; `field` sets all of them beside ours, and tells those that are missing by
-    `install`, how to get it. `chooses`: it takes one of the others by itself, and is no way of its own: suites have it
-    only by name, `choice` holds it against the others, and `auto` never means it. `tiles`: a function of (head_dim,
-    itemsize, backward) that gives the shapes of its kernels for suite `tiles` to try, each a text that `context.tiles`
-    then is.
+    over many lengths includes it only if named.
+    `steps_of`: the implementation that performs only the last step of its call (`every_call`), if that is another one.
+    `sharding`: over ranks, which rank owns and receives which keys: an object like
+    `dilabench.distributed.model.Sharding`, without torch. λ and the predicted bytes come from it; suites over ranks
+    include an implementation without one only if named. `preferred_for`: the workloads for which suites over ranks and
+    `-i auto` include it by default, if fewer than it supports; `tried_for`: those for which a choice by measurement
+    includes it, if it is known to be far slower in others. `every_call`: the steps of a call (select, plan, attend), if
+    other implementations of its pattern do some of them before the call. `project`: the public project whose code it
+    calls. Suites include such a peer only if named; `field` measures all peers in the same run as dilabench's
+    implementations, and names the `install` command of missing ones. `chooses`: it selects another implementation;
+    suites include it only if named, `choice` compares it with the others, and `auto` never selects it. `tiles`: a
+    function of (head_dim, itemsize, backward) that returns the kernel shapes for suite `tiles`, each a text that
+    becomes `context.tiles`.
     """
 
     name: Name
@@ -259,13 +258,13 @@ class Backend:
 
     `kernels`: regular expressions, one of which must match a kernel in the profile of a row that claims this backend on
     CUDA. `compiles`: as for an implementation. `aligns_ends`, `places_results`: as in `contracts.LoadedBackend`.
-    `packed_target`: its `contracts.PackedKernel`, which computes packed sequences in one launch; where it has none, our
-    own tiles take its place on CUDA and the row says so (note `own_tiles`), and a CPU calls sequences one by one.
-    `merging_target`: its `contracts.MergingKernel`, which writes results where those of other keys are already.
-    `priority`: by class of device (`Machine.device_class`); `auto` takes the usable backend with the highest, and none
-    that names no priority there. `tried_for`: as for an implementation. `library`: it brings a library of its own,
-    which gets a process of its own. `install`: the command that installs it. `family`: the name that generations of one
-    kernel share; the suite `backends` sets them against each other.
+    `packed_target`: its `contracts.PackedKernel`, which computes packed sequences in one launch. Without one,
+    dilabench's tiles replace it on CUDA and the row has the note `own_tiles`; on a CPU sequences are called one by one.
+    `merging_target`: its `contracts.MergingKernel`, which merges results into those of other keys. `priority`: by class
+    of device (`Machine.device_class`); `auto` takes the usable backend with the highest, and none without a priority
+    there. `tried_for`: as for an implementation. `library`: it loads a library of its own, which runs in a separate
+    process. `install`: the command that installs it. `family`: the shared name of generations of one kernel, which the
+    suite `backends` compares.
     """
 
     name: Name
@@ -305,7 +304,7 @@ def load_target(target: str) -> Any:
 def unmet(
     requires: Iterable[str], machine: Machine, find_module: FindModule = importlib.util.find_spec
 ) -> tuple[str, ...]:
-    """Requirements that this machine does not meet, each with what is there instead.
+    """Return the requirements that this machine does not meet, each with what the machine has instead.
 
     Forms: 'cuda', 'cuda>=sm80', 'cpu', 'gpus>=2', 'c++' (a compiler; on a CPU dilabench's own C++ is built and loaded),
     'module' or 'module>=1.2' (an importable module and the version of its distribution), 'some-distribution>=1.2' (a
@@ -327,10 +326,10 @@ def unmet(
 
 
 def _unmet(alternative: str, machine: Machine, find_module: FindModule) -> str | None:
-    asked = _name_and_version(alternative)
-    if asked is None:
+    version_spec = _name_and_version(alternative)
+    if version_spec is None:
         return f"requirement {alternative!r} {UNREADABLE}"
-    name, version = asked
+    name, version = version_spec
     if name == "cuda":
         least = int(version.removeprefix("sm")) if version else 0
         if machine.device != "cuda":
@@ -351,7 +350,7 @@ def _unmet(alternative: str, machine: Machine, find_module: FindModule) -> str |
 def _unmet_compiler(machine: Machine) -> str | None:
     if cxx_compiler() is None:
         return f"needs a C++ compiler, none of {', '.join(CXX_COMPILERS)} works here"
-    # Only what runs on the CPU is worth seconds of compilation.
+    # Only code that runs on the CPU justifies seconds of compilation.
     return why_unavailable() if machine.device == CPU.name else None
 
 
@@ -385,7 +384,7 @@ def _unmet_package(name: str, version: str | None, find_module: FindModule) -> s
 
 
 def wrong_device(devices: frozenset[str], machine: Machine) -> tuple[str, ...]:
-    """Why what runs on such kinds of device has none here; empty when it has."""
+    """Return why this machine has none of these kinds of device; empty if it has one."""
     if machine.facts.word in devices:
         return ()
     why = f" ({machine.no_cuda})" if machine.no_cuda and CUDA.name in devices else ""

@@ -1,12 +1,12 @@
-"""What `backend="auto"` takes on a GPU: the fastest of all ways that can serve a call, measured at its first use.
+"""`backend="auto"` on a GPU: the fastest of all implementations that support a call, measured at its first use.
 
-Which way is the fastest depends on lengths, head dim, segments, windows and the GPU in ways that no rule of ours has
-told well: over 84 random shapes on an H200 the rules were over 1.1 times slower than the best way in 28. So the ways
-are run once on random numbers, and the result is kept in this machine's tune file (`dilabench tune` writes it, too) for
-all calls of that configuration at nearly that length. `DILABENCH_FIRST_USE=0` leaves it to the rules.
+The fastest one depends on lengths, head dim, segments, windows and the GPU. Rules predict it badly: over 84 random
+shapes on an H200 their choice was over 1.1 times slower than the best one in 28. So all are run once on random
+numbers, and this machine's tune file (which `dilabench tune` writes, too) stores the result for all calls of that
+configuration at nearly that length. `DILABENCH_FIRST_USE=0` uses the rules instead.
 
-Ranks of a job that measure apart may find another way each. They take that of the first to tell, by the store of their
-default process group: nobody waits, and ranks may ask in any order.
+Ranks of a job that measure separately may differ. All of them take the choice of the first one, published in the
+store of their default process group: no rank waits, and ranks may ask in any order.
 """
 
 import hashlib
@@ -36,10 +36,10 @@ SWITCH = "DILABENCH_FIRST_USE"
 WARMUP, CALLS, REPEATS = 3, 3, 3
 LONGEST_WAIT_S, CYCLES_PER_S = 0.1, 2e9
 AS_GOOD = 1.1
-# A way whose second call takes so many times the best one's is not called again: some take seconds where others take
-# milliseconds.
+# An implementation whose second call takes this many times the best one's is not called again: some take seconds while
+# others take milliseconds.
 HOPELESS = 4
-# Operands, results, gradients, and as much again for what a way needs besides.
+# Operands, results, gradients, and as much again for an implementation's workspace.
 ROOM = 16
 
 logger = logging.getLogger(__name__)
@@ -56,24 +56,24 @@ class Cost(NamedTuple):
 
     @property
     def seen(self) -> float:
-        """What a call takes that follows others: the host runs ahead as long as it is the faster."""
+        """Return the time of one of many consecutive calls: the larger of both, because the host runs ahead."""
         return max(self.gpu, self.host)
 
     @property
     def is_of_host(self) -> bool:
-        """Whether launching is what takes the longer."""
+        """Return True if the host's launch time exceeds the GPU time."""
         return self.host > self.gpu
 
 
 def fastest(ways: Ways, machine: Machine, workload: Workload, device: torch.device, build: Build) -> Choice:
-    """What is known of the workload, else what measuring shows; by the rules where nothing can be measured. The same on
-    all ranks of a job that have such a GPU.
+    """Choose by known measurements of the workload, else by measuring, else by the rules. All ranks of a job with the
+    same GPU get the same choice.
 
-    Raises ConfigError when nothing can compute it on this machine.
+    Raises ConfigError if nothing can compute the workload on this machine.
     """
     near = measured_near(ways, machine, workload)
     if near is None and _may_measure(workload, device):
-        # The clocks, too, are of the device of the tensors.
+        # Measure on the device of the tensors, clocks included.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             cell = measure(ways, machine, workload, device, build)
         if cell is not None:
@@ -81,23 +81,23 @@ def fastest(ways: Ways, machine: Machine, workload: Workload, device: torch.devi
                 remember(tune_path(machine), machine, [cell])
             except DilabenchError as error:
                 # The result still serves this process.
-                logger.warning("what was measured is not kept: %s", error)
-            choice = Choice(cell.implementation, cell.backend, "first use", cell.told)
+                logger.warning("the measured choice is not stored: %s", error)
+            choice = Choice(cell.implementation, cell.backend, "first use", cell.times)
             return _of_all_ranks(choice, ways, machine, workload, device)
     return _of_all_ranks(choose_after(near, ways, machine, workload), ways, machine, workload, device)
 
 
 def _of_all_ranks(choice: Choice, ways: Ways, machine: Machine, workload: Workload, device: torch.device) -> Choice:
-    """The choice of the rank that told one first, this one's own if that cannot run here."""
+    """Return the choice that a rank published first; this rank's choice if that one cannot run here."""
     store = _store_of_ranks(device)
     if store is None:
         return choice
-    asked = f"{device_name(machine)} {workload.model_dump_json()}"
-    own = json.dumps([choice.implementation, choice.backend])
+    question = f"{device_name(machine)} {workload.model_dump_json()}"
+    proposal = json.dumps([choice.implementation, choice.backend])
     try:
-        key = f"dilabench/{hashlib.sha256(asked.encode()).hexdigest()}"
-        implementation, backend = json.loads(store.compare_set(key, "", own))
-    # The store is gone with its rank: what ends the job says so.
+        key = f"dilabench/{hashlib.sha256(question.encode()).hexdigest()}"
+        implementation, backend = json.loads(store.compare_set(key, "", proposal))
+    # The store's rank has exited, which the end of the job reports.
     except RuntimeError as error:
         logger.warning("ranks may compute %s in different ways: %s", workload.label(), said(error))
         return choice
@@ -111,35 +111,35 @@ def _of_all_ranks(choice: Choice, ways: Ways, machine: Machine, workload: Worklo
 
 
 def _store_of_ranks(device: torch.device) -> Store | None:
-    """That of the default process group, for GPUs: on a CPU a forked data loader would use its parent's connection."""
+    """Return the default process group's store; None on a CPU, as a forked data loader would share its connection."""
     if device.type != "cuda" or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return distributed_c10d._get_default_store()
 
 
 def measure(ways: Ways, machine: Machine, workload: Workload, device: torch.device, build: Build) -> TunedCell | None:
-    """Run every way on random numbers; None where fewer than two run. Compiles what has to be compiled."""
+    """Run every implementation on random numbers, compiling if necessary; None if fewer than two run."""
     generator = torch.Generator(device).manual_seed(0)
     of_queries, of_keys = workload.num_heads, workload.num_kv_heads
     heads = of_queries, of_queries, of_keys, of_keys
-    shapes = [(workload.batch_size, workload.seq_len, one, workload.head_dim) for one in heads]
+    shapes = [(workload.batch_size, workload.seq_len, num_heads, workload.head_dim) for num_heads in heads]
     dtype = getattr(torch, workload.dtype)
     q, dout, k, v = (torch.randn(shape, dtype=dtype, device=device, generator=generator) for shape in shapes)
-    found: list[tuple[Cost, Way]] = []
+    costs: list[tuple[Cost, Way]] = []
     for way in ways_to_measure(ways, machine, workload):
         try:
             computation = build(way)
             if computation is not None:
-                limit = HOPELESS * min((cost.seen for cost, _ in found), default=math.inf)
+                limit = HOPELESS * min((cost.seen for cost, _ in costs), default=math.inf)
                 gradient = dout if workload.mode != "forward" else None
-                found.append((_cost(computation, (q, k, v), gradient, limit), way))
-        # Kernels of other packages may raise anything: the other ways are still measured.
+                costs.append((_cost(computation, (q, k, v), gradient, limit), way))
+        # Kernels of other packages may raise anything; the remaining ones are still measured.
         except Exception as error:  # noqa: BLE001
             logger.info("%s cannot serve %s: %s", way_name(way), workload.label(), said(error))
-    if len(found) < 2:
+    if len(costs) < 2:
         return None
-    (cost, best), *others = ranked(found)
-    next_cost, second = others[0]
+    (cost, best), *slower = ranked(costs)
+    next_cost, second = slower[0]
     return TunedCell(
         workload=workload,
         implementation=best.implementation,
@@ -149,29 +149,33 @@ def measure(ways: Ways, machine: Machine, workload: Workload, device: torch.devi
         runner_up=way_name(second),
         runner_up_ns=round(next_cost.seen * 1e9),
         runner_up_launching=next_cost.is_of_host,
-        lead=min(min(other.gpu / cost.gpu, other.seen / cost.seen) for other, _ in others),
+        lead=min(min(other.gpu / cost.gpu, other.seen / cost.seen) for other, _ in slower),
     )
 
 
-def ranked(found: Sequence[tuple[Cost, Way]]) -> list[tuple[Cost, Way]]:
-    """The best first: of those as good to who calls one after another, that which leaves most of the GPU to others."""
-    least = min(cost.seen for cost, _ in found)
-    return sorted(found, key=lambda pair: pair[0].gpu if pair[0].seen <= AS_GOOD * least else pair[0].seen + least)
+def ranked(costs: Sequence[tuple[Cost, Way]]) -> list[tuple[Cost, Way]]:
+    """Sort by cost, best first; among nearly equal costs of consecutive calls, the smallest GPU time is first."""
+    least = min(cost.seen for cost, _ in costs)
+    return sorted(costs, key=lambda pair: pair[0].gpu if pair[0].seen <= AS_GOOD * least else pair[0].seen + least)
 
 
 def ways_to_measure(ways: Ways, machine: Machine, workload: Workload) -> list[Way]:
-    """Every implementation with a priority and worth a try, over every backend with one, that can serve it here; if
-    that is one way alone, the plain method, too.
+    """Return every implementation with a priority that is worth trying, over every such backend that supports it here;
+    if there is only one, also the plain method.
     """
-    found = [*_served(ways, machine, workload, by_priority(ways, workload))]
-    if len(found) < 2:
-        plain = (one.name for one in ways.implementations if one.role == "plain" and one.takes == "heads")
-        found += _served(ways, machine, workload, plain)
-    return found
+    served = [*_served(ways, machine, workload, by_priority(ways, workload))]
+    if len(served) < 2:
+        plain = (
+            implementation.name
+            for implementation in ways.implementations
+            if implementation.role == "plain" and implementation.takes == "heads"
+        )
+        served += _served(ways, machine, workload, plain)
+    return served
 
 
 def _served(ways: Ways, machine: Machine, workload: Workload, names: Iterable[str]) -> Iterator[Way]:
-    """By the implementations of these names, over each backend."""
+    """Yield the named implementations over each backend that supports the workload."""
     for name in names:
         over = ways.preferred_backends(machine) if ways.implementations.get(name).uses_backend else (None,)
         for backend in over:
@@ -193,8 +197,8 @@ def _may_measure(workload: Workload, device: torch.device) -> bool:
 
 
 def _cost(computation: Any, inputs: tuple[torch.Tensor, ...], dout: torch.Tensor | None, limit: float) -> Cost:
-    """The least of a few repetitions, in which the host launches behind a kernel that only waits; of a call that takes
-    longer than `limit` seconds, that call."""
+    """Return the smallest cost of a few repetitions, whose launches queue behind a waiting kernel; the cost of the one
+    call if it takes longer than `limit` seconds."""
 
     def call() -> None:
         if dout is None:
@@ -212,7 +216,7 @@ def _cost(computation: Any, inputs: tuple[torch.Tensor, ...], dout: torch.Tensor
     gpu, host = [], 0.0
     with torch.no_grad():
         for at in range(WARMUP):
-            # The first call compiles; the last tells how long the host takes.
+            # The first call compiles; the last gives the host's time.
             torch.cuda.synchronize()
             began = time.perf_counter()
             host = launched()

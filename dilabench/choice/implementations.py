@@ -1,6 +1,6 @@
 """The implementations for one device that dilabench ships, each named after its algorithm.
 
-The names of the source documents work as aliases. Rules import the patterns that they read when they are asked.
+The names of the source documents work as aliases. Rules import the patterns that they read when they are called.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from dilabench.workload.spec import UNBOUNDED, Workload
 DENSE = frozenset({"dense"})
 DILATED = frozenset({"dilated"})
 BLOCK_SPARSE = frozenset({"block_sparse"})
-# Masks of whole blocks, and those with bounds of columns besides.
+# Masks of whole blocks, and masks that also have bounds of columns.
 SELECTED = frozenset({"topk_blocks"})
 SUMS = frozenset({"native_sparse"})
 COLUMNS = frozenset({"window_sink", "column_bounds"})
@@ -31,27 +31,27 @@ LONGEST_COUNTED = 2**17
 
 
 def _too_long_to_count(workload: Workload) -> str | None:
-    """The reason against lengths whose blocks take minutes to count on the host."""
+    """Return why lengths are refused whose blocks take minutes to count on the host, or None."""
     if workload.seq_len > LONGEST_COUNTED:
         return f"the blocks of {workload.seq_len} positions are too many to count; it takes at most {LONGEST_COUNTED}"
     return None
 
 
 def _no_fused_head_dim(workload: Workload) -> str | None:
-    """The reason against a head whose rows bulk copies cannot step over."""
+    """Return why a head dim is refused whose rows bulk copies cannot address, or None."""
     row_bytes = workload.head_dim * (4 if workload.dtype == "float32" else 2)
     return (
         f"rows of {row_bytes} bytes (head_dim {workload.head_dim}) are not a multiple of 16" if row_bytes % 16 else None
     )
 
 
-# Limits of the lists of tiles of the fused kernels (`kernels.fused.residue_plan`): of a rate, of the least common
-# multiple of all, and of rows of one residue in a segment. Grouped heads have two lists in the room of one.
+# Limits of the fused kernels' tile lists (`kernels.fused.residue_plan`): of a rate, of the least common multiple of all
+# rates, and of rows of one residue in a segment. Grouped heads share the space of one list between two.
 LARGEST_RATE, LARGEST_MULTIPLE, MOST_ROWS, MOST_GROUPED_ROWS = 1024, 4096, 262_144, 185_344
 
 
 def no_residue_plan(workload: Workload) -> str | None:
-    """The reason against branches that the fused kernels have no lists of tiles for."""
+    """Return why the fused kernels have no tile lists for the branches, or None."""
     pattern, heads = DilatedPattern.match(workload.pattern), workload.num_heads
     if pattern is None:
         return None
@@ -73,22 +73,22 @@ def _not_for_fused(workload: Workload) -> str | None:
 
 
 def _too_wide_in_float32(workload: Workload) -> str | None:
-    """The reason against `fused` where its kernels keep too much outside of registers.
+    """Return why `fused` is not tried for float32 heads that spill registers, or None.
 
-    On an H200, with backward, D192 32.8 ms where branch by branch over memory-efficient attention takes 13.9, D256 61.2
-    to 22.6; each of a dozen kernels compiles for 6 to 14 s (docs/results/choice.md).
+    On an H200, with backward, D192 takes 32.8 ms, branch by branch over memory-efficient attention 13.9; D256 61.2 and
+    22.6. Each of a dozen kernels compiles for 6 to 14 s (docs/results/choice.md).
     """
     wide = workload.dtype == "float32" and workload.head_dim > 128
     return f"a head dim of {workload.head_dim} in float32 does not fit into registers" if wide else None
 
 
 def _better_branch_by_branch(workload: Workload) -> str | None:
-    """The reason against `fused` where a dense kernel, branch by branch, is known to be faster.
+    """Return why a dense kernel, branch by branch, is known to be faster than `fused`, or None.
 
-    The kernels of `fused` compute a pair once that several branches share. Where none do, what counts is the rate of
-    its kernel beside a dense one's: for heads of 65 to 128 numbers 0.8 to 0.9 of cuDNN's, for 192, which are padded to
-    256, 0.7 of FlashAttention 2's (docs/results/h200-shapes.md). A window leaves few pairs to compute, and the dense
-    kernels that know windows are slower (672 microseconds for 1,835, docs/results/choice.md).
+    The kernels of `fused` compute a pair once that several branches share. If no pairs are shared, the rate of its
+    kernel decides: for head dims of 65 to 128 0.8 to 0.9 of cuDNN's, for 192, which is padded to 256, 0.7 of
+    FlashAttention 2's (docs/notes/choice.md). Under a window few pairs remain, and `fused` is faster than dense
+    kernels with windows (672 against 1,835 microseconds, docs/results/choice.md).
     """
     pattern = DilatedPattern.of(workload)
     if 128 < workload.head_dim < 256:
@@ -126,13 +126,13 @@ FLEX_ON_CUDA = Capabilities(
 
 
 def no_block_tiles(workload: Workload) -> str | None:
-    """The reason against a block size that the kernels cannot cut into tiles."""
+    """Return why the kernels cannot cut a block size into tiles, or None."""
     size = workload.pattern.block_length
     return f"block_size {size} is not a multiple of 16" if size is not None and size % 16 else None
 
 
 def _only_whole_128_blocks(workload: Workload) -> str | None:
-    """The reason of libraries that take one block mask over the whole sequence, in blocks of their own tiles."""
+    """Return why libraries with one block mask, in blocks of their tiles, do not support the blocks, or None."""
     from dilabench.patterns.block_sparse import BlockSparsePattern
 
     pattern, size = BlockSparsePattern.match(workload.pattern), workload.pattern.block_length
@@ -142,7 +142,7 @@ def _only_whole_128_blocks(workload: Workload) -> str | None:
 
 
 def _only_flash4_blocks(workload: Workload) -> str | None:
-    """The reason of FlashAttention 4, whose blocks are its tiles."""
+    """Return why FlashAttention 4, whose blocks are its tiles, does not support the blocks, or None."""
     size = workload.pattern.block_length
     if size is not None and size > 128:
         return f"block_size {size} is not 128"
@@ -150,7 +150,7 @@ def _only_flash4_blocks(workload: Workload) -> str | None:
 
 
 def _no_selector(workload: Workload) -> str | None:
-    """The reason against selecting anew what is not read off queries, or off too few numbers of each."""
+    """Return why the blocks cannot be selected in the call (no queries read, or too few numbers of each), or None."""
     from dilabench.patterns.selectors import STAND_IN_DIM
     from dilabench.patterns.topk_blocks import TopKBlocksPattern
 
@@ -167,13 +167,13 @@ def _no_selector_or_tiles(workload: Workload) -> str | None:
 
 
 def _no_room_for_a_mask(workload: Workload) -> str | None:
-    """The reason against a matrix of N x N numbers."""
+    """Return why an N x N mask would be too large, or None."""
     if workload.seq_len > LONGEST_MASKED:
         return f"a mask of {workload.seq_len} x {workload.seq_len} numbers is above {LONGEST_MASKED} a side"
     return None
 
 
-# Of `kernels.fused.sm90.backward`.
+# A property of `kernels.fused.sm90.backward`.
 ADDED_QUERIES = (
     "on a Hopper GPU the last bits of dq may differ from call to call at head dims of 33 to 128, where programs add to "
     "it in no fixed order; torch.use_deterministic_algorithms(True) asks for the slower way"

@@ -2,7 +2,7 @@
 
 `dilabench tune` writes a file for this machine (its name: GPU, driver, every package whose kernels can serve, kernel
 sources), and the library adds what it measures at the first call of a configuration (`choice.first_use`). The package
-ships a file for each GPU that it was tuned on. A file that cannot be read counts as none.
+ships a file for each GPU that it was tuned on. An unreadable file is ignored.
 """
 
 import contextlib
@@ -31,17 +31,17 @@ from dilabench.units import format_seconds
 from dilabench.validation import Model
 from dilabench.workload.spec import Workload, attended_pairs
 
-# A cell of the very same configuration is believed for up to twice the tokens, and down to half of them; with twice the
-# lead for two doublings more, and so on: where the GPU is what takes the time, ratios change less from one to the next.
+# A cell applies to the same configuration from half to twice its tokens; each doubling of its lead adds two doublings,
+# because ratios change little with the length while the GPU limits the time.
 NEAR_DOUBLINGS = 1.0
 DOUBLINGS_PER_LEAD = 2.0
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "tuned"
 KERNELS = PACKAGE / "kernels"
 SOURCES = {".py", ".cpp", ".h", ".cu"}
-# torch's wheels have cuDNN in a distribution of its own.
+# torch's wheels have cuDNN in a separate distribution.
 CUDNN = ("nvidia-cudnn-cu11", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
-# A process that is stopped with the lock costs others no more than this, and perhaps a cell.
+# A process that is stopped while holding the lock delays others by at most this time.
 LOCK_TIMEOUT_S = 10.0
 WAY_OUT = f"set {CACHE_VARIABLE} to a folder that you can write, or free some space"
 
@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 class TunedCell(Model):
     """The fastest verified row of one workload, and how far ahead of the next it was.
 
-    `lead`: times as long as it all other ways took, of the GPU and to who waits for them, where both are known.
-    `launching`, `runner_up_launching`: whether the time is that of the host that launches a call, the GPU's being less.
+    `lead`: how many times as long every other one took, by GPU time and by the time of consecutive calls, if known.
+    `launching`, `runner_up_launching`: True if the time is the host's launch time, which exceeds the GPU's.
     """
 
     workload: Workload
@@ -66,21 +66,21 @@ class TunedCell(Model):
     lead: float = 1.0
 
     @property
-    def told(self) -> str:
-        """What a call took, and one of the next best way, for who asks why."""
-        own = _took(self.median_ns, self.launching)
+    def times(self) -> str:
+        """The time of a call, and that of the runner-up, as text."""
+        own_time = _took(self.median_ns, self.launching)
         if self.runner_up is None or self.runner_up_ns is None:
-            return own
-        return f"{own}, {self.runner_up} {_took(self.runner_up_ns, self.runner_up_launching)}"
+            return own_time
+        return f"{own_time}, {self.runner_up} {_took(self.runner_up_ns, self.runner_up_launching)}"
 
     def doublings_to(self, workload: Workload) -> float | None:
-        """How many doublings of tokens, or halvings, lie between, where that is no more than its `reach`."""
+        """Return the doublings (or halvings) of tokens between the two, or None if they exceed `reach`."""
         doublings = abs(math.log2(self.workload.tokens / workload.tokens))
         return doublings if doublings <= self.reach else None
 
     @property
     def reach(self) -> float:
-        """For how many doublings of tokens, or halvings, it is believed of the same configuration."""
+        """The number of doublings or halvings of tokens for which the cell applies to the same configuration."""
         return NEAR_DOUBLINGS + DOUBLINGS_PER_LEAD * math.log2(max(1.0, self.lead))
 
 
@@ -89,9 +89,9 @@ def _took(ns: int, launching: bool) -> str:
 
 
 class TuneFile(Model):
-    """What was measured on one kind of machine.
+    """The measurements on one kind of machine.
 
-    `unread`: cells of patterns that this process does not know, as a plug-in's are to the library; they stay in the
+    `unread`: cells of patterns that this process does not know (the library does not load plug-ins); they stay in the
     file.
     """
 
@@ -116,10 +116,10 @@ class TuneFile(Model):
     @cached_property
     def by_configuration(self) -> Mapping[Hashable, Sequence[TunedCell]]:
         """The cells of each `configuration`: a file may hold hundreds."""
-        found: dict[Hashable, list[TunedCell]] = {}
+        cells: dict[Hashable, list[TunedCell]] = {}
         for cell in self.cells:
-            found.setdefault(configuration(cell.workload), []).append(cell)
-        return found
+            cells.setdefault(configuration(cell.workload), []).append(cell)
+        return cells
 
 
 def _kind_of(cell: Any) -> Any:
@@ -130,7 +130,7 @@ def _kind_of(cell: Any) -> Any:
 
 
 def measured_near(ways: Ways, machine: Machine, workload: Workload) -> TunedCell | None:
-    """What this machine measured of the same configuration at nearly this length (`TunedCell.reach`), the nearest.
+    """Return this machine's nearest cell of the same configuration and a similar length (`TunedCell.reach`), or None.
 
     Cells whose implementation is not among `ways` do not count.
     """
@@ -144,17 +144,17 @@ def measured_near(ways: Ways, machine: Machine, workload: Workload) -> TunedCell
 
 
 def configuration(workload: Workload) -> Hashable:
-    """All but what makes it longer or shorter; its scale by number, of its mode whether that is forward alone, of
-    packed sequences the doublings of their mean length.
+    """Return a key of everything except lengths: the scale as a number, the mode as forward or not, packed sequences by
+    the binary logarithm of their mean length.
     """
     of_length = dict.fromkeys(("seq_len", "batch_size"))
-    told: dict[str, Any] = {"scale": workload.softmax_scale, "mode": workload.mode == "forward"}
-    told["cu_seqlens"] = workload.cu_seqlens and doublings_of_mean(workload.tokens, len(workload.cu_seqlens) - 1)
-    return tuple({**dict(workload), **of_length, **told}.values())
+    compared: dict[str, Any] = {"scale": workload.softmax_scale, "mode": workload.mode == "forward"}
+    compared["cu_seqlens"] = workload.cu_seqlens and doublings_of_mean(workload.tokens, len(workload.cu_seqlens) - 1)
+    return tuple({**dict(workload), **of_length, **compared}.values())
 
 
 def doublings_of_mean(tokens: int, sequences: int) -> int:
-    """Of a token, to about the mean length of so many packed sequences."""
+    """Return the binary logarithm of the mean length of packed sequences, rounded."""
     return round(math.log2(tokens / sequences))
 
 
@@ -173,14 +173,17 @@ def _kind(workload: Workload) -> tuple[object, ...]:
 
 def _distance(a: Workload, b: Workload) -> float:
     """How many doublings apart two workloads are, in tokens x heads and in keys per query."""
-    sizes = ((one.tokens * one.num_heads, attended_pairs(one) / (one.tokens * one.num_heads)) for one in (a, b))
+    sizes = (
+        (workload.tokens * workload.num_heads, attended_pairs(workload) / (workload.tokens * workload.num_heads))
+        for workload in (a, b)
+    )
     return sum(abs(math.log2(max(x, 1e-9) / max(y, 1e-9))) for x, y in zip(*sizes, strict=True))
 
 
 def remember(path: Path, machine: Machine, cells: Iterable[TunedCell], run_id: str | None = None) -> None:
-    """Put cells into a file, in the place of older ones of the same workloads.
+    """Write cells into a file, replacing older ones of the same workloads.
 
-    Cells that other processes write meanwhile stay. A file that cannot be read is kept beside it, as '.unreadable'.
+    Cells that other processes write meanwhile stay. An unreadable file is renamed to '.unreadable'.
     Raises EnvironmentNotReady if the folder cannot be written.
     """
     with locked(path, WAY_OUT, timeout_s=LOCK_TIMEOUT_S):
@@ -191,25 +194,25 @@ def remember(path: Path, machine: Machine, cells: Iterable[TunedCell], run_id: s
             with contextlib.suppress(OSError):
                 path.replace(path.with_name(f"{path.name}.unreadable"))
             before = None
-        kept = {cell.workload: cell for cell in before.cells} if before else {}
-        kept |= {cell.workload: cell for cell in cells}
+        merged = {cell.workload: cell for cell in before.cells} if before else {}
+        merged |= {cell.workload: cell for cell in cells}
         file = TuneFile(
             device=device_name(machine),
             packages=package_versions(),
             run_id=run_id or (before.run_id if before else None),
-            cells=tuple(kept.values()),
+            cells=tuple(merged.values()),
             unread=before.unread if before else (),
         )
         write_bytes(path, (file.model_dump_json(indent=1) + "\n").encode(), way_out=WAY_OUT)
 
 
 def check_tune_file(path: Path) -> None:
-    """Raise ConfigError for a file that is there and is no tune file."""
+    """Raise ConfigError for an existing file that is no tune file."""
     _read(path)
 
 
 def read_tune_file(path: Path) -> TuneFile | None:
-    """The file, or None if there is none or it cannot be understood, which is logged once."""
+    """Return the file, or None if it is missing or invalid; the latter is logged once."""
     try:
         state = path.stat()
     except OSError:
@@ -231,19 +234,19 @@ def _read(path: Path) -> TuneFile | None:
         return TuneFile.model_validate_json(read_file(path))
     except FileNotFoundError:
         return None
-    # What JSON holds may be of any kind.
+    # JSON may hold any type.
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         said = first_line(error)
         raise ConfigError(f"tune file {str(path)!r} cannot be read ({said}); delete it and tune again") from None
 
 
 def shipped_path(machine: Machine) -> Path:
-    """Where the package's own measurements for this kind of device would be."""
+    """Return the path of the package's measurements for this kind of device, which may not exist."""
     return SHIPPED / f"{_slug(device_name(machine))}.json"
 
 
 def tune_path(machine: Machine) -> Path:
-    """This machine's file: another GPU, driver, package or kernel source means another file."""
+    """Return the path of this machine's file, which depends on GPU, driver, package versions and kernel sources."""
     packages = package_versions()
     versions = [f"{name}{packages[name]}" for name in ("torch", "triton") if name in packages]
     driver = machine.used_gpus[0].driver if machine.used_gpus else None
@@ -259,11 +262,11 @@ def device_name(machine: Machine) -> str:
 
 @cache
 def package_versions() -> dict[str, str]:
-    """Versions of the packages whose kernels are compared: torch, its cuDNN, Triton, and what own ways require."""
-    # To look for the distribution of a module takes a tenth of a second.
+    """Versions of the packages whose kernels are compared: torch, cuDNN, Triton, and those that descriptors require."""
+    # Finding the distribution of a module takes a tenth of a second.
     there = (name for name in sorted(_required()) if "-" in name or find_spec(name) is not None)
-    found = {name: installed_version(name) for name in ("torch", "triton", *CUDNN, *there)}
-    return {name: version for name, version in found.items() if version is not None}
+    versions = {name: installed_version(name) for name in ("torch", "triton", *CUDNN, *there)}
+    return {name: version for name, version in versions.items() if version is not None}
 
 
 def _required() -> set[str]:

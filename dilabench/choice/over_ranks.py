@@ -1,4 +1,4 @@
-"""How long algorithms over ranks should take on a workload, by their shardings: to choose by, never a result."""
+"""Predicted times of algorithms over ranks, by their shardings: for choosing, never a result."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Rates:
     within: float
 
 
-# What H200s with NVLink reach, and processes on one CPU. All ranks have to come to the same end, so that nothing of a
-# rank's own machine is asked; and only ratios of these count, and little.
+# Rates of H200s with NVLink, and of processes on one CPU. They are constants, because all ranks must make the same
+# choice; only their ratios matter, and little.
 RATES: Mapping[Size, Rates] = {"large": Rates(500e12, 400e9, 4e12), "small": Rates(50e9, 2e9, 10e9)}
-# Of messages beside computation: on two and four H200 a seventh to a fifth of their time was waited for.
+# Exposed share of overlapped messages: on two and four H200 a seventh to a fifth of their time.
 LEAST_EXPOSED = 0.2
-# Reads and writes of an element of q where the results of hops are added up at the end: parts of out and dq, row sums.
-# Taken from what rings took more there than computation and exposed messages; tests/choice/test_over_ranks.py holds
-# the choice to the measured times.
+# Reads and writes per element of q if the results of ring steps are summed at the end: parts of out and dq, row sums.
+# Derived from ring times minus computation and exposed messages; tests/choice/test_over_ranks.py checks the choice
+# against measured times.
 BYTES_SUMMED = 40
 
 
 def expected_seconds(way: Candidate, device: str, ways: Ways) -> float | None:
-    """One call of a way over ranks; None if its sharding, or a formula of it, is not known."""
+    """Predict the seconds of a call over ranks; None if its sharding, or a formula of it, is not known."""
     rates = RATES[device_named(device).size]
     sharding, workload, ranks = ways.sharding_of(way.implementation), way.workload, way.world_size
     if sharding is None:
@@ -44,7 +44,7 @@ def expected_seconds(way: Candidate, device: str, ways: Ways) -> float | None:
     balance, meanwhile = sharding.load_balance(workload, ranks), sharding.overlapping_share(workload, ranks)
     received = sharding.received_bytes(workload, ranks)
     if received is None and workload.window != UNBOUNDED:
-        # At most what full attention is sent.
+        # At most the bytes that full attention receives.
         received = sharding.received_bytes(workload.replace(window=UNBOUNDED), ranks)
     if balance is None or meanwhile is None or received is None or not balance > 0:
         return None
@@ -60,9 +60,9 @@ def expected_seconds(way: Candidate, device: str, ways: Ways) -> float | None:
 def fastest_expected(
     candidates: Sequence[CandidateT], device: str, ways: Ways
 ) -> list[tuple[CandidateT, float | None]]:
-    """Ways of one workload, each with its seconds, the fastest expected first and those of unknown time last.
+    """Sort the candidates of one workload by expected seconds; those of unknown time are last.
 
-    Given as descriptors rank them, and left so if nothing is known of the first.
+    They are given by falling priority, and that order stays if the first one's time is unknown.
     """
     expected = [(way, expected_seconds(way, device, ways)) for way in candidates]
     if not expected or expected[0][1] is None:

@@ -1,4 +1,4 @@
-"""The implementations over ranks that dilabench ships. With one rank they are what one device computes."""
+"""The implementations over ranks that dilabench ships. With one rank they compute what one device computes."""
 
 from dataclasses import replace
 
@@ -19,12 +19,12 @@ PACKED_OVER_RANKS = Capabilities(patterns=DENSE | DILATED, layouts=frozenset({"p
 
 
 def _mask_over_branches(workload: Workload) -> str | None:
-    """The reason of ranks, which hold whole blocks of the sequence."""
+    """Return why ranks, which own whole blocks of the sequence, cannot compute the mask, or None."""
     from dilabench.patterns.block_sparse import BlockSparsePattern
 
     pattern = BlockSparsePattern.match(workload.pattern)
     if pattern is not None and pattern.branches is not None:
-        return "a block mask over dilated branches has blocks whose rows lie apart, on no rank as a whole"
+        return "a block mask over dilated branches has blocks of scattered rows, which no single rank owns"
     return None
 
 
@@ -32,7 +32,7 @@ def _over_ranks_on_cuda(workload: Workload) -> str | None:
     return _mask_over_branches(workload) or no_block_tiles(workload)
 
 
-# Gathered blocks have no distance in rows that a window could be held to.
+# Gathered blocks have no row distances that a window could limit.
 BLOCKS_OVER_RANKS = Capabilities(
     patterns=BLOCKS,
     window=False,

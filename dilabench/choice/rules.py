@@ -1,6 +1,6 @@
-"""Which implementation and backend is fastest for a workload: what `-i auto` means.
+"""The fastest implementation and backend of a workload, as `-i auto` chooses it.
 
-What was measured decides (`choice.measured`); without any, the priorities on the descriptors do.
+Measurements decide (`choice.measured`); without any, the priorities of the descriptors do.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,34 +16,34 @@ from dilabench.workload.spec import Workload
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An implementation and backend, and what the choice rests on: 'first use', 'tuned', 'shipped', 'rule', 'another
-    rank', or over ranks what is expected of it and of the next. `told`: the times that it rests on, if there are any.
+    """An implementation and backend, and the source of the choice: 'first use', 'tuned', 'shipped', 'rule', 'another
+    rank', or over ranks the expected times. `times`: the measured times behind it as text, if there are any.
     """
 
     implementation: str
     backend: str | None
     source: str
-    told: str = field(default="", compare=False)
+    times: str = field(default="", compare=False)
 
 
 def choose(ways: Ways, machine: Machine, workload: Workload, ranks: int = 1) -> Choice:
-    """The fastest known for the workload that can run here; measured on the nearest cell that is alike.
+    """Return the fastest known choice that can run here; on one device, that of the nearest similar cell.
 
-    What was measured is of one device. Raises ConfigError when nothing can compute it on this machine.
+    Raises ConfigError if nothing can compute the workload on this machine.
     """
     near = measured_near(ways, machine, workload) if ranks == 1 else None
     return choose_after(near, ways, machine, workload, ranks)
 
 
 def choose_after(near: TunedCell | None, ways: Ways, machine: Machine, workload: Workload, ranks: int = 1) -> Choice:
-    """As `choose`, by what `measured_near` gave."""
+    """Choose like `choose`, given the result of `measured_near`."""
     if near and usable(ways, machine, _way(near, workload, ranks), measured=True):
-        return Choice(near.implementation, near.backend, "tuned", near.told)
+        return Choice(near.implementation, near.backend, "tuned", near.times)
     for source, path in (("tuned", tune_path(machine)), ("shipped", shipped_path(machine))):
         for cell in alike(read_tune_file(path), workload):
-            # What was measured on this very workload needs no rule.
+            # A measurement of exactly this workload overrides the rules.
             if usable(ways, machine, _way(cell, workload, ranks), measured=cell.workload == workload):
-                return Choice(cell.implementation, cell.backend, source, cell.told)
+                return Choice(cell.implementation, cell.backend, source, cell.times)
     names = by_priority(ways, workload, ranks)
     candidates = (Way(name, None, workload, ranks) for name in names)
     able = (way for way in candidates if usable(ways, machine, way))
@@ -58,14 +58,14 @@ def _first(usable: Iterable[Way]) -> Choice | None:
 
 
 def _expected(ways: Ways, machine: Machine, usable: Sequence[Way]) -> Choice | None:
-    """What should be the fastest over ranks, with what is expected of it and of the next."""
+    """Return the choice over ranks with the smallest expected time, and name that time and the runner-up's."""
     from dilabench.choice.over_ranks import fastest_expected
 
-    told = fastest_expected(usable, machine.device, ways)
-    if not told or told[0][1] is None:
+    expected = fastest_expected(usable, machine.device, ways)
+    if not expected or expected[0][1] is None:
         return _first(usable)
-    (best, seconds), *others = [(way.implementation, one) for way, one in told if one is not None]
-    next_best = "".join(f", {name} {format_seconds(one)}" for name, one in others[:1])
+    (best, seconds), *others = [(way.implementation, time) for way, time in expected if time is not None]
+    next_best = "".join(f", {name} {format_seconds(time)}" for name, time in others[:1])
     return Choice(best, None, f"{format_seconds(seconds)} expected{next_best}")
 
 
@@ -74,20 +74,22 @@ def _way(cell: TunedCell, workload: Workload, ranks: int) -> Way:
 
 
 def by_priority(ways: Ways, workload: Workload, ranks: int = 1) -> tuple[str, ...]:
-    """What may be taken unmeasured for a kind of pattern, on one device or over ranks, best first."""
-    found = [
-        one
-        for one in ways.implementations
-        if one.priority
-        and one.supports.computes(workload.pattern.kind)
-        # On one rank an implementation over ranks would do what its form for one device does.
-        and (one.supports.max_world_size == 1) == (ranks == 1)
+    """Return the implementations that `auto` may take without a measurement for a kind of pattern, best first."""
+    able = [
+        implementation
+        for implementation in ways.implementations
+        if implementation.priority
+        and implementation.supports.computes(workload.pattern.kind)
+        # On one rank an implementation over ranks computes the same as its form for one device.
+        and (implementation.supports.max_world_size == 1) == (ranks == 1)
     ]
-    return tuple(one.name for one in sorted(found, key=lambda one: -one.priority))
+    return tuple(
+        implementation.name for implementation in sorted(able, key=lambda implementation: -implementation.priority)
+    )
 
 
 def usable(ways: Ways, machine: Machine, way: Way, measured: bool = False) -> bool:
-    """Whether it can run here, and is taken unasked for such a workload unless it was `measured`."""
+    """Return True if it can run here and, unless it was `measured`, is preferred for such a workload."""
     there = way.implementation in ways.implementations
     if not there or (way.backend is not None and way.backend not in ways.backends):
         return False

@@ -1,6 +1,6 @@
-"""The ways to compute a workload: implementations over backends, by name, and what speaks against each of them here.
+"""Implementations over backends ("ways"), by name, and the reasons why one cannot compute a workload here.
 
-`own_ways()` holds dilabench's own, which the library chooses among. The benchmark's catalogue adds those of plug-ins
+`own_ways()` returns dilabench's, from which the library chooses. The benchmark's catalogue adds those of plug-ins
 (`dilabench.plugins.catalogue`).
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dilabench.distributed.model import Sharding
 
 DescriptorT = TypeVar("DescriptorT", bound=Named)
-# What backend `auto` stands for: the fastest that can serve the call.
+# Backend `auto`: the fastest that supports the call.
 AUTO = "auto"
 OWNER = "dilabench"
 
@@ -65,7 +65,7 @@ def way_name(of: OverBackend) -> str:
 class Registry(Generic[DescriptorT]):
     """The descriptors of one kind, by name and alias. A name that is taken is an error.
 
-    `left_out` gives the names of plug-ins that could not be used: an unknown name may be one of theirs.
+    `left_out` returns the names of plug-ins that could not be loaded: an unknown name may belong to one of them.
     """
 
     def __init__(self, kind: str, left_out: Callable[[], Iterable[str]] = tuple) -> None:
@@ -98,10 +98,10 @@ class Registry(Generic[DescriptorT]):
 
     def get(self, name: str) -> DescriptorT:
         """The descriptor of a name or alias; raises ConfigError (`no_such_name`) for others."""
-        found = self._by_name.get(self._aliases.get(name, name))
-        if found is None:
+        descriptor = self._by_name.get(self._aliases.get(name, name))
+        if descriptor is None:
             raise no_such_name(self.kind, name, [*self._by_name, *self._aliases], left_out=self._left_out())
-        return found
+        return descriptor
 
     def origin(self, name: str) -> str:
         """The plug-in that registered it."""
@@ -130,7 +130,7 @@ class Ways:
         self.backends: Registry[Backend] = Registry("backend", left_out)
 
     def reasons_against(self, way: Candidate, machine: Machine) -> tuple[str, ...]:
-        """Why it cannot run on this machine; empty when nothing known speaks against it."""
+        """Return why it cannot run on this machine; empty if no reason is known."""
         implementation = self.implementations.get(way.implementation)
         reasons = self._reasons_here(implementation, way.workload, machine, way.world_size)
         if machine.device == "cuda" and way.world_size > len(machine.gpus):
@@ -140,8 +140,8 @@ class Ways:
         return tuple(reasons)
 
     def reasons_against_backend(self, way: Candidate, machine: Machine, name: str | None = None) -> tuple[str, ...]:
-        """Why a backend, that of the way unless named, cannot serve it here: what it lacks, and what the workload asks
-        of a dense kernel.
+        """Return why a backend (by default the way's) cannot serve it here: unmet requirements, and what the workload
+        needs of a dense kernel.
         """
         backend = self.backends.get(name or way.backend or "")
         dense = _of_a_kernel(way.workload)
@@ -159,18 +159,18 @@ class Ways:
         return tuple(reasons)
 
     def _reasons_here(
-        self, one: Implementation | Backend, workload: Workload, machine: Machine, world_size: int = 1
+        self, descriptor: Implementation | Backend, workload: Workload, machine: Machine, world_size: int = 1
     ) -> list[str]:
-        """What it requires and this machine lacks, and what the workload asks beyond what it computes.
+        """Return unmet requirements of the machine, and needs of the workload that exceed the capabilities.
 
-        If a missing device has been named already, the workload is checked against what it computes on that device: the
-        same cause would otherwise be given once more for the device, and again for its dtypes there.
+        If a missing device is among them, the workload is checked for that device, so that the same cause is not
+        repeated for the device and for its dtypes.
         """
-        lacking = unmet(one.requires, machine, self.find_module)
+        lacking = unmet(descriptor.requires, machine, self.find_module)
         device: str = machine.device
-        if lacking and machine.facts.word not in one.supports.devices:
-            device = min(one.supports.devices)
-        return [*lacking, *self.unsupported(one, workload, device, world_size)]
+        if lacking and machine.facts.word not in descriptor.supports.devices:
+            device = min(descriptor.supports.devices)
+        return [*lacking, *self.unsupported(descriptor, workload, device, world_size)]
 
     def find_module(self, name: str) -> ModuleSpec | None:
         """The spec of a module, None if it is not installed. Importing its parents may raise anything."""
@@ -178,54 +178,54 @@ class Ways:
 
     def unsupported(
         self,
-        one: Implementation | Backend,
+        descriptor: Implementation | Backend,
         workload: Workload,
         device: str,
         world_size: int = 1,
         limits: Capabilities | None = None,
     ) -> tuple[str, ...]:
-        """Why it cannot compute a workload, or why that is beyond other `limits` of it (`Capabilities.reasons`)."""
-        return (limits or one.supports).reasons(workload, device, world_size)
+        """Return why it cannot compute a workload, or why the workload exceeds `limits` (`Capabilities.reasons`)."""
+        return (limits or descriptor.supports).reasons(workload, device, world_size)
 
     def reasons_unasked(self, way: Candidate, machine: Machine) -> tuple[str, ...]:
-        """Why an implementation is not taken unasked for a workload (`Implementation.preferred_for`)."""
-        one = self.implementations.get(way.implementation)
-        return self._reasons_beyond(one, one.preferred_for, way, machine) or self.reasons_untried(way, machine)
+        """Return why `auto` does not take an implementation for a workload (`Implementation.preferred_for`)."""
+        implementation = self.implementations.get(way.implementation)
+        return self._reasons_beyond(implementation, implementation.preferred_for, way, machine) or self.reasons_untried(
+            way, machine
+        )
 
     def reasons_untried(self, way: Candidate, machine: Machine) -> tuple[str, ...]:
-        """Why an implementation, over the backend that is named, is not measured to choose one for a workload
-        (`tried_for` of both).
-        """
-        one = self.implementations.get(way.implementation)
-        reasons = self._reasons_beyond(one, one.tried_for, way, machine)
+        """Return why a choice by measurement skips an implementation over the named backend (`tried_for` of both)."""
+        implementation = self.implementations.get(way.implementation)
+        reasons = self._reasons_beyond(implementation, implementation.tried_for, way, machine)
         if reasons or way.backend is None:
             return reasons
         return self.reasons_untried_backend(way, machine)
 
     def reasons_untried_backend(self, way: Candidate, machine: Machine, name: str | None = None) -> tuple[str, ...]:
-        """Why a backend, that of the way unless named, is not taken unasked for its workload."""
+        """Return why `auto` does not take a backend (by default the way's) for the workload."""
         backend = self.backends.get(name or way.backend or "")
         called = Way(way.implementation, backend.name, _of_a_kernel(way.workload), way.world_size)
         return self._reasons_beyond(backend, backend.tried_for, called, machine)
 
     def _reasons_beyond(
-        self, one: Implementation | Backend, limits: Capabilities | None, way: Candidate, machine: Machine
+        self, descriptor: Implementation | Backend, limits: Capabilities | None, way: Candidate, machine: Machine
     ) -> tuple[str, ...]:
         if limits is None:
             return ()
-        return self.unsupported(one, way.workload, machine.device, way.world_size, limits)
+        return self.unsupported(descriptor, way.workload, machine.device, way.world_size, limits)
 
     def preferred_backends(self, machine: Machine) -> tuple[str, ...]:
-        """What `auto` may take on this class of device, by falling priority; the first registered before its equals."""
+        """Return the backends that `auto` may take on this class of device, by falling priority, then registration."""
         here = machine.device_class
-        stated = [one for one in self.backends if here in one.priority]
-        return tuple(one.name for one in sorted(stated, key=lambda one: -one.priority[here]))
+        stated = [backend for backend in self.backends if here in backend.priority]
+        return tuple(backend.name for backend in sorted(stated, key=lambda backend: -backend.priority[here]))
 
     def choose_backend(self, way: Candidate, machine: Machine) -> tuple[str | None, str]:
-        """What backend `auto` means for a way here: the one of highest priority that can serve it and is tried for it.
+        """Resolve backend `auto` for a way here: the one of highest priority that supports it and is tried for it.
 
-        If none is tried for it, the first that can serve it. The second value says what stands against those that came
-        before it.
+        If none is tried for it, the first that supports it. The second value gives the reasons against the preceding
+        ones.
         """
         against: list[str] = []
         able: str | None = None
@@ -240,7 +240,7 @@ class Ways:
         return able, "; ".join(against) or "none has a priority on this class of device"
 
     def sharding_of(self, implementation: str) -> "Sharding | None":
-        """What the implementation's descriptor names as its sharding; None if it names nothing or is not there."""
+        """Return the implementation's sharding; None if it has none or is unknown."""
         if implementation not in self.implementations:
             return None
         target = self.implementations.get(implementation).sharding
@@ -249,13 +249,13 @@ class Ways:
 
 
 def _of_a_kernel(workload: Workload) -> Workload:
-    """What a dense kernel is asked for below the workload."""
+    """Return the workload of the dense kernel that computes a part of this workload."""
     return workload.model_copy(update={"pattern": DENSE, "layout": "padded", "cu_seqlens": None})
 
 
 @cache
 def own_ways(over_ranks: bool = False) -> Ways:
-    """dilabench's own backends and its implementations on one device; with `over_ranks` those over ranks, too."""
+    """Return dilabench's backends and implementations on one device; with `over_ranks` those over ranks, too."""
     ways = Ways()
     implementations: tuple[Implementation, ...] = IMPLEMENTATIONS
     if over_ranks:

@@ -58,13 +58,13 @@ class _Match:
 
 def refusals(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> tuple[Mismatch, ...]:
     """The hard fields in which any record of one side differs from any of the other, each named once."""
-    found = {
-        (one.field, one.baseline, one.candidate): one
+    distinct = {
+        (mismatch.field, mismatch.baseline, mismatch.candidate): mismatch
         for a in baseline
         for b in candidate
-        for one in hard_mismatches(a, b)
+        for mismatch in hard_mismatches(a, b)
     }
-    return tuple(found.values())
+    return tuple(distinct.values())
 
 
 def refuse_other_machine(
@@ -97,8 +97,8 @@ def compare_across(
 ) -> Comparison:
     """Every case of both sides; each record of a side adds its sessions, and the last record gives everything else.
 
-    reference: the implementation that times are relative to (`relative.relative_to`); its own are told, not judged.
-    Call `refusals` first: this compares whatever it is given.
+    reference: the implementation that times are relative to (`relative.relative_to`); its own times become a warning,
+    not verdicts. Call `refusals` first: this function does not check whether the sides are comparable.
     """
     return compare_each([(baseline, candidate)], policy=policy, select=select, reference=reference)[0]
 
@@ -110,11 +110,15 @@ def compare_each(
     select: Selection = everything,
     reference: str | None = None,
 ) -> list[Comparison]:
-    """As `compare_across` for each (baseline, candidate), with the verdicts of all corrected together."""
+    """Run `compare_across` on each (baseline, candidate) and correct the verdicts of all pairs together."""
     joined = [_joined(*pair, select, reference) for pair in pairs]
-    timings = [(one.timings(one.baseline), one.timings(one.candidate)) for matches, _ in joined for one in matches]
+    timings = [
+        (match.timings(match.baseline), match.timings(match.candidate)) for matches, _ in joined for match in matches
+    ]
     stored = [StoredSessions(sessions_of(old), sessions_of(new)) for old, new in timings]
-    verdicts = [decide(one, policy) for one in estimate_stored(stored, confidence=policy.confidence_at(policy.look))]
+    verdicts = [
+        decide(sides, policy) for sides in estimate_stored(stored, confidence=policy.confidence_at(policy.look))
+    ]
     throttled = [is_throttled(old) or is_throttled(new) for old, new in timings]
     decided = zip(corrected(verdicts, throttled, policy), stored, strict=True)
     return [
@@ -126,17 +130,17 @@ def compare_each(
 def _joined(
     baseline: Sequence[RunRecord], candidate: Sequence[RunRecord], select: Selection, reference: str | None
 ) -> tuple[list[_Match], list[Uncompared]]:
-    """The cases that both sides measured, those of the reference among them, and the others."""
+    """Return the cases that both sides measured, the reference's included, and the remaining ones."""
     sides = (baseline, candidate) if reference is None else relative_to(reference, baseline, candidate)
     old, new = (_rows_by_case(side, lambda case: select(case) or case.implementation == reference) for side in sides)
     matches: list[_Match] = []
     rest: list[Uncompared] = []
     for case_id in dict.fromkeys([*old, *new]):
-        found = _match(old.get(case_id, []), new.get(case_id, []))
-        if isinstance(found, _Match):
-            matches.append(found)
-        elif select(found.case):
-            rest.append(found)
+        match = _match(old.get(case_id, []), new.get(case_id, []))
+        if isinstance(match, _Match):
+            matches.append(match)
+        elif select(match.case):
+            rest.append(match)
     return matches, rest
 
 
@@ -149,7 +153,7 @@ def _comparison(
 ) -> Comparison:
     pairs = tuple(_compared(match, verdict) for match, (verdict, _) in zip(matches, decided, strict=True))
     shared = set.intersection(*({record.run_id for record in side} for side in sides))
-    warnings = [*soft_warnings(*sides), *(f"run {run_id} stands on both sides" for run_id in sorted(shared))]
+    warnings = [*soft_warnings(*sides), *(f"run {run_id} is on both sides" for run_id in sorted(shared))]
     fewest = min((len(stored.baseline) for _, stored in decided), default=SESSIONS_FOR_GATE)
     if fewest < SESSIONS_FOR_GATE:
         sessions = "session" if fewest == 1 else "sessions"
@@ -157,11 +161,11 @@ def _comparison(
             f"the sides were measured at different times and the baseline has {fewest} {sessions}: verdicts on time "
             f"are advisory and fail nothing (a gate rests on {SESSIONS_FOR_GATE}); memory and correctness count"
         )
-    own = [pair for pair in pairs if pair.candidate.implementation == reference]
-    if own:
-        ratios = ", ".join(f"{pair.verdict.numbers.ratio:.3g}x" for pair in own)
+    of_reference = [pair for pair in pairs if pair.candidate.implementation == reference]
+    if of_reference:
+        ratios = ", ".join(f"{pair.verdict.numbers.ratio:.3g}x" for pair in of_reference)
         warnings.append(f"times are relative to {reference} in the same rounds, itself {ratios} its baseline's")
-    judged = tuple(pair for pair in pairs if pair not in own)
+    judged = tuple(pair for pair in pairs if pair not in of_reference)
     return Comparison(pairs=judged, uncompared=tuple(rest), warnings=tuple(warnings))
 
 
@@ -177,7 +181,7 @@ def _rows_by_case(records: Sequence[RunRecord], select: Selection) -> dict[str, 
 def _match(old: Sequence[Row], new: Sequence[Row]) -> _Match | Uncompared:
     baseline = tuple(row for row in old if is_measured(row))
     candidate = tuple(row for row in new if is_measured(row))
-    # the newest row of the candidate side tells whether the case works now; of the baseline, whether it ever did
+    # The candidate must work now, in its newest row; the baseline in any row.
     if not baseline or not new or not is_measured(new[-1]):
         latest_old = baseline[-1] if baseline else next(reversed(old), None)
         return uncompared(latest_old, new[-1] if new else None)
@@ -219,8 +223,8 @@ def _compared(match: _Match, verdict: Verdict) -> ComparedPair:
 class MachineRatio:
     """One implementation and workload on two machines, a CPU and a GPU for example, each over its fastest backend.
 
-    Times of different machines were not taken in turns, and their backends and drivers differ, so nothing is proven.
-    The ratio of the medians is what there is to say.
+    Times of different machines are not interleaved, and backends and drivers differ, so nothing is proven: only the
+    ratio of the medians is reported.
     """
 
     base: Case
@@ -235,7 +239,7 @@ class MachineRatio:
 
 
 def machine_ratios(base: RunRecord, new: RunRecord) -> Iterator[MachineRatio]:
-    """What both measured: the same workload, dtype included, by the same implementation with the same optimizations."""
+    """Yield the ratio of each workload that both measured with the same dtype, implementation and optimizations."""
     old = _fastest(base.rows)
     for key, (row, time) in _fastest(new.rows).items():
         if key in old:
@@ -244,12 +248,12 @@ def machine_ratios(base: RunRecord, new: RunRecord) -> Iterator[MachineRatio]:
 
 
 def _fastest(rows: Iterable[Row]) -> dict[str, tuple[Row, RowView]]:
-    found: dict[str, tuple[Row, RowView]] = {}
+    fastest: dict[str, tuple[Row, RowView]] = {}
     for row in rows:
         if not is_quotable(row):
             continue
         time = measured_view(row)
         key = row.case.model_copy(update={"backend": None}).case_id
-        if key not in found or time.median_ns < found[key][1].median_ns:
-            found[key] = row, time
-    return found
+        if key not in fastest or time.median_ns < fastest[key][1].median_ns:
+            fastest[key] = row, time
+    return fastest

@@ -5,8 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dilabench.metadata import WAY
-from dilabench.record import Case, Failed, Measured, Row, RunRecord, Skipped
+from dilabench.record import Case, Failed, Measured, Row, Skipped
 from dilabench.stats.decisions.memory import MemoryVerdict
 from dilabench.stats.decisions.verdicts import Verdict
 
@@ -21,10 +20,10 @@ ABSENT = "not in the record"
 class ComparedPair:
     """One case against its baseline: the same case in other records, or another case of the same workload group.
 
-    route: "interleaved" when both sides took turns in the same rounds, "stored" when they were measured in different
-    sessions. baseline_ns, candidate_ns: the median of all samples of each side, as reports show it; the verdict's ratio
-    comes from sharper locations of turns. memory is None where a side has no peak, or the peaks were taken in different
-    ways. notes: warnings of the rows themselves.
+    route: "interleaved" if both sides were measured in the same rounds, "stored" if in different sessions.
+    baseline_ns, candidate_ns: the median of all samples of each side, as reports show it; the verdict's ratio comes
+    from sharper locations of slots. memory: None if a side has no peak, or the peaks were measured in different ways.
+    notes: warnings of the rows.
     """
 
     baseline: Case
@@ -67,11 +66,11 @@ class Comparison:
 
     def __repr__(self) -> str:
         codes = Counter(pair.verdict.code.value for pair in self.pairs)
-        found = ", ".join(f"{count} {code}" for code, count in codes.items())
-        return f"<Comparison: {found or 'no pair'}, {len(self.uncompared)} not compared>"
+        counts = ", ".join(f"{count} {code}" for code, count in codes.items())
+        return f"<Comparison: {counts or 'no pair'}, {len(self.uncompared)} not compared>"
 
     def updated(self, later: "Comparison", judged: Collection[str]) -> "Comparison":
-        """With what a later comparison found on the cases with these ids in place of what is here, in this order."""
+        """Replace the pairs of the cases with these ids by those of a later comparison; the order stays."""
         pairs = {pair.candidate.case_id: pair for pair in (*self.pairs, *later.pairs)}
         gone = set(judged) - {pair.candidate.case_id for pair in later.pairs}
         return Comparison(
@@ -87,20 +86,11 @@ def is_measured(row: Row | None) -> bool:
 
 
 def is_wrong(row: Row | None) -> bool:
-    """The row did not pass verification. One that raised or hung while it was verified has shown no output at all."""
+    """Return True if the row did not pass verification; a row that raised or hung there has no output to judge."""
     if row is None or isinstance(row.outcome, Skipped):
         return False
     outcome = row.outcome
     return outcome.code == "wrong_output" if isinstance(outcome, Failed) else not outcome.verification.passed
-
-
-def lengths_without_rows(record: RunRecord) -> tuple[int, ...]:
-    """The lengths in tokens, in ascending order, of which a record has no measured row.
-
-    The lengths of a search (label `way`) do not count: it goes on until one is too long.
-    """
-    planned = {row.case.workload.seq_len for row in record.rows if WAY.of(row.planned) is None}
-    return tuple(sorted(planned - {row.case.workload.seq_len for row in record.rows if is_measured(row)}))
 
 
 def ending(row: Row | None) -> str:
@@ -116,7 +106,7 @@ def ending(row: Row | None) -> str:
 
 
 def lack_of(candidate: Row | None) -> Lack | None:
-    """What a candidate's row lacks to be compared; None when it was measured."""
+    """Return why a candidate's row cannot be compared; None if it was measured."""
     if is_wrong(candidate):
         return "wrong output"
     if candidate is None:
@@ -127,11 +117,11 @@ def lack_of(candidate: Row | None) -> Lack | None:
 
 
 def uncompared(baseline: Row | None, candidate: Row | None) -> Uncompared:
-    """The entry of a case that was not measured on both sides; at least one row is there."""
-    some = candidate or baseline
-    assert some is not None
+    """Return the entry of a case that was not measured on both sides; at least one row is given."""
+    row = candidate or baseline
+    assert row is not None
     return Uncompared(
-        case=some.case,
+        case=row.case,
         lack=lack_of(candidate) or "new",
         baseline=ending(baseline),
         candidate=ending(candidate),
@@ -148,7 +138,7 @@ def selection(texts: Sequence[str], implementations: Collection[str] = (), backe
     """Cases that contain any of the texts in their name; all words of one text must be there, in any order.
 
     The name holds implementation, backend, shape label, pattern, mode and case id, so that "strided 8K fp32" works.
-    Implementations and backends that are named narrow that to theirs.
+    `implementations` and `backends` narrow the selection further.
     """
     if not texts and not implementations and not backends:
         return everything

@@ -22,19 +22,19 @@ class Mismatch:
 
 def hard_mismatches(baseline: RunRecord, candidate: RunRecord) -> tuple[Mismatch, ...]:
     """Fields known on both sides whose difference makes times incomparable: device, driver, power limit, dtype."""
-    found = _differences(hard_fields(baseline), hard_fields(candidate))
+    differing = _differences(hard_fields(baseline), hard_fields(candidate))
     dtypes = _dtypes(baseline), _dtypes(candidate)
     if all(dtypes) and not set(dtypes[0]) & set(dtypes[1]):
-        found.append(Mismatch("dtype", ", ".join(dtypes[0]), ", ".join(dtypes[1])))
-    return tuple(one for one in found if None not in (one.baseline, one.candidate))
+        differing.append(Mismatch("dtype", ", ".join(dtypes[0]), ", ".join(dtypes[1])))
+    return tuple(mismatch for mismatch in differing if None not in (mismatch.baseline, mismatch.candidate))
 
 
 def soft_mismatches(baseline: RunRecord, candidate: RunRecord) -> tuple[Mismatch, ...]:
     """Fields that may explain a change: versions, and hard fields that only one side recorded."""
     half_known = [
-        one
-        for one in _differences(hard_fields(baseline), hard_fields(candidate))
-        if None in (one.baseline, one.candidate)
+        mismatch
+        for mismatch in _differences(hard_fields(baseline), hard_fields(candidate))
+        if None in (mismatch.baseline, mismatch.candidate)
     ]
     soft = _differences(baseline.environment.fingerprint_soft, candidate.environment.fingerprint_soft)
     return (*half_known, *soft)
@@ -42,17 +42,17 @@ def soft_mismatches(baseline: RunRecord, candidate: RunRecord) -> tuple[Mismatch
 
 def soft_warnings(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> tuple[str, ...]:
     """One warning per soft field that differs between any record of one side and any of the other."""
-    found = dict.fromkeys(
+    texts = dict.fromkeys(
         f"{mismatch}; this may explain a change"
         for a in baseline
         for b in candidate
         for mismatch in soft_mismatches(a, b)
     )
-    return tuple(found)
+    return tuple(texts)
 
 
 def hard_fields(record: RunRecord) -> dict[str, str]:
-    """The hard fields that the record carries, or what its environment says where an older record carries none."""
+    """Return the record's hard fields; for an older record without any, they come from its environment."""
     environment = record.environment
     fields = {"device": record.device.partition(":")[0], **environment.fingerprint_hard}
     if not environment.fingerprint_hard:
@@ -78,4 +78,4 @@ def _dtypes(record: RunRecord) -> list[str]:
 def _differences(baseline: Mapping[str, str], candidate: Mapping[str, str]) -> list[Mismatch]:
     names: Iterable[str] = sorted({**baseline, **candidate})
     pairs = ((name, baseline.get(name), candidate.get(name)) for name in names)
-    return [Mismatch(name, one, other) for name, one, other in pairs if one != other]
+    return [Mismatch(name, old, new) for name, old, new in pairs if old != new]

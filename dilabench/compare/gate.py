@@ -1,7 +1,7 @@
 """From looks at sessions that grow in number to verdicts, and from these to an exit code.
 
-Every look has a level of its own (`Policy.confidence_at`), so that going on until SAME is proven errs no more often
-than promised. A change, in either direction, is claimed on fresh sessions alone, which no look has chosen.
+Every look has its own confidence level (`Policy.confidence_at`), so that measuring until SAME is proven errs no more
+often than promised. A change, in either direction, is claimed only from fresh sessions, which no look has selected.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -23,15 +23,15 @@ def exit_code(comparison: Comparison, fail_on: Collection[str] = ("slower", "lar
 
     Wrong output counts always, and so does a case that the baseline had measured and that now fails. Slower pairs
     (never advisory ones) and larger peaks count as regressions; `inconclusive` also counts cases without a verdict that
-    the baseline has. Without a single pair nothing was compared.
+    the baseline has. A comparison without any pair counts as "nothing compared".
     """
     rest, pairs = comparison.uncompared, comparison.pairs
-    undecided = any(pair.verdict.code is Code.INCONCLUSIVE for pair in pairs) or any(one.regressed for one in rest)
+    undecided = any(pair.verdict.code is Code.INCONCLUSIVE for pair in pairs) or any(case.regressed for case in rest)
     slower = "slower" in fail_on and any(pair.verdict.fails_gate for pair in pairs)
     larger = "larger" in fail_on and any(pair.memory is not None and pair.memory.fails_gate for pair in pairs)
     return exit_code_for(
-        wrong=any(one.lack == "wrong output" for one in rest),
-        failed=any(one.lack == "failed" and one.regressed for one in rest),
+        wrong=any(case.lack == "wrong output" for case in rest),
+        failed=any(case.lack == "failed" and case.regressed for case in rest),
         slower=slower or larger,
         undecided="inconclusive" in fail_on and undecided and bool(pairs),
         nothing=not pairs,
@@ -39,27 +39,27 @@ def exit_code(comparison: Comparison, fail_on: Collection[str] = ("slower", "lar
 
 
 def common_change(comparison: Comparison) -> str | None:
-    """What to say where all of several cases moved beyond their margins, one way: the machine may be the reason."""
+    """Return a warning if all of several cases moved beyond their margins in one direction, else None."""
     logs = [pair.verdict.numbers.log_ratio for pair in comparison.pairs]
     beyond = all(abs(pair.verdict.numbers.log_ratio) > log1p(pair.verdict.threshold) for pair in comparison.pairs)
     if len(logs) < 2 or not beyond or min(logs) < 0 < max(logs):
         return None
-    way = "slower" if logs[0] > 0 else "faster"
+    direction = "slower" if logs[0] > 0 else "faster"
     return (
-        f"all {len(logs)} cases look {way}: what they share has changed, or the machine since the baseline; "
-        "`--relative-to IMPL`, whose code did not change, tells these apart"
+        f"all {len(logs)} cases look {direction}: either code that they share has changed, or the machine; "
+        "`--relative-to IMPL`, with an implementation whose code did not change, decides which"
     )
 
 
 def confirmed(first: Comparison, second: Comparison | None) -> Comparison:
-    """The comparison that counts: pairs flagged at first have the verdict of the second data alone.
+    """Return the final comparison: a pair flagged at first has the verdict of the second data alone.
 
     A flagged pair that the second comparison lacks is inconclusive; its notes say what went wrong there.
     """
     again = {pair.candidate.case_id: pair for pair in second.pairs} if second else {}
     flagged = {case.case_id for case in first.flagged}
     pairs = [_decided(pair, again.get(pair.candidate.case_id)) for pair in first.pairs]
-    extra = [one for one in second.uncompared if one.case.case_id in flagged] if second else []
+    extra = [entry for entry in second.uncompared if entry.case.case_id in flagged] if second else []
     warnings = dict.fromkeys([*first.warnings, *(second.warnings if second else ())])
     return Comparison(pairs=tuple(pairs), uncompared=(*first.uncompared, *extra), warnings=tuple(warnings))
 
@@ -69,7 +69,7 @@ def _decided(first: ComparedPair, second: ComparedPair | None) -> ComparedPair:
         return first
     verdict = confirm(first.verdict, second.verdict if second else None)
     if verdict.flagged:
-        # It asks for fresh sessions, and these were they.
+        # The hint asks for fresh sessions, which have now been measured.
         verdict = replace(verdict, hint="")
     note = f"first look: {first.verdict.reason}"
     return replace(first, verdict=verdict, notes=(note, *first.notes))
@@ -84,16 +84,16 @@ def until_decided(
 ) -> Comparison:
     """The verdicts on all cases, each from the look that decided it.
 
-    measure: so many sessions of these cases; none where that cannot be. further: how many sessions to measure next of
-    cases that have so many; 0 ends it.
+    measure(cases, n): measures n sessions of the cases and returns their records; empty if it cannot. further(cases,
+    n): how many sessions to measure next of cases that have n; 0 ends the looks.
     """
     final, records, look = Comparison(pairs=()), list[RunRecord](), 0
     while cases and (count := further(cases, len(records))):
         records += measure(cases, count)
         look += 1
-        found = looked_at(records, cases, measure, judge, replace(policy, look=look))
-        judged, cases = cases, {pair.candidate.case_id for pair in found.pairs if pair.verdict.undecided}
-        final = final.updated(found, judged)
+        comparison = looked_at(records, cases, measure, judge, replace(policy, look=look))
+        judged, cases = cases, {pair.candidate.case_id for pair in comparison.pairs if pair.verdict.undecided}
+        final = final.updated(comparison, judged)
     return final
 
 
@@ -104,11 +104,11 @@ def looked_at(
     judge: Callable[[Sequence[RunRecord], CaseIds, Policy], Comparison],
     policy: Policy,
 ) -> Comparison:
-    """The verdicts of one look at these sessions; what seems to have changed has that of as many fresh ones."""
-    found = judge(records, cases, policy)
-    flagged = {case.case_id for case in found.flagged}
+    """Return the verdicts of one look; cases that seem to have changed are judged on as many fresh sessions instead."""
+    comparison = judge(records, cases, policy)
+    flagged = {case.case_id for case in comparison.flagged}
     if not flagged:
-        return found
+        return comparison
     fresh = measure(flagged, max(LOOK_SESSIONS[0], len(records)))
-    # At the level of a second look: the baseline is the one that the first data were compared with.
-    return confirmed(found, judge(fresh, flagged, replace(policy, look=2)) if fresh else None)
+    # Judged at the level of a second look, because the baseline is the same as for the first data.
+    return confirmed(comparison, judge(fresh, flagged, replace(policy, look=2)) if fresh else None)

@@ -10,7 +10,7 @@ from dilabench.compare.comparison import ComparedPair, Comparison, Selection, ev
 from dilabench.record import Case, RunRecord
 from dilabench.stats.decisions.decide import Policy
 
-# Longer names would take the room of the columns that they head.
+# Longer names would make the columns below them too wide.
 MOST_CHARACTERS = 16
 
 
@@ -41,24 +41,24 @@ class Matrix:
     @property
     def cases(self) -> tuple[CaseMatrix, ...]:
         """Every case of any run, in the order in which it is first met."""
-        found: dict[str, CaseMatrix] = {}
+        by_id: dict[str, CaseMatrix] = {}
         for (base, new), comparison in self.comparisons.items():
             for pair in comparison.pairs:
-                found.setdefault(pair.candidate.case_id, CaseMatrix(pair.candidate)).pairs[base, new] = pair
-            for one in comparison.uncompared:
-                endings = found.setdefault(one.case.case_id, CaseMatrix(one.case)).endings
-                endings |= {base: one.baseline, new: one.candidate}
-        return tuple(found.values())
+                by_id.setdefault(pair.candidate.case_id, CaseMatrix(pair.candidate)).pairs[base, new] = pair
+            for entry in comparison.uncompared:
+                endings = by_id.setdefault(entry.case.case_id, CaseMatrix(entry.case)).endings
+                endings |= {base: entry.baseline, new: entry.candidate}
+        return tuple(by_id.values())
 
     @property
     def with_first(self) -> tuple[Comparison, ...]:
-        """The first run's comparisons with all others: what exit codes rest on."""
-        return tuple(one for (base, _), one in self.comparisons.items() if base == 0)
+        """Return the first run's comparisons with all others, which determine the exit code."""
+        return tuple(comparison for (base, _), comparison in self.comparisons.items() if base == 0)
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """The warnings of all comparisons, each once."""
-        return tuple(dict.fromkeys(text for one in self.comparisons.values() for text in one.warnings))
+        return tuple(dict.fromkeys(text for comparison in self.comparisons.values() for text in comparison.warnings))
 
 
 def compare_all(
@@ -69,7 +69,7 @@ def compare_all(
     select: Selection = everything,
     reference: str | None = None,
 ) -> Matrix:
-    """Compare every run with every later one, as `compare_across` does; all verdicts are corrected together."""
+    """Compare every run with every later one by `compare_across`, and correct all verdicts together."""
     places = list(combinations(range(len(sides)), 2))
     pairs = [(sides[base], sides[new]) for base, new in places]
     comparisons = compare_each(pairs, policy=policy, select=select, reference=reference)

@@ -1,7 +1,7 @@
-"""Times relative to a reference that took turns with them: what disturbs the machine, or a whole session, cancels.
+"""Times relative to a reference that was interleaved with them: disturbances of the machine or a session cancel.
 
-Only who knows that the code of the reference did not change can ask for this. Records of different software are
-refused, because the reference may have changed with it.
+The user vouches that the code of the reference did not change. Records of different software are refused, because
+the reference may have changed with it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,19 +17,19 @@ Turns = Mapping[tuple[str, str], Timing]
 
 
 def relative_to(name: str, baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> list[list[RunRecord]]:
-    """Both sides as they were had the implementation `name` always taken as long as in the last baseline session.
+    """Scale both sides as if the implementation `name` had always taken as long as in the last baseline session.
 
-    Its own rows stay as they are; a row that did not take turns with it loses its samples. Raises ConfigError where the
-    baseline did not measure it, or where the software of two records differs.
+    The rows of `name` keep their times; a row that was not interleaved with it loses its samples. Raises ConfigError if
+    the baseline did not measure `name`, or if the software of two records differs.
     """
     records = [*baseline, *candidate]
-    differing = [str(one) for record in records for one in soft_mismatches(baseline[0], record)]
+    differing = [str(mismatch) for record in records for mismatch in soft_mismatches(baseline[0], record)]
     versions = {record.tool_version for record in records}
     if differing or len(versions) > 1:
         changed = differing[0] if differing else f"dilabench: {' against '.join(sorted(versions))}"
         raise ConfigError(
-            f"{name} is no reference here, for it may have changed as well ({changed}); measure the baseline again, or "
-            "leave the reference out"
+            f"{name} cannot be the reference, because it may have changed as well ({changed}); measure the baseline "
+            "again, or omit the reference"
         )
     known = {row.case.implementation for record in baseline for row in record.rows if is_measured(row)}
     if name not in known:
@@ -47,7 +47,7 @@ def _relative(record: RunRecord, name: str, typical_ns: Mapping[tuple[str, str],
     for row in record.rows:
         if isinstance(row.outcome, Measured) and row.case.implementation != name:
             keyed = [((row.case.group_id, timing.timer), timing) for timing in row.outcome.timings]
-            timings = tuple(_scaled(one, turns[key], typical_ns[key]) for key, one in keyed if key in turns)
+            timings = tuple(_scaled(timing, turns[key], typical_ns[key]) for key, timing in keyed if key in turns)
             row = row.model_copy(update={"outcome": row.outcome.model_copy(update={"timings": timings})})
         rows.append(row)
     return record.model_copy(update={"rows": tuple(rows)})
@@ -64,7 +64,7 @@ def _turns(record: RunRecord, name: str) -> Turns:
 
 
 def _scaled(timing: Timing, reference: Timing, typical_ns: float) -> Timing:
-    """Every slot by what the reference took in the same round."""
+    """Scale every slot by the reference's time in the same round."""
     slots = []
     for turn, slot in (pair for session in matched(reference, timing) for pair in session):
         factor = typical_ns / _quartile_ns(turn.samples_ns)

@@ -1,4 +1,4 @@
-"""What verdicts of both routes share: notes of the rows, memory, throttling, correction for many pairs."""
+"""Functions for verdicts of both routes: notes of the rows, memory, throttling, correction for many pairs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ def corrected(verdicts: Sequence[Verdict], throttled: Sequence[bool], policy: Po
 
     An advisory verdict can fail nothing, so it must not make the gated ones more careful.
     """
-    withdrawn = [_withdrawn(one) if hot else one for one, hot in zip(verdicts, throttled, strict=True)]
+    withdrawn = [_withdrawn(verdict) if hot else verdict for verdict, hot in zip(verdicts, throttled, strict=True)]
     result = list(withdrawn)
     for advisory in (False, True):
         family = [index for index, verdict in enumerate(withdrawn) if verdict.advisory is advisory]
@@ -43,7 +43,7 @@ def _withdrawn(verdict: Verdict) -> Verdict:
 
 
 def memory_verdict(baseline: Sequence[Row], candidate: Sequence[Row]) -> tuple[MemoryVerdict | None, str | None]:
-    """The verdict on peak memory, or why there is none although a side has a peak.
+    """Return the verdict on peak memory, or the reason for its absence if a side has a peak.
 
     The baseline's largest peak is compared with the candidate's smallest. A count of torch's allocator is judged
     exactly, the resident sets of older records by wider limits, because they vary by pages from run to run.
@@ -65,7 +65,7 @@ def memory_verdict(baseline: Sequence[Row], candidate: Sequence[Row]) -> tuple[M
 
 def _memories(rows: Sequence[Row]) -> list[Memory]:
     outcomes = (row.outcome for row in rows)
-    return [one.memory for one in outcomes if isinstance(one, Measured) and one.memory is not None]
+    return [outcome.memory for outcome in outcomes if isinstance(outcome, Measured) and outcome.memory is not None]
 
 
 def row_notes(baseline: Row, candidate: Row) -> list[str]:

@@ -1,13 +1,13 @@
 """One view of a measured row, of a pair of rows and of all rows of a workload: every output reads its figures here.
 
 The time of a row is the median of all samples of its first timing (`record.ESTIMATOR`), with an interval that allows
-for samples taken in turns (`stats.samples.location`). Verdicts rest on sharper locations of turns, which are shown only
-as a ratio (`stats.decisions.paired`).
+for interleaved samples (`stats.samples.location`). Verdicts use sharper locations of slots, which are shown only as a
+ratio (`stats.decisions.paired`).
 
-Rows are ranked by the rule that `compare` decides with. The ratio of two rows comes from the rounds that both took
-turns in, so that drift and load cancel; if they shared none, from their medians, which prove nothing. Rounds are
-compared by their undisturbed samples. A row that is disturbed in most of them, as one whose launches are waited for on
-a busy host, is not what its user sees there: it is proven to be faster only if its median says so, too.
+Rows are ranked by the rule that `compare` decides with. The ratio of two rows comes from the rounds that both took part
+in, so that drift and load cancel; without common rounds it comes from their medians, which prove nothing. Rounds are
+compared by their undisturbed samples. If most rounds of a row are disturbed (kernel launches on a busy host, say),
+these samples differ from what its user sees: the row is proven faster only if its median is smaller, too.
 """
 
 import weakref
@@ -17,21 +17,21 @@ from math import log
 from statistics import fmean, stdev
 
 from dilabench.errors import ConfigError
-from dilabench.metadata import NOTES
-from dilabench.record import Measured, Memory, Row, Slot, Timing
+from dilabench.metadata import NOTES, WAY
+from dilabench.record import Measured, Memory, Row, RunRecord, Slot, Timing
 from dilabench.stats.decisions.decide import Policy, judge_many
 from dilabench.stats.decisions.paired import PairedRounds, estimate_many
 from dilabench.stats.decisions.verdicts import Cause, Code
 from dilabench.stats.samples.location import Interval, Location, locate_sessions, quantile
 from dilabench.workload.spec import flops
 
-# Heat and brakes are faults of the moment; running into the power limit is how large GPUs work under full load.
+# Thermal and hardware slow-downs are temporary faults; large GPUs normally run at their power limit under full load.
 FAULTS = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
 MAX_FAULTY_SHARE = 0.2
 
 SessionSlots = list[tuple[int, ...]]
 
-# By the identity of timings that are alive: comparing thousands of samples would take longer than locating them.
+# Keyed by the identity of live timings: comparing thousands of samples would take longer than locating them.
 _LOCATIONS: dict[int, tuple[weakref.ref[Timing], Location]] = {}
 
 
@@ -123,7 +123,7 @@ class RowView:
 
     @property
     def density(self) -> float:
-        """What is computed over what full attention computes under the same mask and window."""
+        """Pairs computed / pairs that full attention computes under the same mask and window."""
         return self.row.case.workload.pattern.density_of(self.row.case.workload.shapes)
 
     @property
@@ -147,16 +147,26 @@ def measured_view(row: Row) -> RowView:
 
 
 def is_quotable(row: Row) -> bool:
-    """Whether its time stands for what it claims to: measured, and no note says that it cannot be true."""
+    """Return True if the row was measured and no note says that its time cannot be true."""
     if not isinstance(row.outcome, Measured) or not any(timing.has_samples for timing in row.outcome.timings):
         return False
     return not is_impossible(row)
 
 
 def is_impossible(row: Row) -> bool:
-    """Whether a note says that its time cannot be true."""
+    """Return True if a note says that the row's time cannot be true."""
     notes = row.outcome.notes if isinstance(row.outcome, Measured) else ()
     return any(kind.disqualifies for note in notes if (kind := NOTES.get(note.code)))
+
+
+def lengths_without_rows(record: RunRecord) -> tuple[int, ...]:
+    """The lengths in tokens, in ascending order, of which a record has no measured row.
+
+    The lengths of a search (label `way`) do not count: it goes on until one is too long.
+    """
+    planned = {row.case.workload.seq_len for row in record.rows if WAY.of(row.planned) is None}
+    measured = {row.case.workload.seq_len for row in record.rows if isinstance(row.outcome, Measured)}
+    return tuple(sorted(planned - measured))
 
 
 def first_timing(row: Row) -> Timing | None:
@@ -193,7 +203,7 @@ def verified_text(outcome: Measured) -> str:
 
 
 def location_of(timing: Timing) -> Location:
-    """Median and interval of a timing's samples; found once, because tables, rankings and plots all ask for it."""
+    """Return median and interval of a timing's samples; cached, because tables, rankings and plots all use it."""
     key = id(timing)
     known = _LOCATIONS.get(key)
     if known is None or known[0]() is not timing:
@@ -220,7 +230,7 @@ def sessions_of(timings: Iterable[Timing]) -> list[SessionSlots]:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """The rounds of two cases. `rounds` is None when they were never interleaved; `throttled`: too many rounds were."""
+    """The rounds of two cases. `rounds`: None if they were never interleaved. `throttled`: too many rounds were."""
 
     rounds: PairedRounds | None
     left_out: int = 0
@@ -241,16 +251,16 @@ def common_timings(baseline: Row, candidate: Row) -> tuple[Timing, Timing] | Non
 def pair(timings: Iterable[tuple[Timing, Timing]]) -> Pairing:
     """Pair the slots of two cases, (baseline, candidate) per record; each record adds its sessions.
 
-    Slots pair when they belong to one round and took different turns in it: equal positions mean that the cases were
-    measured one after the other, whatever their numbers say. Rounds slowed down by heat are left out while they are
-    few (a fifth at most).
+    Slots pair if they belong to one round and have different positions in it: equal positions mean that the cases were
+    measured one after the other, even if the round numbers agree. Rounds slowed down by heat are omitted while they
+    are few (a fifth at most).
     """
     sessions: list[list[tuple[Slot, Slot]]] = []
     left_out = 0
     for baseline, candidate in timings:
-        found = matched(baseline, candidate)
-        left_out += max(len(baseline.slots), len(candidate.slots)) - sum(map(len, found))
-        sessions += found
+        slot_pairs = matched(baseline, candidate)
+        left_out += max(len(baseline.slots), len(candidate.slots)) - sum(map(len, slot_pairs))
+        sessions += slot_pairs
     count = sum(map(len, sessions))
     if not count:
         return Pairing(None, left_out)
@@ -277,8 +287,8 @@ def is_throttled(timings: Sequence[Timing]) -> bool:
 def matched(baseline: Timing, candidate: Timing) -> list[list[tuple[Slot, Slot]]]:
     """Pairs of slots by session.
 
-    Where a round has one number throughout, that number alone decides: a case whose worker died continues in a new
-    session while the other cases stay in the old one.
+    If round numbers are unique, they alone decide: a case whose worker died continues in a new session, while the other
+    cases stay in the old one.
     """
     alone = _rounds_are_unique(baseline) and _rounds_are_unique(candidate)
     partners = {slot.round if alone else (slot.session, slot.round): slot for slot in candidate.slots}
@@ -296,9 +306,9 @@ def _rounds_are_unique(timing: Timing) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PairView:
-    """Time of a candidate / time of a baseline: from the rounds that both took turns in, else from their medians.
+    """Time of a candidate / time of a baseline: from their common rounds, else from their medians.
 
-    `interval`: of the ratio; None where the evidence is too thin for one. `session_log_ratios`: ln(ratio) by session.
+    `interval`: of the ratio; None if there is too little evidence. `session_log_ratios`: ln(ratio) by session.
     """
 
     ratio: float
@@ -308,17 +318,19 @@ class PairView:
 
 def pair_views(pairs: Sequence[tuple[Row, Row]]) -> list[PairView]:
     """The view of each (baseline, candidate), both measured."""
-    timings = [None if one is other else common_timings(one, other) for one, other in pairs]
+    timings = [None if old is new else common_timings(old, new) for old, new in pairs]
     rounds = [pair([both]).rounds if both else None for both in timings]
-    found = iter(
-        PairView(one.ratio, one.interval and one.interval.as_ratio(), one.session_log_ratios)
-        for one in estimate_many([one for one in rounds if one is not None], effect_size=False)
+    estimated = iter(
+        PairView(estimate.ratio, estimate.interval and estimate.interval.as_ratio(), estimate.session_log_ratios)
+        for estimate in estimate_many([paired for paired in rounds if paired is not None], effect_size=False)
     )
-    return [_of_medians(*both) if one is None else next(found) for both, one in zip(pairs, rounds, strict=True)]
+    return [
+        _of_medians(*both) if paired is None else next(estimated) for both, paired in zip(pairs, rounds, strict=True)
+    ]
 
 
 def _of_medians(baseline: Row, candidate: Row) -> PairView:
-    """The interval reaches from the ends of one row's interval to the other ends of the other's."""
+    """Return the ratio of the medians; its interval combines opposite ends of the two rows' intervals."""
     if baseline is candidate:
         return PairView(1.0, None, (0.0,))
     old, new = measured_view(baseline), measured_view(candidate)
@@ -334,9 +346,9 @@ class Ranking:
     """Rows that compute the same function of the same inputs, compared.
 
     `baseline`: the row that speed-ups refer to. `speedups`: by case id, time of the baseline / time of the row.
-    `tied`: rows of which nobody can say that they are slower than the fastest, whose median is the smallest of theirs.
-    `too_few_rounds`: of none of these, because they shared too few rounds with it. `probable`: then the intervals of
-    their medians do not overlap its own.
+    `tied`: rows that are not proven slower than the fastest; its median is the smallest of them.
+    `too_few_rounds`: all of `tied` shared too few rounds with the fastest to be decided. `probable`: then the intervals
+    of their medians do not overlap its own.
     """
 
     fastest: Row
@@ -348,14 +360,14 @@ class Ranking:
 
     @property
     def proven(self) -> bool:
-        """Every other row is slower, beyond the margin and beyond doubt."""
+        """Return True if every other row is proven to be slower by more than the margin."""
         return not self.tied and len(self.speedups) > 1
 
 
 def rank(rows: Sequence[Row], device: str) -> Ranking | None:
-    """Speed-ups refer to the plain method if it was measured, else to the first row; None without a row to quote.
+    """Rank the quotable rows; None if there is none. Speed-ups refer to the plain method, else to the first row.
 
-    Rows of plug-ins are referred to only if no row of dilabench's own has a time to quote.
+    A row of a plug-in is the baseline only if no row of dilabench's has a time to quote.
     """
     quotable = [row for row in rows if is_quotable(row)]
     if not quotable:
@@ -385,8 +397,8 @@ def _reach(row: Row) -> tuple[float, float]:
 
 
 def _not_slower(fastest: Row, others: Sequence[Row], device: str) -> tuple[tuple[Row, ...], tuple[Row, ...], Row]:
-    """The rows that are not proven to be slower, those of them with too few common rounds to prove anything, and the
-    row of all with the smallest medians in common rounds."""
+    """Return the rows that are not proven slower, those of them with too few common rounds for a proof, and the row
+    with the smallest medians in common rounds."""
     compared, unheard, undecided = [], [], []
     for row in others:
         timings = common_timings(fastest, row)
@@ -399,16 +411,16 @@ def _not_slower(fastest: Row, others: Sequence[Row], device: str) -> tuple[tuple
     verdicts = judge_many(in_common, Policy.for_device(device), effect_size=False)
     medians = estimate_many(in_common, statistic="median", effect_size=False)
     ahead, least = fastest, 1.0
-    for (row, _), found, by_median in zip(compared, verdicts, medians, strict=True):
+    for (row, _), verdict, by_median in zip(compared, verdicts, medians, strict=True):
         if by_median.ratio < least:
             ahead, least = row, by_median.ratio
-        if found.cause is Cause.TOO_FEW_ROUNDS:
+        if verdict.cause is Cause.TOO_FEW_ROUNDS:
             unheard.append(row)
-        elif found.code is not Code.SLOWER or by_median.ratio < 1:
+        elif verdict.code is not Code.SLOWER or by_median.ratio < 1:
             undecided.append(row)
-    # By identity: to compare rows takes long.
+    # By identity: comparing rows is slow.
     chosen = {id(row) for row in (*undecided, *unheard)}, {id(row) for row in unheard}
-    tied, alone = (tuple(row for row in others if id(row) in some) for some in chosen)
+    tied, alone = (tuple(row for row in others if id(row) in ids) for ids in chosen)
     return tied, alone, ahead
 
 

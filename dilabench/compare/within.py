@@ -49,8 +49,8 @@ def compare_within(
 ) -> Comparison:
     """Every row against the baseline row of its workload group.
 
-    by: what may differ inside a pair. base: its value on the baseline side; by default the plain method, else whatever
-    the record has first. Raises ConfigError when no row has that value.
+    by: what may differ inside a pair. base: its value on the baseline side; by default the plain method, else that of
+    the record's first row. Raises ConfigError if no row has that value.
     """
     rows = [{row.case.case_id: row for row in record.rows} for record in records]
     first = {case_id: row for record in reversed(rows) for case_id, row in record.items()}
@@ -61,11 +61,11 @@ def compare_within(
     rest: list[Uncompared] = []
     for group in _groups(chosen, by):
         for baseline, candidate in _baseline_of_each(group, by, base):
-            found = _pair(baseline, candidate, rows)
-            if isinstance(found, _Pair):
-                pairs.append(found)
+            match = _pair(baseline, candidate, rows)
+            if isinstance(match, _Pair):
+                pairs.append(match)
             else:
-                rest.append(found)
+                rest.append(match)
     return Comparison(pairs=tuple(_compared(pairs, policy)), uncompared=tuple(rest))
 
 
@@ -73,8 +73,12 @@ def _groups(rows: Sequence[Row], by: By) -> list[list[Row]]:
     """Rows that may be compared: the same workload, taking the same inputs, and alike in the other dimensions."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        # an implementation brings its backend with it, the other two are compared with all else equal
-        fixed = [] if by == "implementation" else [_value(row.case, one) for one in DIMENSIONS if one != by]
+        # Implementations are compared with any backend, the other dimensions with all else equal.
+        fixed = (
+            []
+            if by == "implementation"
+            else [_value(row.case, dimension) for dimension in DIMENSIONS if dimension != by]
+        )
         groups.setdefault((row.case.group_id, row.planned.takes, *fixed), []).append(row)
     return list(groups.values())
 
@@ -88,8 +92,8 @@ def _baseline_of_each(group: Sequence[Row], by: By, base: str | None) -> Iterato
     baselines.sort(key=lambda row: not is_measured(row))
     candidates = [row for row in group if _value(row.case, by) != named]
     for candidate in candidates:
-        own = candidate.case.backend, candidate.case.optimizations
-        alike = [row for row in baselines if is_measured(row) and (row.case.backend, row.case.optimizations) == own]
+        wanted = candidate.case.backend, candidate.case.optimizations
+        alike = [row for row in baselines if is_measured(row) and (row.case.backend, row.case.optimizations) == wanted]
         yield next(iter([*alike, *baselines]), None), candidate
     if not candidates:
         yield from ((None, row) for row in baselines)
@@ -105,11 +109,11 @@ def _value(case: Case, by: By) -> str:
 def _pair(baseline: Row | None, candidate: Row, records: Sequence[dict[str, Row]]) -> _Pair | Uncompared:
     """The timings of a pair in all records, or why it cannot be compared."""
     if baseline is None:
-        other = "has no other row of this workload"
-        return Uncompared(case=candidate.case, lack="not comparable", baseline=other, candidate=ending(candidate))
+        lack = "has no other row of this workload"
+        return Uncompared(case=candidate.case, lack="not comparable", baseline=lack, candidate=ending(candidate))
     ids = baseline.case.case_id, candidate.case.case_id
-    both = [(record[ids[0]], record[ids[1]]) for record in records if all(one in record for one in ids)]
-    measured = [(one, other) for one, other in both if is_measured(one) and is_measured(other)]
+    both = [(record[ids[0]], record[ids[1]]) for record in records if all(case_id in record for case_id in ids)]
+    measured = [(old, new) for old, new in both if is_measured(old) and is_measured(new)]
     if not measured:
         return Uncompared(
             case=candidate.case,
@@ -117,8 +121,8 @@ def _pair(baseline: Row | None, candidate: Row, records: Sequence[dict[str, Row]
             baseline=f"{baseline.case.implementation} {ending(baseline)}",
             candidate=ending(candidate),
         )
-    timings = [found for one, other in measured if (found := common_timings(one, other))]
-    same_timer = [found for found in timings if found[0].timer == timings[0][0].timer]
+    timings = [common for old, new in measured if (common := common_timings(old, new))]
+    same_timer = [common for common in timings if common[0].timer == timings[0][0].timer]
     if not same_timer:
         text = "not measured by the same timer"
         return Uncompared(case=candidate.case, lack="not comparable", baseline=text, candidate=text)
@@ -126,38 +130,38 @@ def _pair(baseline: Row | None, candidate: Row, records: Sequence[dict[str, Row]
 
 
 def _compared(pairs: Sequence[_Pair], policy: Policy) -> Iterator[ComparedPair]:
-    pairings = [pair(found.timings) for found in pairs]
-    paired = iter(judge_many([one.rounds for one in pairings if one.rounds is not None], policy))
+    pairings = [pair(match.timings) for match in pairs]
+    paired = iter(judge_many([pairing.rounds for pairing in pairings if pairing.rounds is not None], policy))
     verdicts = [
-        next(paired) if one.rounds is not None else _by_sessions(found, policy)
-        for found, one in zip(pairs, pairings, strict=True)
+        next(paired) if pairing.rounds is not None else _by_sessions(match, policy)
+        for match, pairing in zip(pairs, pairings, strict=True)
     ]
-    final = corrected(verdicts, [one.throttled for one in pairings], policy)
-    for found, pairing, verdict in zip(pairs, pairings, final, strict=True):
-        memory, no_memory = memory_verdict([found.baseline], [found.candidate])
+    final = corrected(verdicts, [pairing.throttled for pairing in pairings], policy)
+    for match, pairing, verdict in zip(pairs, pairings, final, strict=True):
+        memory, no_memory = memory_verdict([match.baseline], [match.candidate])
         notes = [*_pairing_notes(pairing), *([no_memory] if no_memory else [])]
         yield ComparedPair(
-            baseline=found.baseline.case,
-            candidate=found.candidate.case,
-            timer=found.timings[0][0].timer,
+            baseline=match.baseline.case,
+            candidate=match.candidate.case,
+            timer=match.timings[0][0].timer,
             route="stored" if pairing.rounds is None else "interleaved",
-            baseline_ns=median_over([old for old, _ in found.timings]),
-            candidate_ns=median_over([new for _, new in found.timings]),
+            baseline_ns=median_over([old for old, _ in match.timings]),
+            candidate_ns=median_over([new for _, new in match.timings]),
             verdict=verdict,
             memory=memory,
-            notes=(*notes, *row_notes(found.baseline, found.candidate)),
+            notes=(*notes, *row_notes(match.baseline, match.candidate)),
         )
 
 
-def _by_sessions(found: _Pair, policy: Policy) -> Verdict:
+def _by_sessions(cases: _Pair, policy: Policy) -> Verdict:
     """The verdict on cases that were not interleaved (both did not fit into memory, say), from their sessions."""
-    baseline, candidate = zip(*found.timings, strict=True)
+    baseline, candidate = zip(*cases.timings, strict=True)
     sides = StoredSessions(sessions_of(baseline), sessions_of(candidate))
     return decide(estimate_stored([sides], confidence=policy.confidence)[0], policy)
 
 
 def _pairing_notes(pairing: Pairing) -> Iterator[str]:
     if pairing.rounds is None:
-        yield "the two did not take turns in the same rounds, so they are compared as if measured at different times"
+        yield "the two were not interleaved in the same rounds, so they are compared as if measured at different times"
     elif pairing.left_out:
-        yield f"{counted(pairing.left_out, 'round')} without a sound partner left out"
+        yield f"{counted(pairing.left_out, 'round')} without a sound partner omitted"

@@ -167,13 +167,14 @@ class Driver:
     def stage_timeout_s(self, state: CaseState) -> float:
         """Longest wait for one answer: generous against the case's fair share, little beyond the budget.
 
-        Where other cases wait, half of what is left of the budget is theirs.
+        Where other cases wait, half of what is left of the budget is theirs, unless `patience_s` shares it out.
         """
         remaining = self.budget.remaining_s
         if remaining == inf:
             return self.timeout_s
         generous = max(self._least_s, self.patience_s, SHARES_PER_COMMAND * self.budget.share_s([state.case]))
-        return min(self.timeout_s, generous, (remaining / 2 if self.budget.waiting > 1 else remaining) + OVERRUN_S)
+        is_shared = self.budget.waiting > 1 and not self.patience_s
+        return min(self.timeout_s, generous, (remaining / 2 if is_shared else remaining) + OVERRUN_S)
 
     @property
     def _least_s(self) -> float:

@@ -5,7 +5,7 @@ With detached merge weights every branch is a launch by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.null_mass import log_zero_keys, log_zero_keys_of_documents
+from dilabench.impls.null_mass import ZeroKeysOfDocuments, log_zero_keys
 from dilabench.impls.one_operator import differentiable, is_plain_eager_call, new_number, register
 from dilabench.kernels.fused.backward import fused_backward
 from dilabench.kernels.fused.forward import fused_forward, fused_forward_partials
@@ -61,6 +61,10 @@ def _of_heads(workload: Workload, pattern: DilatedPattern) -> tuple[tuple[Any, .
     return about, {"branch_of_head": pattern.branch_of_head(workload.num_heads), "window": workload.window}
 
 
+# One that goes forward, and one that goes backward.
+_PACKINGS_WITH_ZERO_KEYS = 2
+
+
 class Packings:
     """What packings of one configuration have in common: a computation for another one takes microseconds per document.
 
@@ -71,21 +75,38 @@ class Packings:
         self._pattern = DilatedPattern.of(workload)
         self._detached = _is_detached(workload, self._pattern)
         self._about, self._options = _of_heads(workload, self._pattern)
-        self._heads = workload.num_heads, workload.num_kv_heads
-        self._zero_keys = self._pattern.has_zero_keys and not workload.causal
-        self._scale, self._tiles, self._device = workload.softmax_scale, read_tiles(context.tiles), context.device
+        self._scale, self._tiles = workload.softmax_scale, read_tiles(context.tiles)
+        self._zero_keys: ZeroKeysOfDocuments | None = None
+        if self._pattern.has_zero_keys and not workload.causal:
+            heads = workload.num_heads, workload.num_kv_heads
+            self._zero_keys = ZeroKeysOfDocuments(self._pattern, *heads, context.device)
+        self._kept: dict[Hashable, tuple[Tensor, ...]] = {}
 
     def of(self, bounds: tuple[int, ...]) -> Fused | FusedDetached:
         """The computation for documents from ``bounds[i]`` to ``bounds[i + 1]``, none of them empty."""
         branches = self._pattern.segment_lengths, self._pattern.dilation_rates
         plan = document_plan(*branches, bounds, *self._about, separate=self._detached, **self._options)
-        zero_keys: tuple[Tensor, ...] = ()
-        if self._zero_keys:
-            zero_keys = log_zero_keys_of_documents(self._pattern, *self._heads, bounds, self._device, self._detached)
         packing = Packing(bounds)
         if self._detached:
-            return FusedDetached(plan, self._scale, zero_keys, self._tiles, packing, self)
-        return Fused(plan, self._scale, zero_keys[0] if zero_keys else None, self._tiles, packing, self)
+            return FusedDetached(plan, self._scale, (), self._tiles, packing, self)
+        return Fused(plan, self._scale, None, self._tiles, packing, self)
+
+    def zero_keys(self, packing: Packing, x: Tensor) -> tuple[Tensor, ...]:
+        """Those of all branches together, or of each where merge weights are detached; none where there can be none.
+
+        They are as large as lse, so that only those of the latest packings stay, for the layers of a model.
+        """
+        if self._zero_keys is None:
+            return ()
+        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+        key = packing.bounds, stream, type(x)
+        found = self._kept.pop(key, None)
+        if found is None:
+            found = self._zero_keys(packing.bounds, self._detached)
+        self._kept[key] = found
+        while len(self._kept) > _PACKINGS_WITH_ZERO_KEYS:
+            del self._kept[next(iter(self._kept))]
+        return found
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -124,6 +145,8 @@ class Fused:
         config, mass = self.tiles.get("forward"), self.zero_keys
         if mass is not None:
             record([mass])
+        if self.packing is not None and self.packings is not None:
+            mass = next(iter(self.packings.zero_keys(self.packing, q)), None)
         return fused_forward(
             q,
             k,
@@ -198,14 +221,17 @@ class FusedDetached:
         self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None, cache: LaunchCache | None = None
     ) -> tuple[Tensor, Tensor, Partials]:
         """out and lse, and what each branch gives by itself."""
-        record(self.zero_keys)
+        masses = self.zero_keys
+        record(masses)
+        if self.packing is not None and self.packings is not None:
+            masses = self.packings.zero_keys(self.packing, q)
         return fused_forward_partials(
             q,
             k,
             v,
             self.plan,
             scale=self.scale,
-            log_masses=self.zero_keys,
+            log_masses=masses,
             config=self.tiles.get("forward"),
             beside=beside,
             packing=self.packing,

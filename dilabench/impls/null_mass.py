@@ -44,40 +44,58 @@ def log_zero_keys(
     return counts.log_().to(device)
 
 
-def log_zero_keys_of_documents(
-    pattern: DilatedPattern,
-    num_heads: int,
-    num_kv_heads: int,
-    bounds: Sequence[int],
-    device: torch.device,
-    apart: bool = False,
-) -> tuple[Tensor, ...]:
-    """As `log_zero_keys` for documents from ``bounds[i]`` to ``bounds[i + 1]`` where nothing is causal: [1, H, T], or
-    with `apart` [H, T] of each branch, float32, also where no row sees a zero key. Made on the device.
+class ZeroKeysOfDocuments:
+    """As `log_zero_keys` for packings of sequences where nothing is causal, made on the device without waiting for it.
+
+    A row of a segment sees as many zero keys in every head that has it: only which heads these are differs.
     """
-    edges = torch.tensor(bounds, dtype=torch.int32).to(device)
-    row = torch.arange(bounds[-1], dtype=torch.int32, device=device)
-    document = torch.bucketize(row, edges[1:], right=True, out_int32=True)
-    length = edges.diff()[document]
-    place = row - edges[document]
-    counts: list[Tensor] = []
-    of_head = pattern.branch_of_head(num_heads)
-    for index, (w, r) in enumerate(pattern.branches):
-        segment = length.clamp(max=w)
-        inside = place % segment
-        kept = torch.minimum(segment, length - (place - inside))
-        # Where the rate divides the segment, only the last one can lack positions.
-        lacks = -(-segment // r) if w % r else torch.where(kept + place - inside == length, -(-segment // r), 0)
-        takes_part = [of_head is None or of_head[head] == index for head in range(num_heads)]
-        of_heads = [
-            pattern.head_offset(head, r, num_heads, num_kv_heads) if takes_part[head] else -1
-            for head in range(num_heads)
+
+    def __init__(self, pattern: DilatedPattern, num_heads: int, num_kv_heads: int, device: torch.device) -> None:
+        of_head = pattern.branch_of_head(num_heads)
+        offsets = [
+            [
+                pattern.head_offset(head, r, num_heads, num_kv_heads) if of_head in (None, branch) else -1
+                for head, of_head in enumerate(of_head or [None] * num_heads)
+            ]
+            for branch, (_, r) in enumerate(pattern.branches)
         ]
-        offset = torch.tensor(of_heads, dtype=torch.int32).to(device)[:, None]
-        there = (inside % r == offset) & (lacks > 0)
-        counts.append(torch.where(there, lacks - (kept - offset + (r - 1)) // r, 0))
-    summed = counts if apart else [sum(counts[1:], counts[0])[None]]
-    return tuple(count.float().log_() for count in summed)
+        # [branches, H, 1], and [branches, 1] of each of the others.
+        self._offsets = torch.tensor(offsets, dtype=torch.int32).to(device)[..., None]
+        self._segments, self._rates = torch.tensor(pattern.branches, dtype=torch.int32).to(device).T[..., None]
+        self._divided = self._segments % self._rates == 0
+
+    def __call__(self, bounds: Sequence[int], apart: bool) -> tuple[Tensor, ...]:
+        """[1, H, T] of sequences from ``bounds[i]`` to ``bounds[i + 1]``, or with `apart` [H, T] of each branch;
+        float32, also where no row sees a zero key.
+        """
+        edges = self._on_device(torch.tensor(bounds, dtype=torch.int32))
+        row = torch.arange(bounds[-1], dtype=torch.int32, device=edges.device)
+        sequence = torch.bucketize(row, edges[1:], right=True)
+        start, stop = edges[sequence], edges[1:][sequence]
+        segment = torch.minimum(self._segments, stop - start)
+        inside = (row - start) % segment
+        left = stop - (row - inside)
+        kept = torch.minimum(segment, left)
+        residue = inside % self._rates
+        behind = self._rates - 1
+        # As many rows as a padded segment has on a residue, but for those that are there; where the rate divides the
+        # segment, only the last one of a sequence can lack some.
+        lacking = (segment + behind) // self._rates - (kept - residue + behind) // self._rates
+        lacking.masked_fill_(self._divided & (kept < left), 0)
+        of_branches = [*zip(residue, lacking.float(), self._offsets, strict=True)]
+        if apart:
+            # Kernels are compiled for addresses that 16 bytes divide, as each has that is made by itself.
+            return tuple(torch.where(own == offsets, keys.log(), -torch.inf) for own, keys, offsets in of_branches)
+        counts = torch.zeros((1, self._offsets.shape[1], bounds[-1]), device=edges.device)
+        for own, keys, offsets in of_branches:
+            counts += torch.where(own == offsets, keys, 0.0)
+        return (counts.log_(),)
+
+    def _on_device(self, x: Tensor) -> Tensor:
+        # A graph that is captured would read again what another packing is written over.
+        if self._offsets.is_cuda and not torch.cuda.is_current_stream_capturing():
+            return x.pin_memory().to(self._offsets.device, non_blocking=True)
+        return x.to(self._offsets.device)
 
 
 def _places(seeing: range, start: int, rows: Tensor | None) -> slice | Tensor:

@@ -212,11 +212,11 @@ def in_tiles(workload: Workload, context: BuildContext) -> InTiles | None:
         return None
     message = f"{backend.name} has no kernel for packed sequences: dilabench's tiles compute them, all in one launch"
     note = OWN_TILES.note(message, hint="choose a backend that has one")
-    # A row sees its whole stretch, as one of a single branch of rate 1 does.
+    # A row sees its whole stretch, as one of a single branch of rate 1 does; lists are those of many packings.
     from dilabench.impls.fused import Packings
 
     longest = max(stop - start for start, stop in pairwise(bounds))
-    pattern = {"kind": "dilated", "segment_lengths": (longest,), "dilation_rates": (1,)}
+    pattern = {"kind": "dilated", "segment_lengths": (1 << (longest - 1).bit_length(),), "dilation_rates": (1,)}
     behind = -workload.head_dim % (ROW_BYTES // dtype.itemsize)
     wider = workload.replace(pattern=pattern, head_dim=workload.head_dim + behind, scale=workload.softmax_scale)
     return InTiles(Packings(wider, context).of(tuple(bounds)), behind, (note,))

@@ -208,7 +208,7 @@ def bwd_preprocess(
     cache: that of the pass, in which this launch has a name. delta: room for rowsum(out * dout), like lse, for the
     next of several layouts, which reads neither out nor dout once it is ``found``. one_class: of out [B, n, H, D],
     which has no other rows; nothing is written of theirs. spans: where super-segments of documents lie
-    (`fused.packing.span_table`), whose rows the layout has one after another.
+    (`fused.packing.DocumentLists.spans`), whose rows the layout has one after another.
     """
     batch, length, num_heads, _ = dout.shape
     out, dout = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, dout))

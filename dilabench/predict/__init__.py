@@ -1,1 +1,1 @@
-"""What a case will need, before anything runs."""
+"""Predictions of a case's memory and time, before anything runs."""

@@ -1,4 +1,4 @@
-"""How long a run might take, from what was measured or from FLOPs: a prediction to decide by, never a result."""
+"""Predicted time of a run, from measured times or from FLOPs: a planning figure, never a result."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +34,7 @@ class TimePlan:
 
 
 def plan_time(case: Case, machine: Machine, cores: int) -> TimePlan:
-    """One call at the assumed rate of each device; over ranks, the even share of each."""
+    """Predict one call at the assumed rate of each device; over ranks, the work is shared evenly."""
     rate = _rate(case, machine, cores)
     workload = case.workload
     # Ranks on a CPU share its cores.
@@ -43,51 +43,51 @@ def plan_time(case: Case, machine: Machine, cores: int) -> TimePlan:
 
 
 def sufficient_budget_s(case: Case, machine: Machine, cores: int) -> float:
-    """A budget with which at least this case should get its samples, in seconds."""
+    """Return a budget in seconds that should be enough for this case."""
     return OVERHEAD_S + CALLS_PER_CASE * plan_time(case, machine, cores).seconds
 
 
 def expected_seconds(cases: Sequence[Case], machine: Machine, cores: int) -> float:
-    """What all cases should take together, builds and verification included."""
+    """Return the expected seconds of all cases together, builds and verification included."""
     calls_s = sum(CALLS_PER_CASE * plan_time(case, machine, cores).seconds for case in cases)
     return OVERHEAD_S + CASE_OVERHEAD_S * len(cases) + calls_s
 
 
 def expected_time(cases: Sequence[Case], machine: Machine, cores: int, budget_s: float | None) -> str:
-    """What is expected before anything runs, against the budget, in words."""
+    """Return a sentence about the expected time and the budget."""
     seconds = expected_seconds(cases, machine, cores)
     text = f"about {format_seconds(seconds)} expected, verification included"
     if budget_s is None:
         return f"{text}, no limit"
     if seconds <= budget_s:
         return f"{text}, at most {format_seconds(budget_s)}"
-    return f"{text}; the budget is {format_seconds(budget_s)}, and what it leaves out is said at the end"
+    return f"{text}; the budget is {format_seconds(budget_s)}, and the cases that it skips are listed at the end"
 
 
 def slow_dtypes(cases: Iterable[Case], machine: Machine) -> str | None:
-    """What to say of dtypes that most processors convert at every step; None on a GPU, and where none is asked for."""
+    """Return a note on dtypes that most processors convert at every step; None on a GPU or without such a dtype."""
     halves = sorted({case.workload.dtype for case in cases} & {"float16", "bfloat16"})
     return f"most processors are slow at {' and '.join(halves)}" if halves and machine.device == "cpu" else None
 
 
 def budget_option(seconds: float) -> str:
-    """The option that allows at least so much time."""
+    """Return the `--budget` option that allows at least this many seconds."""
     if seconds > 2 * SECONDS_PER_HOUR:
         return f"--budget {math.ceil(seconds / SECONDS_PER_HOUR)}h"
     return f"--budget {ROUND_TO_S * max(1, math.ceil(seconds / ROUND_TO_S))}s"
 
 
 def elapsed_seconds(record: RunRecord) -> float:
-    """Seconds from a run's start to its end, to whole ones; 0 where its end is not known."""
+    """Whole seconds from a run's start to its end; 0 if its end is not known."""
     if record.finished_at is None:
         return 0.0
     return (datetime.fromisoformat(record.finished_at) - datetime.fromisoformat(record.started_at)).total_seconds()
 
 
 def case_seconds(rows: Sequence[Row], wall_s: float) -> dict[str, float]:
-    """What each measured case took, by its id, where all together took `wall_s` seconds.
+    """Estimate the seconds of each measured case, by its id, if all together took `wall_s` seconds.
 
-    Processes and passes that no row shows are shared out like the rest: verification, set-up, warm-up and samples.
+    Overhead that no row records is distributed like the recorded times: verification, set-up, warm-up and samples.
     """
     shown_s = {row.case.case_id: _shown_s(row.outcome) for row in rows if isinstance(row.outcome, Measured)}
     total_s = sum(shown_s.values())
@@ -97,7 +97,7 @@ def case_seconds(rows: Sequence[Row], wall_s: float) -> dict[str, float]:
 
 
 def seconds_like(case: Case, rows: Sequence[Row], took_s: Mapping[str, float]) -> float:
-    """How long a case should take where measured rows took `took_s`; a longer one verifies and calls in proportion."""
+    """Predict the seconds of a case from measured rows, which took `took_s`, in proportion to its length."""
     measured = [row for row in rows if row.case.case_id in took_s]
     longest = max(measured, key=lambda row: flops(row.case.workload))
     assert isinstance(longest.outcome, Measured)

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from dilabench.compare.comparison import lengths_without_rows
-from dilabench.compare.view import Ranking, rank, view_of
+from dilabench.compare.view import Ranking, lengths_without_rows, rank, view_of
 from dilabench.engine.worker.outcomes import check_text
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import (
@@ -33,6 +32,7 @@ FOOTNOTES = {
     "†": "too few independent turns for 95 %: the interval is the whole range of the samples",
     "‡": "not to be quoted, and not ranked: the note on this row says why its time cannot be true",
     "✓": "its output was verified before timing: all rows, or a sample of that many",
+    "timed": "calls: of so many of them, while the clock ran, rows of the output were checked as well",
     "all vs": "a built-in: every row was compared with that built-in's, of which the oracle had confirmed a sample",
 }
 UNVERIFIED: frozenset[FailureCode] = frozenset({"wrong_output", "backend_not_proven"})

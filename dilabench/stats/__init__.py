@@ -6,11 +6,11 @@ natural logarithms of time ratios (candidate / baseline) until a verdict turns t
 ==================  =====================================================================================
 `location`          quantiles, median with an interval that allows for turns and sessions, Vargha-Delaney A12;
                     the relative width of the interval, by which sampling ends
-`paired`            rounds that interleave both sides -> `Estimate` of the log ratio (the trusted way)
+`paired`            rounds that interleave both sides -> `Estimate` of the log ratio (the more reliable route)
 `history`           stored baseline sessions against new ones -> `Estimate` by a prediction interval; the noise floor
 `decide`            `Estimate` + `Policy` -> `Verdict` SLOWER, FASTER, SAME or INCONCLUSIVE; Holm over all pairs;
                     how often a verdict comes out
-`verdicts`          verdicts as data; second data decide
+`verdicts`          verdicts as data; a flagged pair is decided by its second measurement
 `memory`            the exact memory gate
 `steps`             level shifts in a history (L1 Potts)
 `scaling`           power laws and crossover lengths, with intervals

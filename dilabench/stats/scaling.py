@@ -117,7 +117,7 @@ def _last_sign_change(
     last = crosses.shape[1] - 1 - np.argmax(crosses[:, ::-1], axis=1)
     rows = np.arange(len(curves))
     y0, y1 = before[rows, last], after[rows, last]
-    found = crosses.any(axis=1)
-    place = x[last] + (x[last + 1] - x[last]) * y0 / np.where(found, y0 - y1, 1.0)
+    crosses_zero = crosses.any(axis=1)
+    place = x[last] + (x[last + 1] - x[last]) * y0 / np.where(crosses_zero, y0 - y1, 1.0)
     already_won = (curves[:, -1] > 0) == baseline_wins_above
-    return np.where(found, place, np.where(already_won, -inf, inf))
+    return np.where(crosses_zero, place, np.where(already_won, -inf, inf))

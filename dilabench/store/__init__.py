@@ -1,1 +1,1 @@
-"""What is kept between runs: files of a run, the archive of finished ones, its index, baselines, calibrations."""
+"""Storage between runs: files of a run, the archive of finished runs, its index, baselines, calibrations."""

@@ -1,6 +1,6 @@
 """Finished runs, one immutable compressed file each: `runs/<UTC date>-<run id>.json.gz`. No torch.
 
-Everything else in the store can be made again from them.
+Everything else in the store can be rebuilt from them.
 """
 
 import gzip
@@ -39,9 +39,9 @@ class Archive:
         return self.root / "runs"
 
     def add(self, record: RunRecord) -> str:
-        """Keep a record and return its file's name; the same record twice is one file.
+        """Store a record and return its file's name; the same record twice is one file.
 
-        A resumed run has the id of its first part: it gets a file of its own, `<id>+2`, which replaces the first.
+        A resumed run has the id of its first part: it gets a separate file, `<id>+2`, which replaces the first.
         Raises ConfigError for an id that is no file name, EnvironmentNotReady when it cannot be written.
         """
         if not _RUN_ID.fullmatch(record.run_id):
@@ -65,17 +65,17 @@ class Archive:
         try:
             return read_file(self.folder / name) == data
         except OSError:
-            # Another user's, say.
+            # The file may belong to another user.
             return False
 
     def names(self) -> list[str]:
-        """The files' names in the order of their date, those without one, or with one in the future, first.
+        """Return the files' names by date; names without a date, or with one in the future, come first.
 
         Raises EnvironmentNotReady when the folder cannot be read.
         """
         try:
             with os.scandir(self.folder) as entries:
-                # Folders, pipes and what somebody else put there are no runs.
+                # Folders, pipes and foreign files are no runs.
                 names = [entry.name for entry in entries if _FILE.fullmatch(entry.name) and entry.is_file()]
         except (FileNotFoundError, NotADirectoryError):
             return []
@@ -84,7 +84,7 @@ class Archive:
         return sorted(names, key=_by_date)
 
     def newest(self) -> list[str]:
-        """The names without those that a later part of the same run replaces."""
+        """Return the names, except parts that a later part of the same run replaces."""
         latest: dict[str, tuple[int, str]] = {}
         for name in self.names():
             run, version = run_and_version(name)
@@ -109,7 +109,7 @@ def _by_date(name: str) -> tuple[bool, str]:
 
 
 def is_past(name: str) -> bool:
-    """Whether a name begins with a time that is no later than tomorrow: the clock of the run was not ahead."""
+    """Return True if a name begins with a time no later than tomorrow, so the clock of the run was not ahead."""
     return (
         name[:15].replace("T", "").isdigit() and name[:15] <= f"{datetime.now(UTC) + timedelta(days=1):%Y%m%dT%H%M%S}"
     )

@@ -1,6 +1,6 @@
 """Named baselines: `baselines.toml`, a name for one or more stored runs. No torch.
 
-Several runs under one name are the sessions of the baseline, of which a gate on time needs five.
+Several runs under one name are the sessions of the baseline; a gate on time needs five.
 """
 
 import json
@@ -76,8 +76,8 @@ class Baselines:
                     f"baseline {name!r} exists (saved {old.saved_at}, number of runs: {len(old.runs)}); "
                     "use --add for more sessions of the same code, or --replace to start over"
                 )
-            kept = old.runs if old and add else ()
-            saved = Baseline(runs=tuple(dict.fromkeys([*kept, *runs])), saved_at=now)
+            earlier = old.runs if old and add else ()
+            saved = Baseline(runs=tuple(dict.fromkeys([*earlier, *runs])), saved_at=now)
             self._write({**known, name: saved})
         return saved
 

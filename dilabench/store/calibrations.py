@@ -1,4 +1,4 @@
-"""What `dilabench calibrate` found on a machine: its noise floor and how often it finds a slow-down. No torch."""
+"""Results of `dilabench calibrate` on a machine: noise floor and detection rate of slow-downs. No torch."""
 
 from pathlib import Path
 

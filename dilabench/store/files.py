@@ -1,4 +1,4 @@
-"""Files of the store, written so that a reader sees the whole of one or none of it. No torch."""
+"""Atomic writes of the store's files: a reader sees a whole file or none. No torch."""
 
 import os
 from contextlib import AbstractContextManager
@@ -18,7 +18,7 @@ def store_root() -> Path:
 
 
 def write_whole(path: Path, data: bytes, *, replace: bool) -> bool:
-    """Write a file in one step; without `replace` an existing file stays, and the answer is False.
+    """Write a file atomically; without `replace` an existing file stays, and False is returned.
 
     Raises EnvironmentNotReady when the disk is full or the folder cannot be written; nothing is left behind then.
     """

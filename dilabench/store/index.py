@@ -1,7 +1,7 @@
-"""A SQLite index of the archive, for questions over many runs. It is a cache: it can always be made again. No torch.
+"""A SQLite index of the archive, for queries over many runs. It is a cache that can always be rebuilt. No torch.
 
-Writing a run does not touch it; opening it brings it up to date. So a kill, a full disk or two writers at once
-cannot damage it, and an index that cannot be read costs only the time to make a new one.
+Writing a run does not touch it; opening it brings it up to date. A kill, a full disk or two simultaneous writers
+cannot damage it, and an unreadable index is rebuilt.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from dilabench.compare.comparison import lengths_without_rows, searchable
+from dilabench.compare.comparison import searchable
 from dilabench.compare.fingerprint import machine_key
 from dilabench.errors import DilabenchError
 from dilabench.record import Measured, Row, RunRecord, Skipped
@@ -43,7 +43,7 @@ BY_DATE = "ORDER BY started_at, file"
 class RunEntry:
     """One run of the archive. machine: key of its hard fingerprint; git: short commit, with '+' when changed.
 
-    status: the record's, or 'incomplete' if a row had no time or a length has no measured row.
+    status: the record's, or 'incomplete' if the time budget skipped a row or a length has no measured row.
     """
 
     file: str
@@ -134,7 +134,7 @@ class HistoryIndex:
         if place != ":memory:" and not self._archive.root.is_dir():
             place = ":memory:"
         connection = sqlite3.connect(place, timeout=WAIT_S, isolation_level=None)
-        # A damaged text is no error of the query that reads it.
+        # Invalid UTF-8 must not raise in the query that reads it.
         connection.text_factory = lambda text: text.decode(errors="replace")
         try:
             connection.execute("BEGIN IMMEDIATE")
@@ -160,7 +160,7 @@ class HistoryIndex:
             try:
                 cells = [(file, row.case.case_id, searchable(row.case), *_row_fields(row)) for row in record.rows]
             except (DilabenchError, ArithmeticError, ValueError) as error:
-                # A pattern that is gone, or numbers that no measurement has: the others are shown all the same.
+                # An unknown pattern or impossible numbers: this file is skipped, the others are shown.
                 self._tell(f"run file {file!r} is left out: {error}")
                 continue
             _insert(connection, "runs", [_run_fields(file, record)])
@@ -175,7 +175,7 @@ def _is_damaged(error: Exception) -> bool:
 
 
 def _check(connection: sqlite3.Connection) -> None:
-    """An index of another version, or a damaged one, is emptied; the run files have everything."""
+    """Empty an index of another version or a damaged one; the run files have all data."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version == VERSION:
         with closing(connection.execute("PRAGMA quick_check")) as answer:
@@ -216,7 +216,9 @@ def _run_fields(file: str, record: RunRecord) -> tuple[object, ...]:
 
 
 def _is_incomplete(record: RunRecord) -> bool:
-    """Whether a row had no time, or a length has no row."""
+    """Return True if a row was not measured for lack of time, or a length has no row."""
+    from dilabench.compare.view import lengths_without_rows
+
     late = any(isinstance(row.outcome, Skipped) and row.outcome.code == "budget" for row in record.rows)
     return late or bool(lengths_without_rows(record))
 

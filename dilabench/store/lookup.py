@@ -1,4 +1,4 @@
-"""The run that a text means: a file or folder, a baseline's name, 'latest', or the id of a stored run. No torch."""
+"""Find the run that a text names: a file or folder, a baseline, 'latest', or the id of a stored run. No torch."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +16,9 @@ from dilabench.store.run_files import read_record
 
 
 class Store:
-    """Everything that is kept between runs: the archive, the baselines, the calibrations.
+    """Everything stored between runs: the archive, the baselines, the calibrations.
 
-    `tell` hears of files that are damaged and were left out of an answer.
+    `tell` receives a message for each damaged file that was skipped.
     """
 
     def __init__(self, root: Path | None = None, tell: Callable[[str], None] = lambda _: None) -> None:
@@ -46,7 +46,7 @@ class Store:
         return Calibrations(self.root)
 
     def records(self, text: str) -> tuple[RunRecord, ...]:
-        """The records that a text means: several for a baseline of several runs, else one.
+        """Return the records that a text names: several for a baseline of several runs, else one.
 
         Names go before paths, so that a folder called like a baseline does not hide it; './main' is always a path.
         'latest' is the newest run that can be read. Raises ConfigError when nothing or more than one run fits, or a
@@ -78,14 +78,14 @@ class Store:
         return kept or list(texts)
 
     def path_of(self, text: str) -> Path | None:
-        """The file or folder that a text means; None where it means something in the store."""
-        # os.path: unlike Path's, its answer about a text that no file can have as its name is no error.
+        """Return the file or folder that a text names; None if it names something in the store."""
+        # os.path, unlike Path, does not raise for a text that cannot be a file name.
         if not os.path.exists(text) or (os.sep not in text and (text == "latest" or text in self._baselines())):
             return None
         return Path(text)
 
     def _baselines(self) -> Mapping[str, Baseline]:
-        """The baselines; none where their file is damaged, which hides no run."""
+        """Return the baselines; empty if their file is damaged, so that stored runs can still be found."""
         try:
             return self.baselines.all()
         except DilabenchError as error:
@@ -93,14 +93,17 @@ class Store:
             return {}
 
     def _latest(self) -> RunRecord | None:
-        """The newest run that can be read; the error of the newest where none can, None where there is none."""
+        """Return the newest readable run, or None if the store is empty.
+
+        Raises the newest run's error if none is readable.
+        """
         names = self.archive.newest()
         refusal: DilabenchError | None = None
-        for _, found in sound_records(self.archive, names[::-1]):
-            if not isinstance(found, DilabenchError):
-                return found
-            self._tell(f"{found}; it is left out of 'latest'")
-            refusal = refusal or found
+        for _, record in sound_records(self.archive, names[::-1]):
+            if not isinstance(record, DilabenchError):
+                return record
+            self._tell(f"{record}; 'latest' skips it")
+            refusal = refusal or record
         if refusal:
             raise refusal
         return None

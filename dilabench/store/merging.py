@@ -25,7 +25,7 @@ ASKING = ("implementations", "backends", "presets", "overrides", "lengths", "bud
 
 
 def shared_records(store: Store, runs: Sequence[str]) -> tuple[list[RunRecord], list[str]]:
-    """The records of runs as they are named, and what to call each in a message.
+    """Return the records of the named runs, and a name of each for messages.
 
     Raises ConfigError for a run whose files contradict each other.
     """
@@ -33,11 +33,11 @@ def shared_records(store: Store, runs: Sequence[str]) -> tuple[list[RunRecord], 
     names: list[str] = []
     for run in runs:
         path = store.path_of(run)
-        of_run = store.records(run)
+        run_records = store.records(run)
         if path is not None:
-            refuse_other_rows(path, of_run[0])
-        records += of_run
-        names += [run] if len(of_run) == 1 else [f"{run} ({record.run_id})" for record in of_run]
+            refuse_other_rows(path, run_records[0])
+        records += run_records
+        names += [run] if len(run_records) == 1 else [f"{run} ({record.run_id})" for record in run_records]
     return records, names
 
 
@@ -54,7 +54,7 @@ def refuse_unsound(records: Sequence[RunRecord], names: Sequence[str]) -> None:
 
 
 def merged(records: Sequence[RunRecord], names: Sequence[str]) -> RunRecord:
-    """One record of all rows. `names`: what to call each record in a message.
+    """Merge the rows of all records into one record. `names`: of the records, for messages.
 
     Raises ConfigError for one record, records that do not belong together, shards that overlap or miss, rows of one
     workload in two records, and what `refuse_unsound` refuses.
@@ -78,7 +78,7 @@ def merged(records: Sequence[RunRecord], names: Sequence[str]) -> RunRecord:
 
 
 def _refuse_unsound_rows(record: RunRecord, name: str) -> None:
-    """Every time has a passed verification, and those that the device cannot reach say so."""
+    """Raise ConfigError for a time without a passed verification, or an impossible time without its note."""
     for row in record.rows:
         if not isinstance(row.outcome, Measured):
             continue
@@ -101,15 +101,15 @@ def _check_mergeable(first: RunRecord, record: RunRecord, first_name: str, name:
     if record.tool_version != first.tool_version:
         differing.append(f"dilabench: {first.tool_version} against {record.tool_version}")
     for field in MEASURING:
-        value, other = first.config.get(field), record.config.get(field)
-        if value != other:
-            differing.append(f"{field}: {value} against {other}")
+        value, expected = first.config.get(field), record.config.get(field)
+        if value != expected:
+            differing.append(f"{field}: {value} against {expected}")
     if differing:
         raise ConfigError(f"{first_name} and {name} were not measured alike: {'; '.join(differing)}")
 
 
 def _refuse_broken_set(records: Sequence[RunRecord], shards: Sequence[Shard | None], names: Sequence[str]) -> None:
-    """Shards are merged all together, each once, of the same request."""
+    """Raise ConfigError unless the shards are all those of one request, each once."""
     whole = [name for shard, name in zip(shards, names, strict=True) if shard is None]
     if whole:
         raise ConfigError(f"{whole[0]} is no shard, and others are; merge the shards of one run by themselves")
@@ -137,7 +137,7 @@ def _refuse_shared_workloads(records: Sequence[RunRecord], names: Sequence[str])
             if group in owners:
                 raise ConfigError(
                     f"{row.case.workload.label()} is in {owners[group]} and in {name}; rows of one workload are "
-                    "compared only where they took turns, so leave one of the two out, or measure them in one run"
+                    "compared only if they were interleaved, so omit one of the two, or measure them in one run"
                 )
             owners[group] = name
 

@@ -1,6 +1,6 @@
 """Records of older schema versions, brought up to date one version at a time. No torch.
 
-The texts of old rows are read here and nowhere else: what they say is from then on a code, a type or a number.
+Only this module reads the texts of old rows: it turns them into codes, types and numbers.
 """
 
 import re
@@ -18,7 +18,7 @@ from dilabench.record import SCHEMA_VERSION, FailureCode, MemorySource, Role, Sk
 Document = dict[str, Any]
 Step = Callable[[Document], Document]
 
-# How the reasons of schema 1.0 began, in the order in which they are asked; what else there is, was not supported.
+# How the reasons of schema 1.0 began, in the order of the checks; any other reason means "not supported".
 _SKIPPED: tuple[tuple[re.Pattern[str], SkipCode], ...] = (
     (re.compile(r"budget of "), "budget"),
     (re.compile(r"does not fit into memory"), "out_of_memory"),
@@ -26,7 +26,7 @@ _SKIPPED: tuple[tuple[re.Pattern[str], SkipCode], ...] = (
     (re.compile(r"torch\.compile|a CUDA graph cannot|cuda_graph needs|compile needs"), "unusable_optimization"),
     (re.compile(r"gradient checkpointing saves nothing|inputs are in host memory already"), "not_applicable"),
 )
-# '(rank 3: )' stands before what one of several ranks said.
+# '(rank 3: )' precedes the message of one of several ranks.
 _FAILED: tuple[tuple[re.Pattern[str], FailureCode], ...] = (
     (re.compile(r"claims \S+ but no such kernel ran"), "backend_not_proven"),
     (re.compile(r"(rank \d+: )?(\w+: )?out of memory"), "out_of_memory"),
@@ -34,20 +34,20 @@ _FAILED: tuple[tuple[re.Pattern[str], FailureCode], ...] = (
     (re.compile(r".*(the worker process\b.* died|killed by SIG|\bis gone \()"), "crash"),
     (re.compile(r"timer '.*' was not used"), "no_samples"),
 )
-# How the method of a peak began that was counted in another way than by the resident set of the process.
+# How the method of a peak began if it was not the resident set of the process.
 _SOURCES: Mapping[str, MemorySource] = {"torch.cuda": "allocator", "ru_maxrss": "process_peak"}
-# The roles that implementations of schema 1.0 had; what is not here was a method, or a plug-in's.
+# The roles that implementations of schema 1.0 had; any other one was a method, or a plug-in's.
 _ROLES: Mapping[str, Role] = {"reference": "oracle", "gather": "plain", "gather-multihead": "plain"}
 
 
 def _with_role(row: Document) -> Document:
-    """What a row is and what its call receives were labels; what a plain method is was known by its name."""
+    """Turn role and inputs, which were labels, into fields; a plain method was known by its name."""
     planned = row["planned"]
     if "role" in planned:
         return row
     labels = dict(planned.get("labels", {}))
-    own = _ROLES.get(planned["case"]["implementation"], "method")
-    role = "yardstick" if labels.pop("role", None) == "yardstick" else own
+    known_role = _ROLES.get(planned["case"]["implementation"], "method")
+    role = "yardstick" if labels.pop("role", None) == "yardstick" else known_role
     return {**row, "planned": {**planned, "role": role, "takes": labels.pop("takes", "heads"), "labels": labels}}
 
 
@@ -88,7 +88,7 @@ def skip_code(why: str) -> SkipCode:
 def failure_code(why: str, verification: Document | None) -> FailureCode:
     """The code of a case that failed under schema 1.0, from its reason in words and its checks."""
     if verification is not None and not (
-        verification["checks"] and all(one["passed"] for one in verification["checks"])
+        verification["checks"] and all(check["passed"] for check in verification["checks"])
     ):
         return "wrong_output"
     return next((code for pattern, code in _FAILED if pattern.match(why)), "exception")
@@ -99,12 +99,12 @@ def _listed(entries: Mapping[str, Any], known: Mapping[str, object]) -> Document
 
 
 def _plugins(key: str, known: Mapping[str, object]) -> str:
-    """A key that 1.0 took from a plug-in without its name."""
+    """Prefix a key that schema 1.0 stored without its plug-in's name."""
     return key if key in known or ":" in key else f"plugin:{key}"
 
 
-# From each version to the next one, row by row. What stays as it is was written by the next one: a resumed run has rows
-# of both below one header.
+# From each version to the next one, row by row. Rows that the next version wrote stay as they are: a resumed run has
+# rows of both below one header.
 STEPS: Mapping[str, tuple[Step, str]] = MappingProxyType(
     {"1.0": (lambda row: _codes_and_fields(_with_role(row)), "1.1")}
 )

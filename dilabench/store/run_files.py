@@ -1,4 +1,4 @@
-"""Files of a run: rows streamed line by line, the record written at once, both readable however a run ended. No torch.
+"""Files of a run: rows streamed line by line, the record written in one step, readable however a run ended. No torch.
 
 A run's folder is `<UTC time>-<suite>-<run id>/`. It holds `rows.jsonl` (a header line, then a line per finished case),
 once the run has ended `run.json` (the RunRecord), and in `masks/` copies of the mask files that its workloads name.
@@ -30,9 +30,9 @@ from dilabench.workload.spec import Workload
 RECORD_NAME = "run.json"
 ROWS_NAME = "rows.jsonl"
 MASKS_NAME = "masks"
-# What no record lacks, whichever version wrote it.
+# Keys that every version of a record has.
 MARKS = ("schema_version", "run_id")
-# So that a nearly full disk is noticed before an hour of measuring, not after it.
+# A test write of this size detects a nearly full disk before the measurement instead of after it.
 RESERVE_BYTES = 1 << 20
 
 
@@ -45,7 +45,7 @@ class RunFolder:
         self._stream: io.FileIO | None = None
 
     def _open(self, waiting: Callable[[str], None]) -> None:
-        """Open the rows, and lock them for as long as the run goes: nobody else goes on with it meanwhile."""
+        """Open and lock the rows until the run ends, so that no other process resumes it meanwhile."""
         path = self.path / ROWS_NAME
         self._stream = path.open("ab", buffering=0)
         try:
@@ -68,8 +68,8 @@ class RunFolder:
     def resume(cls, run: Path, waiting: Callable[[str], None] = lambda _: None) -> "RunFolder":
         """The folder of a run to go on with, given as folder or as one of its files.
 
-        Nobody else goes on with it until it is closed. A run that still goes is waited for, and `waiting` told so: what
-        it has done is known only from then on.
+        The folder stays locked until it is closed. A run that is still running is waited for, and `waiting` receives a
+        message; only its end shows which rows it has.
         """
         path = run if run.is_dir() else run.parent
         if not (path / ROWS_NAME).exists():
@@ -88,19 +88,19 @@ class RunFolder:
                 self._open(lambda _: None)
             if self._resumed:
                 _end_last_line(path)
-                # From now on the rows are newer than this record; `finish` writes it again.
+                # The rows are now newer than this record; `finish` writes it again.
                 (self.path / RECORD_NAME).unlink(missing_ok=True)
             else:
                 self._append({"header": header.model_dump(mode="json")})
 
     def keep_masks(self, workloads: Iterable[Workload]) -> None:
-        """Copy the files that patterns are read from: reports need them, whatever becomes of the originals."""
+        """Copy the mask files of the patterns: reports need them even if the originals are deleted."""
         for path, digest in {file for workload in workloads for file in workload.pattern.files()}:
             with _refused(self.path):
                 keep_mask(path, digest, self.path / MASKS_NAME)
 
     def row(self, row: Row) -> None:
-        """Append a row and have the disk keep it. Raises EnvironmentNotReady when it cannot; rows before stay whole."""
+        """Append a row and sync it to disk. Raises EnvironmentNotReady if that fails; earlier rows stay intact."""
         way_out = f"the rows before are kept: make room and go on with --resume {self.path}"
         with _refused(self.path / ROWS_NAME, way_out):
             self._append({"row": row.model_dump(mode="json")})
@@ -122,7 +122,7 @@ class RunFolder:
         return (self.path / ROWS_NAME).exists()
 
     def discard_if_empty(self) -> None:
-        """Remove the folder of a run that never wrote anything but copies of masks."""
+        """Remove the folder of a run that wrote nothing but copies of masks."""
         if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} <= {MASKS_NAME}:
             shutil.rmtree(self.path)
 
@@ -136,7 +136,7 @@ class RunFolder:
                 raise OSError(28, "No space left on device")
             os.fsync(self._stream.fileno())
         except OSError:
-            # Half a line would hide the next one.
+            # A partial line would corrupt the next one.
             os.ftruncate(self._stream.fileno(), size)
             raise
 
@@ -151,17 +151,17 @@ def folder_of_run(text: str, base: Path) -> Path:
     # Their names begin with the time.
     folders = (path.parent for path in base.glob(f"*/{ROWS_NAME}"))
     runs = sorted(folders, key=lambda folder: (is_past(folder.name), folder.name))
-    found = runs if text == "latest" else [path for path in runs if path.name.endswith(f"-{text}")]
-    if not found:
+    matching = runs if text == "latest" else [path for path in runs if path.name.endswith(f"-{text}")]
+    if not matching:
         raise ConfigError(
             f"run {text!r} does not exist, nor is it the id of one of the {len(runs)} runs in {str(base)!r}; name the "
             "folder of a run, or with -o the folder that its folder is in"
         )
-    return found[-1]
+    return matching[-1]
 
 
 def read_record(run: Path) -> RunRecord:
-    """The record of a run, given as folder, run.json or rows.jsonl; without a run.json, what its rows tell.
+    """Return the record of a run, given as folder, run.json or rows.jsonl; without run.json it is built from the rows.
 
     Older schema versions load. Raises ConfigError when there is no run, or one that cannot be read or is too new.
     """
@@ -198,7 +198,7 @@ def read_record(run: Path) -> RunRecord:
 
 
 def read_rows(run: Path) -> tuple[RunHeader, tuple[Row, ...]]:
-    """Header and rows of a rows.jsonl, the latest row of each case. A last line that was cut short is left out.
+    """Header and rows of a rows.jsonl, the latest row of each case. A truncated last line is skipped.
 
     Raises ConfigError when there is no header or another line cannot be read.
     """
@@ -220,25 +220,25 @@ def read_rows(run: Path) -> tuple[RunHeader, tuple[Row, ...]]:
 
 
 def refuse_other_rows(run: Path, record: RunRecord) -> None:
-    """Raise ConfigError where a run's own rows.jsonl tells other rows than its record: one was edited or cut."""
+    """Raise ConfigError if a run's rows.jsonl and its record have different rows: one was edited or truncated."""
     folder = run if os.path.isdir(run) else run.parent
     if not os.path.exists(folder / ROWS_NAME) or not os.path.exists(folder / RECORD_NAME):
         return
-    told = {row.case.case_id: row for row in read_rows(folder)[1]}
+    streamed = {row.case.case_id: row for row in read_rows(folder)[1]}
     for row in record.rows:
-        if told.pop(row.case.case_id, None) != row:
+        if streamed.pop(row.case.case_id, None) != row:
             where = f"{row.case.implementation} on {row.case.workload.label()}"
             raise ConfigError(
                 f"run {str(run)!r}: {RECORD_NAME} and {ROWS_NAME} tell different things of {where}; "
                 "one of them was edited or cut, so take the run from where it was measured"
             )
-    # A run that goes on plans anew what had no time: a newer dilabench may have left it out.
-    if lacking := sum(not _is_open(row) for row in told.values()):
+    # A resumed run plans the rows that the budget skipped again, and a newer dilabench may have dropped them.
+    if lacking := sum(not _is_open(row) for row in streamed.values()):
         raise ConfigError(f"run {str(run)!r}: {RECORD_NAME} lacks {lacking} of the rows in {ROWS_NAME}; it was edited")
 
 
 def completed_rows(run: Path, header: RunHeader | None = None) -> tuple[Row, ...]:
-    """Rows that `--resume` keeps: all, failed ones too, but those without time in the budget.
+    """Rows that `--resume` keeps: all, failed ones too, except those that the time budget skipped.
 
     With the header of the run that wants to go on, another device or machine is refused: times would not compare.
     """

@@ -64,7 +64,7 @@ def choose(measured: Measured, **fields: object) -> first_use.Choice:
 
 def test_the_fastest_way_that_runs_is_taken_and_kept(measured: Measured) -> None:
     found = choose(measured)
-    assert (found, found.told) == (first_use.Choice("strided", "math", "first use"), "1 s, strided:tiled 1.2 s")
+    assert (found, found.times) == (first_use.Choice("strided", "math", "first use"), "1 s, strided:tiled 1.2 s")
     (cell,) = read_tune_file(tune_path(machine_of("cpu"))).cells
     assert (cell.backend, cell.median_ns, cell.runner_up) == ("math", 10**9, "strided:tiled")
 
@@ -99,7 +99,7 @@ def test_a_clear_lead_is_believed_for_longer_but_not_one_of_the_host(
     measured: Measured, gpu: float, host: float, reached: int, beyond: int, told: str
 ) -> None:
     measured.others = first_use.Cost(gpu, host)
-    assert choose(measured).told == f"1 s, strided:tiled {told}"
+    assert choose(measured).times == f"1 s, strided:tiled {told}"
     before = measured.calls
     assert choose(measured, seq_len=reached).source == "tuned"
     assert measured.calls == before

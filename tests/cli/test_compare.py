@@ -170,7 +170,7 @@ def test_the_golden_record_compares(cli):
     assert "skipped: fused" in result.stdout
     both = cli("compare", str(GOLDEN), str(GOLDEN))
     assert both.exit_code == 5
-    assert "stands on both sides" in both.stdout
+    assert "is on both sides" in both.stdout
     assert both.stdout.count("both sides failed at verify") == 1, "what ended alike is said once"
 
 

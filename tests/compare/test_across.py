@@ -51,7 +51,7 @@ def test_one_session_against_one_says_that_it_cannot_tell(make_row, make_record)
     )
     verdict = found.pairs[0].verdict
     assert (verdict.code, verdict.cause) == (Code.INCONCLUSIVE, Cause.TOO_FEW_SESSIONS)
-    assert "one session on each side tells nothing" in verdict.reason
+    assert "one session on each side does not show the spread" in verdict.reason
     assert exit_code(found) is ExitCode.OK
     assert exit_code(found, {"inconclusive"}) is ExitCode.INCONCLUSIVE
 

@@ -66,7 +66,7 @@ def test_samples_are_scaled_in_copies(history, session):
 )
 def test_other_software_may_have_changed_the_reference(history, session, make_record, changes, what):
     new = make_record(session(10).rows, run_id="new", **changes)
-    with pytest.raises(ConfigError, match=f"gather is no reference here, .*{what}"):
+    with pytest.raises(ConfigError, match=f"gather cannot be the reference, .*{what}"):
         compare_across(history, [new], policy=CPU, reference="gather")
 
 
@@ -78,7 +78,7 @@ def test_a_reference_that_the_baseline_lacks(history, session):
 def test_a_change_that_all_cases_share_may_be_the_machine(history, session):
     steady = [session(index) for index in range(6)]
     alike = compare_across(steady, [session(10, 1.2)], policy=CPU)
-    assert "all 3 cases look slower: what they share has changed, or the machine" in common_change(alike)
+    assert "all 3 cases look slower: either code that they share has changed, or the machine" in common_change(alike)
     assert common_change(compare_across(steady, [session(10, strided=1.2)], policy=CPU)) is None
 
 

@@ -74,7 +74,7 @@ def test_one_after_the_other_is_not_interleaved(make_row, make_record):
     (cell,) = compare_within([make_record(rows)], policy=CPU).pairs
     assert (cell.route, cell.verdict.code) == ("stored", Code.INCONCLUSIVE)
     assert cell.verdict.cause is Cause.TOO_FEW_SESSIONS
-    assert "did not take turns" in cell.notes[0]
+    assert "were not interleaved" in cell.notes[0]
 
 
 def test_holm_over_all_cells(make_row, make_record):

@@ -21,7 +21,7 @@ from dilabench.report import columns, markdown, services, tidy
 from dilabench.report import json as as_json
 from dilabench.report.answer import answer
 from dilabench.report.columns import ABSENT, COLUMNS, Column, chosen_columns, row_name
-from dilabench.report.content import ESTIMATES, workload_tables
+from dilabench.report.content import ESTIMATES, footnotes, workload_tables
 from dilabench.report.findings import sections_of
 from dilabench.report.html.data import PageData
 from dilabench.report.pull_request import of_comparison
@@ -259,3 +259,22 @@ def test_a_column_says_its_name_and_unit_once() -> None:
     assert all(name == column.name for name, column in COLUMNS.items())
     exports = [column.export for column in COLUMNS.values() if column.export]
     assert len(exports) == len(set(exports))
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        ({"timed_calls": 12}, "✓ all, 12 timed"),
+        ({"timed_calls": 3, "sampled_rows": 64, "against": "gather"}, "✓ all vs gather, 3 timed"),
+        ({"timed_calls": 1, "sampled_rows": 64}, "✓ 64, 1 timed"),
+        ({}, "✓ all"),
+    ],
+)
+def test_how_many_timed_calls_were_checked_is_said(make_row, make_record, found, text):
+    row = make_row()
+    outcome = row.outcome.model_copy(update={"verification": row.outcome.verification.model_copy(update=found)})
+    row = row.model_copy(update={"outcome": outcome})
+    tables = workload_tables(make_record([row]))
+    assert view_of(row).verified == text
+    assert tables[0].rows[0].text("verified") == text
+    assert any(note.startswith("timed calls") for note in footnotes(tables)) is ("timed_calls" in found)

@@ -74,7 +74,7 @@ def test_what_ranks_cannot_do_says_why(catalogue):
     ]
     assert reasons == [
         "window (64, 0) is not supported",
-        "a block mask over dilated branches has blocks whose rows lie apart, on no rank as a whole",
+        "a block mask over dilated branches has blocks of scattered rows, which no single rank owns",
     ]
 
 

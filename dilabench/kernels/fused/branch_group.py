@@ -20,7 +20,7 @@ MAX_MULTIPLICITY = (1 << 6) - 1
 SMALLEST_TILE = 16
 LARGEST_TILE = 128
 
-# Numbers of a super-segment of documents in `packing.span_table`.
+# Numbers of a super-segment of documents in `packing.DocumentLists.spans`.
 SPAN_COLUMNS = 8
 
 # How far a query sees on a side without bound, in tokens: beyond any segment.

@@ -1,16 +1,16 @@
 """Documents that follow each other along one axis: where the fused kernels find the super-segments of each.
 
 A super-segment of documents has the lists of tiles that one of a single sequence has, whose beginning and end the
-kernels are told. So all that a packing has of its own is where its super-segments lie (`span_table`) and which programs
-visit them (`visit_table`): a few numbers for each document and each tile. How many there are at most follows from the
-tokens and from a rounded number of documents alone, so that launches of one packing serve every other one.
+kernels are told. So all that a packing has of its own is where its super-segments lie and which programs visit them
+(`DocumentLists`): a few numbers for each document and each tile. How many there are at most follows from the tokens and
+from a rounded number of documents alone, so that launches of one packing serve every other one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -116,6 +116,8 @@ class Packing:
     def __init__(self, bounds: Sequence[int]) -> None:
         self.bounds = tuple(bounds)
         self._made: dict[int, _Made] = {}
+        # Passes and groups of branches share them.
+        self._supers = cache(partial(_Supers.of, np.array(self.bounds)))
 
     def lists(self, requests: tuple[ListRequest, ...], causal: bool, x: Tensor) -> PassLists:
         """For each request of a pass, on the device of x; made once for the same object."""
@@ -123,7 +125,7 @@ class Packing:
         if made is None:
             while len(self._made) >= _MOST_PASSES:
                 del self._made[next(iter(self._made))]
-            made = self._made[id(requests)] = _Made.of(np.array(self.bounds), requests, causal, x)
+            made = self._made[id(requests)] = _Made.of(self._supers, requests, causal, x)
         if x.is_cuda and made.streams is not None:
             stream = torch.cuda.current_stream(x.device)
             if stream.cuda_stream not in made.streams:
@@ -149,7 +151,13 @@ class _Made(NamedTuple):
     streams: set[int] | None
 
     @classmethod
-    def of(cls, bounds: Integers, requests: tuple[ListRequest, ...], causal: bool, x: Tensor) -> _Made:
+    def of(
+        cls,
+        of_documents: Callable[[int, int], _Supers],
+        requests: tuple[ListRequest, ...],
+        causal: bool,
+        x: Tensor,
+    ) -> _Made:
         """A row of numbers with all of them is copied at once."""
         most = max(request.group.most_supers for request in requests)
         sizes = [len(requests) * most * SPAN_COLUMNS, *(2 * request.most_visits for request in requests)]
@@ -160,13 +168,15 @@ class _Made(NamedTuple):
         spans[:] = _NEVER
         tables = []
         for request, own, begin, size in zip(requests, spans, begins[1:], sizes[1:], strict=True):
-            needed = span_table(bounds, request, own)
+            supers = of_documents(request.group.super_tokens, request.group.modulus)
+            needed = write_spans(supers, request, own)
             lists = request.tables(needed, causal, x)
-            own[: len(needed), 2] = np.where(needed < 0, 0, 1 + lists.tails.searchsorted(needed))
+            variants = np.where(needed < 0, 0, 1 + lists.tails.searchsorted(needed))
+            own[: len(needed), 2] = variants
             of_variant = lists.by_key if request.by_key else lists.by_query
             own[:, 6] = listed = (lists.tables.order if request.by_key else lists.tables.items).shape[-2]
             visits = numbers[begin : begin + size].reshape(-1, 2)
-            write_visits(own[: len(needed)], of_variant, listed - 1, visits)
+            write_visits(variants, supers.order, of_variant, listed - 1, visits)
             tables.append(lists)
         there, copied = _copied(numbers, x)
         spans_there = there[: sizes[0]].view(len(requests), most, SPAN_COLUMNS)
@@ -188,32 +198,48 @@ def _copied(numbers: _Written, x: Tensor) -> tuple[Tensor, torch.cuda.Event | No
     return there, copied
 
 
-def span_table(bounds: Integers, request: ListRequest, spans: _Written) -> Integers:
-    """Write super-segments as `DocumentLists.spans` in the order of their tokens, without variants and items. Returns
-    of each the tail of its lists (`BranchGroup.tails_in_tiles`), -1 for a whole one.
+class _Supers(NamedTuple):
+    """Super-segments of documents in the order of their tokens: first token, tokens, and the rows that the longest
+    classes and all of them have; then the numbers of the longest first.
+    """
+
+    first: Integers
+    tokens: Integers
+    rows: Integers
+    sure: Integers
+    order: Integers
+
+    @classmethod
+    def of(cls, bounds: Integers, most: int, modulus: int) -> _Supers:
+        """Of so many tokens at most, in rows of so many."""
+        lengths = bounds[1:] - bounds[:-1]
+        supers = -(-lengths // most)
+        document = np.arange(len(lengths)).repeat(supers)
+        inside = (np.arange(len(document)) - (supers.cumsum() - supers).repeat(supers)) * most
+        tokens = np.minimum(most, lengths[document] - inside)
+        order = np.argsort(-tokens, kind="stable")
+        return cls(bounds[document] + inside, tokens, -(-tokens // modulus), tokens // modulus, order)
+
+
+def write_spans(supers: _Supers, request: ListRequest, spans: _Written) -> Integers:
+    """Write `DocumentLists.spans` without variants and items. Returns of each super-segment the tail of its lists
+    (`BranchGroup.tails_in_tiles`), -1 for a whole one.
     """
     group, tile = request.group, min(request.own, request.other)
-    most, modulus = group.super_tokens, group.modulus
-    lengths = bounds[1:] - bounds[:-1]
-    supers = -(-lengths // most)
-    document = np.arange(len(lengths)).repeat(supers)
-    inside = (np.arange(len(document)) - (supers.cumsum() - supers).repeat(supers)) * most
-    tokens = np.minimum(most, lengths[document] - inside)
-    rows = -(-tokens // modulus)
+    first, tokens, rows, sure, _ = supers
     in_tiles = -(-rows // tile) * tile
-    tails = np.minimum(modulus * in_tiles - (tokens // modulus < in_tiles), most - 1)
-    there = spans[: len(document)]
-    there[:, 0], there[:, 1] = bounds[document] + inside, tokens
-    stats = -(-rows // request.stats_tile) * request.stats_tile
+    tails = np.minimum(group.modulus * in_tiles - (sure < in_tiles), group.super_tokens - 1)
+    there = spans[: len(tokens)]
+    there[:, 0], there[:, 1] = first, tokens
+    stats = rows if request.stats_tile == 1 else -(-rows // request.stats_tile) * request.stats_tile
     there[:, 3], there[:, 4] = stats.cumsum() - stats, rows.cumsum() - rows
     spans[:, 5] = group.stored_rows
-    return np.where(tokens < most, tails, -1)
+    return np.where(tokens < group.super_tokens, tails, -1)
 
 
-def write_visits(spans: _Written, items_of_variant: Integers, none: int, visits: _Written) -> None:
+def write_visits(variants: Integers, order: Integers, items_of_variant: Integers, none: int, visits: _Written) -> None:
     """Every item of every super-segment, the longest first; those that pad have an item that there is none of."""
-    order = np.argsort(-spans[:, 1], kind="stable")
-    items = items_of_variant[spans[order, 2]]
+    items = items_of_variant[variants[order]]
     stop = items.cumsum()
     total = int(stop[-1])
     visits[:total, 0] = order.repeat(items)

@@ -96,7 +96,7 @@ class PartialPlaces:
 
     def merge(self, tensors: dict[str, Tensor]) -> Launch:
         """The launch that merges outs and lses to out [B, N, H, D] and lse [B, H, N]: 0 and -inf in rows that no branch
-        covers. Of documents, spans [groups, n, columns] say where the rows of each group are (`packing.span_table`).
+        covers. Of documents, spans [groups, n, columns] say where rows of each group are (`packing.DocumentLists`).
         """
         batch, length, heads, dim = self.shape
         columns = triton.next_power_of_2(dim)

@@ -134,14 +134,16 @@ def document_plan(
     """
     lengths = [stop - start for start, stop in pairwise(bounds)]
     longest, most = max(lengths), max(segment_lengths)
-    rounded = max(_SHORTEST_DOCUMENTS, 1 << (longest - 1).bit_length())
+    doublings = (longest - 1).bit_length()
+    # Every second power of two: each has lists of its own.
+    rounded = max(_SHORTEST_DOCUMENTS, 1 << doublings + (doublings + 1) % 2)
     # Whatever is longer than all segments has the same lists.
-    lengths_to_try = (rounded if rounded <= most else 2 * most, longest)
+    rounded = rounded if rounded <= most else 2 * most
     step = 1 << max(0, len(lengths).bit_length() - 3)
     documents = -(-len(lengths) // step) * step
     tokens = bounds[-1]
     try:
-        return _document_plan(segment_lengths, dilation_rates, lengths_to_try[0], tokens, documents, *shape, **options)
+        return _document_plan(segment_lengths, dilation_rates, rounded, tokens, documents, *shape, **options)
     except ValueError:
         return _document_plan(segment_lengths, dilation_rates, longest, tokens, documents, *shape, **options)
 

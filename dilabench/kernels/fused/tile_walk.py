@@ -56,7 +56,7 @@ def find_work(visits_ptr, spans_ptr, n_items, n_blocks, item_major, n_supers, fu
 
 @triton.jit
 def find_span(spans_ptr, x, n_spans, COLUMN: tl.constexpr):
-    """Of numbers x >= 0 the last super-segment of documents in which a column (`packing.span_table`) is not above."""
+    """Of numbers x >= 0 the last super-segment of documents where a column of the spans (`packing`) is not above."""
     span = x * 0
     width = 1
     while width < n_spans:

@@ -1,4 +1,4 @@
-"""How much device memory a call needs: what fits, before anything runs. No tensors here, and no torch.
+"""Device memory of a call, and the longest sequence that fits, before anything runs. No tensors and no torch here.
 
 A separate process runs the implementation on tensors without data (`dilabench.engine.trace`); answers are cached.
 """

@@ -1,4 +1,4 @@
-"""The plan of a case, what a trace of it found, or why there is none; and the longest sequence whose plan fits."""
+"""The memory plan of a case (from a trace) or the reason why there is none; the longest sequence whose plan fits."""
 
 import contextlib
 import hashlib
@@ -26,7 +26,7 @@ from dilabench.workload.spec import MAX_SEQ_LEN
 CaseT = TypeVar("CaseT")
 AnswerT = TypeVar("AnswerT")
 PACKAGE = Path(__file__).parents[2]
-# What decides how much an implementation allocates.
+# Sources that determine how much an implementation allocates.
 SOURCES = ("backends", "distributed", "engine/call", "engine/trace", "impls", "kernels", "patterns", "workload")
 
 
@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 
 class TraceCache:
-    """Answers of traces by key: in the process and, for what dilabench ships, in the cache folder.
+    """Answers of traces by key: in the process and, for dilabench's own implementations, in the cache folder.
 
-    A file that cannot be written is no error: then a case is traced again. One that is damaged is removed, and logged.
+    A file that cannot be written is no error: the case is traced again. A damaged one is removed, and logged.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class TraceCache:
         return self._answers.get(key)
 
     def put(self, key: str, answer: dict[str, Any], lasting: bool) -> None:
-        """Keep an answer; one that is `lasting` also for later processes, unless it is that there is none."""
+        """Store an answer; a `lasting` one also for later processes, unless it says that there is no plan."""
         assert self._answers is not None
         self._answers[key] = answer
         if not lasting or "why" in answer:
@@ -72,7 +72,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        logger.warning("%s cannot be read (%s): it is made again", path, first_line(error))
+        logger.warning("%s cannot be read (%s) and is rebuilt", path, first_line(error))
         with contextlib.suppress(OSError):
             path.unlink()
         return {}
@@ -102,14 +102,14 @@ def _sources_hash() -> str:
 
 
 OURS = "dilabench."
-# A trace of a plug-in may wait for anything. After one that took longer, no other length of it is tried. Ours wait for
-# nothing but the processor.
+# A trace of a plug-in may wait for anything. After one that took longer, no other length of it is tried. Traces of
+# dilabench's own code wait only for the processor.
 PLUGIN_TIMEOUT_S, OUR_TIMEOUT_S = 60.0, 300.0
-# How far a traced peak may lie from the measured one.
+# Largest deviation of a traced peak from the measured one.
 WITHIN = 0.1
 
 
-# The last one that was used comes first: who asks for one plan after another starts one process.
+# The last one used comes first, so that consecutive plans share one process.
 _ALL = tuple(Tracer() for _ in range(min(4, os.cpu_count() or 1)))
 _tracers: LifoQueue[Tracer] = LifoQueue()
 for _tracer in _ALL:
@@ -119,22 +119,22 @@ _cache = TraceCache()
 
 
 def plan_memory(case: Case, device: str, catalogue: Catalogue) -> MemoryPlan | None:
-    """The memory of a case on a kind of device ('cpu' or 'cuda', which need not be there); None where it has no trace.
+    """Return the memory plan of a case on a kind of device ('cpu' or 'cuda'), or None if it has no trace.
 
-    Over ranks it is that of the rank that needs most; communicators (NCCL's buffers) and the CUDA context are left out.
-    Compiled code counts as what it was compiled from.
+    The device need not exist here. Over ranks it is the plan of the rank that needs most. NCCL's buffers and the CUDA
+    context are not included. Compiled code counts like its eager source.
     """
     answer = _answer(case, device, catalogue)
     return None if "why" in answer else MemoryPlan.model_validate(answer)
 
 
 def plan_ahead(cases: Iterable[Case], device: str, catalogue: Catalogue) -> None:
-    """Trace several cases at the same time, so that their plans are there when they are asked for."""
+    """Trace several cases at the same time, so that later calls of `plan_memory` return immediately."""
     each_traced(lambda case: plan_memory(case, device, catalogue), cases)
 
 
 def each_traced(ask: Callable[[CaseT], AnswerT], cases: Iterable[CaseT]) -> list[AnswerT]:
-    """What a function that traces says of each case, several at a time. Ctrl-C ends what is traced at once."""
+    """The answers of a function that traces, for each case, several at a time. Ctrl-C ends all traces at once."""
     pool = ThreadPoolExecutor(len(_ALL))
     try:
         return list(pool.map(ask, cases))
@@ -148,7 +148,7 @@ def each_traced(ask: Callable[[CaseT], AnswerT], cases: Iterable[CaseT]) -> list
 
 
 def why_no_plan(case: Case, device: str, catalogue: Catalogue) -> str:
-    """Why there is no plan; empty where there is one."""
+    """Return why there is no plan; empty if there is one."""
     return str(_answer(case, device, catalogue).get("why", ""))
 
 
@@ -178,7 +178,7 @@ def _answer(case: Case, device: str, catalogue: Catalogue) -> dict[str, Any]:
 
 
 def _order(case: Case, device: str, catalogue: Catalogue) -> tuple[dict[str, Any], str]:
-    """What the tracing process needs (`engine.worker.protocol.CaseSpec`), or why there is no sense in asking it."""
+    """Return the request to the tracing process (`engine.worker.protocol.CaseSpec`), or why there cannot be one."""
     if case.implementation not in catalogue.implementations:
         return {}, f"no implementation {case.implementation!r}"
     implementation, workload = catalogue.implementations.get(case.implementation), case.workload
@@ -204,26 +204,25 @@ def _order(case: Case, device: str, catalogue: Catalogue) -> tuple[dict[str, Any
 
 
 def _is_ours(case: Case, order: dict[str, Any]) -> bool:
-    """Whether everything that a trace runs is ours: what it found then holds for as long as our sources do."""
+    """Return True if a trace runs only dilabench's code; its answer then holds until that code changes."""
     targets = [order["target"], type(case.workload.pattern).__module__]
     if order["backend"] is not None:
         targets.append(order["backend"]["target"])
     return all(target.startswith(OURS) for target in targets)
 
 
-# The longest length is right to this part of it: a step more does not fit. Few traces find it, for sizes grow almost
+# Relative precision of the longest length: a step more does not fit. Few traces are needed, because sizes grow almost
 # in proportion to the length.
 RESOLUTION = 256
 
 
 def longest_that_fits(case: Case, device: str, capacity_bytes: int, catalogue: Catalogue) -> int | None:
-    """The largest sequence length of the case whose plan fits into so many bytes; None without a plan, 0 if none.
+    """Return the largest sequence length whose plan fits into `capacity_bytes`; None without a plan, 0 if none fits.
 
-    The batch size, heads and branches stay; packed sequences and a mask from a file have the length that they have,
-    and give None; a pattern that refuses long sequences may end the search at its own longest. To a step of about a
-    three-hundredth, and confirmed: it fits, a step more does not. Over ranks lengths that cut segments need more than
-    those that do not: there only the latter are looked at, where a few of them fit. It is a prediction: `extreme` finds
-    the length by real runs.
+    The batch size, heads and branches stay. Packed sequences and a mask from a file have a fixed length and give None.
+    A pattern that refuses long sequences may end the search at its longest. The result is confirmed to a step of about
+    a three-hundredth: it fits, a step more does not. Over ranks, lengths that cut segments need more memory, so they
+    are tried only if few others fit. It is a prediction: `extreme` finds the length by real runs.
     """
     if case.workload.has_given_length:
         return None
@@ -245,7 +244,7 @@ def longest_that_fits(case: Case, device: str, capacity_bytes: int, catalogue: C
         # The power of two that is about a three-hundredth of the length.
         step = max(1, 1 << max(0, (low or high).bit_length() - RESOLUTION.bit_length()))
         if case.world_size > 1 and 4 * uncut <= _guess(fits, too_long, capacity_bytes, step):
-            # Where ranks cut no segment; elsewhere a trace of many segments takes long.
+            # Lengths at which ranks cut no segment; a trace of many cut segments takes long.
             step = max(step, uncut)
         if high - low <= step or low >= min(last, MAX_SEQ_LEN // 2):
             return low
@@ -254,10 +253,10 @@ def longest_that_fits(case: Case, device: str, capacity_bytes: int, catalogue: C
 
 
 def _guess(fits: tuple[int, int], too_long: tuple[int, int], capacity: int, step: int) -> int:
-    """Where a line through what is known reaches the capacity, inside what is not known, on a multiple of the step."""
+    """Interpolate the length that reaches the capacity, between the two known ones, on a multiple of the step."""
     (low, low_bytes), (high, high_bytes) = fits, too_long
     if high == MAX_SEQ_LEN:
-        # Nothing was too long yet: in proportion, and a step beyond, so that the next may be the end.
+        # No length was too long yet: extrapolate in proportion, and a step beyond, so that the next may end the search.
         return min(MAX_SEQ_LEN // 2, max(low + step, low * capacity // max(1, low_bytes) // step * step + step))
     at = low + (high - low) * (capacity - low_bytes) // max(1, high_bytes - low_bytes)
     nearest = at // step * step

@@ -1,4 +1,4 @@
-"""The process that traces, as seen from here: started with the first question, one JSON line each way. No torch."""
+"""Client of the tracing process, which starts with the first question: one JSON line each way. No torch."""
 
 import atexit
 import json
@@ -10,19 +10,19 @@ from typing import Any
 from dilabench.machine import child_environment, python_command
 
 MODULE = "dilabench.engine.trace"
-# After this long a question is told of. A trace bounds itself by the processor's time: its limit ends one that waits.
+# Seconds until a trace is reported on stderr. A trace limits its own CPU time; its time limit ends one that waits.
 SILENT_S = 1.0
 
 
 class Tracer:
-    """A process that answers one question after another. It dies with its own faults only."""
+    """A process that answers one question after another; a crash of it does not affect the caller."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._path: list[str] = []
 
     def ask(self, question: dict[str, Any], about: str, timeout_s: float) -> dict[str, Any]:
-        """The answer; {'why': ...} if the process died of it, and {'why': ..., 'hung': True} if it took longer."""
+        """Return the answer; {'why': ...} if the process died, and {'why': ..., 'hung': True} if it took longer."""
         process = self._running()
         assert process.stdin is not None
         try:
@@ -78,7 +78,7 @@ class Tracer:
 
     @staticmethod
     def _line(process: subprocess.Popen[str], about: str, timeout_s: float) -> str | None:
-        """The next line; empty at the end of the process, None after `timeout_s`."""
+        """Return the next line; empty at the end of the process, None after `timeout_s`."""
         assert process.stdout is not None
         with selectors.DefaultSelector() as ready:
             ready.register(process.stdout, selectors.EVENT_READ)

@@ -1,7 +1,7 @@
 """From an estimate to a verdict (measurement.md §5.2), by a `Policy`: the user's margin, and a machine's resolution.
 
 With m = ln(1 + delta): SLOWER when the interval lies above m, FASTER when it lies below -m, SAME when it lies inside
-[-m, m] (two one-sided tests: Schuirmann 1987), INCONCLUSIVE otherwise. Where the clock of every slot is known, time and
+[-m, m] (two one-sided tests: Schuirmann 1987), INCONCLUSIVE otherwise. If the clock of every slot is known, time and
 cycles must agree. The p-value of a slow-down beyond the margin is P(T_df > (theta - m) / SE).
 
 Many comparisons at once are corrected: without that 132 pairs give six false alarms at 5 %. Holm controls the chance of
@@ -51,8 +51,8 @@ class Policy:
     user_margin: relative change of interest, as a fraction. sigma_aa: sd between sessions of identical code in log
     units, None when `dilabench calibrate` has not run. timer_floor_ns: resolution or launch floor of the timer.
     min_change_ns: absolute change of interest. confidence: of the two-sided interval, so one-sided claims are made at
-    (1 - confidence) / 2. look: how often data that still grow have been judged, this time included; each look may err
-    half as often as the one before, so that all of them err at most at 1 - confidence, by Bonferroni's inequality.
+    (1 - confidence) / 2. look: number of this look at data that still grow, counted from one. Each look may err half
+    as often as the one before; by Bonferroni's inequality all of them together err at most at 1 - confidence.
     power: of the minimum detectable effect. Raises ConfigError for a value out of range.
     """
 
@@ -100,8 +100,8 @@ class Policy:
     def margin(self, typical_ns: float) -> Margin:
         """max(user, 2 sigma_AA, 2 timer floor / L, least change / L) for a pair whose slots take `typical_ns`.
 
-        The absolute terms are part of the margin, so SLOWER means that the whole interval lies beyond them, and SAME
-        that no change worth telling is left.
+        The absolute terms are part of the margin: SLOWER means that the whole interval exceeds them, SAME that any
+        remaining change is too small to report.
         """
         terms: dict[MarginSource, float] = {
             "user": self.user_margin,
@@ -178,11 +178,11 @@ def decide(estimate: Estimate, policy: Policy) -> Verdict:
 def sessions_needed(
     estimate: Estimate, margin: float, policy: Policy, *, both: bool = False, at_best: bool = False
 ) -> int | None:
-    """New sessions at whose look a case should be decided, from what is known; None when the last look is too early.
+    """Return the number of new sessions after which a case should be decided, or None if even the last look is too few.
 
-    Code that did not change, which is what a gate meets most often, is to be decided `policy.power` of the time, and
-    the estimated change if it is the true one. margin: in log units. both: so many sessions on either side, of code
-    that did not change. at_best: decided at all, wherever the truth lies.
+    With probability `policy.power` that many decide unchanged code (a gate's usual case) and the estimated change, if
+    it is the true one. margin: in log units. both: the same number on either side, for unchanged code. at_best: the
+    number that decides the most favourable true change.
     """
     change = abs(estimate.log_ratio)
     gap = max(margin, change - margin)
@@ -251,7 +251,7 @@ def _percent(fraction: float) -> str:
 
 
 def _rounds_missing(estimate: Estimate) -> int:
-    """Rounds until an interval can be given at all."""
+    """Return how many more rounds the first interval needs."""
     return max(1, MIN_ROUNDS - estimate.rounds)
 
 
@@ -261,7 +261,7 @@ def _reason(code: Code, cause: Cause, estimate: Estimate, numbers: Numbers, marg
         return f"{counted(estimate.rounds, 'round')}; {MIN_ROUNDS} are the least that give an interval"
     if cause is Cause.TOO_FEW_SESSIONS:
         apart = _percent(abs(numbers.ratio - 1))
-        return f"{apart} apart, but one session on each side tells nothing of the spread between sessions"
+        return f"{apart} apart, but one session on each side does not show the spread between sessions"
     within = f"the margin of {_percent(margin.delta)} ({_MARGIN_SOURCE[margin.source]})"
     interval = f"{numbers.ratio:.4g}x the baseline's time, {numbers.ratio_low:.4g} to {numbers.ratio_high:.4g}"
     assert numbers.confidence is not None
@@ -280,7 +280,7 @@ def _reason(code: Code, cause: Cause, estimate: Estimate, numbers: Numbers, marg
 
 
 def _hint(code: Code, cause: Cause, estimate: Estimate, numbers: Numbers, policy: Policy) -> str:
-    """What the reader can do next; empty when there is nothing to do."""
+    """Return the reader's next step; empty if there is none."""
     hints: list[str] = []
     if cause is Cause.TOO_FEW_ROUNDS:
         hints.append(f"measure {_effort(_rounds_missing(estimate), estimate)}")
@@ -321,7 +321,7 @@ def _more_sessions(estimate: Estimate, numbers: Numbers) -> str:
 
 
 def _effort(rounds: int, estimate: Estimate) -> str:
-    """Further rounds in words; as sessions of so many where the error is the spread between sessions."""
+    """Return further rounds as text; as sessions if the error is the spread between sessions."""
     count = rounds if estimate.unit == "round" else ceil(rounds * estimate.sessions / estimate.rounds)
     return f"one more {estimate.unit}" if count == 1 else f"{count} more {estimate.unit}s"
 

@@ -5,7 +5,7 @@ it is pooled over the H stored and K new sessions, as in Student's two-sample te
 
     s^2 = (sum (b_h - b)^2 + sum (c_k - c)^2) / (H + K - 2)        c - b +- t(., H + K - 2) s sqrt(1/K + 1/H)
 
-What grows is judged again each time it has doubled (`LOOK_SESSIONS`), every look at a level of its own
+Growing data are judged again each time they have doubled (`LOOK_SESSIONS`). Every look has its own confidence level
 (`Policy.confidence_at`).
 """
 
@@ -31,7 +31,7 @@ SESSIONS_FOR_GATE = 5
 """Fewer stored sessions than this are advisory: shown, never failing a gate."""
 
 LOOK_SESSIONS = (3, 6, 12, 24, 48, 96, 192, 384)
-"""New sessions at each look. Of three, one that something disturbed widens the interval more than it moves the mean."""
+"""New sessions at each look. One disturbed session of three widens the interval more than it moves the mean."""
 
 Slots = Sequence[Sequence[float]]
 
@@ -49,7 +49,7 @@ def estimate_stored(
 ) -> list[Estimate]:
     """Estimates of ln(candidate / baseline) from records that were not measured together, in order.
 
-    A session's location is the median of its slots' quantiles at `level`, the lower quartile unless told otherwise.
+    A session's location is the median of its slots' quantiles at `level`, by default the lower quartile.
     Two sessions alone give no interval; below `SESSIONS_FOR_GATE` stored ones the estimate is advisory. Raises
     ConfigError when a side, a session or a slot is empty.
     """
@@ -99,7 +99,7 @@ def _estimate(pair: StoredSessions, baseline: Floats, candidate: Floats, confide
 
 
 def _session_logs(sides: Sequence[Sequence[Slots]], level: float) -> list[Floats]:
-    """Logarithms of the sessions' locations, one vector per side. All sides are worked on in one go."""
+    """Logarithms of the sessions' locations, one vector per side. All sides are computed together."""
     if not all(side and all(map(len, side)) for side in sides):
         raise ConfigError("a side has no session, or a session no slots; compare only cases that were measured")
     if not sides:

@@ -43,7 +43,7 @@ Session = Sequence[tuple[Sequence[float], Sequence[float]]]
 SlotStatistic = Literal["auto", "min", "p25", "median"]
 
 MIN_ROUNDS = 5
-"""Fewest paired rounds for an interval when fewer than three sessions tell the spread between sessions."""
+"""Fewest paired rounds for an interval if there are fewer than three sessions to show the spread between them."""
 
 _LEVELS = {"p25": 0.25, "median": 0.5}
 
@@ -65,11 +65,11 @@ class Estimate:
     """ln(candidate / baseline) with its error; positive means that the candidate is slower.
 
     The squared standard error is `reducible_variance / units + fixed_variance`: more units (independent rounds, or
-    sessions) shrink the first term, nothing that the candidate's side can do shrinks the second.
+    sessions) shrink the first term. Nothing on the candidate's side shrinks the second.
 
     log_ratio, se: natural-log units. df: degrees of freedom of the t interval; each further unit brings one more.
     interval: of `log_ratio`, None when the evidence is too thin for one. units, unit: how many independent repetitions
-    the error rests on, and which kind. stored: sessions of the other side, measured at another time; 0: in turns.
+    the error rests on, and which kind. stored: sessions of the other side, measured at another time; 0: interleaved.
     session_log_ratios: one per session, `[sessions]`. baseline_ns, candidate_ns: typical slot location of each side.
     cycles_log_ratio, cycles_interval: the same in clock cycles, None when a slot's clock is unknown.
     advisory: too little history to fail a gate with.

@@ -37,10 +37,9 @@ class Numbers:
     p_slower, p_faster: one-sided p of the claim that the change exceeds the margin in that direction, before
     correction; p_adjusted: of the claimed direction, after `decide.control_family`. confidence: of the interval.
     mde: smallest relative slow-down that this measurement would have called SLOWER four times in five.
-    a12: P(a candidate sample is slower); None if nobody asked for it. rounds_needed: further rounds for a conclusion;
-    None when concluded or when rounds alone will not do. sessions_needed: new sessions, all told, after which a case
-    with this spread between sessions and this change, or none, is decided four times in five; both_needed: sessions on
-    either side.
+    a12: P(a candidate sample is slower); None if not computed. rounds_needed: further rounds for a conclusion; None
+    when concluded or when rounds alone are not enough. sessions_needed: total number of new sessions that decide four
+    times in five, given this spread and this change or none; both_needed: sessions on either side.
     """
 
     ratio: float

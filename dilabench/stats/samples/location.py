@@ -4,11 +4,11 @@ Times have a long right tail, so no mean is ever used. Quantiles are median-unbi
 k-th of n samples lies as often above as below the level (k - 1/3) / (n + 1/3) (type 8 of Hyndman and Fan, "Sample
 quantiles in statistical packages", 1996). Medians over rounds of such quantiles make 20 samples comparable with 21.
 
-The samples of one turn share the moment they were taken in, and so do the turns of one process: a hundred samples in
-twenty turns say little more than twenty do. `locate_sessions` takes the median of all samples; its error is taken from
-how the share of samples below it varies from block to block. Blocks are turns; from three sessions on, sessions.
+Samples of one slot are correlated, and so are the slots of one process: a hundred samples in twenty slots carry little
+more information than twenty samples. `locate_sessions` takes the median of all samples. Its error comes from how the
+share of samples below the median varies from block to block. A block is a slot; from three sessions on, a session.
 
-A comparison of 10,000 pairs holds millions of samples in slots of five. For it `Slots` lie in one flat array, and each
+A comparison of 10,000 pairs holds millions of samples in slots of five. `Slots` are therefore one flat array, and each
 operation on groups runs over all of them; group sizes may differ (a session stopped early, 20 samples against 21).
 """
 
@@ -73,7 +73,7 @@ def checked_samples(samples_ns: ArrayLike) -> NDArray[np.float64]:
     values = np.asarray(samples_ns, dtype=np.float64).ravel()
     if values.size == 0:
         raise ConfigError("no samples; a location needs at least one: record the case as skipped or failed instead")
-    # A NaN among them is the minimum, and below nothing.
+    # A NaN makes the minimum NaN, which is not positive.
     if not (values.min() > 0 and values.max() < np.inf):
         bad = values[~(np.isfinite(values) & (values > 0))][0]
         raise ConfigError(f"sample {bad} ns is not positive and finite, so it is no time; leave it out of the record")
@@ -129,7 +129,7 @@ def locate(samples_ns: ArrayLike, confidence: float = 0.95) -> Location:
 
 
 def locate_sessions(sessions: Sequence[Session], confidence: float = 0.95) -> Location:
-    """Summary of one case's samples, `sessions[session][turn] = samples_ns`, every turn with at least one.
+    """Summary of one case's samples, `sessions[session][turn] = samples_ns`, every slot with at least one.
 
     As `locate` gives it, with the interval of `_interval_of_blocks`. Raises ConfigError for no or impossible samples.
     """
@@ -139,7 +139,7 @@ def locate_sessions(sessions: Sequence[Session], confidence: float = 0.95) -> Lo
     if pooled.interval is None:
         return pooled
     by_session = len(sessions) >= SESSIONS_FOR_SPREAD
-    counts = [sum(map(len, one)) for one in sessions] if by_session else [len(one) for one in turns]
+    counts = [sum(map(len, blocks)) for blocks in sessions] if by_session else [len(blocks) for blocks in turns]
     sizes, values = np.array(counts, np.float64), np.asarray(samples, np.float64)
     starts = np.cumsum([0, *counts[:-1]])
     below, upto = (
@@ -160,7 +160,7 @@ def _interval_of_blocks(ordered: Floats, sizes: Floats, shares: Floats, units: f
 
         SE^2 = sum_b (m_b / m)^2 (p_b - 1/2)^2 / (B - 1) / units,    at least 1 / (4 n) as for independent samples
 
-    with units - 1 degrees of freedom. Where that reaches past the samples, the interval is their whole range, which
+    with units - 1 degrees of freedom. An interval that reaches past the samples is cut to their whole range, which
     covers the median of independent blocks with probability 1 - 2^(1 - units).
     """
     whole = Interval(float(ordered[0]), float(ordered[-1]), 1 - 2 ** (1 - units))
@@ -206,8 +206,8 @@ def effective_size(series: ArrayLike) -> float:
     correlation = autocorrelation(values, n - 1)
     pairs = correlation[: 2 * (n // 2)].reshape(-1, 2).sum(axis=1)
     ends = np.flatnonzero(pairs <= 0)
-    kept = pairs[: ends[0]] if ends.size else pairs
-    return float(min(n, max(1.0, n / max(1.0, 2 * kept.sum() - 1))))
+    positive = pairs[: ends[0]] if ends.size else pairs
+    return float(min(n, max(1.0, n / max(1.0, 2 * positive.sum() - 1))))
 
 
 def relative_half_width(locations_ns: ArrayLike, confidence: float = 0.95) -> float | None:
@@ -253,7 +253,7 @@ def flatten_slots(slots: Sequence[Sequence[float]]) -> Slots:
 
 
 def group_quantiles(values: Floats, counts: Counts, levels: Floats) -> Floats:
-    """Quantile of each group at its own level (`location.quantile`); group g is the next `counts[g]` values.
+    """Quantile of each group at the group's level (`location.quantile`); group g is the next `counts[g]` values.
 
     Groups of one size are sorted together, as the rows of a matrix.
     """
