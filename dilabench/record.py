@@ -44,8 +44,8 @@ SkipCode = Literal[
     "far_slower",
 ]
 # wrong_output: a check of its output failed. backend_not_proven: no kernel of the claimed backend ran. exception: its
-# code raised. crash: its process died. verification_timeout: verification took too long, so that nothing is known of
-# its output. peer_lost: a rank missed another. no_samples: its timer cannot time it.
+# code raised. crash: its process died. verification_timeout: its verification was not finished in time. peer_lost: a
+# rank missed another. no_samples: its timer cannot time it.
 FailureCode = Literal[
     "wrong_output",
     "backend_not_proven",
@@ -113,7 +113,11 @@ class Case(Model):
 
 
 class Skipped(Model):
+<<<<<<< HEAD
     """A case that cannot run here, or had no time. Programs decide on `code`; `why` is for people."""
+=======
+    """A case that cannot run here, or that there was no time for: programs decide on `code`, `why` is for people."""
+>>>>>>> proof
 
     status: Literal["skipped"] = "skipped"
     code: SkipCode
@@ -234,8 +238,7 @@ class Verification(Model):
 class Slot(Model):
     """Consecutive samples of one case: one turn in one round. The device state is read at the slot's end.
 
-    Over ranks `samples_ns` are the slowest rank's, sample by sample, and `rank_samples_ns` those of each rank in order.
-    `renewed`: the samples before which all inputs changed.
+    Over ranks `samples_ns` are the slowest rank's, `rank_samples_ns` those of each. `renewed`: samples on new inputs.
     """
 
     session: int = 0
@@ -281,8 +284,8 @@ class Diagnostic(Model):
 class Memory(Model):
     """Peak memory of one call, split by purpose; None where this device cannot tell.
 
-    `source`: torch's allocator; on CPUs old records have resident sets. `kept_bytes`: what the built function keeps
-    between calls. `process_bytes`: what calls added to the process; what is not torch's of it counts as workspace.
+    `source`: torch's allocator; resident sets in old records. `kept_bytes`: of the built function. `process_bytes`:
+    what calls added to the process; what of it is not torch's counts as workspace.
     """
 
     peak_bytes: int
