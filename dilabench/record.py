@@ -113,11 +113,7 @@ class Case(Model):
 
 
 class Skipped(Model):
-<<<<<<< HEAD
     """A case that cannot run here, or had no time. Programs decide on `code`; `why` is for people."""
-=======
-    """A case that cannot run here, or that there was no time for: programs decide on `code`, `why` is for people."""
->>>>>>> proof
 
     status: Literal["skipped"] = "skipped"
     code: SkipCode

@@ -23,7 +23,7 @@ from dilabench.validation import shown as shown
 
 PACKAGE = str(Path(__file__).parents[1])
 # Frames of code that only calls a plug-in, or that a plug-in calls for dilabench.
-_BETWEEN = ("/pluggy/", "/pydantic/", "/importlib/", "<frozen ", "/contextlib.py", "/dataclasses.py")
+_BETWEEN = ("/pluggy/", "/pydantic/", "/torch/", "/importlib/", "<frozen ", "/contextlib.py", "/dataclasses.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def guarded(plugin: str, what: str = "") -> Iterator[None]:
                 raise
             text = error.why
         else:
-            text = (str(error) if isinstance(error, DilabenchError) else said(error)) + _place(error)
+            text = (str(error) if isinstance(error, DilabenchError) else said(error)) + place(error)
         raise PluginError(f"{what}: {text}" if what else text, plugin) from error
     finally:
         _outside.leave(running)
@@ -168,10 +168,10 @@ def standard_output() -> TextIO:
         return _outside.stream if _outside.inside else sys.stdout
 
 
-def _place(error: BaseException) -> str:
-    """The innermost line of an error in the plug-in's folder, which is that of the first frame outside dilabench.
+def place(error: BaseException, *, also_ours: bool = True) -> str:
+    """' (file:line)' of the innermost line in the plug-in's folder, which is that of the first frame outside dilabench.
 
-    Without such a frame, the innermost line.
+    Without such a frame, the innermost line of ours, or '' if not `also_ours`.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
@@ -179,6 +179,8 @@ def _place(error: BaseException) -> str:
     theirs = [
         frame for frame in frames if not frame[0].startswith(PACKAGE) and not any(part in frame[0] for part in _BETWEEN)
     ]
+    if not theirs and not also_ours:
+        return ""
     home = str(Path(theirs[0][0]).parent) if theirs else PACKAGE
     inside = [frame for frame in frames if frame[0].startswith(home)]
     return " ({}:{})".format(*inside[-1]) if inside else ""
