@@ -44,8 +44,8 @@ SkipCode = Literal[
     "far_slower",
 ]
 # wrong_output: a check of its output failed. backend_not_proven: no kernel of the claimed backend ran. exception: its
-# code raised. crash: its process died. verification_timeout: verification took too long, so that nothing is known of
-# its output. peer_lost: a rank missed another. no_samples: its timer cannot time it.
+# code raised. crash: its process died. verification_timeout: its verification was not finished in time. peer_lost: a
+# rank missed another. no_samples: its timer cannot time it.
 FailureCode = Literal[
     "wrong_output",
     "backend_not_proven",
@@ -113,10 +113,7 @@ class Case(Model):
 
 
 class Skipped(Model):
-    """A case that this machine, backend or implementation cannot run, or that there was no time for.
-
-    Programs decide on `code`; `why` is for people.
-    """
+    """A case that cannot run here, or had no time. Programs decide on `code`; `why` is for people."""
 
     status: Literal["skipped"] = "skipped"
     code: SkipCode
@@ -124,13 +121,12 @@ class Skipped(Model):
 
 
 class PlannedCase(Model):
-    """A case with what the user asked for and the suite's labels; `skip` is its outcome where it cannot run here.
+    """A case with what the user asked for and the suite's labels; `skip` is its outcome if it cannot run here.
 
-    `role`: its implementation's, or 'yardstick' where it computes another function than the rows beside it.
-    `procedure`: timed in turns with the other cases of its workload, or isolated: a process of its own, one set of
-    inputs, sampled rows verified; `memory_limit_bytes` is what that process may allocate beyond what it starts with.
-    `labels` are those of `dilabench.metadata`, or a plug-in's own ('plugin:key'). `source`: the package that registered
-    its implementation or backend ('my-attention 1.0'); None if both are dilabench's, and in older records.
+    `role`: its implementation's, or 'yardstick' if it computes another function than the ranked rows. `procedure`:
+    interleaved with its workload's other cases, or isolated: in its own process, one set of inputs, sampled rows
+    verified, at most `memory_limit_bytes` allocated. `labels`: of `dilabench.metadata`, or a plug-in's ('plugin:key').
+    `source`: the plug-in's package of its implementation or backend ('my-attention 1.0'), if any.
     """
 
     case: Case
@@ -238,8 +234,7 @@ class Verification(Model):
 class Slot(Model):
     """Consecutive samples of one case: one turn in one round. The device state is read at the slot's end.
 
-    Over ranks `samples_ns` are the slowest rank's, sample by sample, and `rank_samples_ns` those of each rank in order.
-    `renewed`: the samples before which all inputs changed.
+    Over ranks `samples_ns` are the slowest rank's, `rank_samples_ns` those of each. `renewed`: samples on new inputs.
     """
 
     session: int = 0
@@ -275,10 +270,7 @@ class Timing(Model):
 
 
 class Diagnostic(Model):
-    """Samples of a call over ranks as it is, or of a part of it alone: sample i of each part is from the same turn.
-
-    A part alone computes something wrong, so its times are those of no implementation. Samples as in `Slot`.
-    """
+    """Samples of a call over ranks, or of a part alone, which computes something wrong; samples i are of one turn."""
 
     part: Part
     samples_ns: tuple[int, ...]
@@ -288,8 +280,8 @@ class Diagnostic(Model):
 class Memory(Model):
     """Peak memory of one call, split by purpose; None where this device cannot tell.
 
-    `source`: torch's allocator; on CPUs old records have resident sets. `kept_bytes`: what the built function keeps
-    between calls. `process_bytes`: what calls added to the process; what is not torch's of it counts as workspace.
+    `source`: torch's allocator; resident sets in old records. `kept_bytes`: of the built function. `process_bytes`:
+    what calls added to the process; what of it is not torch's counts as workspace.
     """
 
     peak_bytes: int
@@ -442,9 +434,8 @@ class RunRecord(RunHeader):
 
     def to_frame(self, samples: bool = False) -> "pandas.DataFrame":
         """One line per case, or with `samples` one per sample, as a pandas frame (extra `data`); times are in ns."""
-        # By name: renderings lie above the record, which needs none of them to be one.
-        found: pandas.DataFrame = importlib.import_module("dilabench.report.tidy").frame(self, samples)
-        return found
+        # By name, for reports lie above the record.
+        return importlib.import_module("dilabench.report.tidy").frame(self, samples)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         ended = Counter(row.outcome.status for row in self.rows)

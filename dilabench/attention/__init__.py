@@ -6,7 +6,7 @@
     out = dilated_attention(q, k, v, segment_lengths=(2048, 4096), dilation_rates=(1, 2), causal=True)
 
 `attention` computes any pattern; `dilated_attention` and `block_sparse_attention` are its shorthands. They compute on
-one device, `ring_attention` over the ranks of a process group. What is not listed as imported below loads at first use.
+one device, `ring_attention` over the ranks of a process group. Names that are not imported below load at first use.
 """
 
 import importlib

@@ -1,6 +1,6 @@
-"""Implementation `library`: `dilated_attention` as a caller gets it, with what it chose told beside its times.
+"""Implementation `library`: `dilated_attention` as a caller gets it, with its choice in the row's notes.
 
-The choice is made when it is built, so that measuring at the first use is set-up, and no part of a timed call.
+The choice is made when it is built, so that measuring at the first use is set-up and not part of a timed call.
 """
 
 import time
@@ -21,7 +21,7 @@ from dilabench.workload.spec import Workload
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The library's function for one workload. `notes`: what it took, and how long it took to choose."""
+    """The library's function for one workload. `notes`: its choice, and the time of choosing."""
 
     options: Mapping[str, Any]
     notes: tuple[Note, ...]
@@ -32,7 +32,7 @@ class Chosen:
 
 
 def build(workload: Workload, context: BuildContext) -> Chosen:
-    """Choose as the first call of this configuration does; the calls find what was measured."""
+    """Choose like the first call of this configuration; later calls reuse the result."""
     began = time.perf_counter_ns()
     choice, _ = automatic(workload, context.device)
     took_ns = time.perf_counter_ns() - began

@@ -5,7 +5,7 @@
     out = dilated_attention(q, k, v, segment_lengths=(2048, 4096), dilation_rates=(1, 2), causal=True)
 
 Exact forward and backward of LongNet's dilated attention (one softmax over the union of all branches' keys): the fused
-Triton kernel where it is the fastest (CUDA), else strided views over the best dense kernel of the device. Works under
+Triton kernel if it is the fastest (CUDA), else strided views over the best dense kernel of the device. Works under
 torch.compile without graph breaks: forward and backward are one custom operator each.
 """
 
@@ -44,7 +44,7 @@ from dilabench.validation import validated
 from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
 
 if TYPE_CHECKING:
-    # Triton is not installed everywhere.
+    # Triton may not be installed.
     from dilabench.impls import fused
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention", "dilated_attention"]
@@ -157,7 +157,7 @@ def dilated_attention(
             shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
             raise ValueError(f"{shapes} with cu_seqlens must be [T, H, D] and [T, K, D]; leave out the batch axis")
         query, key, value = query[None], key[None], value[None]
-    # A graph of a compiler takes a tensor of bounds as it is, and so serves every packing.
+    # A compiled graph takes a tensor of bounds unread, and so serves every packing.
     of_graph = cu_seqlens if isinstance(cu_seqlens, Tensor) and torch.compiler.is_compiling() else None
     if of_graph is not None and of_graph.ndim != 1:
         raise ValueError(f"cu_seqlens {tuple(of_graph.shape)} must be one row of bounds that rise from 0")
@@ -172,7 +172,7 @@ def dilated_attention(
     except TypeError:
         of_integers = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "window": window}
         lengths, rates, sides = (operands.integers(name, value) for name, value in of_integers.items())
-    # As `Options`, which takes several times as long to make.
+    # A plain tuple, because creating `Options` takes several times as long.
     options: tuple[Any, ...] = (
         lengths,
         rates,
@@ -183,7 +183,7 @@ def dilated_attention(
         offset,
         offset_by,
         padding,
-        # Outputs are the same, and more kernels give them.
+        # The outputs are the same, and more kernels support it.
         "exact" if merge_grad == "detached" and not wants_gradient else merge_grad,
         bounds,
         wants_gradient,
@@ -208,10 +208,10 @@ def dilated_attention(
         if sink is not None:
             operands.check_sink(sink, query, merge_grad)
         if not torch.compiler.is_compiling() and torch._C._is_tracing():
-            # Whoever runs the trace may want gradients.
+            # The trace may later run with gradients.
             options = (*options[:9], merge_grad, bounds, True, *options[12:])
         if not isinstance(backend, str):
-            # Operators take texts.
+            # Operators accept only texts.
             options = (*options[:-1], name_of(backend))
         out, lse = as_one_operator(DILATED, query, key, value, options, sink, of_graph)
     if cu_seqlens is not None:
@@ -291,7 +291,7 @@ class MultiheadDilatedAttention(ProjectedAttention):
 
 
 class _ByOptions:
-    """What operators ask for the computation for these tensors and options."""
+    """The computations that the operators look up by tensors and options."""
 
     def _computation_for(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Computation:
         of_query, of_key = (query.shape, query.dtype, query.device), (key.shape, key.dtype, key.device)
@@ -310,17 +310,19 @@ register(DILATED, _by_options)
 
 @lru_cache(maxsize=64)
 def _computation(
-    tensors: tuple[tuple[torch.Size, torch.dtype, torch.device], ...], asked: tuple[Any, ...]
+    tensors: tuple[tuple[torch.Size, torch.dtype, torch.device], ...], call_options: tuple[Any, ...]
 ) -> Computation:
-    """For query, key and value, each by its shape, dtype and device, and `Options`: made once for all calls; refuses
-    what does not fit together.
+    """The computation for query, key and value, each by shape, dtype and device, and `Options`, made once for all
+    calls.
+
+    Raises ValueError for tensors and options that do not fit together.
     """
-    options = Options(*asked)
+    options = Options(*call_options)
     operands.check_options(options._asdict())
     if options.cu_seqlens and options.backend == AUTO:
-        found = _of_documents(tensors, options)
-        if found is not None:
-            return found
+        of_documents = _of_documents(tensors, options)
+        if of_documents is not None:
+            return of_documents
     try:
         workload = _workload(tensors, options)
         device = tensors[0][2]
@@ -330,12 +332,14 @@ def _computation(
         if workload is None:
             return NOTHING_SEEN
         if workload.seq_len < tensors[0][0][1]:
-            # Those of the sequences alone, and zeros behind them.
+            # The rows of the sequences are computed, and zeros follow them.
             inside = tuple(((1, workload.seq_len, *shape[2:]), *kind) for shape, *kind in tensors)
-            return FirstRows(workload.seq_len, _computation(inside, (*asked[:10], workload.cu_seqlens, *asked[11:])))
+            return FirstRows(
+                workload.seq_len, _computation(inside, (*call_options[:10], workload.cu_seqlens, *call_options[11:]))
+            )
         if options.backend == AUTO:
             return automatic(workload, device)[1]
-        # A named backend may serve a forward pass alone.
+        # A named backend may support only the forward pass.
         implementation = "dense" if workload.pattern == DENSE else "strided"
         backend = backend_of(options.backend, Way(implementation, None, workload.replace(mode="forward")), device)
     except ConfigError as error:
@@ -344,7 +348,7 @@ def _computation(
 
 
 def _of_documents(tensors: tuple[operands.Kind, ...], options: Options) -> Computation | None:
-    """That of packed sequences which the fastest way for their kind makes of their bounds alone, if it does."""
+    """The computation of packed sequences that the fastest implementation derives from bounds alone, or None."""
     tokens = tensors[0][0][1]
     bounds = operands.without_empty(options.cu_seqlens, tokens)
     if len(bounds) < 3 or bounds[-1] < tokens:
@@ -360,19 +364,19 @@ def _of_documents(tensors: tuple[operands.Kind, ...], options: Options) -> Compu
 def _packings(
     tensors: tuple[operands.Kind, ...], options: Options, longest: int, doublings: int
 ) -> "fused.Packings | None":
-    """What the computations for packings of about such a mean length, the longest of so many tokens, have in common:
-    those of the way that is the fastest for one of them.
+    """The shared part of computations for packings of similar mean length with the longest of `longest` tokens, of the
+    implementation that is fastest for one of them.
     """
     tokens = tensors[0][0][1]
-    others = min(max(1, round(tokens / 2**doublings) - 1), tokens - longest)
-    bounds = (0, *(longest + (tokens - longest) * at // others for at in range(others + 1)))
+    other_sequences = min(max(1, round(tokens / 2**doublings) - 1), tokens - longest)
+    bounds = (0, *(longest + (tokens - longest) * at // other_sequences for at in range(other_sequences + 1)))
     try:
         workload = _workload(tensors, options._replace(cu_seqlens=bounds))
         if workload is None or tensors[0][2].type == "meta":
             return None
         return getattr(automatic(workload, tensors[0][2])[1], "packings", None)
     except (ConfigError, ValueError):
-        # Refused for what they are, not for these.
+        # These are refused for the representative packing, not for the caller's.
         return None
 
 

@@ -6,7 +6,7 @@
     out = attention(q, k, v, causal=True)                                     # dense
     out = attention(q, k, v, pattern=WindowSinkPattern(sinks=4, window_size=1024), causal=True)
 
-Patterns are the objects that workloads of the benchmark have (`dilabench.patterns`).
+Patterns are the objects that the benchmark's workloads use (`dilabench.patterns`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
 
 __all__ = ["attention", "block_sparse_attention"]
 
-# What dense attention has in place of the fields of a dilated pattern.
+# Fields of dense attention in place of those of a dilated pattern.
 NO_BRANCHES: dict[str, Any] = {"segment_lengths": (), "dilation_rates": ()}
 
 
@@ -111,7 +111,7 @@ def attention(
         [T, K, D]. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. For dense and dilated
         patterns.
     indices: [n, k] or [K, n, k] integers on the tensors' device, for TopKBlocksPattern: the k key blocks of each of n
-        query blocks, for all key/value heads or each. Order does not matter, -1 stands for none. They replace the
+        query blocks, for all key/value heads or each. Order does not matter, -1 means no block. They replace the
         pattern's selector and top_k.
     return_lse: also return lse [B, H, N], the natural logarithm of each query's sum of exponentials (packed: [H, T]),
         without a gradient. A query that attends to no key has out 0 and lse -inf.
@@ -119,8 +119,8 @@ def attention(
         `(q, k, v, *, causal, window, scale) -> (out, lse)` of dense attention; 'auto' is the fastest way known.
 
     Dense and dilated patterns work under torch.compile without a graph break; others break the graph at the call.
-    An invisible key may hold any finite numbers: NaN or inf in its value may make NaN of rows that do not see it, as in
-    torch's own attention (docs/explanation/semantics.md). torch.func is refused for NativeSparsePattern. Under
+    A hidden key may hold any finite numbers, but NaN or inf in its value may make rows NaN that do not see it, as in
+    torch's attention (docs/explanation/semantics.md). torch.func is refused for NativeSparsePattern. Under
     torch.autocast query, key and value are cast first.
 
     Raises ValueError for shapes, patterns or options that do not fit together.
@@ -316,10 +316,10 @@ def _by_operators(
     value: Tensor,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse by what torch's modes and function transforms see."""
+    """out and lse by an operator that torch's modes and function transforms see."""
     number = Kept.of(_OfPattern(computation, operands.workload_of(pattern, tensors, options)))
-    asked = OperatorOptions(wants_gradient=options.wants_gradient)
-    return as_one_operator(number, query, key, value, asked, sink)
+    operator_options = OperatorOptions(wants_gradient=options.wants_gradient)
+    return as_one_operator(number, query, key, value, operator_options, sink)
 
 
 @lru_cache(maxsize=64)
@@ -359,9 +359,9 @@ def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
     if indices.device != tensors[0][2]:
         raise ValueError(f"indices are on {indices.device} and query on {tensors[0][2]}; move one of them")
     if indices.is_meta or 0 in tensors[0][0]:
-        # As with indices drawn here, which refuses what does not fit.
+        # Built like a pattern with drawn indices, which refuses shapes that do not fit.
         return cast(Computation, _function(pattern, tensors, options))
-    # As selectors of dilabench give them.
+    # In the form that dilabench's selectors return.
     by_head = (materialised(indices) if indices.ndim == 3 else indices[None]).to(torch.int32).contiguous()
     plan = SelectedPlan(by_head, size, length, options.causal, options.window)
     union, rows = _over_blocks(pattern, tensors, options)
@@ -397,7 +397,7 @@ def _over_blocks(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: 
 
 @dataclass(frozen=True)
 class _OfPattern:
-    """What operators ask for the computation of a pattern and for its work."""
+    """The computation of a pattern and its work, looked up by the operators."""
 
     computation: Computation
     workload: Workload | None
@@ -410,7 +410,7 @@ class _OfPattern:
 
 
 class _WithSink(torch.autograd.Function):
-    """out and lse of a computation with a sink [H] besides its keys."""
+    """out and lse of a computation with a sink [H] in addition to its keys."""
 
     @staticmethod
     def forward(

@@ -33,8 +33,8 @@ class Options(Protocol):
 
 
 def workload_of(pattern: Pattern, tensors: Sequence[Kind], options: Options) -> Workload | None:
-    """The workload of query, key and value, of the tokens up to the last bound of packed sequences and without the
-    empty ones; None where no token sees any. Raises ValueError for tensors that do not fit together, ConfigError for
+    """The workload of query, key and value, for the tokens up to the last bound of packed sequences and without empty
+    sequences; None if no token sees any. Raises ValueError for tensors that do not fit together, ConfigError for
     options that do not fit.
     """
     shapes, dtypes, devices = zip(*tensors, strict=True)
@@ -46,7 +46,7 @@ def workload_of(pattern: Pattern, tensors: Sequence[Kind], options: Options) -> 
         seq_len = sequences[-1]
     is_empty = not (batch_size and seq_len)
     packed = {"layout": "packed", "cu_seqlens": sequences} if len(sequences) > 1 else {}
-    # Options are checked all the same.
+    # The options are checked even so.
     workload = validated(
         Workload,
         {
@@ -68,8 +68,8 @@ def workload_of(pattern: Pattern, tensors: Sequence[Kind], options: Options) -> 
 
 
 def without_empty(cu_seqlens: Sequence[int], tokens: int) -> tuple[int, ...]:
-    """Bounds that rise, of the same sequences but the empty ones. Raises ValueError where they fall, do not begin at 0
-    or end beyond the tokens.
+    """Strictly ascending bounds of the same sequences without empty ones. Raises ValueError if they descend, do not
+    begin at 0 or end beyond the tokens.
     """
     rising = all(start <= stop for start, stop in pairwise(cu_seqlens))
     if not rising or cu_seqlens[0] != 0 or cu_seqlens[-1] > tokens:
@@ -97,14 +97,14 @@ def check_operands(query: torch.Size, key: torch.Size, value: torch.Size) -> Non
 
 def check_kinds(kinds: Iterable[tuple[torch.dtype, torch.device]]) -> None:
     """Refuse dtypes or devices that differ."""
-    found = {*kinds}
-    if len(found) > 1:
-        raise ValueError(f"query, key and value must share dtype and device, got {sorted(map(str, found))}")
+    kinds_found = {*kinds}
+    if len(kinds_found) > 1:
+        raise ValueError(f"query, key and value must share dtype and device, got {sorted(map(str, kinds_found))}")
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast floating tensors but float64 to the dtype of `torch.autocast`, as torch casts those of its
-    `scaled_dot_product_attention`: where autocast is on for the device that a tensor is on.
+    """Cast floating tensors except float64 to the dtype of `torch.autocast`, if it is on for the tensor's device, like
+    torch's `scaled_dot_product_attention`.
     """
     return tuple(map(_as_autocast, tensors))
 
@@ -125,21 +125,21 @@ _SEGMENTS = "a sequence of integers, for example (2048, 4096)"
 
 
 def integers(name: str, value: Any) -> tuple[int, ...]:
-    """An option that is a sequence of integers. Raises ValueError for texts, tensors and what is no sequence."""
+    """An option that is a sequence of integers. Raises ValueError for texts, tensors and other values."""
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Tensor):
-        found = tuple(value)
-        if not any(isinstance(x, str | Tensor) for x in found):
-            return found
-        if all(isinstance(x, str) and len(x) == 1 for x in found):
-            # What a text was taken apart to.
-            value = "".join(found)
+        numbers = tuple(value)
+        if not any(isinstance(x, str | Tensor) for x in numbers):
+            return numbers
+        if all(isinstance(x, str) and len(x) == 1 for x in numbers):
+            # A text that was split into characters.
+            value = "".join(numbers)
     raise ValueError(f"{name} {value!r:.80} must be {_INTEGERS.get(name, _SEGMENTS)}")
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of another type than numbers and texts: one result is kept for all calls with equal options.
+    """Refuse options that are not numbers or texts: one result is cached for all calls with equal options.
 
-    A tensor would count by its identity, with the value that it had first, and would get no gradient.
+    A tensor would be a key by its identity, with the value of the first call, and would get no gradient.
     """
     for name, value in options.items():
         if name in ("segment_lengths", "dilation_rates", "window"):
@@ -157,7 +157,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def refuse_types(options: Mapping[str, Any]) -> None:
-    """`check_options`, and refuse what cannot be hashed, as lists and dicts."""
+    """`check_options`, and refuse unhashable values such as lists and dicts."""
     check_options(options)
     for name, value in options.items():
         try:
@@ -167,7 +167,7 @@ def refuse_types(options: Mapping[str, Any]) -> None:
 
 
 def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
-    """As numbers, one at least: none stands for a batch."""
+    """The bounds as numbers, at least one: an empty tuple means a batch."""
     if not isinstance(cu_seqlens, Tensor):
         cu_seqlens = integers("cu_seqlens", cu_seqlens)
     elif cu_seqlens.is_meta:
@@ -188,7 +188,7 @@ def check_is_tensor(sink: object) -> None:
 
 
 def check_sink(sink: Tensor, query: Tensor, merge_grad: str) -> None:
-    """Refuse a sink that is not one logit per head, or whose gradient would be none."""
+    """Refuse a sink that is not one logit per head, or that would get no gradient."""
     if tuple(sink.shape) != (query.shape[2],) or not sink.is_floating_point():
         raise ValueError(
             f"sink {sink.dtype} {tuple(sink.shape)} must be one logit per query head, of a floating type; query is "

@@ -1,10 +1,10 @@
-"""Attention over the ranks of a process group: each holds some tokens of a sequence, and they attend to those of all.
+"""Attention over the ranks of a process group: each owns some tokens of a sequence, which attend to those of all ranks.
 
     shards = sequence_shards(seq_len)
     x = shards.take(embeddings)                      # this rank's tokens
     out = ring_attention(q, k, v, shards)            # of projections of x
 
-What a call needs besides tensors (bounds, plans, the workload that ranks agreed on) is made once for each shape.
+Bounds, plans and the workload that ranks agreed on are made once for each shape.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ Order = Literal["zigzag", "contiguous", "balanced"]
 
 
 class SequenceShards:
-    """Which tokens each rank of a group holds, and the functions that attend over them, kept from call to call.
+    """The tokens that each rank of a group owns, and the cached functions that attend over them.
 
-    Copies, as in `copy.deepcopy` of a model, are this object: it belongs to a process group. It cannot be pickled.
+    `copy.deepcopy` (of a model, say) returns the same object, because it belongs to a process group. It cannot be
+    pickled.
     """
 
     def __init__(self, world: World, bounds: tuple[int, ...], packed: bool, order: Order, shards: Shards) -> None:
@@ -72,19 +73,19 @@ class SequenceShards:
 
     @property
     def positions(self) -> Tensor:
-        """[rows] int64 on the CPU: where in its sequence each token of this rank stands, for positional encodings."""
+        """[rows] int64 on the CPU: the position in its sequence of each token of this rank, for encodings."""
         places = torch.cat([torch.arange(0), *(torch.arange(b - a) for a, b in pairwise(self.bounds))])
         return self.shards.take(places, self.world.rank, dim=0)
 
     def _computation_for(
         self, query: Tensor, key: Tensor, value: Tensor, options: Options
     ) -> ShardedAttention | ShapesOnly:
-        """What attends with tensors like these, made once for each shape and kind. Raises ValueError."""
+        """The computation for tensors like these, made once for each shape and kind. Raises ValueError."""
         operands.check_kinds((x.dtype, x.device) for x in (query, key, value))
         if query.is_meta:
             raise ValueError("query, key and value are on meta: ranks exchange data; give tensors that have some")
-        asked = (query.shape, key.shape, query.dtype, query.device, options)
-        known = self._functions.get(asked)
+        key_of_call = (query.shape, key.shape, query.dtype, query.device, options)
+        known = self._functions.get(key_of_call)
         if known is None:
             try:
                 workload = _workload(query, key, self, options)
@@ -94,18 +95,18 @@ class SequenceShards:
                     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
                     raise ValueError(f"{shapes} must have this rank's {self.rows} tokens; cut them with `shards.take`")
                 else:
-                    # On no rank is there a token.
+                    # No rank has a token.
                     check_backend(options.backend)
                     if options.algorithm != AUTO:
                         own_ways(over_ranks=True).implementations.get(options.algorithm)
                     known = SHAPES_ONLY
             except ConfigError as error:
                 raise ValueError(str(error)) from None
-            self._functions[asked] = known
+            self._functions[key_of_call] = known
         return known
 
     def _pairs_for(self, query: torch.Size, key: torch.Size, options: Options) -> int:
-        """This rank's share, if all have as many."""
+        """This rank's pairs, if all ranks have equally many."""
         if not self.seq_len or 0 in query:
             return 0
         of_query, of_key = (torch.empty(shape, device="meta") for shape in (query, key))
@@ -232,13 +233,13 @@ def ring_attention(
     options = Options(*branches, causal, sides, scale, algorithm=algorithm, backend=name)
     if is_plain_eager_call(query, key, value):
         return shards._computation_for(query, key, value, options)(query, key, value)
-    # What is copied here is what the backward pass reads; inside it would be copied once more there.
+    # The backward pass reads these copies; copies made inside would be repeated there.
     tensors = query.contiguous(), key.contiguous(), value.contiguous()
     return as_one_operator(shards._number, *tensors, options)[0]
 
 
 def _workload(query: Tensor, key: Tensor, shards: SequenceShards, options: Options) -> Workload:
-    """What all ranks compute together."""
+    """The workload that all ranks compute together."""
     if query.ndim != (3 if shards.packed else 4):
         wanted = "[T_local, H, D], for sequences are packed" if shards.packed else "[B, N_local, H, D]"
         raise ValueError(f"query {tuple(query.shape)} must be {wanted}")
@@ -251,7 +252,7 @@ def _workload(query: Tensor, key: Tensor, shards: SequenceShards, options: Optio
         Workload,
         {
             "pattern": pattern,
-            # Options are checked also where there is no token.
+            # Options are checked even without tokens.
             "batch_size": 1 if shards.packed else query.shape[0] or 1,
             "seq_len": shards.seq_len or 1,
             "num_heads": query.shape[-2],
@@ -270,17 +271,17 @@ def _workload(query: Tensor, key: Tensor, shards: SequenceShards, options: Optio
 def _function(
     workload: Workload, shards: SequenceShards, device: torch.device, algorithm: str, backend: str
 ) -> ShardedAttention:
-    """The function of the first algorithm that can, whose ranks hold the tokens that these do. Raises ValueError."""
+    """The function of the first supported algorithm with the same token order. Raises ValueError."""
     ways, machine, size = own_ways(over_ranks=True), machine_of(device), shards.world.size
     against: list[str] = []
     over_ranks = ways.implementations
-    # What a single rank does, it does by the algorithms of several.
+    # A single rank uses the algorithms of several.
     names = by_priority(ways, workload, max(2, size)) if algorithm == AUTO else (over_ranks.get(algorithm).name,)
     usable = []
     for name in names:
         way = Way(name, None, workload, size)
         reasons = ways.reasons_against(way, machine)
-        # What calls none computes whole segments on each rank, which no shards of ours are.
+        # Algorithms without a backend compute whole segments on each rank, which these shards are not.
         if not over_ranks.get(name).uses_backend:
             reasons = ("it calls no backend",)
         if reasons:

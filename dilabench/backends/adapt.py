@@ -1,7 +1,7 @@
-"""Brings tensors into a form that a kernel can take: padding, repeating heads, copying and splitting batches.
+"""Converts tensors into a form that a kernel supports: padding, repeating heads, copying and splitting batches.
 
-A kernel module writes its forward and backward for the plain case and declares what the plain case is; `adapted`
-gives the two functions of the backend contract.
+A kernel module implements forward and backward for a plain case and declares that case; `adapted` returns the two
+functions of the backend contract.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dilabench.workload.spec import UNBOUNDED, Window
 
 
 class Sequences(NamedTuple):
-    """Packed sequences, as `contracts.AttendPacked` has them; those of the keys are always named."""
+    """Packed sequences as in `contracts.AttendPacked`; those of the keys are always given."""
 
     cu_seqlens: Tensor
     longest: int
@@ -29,8 +29,8 @@ class Sequences(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a kernel computes, besides its tensors. `sequences`: of tokens [T, H, D]; None for a batch [B, M, H, D].
-    `place`: where out, or dq, is written by a kernel that places results; None for a tensor of its own.
+    """The arguments of a kernel besides its tensors. `sequences`: of tokens [T, H, D]; None for a batch [B, M, H, D].
+    `place`: the tensor for out, or dq, of a kernel that places results; None for a new tensor.
     """
 
     band: Band
@@ -53,17 +53,17 @@ KernelBackward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Call]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plain:
-    """What a kernel takes as it is.
+    """The plain case of a kernel.
 
     head_dim_multiple: other head dims are padded with zeros, which changes neither scores nor out (the scale is given).
     grouped_heads: it reads fewer K/V heads than query heads; otherwise they are repeated, and dk, dv summed in float32.
     max_batch: rows of the batch per launch; a CUDA grid's second and third axes end at 65535.
-    alignment_bytes: what addresses and outer strides must be a multiple of; a tensor that is not is copied.
+    alignment_bytes: required multiple of addresses and outer strides; a tensor that violates it is copied.
     forward_span, backward_span: elements from the first to the last of a tensor, gaps included, that one launch can
-    address (32-bit arithmetic somewhere inside); where a batch spans more, it goes in several launches.
+    address (32-bit arithmetic inside); a batch that spans more needs several launches.
     aligns_ends: a causal mask over fewer queries than keys lets the last query see the last key; of packed sequences,
     a window does so too.
-    places_results: it writes out and dq to where it is told.
+    places_results: it writes out and dq into given tensors.
     """
 
     head_dim_multiple: int = 1
@@ -76,7 +76,7 @@ class Plain:
     places_results: bool = False
 
 
-# The spans are what every kernel can do; one that was seen to do more says so.
+# The spans that every kernel supports; a kernel verified beyond them declares more.
 CUDA_KERNEL = Plain(
     head_dim_multiple=8,
     max_batch=65535,
@@ -90,8 +90,8 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
     """`attend` and `attend_backward` of the contract over a kernel's plain case.
 
     Both raise ValueError for a mask over different numbers of queries and keys, since kernels disagree on which corner
-    of the matrix such a mask starts from (but for a causal one where `aligns_ends` says which), and where a single
-    batch item spans more than a launch can reach.
+    of the matrix such a mask starts from (except a causal one with `aligns_ends`), and if a single batch item spans
+    more than a launch can address.
     """
 
     def attend(
@@ -110,8 +110,8 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
         band = _band(q, k, causal, window, plain)
         batch = _batch(plain, plain.forward_span, q, k, v)
         call = Call(band, scale, place=out if _placeable(out, batch, plain) else None)
-        found, lse = _split(partial(_run, forward, plain, call), batch, q, k, v)
-        return _put(found, out), lse
+        result, lse = _split(partial(_run, forward, plain, call), batch, q, k, v)
+        return _put(result, out), lse
 
     def attend_backward(
         dout: Tensor,
@@ -131,8 +131,8 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
         band = _band(q, k, causal, window, plain)
         batch = _batch(plain, plain.backward_span, dout, q, k, v, out)
         call = Call(band, scale, place=dq if _placeable(dq, batch, plain) else None)
-        found, dk, dv = _split(partial(_run_backward, backward, plain, call), batch, dout, q, k, v, out, lse)
-        return _put(found, dq), dk, dv
+        result, dk, dv = _split(partial(_run_backward, backward, plain, call), batch, dout, q, k, v, out, lse)
+        return _put(result, dq), dk, dv
 
     return attend, attend_backward
 
@@ -140,8 +140,8 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
 def adapted_packed(forward: KernelForward, backward: KernelBackward, plain: Plain) -> PackedKernel:
     """The same for packed sequences.
 
-    It raises ValueError where a tensor spans more than a launch can reach, and for a mask over different numbers of
-    queries and keys where the kernel does not align ends.
+    It raises ValueError if a tensor spans more than a launch can address, and for a mask over different numbers of
+    queries and keys if the kernel does not align ends.
     """
 
     def attend(
@@ -214,7 +214,7 @@ def _run_backward(
 
 
 def _sequences(cu_seqlens: Tensor, longest: int, cu_seqlens_k: Tensor | None, longest_k: int | None) -> Sequences:
-    """The sequences of queries and keys; raises ValueError where the keys' are named by half."""
+    """The sequences of queries and keys; raises ValueError if only one of the keys' two arguments is given."""
     if (cu_seqlens_k is None) != (longest_k is None):
         raise ValueError("cu_seqlens_k and longest_k go together: give both where keys have sequences of their own")
     if cu_seqlens_k is None or longest_k is None:
@@ -223,7 +223,7 @@ def _sequences(cu_seqlens: Tensor, longest: int, cu_seqlens_k: Tensor | None, lo
 
 
 def _packed_band(causal: bool, window: Window, sequences: Sequences, plain: Plain) -> Band:
-    """The band of the longest sequences, which is that of all: what it leaves out hides nothing in shorter ones."""
+    """The band of the longest sequences, which holds for all: bounds that it drops hide nothing in shorter ones."""
     band = Band.of(causal, window, sequences.longest, sequences.longest_k)
     if sequences.cu_seqlens_k is not sequences.cu_seqlens and not (band.full or plain.aligns_ends):
         raise ValueError(
@@ -246,7 +246,7 @@ def _band(q: Tensor, k: Tensor, causal: bool, window: Window, plain: Plain) -> B
 
 
 def _placeable(place: Tensor | None, batch: int, plain: Plain) -> bool:
-    """Whether one launch can write its result there."""
+    """Return True if one launch can write its result there."""
     return (
         place is not None
         and plain.places_results
@@ -256,22 +256,22 @@ def _placeable(place: Tensor | None, batch: int, plain: Plain) -> bool:
     )
 
 
-def _put(found: Tensor, place: Tensor | None) -> Tensor:
-    """`found`, copied into `place` if there is one."""
-    if place is None or found is place:
-        return found
-    return place.copy_(found)
+def _put(result: Tensor, place: Tensor | None) -> Tensor:
+    """Return `result`, copied into `place` if there is one."""
+    if place is None or result is place:
+        return result
+    return place.copy_(result)
 
 
 def _nothing_seen(q: Tensor) -> tuple[Tensor, Tensor]:
-    """out 0 and lse -inf: there is no query, or no key to see."""
+    """out 0 and lse -inf, if there is no query or no visible key."""
     B, M, H, _ = q.shape
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return torch.zeros_like(q), q.new_full((B, H, M), float("-inf"), dtype=lse_dtype)
 
 
 def _readable(x: Tensor, plain: Plain) -> Tensor:
-    """x itself where the kernel can read it, otherwise a contiguous copy, padded to the head dim that it needs."""
+    """Return x if the kernel can read it, else a contiguous copy, padded to the required head dim."""
     missing = -x.shape[-1] % plain.head_dim_multiple
     if missing:
         return torch.nn.functional.pad(x, (0, missing))
@@ -286,7 +286,7 @@ def _aligned(x: Tensor, alignment_bytes: int) -> bool:
 
 
 def _cut(x: Tensor, like: Tensor) -> Tensor:
-    """Without the padding of the head dim."""
+    """Remove the padding of the head dim."""
     return x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]].contiguous()
 
 
@@ -317,7 +317,7 @@ def _batch(plain: Plain, span: int | None, *tensors: Tensor) -> int:
         item = _span(x[:1])
         if item > span:
             raise ValueError(
-                f"a tensor {list(x.shape)} spans {item} elements for each batch item, but this kernel finds its way in "
+                f"a tensor {list(x.shape)} spans {item} elements for each batch item, but this kernel can address "
                 f"{span} only; give it fewer rows or heads at a time"
             )
         batch = min(batch, 1 + (span - item) // max(1, x.stride(0)))
@@ -330,7 +330,7 @@ def _span(x: Tensor) -> int:
 
 
 def _split(call: Callable[..., tuple[Tensor, ...]], batch: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Call once, or once per `batch` rows of the batch, and put the results together."""
+    """Call once, or once per `batch` rows of the batch, and join the results."""
     rows = tensors[0].shape[0]
     if rows <= batch:
         return call(*tensors)
@@ -341,9 +341,9 @@ def _split(call: Callable[..., tuple[Tensor, ...]], batch: int, *tensors: Tensor
 
 
 def _placed(wholes: tuple[Tensor, ...], parts: tuple[Tensor, ...], start: int, rows: int) -> tuple[Tensor, ...]:
-    """The wholes of so many rows, made with the first parts, with these parts in them.
+    """Write the parts into the whole tensors of `rows` rows, which are allocated with the first parts.
 
-    The parts are freed afterwards: together they would take as much memory as the result.
+    The parts can be freed afterwards: together they would take as much memory as the result.
     """
     wholes = wholes or tuple(x.new_empty((rows, *x.shape[1:])) for x in parts)
     for whole, part in zip(wholes, parts, strict=True):

@@ -1,4 +1,4 @@
-"""Which keys a query sees under causal and window: a band around the diagonal."""
+"""The keys that a query sees under causal mask and window: a band around the diagonal."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dilabench.workload.spec import Window
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A query at position i sees key j when i - left <= j <= i + right; -1 is unbounded.
+    """A query at position i sees key j if i - left <= j <= i + right; -1 is unbounded.
 
     Bounds that hide nothing at the given sizes are written as -1, so that equal masks are equal bands: a causal mask is
-    (-1, 0), a causal window (left, 0), and everything at one key is (-1, -1).
+    (-1, 0), a causal window (left, 0), and any mask over one key is (-1, -1).
     """
 
     left: int
@@ -44,7 +44,7 @@ class Band:
 
     @property
     def windowed(self) -> bool:
-        """It is more than a causal mask."""
+        """Return True if it is neither full nor causal only."""
         return self.left >= 0 or self.right > 0
 
     def keys_of(self, start: int, stop: int, num_keys: int) -> tuple[int, int]:
@@ -54,20 +54,20 @@ class Band:
         return min(first, end), end
 
     def hides(self, start: int, stop: int, first: int, end: int) -> bool:
-        """Whether some query at positions start..stop-1 does not see some key of first..end-1."""
+        """Return True if some query at positions start..stop-1 does not see some key of first..end-1."""
         sees_last = self.right < 0 or end - 1 <= start + self.right
         sees_first = self.left < 0 or first >= stop - 1 - self.left
         return not (sees_last and sees_first)
 
     def hidden(self, start: int, stop: int, first: int, end: int, device: torch.device) -> Tensor | None:
-        """bool [stop - start, end - first], True where query start+i does not see key first+j; None: none is hidden."""
+        """bool [stop - start, end - first], True if query start+i does not see key first+j; None if none is hidden."""
         if not self.hides(start, stop, first, end):
             return None
         keys, queries = torch.arange(first, end, device=device), torch.arange(start, stop, device=device)
         return self.hidden_ahead(keys - queries.unsqueeze(1))
 
     def hidden_ahead(self, ahead: Tensor) -> Tensor:
-        """bool, True where a key so many positions ahead of a query (negative: behind it) is not seen."""
+        """bool, True if a key `ahead` positions after a query (negative: before it) is hidden."""
         hidden = torch.zeros_like(ahead, dtype=torch.bool)
         if self.right >= 0:
             hidden |= ahead > self.right

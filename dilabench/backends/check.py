@@ -1,4 +1,4 @@
-"""Is a backend right? One trial of forward, lse and backward against float64, on a union of two sets of keys.
+"""Check a backend: one trial of forward, lse and backward against float64, on a union of two sets of keys.
 
 The first set is masked (causal, window), the second is seen by every query, so that out and lse given to the backward
 pass are those of a larger softmax: the case that merging branches and ring steps needs.
@@ -44,10 +44,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The largest error of one result, and what is allowed.
+    """The largest error of one result, and its tolerance.
 
-    Allowed is twice the error of the plain same-dtype computation, plus 4 ulp of the result (in its dtype) and of the
-    largest term that is summed (in float32).
+    The tolerance is twice the error of the plain same-dtype computation, plus 4 ulp of the result (in its dtype) and of
+    the largest term that is summed (in float32).
     """
 
     name: str
@@ -56,7 +56,7 @@ class Finding:
 
     @property
     def passed(self) -> bool:
-        """Within the tolerance; NaN is not."""
+        """Return True within the tolerance; NaN is not."""
         return self.error <= self.tolerance
 
 
@@ -77,10 +77,10 @@ def findings(
         parts += ((draw(trial.more_keys, trial.kv_heads), draw(trial.more_keys, trial.kv_heads), False, UNBOUNDED),)
     exact_parts = tuple((k.double(), v.double(), causal, window) for k, v, causal, window in parts)
     exact = _union(math.attend, math.attend_backward, q.double(), dout.double(), exact_parts, "contiguous")
-    found = _union(attend, attend_backward, q, dout, parts, trial.layout)
+    computed = _union(attend, attend_backward, q, dout, parts, trial.layout)
     plain, terms = _plain(q, dout, parts), _largest_terms(q, dout, parts)
     return tuple(
-        _finding(name, found[name], plain[name], exact[name], terms.get(name, 0.0), trial.dtype) for name in exact
+        _finding(name, computed[name], plain[name], exact[name], terms.get(name, 0.0), trial.dtype) for name in exact
     )
 
 
@@ -120,7 +120,7 @@ def _union(
 
 
 def _plain(q: Tensor, dout: Tensor, parts: Parts) -> dict[str, Tensor]:
-    """The formula with every step in q's dtype, by autograd: the yardstick of what this dtype can give."""
+    """The formula with every step in q's dtype, by autograd: the precision that this dtype can reach."""
     group = q.shape[2] // parts[0][0].shape[2]
     leaves = [x.detach().clone().requires_grad_() for x in (q, *(x for k, v, *_ in parts for x in (k, v)))]
     queries, keys, values = leaves[0].transpose(1, 2), leaves[1::2], leaves[2::2]
@@ -154,13 +154,13 @@ def _largest_terms(q: Tensor, dout: Tensor, parts: Parts) -> dict[str, float]:
     return terms
 
 
-def _finding(name: str, found: Tensor, plain: Tensor, exact: Tensor, term: float, dtype: torch.dtype) -> Finding:
+def _finding(name: str, computed: Tensor, plain: Tensor, exact: Tensor, term: float, dtype: torch.dtype) -> Finding:
     def error(x: Tensor) -> float:
         return float((x.double() - exact).abs().max())
 
     size = max(1.0, float(exact.abs().max()))
     if name == "lse" or dtype == torch.float64:
-        # float64 is what the exact values have too, so there is no yardstick above it.
-        return Finding(name, error(found), LSE_TOLERANCE[dtype] * size)
+        # The exact values are float64 too, so no more precise reference exists.
+        return Finding(name, error(computed), LSE_TOLERANCE[dtype] * size)
     floor = ULPS * (torch.finfo(dtype).eps * size + torch.finfo(torch.float32).eps * term)
-    return Finding(name, error(found), 2 * error(plain) + floor)
+    return Finding(name, error(computed), 2 * error(plain) + floor)

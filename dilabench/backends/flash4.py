@@ -1,9 +1,9 @@
 """FlashAttention 4 (flash_attn.cute, CuTe DSL): float16 and bfloat16 on Hopper and newer, head dim up to 256.
 
-The first call of each class of shapes compiles for some 10 s, once on a machine: the library keeps what it compiled on
-disk if it is told so before it is imported, as here (FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=0 keeps nothing;
-FLASH_ATTENTION_CUTE_DSL_CACHE_DIR says where). K, V, out and dout are read through any outer strides; tensors past 2^32
-elements came out right on an H200.
+The first call of each class of shapes compiles for some 10 s, once per machine: the library caches compiled kernels on
+disk if this is enabled before its import, as here (FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=0 disables it,
+FLASH_ATTENTION_CUTE_DSL_CACHE_DIR sets the folder). K, V, out and dout are read through any outer strides; tensors past
+2^32 elements gave correct results on an H200.
 """
 
 from __future__ import annotations

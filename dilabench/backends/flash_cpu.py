@@ -1,4 +1,4 @@
-"""Our own flash attention for CPUs, in C++, compiled at first use: float32, half precision, windows, grouped heads."""
+"""dilabench's flash attention for CPUs, C++ compiled at first use: float32, half precision, windows, grouped heads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _backward(
 
 
 def _as_summed(place: Tensor | None) -> Tensor | None:
-    """The place where results can be written as they are computed."""
+    """Return the place if results can be written into it directly."""
     return place if place is not None and place.dtype == torch.float32 else None
 
 

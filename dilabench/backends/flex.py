@@ -7,10 +7,10 @@ keys have in the larger softmax, s = exp(lse_here - lse), the larger out is a su
 
 This is exact and costs one more forward than a plain backward.
 
-Packed sequences are a mask of their own: for each query the first key that it sees and the first that it does not. The
-mask function reads both from tensors, so that other bounds, masks and windows over as many tokens compile nothing anew;
-its blocks are found from the bounds on the device, in time linear in tokens. The lists of blocks are as wide as there
-are blocks, since the library reads the number of tokens off them: 16 bytes for each pair of blocks of 128 tokens.
+Packed sequences have a separate mask: for each query the first key that it sees and the first that it does not. The
+mask function reads both from tensors, so that other bounds, masks and windows over as many tokens need no compilation;
+its blocks are computed from the bounds on the device, in time linear in tokens. Each list of blocks is as long as the
+number of blocks, from which the library derives the tokens: 16 bytes for each pair of blocks of 128 tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, mask: flex.BlockMask | None, scale: f
 def _compiled(*_key: object) -> Callable[..., tuple[Tensor, Any]]:
     """A compiled kernel for each class of shapes: torch.compile gives up on one function after eight of them.
 
-    `fullgraph` turns what would be a silent fall to the quadratic eager form into an error.
+    `fullgraph` turns a silent fallback to the quadratic eager form into an error.
     """
     own_code = types.FunctionType(_call.__code__.replace(), _call.__globals__)
     return torch.compile(own_code, fullgraph=True, dynamic=False)
@@ -133,20 +133,20 @@ def _mask_of_sequences(call: Call, q: Tensor, k: Tensor) -> flex.BlockMask:
 
 
 def packed_mask(sequences: Sequences, band: Band, rows: int, keys: int) -> flex.BlockMask:
-    """The mask of packed sequences over so many queries and keys, kept for as long as the same bounds come again."""
+    """The mask of packed sequences over `rows` queries and `keys` keys, cached for calls with the same bounds."""
     bounds = sequences.cu_seqlens, sequences.cu_seqlens_k
-    if any(one.is_inference() for one in bounds):
-        # Such tensors do not count what is written to them.
+    if any(tensor.is_inference() for tensor in bounds):
+        # Inference tensors have no version counter.
         return _packed_mask.__wrapped__(*bounds, (), band, rows, keys)
-    return _packed_mask(*bounds, tuple(one._version for one in bounds), band, rows, keys)
+    return _packed_mask(*bounds, tuple(tensor._version for tensor in bounds), band, rows, keys)
 
 
-# Few, for one takes 16 MiB at 128K tokens and 1 GiB at a million.
+# Only two entries, because one takes 16 MiB at 128K tokens and 1 GiB at a million.
 @functools.lru_cache(maxsize=2)
 def _packed_mask(
     cu_seqlens: Tensor, cu_seqlens_k: Tensor, _written: tuple[int, ...], band: Band, rows: int, keys: int
 ) -> flex.BlockMask:
-    """Tensors are keys by what they are, not by what they hold; `_written`: how often that was changed."""
+    """The tensors are cache keys by identity, not by content; `_written`: their version counters."""
     seen = keys_seen(cu_seqlens, cu_seqlens_k, rows, band.left, band.right)
     seeing = keys_seen(cu_seqlens_k, cu_seqlens, keys, band.right, band.left)
     first, stop = (x.to(torch.int32) for x in seen)
@@ -172,14 +172,14 @@ def _packed_mask(
     )
 
 
-def _lists(tiles: TileReach, others: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """How many and which blocks are seen in part, then how many and which in full: int32 [1, 1, blocks] and
-    [1, 1, blocks, blocks of others], which may end in anything."""
-    blocks = -(-others // BLOCK)
+def _lists(tiles: TileReach, num_keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Numbers and indices of partly visible blocks, then of fully visible ones: int32 [1, 1, blocks] and
+    [1, 1, blocks, blocks of keys], whose ends are undefined."""
+    blocks = -(-num_keys // BLOCK)
     place = torch.arange(blocks, device=tiles.first.device)
     full = tiles.full_stop - tiles.full_first
     before = (tiles.full_first - tiles.first).unsqueeze(1)
-    # Those seen in part stand before and behind those seen in full.
+    # Partly visible blocks are before and behind the fully visible ones.
     partly = tiles.first.unsqueeze(1) + place + torch.where(place < before, 0, full.unsqueeze(1))
     lists = partly, tiles.full_first.unsqueeze(1) + place
     counts = tiles.stop - tiles.first - full, full

@@ -14,8 +14,8 @@ from torch import Tensor
 from dilabench.backends.band import Band
 from dilabench.workload.spec import UNBOUNDED, Window
 
-# Bytes of one block of scores. About four blocks live at once in the backward pass. A CPU block should stay near its
-# caches, a GPU block should fill the device.
+# Bytes of one block of scores. About four blocks are alive in the backward pass. A CPU block should fit into caches, a
+# GPU block should fill the device.
 BLOCK_BYTES, BLOCK_BYTES_ON_CUDA = 8 * 2**20, 256 * 2**20
 
 
@@ -29,7 +29,7 @@ def attend(
     scale: float,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`contracts.Attend`. Takes M != L with any mask: the last query stands at the last key."""
+    """`contracts.Attend`. Supports M != L with any mask: the last query is at the position of the last key."""
     B, M, H, _ = q.shape
     ahead = k.shape[1] - M
     compute = compute_dtype(q.dtype)
@@ -108,10 +108,10 @@ def _blocks(q: Tensor, k: Tensor, compute: torch.dtype) -> Iterator[tuple[int, i
 
 
 def _by_head(x: Tensor, compute: torch.dtype) -> Tensor:
-    """[b, L, K, D] -> [b, K, L, D]: a view where x has the dtype already, else one copy for all query blocks.
+    """[b, L, K, D] -> [b, K, L, D]: a view if x has the dtype already, else one copy for all query blocks.
 
-    Several query blocks share a view only where b is 1, and there a batched product takes the heads as they lie. With
-    b above 1 there is a single block, whose products copy a view of several heads.
+    Several query blocks share a view only if b is 1; a batched product then reads the heads with their strides. With b
+    above 1 there is a single block, whose products copy a view of several heads.
     """
     return x.transpose(1, 2).to(compute, memory_format=torch.contiguous_format)
 
@@ -142,7 +142,7 @@ def _columns_times(weights: Tensor, rows: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in their own dtype, as kernels compute, where autocast would round both."""
+    """a @ b in their dtype, like kernels; autocast would round both."""
     device = a.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return a @ b

@@ -1,7 +1,7 @@
-"""Does a backend really work here? Tiny forwards and backwards against float64, in a process of their own.
+"""Test whether a backend works here: tiny forwards and backwards against float64, in a separate process.
 
-Requirements say what is installed; only a call shows whether it loads, meets its driver and computes the right
-numbers. A crash or a hang of a foreign library ends with the probe's process.
+Requirements check what is installed; only a call shows whether it loads, fits the driver and computes the right
+numbers. A crash or a hang of a foreign library affects only the probe's process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TIMEOUT_S = 120.0
 
 
 def probe(target: str, backward_target: str | None, device: str, timeout_s: float = TIMEOUT_S) -> str | None:
-    """Why the backend with these targets cannot be used on this device ('cpu', 'cuda', 'mps'), or None when it works.
+    """Return why the backend with these targets fails on this device ('cpu', 'cuda', 'mps'), or None if it works.
 
     Takes seconds: it imports torch and the library in a new process. Nothing is imported here.
     """
@@ -35,13 +35,13 @@ def probe_trials(
     trials: Sequence[Mapping[str, Any]],
     timeout_s: float = TIMEOUT_S,
 ) -> list[str | None]:
-    """As `probe`, an answer per trial: fields of `dilabench.backends.check.Trial`, the dtype by its name."""
+    """Like `probe`, with an answer per trial: fields of `dilabench.backends.check.Trial`, the dtype by its name."""
     answer = _answer([target, backward_target, device, list(trials)], timeout_s)
     return [answer] * len(trials) if isinstance(answer, str) else answer
 
 
 def _answer(question: list[Any], timeout_s: float) -> list[str | None] | str:
-    """A reason per trial; one for all where the process did not get to an end."""
+    """A reason per trial; a single text if the process did not finish."""
     arguments = json.dumps(question)
     process = subprocess.Popen(
         python_command("-m", "dilabench.backends.probe", arguments),
@@ -54,7 +54,7 @@ def _answer(question: list[Any], timeout_s: float) -> list[str | None] | str:
     try:
         answer, errors = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        # The library may have started compilers of its own: the whole session of the probe goes.
+        # The library may have started compilers, so the whole session of the probe is killed.
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return f"the probe did not end within {timeout_s:g} s"
@@ -69,7 +69,7 @@ def _answer(question: list[Any], timeout_s: float) -> list[str | None] | str:
 
 
 def _reason(target: str, backward_target: str | None, device: str, fields: Mapping[str, Any]) -> str | None:
-    """One trial, in the probe's own process."""
+    """Run one trial, in the probe's process."""
     from pkgutil import resolve_name
 
     import torch
@@ -82,14 +82,14 @@ def _reason(target: str, backward_target: str | None, device: str, fields: Mappi
         attend = resolve_name(target)
         attend_backward = math.attend_backward if backward_target is None else resolve_name(backward_target)
         wrong = [f for f in findings(attend, attend_backward, trial, torch.device(device)) if not f.passed]
-    # Whatever a foreign library raises is the answer to the question that is asked here.
+    # Any exception of a foreign library is the answer.
     except Exception as error:  # noqa: BLE001
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return "; ".join(f"{f.name} is off by {f.error:.2e}, allowed {f.tolerance:.2e}" for f in wrong) or None
 
 
 def main() -> None:
-    """Answer one probe on standard output; the last line is what counts, libraries may print before it."""
+    """Answer one probe on standard output; only the last line counts, because libraries may print before it."""
     target, backward_target, device, trials = json.loads(sys.argv[1])
     reasons = [_reason(target, backward_target, device, trial) for trial in trials]
     sys.stdout.write("\n" + json.dumps({"reasons": reasons}) + "\n")

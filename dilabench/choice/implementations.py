@@ -87,7 +87,7 @@ def _better_branch_by_branch(workload: Workload) -> str | None:
 
     The kernels of `fused` compute a pair once that several branches share. If no pairs are shared, the rate of its
     kernel decides: for head dims of 65 to 128 0.8 to 0.9 of cuDNN's, for 192, which is padded to 256, 0.7 of
-    FlashAttention 2's (docs/results/h200-shapes.md). Under a window few pairs remain, and `fused` is faster than dense
+    FlashAttention 2's (docs/notes/choice.md). Under a window few pairs remain, and `fused` is faster than dense
     kernels with windows (672 against 1,835 microseconds, docs/results/choice.md).
     """
     pattern = DilatedPattern.of(workload)

@@ -5,8 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dilabench.metadata import WAY
-from dilabench.record import Case, Failed, Measured, Row, RunRecord, Skipped
+from dilabench.record import Case, Failed, Measured, Row, Skipped
 from dilabench.stats.decisions.memory import MemoryVerdict
 from dilabench.stats.decisions.verdicts import Verdict
 
@@ -92,15 +91,6 @@ def is_wrong(row: Row | None) -> bool:
         return False
     outcome = row.outcome
     return outcome.code == "wrong_output" if isinstance(outcome, Failed) else not outcome.verification.passed
-
-
-def lengths_without_rows(record: RunRecord) -> tuple[int, ...]:
-    """The lengths in tokens, in ascending order, of which a record has no measured row.
-
-    The lengths of a search (label `way`) do not count: it goes on until one is too long.
-    """
-    planned = {row.case.workload.seq_len for row in record.rows if WAY.of(row.planned) is None}
-    return tuple(sorted(planned - {row.case.workload.seq_len for row in record.rows if is_measured(row)}))
 
 
 def ending(row: Row | None) -> str:

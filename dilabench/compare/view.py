@@ -17,8 +17,8 @@ from math import log
 from statistics import fmean, stdev
 
 from dilabench.errors import ConfigError
-from dilabench.metadata import NOTES
-from dilabench.record import Measured, Memory, Row, Slot, Timing
+from dilabench.metadata import NOTES, WAY
+from dilabench.record import Measured, Memory, Row, RunRecord, Slot, Timing
 from dilabench.stats.decisions.decide import Policy, judge_many
 from dilabench.stats.decisions.paired import PairedRounds, estimate_many
 from dilabench.stats.decisions.verdicts import Cause, Code
@@ -157,6 +157,16 @@ def is_impossible(row: Row) -> bool:
     """Return True if a note says that the row's time cannot be true."""
     notes = row.outcome.notes if isinstance(row.outcome, Measured) else ()
     return any(kind.disqualifies for note in notes if (kind := NOTES.get(note.code)))
+
+
+def lengths_without_rows(record: RunRecord) -> tuple[int, ...]:
+    """The lengths in tokens, in ascending order, of which a record has no measured row.
+
+    The lengths of a search (label `way`) do not count: it goes on until one is too long.
+    """
+    planned = {row.case.workload.seq_len for row in record.rows if WAY.of(row.planned) is None}
+    measured = {row.case.workload.seq_len for row in record.rows if isinstance(row.outcome, Measured)}
+    return tuple(sorted(planned - measured))
 
 
 def first_timing(row: Row) -> Timing | None:

@@ -5,7 +5,7 @@
     patch(model)  # every dilated attention in a loaded torchscale, LongViT or Prov-GigaPath model
 
 What torchscale computes is one softmax over all branches with attended zero keys, blocked head offsets and a merge
-without gradient (docs/explanation/semantics.md); its own parameters, names and signatures are kept.
+without gradient (docs/explanation/semantics.md); its parameters, names and signatures are unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MergeGrad = Literal["exact", "detached"]
 class Multiway(nn.Module):
     """Two copies of a module: A for the positions before `split_position` of dimension `dim`, B for the rest.
 
-    -1, as at first, is A for all. torchscale's encoders set it on whatever has an attribute of that name.
+    -1, the initial value, is A for all. torchscale's encoders set it on every module with an attribute of that name.
     """
 
     def __init__(self, module: nn.Module, dim: int = 1) -> None:
@@ -40,7 +40,7 @@ class Multiway(nn.Module):
         self.dim, self.split_position = dim, -1
 
     def forward(self, x: Tensor) -> Tensor:
-        """What `module` gives for x, part by part."""
+        """Apply `module` to x, part by part."""
         if self.split_position in (-1, 0):
             return self.A(x) if self.split_position else self.B(x)
         first, second = x.tensor_split([self.split_position], self.dim)
@@ -65,7 +65,7 @@ class XPos(nn.Module):
     def forward(self, x: Tensor, offset: int = 0, downscale: bool = False) -> Tensor:
         """x [B·H, N, D] turned by its positions, which begin at `offset`; `downscale` is for keys."""
         stop, pairs = x.shape[1] + offset, self.head_dim // 2
-        # In the buffer's type and in this order, for in half precision every rounding shows.
+        # In the buffer's dtype and in this order, because in half precision every rounding matters.
         power = torch.arange(stop, device=x.device).sub_((stop + 1) // 2).to(self.scale) / self.scale_base
         length = self.scale ** power[:, None]
         frequency = 1.0 / 10000 ** (torch.arange(pairs, device=x.device) / pairs)
@@ -78,13 +78,13 @@ class XPos(nn.Module):
 
 
 class DilatedAttention(nn.Module):
-    """torchscale's module of the same name: its constructor, call, return and state dict, with or without sub-layer
-    norm, multiway and xPos.
+    """torchscale's module of the same name: the same constructor, call, return and state dict, with or without
+    sub-layer norm, multiway and xPos.
 
-    args: whatever has torchscale's fields `segment_length`, `dilated_ratio`, `multiway`, `layernorm_eps`,
-    `xpos_rel_pos` and `xpos_scale_base`, as its configurations have. `merge_grad` is "detached", torchscale's gradient,
-    or "exact", the derivative of what is computed, which takes less time and memory. Raises ValueError for sizes that
-    do not divide and for anything but one of self-attention and encoder-decoder attention.
+    args: an object with torchscale's fields `segment_length`, `dilated_ratio`, `multiway`, `layernorm_eps`,
+    `xpos_rel_pos` and `xpos_scale_base`, such as its configurations. `merge_grad` is "detached", torchscale's gradient,
+    or "exact", the derivative of the output, which takes less time and memory. Raises ValueError for sizes that do not
+    divide, and unless exactly one of self-attention and encoder-decoder attention is set.
     """
 
     merge_grad: MergeGrad = "detached"
@@ -126,7 +126,7 @@ class DilatedAttention(nn.Module):
             self.xpos = XPos(self.head_dim, args.xpos_scale_base)
 
     def reset_parameters(self) -> None:
-        """torchscale's: Xavier-uniform weights, those of q, k and v smaller by sqrt(2), and no bias on the output."""
+        """torchscale's initialisation: Xavier-uniform, for q, k and v divided by sqrt(2), and a zero output bias."""
         for projection, gain in ((self.k_proj, 0.5), (self.v_proj, 0.5), (self.q_proj, 0.5), (self.out_proj, 1.0)):
             for linear in projection.modules():
                 if isinstance(linear, nn.Linear):
@@ -148,11 +148,11 @@ class DilatedAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """([B, N, E], None) of query, key and value [B, N, E].
 
-        key_padding_mask [B, N] is taken and not looked at, as in torchscale: its encoders always give one, and padded
-        positions are attended. Within `packed` N are the tokens of several sequences. Raises ValueError for what
-        torchscale cannot compute either or computes wrongly: incremental decoding, other masks, relative positions,
-        keys of another length, a sequence over several ranks, segments that the rate does not divide; and for dropout
-        of attention weights in training.
+        key_padding_mask [B, N] is accepted and ignored, as in torchscale: its encoders always pass one, and padded
+        positions are attended. Within `packed` N are the tokens of several sequences. Raises ValueError for features
+        that torchscale lacks or computes wrongly: incremental decoding, other masks, relative positions, keys of
+        another length, a sequence over several ranks, segments that the rate does not divide; and for dropout of
+        attention weights in training.
         """
         if reason := self._why_not(query, key, value, incremental_state, key_padding_mask, attn_mask, rel_pos):
             raise ValueError(reason)
@@ -180,7 +180,7 @@ class DilatedAttention(nn.Module):
         return self.out_proj(out), None
 
     def _turned(self, x: Tensor, downscale: bool = False) -> Tensor:
-        """[B, N, H, D] by xPos, which may be torchscale's own module and takes [B·H, N, D]."""
+        """Rotate [B, N, H, D] by xPos, which may be torchscale's module and takes [B·H, N, D]."""
         assert self.xpos is not None
         bounds = self.cu_seqlens or (0, x.shape[1])
         of_heads = x.transpose(1, 2).flatten(0, 1)
@@ -202,7 +202,7 @@ class DilatedAttention(nn.Module):
             return "attn_mask and rel_pos are not supported: flash attention takes none; use is_causal=True or no mask"
         if state is not None:
             return (
-                "incremental_state is not supported: a query that comes alone has another place in torchscale's "
+                "incremental_state is not supported: a single query has another place in torchscale's "
                 "segments than in the whole sequence; call the module on the whole sequence, without a state"
             )
         if self.training and self.dropout:
@@ -221,19 +221,19 @@ class DilatedAttention(nn.Module):
 
 
 def patch(model: nn.Module, merge_grad: MergeGrad = "detached") -> list[str]:
-    """Swap every dilated attention of torchscale in a model, in place, and return the names of what was swapped.
+    """Replace every dilated attention of torchscale in a model, in place, and return the names of the modules.
 
-    Parameters, buffers, hooks and state dict stay as they are. A module is known by its parts, not by its package, for
-    projects ship copies of torchscale. merge_grad: as for `DilatedAttention`. Raises ValueError for a merge_grad that
-    does not exist.
+    Parameters, buffers, hooks and state dict do not change. A module is recognised by its parts, not by its package,
+    because projects ship copies of torchscale. merge_grad: as for `DilatedAttention`. Raises ValueError for an unknown
+    merge_grad.
     """
     if merge_grad not in get_args(MergeGrad):
         raise ValueError(f"merge_grad {merge_grad!r} is not one of {', '.join(get_args(MergeGrad))}")
     swapped = []
     for name, module in model.named_modules():
-        # Wrappers (torch.compile, FSDP) have the parts of what they wrap, but not as their own children.
+        # Wrappers (torch.compile, FSDP) expose the parts of the wrapped module, but not as their children.
         if all(hasattr(module, part) for part in _PARTS) and "q_proj" in dict(module.named_children()):
-            # The class alone: whoever holds the module keeps it, and hooks on it still run.
+            # Only the class changes: references to the module stay valid, and its hooks still run.
             module.__class__ = DilatedAttention
             module.merge_grad = merge_grad
             swapped.append(name)
@@ -242,11 +242,11 @@ def patch(model: nn.Module, merge_grad: MergeGrad = "detached") -> list[str]:
 
 @contextmanager
 def packed(model: nn.Module, cu_seqlens: Sequence[int]) -> Iterator[None]:
-    """Within it the dilated attentions of a patched model take [1, T, E] for sequences one behind the other, from
-    ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``: segments, zero keys and positions begin anew in each.
+    """Within this context the dilated attentions of a patched model take [1, T, E] for packed sequences, from
+    ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``: segments, zero keys and positions restart in each.
 
-    For what attends to nothing else of other tokens: a class token or positions of a whole sequence are the caller's.
-    Raises ValueError where no module is swapped, and for bounds that do not rise from 0.
+    The model must not mix tokens elsewhere: class tokens and positions of whole sequences are up to the caller. Raises
+    ValueError if no module is replaced, and for bounds that do not ascend from 0.
     """
     bounds = operands.integers("cu_seqlens", cu_seqlens)
     operands.without_empty(bounds, bounds[-1] if bounds else 0)
@@ -262,7 +262,7 @@ def packed(model: nn.Module, cu_seqlens: Sequence[int]) -> Iterator[None]:
             del module.cu_seqlens
 
 
-# What our forward needs, and the two steps around the kernel that tell torchscale's dilated attention from its others.
+# The attributes that `forward` needs, and the two methods that distinguish torchscale's dilated attention from others.
 _PARTS = (
     *("args", "embed_dim", "num_heads", "head_dim", "dropout", "q_proj", "k_proj", "v_proj", "out_proj"),
     *("inner_attn_ln", "xpos", "dense_to_sparse", "sparse_to_dense"),

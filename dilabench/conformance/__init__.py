@@ -1,4 +1,4 @@
-"""The conformance suite: everything that is asked of a thing that a plug-in adds, one file per kind of thing.
+"""The conformance suite: all checks of a component that a plug-in adds, one file per kind of component.
 
-Whether outputs are right is for the engine's verification to say; nothing of it is written a second time here.
+The engine's verification checks outputs; the suite calls it and repeats none of it.
 """

@@ -1,4 +1,4 @@
-"""Does a dense kernel compute what it claims to? Its own contract call by call, then as part of an implementation."""
+"""Check a dense kernel: its contract call by call, then as the backend of an implementation."""
 
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -14,7 +14,7 @@ from dilabench.plugins.descriptors import Backend
 from dilabench.workload.spec import DType, Workload
 
 TIMEOUT_S = 600.0
-# What `Attend` may be asked for (dilabench.contracts), each against a first trial that asks for none of it.
+# Features that callers of `Attend` may use (dilabench.contracts), each in addition to a first trial that uses none.
 TRIALS: dict[str, dict[str, Any]] = {
     "not causal": {"causal": False},
     "window": {"causal": False, "window": (7, 3)},
@@ -28,29 +28,35 @@ TRIALS: dict[str, dict[str, Any]] = {
 
 
 def check_backend(backend: Backend, catalogue: Catalogue, machine: Machine, findings: Findings) -> None:
-    """`attend` and `attend_backward` by their contract, in every dtype; then the plain method over it."""
+    """Check `attend` and `attend_backward` against their contract in every dtype; then the plain method over them."""
     if lacking := unmet(backend.requires, machine) or wrong_device(backend.supports.devices, machine):
         findings.add("contract", "skipped", "; ".join(lacking))
         return
-    asked = dict(_trials(backend))
-    reasons = {name: _reasons(trial, backend, catalogue, machine) for name, trial in asked.items()}
-    able = {name: trial for name, trial in asked.items() if not reasons[name]}
+    trials = dict(_trials(backend))
+    reasons = {name: _reasons(trial, backend, catalogue, machine) for name, trial in trials.items()}
+    able = {name: trial for name, trial in trials.items() if not reasons[name]}
     answers = probe_trials(backend.target, backend.backward_target, machine.device, list(able.values()), TIMEOUT_S)
     wrong = dict(zip(able, answers, strict=True))
-    for name in asked:
+    for name in trials:
         if reasons[name]:
             findings.add(name, "skipped", reasons[name])
         else:
             checked = "out, lse, dq, dk, dv of a union of key sets" if backend.backward_target else "out and lse"
             findings.add(name, "wrong" if wrong[name] else "right", wrong[name] or checked)
-    over = (one for one in catalogue.implementations if one.uses_backend and one.role == "plain" and not one.backends)
+    over = (
+        implementation
+        for implementation in catalogue.implementations
+        if implementation.uses_backend and implementation.role == "plain" and not implementation.backends
+    )
     if (plain := next(over, None)) is not None:
-        findings.add("below: the plain method", "right", f"{plain.name} over {backend.name}, held to the oracle")
+        findings.add(
+            "below: the plain method", "right", f"{plain.name} over {backend.name}, checked against the oracle"
+        )
         check_implementation(plain, catalogue, machine, findings, backend=backend.name)
 
 
 def _trials(backend: Backend) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Fields of `dilabench.backends.check.Trial` by name: each dtype, then each demand in the first of them."""
+    """Fields of `dilabench.backends.check.Trial` by name: each dtype, then each feature in the first dtype."""
     multiple = backend.supports.head_dim_multiple
     base = {"heads": 4, "kv_heads": 4, "head_dim": -(-24 // multiple) * multiple}
     dtypes = [dtype for dtype in get_args(DType) if dtype in backend.supports.dtypes]
@@ -61,7 +67,7 @@ def _trials(backend: Backend) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _reasons(trial: dict[str, Any], backend: Backend, catalogue: Catalogue, machine: Machine) -> str:
-    """Why the backend does not claim a trial; empty when it does."""
+    """Return why the backend does not support a trial; empty if it does."""
     workload = Workload(
         pattern=DENSE,
         batch_size=2,

@@ -1,4 +1,4 @@
-"""Everything that is asked of one thing, of whatever kind: its package, then what it does."""
+"""All checks of one component of any kind: its package, then its behaviour."""
 
 import random
 import tempfile
@@ -48,14 +48,16 @@ from dilabench.workload.spec import attended_pairs
 
 
 def registries_with(name: str, catalogue: Catalogue, kind: str | None = None) -> list[str]:
-    """The registries in which a name stands for something; of one kind only, where that is given.
+    """Return the registries that have a name; only the one of `kind`, if given.
 
     Raises ConfigError with the nearest names when there is none.
     """
-    asked = [one for one in REGISTRIES if kind is None or getattr(catalogue, one).kind == kind]
+    asked = [
+        registry_name for registry_name in REGISTRIES if kind is None or getattr(catalogue, registry_name).kind == kind
+    ]
     holding = [one for one in asked if name in getattr(catalogue, one)]
     if not holding:
-        known = {other for one in asked for other in getattr(catalogue, one).names}
+        known = {name_ for registry_name in asked for name_ in getattr(catalogue, registry_name).names}
         left_out = [problem.plugin for problem in catalogue.problems]
         raise no_such_name(kind or ANY_KIND, name, known, left_out=left_out)
     return holding
@@ -64,7 +66,7 @@ def registries_with(name: str, catalogue: Catalogue, kind: str | None = None) ->
 def scorecard(
     registry_name: str, name: str, found: Found, machine: Machine, listener: Listener | None = None
 ) -> Scorecard:
-    """Ask everything. `listener` hears of each finding as soon as it is made. Takes from seconds to minutes."""
+    """Run all checks; `listener` is called with each finding. Takes from seconds to minutes."""
     registry: Registry[Any] = getattr(found.catalogue, registry_name)
     descriptor, plugin = registry.get(name), registry.origin(name)
     package, behaviour = Findings(listener), Findings(listener)
@@ -82,69 +84,75 @@ def scorecard(
     )
 
 
-# Whose targets run in workers and may load torch; those of every other kind run where records are shown.
+# Kinds whose targets run in workers and may load torch; targets of all other kinds run where records are shown.
 IN_WORKERS = (Implementation, Backend, Timer)
-# Read in the main process, whatever names them.
+# Modules that the main process imports, even if such a target names them.
 LIGHT_FIELDS = frozenset({"sharding"})
 
 
 def check_package(descriptor: Named, plugin: str, found: Found, findings: Findings) -> None:
-    """Registration, what importing loads, network, side effects."""
+    """Check registration, and what the imports load, connect to and change."""
     problems = [problem.why for problem in found.problems if problem.plugin == plugin]
     findings.hold("registration", "; ".join(problems) or None, f"by plug-in {plugin!r}")
     light, heavy = _modules(descriptor, found.modules[plugin])
     reports = import_reports(light, heavy)
-    broken = "; ".join(f"{one.module}: {one.error}" for one in reports if one.error)
-    spent = sum(one.lasted_ns for one in reports if one.module in light)
-    loading = _problems((one for one in reports if one.module in light), "heavy")
+    broken = "; ".join(f"{report.module}: {report.error}" for report in reports if report.error)
+    spent = sum(report.lasted_ns for report in reports if report.module in light)
+    loading = _problems((report for report in reports if report.module in light), "heavy")
     rule = f"{loading}; import it inside of the functions that need it, or `dilabench list` waits for it"
     lasted = f"{', '.join(light)} in {format_seconds(spent * 1e-9)}, nothing heavy"
     findings.hold("import", broken or (rule if loading else None), lasted)
-    findings.hold("no network", _problems(reports, "network"), "no address was looked up or met at import")
+    findings.hold("no network", _problems(reports, "network"), "no address was resolved or contacted at import")
     effects = _problems(reports, "effects")
     right = "no file, process, thread or setting at import"
     findings.hold("no side effects", effects, right)
 
 
 def _modules(descriptor: Named, module: str) -> tuple[list[str], list[str]]:
-    """Modules that must stay light, the one of the hooks first, and those that may load torch."""
+    """Return the modules that must not load torch, the one of the hooks first, and those that may."""
     light, heavy = {module: None}, dict[str, None]()
     for name, target in targets_of(descriptor).items():
         if target is not None:
             (heavy if isinstance(descriptor, IN_WORKERS) and name not in LIGHT_FIELDS else light)[
                 target.partition(":")[0]
             ] = None
-    return list(light), [one for one in heavy if one not in light]
+    return list(light), [name for name in heavy if name not in light]
 
 
 def _problems(reports: Iterable[ImportReport], what: str) -> str | None:
-    problems = [f"importing {one.module}: {', '.join(getattr(one, what))}" for one in reports if getattr(one, what)]
+    problems = [
+        f"importing {report.module}: {', '.join(getattr(report, what))}" for report in reports if getattr(report, what)
+    ]
     return "; ".join(problems) or None
 
 
 def check_workload(preset: WorkloadPreset, catalogue: Catalogue, machine: Machine, findings: Findings) -> None:
-    """Each of its workloads resolves, has work to do, and is computed by something that is registered."""
+    """Check that each of its workloads resolves, is not empty, and has a registered implementation."""
     for name in preset_names(catalogue, [preset.name]):
         with findings.tried(name):
             workload = workload_request(catalogue, name, {}).resolve(machine.auto_dtype, machine.auto_tokens)
             device = machine.device
-            able = [one for one in catalogue.implementations if not catalogue.unsupported(one, workload, device)]
-            problem = None if able else "nothing that is registered computes it here"
+            able = [
+                implementation
+                for implementation in catalogue.implementations
+                if not catalogue.unsupported(implementation, workload, device)
+            ]
+            problem = None if able else "no registered implementation computes it here"
             if not attended_pairs(workload):
                 problem = "no query sees any key"
             findings.hold(name, problem, f"{workload.label()}, computed by {counted(len(able), 'implementation')}")
 
 
 def check_suite(suite: Suite, catalogue: Catalogue, machine: Machine, findings: Findings) -> None:
-    """Its plan on this machine, its follow-up and its analysis of records that were made up; nothing is measured."""
+    """Check its plan on this machine, and its follow-up and analysis of synthetic records; nothing is measured."""
     request = run_request(catalogue, suite=suite.name, run={"device": machine.device})
     planned = expand(catalogue, machine, request)
-    runs = sum(one.skip is None for one in planned)
+    runs = sum(case.skip is None for case in planned)
     summary = f"{counted(len(planned), 'case')}, of which {runs} run here"
     findings.hold("plan", None if planned else "it plans no case for a request without options", summary)
     again = expand(catalogue, machine, request)
-    same = [one.case.case_id for one in planned] == [one.case.case_id for one in again]
-    findings.hold("determinism", None if same else "the same request comes to other cases the second time")
+    same = [case.case.case_id for case in planned] == [case.case.case_id for case in again]
+    findings.hold("determinism", None if same else "the same request gives other cases the second time")
     odd = odd_outcomes()
     records = {
         "measured": made_record(planned, request, machine),
@@ -161,7 +169,7 @@ def check_suite(suite: Suite, catalogue: Catalogue, machine: Machine, findings: 
 
 
 def _check_analysis(name: str, record: RunRecord, catalogue: Catalogue, findings: Findings) -> None:
-    """A failing analysis is kept among the catalogue's problems instead of being raised."""
+    """Check the analysis; its exception appears among the catalogue's problems instead of being raised."""
     known = len(catalogue.problems)
     sections = sections_of(record, catalogue)
     problems = "; ".join(problem.why for problem in catalogue.problems[known:])
@@ -172,8 +180,8 @@ def _check_analysis(name: str, record: RunRecord, catalogue: Catalogue, findings
 
 
 def check_reporter(reporter: Reporter, catalogue: Catalogue, machine: Machine, findings: Findings) -> None:
-    """Records that were made up for the suite that is asked first, printed and written; twice, for the same text."""
-    first = max(catalogue.suites, key=lambda one: one.priority)
+    """Check printing and writing of synthetic records of the first suite, twice, for equal text."""
+    first = max(catalogue.suites, key=lambda suite: suite.priority)
     request = run_request(catalogue, suite=first.name, run={"device": machine.device})
     planned, odd = expand(catalogue, machine, request), odd_outcomes()
     records = {
@@ -188,9 +196,9 @@ def check_reporter(reporter: Reporter, catalogue: Catalogue, machine: Machine, f
 
 
 def _rendered(reporter: Reporter, record: RunRecord, catalogue: Catalogue) -> tuple[str | None, str]:
-    """What is wrong with the rendering, or None; and what it gave."""
+    """Return the problem of the rendering, or None; and a summary of its output."""
     sections = sections_of(record, catalogue)
-    # Where there is no time, a plot or a table of numbers may be nothing.
+    # A record without times may give an empty plot or table.
     measured = any(row.outcome.status == "measured" for row in record.rows)
     with tempfile.TemporaryDirectory() as name:
         folder, rendered = Path(name), []
@@ -206,18 +214,18 @@ def _rendered(reporter: Reporter, record: RunRecord, catalogue: Catalogue) -> tu
             path = folder / reporter.filename
             if measured and not path.exists():
                 return f"it did not write {reporter.filename!r} into the folder it was given", ""
-            rendered.append(counted(sum(1 for one in folder.rglob("*") if one.is_file()), "file"))
+            rendered.append(counted(sum(1 for path in folder.rglob("*") if path.is_file()), "file"))
         return None, ", ".join(rendered)
 
 
 TIMED_SHAPE = {"pattern": DENSE.kind, "batch_size": 1, "num_heads": 4, "head_dim": 64}
-# Work that differs by more than a thousand times: whatever a timer measures, it shows that.
+# The work differs by more than a thousand times, which every timer must show.
 TIMED_LENGTHS = (64, 2048)
 TIMED_SAMPLES = 5
 
 
 class _Nowhere:
-    """A sink that keeps nothing; the record has the rows."""
+    """A sink that discards rows; the record has them."""
 
     def start(self, header: RunHeader) -> None: ...
     def row(self, row: Row) -> None: ...
@@ -225,18 +233,22 @@ class _Nowhere:
 
 
 def check_timer(timer: Timer, catalogue: Catalogue, machine: Machine, findings: Findings) -> None:
-    """A dense case at two lengths, measured as `dilabench run --timing NAME` does."""
+    """Measure a dense case at two lengths, like `dilabench run --timing NAME`."""
     if lacking := wrong_device(timer.devices, machine):
         findings.add("samples", "skipped", "; ".join(lacking))
         return
-    # No budget: on a busy machine the suite's own may be over before a timer that starts processes is done.
+    # No budget: on a busy machine the suite's budget may end before a timer that starts processes.
     settings = {"timing": timer.name, "timing_runs": TIMED_SAMPLES, "device": machine.device, "budget_s": None}
-    suite = max(catalogue.suites, key=lambda one: one.priority)
+    suite = max(catalogue.suites, key=lambda other_suite: other_suite.priority)
     request = run_request(catalogue, suite=suite.name, run=settings)
     planner = Planner(catalogue, machine, request)
-    plain = next(one for one in catalogue.implementations if one.uses_backend and one.supports.only_dense)
-    asked = planner.workload_requests([{**TIMED_SHAPE, "seq_len": length} for length in TIMED_LENGTHS])
-    planned = planner.compare(asked, [plain])
+    plain = next(
+        implementation
+        for implementation in catalogue.implementations
+        if implementation.uses_backend and implementation.supports.only_dense
+    )
+    requests = planner.workload_requests([{**TIMED_SHAPE, "seq_len": length} for length in TIMED_LENGTHS])
+    planned = planner.compare(requests, [plain])
     header = RunHeader(
         tool_version="0", run_id="conformance", suite=suite.name, started_at="", environment=snapshot(machine)
     )
@@ -257,7 +269,7 @@ def check_timer(timer: Timer, catalogue: Catalogue, machine: Machine, findings: 
         findings.hold("longer work takes longer", None if medians[0] < medians[1] else "it does not")
 
 
-# Of each kind of thing, what is asked of what it does: `check(descriptor, catalogue, machine, findings)`.
+# The check of the behaviour of each kind of component: `check(descriptor, catalogue, machine, findings)`.
 CHECKS: Mapping[str, Callable[[Any, Catalogue, Machine, Findings], None]] = {
     "patterns": check_pattern,
     "implementations": check_implementation,
@@ -275,11 +287,11 @@ ROUNDS, SAMPLES = 8, 3
 def made_record(
     planned: Sequence[PlannedCase], request: RunRequest, machine: Machine, others: Sequence[Outcome] = ()
 ) -> RunRecord:
-    """Rows of the planned cases, measured where nothing speaks against them; the first ones end as `others` say.
+    """Return a record of the planned cases, measured unless skipped; the first rows have the outcomes `others`.
 
-    Its samples were drawn, not measured: such a record is for trying code on, and never shown or kept.
+    Its samples are random, not measured: such a record only tests code and is never shown or stored.
     """
-    outcomes = [*others, *(one.skip or _measured(one) for one in planned[len(others) :])]
+    outcomes = [*others, *(case.skip or _measured(case) for case in planned[len(others) :])]
     return RunRecord(
         tool_version="0",
         run_id="conformance",
@@ -288,12 +300,12 @@ def made_record(
         device=machine.device,
         started_at="2000-01-01T00:00:00+00:00",
         environment=snapshot(machine),
-        rows=tuple(Row(planned=one, outcome=outcome) for one, outcome in zip(planned, outcomes, strict=False)),
+        rows=tuple(Row(planned=case, outcome=outcome) for case, outcome in zip(planned, outcomes, strict=False)),
     )
 
 
 def odd_outcomes() -> tuple[Outcome, ...]:
-    """Ways in which a row ends without a time, with texts that are hard to lay out."""
+    """Outcomes without a time, with texts that are hard to lay out."""
     long = "a reason " * 60
     wrong = Verification(checks=(Check(name="out", passed=False, error=0.5, tolerance=1e-6),), diagnosis="no window")
     return (

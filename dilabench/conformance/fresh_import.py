@@ -1,6 +1,7 @@
-"""What importing a module does beside defining things, seen from inside a fresh process.
+"""Side effects of importing a module, observed inside a fresh process.
 
-Python's audit hooks (PEP 578) tell of network, processes and files; settings of the process are read before and after.
+Python's audit hooks (PEP 578) report network, processes and files; settings of the process are compared before and
+after.
 """
 
 import json
@@ -27,14 +28,14 @@ NETWORK = ("socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo
 PROCESSES = ("subprocess.Popen", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn")
 CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-# What takes seconds to load, or memory that a command which lists names has no use for.
+# Packages that take seconds to load, or memory that a command which lists names does not need.
 HEAVY = frozenset({"torch", "triton", "jax", "tensorflow", "transformers", "xformers", "flash_attn", "cutlass"})
 OURS = ("numpy", "scipy.stats", "rich.console", "jinja2", "pluggy", "psutil", "matplotlib.figure")
 TIMEOUT_S = 300.0
 
 
 class ImportReport(Model):
-    """What importing one module did. `heavy`: packages that it loaded; `lasted_ns` is the time that it took."""
+    """The effects of importing one module. `heavy`: packages that it loaded; `lasted_ns`: the duration."""
 
     module: str
     error: str | None = None
@@ -45,12 +46,12 @@ class ImportReport(Model):
 
 
 def import_reports(light: Sequence[str], heavy: Sequence[str]) -> tuple[ImportReport, ...]:
-    """Import modules in a fresh process, one after another; before those in `heavy`, torch and our contracts.
+    """Import modules in a fresh process, one after another; before those in `heavy`, torch and dilabench.contracts.
 
-    Takes seconds; nothing is imported here. A process that dies is an error of the module that it was at.
+    Takes seconds; nothing is imported here. If the process dies, the module being imported gets the error.
     """
     command = python_command("-m", "dilabench.conformance.fresh_import", json.dumps([list(light), list(heavy)]))
-    # Bytecode is Python's own affair.
+    # Bytecode files are not a side effect of the module.
     variables = child_environment(PYTHONDONTWRITEBYTECODE="1")
     try:
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -64,7 +65,7 @@ def import_reports(light: Sequence[str], heavy: Sequence[str]) -> tuple[ImportRe
 
 
 class _Watch:
-    """Tells of what happens from `start` to `stop`. A hook stays for as long as its process."""
+    """Records audit events from `start` to `stop`. An audit hook cannot be removed from its process."""
 
     def __init__(self) -> None:
         self.network: list[str] = []
@@ -88,7 +89,9 @@ class _Watch:
             events = self.effects
         if events is not None:
             self._on = False
-            shown = ", ".join(f"{one!r:.60}" for one in arguments if one is not None and not _is_socket(one))
+            shown = ", ".join(
+                f"{argument!r:.60}" for argument in arguments if argument is not None and not _is_socket(argument)
+            )
             events.append(f"{event}({shown}){_place()}")
             self._on = True
 
@@ -104,7 +107,7 @@ def _writes(arguments: tuple[Any, ...]) -> bool:
 
 
 def _place() -> str:
-    """The line that asked for it: the innermost one outside of Python's own library."""
+    """Return the responsible line: the innermost one outside Python's standard library."""
     library = os.path.dirname(os.__file__)
     for frame in reversed(traceback.extract_stack()):
         inside = frame.filename.startswith(library) and "site-packages" not in frame.filename
@@ -114,9 +117,9 @@ def _place() -> str:
 
 
 def _settings() -> dict[str, object]:
-    """What belongs to the whole process, by name."""
-    found: dict[str, object] = {f"environment variable {name}": value for name, value in os.environ.items()}
-    found |= {
+    """Return the settings of the process, by name."""
+    settings: dict[str, object] = {f"environment variable {name}": value for name, value in os.environ.items()}
+    settings |= {
         "working folder": os.getcwd(),
         "sys.path": tuple(sys.path),
         "recursion limit": sys.getrecursionlimit(),
@@ -127,24 +130,26 @@ def _settings() -> dict[str, object]:
         "state of random": hash(random.getstate()),
         "threads of Python": threading.active_count(),
     }
-    found |= {f"handler of {one.name}": signal.getsignal(one) for one in signal.valid_signals() if _has_name(one)}
+    settings |= {
+        f"handler of {number.name}": signal.getsignal(number) for number in signal.valid_signals() if _has_name(number)
+    }
     if "torch" in sys.modules:
         import torch
 
         from dilabench.engine.call.torch_settings import read_settings
 
-        found |= {f"torch's {name}": value for name, value in read_settings().items()}
-        found |= {"torch's random state": torch.initial_seed(), "CUDA is in use": torch.cuda.is_initialized()}  # type: ignore[no-untyped-call]
-    return found
+        settings |= {f"torch's {name}": value for name, value in read_settings().items()}
+        settings |= {"torch's random state": torch.initial_seed(), "CUDA is in use": torch.cuda.is_initialized()}  # type: ignore[no-untyped-call]
+    return settings
 
 
-def _has_name(one: object) -> bool:
-    return isinstance(one, signal.Signals)
+def _has_name(number: object) -> bool:
+    return isinstance(number, signal.Signals)
 
 
 def _changes(before: dict[str, object], after: dict[str, object]) -> Iterator[str]:
     for name in sorted(before.keys() | after.keys()):
-        # What torch sets, where the module is what loads it, is torch's own beginning.
+        # If the module loads torch, settings that torch initialises are not changes.
         new = name.startswith(("torch's", "CUDA")) and name not in before
         if not new and before.get(name) != after.get(name):
             yield f"{name} was {before.get(name)!r:.80}, is {after.get(name)!r:.80}"
@@ -173,10 +178,10 @@ def _imported(module: str, watch: _Watch) -> ImportReport:
 
 
 def main() -> None:
-    """Import what the command line names, and print a report of each, on a line that begins with a record separator."""
+    """Import the modules of the command line; print a report of each on a line with a record separator."""
     light, heavy = json.loads(sys.argv[1])
     import_module("dilabench.plugins")
-    # What dilabench itself depends on is there before, with what it does when it is loaded.
+    # dilabench's dependencies are loaded before, with their effects.
     for name in OURS:
         import_module(name)
     watch = _Watch()

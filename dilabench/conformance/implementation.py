@@ -1,4 +1,4 @@
-"""Does an implementation compute what it claims to? Verification of odd workloads, by what they have in common."""
+"""Check an implementation: verification of odd workloads, grouped by their features."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ from dilabench.record import Case, CheckName, Memory, PlannedCase, Skipped, Veri
 from dilabench.units import counted, format_bytes
 from dilabench.workload.spec import UNBOUNDED, DType, Mode, Workload
 
-# What most workloads are in: the first that it takes. The others are tried on two workloads of each pattern.
+# The dtypes by preference: most workloads use the first supported one, two workloads of each pattern the others.
 DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "float16", "float64")
 RANKS = 2
 SEED = 0
@@ -27,7 +27,7 @@ MEMORY_LENGTH = 1024
 
 @dataclass(frozen=True, slots=True)
 class Aspect:
-    """What some cases have in common and others have not."""
+    """A feature that some cases have."""
 
     name: str
     has: Callable[[Case], bool]
@@ -42,38 +42,38 @@ def check_implementation(
     kinds: Iterable[str] = (),
     backend: str | None = None,
 ) -> None:
-    """Verify odd workloads of every pattern that it computes, in every dtype, mode and layout; then its memory.
+    """Verify odd workloads of every supported pattern, in every dtype, mode and layout; then its memory.
 
-    `kinds`: only these patterns. `backend`: the dense kernel it is built over; where it needs one and none is named,
-    the one that takes most.
+    `kinds`: only these patterns. `backend`: the dense kernel it is built over; if it needs one and none is named, the
+    one that supports most.
     """
     if lacking := unmet(implementation.requires, machine) or wrong_device(implementation.supports.devices, machine):
         findings.add("verification", "skipped", "; ".join(lacking))
         return
     wanted = [kind for kind in kinds or known_kinds() if implementation.supports.computes(kind)]
-    # `auto` would take the quickest, which may have limits of its own.
+    # `auto` would take the fastest, which may have limits.
     over = [backend] if backend else implementation.backends or catalogue.preferred_backends(machine)[::-1]
     backends = over if implementation.uses_backend else [None]
     planned = [_planned(case, implementation, backends, catalogue, machine) for case in _cases(implementation, wanted)]
     tried = _verified(planned, list(_aspects(wanted)), catalogue, machine, findings)
     _judge_checks([outcome for _, outcome in tried if isinstance(outcome, Verification)], implementation, findings)
-    passed = [one for one, outcome in tried if isinstance(outcome, Verification) and outcome.passed]
+    passed = [case for case, outcome in tried if isinstance(outcome, Verification) and outcome.passed]
     _check_memory(passed, catalogue, machine, findings)
 
 
 def _verified(
     planned: list[PlannedCase], aspects: list[Aspect], catalogue: Catalogue, machine: Machine, findings: Findings
 ) -> list[tuple[PlannedCase, Outcome]]:
-    """Every case with its outcome; each aspect is judged as soon as the last case that has it is known."""
+    """Return every case with its outcome; each aspect is judged as soon as its last case is done."""
     tried: list[tuple[PlannedCase, Outcome]] = []
     named: set[str] = set()
-    waiting = {aspect: sum(aspect.has(one.case) for one in planned) for aspect in aspects}
+    waiting = {aspect: sum(aspect.has(case.case) for case in planned) for aspect in aspects}
     findings.listener.verified(0, len(planned), "")
-    for one, outcome in zip(planned, outcomes_of(planned, catalogue, machine, SEED), strict=True):
-        tried.append((one, outcome))
-        workload = one.case.workload
+    for planned_case, outcome in zip(planned, outcomes_of(planned, catalogue, machine, SEED), strict=True):
+        tried.append((planned_case, outcome))
+        workload = planned_case.case.workload
         findings.listener.verified(len(tried), len(planned), f"{workload.label()} {workload.pattern.label()}")
-        for aspect in [aspect for aspect in waiting if aspect.has(one.case)]:
+        for aspect in [aspect for aspect in waiting if aspect.has(planned_case.case)]:
             waiting[aspect] -= 1
             if not waiting[aspect]:
                 _judge(aspect.name, [each for each in tried if aspect.has(each[0].case)], named, findings)
@@ -81,7 +81,7 @@ def _verified(
 
 
 def _cases(implementation: Implementation, kinds: Iterable[str]) -> Iterator[Case]:
-    """Every odd workload in one dtype and mode both; some of them in every other dtype, mode, and over ranks."""
+    """Yield every odd workload in one dtype and mode both; some of them in every dtype and mode, and over ranks."""
     supports = implementation.supports
     base = next((dtype for dtype in DTYPES if dtype in supports.dtypes), DTYPES[0])
     ranks = supports.max_world_size is None or supports.max_world_size >= RANKS
@@ -89,12 +89,12 @@ def _cases(implementation: Implementation, kinds: Iterable[str]) -> Iterator[Cas
     for kind in kinds:
         odd = list(odd_workloads_of(kind, base))
         # A sequence that can be halved, and one whose length is a prime.
-        some = [one for one in odd if one.seq_len in (96, 97) and one.layout == "padded"][:2]
-        varied = [one.replace(dtype=dtype) for one in some for dtype in get_args(DType)]
-        varied += [one.replace(mode=mode) for one in some for mode in get_args(Mode)]
-        cases = [Case(implementation=implementation.name, workload=one) for one in (*odd, *varied)]
+        samples = [workload for workload in odd if workload.seq_len in (96, 97) and workload.layout == "padded"][:2]
+        varied = [workload.replace(dtype=dtype) for workload in samples for dtype in get_args(DType)]
+        varied += [workload.replace(mode=mode) for workload in samples for mode in get_args(Mode)]
+        cases = [Case(implementation=implementation.name, workload=workload) for workload in (*odd, *varied)]
         if ranks:
-            cases += [one.model_copy(update={"world_size": RANKS}) for one in cases[: len(odd)]]
+            cases += [case.model_copy(update={"world_size": RANKS}) for case in cases[: len(odd)]]
         for case in cases:
             if case.case_id not in seen:
                 seen.add(case.case_id)
@@ -104,15 +104,15 @@ def _cases(implementation: Implementation, kinds: Iterable[str]) -> Iterator[Cas
 def _planned(
     case: Case, implementation: Implementation, backends: Sequence[str | None], catalogue: Catalogue, machine: Machine
 ) -> PlannedCase:
-    """The case over the first backend that can serve it; in mode forward where only the gradient is not computed."""
+    """Plan the case over the first backend that supports it; in mode forward if only the gradient is unsupported."""
     forward = case.workload.replace(mode="forward")
     trials = [
         case.model_copy(update={"workload": workload, "backend": backend})
         for workload in (case.workload, forward)
         for backend in backends
     ]
-    reasons = [catalogue.reasons_against(one, machine) for one in trials]
-    able = next((one for one, against in zip(trials, reasons, strict=True) if not against), None)
+    reasons = [catalogue.reasons_against(trial, machine) for trial in trials]
+    able = next((trial for trial, against in zip(trials, reasons, strict=True) if not against), None)
     skip = None if able else Skipped(code="unsupported", why="; ".join(reasons[0]))
     return PlannedCase(case=able or case, takes=implementation.takes, skip=skip)
 
@@ -132,7 +132,7 @@ def _aspects(kinds: Iterable[str]) -> Iterator[Aspect]:
     yield of("window", lambda workload: workload.window != UNBOUNDED)
     yield of("packed sequences", lambda workload: workload.layout == "packed")
     yield of("fewer key/value heads (GQA)", lambda workload: workload.num_kv_heads < workload.num_heads)
-    yield of("a scale of its own", lambda workload: workload.scale is not None)
+    yield of("an explicit scale", lambda workload: workload.scale is not None)
     yield of("a single token", lambda workload: workload.seq_len == 1)
     yield of("rows without a key", has_empty_rows)
     yield of("grouped heads", lambda workload: workload.pattern.has_grouped_heads)
@@ -142,20 +142,20 @@ def _aspects(kinds: Iterable[str]) -> Iterator[Aspect]:
 
 
 def _judge(name: str, tried: list[tuple[PlannedCase, Outcome]], named: set[str], findings: Findings) -> None:
-    """One finding for the cases that have something in common: the gravest result, with the first reason for it.
+    """Add one finding for the cases of an aspect: the gravest result, with the first reason for it.
 
-    `named`: mistakes that were shown with a place before; they are only named again.
+    `named`: mistakes that an earlier finding has shown with a place; they are repeated by name only.
     """
-    results = [(one, said_of(outcome)[0], outcome) for one, outcome in tried]
+    results = [(case, said_of(outcome)[0], outcome) for case, outcome in tried]
     graves: tuple[Result, ...] = ("wrong", "failed")
     for grave in graves:
-        found = [(one, outcome) for one, result, outcome in results if result == grave]
-        if found:
-            case, (mistake, at_length) = found[0][0].case, mistake_of(found[0][1])
+        matching = [(case, outcome) for case, result, outcome in results if result == grave]
+        if matching:
+            case, (mistake, at_length) = matching[0][0].case, mistake_of(matching[0][1])
             where = f"{case.workload.label()} {case.workload.pattern.label()} {case.workload.mode}"
             shown = mistake if mistake in named else f"{at_length}; on {where}"
             named.add(mistake)
-            findings.add(name, grave, f"{len(found)} of {counted(len(tried), 'case')}: {shown}")
+            findings.add(name, grave, f"{len(matching)} of {counted(len(tried), 'case')}: {shown}")
             return
     right = sum(result == "right" for _, result, _ in results)
     if right:
@@ -165,30 +165,31 @@ def _judge(name: str, tried: list[tuple[PlannedCase, Outcome]], named: set[str],
 
 
 def _judge_checks(verifications: list[Verification], implementation: Implementation, findings: Findings) -> None:
-    """What was asked of each case (semantics.md §4), by the names that verification gives its checks."""
-    asked = Counter(check.name for one in verifications for check in one.checks)
-    passed = Counter(check.name for one in verifications for check in one.checks if check.passed)
-    for name, count in asked.items():
+    """Add a finding per check of verification (semantics.md §4), by its name."""
+    counts = Counter(check.name for verification in verifications for check in verification.checks)
+    passed = Counter(check.name for verification in verifications for check in verification.checks if check.passed)
+    for name, count in counts.items():
         if passed[name] < count:
             findings.add(f"check {name}", "wrong", f"{passed[name]} of {count} passed")
-    if right := [f"{name} {count}" for name, count in asked.items() if passed[name] == count]:
+    if right := [f"{name} {count}" for name, count in counts.items() if passed[name] == count]:
         findings.add("checks passed", "right", ", ".join(right))
-    if asked:
+    if counts:
         promise = "bitwise, as declared" if implementation.deterministic else "within tolerance (no more is declared)"
-        held = passed[CheckName.REPEAT] == asked[CheckName.REPEAT]
+        held = passed[CheckName.REPEAT] == counts[CheckName.REPEAT]
         findings.add("determinism", "right" if held else "wrong", f"two identical calls agree {promise}")
 
 
 def _check_memory(passed: Iterable[PlannedCase], catalogue: Catalogue, machine: Machine, findings: Findings) -> None:
-    """The peak that a trace without data predicts, against the one that the engine measures, at a length where the
-    granularity of an allocator is small."""
-    one = next((one for one in passed if one.case.world_size == 1 and one.case.workload.layout == "padded"), None)
-    if one is None:
+    """Compare the traced peak with the measured one, at a length beyond an allocator's granularity."""
+    smallest = next(
+        (case for case in passed if case.case.world_size == 1 and case.case.workload.layout == "padded"), None
+    )
+    if smallest is None:
         findings.add("memory", "skipped", "no case passed that it could be measured on")
         return
-    kind = pattern_type(one.case.workload.pattern.kind)
-    workload = one.case.workload.replace(seq_len=MEMORY_LENGTH, pattern=kind.from_request({}))
-    case = one.case.model_copy(update={"workload": workload})
+    kind = pattern_type(smallest.case.workload.pattern.kind)
+    workload = smallest.case.workload.replace(seq_len=MEMORY_LENGTH, pattern=kind.from_request({}))
+    case = smallest.case.model_copy(update={"workload": workload})
     if against := catalogue.reasons_against(case, machine):
         findings.add("memory", "skipped", "; ".join(against))
         return
@@ -196,11 +197,11 @@ def _check_memory(passed: Iterable[PlannedCase], catalogue: Catalogue, machine: 
     if plan is None:
         findings.add("memory", "skipped", f"no trace: {why_no_plan(case, machine.device, catalogue)}")
         return
-    found = measured_memory(case, catalogue, machine, SEED)
-    if not isinstance(found, Memory):
-        findings.add("memory", "failed", found.why)
+    memory = measured_memory(case, catalogue, machine, SEED)
+    if not isinstance(memory, Memory):
+        findings.add("memory", "failed", memory.why)
         return
-    peaks = f"{format_bytes(plan.peak_bytes)} traced, {format_bytes(found.peak_bytes)} measured on {workload.label()}"
-    off = abs(plan.peak_bytes / found.peak_bytes - 1) > WITHIN
-    hint = "; tables belong into context.patterns, and an operator of your own needs a fake form that allocates alike"
+    peaks = f"{format_bytes(plan.peak_bytes)} traced, {format_bytes(memory.peak_bytes)} measured on {workload.label()}"
+    off = abs(plan.peak_bytes / memory.peak_bytes - 1) > WITHIN
+    hint = "; tables belong into context.patterns, and a custom operator needs a fake form that allocates alike"
     findings.hold("memory", peaks + hint if off else None, peaks)

@@ -1,4 +1,4 @@
-"""Small workloads with the sizes that break things. No torch."""
+"""Small workloads with sizes that expose mistakes. No torch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,24 +24,24 @@ _SHAPES: tuple[dict[str, Any], ...] = (
 
 
 def odd_workloads(dtype: DType = "float32") -> tuple[Workload, ...]:
-    """Small workloads of every known pattern with the sizes that break things: H = 5, N prime or 3·2^k, D = 24 and 80,
+    """Small workloads of every known pattern with sizes that expose mistakes: H = 5, N prime or 3·2^k, D = 24 and 80,
     K < H, windows, a single token, packed sequences; and each pattern's own examples (`Pattern.examples`)."""
-    return tuple(one for kind in known_kinds() for one in odd_workloads_of(kind, dtype))
+    return tuple(workload for kind in known_kinds() for workload in odd_workloads_of(kind, dtype))
 
 
 def odd_workloads_of(kind: str, dtype: DType = "float32") -> Iterator[Workload]:
-    """Those of one kind of pattern: every shape and every example, where the one has a meaning over the other."""
+    """The odd workloads of one kind of pattern: every example over every shape for which it is defined."""
     examples = pattern_type(kind).examples()
     for index in range(max(len(_SHAPES), len(examples))):
         pattern, shape = examples[index % len(examples)], _SHAPES[index % len(_SHAPES)]
         full = Workload.model_validate({**_SHAPE, **shape, "pattern": DENSE, "dtype": dtype})
         # A sum of attentions is not defined over packed sequences.
         apart = full.layout == "packed" and pattern.summands(full.shapes[0])
-        if not apart and not any(pattern.why_not_over(one) for one in full.shapes):
+        if not apart and not any(pattern.why_not_over(shape) for shape in full.shapes):
             yield full.replace(pattern=pattern)
 
 
 def has_empty_rows(workload: Workload) -> bool:
-    """Whether some row of some head sees no key at all."""
+    """Return True if some row of some head sees no key."""
     pattern, heads = workload.pattern, range(workload.num_heads)
     return not all(np.all(pattern.covered(shape, head)) for shape in workload.shapes for head in heads)

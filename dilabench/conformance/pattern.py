@@ -1,4 +1,4 @@
-"""Are a pattern's answers those of its definition? Whatever it answers by itself is held to `counts`."""
+"""Check that the methods of a pattern agree with its definition, `counts`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,17 +27,19 @@ Matrix = NDArray[np.int64]
 
 
 def check_pattern(kind: PatternKind, catalogue: Catalogue, machine: Machine, findings: Findings) -> None:
-    """Every answer over every odd shape, then what the oracle's implementation makes of it."""
+    """Check every method over every odd shape, then the oracle's results for the pattern."""
     examples = pattern_type(kind.name).examples()
-    over = [(one, shape) for one in examples for shape in SHAPES if one.why_not_over(shape) is None]
+    over = [(example, shape) for example in examples for shape in SHAPES if example.why_not_over(shape) is None]
     for title, question in QUESTIONS.items():
         with findings.tried(title):
-            problems = (f"{one.label()} over {shape}: {why}" for one, shape in over for why in question(one, shape))
+            problems = (
+                f"{example.label()} over {shape}: {why}" for example, shape in over for why in question(example, shape)
+            )
             findings.hold(title, next(problems, None), counted(len(over), "shape"))
     with findings.tried("reads what it writes"):
-        lost = [one.label() for one in examples if read_pattern(one.model_dump(mode="json")) != one]
+        lost = [example.label() for example in examples if read_pattern(example.model_dump(mode="json")) != example]
         findings.hold("reads what it writes", f"{lost[0]} comes back as another" if lost else None)
-    oracle = next(one for one in catalogue.implementations if one.role == "oracle")
+    oracle = next(implementation for implementation in catalogue.implementations if implementation.role == "oracle")
     check_implementation(oracle, catalogue, machine, findings, kinds=[kind.name])
 
 
@@ -85,11 +87,11 @@ def _rows(pattern: Pattern, shape: SequenceShape) -> Iterator[str]:
 def _some_rows(pattern: Pattern, shape: SequenceShape) -> Iterator[str]:
     rows = np.unique(np.linspace(0, shape.length - 1, 5).astype(np.int64))
     head = shape.num_heads - 1
-    found = np.zeros((len(rows), shape.length), np.int64)
+    counted_pairs = np.zeros((len(rows), shape.length), np.int64)
     for group in pattern.counts(shape, head, rows):
         for part in group.parts:
-            found[np.searchsorted(rows, group.rows)[:, None], np.asarray(part, np.int64)] += 1
-    if not np.array_equal(found, matrix(pattern, shape, head, masked=False)[rows]):
+            counted_pairs[np.searchsorted(rows, group.rows)[:, None], np.asarray(part, np.int64)] += 1
+    if not np.array_equal(counted_pairs, matrix(pattern, shape, head, masked=False)[rows]):
         yield f"counts of rows {rows.tolist()} alone differs from counts of all rows"
 
 
@@ -118,7 +120,7 @@ def _segments(pattern: Pattern, shape: SequenceShape) -> Iterator[str]:
         segments, anywhere = pattern.strided_segments(shape, head), matrix(pattern, shape, head, masked=False)
         if segments is not None:
             on = [np.where(i % w % r == offset, i // w, -1 - i) for w, r, offset in segments]
-            union = sum((own[:, None] == own) & (own >= 0) for own in on)
+            union = sum((labels[:, None] == labels) & (labels >= 0) for labels in on)
             if not np.array_equal(union, anywhere):
                 yield f"strided_segments of head {head} are not counts"
     heads = range(shape.num_heads)
@@ -129,7 +131,7 @@ def _segments(pattern: Pattern, shape: SequenceShape) -> Iterator[str]:
 def _cut(pattern: Pattern, shape: SequenceShape) -> Iterator[str]:
     cut = pattern.cut_length
     if cut is not None and cut <= LONGEST_CUT:
-        # Whatever the length asked about: one that has something on both sides.
+        # A length with keys on both sides of the cut.
         longer = replace(shape, length=2 * cut + 5)
         anywhere = matrix(pattern, longer, 0, masked=False)
         if anywhere[:cut, cut:].any() or anywhere[cut:, :cut].any():

@@ -1,4 +1,4 @@
-"""The scorecard: what was asked of a thing, and how it did."""
+"""The scorecard: the checks of a component and their results."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +11,8 @@ from dilabench.validation import Model
 
 
 class Finding(Model):
-    """One thing that was asked. wrong: it gives what it must not; failed: it raised, or breaks a rule; skipped: it does
-    not claim to do that, or this machine cannot try."""
+    """One check. wrong: an output is wrong; failed: it raised, or broke a rule; skipped: it does not claim support, or
+    this machine cannot run the check."""
 
     name: str
     result: Result
@@ -20,7 +20,7 @@ class Finding(Model):
 
 
 class Scorecard(Model):
-    """All findings of one thing: those about its package, and those about what it does."""
+    """All findings of one component, about its package and about its behaviour."""
 
     name: str
     kind: str
@@ -33,7 +33,7 @@ class Scorecard(Model):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def passed(self) -> bool:
-        """Nothing is wrong or failed, and what it does was tried."""
+        """Return True if nothing is wrong or failed, and some behaviour was checked."""
         return self.exit_code is ExitCode.OK
 
     @property
@@ -43,45 +43,47 @@ class Scorecard(Model):
 
     @property
     def exit_code(self) -> ExitCode:
-        """5 when an output is wrong, 4 when something failed, 8 when nothing of what it does could be tried."""
-        results = {one.result for one in self.findings}
-        tried = any(one.result == "right" for one in self.behaviour)
+        """5 if an output is wrong, 4 if something failed, 8 if none of its behaviour could be checked."""
+        results = {finding.result for finding in self.findings}
+        tried = any(finding.result == "right" for finding in self.behaviour)
         return exit_code_for(wrong="wrong" in results, failed="failed" in results, nothing=not tried)
 
     def failures(self) -> Iterator[str]:
-        """'name: detail' of everything that is wrong or failed."""
-        return (f"{one.name}: {one.detail}" for one in self.findings if one.result in ("wrong", "failed"))
+        """'name: detail' of every wrong or failed finding."""
+        return (
+            f"{finding.name}: {finding.detail}" for finding in self.findings if finding.result in ("wrong", "failed")
+        )
 
 
 class Listener:
-    """Hears of the work while it goes on; here it says nothing."""
+    """Callbacks for progress; these do nothing."""
 
     def found(self, finding: Finding) -> None:
-        """Something was asked, with this result."""
+        """Called with the result of a check."""
 
     def verified(self, done: int, total: int, what: str) -> None:
-        """So many of all cases were verified, `what` last; 0 when they begin."""
+        """Called with the number of verified cases, `what` being the last one; 0 at the start."""
 
 
 class Findings(list[Finding]):
-    """Findings as they are made; `listener` hears of each."""
+    """A list of findings; `listener` is called with each."""
 
     def __init__(self, listener: Listener | None = None) -> None:
         super().__init__()
         self.listener = listener or Listener()
 
     def add(self, name: str, result: Result, detail: str = "") -> None:
-        """Keep a finding."""
+        """Append a finding."""
         self.append(Finding(name=name, result=result, detail=" ".join(detail.split())))
         self.listener.found(self[-1])
 
     def hold(self, name: str, problem: str | None, right: str = "") -> None:
-        """Right, with what is to be said of that, where there is no problem; else failed."""
+        """Append a finding: failed with `problem`, or right with the detail `right` if there is none."""
         self.add(name, "failed" if problem else "right", problem or right)
 
     @contextmanager
     def tried(self, name: str) -> Iterator[None]:
-        """What the block raises is a finding. Where it does not, the block adds its own."""
+        """Turn an exception of the block into a finding; a block that does not raise adds its findings."""
         try:
             yield
         except (PluginError, ConfigError) as error:

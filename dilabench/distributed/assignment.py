@@ -1,10 +1,10 @@
-"""Chunks of rows assigned to ranks so that each has as many of them and as much work, and what that makes ranks send.
+"""Chunks of rows assigned to ranks so that each has equal numbers and equal work, and the messages that this causes.
 
-A document is worth its area under the mask, not its length: cut in order, the ranks of a packed batch finish far apart.
+The work of a document is its area under the mask: cut in order, the ranks of a packed batch have very unequal work.
 The chunk that sees most pairs goes first, to the rank with the least work among those with capacity left (longest
-processing time first; MAGI-1 assigns its chunks likewise, arXiv 2505.13211). Of a causal sequence alone that is the
-zigzag cut. Under a window, where successive chunks need few keys of others, they are assigned as evenly as what that
-sends is worth. What is counted is a function of the workload alone. No torch, no tensors.
+processing time first; MAGI-1 assigns its chunks likewise, arXiv 2505.13211). For a single causal sequence that is the
+zigzag cut. Under a window, where successive chunks need few keys of others, balance is weighed against the keys sent.
+All counts are functions of the workload alone. No torch, no tensors.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# More chunks balance better, but cut documents into more calls: as few as bring λ this near to 1, of no fewer rows
-# than a kernel's tile.
+# More chunks balance better but need more calls: the fewest chunks that bring λ this near to 1, of at least a kernel's
+# tile of rows.
 ENOUGH, FEWEST_ROWS, MOST_PER_RANK = 0.99, 128, 64
-# And send more keys. While one of them comes, its K and V and nothing else, a GPU attends to about so many pairs of as
-# many heads: 600 TFLOP/s over 400 GB/s of NVLink are 1500 (4·D FLOPs a pair, 4·D bytes a key of 16 bits).
+# More chunks also send more keys. While a key's K and V arrive, a GPU computes about this many pairs per head:
+# 600 TFLOP/s over 400 GB/s of NVLink are 1500 (4·D FLOPs a pair, 4·D bytes a key of 16 bits).
 PAIRS_PER_KEY = 1000
 
 Runs = tuple[range, ...]
@@ -34,10 +34,10 @@ Runs = tuple[range, ...]
 
 @dataclass(frozen=True, slots=True)
 class Assignment(ABC):
-    """Which rank holds what, and which rows of K and V it must be sent: each that some query of it sees, once.
+    """The rows that each rank owns, and the rows of K and V that it receives: each that some of its queries sees, once.
 
     held: runs, in ascending order, by rank. parts: 1, or the number of parts of a row's key/value heads, each sent
-    alone.
+    separately.
     """
 
     held: tuple[Runs, ...]
@@ -49,16 +49,16 @@ class Assignment(ABC):
 
     @abstractmethod
     def moved(self, owner: int, reader: int) -> int:
-        """Rows, or parts of rows, of `owner` that some query of `reader` sees: what is sent between two ranks."""
+        """Number of rows, or parts of rows, that `owner` sends to `reader`: those that some query of `reader` sees."""
 
     def step_pairs(self) -> StepPairs:
-        """Per rank the pairs with its own keys, with those of the rank before it, and so on."""
+        """Per rank the pairs with its local keys, with those of the rank before it, and so on."""
         return by_step(len(self.held), self.pairs)
 
     def received_bytes(self, workload: Workload) -> int:
-        """Bytes that one call in the workload's mode brings the rank with most.
+        """Bytes that the rank with most receives in one call in the workload's mode.
 
-        Forward: K and V. Backward: dK and dV of what it has sent, in the dtype of K; keys are kept from the forward
+        Forward: K and V. Backward: dK and dV of the rows it has sent, in the dtype of K; keys stay from the forward
         pass.
         """
         import numpy as np
@@ -72,10 +72,10 @@ class Assignment(ABC):
 
 
 class Sight(NamedTuple):
-    """Which keys rows see, to compare assignments by what they send.
+    """The keys that rows see, to compare assignments by the keys they send.
 
-    keys: [S] positions of some keys, which stand for all. seen_by: edges of chunks to bool [chunks, S], whether some
-    row of each sees them. price: the pairs that take as long as one position whose keys come.
+    keys: [S] positions of sampled keys. seen_by: edges of chunks to bool [chunks, S], True if some row of the chunk
+    sees the key. price: the number of pairs that take as long as receiving one position.
     """
 
     keys: NDArray[np.int64]
@@ -99,10 +99,10 @@ def balanced(
     fewest: int = FEWEST_ROWS,
     sight: Sight | None = None,
 ) -> tuple[Runs, ...]:
-    """Per rank the runs of positions that it holds, in ascending order.
+    """Return the runs of positions of each rank, in ascending order.
 
-    work_of: edges of chunks to the pairs that the rows of each see. fewest: rows that a chunk may have. sight: None
-    takes what is sent for nothing.
+    work_of: edges of chunks to the pairs that the rows of each see. fewest: minimum rows of a chunk. sight: None
+    ignores the cost of sending.
     """
     best: tuple[float, tuple[Runs, ...]] | None = None
     per_rank, evenness = 1, 0.0
@@ -121,7 +121,7 @@ def balanced(
 
 
 def heaviest_first(work: Sequence[float], ranks: int) -> list[int]:
-    """The rank of each chunk: as many chunks for each rank, which must divide their number."""
+    """The rank of each chunk: equally many chunks per rank; the number of ranks must divide theirs."""
     capacity = [len(work) // ranks] * ranks
     loads, owners = [0.0] * ranks, [0] * len(work)
     for chunk in sorted(range(len(work)), key=lambda at: (-work[at], at)):
@@ -133,12 +133,12 @@ def heaviest_first(work: Sequence[float], ranks: int) -> list[int]:
 
 
 def _runs(edges: Sequence[int], owners: Sequence[int], ranks: int) -> tuple[Runs, ...]:
-    """Chunks that follow each other on a rank are one run; the rank of the first row is rank 0, and so on."""
+    """Join consecutive chunks of a rank into runs; ranks are renumbered in the order of their first rows."""
     held: list[list[range]] = [[] for _ in range(ranks)]
     for (start, stop), rank in zip(pairwise(edges), owners, strict=True):
-        own = held[rank]
-        if own and own[-1].stop == start:
-            own[-1] = range(own[-1].start, stop)
+        of_rank = held[rank]
+        if of_rank and of_rank[-1].stop == start:
+            of_rank[-1] = range(of_rank[-1].start, stop)
         elif start < stop:
-            own.append(range(start, stop))
+            of_rank.append(range(start, stop))
     return tuple(sorted(map(tuple, held), key=lambda runs: runs[0].start if runs else edges[-1]))

@@ -1,4 +1,4 @@
-"""Which pairs each rank computes, step by step, from the sharding alone. No torch.
+"""The pairs that each rank computes, step by step, from the sharding alone. No torch.
 
 With |i, j| the pairs inside positions [i, j), those between an interval [a, b) and a later one [c, d) are
 |a, d| - |a, c| - |b, d| + |b, c|.
@@ -16,20 +16,21 @@ from dilabench.patterns.dilated import rows_kept
 from dilabench.workload.spec import Workload
 
 Interval = tuple[int, int]
-# Per rank the pairs with its own keys, with those of the rank before it, of the one two before it, and so on.
+# Per rank the pairs with its local keys, with those of the rank before it, of the one two before it, and so on.
 StepPairs = tuple[tuple[float, ...], ...]
 
 
 def by_step(ranks: int, pairs: Callable[[int, int], float]) -> StepPairs:
-    """The pairs of each rank, given those of one rank's queries and another's keys."""
+    """The pairs of each rank by step, given the pairs of one rank's queries and another's keys."""
     return tuple(tuple(pairs(rank, (rank - step) % ranks) for step in range(ranks)) for rank in range(ranks))
 
 
 def step_pairs(workload: Workload, ranks: int, zigzag: bool) -> StepPairs | None:
-    """Of one batch entry, over all query heads as if each kept residue 0; sequences are cut in order or zigzag.
+    """The pairs of one batch entry over all query heads, as if each kept residue 0; sequences are cut in order or
+    zigzag.
 
-    A window that is not the same on both sides counts as if it were. None for a pattern that is no union of strided
-    segments, as block masks are (`BlockAssignment.step_pairs`).
+    A window counts as if it were symmetric. None for a pattern that is no union of strided segments, such as block
+    masks (`BlockAssignment.step_pairs`).
     """
     if any(workload.pattern.strided_segments(shape, 0) is None for shape in workload.shapes):
         return None
@@ -70,7 +71,7 @@ class _Branch:
         return total
 
     def _apart(self, first: Interval, second: Interval) -> float:
-        """Pairs with the query in one interval and the key in the other, in one of both ways round."""
+        """Pairs with the query in one interval and the key in the other, in one direction."""
         (a, b), (c, d) = first, second
         both = self._inside(a, d) - self._inside(a, c) - self._inside(b, d) + self._inside(b, c)
         return both if self.causal else both / 2
@@ -79,8 +80,8 @@ class _Branch:
         if start >= stop:
             return 0
         end = min(stop, (start // self.segment + 1) * self.segment)
-        full, rest = divmod(stop - end, self.segment)
-        return self._pairs(end - start) + full * self._pairs(self.segment) + self._pairs(rest)
+        full, tail = divmod(stop - end, self.segment)
+        return self._pairs(end - start) + full * self._pairs(self.segment) + self._pairs(tail)
 
     def _pairs(self, length: int) -> int:
         left, right = (side if side < 0 else side // self.rate for side in self.window)
@@ -109,7 +110,7 @@ def cut_runs(bounds: Sequence[Interval], ranks: int, zigzag: bool) -> list[list[
 
 
 def parts(length: int, ranks: int, zigzag: bool) -> tuple[tuple[Interval, ...], ...]:
-    """Positions that each rank holds: the r-th part, or chunks r and 2P-1-r of 2P (zigzag)."""
+    """Positions that each rank owns: the r-th part, or chunks r and 2P-1-r of 2P (zigzag)."""
     chunks = 2 * ranks if zigzag else ranks
     edges = [length * edge // chunks for edge in range(chunks + 1)]
     pieces = list(pairwise(edges))

@@ -1,10 +1,10 @@
-"""Blocks over several ranks: who holds which, what a rank must be sent, and what it computes. No torch.
+"""Blocks over several ranks: their owners, the blocks that a rank receives, and the pairs that it computes. No torch.
 
-Ranks hold whole blocks, so that a block of another rank is wholly before or wholly behind each local query. They are
-assigned by the pairs that their rows see, as far as what that sends is worth it. A block is sent once to each rank of
-which some query sees it: with all its key/value heads where all query heads share a mask, otherwise with those alone
-whose queries see it, as after a selection. What is counted here is a function of the mask alone: the closed form of
-what `block-sparse-ring` moves.
+Ranks own whole blocks, so that a block of another rank is entirely before or entirely after each local query. They are
+assigned by the pairs that their rows see, weighed against the blocks sent. A block is sent once to each rank with a
+query that sees it: with all its key/value heads if all query heads share a mask, else (after a selection) only with
+those whose queries see it. All counts are functions of the mask alone, the closed form of the traffic of
+`block-sparse-ring`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
     Blocks = NDArray[np.int64]
 
-# Parts of blocks that stand for all where assignments are compared.
+# Parts of blocks that are sampled to compare assignments.
 SAMPLED_PARTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class BlockAssignment(Assignment):
-    """A mask [heads or 1, n, n] over blocks of `block_size` of `rows` rows, and who holds and needs which blocks.
+    """A mask [heads or 1, n, n] over blocks of `block_size` of `rows` rows, and the ranks that own and need each block.
 
     held: runs of blocks by rank. parts: 1, or each key/value head alone; part h of block b has the number b·parts + h.
-    needed: the numbers of parts that some query of each rank sees, its own ones too, in ascending order. mask_heads:
-    query heads for each head of the mask. causal: whether rows see no later row of their own block.
+    needed: the numbers of parts that some query of each rank sees, local ones included, in ascending order. mask_heads:
+    query heads for each head of the mask. causal: True if rows see no later row of their block.
     """
 
     mask: Mask
@@ -47,18 +47,18 @@ class BlockAssignment(Assignment):
 
     @classmethod
     def of(cls, workload: Workload, ranks: int) -> BlockAssignment:
-        """By work. Raises ConfigError for a file that does not fit, ValueError for another pattern."""
+        """Assign by work. Raises ConfigError for a file that does not fit, ValueError for another pattern."""
         (shape,) = workload.shapes
         blocks = workload.pattern.whole_blocks(shape)
         if blocks is None:
             raise ValueError(
                 f"{workload.pattern.label()} is no mask of whole blocks: those of a block mask over dilated branches "
-                "have rows that lie apart, on no rank as a whole; use block-sparse on one device"
+                "have scattered rows, which no single rank owns; use block-sparse on one device"
             )
         size, mask = blocks.block_size, blocks.mask
         parts = 1 if len(mask) == 1 else workload.num_kv_heads
         work = _work(mask, size, shape.length, workload.causal)
-        # A block is a tile or several: chunks of one are no more calls than longer ones.
+        # A block is one tile or more, so chunks of one block need no more calls than longer ones.
         price = PAIRS_PER_KEY * size * len(mask) / workload.group_size
         held = balanced(mask.shape[-1], ranks, work, fewest=1, sight=_sight(mask, parts, price))
         spans = [[range(run.start * size, run.stop * size) for run in runs] for runs in held]
@@ -101,11 +101,11 @@ class BlockAssignment(Assignment):
         """As `Assignment.pairs`."""
         import numpy as np
 
-        own, theirs, sizes = self.own(reader), self.own(owner), self.sizes
-        seen = self.mask[:, own][:, :, theirs].sum(0)
-        total = sizes[own] @ (seen @ sizes[theirs])
+        local, theirs, sizes = self.own(reader), self.own(owner), self.sizes
+        seen = self.mask[:, local][:, :, theirs].sum(0)
+        total = sizes[local] @ (seen @ sizes[theirs])
         if self.causal and reader == owner:
-            total -= np.diagonal(seen) @ (sizes[own] * (sizes[own] - 1) // 2)
+            total -= np.diagonal(seen) @ (sizes[local] * (sizes[local] - 1) // 2)
         return self.mask_heads * int(total)
 
 
@@ -128,12 +128,12 @@ def _work(mask: Mask, size: int, rows: int, causal: bool) -> Callable[[Sequence[
 
 
 def _sight(mask: Mask, parts: int, price: float) -> Sight:
-    """Of some blocks, each of its parts by itself."""
+    """The sight of sampled blocks, part by part."""
     import numpy as np
 
     count = mask.shape[-1]
     blocks = np.unique(np.linspace(0, count - 1, max(64, SAMPLED_PARTS // parts)).astype(np.int64))
-    # [blocks of queries + 1, parts, S]: how many of those before a block see each.
+    # [blocks of queries + 1, parts, S]: how many query blocks before a block see each.
     of_heads = mask[:, :, blocks].reshape(parts, -1, count, len(blocks))
     seen: NDArray[np.bool_] = np.moveaxis(np.logical_or.reduce(of_heads, axis=1), 1, 0)
     before = np.concatenate([np.zeros_like(seen[:1], dtype=np.int32), seen.cumsum(0, dtype=np.int32)])

@@ -1,8 +1,8 @@
-"""Failures of several ranks. When one fails, the others do because of it; the user must read the first reason."""
+"""Failures of several ranks. One failing rank makes the others fail; the user must see the first reason."""
 
 from dilabench.errors import DilabenchError, ExitCode
 
-# What torch.distributed says on the ranks that did nothing wrong.
+# Messages of torch.distributed on ranks that did not cause the failure.
 CONSEQUENCES = (
     "connection closed by peer",
     "connection reset by peer",
@@ -22,14 +22,14 @@ CONSEQUENCES = (
 
 
 def tells_of_another(why: str) -> bool:
-    """Whether an exception's text is what torch.distributed says on a rank that only waits for another one.
+    """Return True if an exception's text is torch.distributed's on a rank that only waited for another one.
 
-    Asked where the exception is caught and nowhere later: its types are those of any other fault.
+    Call it where the exception is caught: its type is that of any other fault.
     """
     return any(phrase in why.lower() for phrase in CONSEQUENCES)
 
 
 class RanksDisagreeError(DilabenchError):
-    """Ranks were given different work; told on every rank."""
+    """Ranks received different workloads. Raised on every rank."""
 
     exit_code = ExitCode.CASE_FAILED

@@ -1,4 +1,4 @@
-"""Where ranks meet, what torchrun says of this one, and its part of the machine's cores."""
+"""The store of the ranks, torchrun's environment of this rank, and its share of the machine's cores."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ OVER_TCP = "tcp://"
 
 
 def share_cores(workers: int) -> None:
-    """Leave each of this machine's workers its part of the cores, unless OMP_NUM_THREADS says how many threads.
+    """Limit this process's threads to its share of the cores, unless OMP_NUM_THREADS is set.
 
-    torch gives every process as many threads as there are cores, and they wait for each other by spinning: on two cores
-    the same work took two processes of two threads 12.5 s, one such process 2 s, and two processes of one thread 0.2 s.
+    torch gives every process one thread per core, and threads wait by spinning: on two cores the same work took two
+    processes of two threads 12.5 s, one such process 2 s, and two processes of one thread 0.2 s.
     """
     if not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
@@ -47,7 +47,7 @@ def world_from_environment(device: str = "cpu", timeout_s: float = DEFAULT_TIMEO
 
 
 def meeting_store(address: str, size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> Store:
-    """Where ranks meet: a file that none of them has written yet, or 'tcp://host:port/name', a name at a TCP store."""
+    """Open the ranks' store: a file that does not exist yet, or 'tcp://host:port/name', a prefix of a TCP store."""
     if not address.startswith(OVER_TCP):
         return FileStore(address, size)
     place, _, name = address.removeprefix(OVER_TCP).partition("/")
@@ -57,9 +57,9 @@ def meeting_store(address: str, size: int, timeout_s: float = DEFAULT_TIMEOUT_S)
 
 
 def store_from_environment(rank: int, size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> Store:
-    """The ranks' meeting place at MASTER_ADDR:MASTER_PORT; rank 0 opens it, on that address alone, unless torchrun has.
+    """The ranks' store at MASTER_ADDR:MASTER_PORT; rank 0 opens it, on that address only, unless torchrun has.
 
-    Raises EnvironmentNotReady when the port is taken or nobody answers there.
+    Raises EnvironmentNotReady if the port is taken or does not answer.
     """
     address, port = os.environ.get("MASTER_ADDR", "localhost"), _integers("MASTER_PORT")[0]
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -67,10 +67,10 @@ def store_from_environment(rank: int, size: int, timeout_s: float = DEFAULT_TIME
     try:
         if rank or by_agent:
             return TCPStore(address, port, size, timeout=timeout)
-        # By itself the store would listen on every interface, to whoever reaches it.
+        # By default the store would listen on every interface.
         family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-        own = socket.create_server((address, port), family=family, backlog=4 * size)
-        return TCPStore(address, port, size, is_master=True, timeout=timeout, master_listen_fd=own.detach())
+        listener = socket.create_server((address, port), family=family, backlog=4 * size)
+        return TCPStore(address, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         why = "is taken by another program" if taken else f"cannot be listened on: {error.strerror}"
@@ -84,7 +84,7 @@ def store_from_environment(rank: int, size: int, timeout_s: float = DEFAULT_TIME
     except dist.DistStoreError as error:
         raise EnvironmentNotReady(
             f"{size} ranks did not meet at {address}:{port} within {timeout_s:g} s (WORLD_SIZE={size}): {error}; start "
-            "as many ranks as WORLD_SIZE says"
+            "WORLD_SIZE ranks"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""What a parallel call must move and how evenly its work lies, in closed form. No torch, no tensors.
+"""Traffic and load balance of a parallel call, in closed form. No torch, no tensors.
 
 Sources: docs/explanation of ring attention (`ring.md` §5.3). l = N/P rows per rank; bytes are those that the rank with
 most receives, which all others wait for.
@@ -10,7 +10,7 @@ from dilabench.workload.spec import DTYPE_BYTES, Workload
 
 
 class Sharding(Protocol):
-    """What an implementation's descriptor names as `sharding`; each answer is None where no closed form holds."""
+    """The interface of a descriptor's `sharding`; each method returns None if there is no closed form."""
 
     def load_balance(self, workload: Workload, ranks: int) -> float | None:
         """λ: mean over maximum of the ranks' work; 1 is even."""
@@ -21,11 +21,11 @@ class Sharding(Protocol):
         ...
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
-        """Bytes that one call in the workload's mode brings the rank with most."""
+        """Bytes that the rank with most receives in one call in the workload's mode."""
         ...
 
     def sums_hops(self, workload: Workload, ranks: int) -> bool:
-        """Whether results of several steps are added up at the end, a second pass over the queries. May be missing."""
+        """Return True if results of several steps are summed at the end, a second pass over the queries. Optional."""
         ...
 
 
@@ -39,13 +39,13 @@ def ideal_efficiency(balance: float, computation_ns: float, transfer_ns: float, 
 
 
 def joined_bytes(workload: Workload, ranks: int) -> int | None:
-    """Bytes that each rank receives besides where calls begin and end with whole tensors: out, and dq, dk, dv.
+    """Additional bytes that each rank receives if calls begin and end with whole tensors: out, and dq, dk, dv.
 
-    None where ranks hold different numbers of rows.
+    None if ranks own different numbers of rows.
     """
     if workload.seq_len % ranks or workload.layout == "packed":
         return None
     forward, backward = workload.mode != "backward", workload.mode != "forward"
     heads = workload.num_heads * (forward + backward) + 2 * workload.num_kv_heads * backward
-    others = workload.seq_len - workload.seq_len // ranks
-    return workload.batch_size * others * heads * workload.head_dim * DTYPE_BYTES[workload.dtype]
+    other_rows = workload.seq_len - workload.seq_len // ranks
+    return workload.batch_size * other_rows * heads * workload.head_dim * DTYPE_BYTES[workload.dtype]

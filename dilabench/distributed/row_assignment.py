@@ -1,4 +1,4 @@
-"""Rows of dense sequences over several ranks, packed or padded: who holds which, and which keys a rank is sent."""
+"""Rows of dense sequences over several ranks, packed or padded: their owners, and the keys that a rank receives."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# Query heads for each key/value head where tokens are assigned before their heads are known: as in large models.
+# Query heads per key/value head, as in large models, if tokens are assigned before their heads are known.
 USUAL_GROUP = 8
-# Keys that stand for all where assignments are compared.
+# Keys that are sampled to compare assignments.
 SAMPLED_KEYS = 2048
 
 
 class Piece(NamedTuple):
-    """Successive rows of one rank inside one sequence, and all that they see of it."""
+    """Successive rows of one rank inside one sequence, and all keys that they see."""
 
     rows: range
     keys: range
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowAssignment(Assignment):
-    """Who holds which positions of `sequences` that follow each other, under a mask's reach, of `num_heads` heads."""
+    """The owners of positions of consecutive `sequences`, under a mask's reach, with `num_heads` heads."""
 
     sequences: Runs
     reach: Reach
@@ -41,7 +41,7 @@ class RowAssignment(Assignment):
 
     @classmethod
     def of(cls, workload: Workload, ranks: int) -> RowAssignment:
-        """By the work of a dense workload, packed or padded, its causal mask and window considered."""
+        """Assign by the work of a dense workload, packed or padded, under its causal mask and window."""
         return cls.over(balanced_rows(workload.sequences, workload.shapes[0].reach, ranks), workload)
 
     @classmethod
@@ -51,7 +51,7 @@ class RowAssignment(Assignment):
 
     @classmethod
     def over(cls, held: tuple[Runs, ...], workload: Workload) -> RowAssignment:
-        """Of runs that ranks hold."""
+        """The assignment of given runs."""
         sequences = tuple(range(*bounds) for bounds in workload.sequences)
         return cls(held, 1, sequences, workload.shapes[0].reach, workload.num_heads)
 
@@ -70,25 +70,25 @@ class RowAssignment(Assignment):
     def sent(self, owner: int, reader: int) -> Runs:
         """The keys of `owner` that some row of `reader` sees, each once, in ascending order."""
         held, seen = self.held[owner], united([piece.keys for piece in self.pieces(reader)])
-        return tuple(overlap(own, keys) for own in held for keys in overlapping(seen, own))
+        return tuple(overlap(run, keys) for run in held for keys in overlapping(seen, run))
 
     def moved(self, owner: int, reader: int) -> int:
-        """As `Assignment.moved`, for a rank's own keys too."""
+        """Like `Assignment.moved`, also for a rank's local keys."""
         return sum(map(len, self.sent(owner, reader)))
 
     def pairs(self, reader: int, owner: int) -> float:
         """As `Assignment.pairs`."""
         held = self.held[owner]
         return float(self.num_heads) * sum(
-            visible_pairs(piece.rows, overlap(own, piece.keys), self.reach)
+            visible_pairs(piece.rows, overlap(run, piece.keys), self.reach)
             for piece in self.pieces(reader)
-            for own in overlapping(held, piece.keys)
+            for run in overlapping(held, piece.keys)
         )
 
 
 @lru_cache(maxsize=64)
 def balanced_rows(bounds: tuple[Interval, ...], reach: Reach, ranks: int) -> tuple[Runs, ...]:
-    """By rank the runs of dense sequences (start, stop), which follow each other from 0."""
+    """The runs of each rank for consecutive dense sequences (start, stop) from 0."""
     sequences = tuple(range(*bound) for bound in bounds)
 
     def work_of(edges: Sequence[int]) -> list[float]:
@@ -102,8 +102,7 @@ def balanced_rows(bounds: tuple[Interval, ...], reach: Reach, ranks: int) -> tup
 
 
 def _sight(sequences: Runs, reach: Reach) -> Sight | None:
-    """Which keys rows see under a window. None without one: a chunk then sees far back wherever it lies, and evenness
-    comes first."""
+    """The sight under a window. None without one: every chunk then sees far back, and balance alone decides."""
     import numpy as np
 
     left, right = reach
@@ -123,18 +122,18 @@ def _sight(sequences: Runs, reach: Reach) -> Sight | None:
 
 
 def overlap(run: range, other: range) -> range:
-    """What two runs share."""
+    """The intersection of two runs."""
     return range(max(run.start, other.start), min(run.stop, other.stop))
 
 
 def overlapping(runs: Runs, other: range) -> Runs:
-    """Those of ascending runs that share something with another."""
+    """The ascending runs that intersect another."""
     first = bisect_right(runs, other.start, key=lambda run: run.stop)
     return runs[first : bisect_left(runs, other.stop, lo=first, key=lambda run: run.start)]
 
 
 def united(runs: Sequence[range]) -> Runs:
-    """Runs that overlap or touch as one, in ascending order."""
+    """Join runs that overlap or touch, in ascending order."""
     joined: list[range] = []
     for run in sorted(filter(None, runs), key=lambda run: (run.start, run.stop)):
         if joined and run.start <= joined[-1].stop:

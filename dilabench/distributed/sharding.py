@@ -1,7 +1,7 @@
-"""Which rank holds which positions of a sequence, and how tensors are cut up and put together again.
+"""The positions of a sequence that each rank owns, and how tensors are cut into shards and joined.
 
-A rank's part is a tuple of spans, in the order of its local rows. Parts differ in size where N does not divide: nothing
-is padded, so padding cannot be attended. Spans of a rank always rise, so local order is global order.
+A rank's part is a tuple of spans, in the order of its local rows. Parts differ in size if N does not divide: nothing
+is padded, so padding cannot be attended. Spans of a rank always ascend, so local order is global order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dilabench.distributed.balance import cut_runs
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Positions [start, stop); the first is row `row` of the rank that holds it."""
+    """Positions [start, stop); the first is row `row` of the rank that owns it."""
 
     start: int
     stop: int
@@ -26,7 +26,7 @@ class Span:
 
     @property
     def length(self) -> int:
-        """How many positions."""
+        """The number of positions."""
         return max(0, self.stop - self.start)
 
 
@@ -38,16 +38,16 @@ class Shards:
 
     @property
     def size(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return len(self.parts)
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
-        """Positions that each rank holds."""
+        """The number of positions of each rank."""
         return tuple(sum(span.length for span in part) for part in self.parts)
 
     def held(self, positions: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """Which of some positions ([R] int64, on the CPU) a rank holds: their indices in `positions`, and its rows."""
+        """The positions ([R] int64, on the CPU) that a rank owns: their indices in `positions`, and its rows."""
         rows = torch.full_like(positions, -1)
         for span in self.parts[rank]:
             inside = (positions >= span.start) & (positions < span.stop)
@@ -64,9 +64,9 @@ class Shards:
 
     def join(self, shards: Sequence[Tensor], dim: int = 1) -> Tensor:
         """The whole tensor of all ranks' rows: the inverse of `take`. Raises ValueError for rows that do not fit."""
-        found = [shard.shape[dim] for shard in shards]
-        if found != list(self.rows):
-            raise ValueError(f"ranks hold {list(self.rows)} rows, but the shards have {found}")
+        lengths = [shard.shape[dim] for shard in shards]
+        if lengths != list(self.rows):
+            raise ValueError(f"ranks hold {list(self.rows)} rows, but the shards have {lengths}")
         shape = list(shards[0].shape)
         shape[dim] = sum(self.rows)
         whole = shards[0].new_empty(shape)
@@ -77,7 +77,7 @@ class Shards:
 
 
 def shards_of(held: Sequence[Sequence[range]]) -> Shards:
-    """Shards of the runs of positions that each rank holds, in its order of rows; adjacent runs are one span."""
+    """Shards of the runs of positions that each rank owns, in its order of rows; adjacent runs are one span."""
     parts = []
     for runs in held:
         part: list[Span] = []
@@ -92,7 +92,7 @@ def shards_of(held: Sequence[Sequence[range]]) -> Shards:
     return Shards(tuple(parts))
 
 
-# Bounds of sequences and a number of ranks to what each rank holds.
+# A function of sequence bounds and the number of ranks that returns the shards.
 Cut = Callable[[Sequence[tuple[int, int]], int], Shards]
 
 

@@ -1,4 +1,4 @@
-"""The shardings of implementations over ranks, ours and those of peers (`model.Sharding`). No torch, no tensors."""
+"""The shardings of implementations over ranks, dilabench's and peers' (`model.Sharding`). No torch, no tensors."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class Counted(ABC):
 
     @abstractmethod
     def pairs(self, workload: Workload, ranks: int) -> StepPairs | None:
-        """As `balance.step_pairs` has them; None where they are not known."""
+        """The pairs in the form of `balance.step_pairs`; None if they are not known."""
 
     def _overlapping(self, slowest: tuple[float, ...]) -> float:
-        """Pairs of the slowest rank that can be computed while messages are under way: those with its own keys."""
+        """Pairs of the slowest rank that can be computed during communication: those with its local keys."""
         return slowest[0]
 
     def sums_hops(self, _workload: Workload, _ranks: int) -> bool:
-        """No: all keys are there when a row is computed."""
+        """False: all keys are present when a row is computed."""
         return False
 
     def load_balance(self, workload: Workload, ranks: int) -> float | None:
-        """Dense and causal this comes to P/(2P-1) in order and to 1 zigzag."""
+        """λ from the pairs; dense and causal it is P/(2P-1) in order and 1 zigzag."""
         pairs = self.pairs(workload, ranks)
         if pairs is None:
             return None
@@ -40,7 +40,7 @@ class Counted(ABC):
         return sum(work) / ranks / max(work)
 
     def overlapping_share(self, workload: Workload, ranks: int) -> float | None:
-        """Of the slowest rank; None where λ is None, too."""
+        """The share of the slowest rank; None if λ is None."""
         pairs = self.pairs(workload, ranks)
         if pairs is None:
             return None
@@ -50,9 +50,9 @@ class Counted(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Steps(Counted):
-    """K and V of the others, one after another or at once.
+    """K and V of the others, step by step or in one exchange.
 
-    zigzag: how a sequence is cut; None cuts zigzag behind a causal mask. kept: what of the received keys stays for the
+    zigzag: how a sequence is cut; None cuts zigzag under a causal mask. kept: the received keys that stay for the
     backward pass.
     """
 
@@ -60,27 +60,27 @@ class Steps(Counted):
     kept: Literal["nothing", "last step", "all"]
 
     def pairs(self, workload: Workload, ranks: int) -> StepPairs | None:
-        """Of dense and dilated patterns."""
+        """The pairs of dense and dilated patterns."""
         return step_pairs(workload, ranks, workload.causal if self.zigzag is None else self.zigzag)
 
     def _overlapping(self, slowest: tuple[float, ...]) -> float:
         """All but the last step's work, whose keys must have arrived; a backward pass that begins with this step has no
-        gradients to send before. Nothing where all keys come at once: the zigzag cut has no call on own keys alone.
+        gradients to send before. 0 if all keys come in one exchange: the zigzag cut has no call on local keys alone.
         """
         if self.kept == "all":
             return 0.0
         return sum(slowest) - next((work for work in reversed(slowest[1:]) if work), 0.0)
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
-        """K and V of the others, again in the backward pass but for what was kept; there dK and dV come back in the
-        dtype of K. Dense patterns only.
+        """K and V of the others, again in the backward pass except those kept; there dK and dV return in the dtype of
+        K. Dense patterns only.
         """
         if ranks == 1:
             return 0
         if _uneven(workload, ranks) or workload.window != UNBOUNDED or not workload.is_dense:
             return None
         forward, backward = workload.mode != "backward", workload.mode != "forward"
-        # Behind a causal mask one rank receives every K and another every dK; the largest sum of one rank counts.
+        # Under a causal mask one rank receives every K and another every dK; the largest sum of one rank counts.
         halves = max(
             keys * forward + (keys_again + gradients) * backward
             for keys, keys_again, gradients in self._half_shards(workload.causal, ranks)
@@ -88,19 +88,19 @@ class Steps(Counted):
         return _vector(workload) * (workload.seq_len // ranks) * DTYPE_BYTES[workload.dtype] * halves // 2
 
     def sums_hops(self, _workload: Workload, ranks: int) -> bool:
-        """Where keys come one after another."""
+        """True if keys come step by step."""
         return ranks > 1 and self.kept != "all"
 
     def _half_shards(self, causal: bool, ranks: int) -> Iterator[tuple[int, int, int]]:
-        """Per rank, in half shards: K that it receives forward, K that it receives backward, dK that come back."""
-        # What is needed of an earlier rank's shard and of a later one's.
+        """Per rank, in half shards: K received forward, K received backward, dK received."""
+        # Half shards needed of an earlier rank and of a later one.
         earlier, later = 2, 2
         if causal:
             earlier, later = (2, 0) if self.zigzag is False else (1, 2)
         for before in range(ranks):
             after = ranks - 1 - before
             keys = earlier * before + later * after
-            # The last step comes from the next rank, round the ring.
+            # The last step comes from the next rank in the ring.
             last = later if after else earlier
             again = {"nothing": keys, "last step": keys - last, "all": 0}[self.kept]
             yield keys, again, earlier * after + later * before
@@ -108,22 +108,22 @@ class Steps(Counted):
 
 @dataclass(frozen=True, slots=True)
 class WholeShards(Steps):
-    """Every shard goes to every rank, also where a mask hides it: torch's context parallelism and ring_flash_attn.
+    """Every shard goes to every rank, even if a mask hides it: torch's context parallelism and ring_flash_attn.
 
     at_once: K and V come in one gather, in the forward and again in the backward pass. Sums of dK and dV are float32
-    and go round in P steps.
+    and pass through the ring in P steps.
     """
 
     at_once: bool = False
     kept: Literal["nothing"] = "nothing"
 
     def _overlapping(self, slowest: tuple[float, ...]) -> float:
-        """All but the last step's work, or that on own keys where the others come at once."""
+        """All but the last step's work, or that on local keys if the others come in one gather."""
         return slowest[0] if self.at_once else Steps._overlapping(self, slowest)
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
-        """K and V of the P-1 others in each pass; backward, the sums besides. Read in torch 2.13, ring_flash_attn
-        0.1.8 and yunchang 0.6.4.
+        """K and V of the P-1 others in each pass, and in the backward pass the sums. Source: torch 2.13,
+        ring_flash_attn 0.1.8 and yunchang 0.6.4.
         """
         if ranks == 1:
             return 0
@@ -138,12 +138,12 @@ class OneExchange(Counted):
     """Every row of nested branches that a rank sees, once, in one exchange."""
 
     def pairs(self, workload: Workload, ranks: int) -> StepPairs | None:
-        """Of sequences cut in order."""
+        """The pairs of sequences cut in order."""
         return step_pairs(workload, ranks, zigzag=False)
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
-        """rows = Σ (w_i - max(w_{i-1}, l))/r_i, behind a causal mask what lies before; the backward pass has only
-        gradients, of several branches in float32 (float64 for float64).
+        """rows = Σ (w_i - max(w_{i-1}, l))/r_i, under a causal mask only earlier rows; the backward pass sends only
+        gradients, for several branches in float32 (float64 for float64).
         """
         if ranks == 1:
             return 0
@@ -160,12 +160,12 @@ class OneExchange(Counted):
 
 @dataclass(frozen=True, slots=True)
 class HeadsForTokens:
-    """Ranks trade tokens for heads: whole sequences of some heads each. with_lse: it travels with out."""
+    """Ranks exchange tokens for heads: whole sequences of some heads each. with_lse: lse is sent with out."""
 
     with_lse: bool = True
 
     def load_balance(self, workload: Workload, ranks: int) -> float | None:
-        """Whole heads: where they do not divide, some ranks have one more."""
+        """λ of whole heads: if they do not divide, some ranks have one more."""
         return workload.num_heads / ranks / -(-workload.num_heads // ranks)
 
     def overlapping_share(self, _workload: Workload, _ranks: int) -> float | None:
@@ -173,11 +173,11 @@ class HeadsForTokens:
         return 0.0
 
     def sums_hops(self, _workload: Workload, _ranks: int) -> bool:
-        """No: whole sequences of its heads are on a rank."""
+        """False: each rank has whole sequences of its heads."""
         return False
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
-        """The other ranks' (P-1)/P of q, k, v and out (and lse), backward of dout, dq, dk and dv."""
+        """(P-1)/P of q, k, v and out (and lse); backward, of dout, dq, dk and dv."""
         if ranks == 1:
             return 0
         if _uneven(workload, ranks) or workload.num_heads % ranks or workload.num_kv_heads % ranks:
@@ -191,13 +191,13 @@ class HeadsForTokens:
 
 @dataclass(frozen=True, slots=True)
 class HeadsInRing:
-    """USP: groups of ranks trade tokens for heads, and a ring joins the groups (`usp_degrees`)."""
+    """USP: groups of ranks exchange tokens for heads, and a ring joins the groups (`usp_degrees`)."""
 
     trade: HeadsForTokens
     ring: Steps
 
     def load_balance(self, workload: Workload, ranks: int) -> float | None:
-        """Of the ring: within a group all compute the same pairs of other heads."""
+        """λ of the ring: within a group all ranks compute the same pairs of different heads."""
         return self.ring.load_balance(workload, usp_degrees(ranks)[1])
 
     def overlapping_share(self, workload: Workload, ranks: int) -> float | None:
@@ -209,7 +209,7 @@ class HeadsInRing:
         return self.ring.sums_hops(workload, usp_degrees(ranks)[1])
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
-        """Those of a group over its share of the sequence, and those of the ring over its share of the heads."""
+        """The bytes of a group for its share of the sequence, and of the ring for its share of the heads."""
         heads, ring = usp_degrees(ranks)
         if _uneven(workload, ranks) or workload.num_heads % heads or workload.num_kv_heads % heads:
             return None
@@ -220,20 +220,20 @@ class HeadsInRing:
 
 
 class Assigned(Counted):
-    """Chunks of rows assigned by their work, and keys that some row sees, each once."""
+    """Chunks of rows assigned by their work; keys that some row sees are sent once."""
 
     @abstractmethod
     def _assignment(self, workload: Workload, ranks: int) -> Assignment | None:
-        """None for patterns that are not assigned so."""
+        """The assignment; None for patterns that it does not support."""
 
     def pairs(self, workload: Workload, ranks: int) -> StepPairs | None:
-        """None when nothing at all is visible."""
+        """The pairs of the assignment; None if no pair is visible."""
         assignment = self._assignment(workload, ranks)
         pairs = assignment.step_pairs() if assignment else ()
         return pairs if any(map(sum, pairs)) else None
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
-        """The fewest of this assignment."""
+        """The bytes of the assignment."""
         assignment = self._assignment(workload, ranks)
         return assignment.received_bytes(workload) if assignment else None
 
@@ -252,7 +252,7 @@ class Rows(Assigned):
         return RowAssignment.of(workload, ranks) if workload.is_dense else None
 
     def _overlapping(self, slowest: tuple[float, ...]) -> float:  # noqa: ARG002
-        """Nothing: the one launch wants all its keys."""
+        """0: the single launch needs all its keys."""
         return 0.0
 
 
@@ -260,7 +260,7 @@ class ZigzagGather(Steps):
     """All keys that zigzag shards see, in one exchange."""
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
-        """Each key once to the ranks that see it, whatever the lengths and windows."""
+        """Each key once to the ranks that see it, for any lengths and windows."""
         return RowAssignment.zigzag(workload, ranks).received_bytes(workload) if workload.is_dense else None
 
 
@@ -281,7 +281,7 @@ HEADS_IN_RING = HeadsInRing(HEADS_FOR_TOKENS, WHOLE_ZIGZAG_RING)
 
 
 def _uneven(workload: Workload, ranks: int) -> bool:
-    """Whether ranks, or the halves of a zigzag cut, hold different numbers of rows."""
+    """Return True if ranks, or the halves of a zigzag cut, have different numbers of rows."""
     return bool(workload.seq_len % (2 * ranks)) or workload.layout == "packed"
 
 
@@ -291,12 +291,12 @@ def _vector(workload: Workload) -> int:
 
 
 def _wide(workload: Workload) -> int:
-    """Bytes of an element that sums are held in."""
+    """Bytes of an element of the sums."""
     return 8 if workload.dtype == "float64" else 4
 
 
 def _nested_rows(workload: Workload, ranks: int) -> list[tuple[int, int]] | None:
-    """(rows gathered, rows of its own that come back) per rank and key/value head.
+    """(rows gathered, local rows whose gradients return) per rank and key/value head.
 
     None unless branches nest and a key/value head keeps a single residue of each.
     """
@@ -310,15 +310,15 @@ def _nested_rows(workload: Workload, ranks: int) -> list[tuple[int, int]] | None
     even = all((rows % w == 0 or w % rows == 0) and min(w, rows) % r == 0 for w, r in branches)
     if workload.pattern.has_grouped_heads or not (workload.is_dense or (nested and even)):
         return None
-    found = []
+    gathered = []
     for rank in range(ranks):
-        keys, own, inner = 0, 0, (rank * rows, (rank + 1) * rows)
+        keys, returned, inner = 0, 0, (rank * rows, (rank + 1) * rows)
         for segment, rate in branches:
             start = rank * rows // segment * segment
             outer = min(start, inner[0]), max(min(start + segment, workload.seq_len), inner[1])
             before, after = (inner[0] - outer[0]) // rate, (outer[1] - inner[1]) // rate
             keys += before if workload.causal else before + after
-            own += after if workload.causal else before + after
+            returned += after if workload.causal else before + after
             inner = outer
-        found.append((keys, own))
-    return found
+        gathered.append((keys, returned))
+    return gathered

@@ -1,7 +1,7 @@
-"""A rank that sends nothing: one of several without the others, or a real one whose messages are left out.
+"""A rank that sends nothing: one of several without the others, or a real one whose messages are omitted.
 
-The first is for what a rank needs, where memory or devices do not suffice for all of them; the second for what a call
-costs without its communication. Receive buffers keep whatever was in memory, so results mean nothing.
+The first shows the memory of a rank if memory or devices do not suffice for all; the second the time of a call without
+its communication. Receive buffers are uninitialised, so results are meaningless.
 """
 
 # ruff: noqa: ARG002 (it takes what `World` takes)
@@ -23,23 +23,23 @@ class SingleRank(World):
 
     @classmethod
     def of(cls, rank: int, size: int, device: torch.device | str = "cpu") -> SingleRank:
-        """Rank `rank` of `size`, of which only this one runs: it allocates what a real one would, and waits for nobody.
+        """Rank `rank` of `size`, of which only this one runs: it allocates like a real one and never waits.
 
-        What `share` gives is its own fact once per rank.
+        `share` returns its fact once per rank.
         """
         return cls(rank, size, torch.device(device))
 
     @classmethod
     def silenced(cls, world: World) -> SingleRank:
-        """A real rank; what it would send is not copied either."""
+        """A real rank that neither sends nor copies its messages."""
         return cls(world.rank, world.size, world.device, world.group, world.control, world.traffic, world.timeout_s)
 
     def send_recv(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], kind: str
     ) -> Work:
-        """Send nothing; one without the others keeps what a real one keeps until it is waited for.
+        """Send nothing; without other ranks the tensors that a real rank keeps until `wait` are kept, too.
 
-        Copy engines, which carry messages between GPUs (`meta` in a trace), lay what is sent into memory of their own.
+        Copy engines, which carry messages between GPUs (`meta` in a trace), copy sent tensors into separate buffers.
         """
         if self.group:
             return Work(())
@@ -61,6 +61,6 @@ class SingleRank(World):
         return super().share(fact) if self.group else [fact] * self.size
 
     def barrier(self) -> None:
-        """Return at once where there are no others."""
+        """Return immediately if there are no other ranks."""
         if self.group:
             super().barrier()

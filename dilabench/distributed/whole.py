@@ -1,4 +1,4 @@
-"""Whole tensors around a function of shards: what `verify` and users with full inputs call.
+"""Whole tensors around a function of shards, for `verify` and users with full inputs.
 
 Every rank has the same whole q, k, v (from the same seed), computes its shards, and gets the whole out and gradients.
 """
@@ -40,7 +40,7 @@ class Whole:
 
     @property
     def with_lse(self) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """(q, k, v) -> the whole out and lse, without gradient. No such attribute where the function gives no lse."""
+        """(q, k, v) -> the whole out and lse, without gradient. AttributeError if the function returns no lse."""
         local = self.function.with_lse  # type: ignore[attr-defined]
 
         def whole(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,5 +83,5 @@ class _Whole(torch.autograd.Function):
         whole: Whole = ctx.whole
         wanted = [*ctx.leaves, *ctx.parameters]
         local = torch.autograd.grad(ctx.out, wanted, whole.shards_of(dout)[0])
-        # Gradients of parameters are those of the whole already (`ring-multihead` sums them over the ranks).
+        # Gradients of parameters are already those of the whole (`ring-multihead` sums them over the ranks).
         return None, *(whole.joined(gradient) for gradient in local[:3]), *local[3:]

@@ -1,8 +1,8 @@
 """The ranks that compute one workload together, and how tensors get from one to another.
 
-Everything goes through torch.distributed (NCCL for CUDA, gloo for the CPU) and is counted; messages between the GPUs of
-one host go by their copy engines where these can be used. Point-to-point messages are always batched: a send before a
-receive on every rank would wait for ever. Nothing is sent to oneself.
+All messages use torch.distributed (NCCL for CUDA, gloo for the CPU) and are counted; between the GPUs of one host they
+use the copy engines if possible. Point-to-point messages are always batched: a send before a receive on every rank
+would wait forever. A rank sends nothing to itself.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from dilabench.distributed.transport.copies import Copies
 from dilabench.metadata import RECEIVED_BYTES, SENT_BYTES, traffic_key
 
 DEFAULT_TIMEOUT_S = 120.0
-# "nccl" does not use the copy engines; anything else uses them where they work.
+# "nccl" does not use the copy engines; any other value uses them if they work.
 TRANSPORT_VARIABLE = "DILABENCH_TRANSPORT"
 TRIAL_TIMEOUT_S = 20.0
 
 
 class Traffic:
-    """Bytes that one rank really sent and received; what stays on the rank does not count.
+    """Bytes that one rank actually sent and received; local copies do not count.
 
-    Kinds are those of `metadata.TRAFFIC`, or a plug-in's own ('plugin:kind').
+    Kinds are those of `metadata.TRAFFIC`, or a plug-in's ('plugin:kind').
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Traffic:
             counter.clear()
 
     def counters(self) -> dict[str, int]:
-        """As they stand in a measurement: 'sent_keys_bytes', 'received_keys_bytes' and so on, and the sums."""
+        """The counters of a measurement: 'sent_keys_bytes', 'received_keys_bytes' and so on, and the sums."""
         named = {traffic_key("sent", kind): count for kind, count in self.sent.items()}
         named |= {traffic_key("received", kind): count for kind, count in self.received.items()}
         return named | {SENT_BYTES.key: self.sent.total(), RECEIVED_BYTES.key: self.received.total()}
@@ -69,7 +69,7 @@ class MessageCounts:
         self.received = [[0, 0] for _ in range(size)]
 
     def add(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> tuple[int, int]:
-        """Count an exchange; gives the bytes sent and received."""
+        """Count an exchange; return the bytes sent and received."""
         return self._added(self.sent, sends), self._added(self.received, receives)
 
     @staticmethod
@@ -84,10 +84,10 @@ class MessageCounts:
 
 
 class Work:
-    """Messages on their way. `wait` makes the current stream (on the CPU: the caller) wait until they have arrived.
+    """Messages in flight. `wait` makes the current stream (on the CPU: the caller) wait until they have arrived.
 
-    aliases: what gloo was given instead of the tensors themselves. Its own thread lets go of them when it gets to it,
-    at once or steps later, and the memory would stay that long: emptied, they hold on to nothing.
+    aliases: tensors given to gloo instead of the originals. Its thread releases them immediately or steps later, and
+    the memory would stay allocated that long; `wait` empties them, so that they hold no memory.
     """
 
     def __init__(self, works: Sequence[Any], kept: Sequence[Tensor] = (), aliases: Sequence[Tensor] = ()) -> None:
@@ -96,7 +96,7 @@ class Work:
         self._aliases = aliases
 
     def wait(self) -> None:
-        """Return when the received tensors may be used. Raises RuntimeError when a peer is gone or too slow."""
+        """Return when the received tensors may be used. Raises RuntimeError if a peer is gone or too slow."""
         for work in self._works:
             work.wait()
         for alias in self._aliases:
@@ -141,9 +141,9 @@ class World:
     def join(
         cls, store: Store, rank: int, size: int, device: torch.device, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> World:
-        """Meet the other ranks at a store and warm the communicators up, so that no first call pays for them.
+        """Connect to the other ranks by a store and warm up the communicators, so that the first call does not.
 
-        Every wait in this world ends after `timeout_s` seconds with an error. Leave with `close`, or by a `with` block.
+        Every wait in this world ends after `timeout_s` seconds with an error. End with `close` or a `with` block.
         """
         timeout = timedelta(seconds=timeout_s)
         store.set_timeout(timeout)
@@ -174,11 +174,11 @@ class World:
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None = None) -> World:
-        """The ranks of a process group that others made; by default all ranks. Whoever made it ends it.
+        """The ranks of an existing process group, by default all ranks. Its creator ends it.
 
         With NCCL, on the device that the group is bound to (`device_id` of `init_process_group`), else on the current
-        one until tensors say which (`on`). Worlds of one group share their control group. Raises RuntimeError where no
-        process group was made.
+        one until tensors determine it (`on`). Worlds of one group share their control group. Raises RuntimeError if
+        there is no process group.
         """
         if not dist.is_initialized():
             raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
@@ -193,7 +193,7 @@ class World:
         )
 
     def on(self, device: torch.device) -> World:
-        """The same ranks for tensors on a device. Raises ValueError where the group is bound to another one."""
+        """The same ranks for tensors on a device. Raises ValueError if the group is bound to another one."""
         if device == self.device or self.device.type != "cuda":
             return self
         if self.group is not None and self.group.bound_device_id is not None:
@@ -210,9 +210,9 @@ class World:
         self.close(failed=error is not None)
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the world together with the other ranks. failed: leave at once without them, before the process ends.
+        """Leave the world together with the other ranks. failed: leave immediately, because the process ends.
 
-        Ranks end NCCL's communicators together: one that does so by itself waits for the others without an error.
+        Ranks end NCCL's communicators together: one that does so alone waits for the others without an error.
         """
         if self.copies is not None:
             self.copies.close()
@@ -227,7 +227,7 @@ class World:
     ) -> Work:
         """Send tensors to peers and receive into contiguous tensors from peers, all in one batch.
 
-        What is sent may be written to again after `Work.wait`: NCCL reads it on a stream of its own.
+        Sent tensors may be overwritten after `Work.wait`, because NCCL reads them on its stream.
         """
         if not any(sends.values()) and not any(receives.values()):
             return Work(())
@@ -235,9 +235,11 @@ class World:
         self.traffic.add(kind, sent=sent, received=received)
         if self.copies is not None:
             return Work([self.copies.send_recv(sends, receives)], [x for several in receives.values() for x in several])
-        kept = {peer: [tensor.contiguous() for tensor in tensors] for peer, tensors in sends.items()}
-        works = dist.batch_isend_irecv([*self._operations(dist.irecv, receives), *self._operations(dist.isend, kept)])
-        return Work(works, [tensor for tensors in kept.values() for tensor in tensors])
+        contiguous = {peer: [tensor.contiguous() for tensor in tensors] for peer, tensors in sends.items()}
+        works = dist.batch_isend_irecv(
+            [*self._operations(dist.irecv, receives), *self._operations(dist.isend, contiguous)]
+        )
+        return Work(works, [tensor for tensors in contiguous.values() for tensor in tensors])
 
     def all_to_all(
         self, flat: Tensor, input_split_sizes: Sequence[int], output_split_sizes: Sequence[int], kind: str
@@ -293,8 +295,8 @@ class World:
         """Compare a fact over all ranks. Raises RanksDisagreeError on every rank when they differ."""
         facts = self.share(fact)
         if any(other != facts[0] for other in facts):
-            told = "; ".join(f"rank {rank} has {other}" for rank, other in enumerate(facts))
-            raise RanksDisagreeError(f"ranks disagree on {what}: {told}; give every rank the same request")
+            facts_by_rank = "; ".join(f"rank {rank} has {other}" for rank, other in enumerate(facts))
+            raise RanksDisagreeError(f"ranks disagree on {what}: {facts_by_rank}; give every rank the same request")
 
     def max_over_ranks(self, values: Sequence[int]) -> tuple[int, ...]:
         """The element-wise maximum of every rank's numbers: a parallel call takes as long as its slowest rank."""
@@ -309,21 +311,21 @@ class World:
             dist.monitored_barrier(self.control, timedelta(seconds=self.timeout_s), wait_all_ranks=True)
 
     def check(self) -> None:
-        """Raises RuntimeError once a message of this rank was lost: no result that came since may be used."""
+        """Raise RuntimeError if a message of this rank was lost: no later result may be used."""
         if self.copies is not None:
             self.copies.check()
 
     def confirm_counts(self) -> None:
-        """After a `barrier`: compare what the devices have counted with what was queued.
+        """Compare the devices' counters with the queued messages; call it after a `barrier`.
 
-        Raises RuntimeError when a message was not delivered once, as by a replayed CUDA graph.
+        Raises RuntimeError if a message was not delivered exactly once (by a replayed CUDA graph, for example).
         """
         if self.copies is not None:
             self.copies.confirm_counts()
 
     def limit_waits(self, timeout_s: float | None) -> None:
-        """End waits for messages by copy engines that begin from now on after `timeout_s` seconds, but after this
-        world's own limit at the latest; None: after that.
+        """Limit later waits for messages by copy engines to `timeout_s` seconds, but at most this world's limit; None:
+        that limit.
         """
         if self.copies is not None:
             self.copies.timeout_s = self.timeout_s if timeout_s is None else min(self.timeout_s, timeout_s)
@@ -332,7 +334,7 @@ class World:
         return [dist.P2POp(operation, x, group=self.group, group_peer=peer) for peer in tensors for x in tensors[peer]]
 
     def _with_copies(self) -> World:
-        """The same ranks with messages by copy engines where these work on all of them; `transport` says why not."""
+        """The same ranks with messages by copy engines if they work on all ranks; else `transport` gives the reason."""
         assert self.group is not None
         copies, why = None, self._hindrance()
         if not why:
@@ -352,7 +354,7 @@ class World:
         return replace(self, copies=copies, transport="copy engines")
 
     def _hindrance(self) -> str:
-        """Why messages cannot go by copy engines, as far as that is known without trying; the same on all ranks."""
+        """Return a known reason against copy engines, without trying them; the same on all ranks."""
         if os.environ.get(TRANSPORT_VARIABLE) == "nccl":
             return f"{TRANSPORT_VARIABLE}=nccl"
         places = self.share((platform.node(), self.device.index))
@@ -363,8 +365,8 @@ class World:
             for _, index in places
             if index != self.device.index and not torch.cuda.can_device_access_peer(self.device, index)
         ]
-        found = f"GPU {self.device.index} cannot reach the memory of GPU {unreachable[0]}" if unreachable else ""
-        return next(filter(None, self.share(found)), "")
+        obstacle = f"GPU {self.device.index} cannot reach the memory of GPU {unreachable[0]}" if unreachable else ""
+        return next(filter(None, self.share(obstacle)), "")
 
     def _warm_up(self) -> None:
         """Every kind of operation once, with every peer: NCCL connects at the first use."""
@@ -381,14 +383,14 @@ class World:
         self.traffic.clear()
 
 
-# The gloo group beside each NCCL group: a new one has its own threads and files.
+# The gloo group of each NCCL group, cached because a new one creates threads and files.
 _controls: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def _control_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The gloo group of the same ranks, made once and ended with the group. All ranks of the group call it."""
     control = _controls.get(group)
-    # Who ends all groups ends this one, too, while others may still hold the group.
+    # Destroying all groups destroys this one, too, while other code may still reference the group.
     if control is None or not _is_alive(control):
         ranks = dist.get_process_group_ranks(group)
         control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
@@ -405,7 +407,7 @@ def _is_alive(group: dist.ProcessGroup) -> bool:
 
 
 def _end(group: dist.ProcessGroup) -> None:
-    """End a group, if it was not ended with all others."""
+    """End a group unless it was ended with all others."""
     with contextlib.suppress(AssertionError, ValueError, RuntimeError):
         dist.destroy_process_group(group)
 
@@ -423,5 +425,5 @@ def _prompt_nccl(timeout: timedelta) -> Any:
 
 
 def _alias(x: Tensor) -> Tensor:
-    """The same memory by a tensor of its own; a view would hold on to its base."""
+    """A separate tensor over the same memory; a view would keep its base alive."""
     return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())

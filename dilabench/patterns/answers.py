@@ -1,6 +1,6 @@
-"""What patterns are asked about and answer with: a sequence, groups of keys, pairs, blocks, hidden rows, pictures.
+"""Arguments and results of patterns: a sequence, groups of keys, pairs, blocks, hidden rows, pictures.
 
-No torch; numpy is imported on use, for `--help` reads this file.
+No torch; numpy is imported on use, because `--help` imports this file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Reach = tuple[int | None, int | None]
 
 @dataclass(frozen=True, slots=True)
 class SequenceShape:
-    """What a pattern lies over: one sequence of `length` positions. `window` is (left, right), -1 unbounded."""
+    """One sequence of `length` positions, to which a pattern applies. `window` is (left, right), -1 unbounded."""
 
     length: int
     num_heads: int
@@ -64,7 +64,7 @@ class KeyGroup:
     """Rows of one head that have the same keys. `rows`: [R] positions, ascending.
 
     `parts`: positions of keys, ascending and each once inside a part, as a range or an array. C[h, row, j] is the
-    number of parts that hold j. A detached merge takes the softmax of each part apart (semantics.md §2).
+    number of parts that hold j. A detached merge takes the softmax of each part separately (semantics.md §2).
     """
 
     rows: Positions
@@ -79,7 +79,7 @@ class KeyGroup:
         parts = [part for part in self.parts if len(part)]
         if not parts:
             return np.empty(0, np.int64)
-        # Marks are many times as fast as `np.unique`.
+        # A boolean array is many times as fast as `np.unique`.
         first, last = min(part[0] for part in parts), max(part[-1] for part in parts)
         there = np.zeros(last - first + 1, bool)
         for part in parts:
@@ -87,13 +87,13 @@ class KeyGroup:
                 there[part.start - first : part.stop - first : part.step] = True
             else:
                 there[part - first] = True
-        found: Positions = np.flatnonzero(there) + first
-        return found
+        keys: Positions = np.flatnonzero(there) + first
+        return keys
 
 
 class StridedSegments(NamedTuple):
-    """Strided segments: i and j see each other where both lie in one segment of `segment_length` positions, and on
-    the residue `offset` of `rate` inside it."""
+    """Strided segments: i and j see each other if both are in one segment of `segment_length` positions, and on the
+    residue `offset` of `rate` inside it."""
 
     segment_length: int
     rate: int
@@ -110,15 +110,15 @@ class ZeroKeys:
 
 
 class Pairs(NamedTuple):
-    """(query, key) pairs over all query heads of one sequence: as often as they count, and a lower bound of those
-    that differ, which an implementation that computes each pair once cannot avoid."""
+    """(query, key) pairs over all query heads of one sequence: counted with multiplicity, and a lower bound of the
+    distinct ones, which an implementation that computes each pair once needs."""
 
     attended: int
     least: int
 
 
 class Picture(NamedTuple):
-    """Cells of a picture of head 0, first queries on top: the share that is computed, None where the mask hides all.
+    """Cells of a picture of head 0, first queries on top: the share that is computed, None if the mask hides the cell.
 
     `blocks`: units a side, of `block_size` positions each. `name`: stem of a file.
     """
@@ -132,9 +132,9 @@ class Picture(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeBlocks:
-    """Which blocks of `block_size` keys a block of as many queries sees: bool `mask` [heads, n, n], n rounded up.
+    """The blocks of `block_size` keys that a block of as many queries sees: bool `mask` [heads, n, n], n rounded up.
 
-    `heads`: 1 where all query heads share a mask, or as many as there are key/value heads, or query heads.
+    `heads`: 1 if all query heads share a mask, else the number of key/value heads, or of query heads.
     """
 
     mask: NDArray[np.bool_]
@@ -145,8 +145,8 @@ class WholeBlocks:
 class HiddenRows:
     """Key j is hidden from the rows starts[r, j] <= i < stops[r, j], for every range r of it.
 
-    ``starts``, ``stops``: int64 [ranges, keys]. Of one key the ranges rise and do not touch each other's inside; an
-    empty one has start == stop. Make it with `of`.
+    ``starts``, ``stops``: int64 [ranges, keys]. The ranges of a key are ascending and disjoint; an empty one has
+    start == stop. Make it with `of`.
     """
 
     starts: Positions
@@ -154,12 +154,11 @@ class HiddenRows:
 
     @classmethod
     def of(cls, rows: int, *ranges: tuple[Positions, Positions]) -> HiddenRows:
-        """From any (starts, stops), each [keys], over `rows` rows: cut to the rows, put in order, joined where they
-        overlap."""
+        """Normalise any (starts, stops), each [keys], over `rows` rows: clamped, sorted, and made disjoint."""
         import numpy as np
 
         starts, stops = (np.clip(np.stack(side).astype(np.int64), 0, rows) for side in zip(*ranges, strict=True))
-        # An empty range would otherwise stand between others and keep them apart.
+        # Empty ranges are moved to the end, so that they do not separate others.
         starts = np.where(starts < stops, starts, rows)
         stops = np.where(starts < stops, stops, rows)
         order = np.argsort(starts, axis=0, kind="stable")
@@ -173,23 +172,23 @@ class HiddenRows:
 
     @property
     def keys(self) -> int:
-        """How many keys there are."""
+        """The number of keys."""
         return int(self.starts.shape[1])
 
     def over(self, shape: SequenceShape, rows: Positions, keys: Positions) -> HiddenRows:
-        """For some rows, rising and counted from the first of them, and some keys in any order.
+        """Restrict to some rows (ascending; their indices become the new positions) and some keys in any order.
 
-        With what causal mask and window hide besides: between these rows and keys there are no distances any more.
+        The result includes the causal mask and the window, because distances between the new positions mean nothing.
         """
         import numpy as np
 
         first, stop = shape.rows_in_reach(keys)
         beyond = (np.zeros_like(first), first), (stop, np.full_like(stop, shape.length))
         ranges = (*zip(self.starts[:, keys], self.stops[:, keys], strict=True), *beyond)
-        return HiddenRows.of(len(rows), *(tuple(rows.searchsorted(edge) for edge in one) for one in ranges))
+        return HiddenRows.of(len(rows), *(tuple(rows.searchsorted(edge) for edge in bounds) for bounds in ranges))
 
     def hides(self, rows: Positions, keys: Positions | slice) -> NDArray[np.bool_]:
-        """[R, M]: whether each of `rows` ([R]) is kept from each of `keys`."""
+        """[R, M]: True if a key of `keys` is hidden from a row of `rows` ([R])."""
         import numpy as np
 
         row = rows[:, None]
@@ -199,8 +198,8 @@ class HiddenRows:
         return hidden
 
     def seen(self, first: Positions, stop: Positions) -> tuple[Positions, Positions]:
-        """What is left of the rows first[j] <= i < stop[j] of each key: rising intervals (starts, stops), each
-        [ranges + 1, keys], with start >= stop where nothing is."""
+        """Return the visible part of the rows first[j] <= i < stop[j] of each key: ascending intervals (starts, stops),
+        each [ranges + 1, keys]; start >= stop is an empty interval."""
         import numpy as np
 
         starts = np.maximum(np.concatenate([first[None], self.stops]), first)
@@ -228,7 +227,7 @@ def visible_pairs(rows: range, keys: range, reach: Reach) -> int:
 
 
 def _up_to(rows: range, keys: range, ahead: int) -> int:
-    """Pairs with u <= t + ahead: the sum over rows of t + ahead + 1 - keys.start, held between 0 and their number."""
+    """Pairs with u <= t + ahead: the sum over rows of t + ahead + 1 - keys.start, clamped to [0, len(keys)]."""
     shift = ahead + 1 - keys.start
     return _ramp(rows.stop + shift, len(keys)) - _ramp(rows.start + shift, len(keys))
 

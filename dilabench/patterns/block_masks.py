@@ -1,7 +1,7 @@
-"""Block masks: which blocks of keys a block of queries sees. Exact, seeded, and of the density that was asked for.
+"""Block masks: which blocks of keys a block of queries sees. Exact, seeded, and of the requested density.
 
 Every kind is an order of preference over the visible blocks of a row; a row keeps the first k of them, with
-k = round(density * visible), at least one. So the density asked for is met within one block in every row.
+k = round(density * visible), at least one. So each row has the requested density to within one block.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def visible_blocks(blocks: int, causal: bool) -> int:
 def block_shares(mask: Mask, lines: int, columns: int) -> NDArray[np.float64]:
     """[lines, columns]: the share of blocks that is computed in each cell of a picture of one head's mask [n, n].
 
-    Cells hold as equal parts of the mask as can be; lines and columns beyond n are left out.
+    Cells hold parts of the mask that are as equal as possible; lines and columns beyond n are omitted.
     """
     blocks = mask.shape[0]
     rows, keys = (np.arange(min(blocks, size) + 1) * blocks // min(blocks, size) for size in (lines, columns))
@@ -59,9 +59,9 @@ def block_shares(mask: Mask, lines: int, columns: int) -> NDArray[np.float64]:
 
 
 def needed_key_blocks(mask: Mask, block_size: int, rows: Sequence[range]) -> NDArray[np.int64]:
-    """The key blocks that some of these query rows (ranges of positions) see in some head, rising.
+    """The key blocks that some of these query rows (ranges of positions) see in some head, in ascending order.
 
-    What a rank that holds these queries must be sent: every other block may stay where it is.
+    A rank that owns these queries must receive exactly these blocks.
     """
     wanted = np.zeros(mask.shape[1], dtype=bool)
     for part in rows:
@@ -86,8 +86,8 @@ def rows_with_keys(mask: Mask, block_size: int, count: int, reach: tuple[int | N
     first = np.zeros_like(rows) if left is None else np.maximum(rows - left, 0)
     last = np.full_like(rows, count - 1) if right is None else np.minimum(rows + right, count - 1)
     before = np.pad(mask.astype(np.int64).cumsum(1), ((0, 0), (1, 0)))
-    own = rows // block_size
-    seen: NDArray[np.bool_] = before[own, last // block_size + 1] > before[own, first // block_size]
+    block = rows // block_size
+    seen: NDArray[np.bool_] = before[block, last // block_size + 1] > before[block, first // block_size]
     return seen
 
 
@@ -111,10 +111,10 @@ def _nearest(at: MaskRow) -> NDArray[np.int64]:
 
 
 def _global_then_nearest(at: MaskRow) -> NDArray[np.int64]:
-    """`global_local`: a quarter of the row's blocks are the sequence's first, seen by all; the rest are the closest."""
+    """`global_local`: a quarter of a row's blocks are the sequence's first, seen by all; the rest are closest."""
     anchors = np.arange(min(at.visible, max(1, at.keep // 4)))
-    own = np.array([min(at.row, at.visible - 1)])
-    return _distinct(own, anchors, _nearest(at))
+    own_block = np.array([min(at.row, at.visible - 1)])
+    return _distinct(own_block, anchors, _nearest(at))
 
 
 def _powers_of_two(at: MaskRow) -> NDArray[np.int64]:
@@ -199,7 +199,7 @@ def masked_pairs(mask: Mask, size: int, rows: int, causal: bool, window: tuple[i
     last = mask.shape[0] - 1
     short = rows - last * size
     row, column = mask.nonzero()
-    # Blocks at one distance hold equally many pairs, but for those that the end of the rows cuts.
+    # Blocks at one distance hold equally many pairs, except those that the end of the rows cuts.
     alike = Counter(((row - column) * 4 + (row == last) * 2 + (column == last)).tolist())
     total = 0
     for code, count in alike.items():

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 MaskKind = Literal["local_window", "global_local", "dilated_sparse", "strided", "hierarchical", "random", "custom"]
 
 
-# Tokens from which on blocks of other sizes are measured, too.
+# From this many tokens on, blocks of other sizes are measured, too.
 LONG = 2**15
 
 
@@ -51,7 +51,7 @@ def _rest(share: Any) -> float:
 
 
 class BlockSparseRequest(DilatedRequest):
-    """What a request may say of block masks. Segments or rates lay them over the branches of a dilated pattern."""
+    """Request fields of block masks. Segments or rates apply the mask to the branches of a dilated pattern."""
 
     mask: MaskKind = "local_window"
     block_size: Size = 128
@@ -64,10 +64,10 @@ class BlockSparseRequest(DilatedRequest):
 class BlockSparsePattern(Pattern):
     """C = 1 where the mask of (head, i // block, j // block) is set.
 
-    What people read and write is its density, the share of visible blocks that is computed; `sparsity` is the rest, and
-    the name in records, by which their cases are known. With branches (`segment_lengths`, `dilation_rates`)
-    the mask lies over the rows that each dilated branch keeps in a segment, instead of over the whole sequence.
-    The masks themselves are made in `dilabench.patterns.block_masks`.
+    Users read and write its density, the share of visible blocks that is computed; records store `sparsity`, which is
+    1 - density and part of the case id. With branches (`segment_lengths`, `dilation_rates`) the mask applies to the
+    rows that each dilated branch keeps in a segment, instead of to the whole sequence. The masks come from
+    `dilabench.patterns.block_masks`.
     """
 
     kind: Literal["block_sparse"] = "block_sparse"
@@ -93,25 +93,25 @@ class BlockSparsePattern(Pattern):
 
     @classmethod
     def request_model(cls) -> type[Model]:
-        """With the fields of the branches that the mask may lie over."""
+        """Includes the fields of the branches that the mask may apply to."""
         return BlockSparseRequest
 
     @classmethod
     def from_request(cls, fields: Mapping[str, Any]) -> Self:
-        """A mask file stands for kind and density. Raises ConfigError when it cannot be read."""
-        asked = validated(BlockSparseRequest, dict(fields))
-        composed = asked.segment_lengths != "auto" or asked.dilation_rates != "auto"
-        in_branches = asked.model_dump(include=set(DilatedRequest.model_fields))
+        """A mask file replaces kind and density. Raises ConfigError when it cannot be read."""
+        request = validated(BlockSparseRequest, dict(fields))
+        composed = request.segment_lengths != "auto" or request.dilation_rates != "auto"
+        in_branches = request.model_dump(include=set(DilatedRequest.model_fields))
         return validated(
             cls,
             {
-                "mask": "custom" if asked.mask_file else asked.mask,
-                "block_size": asked.block_size,
-                "sparsity": 0.0 if asked.mask_file else _rest(asked.density),
-                "seed": asked.mask_seed,
-                "per_head": asked.per_head,
-                "mask_file": asked.mask_file,
-                "mask_digest": mask_digest(Path(asked.mask_file)) if asked.mask_file else None,
+                "mask": "custom" if request.mask_file else request.mask,
+                "block_size": request.block_size,
+                "sparsity": 0.0 if request.mask_file else _rest(request.density),
+                "seed": request.mask_seed,
+                "per_head": request.per_head,
+                "mask_file": request.mask_file,
+                "mask_digest": mask_digest(Path(request.mask_file)) if request.mask_file else None,
                 "branches": DilatedPattern.from_request(in_branches) if composed else None,
             },
         )
@@ -122,7 +122,7 @@ class BlockSparsePattern(Pattern):
         small: dict[str, Any] = {"block_size": 16, "sparsity": 0.5}
         branches = {"segment_lengths": (48, 160), "dilation_rates": (1, 3)}
         fields = (small, {**small, "mask": "random", "per_head": True}, {**small, "branches": branches})
-        return tuple(cls.model_validate(one) for one in fields)
+        return tuple(cls.model_validate(variant) for variant in fields)
 
     @classmethod
     def trials(cls) -> Mapping[str, Mapping[str, Any]]:
@@ -138,27 +138,29 @@ class BlockSparsePattern(Pattern):
     def densities(cls, length: int) -> tuple[Mapping[str, Any], ...]:
         """A half to a fiftieth of the blocks; from 32K tokens on in blocks of three sizes."""
         sizes = (64, 128, 256) if length >= LONG else (128,)
-        return tuple({"block_size": size, "density": one} for size in sizes for one in (0.5, 0.25, 0.1, 0.05, 0.02))
+        return tuple(
+            {"block_size": size, "density": density} for size in sizes for density in (0.5, 0.25, 0.1, 0.05, 0.02)
+        )
 
     @property
     def density(self) -> float:
-        """The share of visible blocks that is to be computed."""
+        """The requested share of visible blocks that is computed."""
         return _rest(self.sparsity)
 
     @property
     def under(self) -> Pattern:
-        """What the mask lies over: the branches, or everything."""
+        """The pattern below the mask: the branches, or dense attention."""
         return self.branches or DENSE
 
     @property
     def per_head_masks(self) -> bool:
-        """Whether heads may differ in their masks: asked for, or possible in a file."""
+        """Return True if masks may differ by head: as requested, or possibly in a file."""
         return self.per_head or self.mask == "custom"
 
-    # What it is called.
+    # Names.
 
     def label(self) -> str:
-        """'block-sparse local_window block 128 density 0.1', its branches, and what is not the default."""
+        """'block-sparse local_window block 128 density 0.1', its branches, and fields that differ from the default."""
         words = [f"block-sparse {self.mask} block {self.block_size} density {self.density:g}"]
         words += [self.branches.label()] if self.branches else []
         named = {"kind", "mask", "block_size", "sparsity", "branches"}
@@ -166,63 +168,63 @@ class BlockSparsePattern(Pattern):
         return " ".join([*words, *(f"{name}={value}" for name, value in unusual.items())])
 
     def details(self, shapes: Sequence[SequenceShape]) -> str:
-        """The kind of mask, its blocks, and how dense it was to be and is."""
-        asked = "from a file" if self.mask == "custom" else f"{self.density:.1%} asked"
+        """The kind of mask, its blocks, and its requested and actual density."""
+        intended = "from a file" if self.mask == "custom" else f"{self.density:.1%} requested"
         reached = f"{self.density_of(shapes):.1%} reached"
         heads = ", a mask per head" if self.per_head else ""
         sizes = ", ".join(f"{segment}/{rate}" for segment, rate in self.branches.branches) if self.branches else ""
         over = f", over branches {sizes}" if sizes else ""
-        return f"{self.kind} {self.mask}, block {self.block_size}, density {asked}, {reached}{heads}{over}"
+        return f"{self.kind} {self.mask}, block {self.block_size}, density {intended}, {reached}{heads}{over}"
 
     def row_labels(self, shapes: Sequence[SequenceShape]) -> dict[str, str]:
-        """The density that whole blocks came to."""
+        """The density that whole blocks reach."""
         return {"density_reached": f"{self.density_of(shapes):.4f}"}
 
-    # Who sees whom.
+    # Which query sees which key.
 
     def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:
-        """The mask lies over the rows that each branch keeps in a segment (no branches: over all rows)."""
+        """The mask applies to the rows that each branch keeps in a segment (without branches: to all rows)."""
         if not len(rows):
             return
-        segments = self._lies_over(shape, head)
-        labels = np.stack([self._block_labels(one, rows) for one in segments])
+        segments = self._branches(shape, head)
+        labels = np.stack([self._block_labels(branch, rows) for branch in segments])
         for blocks, members in group_rows(labels, rows):
             pairs = zip(segments, blocks, strict=True)
-            yield KeyGroup(members, tuple(self._keys_of_block(shape, head, one, block) for one, block in pairs))
+            yield KeyGroup(members, tuple(self._keys_of_block(shape, head, branch, block) for branch, block in pairs))
 
     def head_key(self, shape: SequenceShape, head: int) -> Hashable:
-        """Heads with the same mask over the same branches are alike."""
-        return head if self.per_head_masks else None, self._lies_over(shape, head)
+        """Heads with the same mask over the same branches have equal keys."""
+        return head if self.per_head_masks else None, self._branches(shape, head)
 
     def rows_seeing(self, shape: SequenceShape, head: int, key: int) -> Positions:
-        """The rows of the blocks whose mask has the key's block set."""
-        found = [np.zeros(0, dtype=np.int64)]
-        for one in self._lies_over(shape, head):
-            w, r, offset = one
-            label = int(self._block_labels(one, np.array([key]))[0])
+        """The rows of the blocks whose mask includes the key's block."""
+        rows = [np.zeros(0, dtype=np.int64)]
+        for branch in self._branches(shape, head):
+            w, r, offset = branch
+            label = int(self._block_labels(branch, np.array([key]))[0])
             if label >= 0:
                 segment, block = divmod(label, w + 1)
-                mask, count = self._mask_of_segment(shape, head, one, segment)
-                found.append(segment * w + offset + r * rows_of_blocks(mask[:, block], self.block_size, count))
-        return np.unique(np.concatenate(found))
+                mask, count = self._mask_of_segment(shape, head, branch, segment)
+                rows.append(segment * w + offset + r * rows_of_blocks(mask[:, block], self.block_size, count))
+        return np.unique(np.concatenate(rows))
 
     def covered(self, shape: SequenceShape, head: int) -> NDArray[np.bool_]:
-        """A row sees a key when a block is set between the blocks of its first and its last visible one."""
+        """A row sees a key if a block is set between the blocks of its first and its last visible key."""
         left, right = shape.reach
         seen = np.zeros(shape.length, dtype=bool)
-        for one in self._lies_over(shape, head):
-            w, r, offset = one
+        for branch in self._branches(shape, head):
+            w, r, offset = branch
             for segment in range(-(-shape.length // w)):
                 if not rows_kept(min(w, shape.length - segment * w), r, offset):
                     continue
-                mask, count = self._mask_of_segment(shape, head, one, segment)
+                mask, count = self._mask_of_segment(shape, head, branch, segment)
                 reach = (None if left is None else left // r, None if right is None else right // r)
                 rows = segment * w + offset + r * np.arange(count)
                 seen[rows] |= rows_with_keys(mask, self.block_size, count, reach)
         return seen
 
     def pairs(self, shape: SequenceShape) -> Pairs:
-        """Block by block; at least those of the largest branch differ."""
+        """Counted block by block; the pairs of the largest branch are distinct."""
         of_branch: Counter[int] = Counter()
         for branch, times, rows, head, window in self._masked_rows(shape):
             pairs = _pairs_of_masks(self, rows, shape.num_heads, shape.causal, window)
@@ -230,15 +232,15 @@ class BlockSparsePattern(Pattern):
         return Pairs(of_branch.total(), max(of_branch.values()))
 
     def reached_rows(self, shape: SequenceShape) -> tuple[int, int]:
-        """A generated mask holds its diagonal; one from a file may leave out any row."""
+        """A generated mask includes its diagonal; one from a file may omit any row."""
         return (0, 0) if self.mask == "custom" else self.under.reached_rows(shape)
 
     def keys_per_row(self, length: int) -> int:
-        """As many as without the mask."""
+        """The same bound as without the mask."""
         return self.under.keys_per_row(length)
 
     def edges(self, shape: SequenceShape) -> Positions:
-        """Where blocks begin; over branches, where segments do."""
+        """The starts of blocks; over branches, of segments."""
         return self.branches.edges(shape) if self.branches else np.arange(0, shape.length, self.block_size)
 
     @property
@@ -263,7 +265,7 @@ class BlockSparsePattern(Pattern):
 
     @property
     def has_fixed_length(self) -> bool:
-        """A file has as many blocks as it has."""
+        """Return True for a mask file, whose number of blocks is fixed."""
         return self.mask == "custom"
 
     def files(self) -> tuple[tuple[Path, str], ...]:
@@ -271,14 +273,14 @@ class BlockSparsePattern(Pattern):
         return ((Path(self.mask_file), self.mask_digest),) if self.mask_file and self.mask_digest else ()
 
     def whole_blocks(self, shape: SequenceShape) -> WholeBlocks | None:
-        """The mask itself; over branches its rows lie apart."""
+        """The mask; None over branches, whose rows are strided."""
         if self.branches is not None:
             return None
         return WholeBlocks(block_mask(self, shape.length, shape.causal, shape.num_heads), self.block_size)
 
     def density_of(self, shapes: Sequence[SequenceShape]) -> float:
         """The share of visible blocks that is computed, over all sequences, heads and branches."""
-        # Per set of rows, blocks computed by each mask, and visible: a mask file is read once for all heads.
+        # Per set of rows: the blocks that each mask computes, and the visible ones; a mask file is read once.
         counted: dict[int, tuple[list[int], int]] = {}
         computed = visible = 0
         for shape in shapes:
@@ -291,10 +293,10 @@ class BlockSparsePattern(Pattern):
                 visible += times * all_blocks
         return computed / visible
 
-    # How it looks.
+    # Pictures.
 
     def shares(self, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64] | None:
-        """Of blocks, exactly; over branches there is no one picture."""
+        """The exact shares of blocks; None over branches, which have no single picture."""
         if self.branches is not None:
             return None
         return block_shares(block_mask(self, shape.length, shape.causal, shape.num_heads)[0], lines, columns)
@@ -312,12 +314,12 @@ class BlockSparsePattern(Pattern):
         mask = block_mask(self, rows, shape.causal, shape.num_heads)
         density = "" if self.mask == "custom" else f"_density_{round(100 * self.density)}"
         reached = float(mask.sum()) / (mask.shape[0] * visible_blocks(mask.shape[-1], shape.causal))
-        asked = "from a file" if self.mask == "custom" else f"{self.density:.1%} asked"
+        intended = "from a file" if self.mask == "custom" else f"{self.density:.1%} requested"
         causal = ", causal" if shape.causal else ""
         head = f", head 0 of {mask.shape[0]}" if mask.shape[0] > 1 else ""
         return Picture(
             f"mask_{self.mask}_{rows}_rows_block_{self.block_size}{density}",
-            f"{self.mask}, {what}, block {self.block_size}{causal}{head}:\ndensity {asked}, {reached:.1%} reached",
+            f"{self.mask}, {what}, block {self.block_size}{causal}{head}:\ndensity {intended}, {reached:.1%} reached",
             mask.shape[-1],
             self.block_size,
             hide_future(block_shares(mask[0], cells, cells), shape.causal),
@@ -325,41 +327,41 @@ class BlockSparsePattern(Pattern):
 
     # The mask over the rows of a segment.
 
-    def _lies_over(self, shape: SequenceShape, head: int) -> tuple[StridedSegments, ...]:
+    def _branches(self, shape: SequenceShape, head: int) -> tuple[StridedSegments, ...]:
         segments = self.under.strided_segments(shape, head)
         assert segments is not None
         return segments
 
-    def _block_labels(self, one: StridedSegments, rows: Positions) -> Positions:
-        """[R]: the segment and the block of rows in it that each position lies in, -1 where it is on no residue."""
-        w, r, offset = one
+    def _block_labels(self, branch: StridedSegments, rows: Positions) -> Positions:
+        """[R]: the label (segment and block of rows in it) of each position, -1 if it is not on the residue."""
+        w, r, offset = branch
         block = (rows % w - offset) // r // self.block_size
         labels: Positions = np.where(rows % w % r == offset, rows // w * (w + 1) + block, -1)
         return labels
 
-    def _keys_of_block(self, shape: SequenceShape, head: int, one: StridedSegments, label: int) -> range | Positions:
+    def _keys_of_block(self, shape: SequenceShape, head: int, branch: StridedSegments, label: int) -> range | Positions:
         """Positions that the rows of one block (by its label) see in a branch, ascending."""
         if label < 0:
             return range(0)
-        w, r, offset = one
+        w, r, offset = branch
         segment, block = divmod(label, w + 1)
-        mask, count = self._mask_of_segment(shape, head, one, segment)
+        mask, count = self._mask_of_segment(shape, head, branch, segment)
         keys: Positions = segment * w + offset + r * rows_of_blocks(mask[block], self.block_size, count)
         return keys
 
     def _mask_of_segment(
-        self, shape: SequenceShape, head: int, one: StridedSegments, segment: int
+        self, shape: SequenceShape, head: int, branch: StridedSegments, segment: int
     ) -> tuple[NDArray[np.bool_], int]:
-        """The head's mask [n, n] over the rows that a branch keeps in a segment, and how many rows they are."""
-        w, r, offset = one
+        """Return the head's mask [n, n] over the rows that a branch keeps in a segment, and their number."""
+        w, r, offset = branch
         count = rows_kept(min(w, shape.length - segment * w), r, offset)
         mask = block_mask(self, count, shape.causal, shape.num_heads)
         return mask[head % mask.shape[0]], count
 
     def _masked_rows(self, shape: SequenceShape) -> Iterator[tuple[int, int, int, int, tuple[int, int]]]:
-        """(branch, times, rows, query head, window in rows) of every set of rows that a mask lies over."""
+        """(branch, times, rows, query head, window in rows) of every set of rows that a mask applies to."""
         for head in range(shape.num_heads):
-            for branch, (w, r, offset) in enumerate(self._lies_over(shape, head)):
+            for branch, (w, r, offset) in enumerate(self._branches(shape, head)):
                 left, right = (side if side < 0 else side // r for side in shape.window)
                 full, tail = divmod(shape.length, w)
                 for times, part in ((full, w), (1, tail)):

@@ -1,6 +1,6 @@
-"""Bounds of columns: each key says from which rows it is hidden, in one or two ranges (FlashMask, Wang et al. 2024).
+"""Bounds of columns: one or two ranges of rows from which each key is hidden (FlashMask, Wang et al. 2024).
 
-Documents, prefixes and shared questions are such bounds in O(N) memory; a file gives any others. semantics.md §5.
+Documents, prefixes and shared questions are such bounds in O(N) memory; a file can hold any others. semantics.md §5.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 BoundsKind = Literal["documents", "prefix_documents", "shared_question", "file"]
 DEFAULT_LENGTHS = (300, 1500, 700, 4000, 2500, 8000)
-# A verification always samples the edges of so many ranges.
+# Verification always samples the edges of up to this many ranges.
 MAX_EDGES = 64
 
 
 class ColumnBoundsRequest(Model):
-    """What a request may say of bounds."""
+    """Request fields of bounds."""
 
     bounds: BoundsKind = "documents"
     document_lengths: Sizes = DEFAULT_LENGTHS
@@ -40,13 +40,12 @@ class ColumnBoundsRequest(Model):
 
 
 class ColumnBoundsPattern(ColumnBoundsRequest, HiddenRowsPattern):
-    """C[h, i, j] = 0 where row i lies in a range of key j, else 1.
+    """C[h, i, j] = 0 if row i is in a range of key j, else 1.
 
-    `document_lengths` follow each other, again and again, until the sequence is full; the last document may be short.
-    `bounds` is what hides inside and between them:
+    `document_lengths` repeat until the sequence is full; the last document may be short. `bounds` selects the mask:
     documents: rows see the keys of their own document.
-    prefix_documents: of these, a key behind the first `lead` of its document is hidden from the rows before it.
-    shared_question: the first `lead` tokens of a document are a question, which all of it sees; the rest is cut into
+    prefix_documents: like documents, and a key behind its document's first `lead` is hidden from the rows before it.
+    shared_question: the first `lead` tokens of a document are a question, which all its rows see; the rest is cut into
     `answers` equal parts, which see themselves and the question (FlashMask §3; DPO, reward models).
     file: a `.npy` file of integers [ranges, 2, N]: starts and stops of the ranges of rows that each key is hidden from.
     """
@@ -66,16 +65,16 @@ class ColumnBoundsPattern(ColumnBoundsRequest, HiddenRowsPattern):
 
     @classmethod
     def request_model(cls) -> type[Model]:
-        """Without the digest, which is taken of the file."""
+        """Omits the digest, which is computed from the file."""
         return ColumnBoundsRequest
 
     @classmethod
     def from_request(cls, fields: Mapping[str, Any]) -> Self:
-        """A file stands for the kind of bounds. Raises ConfigError when it cannot be read."""
-        asked = dict(fields)
-        if asked.get("bounds_file"):
-            asked = {"bounds": "file", **asked, "bounds_digest": mask_digest(Path(asked["bounds_file"]), "bounds")}
-        return validated(cls, asked)
+        """A file replaces the kind of bounds. Raises ConfigError when it cannot be read."""
+        given = dict(fields)
+        if given.get("bounds_file"):
+            given = {"bounds": "file", **given, "bounds_digest": mask_digest(Path(given["bounds_file"]), "bounds")}
+        return validated(cls, given)
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
@@ -89,15 +88,15 @@ class ColumnBoundsPattern(ColumnBoundsRequest, HiddenRowsPattern):
 
     @classmethod
     def trials(cls) -> Mapping[str, Mapping[str, Any]]:
-        """Each maker; prefixes show without a causal mask only."""
+        """Every kind of bounds; prefixes differ from documents only without a causal mask."""
         lengths = {"document_lengths": (70, 3, 40)}
-        asked: dict[str, dict[str, Any]] = {
+        requests: dict[str, dict[str, Any]] = {
             "documents": {"bounds": "documents"},
             "documents-full": {"bounds": "documents", "causal": False},
             "prefix-documents": {"bounds": "prefix_documents", "lead": 9, "causal": False},
             "shared-question": {"bounds": "shared_question", "lead": 9, "answers": 3},
         }
-        return {name: {**lengths, **fields} for name, fields in asked.items()}
+        return {name: {**lengths, **fields} for name, fields in requests.items()}
 
     @classmethod
     def densities(cls, length: int) -> tuple[Mapping[str, Any], ...]:
@@ -105,7 +104,7 @@ class ColumnBoundsPattern(ColumnBoundsRequest, HiddenRowsPattern):
         return tuple({"document_lengths": (-(-length // count),)} for count in (2, 8, 32))
 
     def label(self) -> str:
-        """'column-bounds documents 1024,3072' and what its maker reads besides."""
+        """'column-bounds documents 1024,3072' and the other fields that the kind of bounds reads."""
         if self.bounds == "file":
             return f"column-bounds {self.bounds_file}"
         read_besides = {
@@ -121,28 +120,28 @@ class ColumnBoundsPattern(ColumnBoundsRequest, HiddenRowsPattern):
 
     @property
     def has_fixed_length(self) -> bool:
-        """A file has as many columns as it has."""
+        """Return True for a file, whose number of columns is fixed."""
         return self.bounds == "file"
 
     def why_not_over(self, shape: SequenceShape) -> str | None:
-        """Under a causal mask a prefix would be no other than its document."""
+        """Under a causal mask prefix_documents would equal documents."""
         if self.bounds == "prefix_documents" and shape.causal:
-            return "bounds=prefix_documents is causal but for the prefixes by itself; use it with causal=false"
+            return "bounds=prefix_documents is already causal except in its prefixes; use it with causal=false"
         return None
 
     def hidden_rows(self, shape: SequenceShape) -> HiddenRows:
-        """As the maker says. Raises ConfigError for a file that does not fit."""
+        """The ranges of the chosen kind of bounds. Raises ConfigError for a file that does not fit."""
         return _hidden_rows(self, shape.length)
 
     def edges(self, shape: SequenceShape) -> Positions:
-        """Where ranges start and stop, evenly thinned out where they are many."""
+        """Starts and stops of ranges; if there are too many, an evenly spaced subset."""
         hidden = self.hidden_rows(shape)
-        found = np.unique(np.concatenate([hidden.starts.ravel(), hidden.stops.ravel()]))
-        found = found[(found > 0) & (found < shape.length)]
-        return found if len(found) <= MAX_EDGES else found[np.linspace(0, len(found) - 1, MAX_EDGES).astype(np.int64)]
+        edges = np.unique(np.concatenate([hidden.starts.ravel(), hidden.stops.ravel()]))
+        edges = edges[(edges > 0) & (edges < shape.length)]
+        return edges if len(edges) <= MAX_EDGES else edges[np.linspace(0, len(edges) - 1, MAX_EDGES).astype(np.int64)]
 
     def document_starts(self, length: int) -> Positions:
-        """Where documents begin, 0 first."""
+        """The starts of documents, 0 first."""
         starts = takewhile(lambda start: start < length, accumulate(cycle(self.document_lengths), initial=0))
         return np.fromiter(starts, dtype=np.int64)
 
@@ -151,22 +150,22 @@ Ranges = tuple[tuple["Positions", "Positions"], ...]
 
 
 def _documents(pattern: ColumnBoundsPattern, keys: Positions, start: Positions, stop: Positions) -> Ranges:  # noqa: ARG001
-    """Hidden from the rows of all other documents."""
+    """Keys are hidden from the rows of all other documents."""
     return _outside(start, stop, len(keys))
 
 
 def _prefix_documents(pattern: ColumnBoundsPattern, keys: Positions, start: Positions, stop: Positions) -> Ranges:
-    """Behind the prefix, from the rows of its own document that come before it, too."""
+    """Keys behind the prefix are also hidden from earlier rows of their document."""
     return _outside(np.where(keys < start + pattern.lead, start, keys), stop, len(keys))
 
 
 def _shared_question(pattern: ColumnBoundsPattern, keys: Positions, start: Positions, stop: Positions) -> Ranges:
-    """An answer is hidden from all rows but its own."""
+    """Keys of an answer are hidden from all rows outside it."""
     first = np.minimum(start + pattern.lead, stop)
-    room = np.maximum(stop - first, 1)
-    part = (keys - first) * pattern.answers // room
-    # Part p holds the places x with x * answers // room = p.
-    edges = (first + -(-(part + more) * room // pattern.answers) for more in (0, 1))
+    answer_tokens = np.maximum(stop - first, 1)
+    part = (keys - first) * pattern.answers // answer_tokens
+    # Part p holds the places x with x * answers // answer_tokens = p.
+    edges = (first + -(-(part + more) * answer_tokens // pattern.answers) for more in (0, 1))
     begin, end = (np.where(keys < first, whole, edge) for whole, edge in zip((start, stop), edges, strict=True))
     return _outside(begin, end, len(keys))
 
@@ -179,7 +178,7 @@ MAKERS: Mapping[str, Callable[[ColumnBoundsPattern, Positions, Positions, Positi
 
 
 def _outside(start: Positions, stop: Positions, length: int) -> Ranges:
-    """Hidden from the rows before `start` and from `stop` on."""
+    """Hide each key from the rows before `start` and from `stop` on."""
     return (np.zeros_like(start), start), (stop, np.full_like(stop, length))
 
 
@@ -189,9 +188,9 @@ def _hidden_rows(pattern: ColumnBoundsPattern, length: int) -> HiddenRows:
         return _from_file(pattern.bounds_file, pattern.bounds_digest, length)
     keys = np.arange(length)
     starts = pattern.document_starts(length)
-    own = starts.searchsorted(keys, side="right") - 1
+    document = starts.searchsorted(keys, side="right") - 1
     stops = np.append(starts[1:], length)
-    return HiddenRows.of(length, *MAKERS[pattern.bounds](pattern, keys, starts[own], stops[own]))
+    return HiddenRows.of(length, *MAKERS[pattern.bounds](pattern, keys, starts[document], stops[document]))
 
 
 def _from_file(name: str, digest: str | None, length: int) -> HiddenRows:

@@ -31,7 +31,7 @@ class DensePattern(Pattern):
         return {"dense": {}, "dense-full": {"causal": False}, "dense-window": {"window": (40, 0)}}
 
     def head_key(self, shape: SequenceShape, head: int) -> Hashable:  # noqa: ARG002
-        """All heads are alike."""
+        """All heads are equal."""
         return None
 
     def rows_seeing(self, shape: SequenceShape, head: int, key: int) -> Positions:  # noqa: ARG002
@@ -47,7 +47,7 @@ class DensePattern(Pattern):
         return np.ones(shape.length, dtype=bool)
 
     def pairs(self, shape: SequenceShape) -> Pairs:
-        """In closed form."""
+        """Computed in closed form."""
         return Pairs(shape.visible_pairs, shape.visible_pairs)
 
     def reached_rows(self, shape: SequenceShape) -> tuple[int, int]:
@@ -55,11 +55,11 @@ class DensePattern(Pattern):
         return shape.length * shape.num_heads, shape.length * shape.num_kv_heads
 
     def strided_segments(self, shape: SequenceShape, head: int) -> tuple[StridedSegments, ...]:  # noqa: ARG002
-        """One segment that holds everything."""
+        """One segment that holds the whole sequence."""
         return (StridedSegments(shape.length, 1, 0),)
 
     def shares(self, shape: SequenceShape, lines: int, columns: int) -> None:
-        """A full square is not worth a picture."""
+        """None: a full square is not drawn."""
 
 
 DENSE = DensePattern()

@@ -28,14 +28,14 @@ OffsetBy = Literal["head", "kv_head"]
 MergeGrad = Literal["exact", "detached"]
 Padding = Literal["masked", "zero_key"]
 
-# Branches `auto` (catalog.md §3): the same along a range, so that only the length changes.
+# The branches `auto` (catalog.md §3) are constant along a range, so that only the length changes.
 AUTO_SEGMENTS = (2048, 4096, 8192, 16384, 32768)
 AUTO_RATES = (1, 2, 4, 8, 16)
 MAX_COUNTED_POSITIONS = 2**22
 
 
 class DilatedRequest(Model):
-    """What a request may say of a dilated pattern; `auto` segments and rates are those of the catalogue."""
+    """Request fields of a dilated pattern; `auto` segments and rates are those of the catalogue."""
 
     segment_lengths: SizesOrAuto = "auto"
     dilation_rates: SizesOrAuto = "auto"
@@ -49,8 +49,8 @@ class DilatedRequest(Model):
 class DilatedPattern(Pattern):
     """Branches (segment length w, dilation rate r).
 
-    A branch lets i see j when both lie in the same segment of w positions and both sit on the head's residue
-    `offset(h, r)` inside it. Keys that several branches give are counted several times.
+    In a branch i sees j if both are in the same segment of w positions and both are on the head's residue
+    `offset(h, r)` inside it. Keys that several branches share are counted several times.
     """
 
     kind: Literal["dilated"] = "dilated"
@@ -77,19 +77,19 @@ class DilatedPattern(Pattern):
 
     @classmethod
     def request_model(cls) -> type[Model]:
-        """Segments and rates may be `auto`."""
+        """Includes `auto` segments and rates."""
         return DilatedRequest
 
     @classmethod
     def from_request(cls, fields: Mapping[str, Any]) -> Self:
-        """With `auto` filled in: given segments get rates 1, 2, 4, …; given rates the catalogue's first segments."""
-        asked = validated(DilatedRequest, dict(fields))
-        segments, rates = asked.segment_lengths, asked.dilation_rates
+        """Fill in `auto`: given segments get rates 1, 2, 4, …; given rates get the catalogue's first segments."""
+        request = validated(DilatedRequest, dict(fields))
+        segments, rates = request.segment_lengths, request.dilation_rates
         if segments == "auto":
             segments = AUTO_SEGMENTS if rates == "auto" else AUTO_SEGMENTS[: len(rates)]
         if rates == "auto":
             rates = AUTO_RATES if len(segments) == len(AUTO_RATES) else tuple(2**k for k in range(len(segments)))
-        return validated(cls, {**asked.model_dump(), "segment_lengths": segments, "dilation_rates": rates})
+        return validated(cls, {**request.model_dump(), "segment_lengths": segments, "dilation_rates": rates})
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
@@ -105,7 +105,7 @@ class DilatedPattern(Pattern):
             {**covering, "merge_grad": "detached"},
             {**covering, "segment_lengths": (16, 48, 252), "padding": "zero_key"},
         )
-        return tuple(cls.model_validate(one) for one in fields)
+        return tuple(cls.model_validate(variant) for variant in fields)
 
     @classmethod
     def trials(cls) -> Mapping[str, Mapping[str, Any]]:
@@ -148,15 +148,15 @@ class DilatedPattern(Pattern):
 
     @property
     def branches(self) -> tuple[tuple[int, int], ...]:
-        """The (segment length, dilation rate) pairs, as asked for."""
+        """The requested (segment length, dilation rate) pairs."""
         return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
 
     def details(self, shapes: Sequence[SequenceShape]) -> str:  # noqa: ARG002
-        """The kind alone: branches would fill the line."""
+        """The kind only: branches would fill the line."""
         return self.kind
 
     def label(self) -> str:
-        """'dilated w 2K,4K r 1,2', and what is not the default."""
+        """'dilated w 2K,4K r 1,2', and options that differ from the default."""
         segments = ",".join(map(format_count, self.segment_lengths))
         named = {"kind", "segment_lengths", "dilation_rates"}
         unusual = self.model_dump(exclude_defaults=True, exclude=named)
@@ -171,7 +171,7 @@ class DilatedPattern(Pattern):
         return index % rate if self.offset == "modulo" else index // -(-count // rate)
 
     def head_branches(self, head: int, num_heads: int) -> tuple[tuple[int, int], ...]:
-        """The (w, r) that head `head` takes part in: all of them, or its group's one.
+        """The (w, r) that head `head` takes part in: all of them, or the one of its group.
 
         Grouped: heads are split over the branches in order, sizes differing by at most one, larger groups first.
         """
@@ -183,14 +183,14 @@ class DilatedPattern(Pattern):
         return (self.branches[branch_of_head[head]],)
 
     def branch_of_head(self, num_heads: int) -> tuple[int, ...] | None:
-        """The index of each head's only branch; None where each takes part in all."""
+        """The index of each head's only branch; None if each takes part in all."""
         if self.heads == "all":
             return None
         size, larger = divmod(num_heads, len(self.branches))
         return tuple(index for index in range(len(self.branches)) for _ in range(size + (index < larger)))
 
     def strided_segments(self, shape: SequenceShape, head: int) -> tuple[StridedSegments, ...]:
-        """Segments are clamped to the sequence."""
+        """The branches of a head, with segments clamped to the sequence."""
         return tuple(
             StridedSegments(min(w, shape.length), r, self.head_offset(head, r, shape.num_heads, shape.num_kv_heads))
             for w, r in self.head_branches(head, shape.num_heads)
@@ -210,17 +210,17 @@ class DilatedPattern(Pattern):
             )
 
     def head_key(self, shape: SequenceShape, head: int) -> Hashable:
-        """Heads with the same branches are alike."""
+        """Heads with the same branches have equal keys."""
         return self.strided_segments(shape, head)
 
     def rows_seeing(self, shape: SequenceShape, head: int, key: int) -> Positions:
-        """i sees j where j sees i: the keys of the key's own row."""
+        """The relation is symmetric: these are the keys of the row `key`."""
         import numpy as np
 
         return next(self.counts(shape, head, np.array([key]))).keys()
 
     def covered(self, shape: SequenceShape, head: int) -> NDArray[np.bool_]:
-        """Who is on a residue sees itself, under any causal mask and window."""
+        """A row on a residue sees itself, under any causal mask and window."""
         import numpy as np
 
         rows = np.arange(shape.length)
@@ -229,7 +229,7 @@ class DilatedPattern(Pattern):
         return seen
 
     def pairs(self, shape: SequenceShape) -> Pairs:
-        """In closed form; at least those of the largest branch differ."""
+        """Computed in closed form; the pairs of the largest branch are distinct."""
         of_branch: Counter[int] = Counter()
         for head in range(shape.num_heads):
             for index, branch in enumerate(self.strided_segments(shape, head)):
@@ -243,21 +243,21 @@ class DilatedPattern(Pattern):
         shared = [
             frozenset[StridedSegments]().union(*of_head[at : at + group]) for at in range(0, shape.num_heads, group)
         ]
-        return tuple(sum(rows_on(one, shape.length) for one in kept) for kept in (of_head, shared))  # type: ignore[return-value]
+        return tuple(sum(rows_on(segments, shape.length) for segments in groups) for groups in (of_head, shared))  # type: ignore[return-value]
 
     def keys_per_row(self, length: int) -> int:
         """The rows that the fullest segment keeps."""
         return max(-(-min(w, length) // r) for w, r in self.branches)
 
     def edges(self, shape: SequenceShape) -> Positions:
-        """Where the segments begin."""
+        """The starts of the segments."""
         import numpy as np
 
         return np.unique(np.concatenate([np.arange(0, shape.length, w) for w in self.segment_lengths]))
 
     @property
     def cut_length(self) -> int | None:
-        """The common multiple of all segment lengths. None with zero keys: a last part by itself has others."""
+        """The least common multiple of all segment lengths. None with zero keys: a separate last part has others."""
         return None if self.has_zero_keys else lcm(*self.segment_lengths)
 
     @property
@@ -266,31 +266,31 @@ class DilatedPattern(Pattern):
         return 1 if self.heads == "grouped" else len(self.segment_lengths)
 
     def near_misses(self) -> Mapping[str, Pattern]:
-        """The other value of every option, and what public projects were found to compute (semantics.md §3)."""
-        others: dict[str, tuple[str, ...]] = {
+        """The other value of every option, and the variants that public projects compute (semantics.md §3)."""
+        options: dict[str, tuple[str, ...]] = {
             "offset": ("modulo", "blocked"),
             "offset_by": ("head", "kv_head"),
             "heads": ("all", "grouped"),
             "merge_grad": ("exact", "detached"),
             "padding": ("masked", "zero_key"),
         }
-        found: dict[str, Pattern] = {
+        variants: dict[str, Pattern] = {
             f"{name}={value}": self.model_copy(update={name: value})
-            for name, values in others.items()
+            for name, values in options.items()
             for value in values
             if value != getattr(self, name)
         }
-        return {**found, "offset=0 in every head": _WithoutOffset.model_validate(self.model_dump())}
+        return {**variants, "offset=0 in every head": _WithoutOffset.model_validate(self.model_dump())}
 
     def zero_keys(self, shape: SequenceShape, head: int) -> Iterator[ZeroKeys]:
-        """Those past the end of a row's segment, filled up to a multiple of the rate, on the head's residue.
+        """Padding past the end of a row's segment, up to a multiple of the rate, on the head's residue.
 
-        As torchscale pads (semantics.md §2); a causal mask hides all of them.
+        torchscale pads like this (semantics.md §2); a causal mask hides all of it.
         """
         if not self.has_zero_keys or shape.causal:
             return
         for part, (w, r, offset) in enumerate(self.strided_segments(shape, head)):
-            # Where the rate divides the segment, only the last one can lack positions.
+            # If the rate divides the segment length, only the last segment can be short.
             for start in range(0 if w % r else (shape.length - 1) // w * w, shape.length, w):
                 stop = min(start + w, shape.length)
                 rows = range(start + offset, stop, r)
@@ -299,11 +299,11 @@ class DilatedPattern(Pattern):
 
     @property
     def has_zero_keys(self) -> bool:
-        """As `padding` says."""
+        """Return True for padding=zero_key."""
         return self.padding == "zero_key"
 
     def why_not_over(self, shape: SequenceShape) -> str | None:
-        """Zero keys inside a sequence: there torchscale puts rows of its result where other rows belong."""
+        """Refuse zero keys inside a sequence, for which torchscale misplaces rows of its result."""
         for w, r in self.branches if self.has_zero_keys else ():
             if w < shape.length and w % r:
                 return (
@@ -315,12 +315,12 @@ class DilatedPattern(Pattern):
 
     @property
     def is_detached(self) -> bool:
-        """As `merge_grad` says."""
+        """Return True for merge_grad=detached."""
         return self.merge_grad == "detached"
 
     @property
     def has_grouped_heads(self) -> bool:
-        """As `heads` says."""
+        """Return True for heads=grouped."""
         return self.heads == "grouped"
 
 
@@ -333,14 +333,14 @@ class _WithoutOffset(DilatedPattern):
 
 
 def rows_kept(length: int, rate: int, offset: int) -> int:
-    """Rows of a segment of `length` positions that lie on the residue: ceil((length - offset) / rate), at least 0."""
+    """Number of rows of a segment of `length` positions on the residue: ceil((length - offset) / rate), at least 0."""
     return max(0, -(-(length - offset) // rate))
 
 
 def branch_pairs(branch: StridedSegments, shape: SequenceShape) -> int:
     """Visible pairs of one head in a branch (semantics.md §2)."""
     w, r, offset = branch
-    # Window distances count positions; rows of a branch lie `rate` positions apart.
+    # Window distances count positions; neighbouring rows of a branch are `rate` positions apart.
     left, right = (side if side < 0 else side // r for side in shape.window)
     full, tail = divmod(shape.length, w)
     whole = windowed_pairs(rows_kept(w, r, offset), shape.causal, left, right)
@@ -348,19 +348,19 @@ def branch_pairs(branch: StridedSegments, shape: SequenceShape) -> int:
 
 
 def _keys(branch: StridedSegments, segment: int, length: int) -> range:
-    """Keys of a branch in a segment, none for segment -1."""
+    """Keys of a branch in a segment; empty for segment -1."""
     w, r, offset = branch
     return range(segment * w + offset, min((segment + 1) * w, length), r) if segment >= 0 else range(0)
 
 
 @lru_cache(maxsize=4096)
 def rows_on(branches: frozenset[StridedSegments], length: int) -> int:
-    """Positions of a sequence that lie on any of the residues.
+    """Number of positions of a sequence that are on any of the residues.
 
-    Where they repeat after too many positions to count, those of the residue that keeps most: a lower bound.
+    If their period is too long to count, the number of the residue that keeps most, a lower bound.
     """
     most = max(length // w * rows_kept(w, r, offset) + rows_kept(length % w, r, offset) for w, r, offset in branches)
-    # Segments show only where their length is no multiple of the rate, or the sequence has a single one.
+    # Segments matter only if their length is no multiple of the rate, or the sequence has a single one.
     period = lcm(*(r if w % r == 0 or w == length else w for w, r, _ in branches))
     counted = min(period, length)
     if len(branches) == 1 or most == length or counted > MAX_COUNTED_POSITIONS:

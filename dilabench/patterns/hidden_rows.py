@@ -1,4 +1,4 @@
-"""Patterns that are told column by column: from which ranges of rows each key is hidden (FlashMask, Wang et al. 2024).
+"""Patterns given column by column: the ranges of rows from which each key is hidden (FlashMask, Wang et al. 2024).
 
 Memory is O(N): sliding windows, documents, prefixes and shared questions need two ranges per key. No torch.
 """
@@ -16,14 +16,14 @@ from dilabench.patterns.pattern import Pattern
 
 
 class HiddenRowsPattern(Pattern):
-    """A pattern that is the same for all heads and says for every key from which rows it is hidden."""
+    """A pattern, the same for all heads, that is defined by the rows from which each key is hidden."""
 
     @abstractmethod
     def hidden_rows(self, shape: SequenceShape) -> HiddenRows:
-        """Before causal mask and window."""
+        """The ranges of rows from which each key is hidden, before causal mask and window."""
 
     def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:  # noqa: ARG002
-        """Rows between which no range starts or stops have the same keys."""
+        """Consecutive rows have the same keys if no range starts or stops between them."""
         hidden = self.hidden_rows(shape)
         edges = np.unique(np.concatenate([hidden.starts.ravel(), hidden.stops.ravel()]))
         between = edges.searchsorted(rows, side="right")
@@ -33,31 +33,31 @@ class HiddenRowsPattern(Pattern):
                 yield KeyGroup(members, (np.flatnonzero(~hidden.hides(members[:1], slice(None))[0]),))
 
     def head_key(self, shape: SequenceShape, head: int) -> Hashable:  # noqa: ARG002
-        """All heads are alike."""
+        """All heads are equal."""
         return None
 
     def rows_seeing(self, shape: SequenceShape, head: int, key: int) -> Positions:  # noqa: ARG002
-        """All but its ranges."""
+        """All rows except those in the key's ranges."""
         rows = np.arange(shape.length)
-        found: Positions = rows[~self.hidden_rows(shape).hides(rows, slice(key, key + 1))[:, 0]]
-        return found
+        visible: Positions = rows[~self.hidden_rows(shape).hides(rows, slice(key, key + 1))[:, 0]]
+        return visible
 
     def covered(self, shape: SequenceShape, head: int) -> NDArray[np.bool_]:  # noqa: ARG002
-        """By how many keys begin and cease to be seen at each row."""
+        """Computed from the numbers of keys that become visible and hidden at each row."""
         starts, stops = self._seen(shape)
-        some = starts < stops
-        change = np.bincount(starts[some], minlength=shape.length + 1)
-        change = change - np.bincount(stops[some], minlength=shape.length + 1)
+        nonempty = starts < stops
+        change = np.bincount(starts[nonempty], minlength=shape.length + 1)
+        change = change - np.bincount(stops[nonempty], minlength=shape.length + 1)
         return np.asarray(change.cumsum()[: shape.length] > 0)
 
     def pairs(self, shape: SequenceShape) -> Pairs:
-        """Column by column."""
+        """Counted column by column."""
         starts, stops = self._seen(shape)
         pairs = shape.num_heads * int(np.maximum(stops - starts, 0).sum())
         return Pairs(pairs, pairs)
 
     def is_dense(self, shape: SequenceShape) -> bool:
-        """Whether no key is hidden from any row."""
+        """Return True if no key is hidden from any row."""
         hidden = self.hidden_rows(shape)
         return not (hidden.starts < hidden.stops).any()
 

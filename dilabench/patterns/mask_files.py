@@ -1,4 +1,4 @@
-"""Block masks from files: `.npy`, or `.json` with lists of key blocks; and other arrays that patterns are read from.
+"""Block masks from files: `.npy`, or `.json` with lists of key blocks; and other arrays of patterns.
 
 `numpy` is imported on use.
 """
@@ -36,7 +36,7 @@ def mask_digest(path: Path, what: str = "mask") -> str:
         raise ConfigError(f"{what} file {str(path)!r} cannot be read: {reason}") from None
 
 
-# Folders with copies of masks, as the records that were read name them.
+# Folders of the records read so far, which hold copies of their masks.
 _kept_in: list[Path] = []
 
 
@@ -51,21 +51,21 @@ def keep_mask(path: Path, digest: str, folder: Path) -> None:
 
 
 def look_for_masks_in(folder: Path) -> None:
-    """From now on `mask_of_digest` looks in this folder, too."""
+    """Let `mask_of_digest` look in this folder, too."""
     if folder not in _kept_in:
         _kept_in.append(folder)
 
 
 def mask_of_digest(path: Path, digest: str) -> Path:
-    """The file, or a copy of it where it is gone or holds something else. Raises ConfigError when there is neither."""
+    """Return the file, or a stored copy if it is gone or has changed. Raises ConfigError if there is neither."""
     try:
         _check_unchanged(path, digest)
     except ConfigError:
         copies = (_copy(path, digest, folder) for folder in _kept_in)
-        found = next((copy for copy in copies if copy.is_file()), None)
-        if found is None:
+        stored = next((copy for copy in copies if copy.is_file()), None)
+        if stored is None:
             raise
-        return found
+        return stored
     return path
 
 
@@ -108,7 +108,7 @@ def read_array(path: Path, what: str) -> NDArray[Any]:
 def _array(path: Path) -> NDArray[Any]:
     import numpy as np
 
-    # Mapped, not read: a header may claim any size, and what the file holds decides.
+    # Memory-mapped, because a header may claim any size; the file's actual size decides.
     mapped = np.load(path, mmap_mode="r", allow_pickle=False)
     if not isinstance(mapped, np.ndarray):
         raise ValueError("it holds several arrays; save a single one with numpy.save")
@@ -117,7 +117,7 @@ def _array(path: Path) -> NDArray[Any]:
 
 @contextmanager
 def _readable(path: Path, what: str) -> Iterator[None]:
-    """What goes wrong while the file is read as a ConfigError."""
+    """Turn errors while the file is read into a ConfigError."""
     try:
         yield
     except OSError as error:

@@ -2,7 +2,7 @@
 
 NSA itself selects per query token.
 
-out[i, h] = g1 · compressed + g2 · selected + g3 · window, each with a softmax of its own. semantics.md §5.
+out[i, h] = g1 · compressed + g2 · selected + g3 · window, each with its own softmax. semantics.md §5.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.patterns.window_sink import WindowSinkPattern
 from dilabench.validation import Size
 
-# Gates are this many parts of one, so that every dtype holds them exactly.
+# Gates are multiples of 1 / GATE_STEPS, which every dtype holds exactly.
 GATE_STEPS = 128
 
 
 class CompressedPattern(HiddenRowsPattern):
-    """Every row sees the last position of every whole block: where the mean of the block stands.
+    """Every row sees the last position of every whole block, which holds the mean of the block.
 
-    So that behind a causal mask a block is seen once it is complete.
+    Under a causal mask a block is therefore visible once it is complete.
     """
 
     kind: Literal["compressed"] = "compressed"
@@ -45,9 +45,9 @@ class NativeSparsePattern(Pattern):
     """The sum of three attentions under gates: means of blocks of keys, selected blocks, and the last keys.
 
     Blocks of `block_size` positions are compressed to their mean (a learned compression is the model's); `top_k` of
-    them are selected by the mean key, the own block always, one selection for each key/value head; `window_size` is as
-    in window_sink. Gates are an input: drawn from `gate_seed` for every position, query head and part, from 0 to 1.
-    `counts` says which keys a row hangs on, however often.
+    them are selected by the mean key, always including the row's block, once per key/value head; `window_size` is as in
+    window_sink. Gates are an input: drawn from `gate_seed` for every position, query head and part, from 0 to 1.
+    `counts` gives the keys on which a row depends, not how often.
     """
 
     kind: Literal["native_sparse"] = "native_sparse"
@@ -58,12 +58,12 @@ class NativeSparsePattern(Pattern):
     gate_seed: int = Field(default=0, ge=0)
 
     def label(self) -> str:
-        """With what shares a selection."""
+        """The label, with the unit that shares a selection."""
         return f"{super().label()} per block of queries"
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
-        """Blocks that the end cuts."""
+        """Blocks that the end of the sequence cuts."""
         return (cls(block_size=16, top_k=2, window_size=11),)
 
     @classmethod
@@ -79,9 +79,9 @@ class NativeSparsePattern(Pattern):
         return tuple({"top_k": max(1, blocks // part)} for part in (2, 8, 32))
 
     def why_not_over(self, shape: SequenceShape) -> str | None:
-        """A window of the workload would cut means into pieces."""
+        """Refuse a window of the workload, which would cut blocks with means."""
         if shape.window != (-1, -1):
-            return f"native_sparse has a window of its own, not window {list(shape.window)}; set window_size"
+            return f"native_sparse has its own window, so window {list(shape.window)} is not used; set window_size"
         return None
 
     def summands(self, shape: SequenceShape) -> tuple[Summand, ...]:
@@ -95,20 +95,20 @@ class NativeSparsePattern(Pattern):
 
     @property
     def parts(self) -> int:
-        """Three results are added up."""
+        """The three results that are summed."""
         return 3
 
     def row_labels(self, shapes: Any) -> dict[str, str]:
-        """What was selected."""
+        """Labels of the selection."""
         return {"selection": self._selected.row_labels(shapes)["selection"]}
 
     def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:
         """A group for each row: the keys of means that it sees, those of selected blocks, and its window."""
         compressed = shape.length // self.block_size * self.block_size
-        others = [self._of_rows(one.pattern, shape, head, rows) for one in self.summands(shape)[1:]]
+        keys_of_parts = [self._of_rows(summand.pattern, shape, head, rows) for summand in self.summands(shape)[1:]]
         for index, row in enumerate(rows.tolist()):
             complete = (row + 1) // self.block_size * self.block_size if shape.causal else compressed
-            parts = (range(complete), *(other[index] for other in others))
+            parts = (range(complete), *(keys[index] for keys in keys_of_parts))
             yield KeyGroup(np.array([row]), parts)
 
     def head_key(self, shape: SequenceShape, head: int) -> Hashable:
@@ -116,30 +116,30 @@ class NativeSparsePattern(Pattern):
         return self._selected.head_key(shape, head)
 
     def rows_seeing(self, shape: SequenceShape, head: int, key: int) -> Positions:
-        """The rows that see it in some part."""
+        """The rows that see the key in some part."""
         block_end = (key // self.block_size + 1) * self.block_size
         first = block_end - 1 if shape.causal else 0
-        found = [np.arange(first if block_end <= shape.length else shape.length, shape.length)]
-        found += [one.pattern.rows_seeing(shape, head, key) for one in self.summands(shape)[1:]]
-        return np.unique(np.concatenate(found))
+        rows = [np.arange(first if block_end <= shape.length else shape.length, shape.length)]
+        rows += [summand.pattern.rows_seeing(shape, head, key) for summand in self.summands(shape)[1:]]
+        return np.unique(np.concatenate(rows))
 
     def covered(self, shape: SequenceShape, head: int) -> NDArray[np.bool_]:
-        """Every row sees at least itself, in its window."""
+        """Every row sees at least itself, in the window part."""
         return self.summands(shape)[2].pattern.covered(shape, head)
 
     def pairs(self, shape: SequenceShape) -> Pairs:
-        """Of queries with means, and with keys; one that is both selected and in the window may be multiplied once."""
-        means, selected, window = (one.pattern.pairs(shape).attended for one in self.summands(shape))
+        """Pairs of queries with means, and with keys; a key both selected and in the window may be computed once."""
+        means, selected, window = (summand.pattern.pairs(shape).attended for summand in self.summands(shape))
         return Pairs(means + selected + window, means + max(selected, window))
 
     def shares(self, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64] | None:
-        """Of what each cell is attended most: a mean counts as one of the positions that it is of."""
-        shares = [Pattern.shares(one.pattern, shape, lines, columns) for one in self.summands(shape)]
-        found = [one for one in shares if one is not None]
-        return np.maximum.reduce(found) if found else None
+        """Shares of the part that each cell is attended in most; a mean counts as one position of its block."""
+        shares = [Pattern.shares(summand.pattern, shape, lines, columns) for summand in self.summands(shape)]
+        drawn = [share for share in shares if share is not None]
+        return np.maximum.reduce(drawn) if drawn else None
 
     def edges(self, shape: SequenceShape) -> Positions:
-        """Where blocks begin."""
+        """The starts of blocks."""
         return np.arange(0, shape.length, self.block_size)
 
     @property
@@ -148,10 +148,10 @@ class NativeSparsePattern(Pattern):
 
     def _of_rows(self, pattern: Pattern, shape: SequenceShape, head: int, rows: Positions) -> list[range | Positions]:
         """The keys of each row, in the order of the rows."""
-        found: dict[int, range | Positions] = {}
+        keys: dict[int, range | Positions] = {}
         for group in pattern.counts(shape, head, rows):
-            found |= dict.fromkeys(group.rows.tolist(), group.parts[0])
-        return [found.get(row, range(0)) for row in rows.tolist()]
+            keys |= dict.fromkeys(group.rows.tolist(), group.parts[0])
+        return [keys.get(row, range(0)) for row in rows.tolist()]
 
 
 @lru_cache(maxsize=8)

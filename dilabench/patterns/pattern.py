@@ -1,8 +1,8 @@
-"""What a pattern is: who sees whom, in one frozen model. No torch; numpy is imported on use,
-for `--help` reads this file.
+"""A pattern: which query sees which key, in one frozen model. No torch; numpy is imported on use,
+because `--help` imports this file.
 
-`counts` is the only definition. Everything else follows from it, and the forms given here derive it from there; a
-pattern that knows a shorter way answers by itself, and tests hold that answer to `counts`.
+`counts` is the only definition. All other methods follow from it, and their defaults here derive it from `counts`; a
+pattern may override them with faster forms, which tests check against `counts`.
 
 Positions count from 0 in one sequence. C[h, i, j] is how often the query at i sees the key at j, before the causal mask
 and the window, which hold for every pattern and are applied outside of it (semantics.md §1).
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
     from numpy.typing import NDArray
 
-# Beyond this a picture drawn from `counts` would take longer than it is worth.
+# Beyond this size a picture drawn from `counts` would take too long.
 MAX_PICTURED_LENGTH = 2**17
 ROWS_PER_LINE = 16
 
@@ -48,11 +48,11 @@ class Pattern(Model, ABC):
     """
 
     kind: str
-    # Whether reports draw it: a picture per shape, where the label does not say it all.
+    # True if reports draw a picture per shape, because the label does not describe the pattern fully.
     drawn_in_reports: ClassVar[bool] = True
-    # Names that fields of requests had before: today's name, and what makes today's value of such a value.
+    # Former names of request fields: today's name, and a function that converts the value.
     former_fields: ClassVar[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {}
-    # Fields of requests that leave no density open: files of masks, indices or bounds.
+    # Fields of requests that determine the density: files of masks, indices or bounds.
     given_whole_by: ClassVar[frozenset[str]] = frozenset()
 
     # The definition.
@@ -64,7 +64,7 @@ class Pattern(Model, ABC):
         Before causal mask and window. Rows without keys are in no group, or in one whose parts are empty.
         """
 
-    # What a request may say of it.
+    # Requests.
 
     @classmethod
     def request_model(cls) -> type[BaseModel]:
@@ -78,20 +78,20 @@ class Pattern(Model, ABC):
 
     @classmethod
     def of_request(cls, fields: Mapping[str, Any]) -> Self:
-        """The pattern of a flat request: by those of its fields that are this kind's, in alphabetical order."""
-        own = cls.request_model().model_fields
-        return cls.from_request({name: fields[name] for name in sorted(fields) if name in own})
+        """The pattern of a flat request, from the fields that belong to this kind, in alphabetical order."""
+        known = cls.request_model().model_fields
+        return cls.from_request({name: fields[name] for name in sorted(fields) if name in known})
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
-        """Small instances with odd sizes that implementations are held to, for sequences of up to a few hundred."""
+        """Small instances with odd sizes that test implementations, for sequences of up to a few hundred."""
         return (cls.from_request({}),)
 
     @classmethod
     def trials(cls) -> Mapping[str, Mapping[str, Any]]:
-        """Named requests that `verify --all` goes through, as fields of the pattern and of the shape.
+        """Named requests that `verify --all` runs, as fields of the pattern and of the shape.
 
-        `verify NAME` takes the first of those of a pattern that NAME computes, if no pattern is given.
+        Without a given pattern, `verify NAME` takes the first one of a pattern that NAME computes.
         """
         kind = cls.model_fields["kind"].default
         return {kind: {}, f"{kind}-full": {"causal": False}}
@@ -110,40 +110,40 @@ class Pattern(Model, ABC):
 
     @classmethod
     def of(cls, workload: Any) -> Self:
-        """The pattern of a workload, for those who compute only this kind. Raises ValueError for another one."""
+        """The pattern of a workload, for code that computes only this kind. Raises ValueError for another one."""
         if not isinstance(workload.pattern, cls):
             raise ValueError(f"a {workload.pattern.kind} pattern where only {cls.__name__} can be computed")
         return workload.pattern
 
     @classmethod
     def match(cls, pattern: Pattern) -> Self | None:
-        """The pattern itself where it is of this kind, else None."""
+        """Return the pattern if it is of this kind, else None."""
         return pattern if isinstance(pattern, cls) else None
 
     @property
     def under(self) -> Pattern:
-        """What is left without the mask of blocks over it: for most patterns they themselves."""
+        """The pattern without its mask of blocks; by default the pattern itself."""
         return self
 
-    # What it is called.
+    # Names.
 
     def label(self) -> str:
-        """A few words for tables; defaults are left out."""
+        """A few words for tables; defaults are omitted."""
         unusual = self.model_dump(exclude_defaults=True, exclude={"kind"})
         return " ".join([self.kind.replace("_", "-"), *(f"{name}={value}" for name, value in unusual.items())])
 
     def details(self, shapes: Sequence[SequenceShape]) -> str:  # noqa: ARG002
-        """What `--dry-run` says of it over these sequences: its label, and what only the shape decides."""
+        """Text for `--dry-run` over these sequences: the label, and properties that depend on the shape."""
         return self.label()
 
     def row_labels(self, shapes: Sequence[SequenceShape]) -> dict[str, str]:  # noqa: ARG002
-        """Labels that its rows carry in a record, as what a random choice came to."""
+        """Labels of its rows in a record, such as the result of a random choice."""
         return {}
 
-    # What follows from `counts`.
+    # Properties that follow from `counts`.
 
     def head_key(self, shape: SequenceShape, head: int) -> Hashable:  # noqa: ARG002
-        """Equal for query heads with the same counts; by default no two are known to be alike."""
+        """A key that is equal for query heads with the same counts; by default all heads differ."""
         return head
 
     def rows_seeing(self, shape: SequenceShape, head: int, key: int) -> Positions:
@@ -151,8 +151,8 @@ class Pattern(Model, ABC):
         import numpy as np
 
         groups = self.counts(shape, head, np.arange(shape.length))
-        found = [group.rows for group in groups if any(_holds(part, key) for part in group.parts)]
-        return np.sort(np.concatenate(found)) if found else np.zeros(0, dtype=np.int64)
+        rows = [group.rows for group in groups if any(_holds(part, key) for part in group.parts)]
+        return np.sort(np.concatenate(rows)) if rows else np.zeros(0, dtype=np.int64)
 
     def covered(self, shape: SequenceShape, head: int) -> NDArray[np.bool_]:
         """[length]: the rows that see a key, under causal mask and window."""
@@ -165,99 +165,99 @@ class Pattern(Model, ABC):
         return seen
 
     def pairs(self, shape: SequenceShape) -> Pairs:
-        """How many pairs are attended, under causal mask and window."""
+        """The number of attended pairs, under causal mask and window."""
         return Pairs(*_counted_pairs(self, shape))
 
     def density_of(self, shapes: Sequence[SequenceShape]) -> float:
-        """What is computed over what full attention computes under the same mask and window: by default, of pairs.
+        """Computed pairs / pairs of full attention under the same mask and window.
 
-        Pairs count as often as they are attended, so that parts which overlap may come to more than 1.
+        Pairs count as often as they are attended, so overlapping parts may exceed 1.
         """
         return sum(self.pairs(shape).attended for shape in shapes) / sum(shape.visible_pairs for shape in shapes)
 
     def reached_rows(self, shape: SequenceShape) -> tuple[int, int]:  # noqa: ARG002
         """A lower bound of the rows of q, over query heads, and of k, over key/value heads, that belong to any pair.
 
-        By default nothing is certain.
+        By default (0, 0), which is always a lower bound.
         """
         return 0, 0
 
     def keys_per_row(self, length: int) -> int:
-        """At most so many keys of one part does a row see in a sequence of this length: how far rounding goes."""
+        """An upper bound of the keys of one part that a row sees at this length; it bounds the rounding error."""
         return length
 
     def edges(self, shape: SequenceShape) -> Positions:  # noqa: ARG002
-        """Positions where something begins: verification always samples them and the rows before. None by default."""
+        """Positions where structures begin; verification always samples them and the rows before. Empty by default."""
         import numpy as np
 
         return np.zeros(0, dtype=np.int64)
 
     def strided_segments(self, shape: SequenceShape, head: int) -> tuple[StridedSegments, ...] | None:  # noqa: ARG002
-        """The pattern of a head as a union of strided segments, None where it is not one.
+        """The pattern of a head as a union of strided segments, None if it is not one.
 
-        With it, whatever computes such unions over a dense backend computes the pattern.
+        Implementations of such unions over a dense backend can then compute the pattern.
         """
         return None
 
     def hidden_rows(self, shape: SequenceShape) -> HiddenRows | None:  # noqa: ARG002
-        """From which rows each key is hidden, in a few ranges, None where heads differ or there are too many.
+        """The rows from which each key is hidden, in a few ranges; None if heads differ or there are too many ranges.
 
-        With it, whatever takes bounds of columns computes the pattern, in O(N) memory.
+        Implementations of bounds of columns can then compute the pattern, in O(N) memory.
         """
         return None
 
     def whole_blocks(self, shape: SequenceShape) -> WholeBlocks | None:  # noqa: ARG002
-        """The pattern as a union of whole blocks of queries and keys, None where it is not one.
+        """The pattern as a union of whole blocks of queries and keys, None if it is not one.
 
-        With it, whatever computes lists of blocks computes the pattern.
+        Implementations of lists of blocks can then compute the pattern.
         """
         return None
 
     def is_dense(self, shape: SequenceShape) -> bool:
-        """Whether every query sees every key once."""
+        """Return True if every query sees every key once."""
         whole = (StridedSegments(shape.length, 1, 0),)
         return all(self.strided_segments(shape, head) == whole for head in range(shape.num_heads))
 
     def summands(self, shape: SequenceShape) -> tuple[Summand, ...]:  # noqa: ARG002
-        """Attentions with a softmax each, of which it is the sum under gates; none where one softmax is all of it."""
+        """The attentions, each with its own softmax, that are summed under gates; empty for a single softmax."""
         return ()
 
     @property
     def block_length(self) -> int | None:
-        """Rows of a block where blocks are seen as a whole, None where there are none."""
+        """Rows of a block if whole blocks see each other, else None."""
         return None
 
     @property
     def cut_length(self) -> int | None:
-        """Multiples of so many tokens cut a sequence so that no query sees a key on the other side; None: no cut."""
+        """Multiples of this length cut a sequence so that no query sees a key on the other side; None: no cut."""
         return None
 
     @property
     def parts(self) -> int:
-        """In so many parts can the keys of a row come at most."""
+        """The largest number of parts in which the keys of a row are given."""
         return 1
 
     @property
     def is_detached(self) -> bool:
-        """Whether gradients treat the weights of parts as constants (semantics.md §2)."""
+        """Return True if gradients treat the weights of parts as constants (semantics.md §2)."""
         return False
 
     @property
     def has_grouped_heads(self) -> bool:
-        """Whether heads take part in different branches."""
+        """Return True if heads take part in different branches."""
         return False
 
     @property
     def has_fixed_length(self) -> bool:
-        """Whether it fits sequences of one length only, as a mask from a file does."""
+        """Return True if it fits sequences of one length only, like a mask from a file."""
         return False
 
     def files(self) -> tuple[tuple[Path, str], ...]:
-        """Files that it is read from, each with the digest of its content; records keep copies of them."""
+        """Files from which it is read, each with the digest of its content; records keep copies of them."""
         return ()
 
     def zero_keys(self, shape: SequenceShape, head: int) -> Iterable[ZeroKeys]:  # noqa: ARG002
-        """Keys of score 0 and value 0 that rows attend besides those counted, by default none.
+        """Keys of score 0 and value 0 that rows attend in addition to those counted; empty by default.
 
         They only add to the denominator (semantics.md §2): exp(lse) grows by their number. No part adds to a row twice.
         """
@@ -265,26 +265,26 @@ class Pattern(Model, ABC):
 
     @property
     def has_zero_keys(self) -> bool:
-        """Whether rows may attend zero keys, which an implementation has to know of."""
+        """Return True if rows may attend zero keys, which an implementation must support."""
         return False
 
     def why_not_over(self, shape: SequenceShape) -> str | None:  # noqa: ARG002
-        """Why it means nothing over a sequence, with a way out; None where it does."""
+        """Return why it is undefined over a sequence, with a remedy; None if it is defined."""
         return None
 
     def near_misses(self) -> Mapping[str, Pattern]:
-        """What it may be taken for by mistake, by a name that says the difference: 'offset=blocked'.
+        """Patterns that may be computed by mistake, by a name of the difference: 'offset=blocked'.
 
         A result that fails verification is compared with each, so that the message can name the mistake.
         """
         return {}
 
-    # How it looks.
+    # Pictures.
 
     def shares(self, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64] | None:
         """[lines, columns] of a picture of head 0: the share of (query, key) pairs in each cell that is computed.
 
-        Of several rows in a line some are looked at. None where there is nothing to see or too much to count.
+        If a line holds many rows, some are sampled. None if there is nothing to draw or too much to count.
         """
         return _counted_shares(self, shape, lines, columns).copy() if shape.length <= MAX_PICTURED_LENGTH else None
 
@@ -298,9 +298,9 @@ class Pattern(Model, ABC):
 
 
 class Summand(NamedTuple):
-    """One attention of a sum. `pattern`: who sees whom in it. `gates` [N, H]: what its out is multiplied with.
+    """One attention of a sum, with its pattern. `gates` [N, H]: factors of its output.
 
-    `pool` above 1: keys and values are the means of whole blocks of so many positions, and each mean stands at the last
+    `pool` above 1: keys and values are the means of whole blocks of `pool` positions, and each mean is at the last
     position of its block.
     """
 
@@ -310,7 +310,7 @@ class Summand(NamedTuple):
 
 
 def hide_future(shares: NDArray[np.float64], causal: bool) -> tuple[tuple[float | None, ...], ...]:
-    """Cells of a picture: None right of the diagonal of a causal one."""
+    """Cells of a picture: None right of the diagonal if it is causal."""
     return tuple(
         tuple(None if causal and column > line else share for column, share in enumerate(row))
         for line, row in enumerate(shares.tolist())
@@ -336,7 +336,7 @@ def _holds(part: range | Positions, key: int) -> bool:
 
 
 def _keys_between(part: range | Positions, first: Positions, stop: Positions) -> Positions:
-    """How many positions of the part lie in [first, stop), for each pair of bounds."""
+    """The number of positions of the part in [first, stop), for each pair of bounds."""
     import numpy as np
 
     if isinstance(part, range):
@@ -349,7 +349,7 @@ def _keys_between(part: range | Positions, first: Positions, stop: Positions) ->
 
 @lru_cache(maxsize=4096)
 def _counted_pairs(pattern: Pattern, shape: SequenceShape) -> tuple[int, int]:
-    """Attended pairs, and those that differ, over all query heads."""
+    """Attended pairs, and distinct ones, over all query heads."""
     import numpy as np
 
     alike: dict[Hashable, list[int]] = {}

@@ -1,8 +1,8 @@
-"""Which kinds of pattern there are. Plug-ins name them by the hook `dilabench_register_patterns`, ours included.
+"""The kinds of pattern. Plug-ins, the built-in one included, register them by the hook `dilabench_register_patterns`.
 
-The kinds that plug-ins were found to have are kept for the process. A workload is read in many places (requests,
-records, worker processes), often before anybody asked for the catalogue: a kind that is not there has the finder
-called, which the plug-in manager and the worker processes set (`find_kinds_with`).
+Kinds of plug-ins are stored for the process. A workload is read in many places (requests, records, worker processes),
+often before the catalogue is loaded: an unknown kind calls the finder, which the plug-in manager and the worker
+processes set (`find_kinds_with`).
 """
 
 import importlib
@@ -63,17 +63,17 @@ OWN_KINDS = (
 
 
 class RetiredPattern(Pattern):
-    """A kind that was removed, as old records hold it: its fields as they are. Which keys a row sees is not known."""
+    """A removed kind, as old records hold it: its fields are kept, the keys that a row sees are unknown."""
 
     model_config = ConfigDict(extra="allow")
     drawn_in_reports: ClassVar[bool] = False
 
     def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:  # noqa: ARG002
-        """None, so that its pairs, density and FLOPs are 0."""
+        """Empty, so that its pairs, density and FLOPs are 0."""
         return iter(())
 
 
-# By name and alias; a descriptor until its class is asked for.
+# By name and alias; a descriptor until its class is first requested.
 _types: dict[str, PatternKind | type[Pattern]] = {}
 for _own in OWN_KINDS:
     _types |= dict.fromkeys((_own.name, *_own.aliases), _own)
@@ -82,27 +82,29 @@ _is_complete = False
 
 
 def find_kinds_with(finder: Callable[[], object]) -> None:
-    """Have `finder` called when kinds are asked for that may be a plug-in's; it calls `register`."""
+    """Set the function that is called for kinds that may be a plug-in's; it calls `register`."""
     global _finder
     _finder = finder
 
 
 def load(kind: PatternKind) -> type[Pattern]:
-    """The class of a descriptor. Raises PluginError when it cannot be loaded or is no such pattern."""
+    """Import the class of a descriptor. Raises PluginError if it cannot be loaded or is not a pattern of this name."""
     try:
         module, _, name = kind.target.partition(":")
-        found = getattr(importlib.import_module(module), name)
+        pattern = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise PluginError(f"pattern {kind.name!r}: target {kind.target!r} cannot be loaded ({error})") from error
-    if not (isinstance(found, type) and issubclass(found, Pattern)):
+    if not (isinstance(pattern, type) and issubclass(pattern, Pattern)):
         raise PluginError(f"pattern {kind.name!r}: {kind.target} is no subclass of dilabench.patterns.pattern.Pattern")
-    if (own := found.model_fields["kind"].default) != kind.name:
-        raise PluginError(f"pattern {kind.name!r}: the field kind of {kind.target} is {own!r}; make it the same name")
-    return found
+    if (declared := pattern.model_fields["kind"].default) != kind.name:
+        raise PluginError(
+            f"pattern {kind.name!r}: the field kind of {kind.target} is {declared!r}; make it the same name"
+        )
+    return pattern
 
 
 def register(patterns: Iterable[tuple[PatternKind, type[Pattern]]]) -> None:
-    """Make the kinds of a plug-in known in this process; the last one of a name holds."""
+    """Add the kinds of a plug-in in this process; a later one replaces an earlier one of the same name."""
     global _is_complete
     _is_complete = True
     for kind, pattern in patterns:
@@ -110,7 +112,7 @@ def register(patterns: Iterable[tuple[PatternKind, type[Pattern]]]) -> None:
 
 
 def has_kind(kind: object) -> bool:
-    """Whether there is a kind of this name."""
+    """Return True if there is a kind of this name."""
     if kind not in _types:
         _find()
     return kind in _types
@@ -120,21 +122,21 @@ def pattern_type(kind: str) -> type[Pattern]:
     """The class of a kind. Raises ConfigError for one that no plug-in has."""
     if not has_kind(kind):
         raise no_such_name("pattern", kind, _types)
-    found = _types[kind]
-    if isinstance(found, PatternKind):
-        found = _types[kind] = load(found)
-    return found
+    entry = _types[kind]
+    if isinstance(entry, PatternKind):
+        entry = _types[kind] = load(entry)
+    return entry
 
 
 def known_kinds() -> tuple[str, ...]:
-    """All kinds, ours first."""
+    """All kinds, dilabench's first."""
     if not _is_complete:
         _find()
     return tuple(_types)
 
 
 def read_pattern(value: Any) -> Pattern:
-    """A pattern, or one from its fields, `kind` among them; a `RetiredPattern` for a kind that was removed.
+    """Return a pattern from its fields, which include `kind`, or unchanged; a removed kind gives a `RetiredPattern`.
 
     Raises ValueError for an unknown kind or without one.
     """
@@ -142,7 +144,7 @@ def read_pattern(value: Any) -> Pattern:
         known = _types.get(value.kind)
         if isinstance(known, PatternKind) or known is None or type(value) not in known.__mro__[1:]:
             return value
-        # An instance of a plug-in's own class, of which a checked subclass is registered.
+        # An instance of a plug-in's class; the registered class is a checked subclass of it.
         return known.model_construct(**value.__dict__)
     if not isinstance(value, Mapping) or not isinstance(value.get("kind"), str):
         raise ValueError(f"pattern {value!r:.80} has no kind; write for example {{'kind': '{known_kinds()[0]}'}}")
@@ -177,14 +179,14 @@ def kinds_with(field: str) -> Iterator[str]:
 
 
 def kind_with_fields(fields: Iterable[str]) -> str:
-    """The first kind whose requests take all these fields, which then say what pattern is meant."""
+    """The first kind whose requests take all these fields, which then determine the pattern."""
     former = {name: now for kind in known_kinds() for name, (now, _) in pattern_type(kind).former_fields.items()}
     wanted = {former.get(field, field) for field in fields}
     return next(kind for kind in known_kinds() if wanted <= pattern_type(kind).request_model().model_fields.keys())
 
 
 def with_present_names(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request, those under names of before under today's. Raises ValueError for one under both."""
+    """Rename former field names of a request to today's. Raises ValueError for a field given under both."""
     renamed = dict(fields)
     for kind in known_kinds():
         for before, (now, read) in pattern_type(kind).former_fields.items():

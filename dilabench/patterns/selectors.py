@@ -1,10 +1,10 @@
-"""Selectors: what scores the key blocks of which a query block keeps the best. Exact and seeded.
+"""Selectors: functions that score the key blocks of which a query block keeps the best. Exact and seeded.
 
-A selection is an input of the attention (semantics.md §5), so a workload has one of its own, for all batch items. What
-MoBA and VSA read off queries and keys is read off stand-ins of the same shape: drawn from the seed, whole numbers up to
-127, the same for all rows of a block and 0 beyond `STAND_IN_DIM` numbers. Their means and products are then exact in
-every dtype and order of summation, so that a device selects the very blocks that the oracle takes. `numpy` is imported
-on use.
+A selection is an input of the attention (semantics.md §5), so each workload has one, shared by all batch items. MoBA
+and VSA score queries and keys; here the scores come from stand-ins of the same shape: whole numbers up to 127, drawn
+from the seed, the same for all rows of a block and 0 beyond `STAND_IN_DIM` numbers. Their means and products are exact
+in every dtype and order of summation, so that a device selects the same blocks as the oracle. `numpy` is imported on
+use.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ STAND_IN_DIM = 16
 LARGEST = 127
 # Entries of a selection that are no block.
 ABSENT = -1
-# Query blocks that are scored at once.
+# Query blocks that are scored together.
 ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What a selector scores: `count` blocks of queries and of keys, for `kv_heads` heads of `group` query heads each.
+    """A selector's input: `count` blocks of queries and of keys, for `kv_heads` heads of `group` query heads each.
 
-    `causal`: a block of queries chooses among those up to its own.
+    `causal`: a block of queries chooses among the blocks up to the same index.
     """
 
     count: int
@@ -45,7 +45,7 @@ class Blocks:
 @dataclass(frozen=True, slots=True)
 class Selector:
     """`scores`: for a key/value head and a range of query blocks, the scores of all key blocks [R, n], higher is
-    better. `own_block`: the block itself is always chosen. `reads_queries`: a device can select from `stand_ins`."""
+    better. `own_block`: the query's block is always chosen. `reads_queries`: a device can select from `stand_ins`."""
 
     summary: str
     scores: Callable[[Blocks, int, range], Scores]
@@ -81,22 +81,22 @@ SELECTORS: Mapping[str, Selector] = {
 
 
 def select(selector: Selector, blocks: Blocks, top_k: int) -> Indices:
-    """int32 [kv heads, n, k]: the k = min(top_k, n) best key blocks of each query block, rising, and then `ABSENT`.
+    """int32 [kv heads, n, k]: the k = min(top_k, n) best key blocks of each query block, ascending, padded by `ABSENT`.
 
-    Of equal scores the earlier block is better. With fewer blocks to choose from, a query block has all of them.
+    At equal scores the earlier block is better. With fewer blocks to choose from, a query block selects all of them.
     """
-    found = np.full((blocks.kv_heads, blocks.count, min(top_k, blocks.count)), ABSENT, dtype=np.int32)
+    selected = np.full((blocks.kv_heads, blocks.count, min(top_k, blocks.count)), ABSENT, dtype=np.int32)
     for head in range(blocks.kv_heads):
         for start in range(0, blocks.count, ROWS_AT_ONCE):
             rows = range(start, min(start + ROWS_AT_ONCE, blocks.count))
             scores = selector.scores(blocks, head, rows)
-            own = np.array(rows)[:, None]
+            own_block = np.array(rows)[:, None]
             if selector.own_block:
-                scores = np.where(np.arange(blocks.count) == own, np.inf, scores)
+                scores = np.where(np.arange(blocks.count) == own_block, np.inf, scores)
             if blocks.causal:
-                scores = np.where(np.arange(blocks.count) > own, -np.inf, scores)
-            best = np.argsort(-scores, axis=1, kind="stable")[:, : found.shape[2]]
+                scores = np.where(np.arange(blocks.count) > own_block, -np.inf, scores)
+            best = np.argsort(-scores, axis=1, kind="stable")[:, : selected.shape[2]]
             best = np.where(np.take_along_axis(scores, best, 1) == -np.inf, blocks.count, best)
             best.sort(axis=1)
-            found[head, rows.start : rows.stop] = np.where(best == blocks.count, ABSENT, best)
-    return found
+            selected[head, rows.start : rows.stop] = np.where(best == blocks.count, ABSENT, best)
+    return selected

@@ -1,4 +1,4 @@
-"""The best key blocks of each block of queries, by a named selector: as VSA (Zhang et al. 2025) selects.
+"""The best key blocks of each block of queries, by a named selector, like VSA (Zhang et al. 2025).
 
 MoBA (Lu et al. 2025) selects per query token; selector mean_key takes its score for a block of queries.
 
@@ -54,10 +54,10 @@ class WholeBlocksPattern(Pattern):
 
     @abstractmethod
     def whole_blocks(self, shape: SequenceShape) -> WholeBlocks:
-        """The mask. It may leave out, or not, what the causal mask hides anyway."""
+        """The mask. Blocks that the causal mask hides may be set or not."""
 
     def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:
-        """Rows of a block have the same keys."""
+        """All rows of a block have the same keys."""
         mask, size = self._of_head(shape, head)
         _, first = np.unique(rows // size, return_index=True)
         for members in np.split(rows, first[1:]):
@@ -69,7 +69,7 @@ class WholeBlocksPattern(Pattern):
         return head * len(self.whole_blocks(shape).mask) // shape.num_heads
 
     def rows_seeing(self, shape: SequenceShape, head: int, key: int) -> Positions:
-        """The rows of the blocks that see the key's."""
+        """The rows of the blocks that see the key's block."""
         mask, size = self._of_head(shape, head)
         return rows_of_blocks(mask[:, key // size], size, shape.length)
 
@@ -92,7 +92,7 @@ class WholeBlocksPattern(Pattern):
         return np.arange(0, shape.length, self.whole_blocks(shape).block_size)
 
     def shares(self, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64]:
-        """Of blocks, exactly."""
+        """The exact shares of blocks."""
         return block_shares(self.whole_blocks(shape).mask[0], lines, columns)
 
     def _of_head(self, shape: SequenceShape, head: int) -> tuple[NDArray[np.bool_], int]:
@@ -101,7 +101,7 @@ class WholeBlocksPattern(Pattern):
 
 
 class TopKBlocksRequest(Model):
-    """What a request may say of a selection."""
+    """Request fields of a selection."""
 
     selector: SelectorName = "mean_key"
     block_size: Size = Field(default=64, ge=1, le=2**20)
@@ -111,11 +111,11 @@ class TopKBlocksRequest(Model):
 
 
 class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
-    """C[h, i, j] = 1 where the selection of key/value head h // g has block j // block_size for block i // block_size.
+    """C[h, i, j] = 1 if the selection of key/value head h // g has block j // block_size for block i // block_size.
 
-    `selector`: mean_key (the own block always, as MoBA), pooled (VSA), random, or given: an `indices_file`, `.npy` of
-    integers [n, k] or [K, n, k], n blocks of queries. In it, order does not matter, an index that is repeated counts
-    once, and -1 stands for none.
+    `selector`: mean_key (always with the query's block, as MoBA), pooled (VSA), random, or given: an `indices_file`,
+    `.npy` of integers [n, k] or [K, n, k], n blocks of queries. In it, order does not matter, a repeated index counts
+    once, and -1 means no block.
     """
 
     kind: Literal["topk_blocks"] = "topk_blocks"
@@ -131,25 +131,25 @@ class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
 
     @classmethod
     def request_model(cls) -> type[Model]:
-        """Without the digest, which is taken of the file."""
+        """Omits the digest, which is computed from the file."""
         return TopKBlocksRequest
 
     @classmethod
     def from_request(cls, fields: Mapping[str, Any]) -> Self:
-        """A file of indices stands for the selector. Raises ConfigError when it cannot be read."""
-        asked = dict(fields)
-        if asked.get("indices_file"):
-            digest = mask_digest(Path(asked["indices_file"]), "indices")
-            asked = {"selector": "given", **asked, "indices_digest": digest}
-        return validated(cls, asked)
+        """A file of indices replaces the selector. Raises ConfigError when it cannot be read."""
+        given = dict(fields)
+        if given.get("indices_file"):
+            digest = mask_digest(Path(given["indices_file"]), "indices")
+            given = {"selector": "given", **given, "indices_digest": digest}
+        return validated(cls, given)
 
     def label(self) -> str:
-        """With what shares a selection."""
+        """The label, with the unit that shares a selection."""
         return f"{super().label()} per block of queries"
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
-        """Each selector, blocks that do not divide the sequence, and more blocks than there are."""
+        """Each selector, blocks that do not divide the sequence, and a top_k above the number of blocks."""
         return (
             cls(block_size=16, top_k=2),
             cls(selector="pooled", block_size=16, top_k=2, selection_seed=3),
@@ -187,12 +187,12 @@ class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
 
     @property
     def has_fixed_length(self) -> bool:
-        """A file has as many blocks as it has."""
+        """Return True for a file, whose number of blocks is fixed."""
         return self.selector == "given"
 
     @property
     def reads_queries(self) -> bool:
-        """Whether the selector reads queries and keys, so that a device can select from stand-ins."""
+        """Return True if the selector reads queries and keys, so that a device can select from stand-ins."""
         return self.selector in SELECTORS and SELECTORS[self.selector].reads_queries
 
     def files(self) -> tuple[tuple[Path, str], ...]:
@@ -200,7 +200,7 @@ class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
         return ((Path(self.indices_file), self.indices_digest),) if self.indices_file and self.indices_digest else ()
 
     def row_labels(self, shapes: Sequence[SequenceShape]) -> dict[str, str]:
-        """What was selected: a digest of the indices, and the share of visible blocks that they make computed."""
+        """Labels of the selection: a digest of the indices, and the share of visible blocks that are computed."""
         digest = hashlib.sha256(b"".join(self.selection(shape).tobytes() for shape in shapes)).hexdigest()[:16]
         masks = [self.whole_blocks(shape).mask for shape in shapes]
         visible = sum(len(m) * visible_blocks(m.shape[-1], s.causal) for m, s in zip(masks, shapes, strict=True))
@@ -208,42 +208,42 @@ class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
         return {"selection": digest, "density_reached": f"{computed / visible:.4f}"}
 
     def selection(self, shape: SequenceShape) -> Indices:
-        """int32 [heads, n, k], rising, then -1: the key blocks of each query block; heads 1 or key/value heads.
+        """int32 [heads, n, k], ascending, padded by -1: key blocks of each query block; heads 1 or key/value heads.
 
         Raises ConfigError for more than 2^15 blocks a side, and for a file that does not fit.
         """
         return _selection(self, shape.length, self.blocks_of(shape))
 
     def whole_blocks(self, shape: SequenceShape) -> WholeBlocks:
-        """The selection as a mask; behind a causal mask without what lies ahead."""
+        """The selection as a mask; under a causal mask without later blocks."""
         return _whole_blocks(self, shape)
 
     def blocks_of(self, shape: SequenceShape) -> Blocks:
-        """What a selector of this pattern scores over a sequence."""
+        """The selector's input over a sequence."""
         kv_heads, group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
         return Blocks(-(-shape.length // self.block_size), kv_heads, group, shape.causal, self.selection_seed)
 
 
 @lru_cache(maxsize=8)
-def _selection(pattern: TopKBlocksPattern, length: int, asked: Blocks) -> Indices:
-    if asked.count > MAX_BLOCKS:
+def _selection(pattern: TopKBlocksPattern, length: int, blocks: Blocks) -> Indices:
+    if blocks.count > MAX_BLOCKS:
         raise ConfigError(
-            f"block_size={pattern.block_size} cuts {length} rows into {asked.count} blocks a side, above {MAX_BLOCKS}; "
-            f"use block_size={-(-length // MAX_BLOCKS)} or more"
+            f"block_size={pattern.block_size} cuts {length} rows into {blocks.count} blocks a side, above "
+            f"{MAX_BLOCKS}; use block_size={-(-length // MAX_BLOCKS)} or more"
         )
     if pattern.indices_file is not None:
-        found = _from_file(pattern, pattern.indices_file, asked.count, asked.kv_heads)
+        indices = _from_file(pattern, pattern.indices_file, blocks.count, blocks.kv_heads)
     else:
-        found = select(SELECTORS[pattern.selector], asked, pattern.top_k)
-    found.flags.writeable = False
-    return found
+        indices = select(SELECTORS[pattern.selector], blocks, pattern.top_k)
+    indices.flags.writeable = False
+    return indices
 
 
 @lru_cache(maxsize=8)
 def _whole_blocks(pattern: TopKBlocksPattern, shape: SequenceShape) -> WholeBlocks:
     indices = pattern.selection(shape)
     heads, blocks, _ = indices.shape
-    # One column more takes what is absent.
+    # An extra column receives the absent entries.
     mask = np.zeros((heads, blocks, blocks + 1), dtype=bool)
     np.put_along_axis(mask, np.where(indices == ABSENT, blocks, indices).astype(np.int64), True, axis=2)
     mask = mask[:, :, :blocks]
@@ -254,32 +254,32 @@ def _whole_blocks(pattern: TopKBlocksPattern, shape: SequenceShape) -> WholeBloc
 
 def _from_file(pattern: TopKBlocksPattern, name: str, blocks: int, kv_heads: int) -> Indices:
     path = Path(name)
-    found = read_array(mask_of_digest(path, pattern.indices_digest or mask_digest(path, "indices")), "indices")
-    if not np.issubdtype(found.dtype, np.integer) or found.ndim not in (2, 3):
+    indices = read_array(mask_of_digest(path, pattern.indices_digest or mask_digest(path, "indices")), "indices")
+    if not np.issubdtype(indices.dtype, np.integer) or indices.ndim not in (2, 3):
         raise ConfigError(
-            f"indices file {name!r} holds {found.dtype} {list(found.shape)}; give integers [n, k] or [K, n, k]: the "
-            "key blocks of each of n query blocks"
+            f"indices file {name!r} holds {indices.dtype} {list(indices.shape)}; give integers [n, k] or [K, n, k]: "
+            "the key blocks of each of n query blocks"
         )
-    found = found[None] if found.ndim == 2 else found
-    if len(found) not in (1, kv_heads):
+    indices = indices[None] if indices.ndim == 2 else indices
+    if len(indices) not in (1, kv_heads):
         raise ConfigError(
-            f"indices file {name!r} has {len(found)} heads; the workload has {kv_heads} key/value heads; give 1 or "
+            f"indices file {name!r} has {len(indices)} heads; the workload has {kv_heads} key/value heads; give 1 or "
             f"{kv_heads}"
         )
-    if found.shape[1] != blocks:
+    if indices.shape[1] != blocks:
         raise ConfigError(
-            f"indices file {name!r} has {found.shape[1]} query blocks; the workload needs {blocks} blocks of "
+            f"indices file {name!r} has {indices.shape[1]} query blocks; the workload needs {blocks} blocks of "
             f"{pattern.block_size}; change seq_len, block_size or the file"
         )
-    wrong = (found < ABSENT) | (found >= blocks)
+    wrong = (indices < ABSENT) | (indices >= blocks)
     if wrong.any():
         head, row, place = (int(at[0]) for at in wrong.nonzero())
         raise ConfigError(
-            f"indices file {name!r}, head {head}, row {row}: key block {found[head, row, place]} is not in "
+            f"indices file {name!r}, head {head}, row {row}: key block {indices[head, row, place]} is not in "
             f"0..{blocks - 1}; -1 stands for none"
         )
-    # Rising and each once: what is repeated or absent goes to the end.
-    ordered = np.sort(np.where(found == ABSENT, blocks, found), axis=2)
+    # Sorted and distinct: repeated and absent entries go to the end.
+    ordered = np.sort(np.where(indices == ABSENT, blocks, indices), axis=2)
     ordered[:, :, 1:][ordered[:, :, 1:] == ordered[:, :, :-1]] = blocks
     ordered.sort(axis=2)
     return np.where(ordered == blocks, ABSENT, ordered).astype(np.int32)

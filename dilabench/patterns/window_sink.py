@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class WindowSinkPattern(HiddenRowsPattern):
     """C[h, i, j] = 1 where j < sinks or i - window_size < j <= i, else 0.
 
-    The sinks are seen by all rows; causal mask and window of the workload hold besides, as everywhere.
+    All rows see the sinks; causal mask and window of the workload apply in addition, as everywhere.
     """
 
     kind: Literal["window_sink"] = "window_sink"
@@ -35,12 +35,12 @@ class WindowSinkPattern(HiddenRowsPattern):
 
     @classmethod
     def examples(cls) -> tuple[Self, ...]:
-        """Sinks inside a block, none at all, and a window that reaches over everything."""
+        """Sinks inside a block, no sinks, and a window longer than the sequence."""
         return cls(sinks=3, window_size=10), cls(sinks=0, window_size=7), cls(sinks=17, window_size=400)
 
     @classmethod
     def trials(cls) -> Mapping[str, Mapping[str, Any]]:
-        """A window that blocks do not fit; without a causal mask, where rows see sinks that lie ahead."""
+        """A window that is no multiple of blocks; no causal mask, so that rows see later sinks."""
         fields = {"sinks": 5, "window_size": 50}
         return {"window-sink": fields, "window-sink-full": {**fields, "causal": False}}
 
@@ -57,23 +57,23 @@ class WindowSinkPattern(HiddenRowsPattern):
         return st.builds(cls, sinks=st.integers(0, max_seq_len + 1), window_size=st.integers(1, max_seq_len + 1))
 
     def hidden_rows(self, shape: SequenceShape) -> HiddenRows:
-        """A key beyond the sinks is hidden from the rows before it, and from those that have left it behind."""
+        """A key beyond the sinks is hidden from the rows before it, and from rows more than a window later."""
         return _hidden_rows(self, shape.length)
 
     def keys_per_row(self, length: int) -> int:
-        """Sinks and window."""
+        """The sinks and the window."""
         return min(length, self.sinks + self.window_size)
 
     def near_misses(self) -> Mapping[str, Pattern]:
-        """Windows that hold one key more or less, and none of the sinks."""
+        """Windows with one key more or less, and no sinks."""
         sizes = {"window_size + 1": self.window_size + 1, "window_size - 1": self.window_size - 1}
-        found = {name: self.model_copy(update={"window_size": size}) for name, size in sizes.items() if size}
-        return found | ({"no sinks": self.model_copy(update={"sinks": 0})} if self.sinks else {})
+        variants = {name: self.model_copy(update={"window_size": size}) for name, size in sizes.items() if size}
+        return variants | ({"no sinks": self.model_copy(update={"sinks": 0})} if self.sinks else {})
 
     def edges(self, shape: SequenceShape) -> Positions:
-        """The end of the sinks, and where windows leave the first key and the sinks behind."""
-        found = np.array([self.sinks, self.window_size, self.sinks + self.window_size])
-        return np.unique(found[(found > 0) & (found < shape.length)])
+        """The end of the sinks, and the first rows whose windows exclude the first key and the sinks."""
+        edges = np.array([self.sinks, self.window_size, self.sinks + self.window_size])
+        return np.unique(edges[(edges > 0) & (edges < shape.length)])
 
 
 @lru_cache(maxsize=8)

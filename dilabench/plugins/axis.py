@@ -1,4 +1,4 @@
-"""What a suite varies, and so what its answer is given by: length, density, ranks, or what a plug-in's suite varies."""
+"""The quantity that a suite varies, with one line of its answer per value: length, density, ranks, or a plug-in's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from dilabench.units import format_count
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Axis:
-    """`value` puts cases in order, `text` shows a value. Cases of equal value belong to one line of an answer."""
+    """`value` orders cases, `text` formats a value. Cases of equal value belong to one line of an answer."""
 
     name: str
     value: Callable[[PlannedCase], float]
     text: Callable[[float], str] = "{:g}".format
 
     def __repr__(self) -> str:
-        # Addresses of functions would make pages that show a descriptor differ from one process to the next.
+        # Without addresses of functions, which would change generated pages from process to process.
         return f"Axis({self.name!r}, ...)"
 
 
@@ -26,7 +26,7 @@ RANKS = Axis("ranks", lambda planned: planned.case.world_size)
 
 
 def _density(planned: PlannedCase) -> float:
-    """The pattern's density, as its row was labelled where it was: masks take time to make, and files may be gone."""
+    """The pattern's density, from the row's label if it has one: masks take time to create, and files may be gone."""
     reached, left_out = DENSITY_REACHED.of(planned), SPARSITY_REACHED.of(planned)
     if reached is not None:
         return reached

@@ -1,7 +1,7 @@
-"""The plug-in boundary: what a plug-in raises, returns wrongly, exits with or prints costs its own thing only.
+"""The plug-in boundary: exceptions, wrong results, exits and prints of a plug-in affect only its own components.
 
 All code of plug-ins that runs in the main process runs inside `guarded`: hooks, rules, suites, analyses, reporters,
-formulas, patterns. What runs in worker processes is held by them (`dilabench.engine.worker.handlers`).
+formulas, patterns. Worker processes contain their own code (`dilabench.engine.worker.handlers`).
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from dilabench.validation import defined as defined
 from dilabench.validation import shown as shown
 
 PACKAGE = str(Path(__file__).parents[1])
-# Frames of what only calls a plug-in, or is called by it on our behalf.
-_BETWEEN = ("/pluggy/", "/pydantic/", "/importlib/", "<frozen ", "/contextlib.py", "/dataclasses.py")
+# Frames of code that only calls a plug-in, or that a plug-in calls for dilabench.
+_BETWEEN = ("/pluggy/", "/pydantic/", "/torch/", "/importlib/", "<frozen ", "/contextlib.py", "/dataclasses.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class Problem:
 
 @dataclass(slots=True)
 class _Outside:
-    """Standard output of the command while threads (`inside` of them) run code of plug-ins, whose prints go to stderr.
+    """The command's standard output while threads (`inside` of them) run code of plug-ins, whose prints go to stderr.
 
-    One for all threads: what each puts back on leaving (as contextlib.redirect_stdout does) may be another's stderr.
-    `running`: what is asked of which plug-in, the latest last; `watched`: the file that `watch` reads it from.
+    One object for all threads, because contextlib.redirect_stdout would restore another thread's stderr. `running`:
+    the current requests to plug-ins, the latest last; `watched`: the file from which `watch` reads them.
     """
 
     stream: TextIO
@@ -49,7 +49,7 @@ class _Outside:
     watched: int | None = None
 
     def enter(self, running: str) -> None:
-        """Before code of a plug-in runs."""
+        """Called before code of a plug-in runs."""
         with self.lock:
             if not self.inside:
                 self.stream, sys.stdout = sys.stdout, sys.stderr
@@ -88,7 +88,7 @@ _outside = _Outside(sys.stdout)
 
 
 def _exit_instead(status: int) -> NoReturn:
-    """`os._exit` while code of a plug-in runs: an error of that plug-in. Processes that it forked end as they ask."""
+    """`os._exit` while code of a plug-in runs: an error of that plug-in. Processes that it forked exit normally."""
     if os.getpid() != _process:
         _exit(status)
     raise SystemExit(f"os._exit({status})")
@@ -97,11 +97,11 @@ def _exit_instead(status: int) -> NoReturn:
 def watch() -> None:
     """Start a process that outlives this one: if this one ends inside a plug-in's code, it prints which, on stderr.
 
-    For what no exception tells: a segmentation fault, a signal that cannot be caught, exit() in C.
+    For ends without an exception: a segmentation fault, a signal that cannot be caught, exit() in C.
     """
     if _outside.watched is not None:
         return
-    # Without a temporary file, processes or an interpreter to start, plug-ins work all the same.
+    # If no temporary file or process can be created, plug-ins work without the watch.
     with contextlib.suppress(OSError, ValueError):
         with tempfile.TemporaryFile() as file:
             running = os.dup(file.fileno())
@@ -118,8 +118,8 @@ def watch() -> None:
 def guarded(plugin: str, what: str = "") -> Iterator[None]:
     """Run code of a plug-in: whatever it raises, sys.exit() included, becomes a PluginError with file and line.
 
-    `what` says what it was asked for. What it prints goes to stderr, for stdout may carry JSON. Refusals that are meant
-    for the user (ConfigError, EnvironmentNotReady) and Ctrl-C pass; the latter says what was interrupted.
+    `what` names the request. Its prints go to stderr, because stdout may carry JSON. Refusals for the user
+    (ConfigError, EnvironmentNotReady) and Ctrl-C pass through; the latter names the interrupted request.
     """
     running = f"while plug-in {plugin!r} was {f'asked for: {what}' if what else 'loaded'}"
     _outside.enter(running)
@@ -137,19 +137,19 @@ def guarded(plugin: str, what: str = "") -> Iterator[None]:
                 raise
             text = error.why
         else:
-            text = (str(error) if isinstance(error, DilabenchError) else said(error)) + _place(error)
+            text = (str(error) if isinstance(error, DilabenchError) else said(error)) + place(error)
         raise PluginError(f"{what}: {text}" if what else text, plugin) from error
     finally:
         _outside.leave(running)
 
 
 def _is_users(interrupt: KeyboardInterrupt) -> bool:
-    """Whether a signal caused it: commands raise their own kind then, and elsewhere nobody can tell."""
+    """Return True if a signal caused it: commands raise their own class then; elsewhere it cannot be determined."""
     return isinstance(interrupt, Ended) or signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def answered(plugin: str, what: str, function: Callable[..., Any], *arguments: Any, kind: Any) -> Any:
-    """What a plug-in's function answers. Raises PluginError when it fails, or answers with what is no `kind`.
+    """Call a plug-in's function. Raises PluginError if it fails, or returns a value that is no `kind`.
 
     `kind` is a type or a tuple of types, as for isinstance.
     """
@@ -157,26 +157,30 @@ def answered(plugin: str, what: str, function: Callable[..., Any], *arguments: A
         answer = function(*arguments)
         kinds = kind if isinstance(kind, tuple) else (kind,)
         if not isinstance(answer, kinds) or (isinstance(answer, bool) and bool not in kinds):
-            wanted = " or ".join("None" if one is type(None) else one.__name__ for one in kinds)
+            wanted = " or ".join("None" if type_ is type(None) else type_.__name__ for type_ in kinds)
             raise PluginError(f"{defined(function)} returned {shown(answer)}; it must return {wanted}")
         return answer
 
 
 def standard_output() -> TextIO:
-    """Standard output as it is outside of the boundary: what a command says goes here whatever other threads do."""
+    """Standard output outside of the boundary, for a command's output even while other threads run plug-ins."""
     with _outside.lock:
         return _outside.stream if _outside.inside else sys.stdout
 
 
-def _place(error: BaseException) -> str:
-    """Where it went wrong: the innermost line in the folder of the plug-in, whose frame is the first that is not ours.
+def place(error: BaseException, *, also_ours: bool = True) -> str:
+    """' (file:line)' of the innermost line in the plug-in's folder, which is that of the first frame outside dilabench.
 
-    Without such a frame, the innermost line.
+    Without such a frame, the innermost line of ours, or '' if not `also_ours`.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"
-    frames = [(one.filename, one.lineno) for one in traceback.extract_tb(error.__traceback__)]
-    theirs = [one for one in frames if not one[0].startswith(PACKAGE) and not any(part in one[0] for part in _BETWEEN)]
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    theirs = [
+        frame for frame in frames if not frame[0].startswith(PACKAGE) and not any(part in frame[0] for part in _BETWEEN)
+    ]
+    if not theirs and not also_ours:
+        return ""
     home = str(Path(theirs[0][0]).parent) if theirs else PACKAGE
-    inside = [one for one in frames if one[0].startswith(home)]
+    inside = [frame for frame in frames if frame[0].startswith(home)]
     return " ({}:{})".format(*inside[-1]) if inside else ""

@@ -1,4 +1,4 @@
-"""The catalogue: every descriptor that was found, by kind and name."""
+"""The catalogue: all registered descriptors, by kind and name."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -17,14 +17,14 @@ from dilabench.plugins.descriptors import Reporter, Suite, Timer, WorkloadPreset
 from dilabench.workload.spec import Workload
 
 BUILTIN = "builtin"
-# The names of dilabench's own plug-ins.
+# The names of dilabench's plug-ins.
 OWN = frozenset({BUILTIN, "peers"})
 
 
 class Catalogue(Ways):
-    """Everything that was found, one registry per kind.
+    """All registered descriptors, one registry per kind.
 
-    `problems`: what of plug-ins could not be used, from the start or since; with `strict` it is an error instead.
+    `problems`: failures of plug-ins, at loading or later; with `strict` they are errors instead.
     `sources`: the package that each plug-in comes from, by the plug-in's name; its name itself if there is none.
     """
 
@@ -40,7 +40,7 @@ class Catalogue(Ways):
         self.timers: Registry[Timer] = Registry("timer", self._left_out)
 
     def source_of(self, case: OverBackend) -> str | None:
-        """The packages of other people that its implementation and backend come from; None if both are dilabench's."""
+        """The third-party packages of its implementation and backend; None if both are dilabench's."""
         plugins = []
         if case.implementation in self.implementations:
             plugins.append(self.implementations.origin(case.implementation))
@@ -54,7 +54,7 @@ class Catalogue(Ways):
 
     @contextlib.contextmanager
     def left_out(self, plugin: str, what: str) -> Iterator[None]:
-        """Run code of a plug-in that the rest can go on without: its PluginError becomes a problem (not if strict)."""
+        """Run optional code of a plug-in: its PluginError becomes a problem (not if strict)."""
         try:
             with guarded(plugin, what):
                 yield
@@ -62,7 +62,7 @@ class Catalogue(Ways):
             self.blame(error)
 
     def blame(self, error: PluginError) -> None:
-        """Keep what a plug-in did wrong among the problems, once; raises the error if strict."""
+        """Add a plug-in's error to the problems, once; raise it if strict."""
         if self.strict:
             raise error
         problem = Problem(error.plugin or "?", error.why)
@@ -70,30 +70,30 @@ class Catalogue(Ways):
             self.problems.append(problem)
 
     def find_module(self, name: str) -> ModuleSpec | None:
-        """As `Ways.find_module`; what the module's parents raise becomes a PluginError."""
+        """Like `Ways.find_module`; exceptions of the module's parents become a PluginError."""
         with guarded(name):
             return find_spec(name)
 
     def unsupported(
         self,
-        one: Implementation | Backend,
+        descriptor: Implementation | Backend,
         workload: Workload,
         device: str,
         world_size: int = 1,
         limits: Capabilities | None = None,
     ) -> tuple[str, ...]:
-        """As `Ways.unsupported`; a rule of a plug-in that fails is a reason."""
-        registry: Registry[Any] = self.backends if isinstance(one, Backend) else self.implementations
+        """Like `Ways.unsupported`; a failing rule of a plug-in is a reason."""
+        registry: Registry[Any] = self.backends if isinstance(descriptor, Backend) else self.implementations
         try:
-            with guarded(registry.origin(one.name), f"what {one.name!r} supports"):
-                return (limits or one.supports).reasons(workload, device, world_size)
+            with guarded(registry.origin(descriptor.name), f"what {descriptor.name!r} supports"):
+                return (limits or descriptor.supports).reasons(workload, device, world_size)
         except PluginError as error:
             if self.strict:
                 raise
             return (str(error),)
 
     def sharding_of(self, implementation: str) -> Sharding | None:
-        """As `Ways.sharding_of`, also None if it cannot be loaded; its formulas are guarded."""
+        """Like `Ways.sharding_of`, also None if it cannot be loaded; its formulas are guarded."""
         if implementation not in self.implementations:
             return None
         plugin, what = self.implementations.origin(implementation), f"sharding of {implementation!r}"
@@ -105,7 +105,7 @@ class Catalogue(Ways):
 
 @dataclass(frozen=True, slots=True)
 class HeldSharding:
-    """A `Sharding` of some plug-in; where it fails or answers with no number, nothing is known."""
+    """A `Sharding` of a plug-in; methods that fail or do not return a number give None."""
 
     own: Any
     plugin: str
@@ -122,11 +122,11 @@ class HeldSharding:
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
         """As `Sharding.received_bytes`."""
-        found = self._asked("received_bytes", workload, ranks)
-        return None if found is None else int(found)
+        count = self._asked("received_bytes", workload, ranks)
+        return None if count is None else int(count)
 
     def sums_hops(self, workload: Workload, ranks: int) -> bool:
-        """As `Sharding.sums_hops`, which one that was written before there was the question does not answer."""
+        """Like `Sharding.sums_hops`; False for an older sharding without that method."""
         return hasattr(self.own, "sums_hops") and self._asked("sums_hops", workload, ranks, bool) is True
 
     def _asked(self, question: str, workload: Workload, ranks: int, *kinds: type) -> float | None:

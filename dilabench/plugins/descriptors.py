@@ -1,4 +1,4 @@
-"""Descriptors of everything else that plug-ins register: workloads, suites, reporters and timers.
+"""Descriptors of the other components that plug-ins register: workloads, suites, reporters and timers.
 
 Those of implementations and backends are the library's (`dilabench.choice.descriptors`).
 """
@@ -52,27 +52,25 @@ class Suite:
     """A question. `target` is `expand(request, planner) -> Sequence[PlannedCase]`; see docs/reference/hooks.md.
 
     `follow_up` (optional) is `follow_up(rows, request, planner) -> Sequence[PlannedCase]`: called when all cases have
-    ended, it may ask for more, as a bisection does; an empty answer ends the run.
-    `budget_s` is the time that a run takes at most when the user sets no budget; None sets no limit. `timing` is how
-    cases are timed when the user does not say; `sampling_s` the longest time in samples per case, where the device's
-    own (2 s on a CPU, 3 s on a GPU, once the least number of samples is taken) is more than the question needs; the
-    warm-up is shorter then, and 30 turns are enough. `far_slower`: where only the fastest matter, a case whose call
-    takes more than so many times as long as that of a verified one of its workload is left out, unless it is one that
-    chooses, and no second timer is asked.
-    `analysis` (optional) is `analyse(record) -> Sequence[Section]` (`dilabench.report.findings`): what the reporters
-    print beside the table, derived from the raw samples whenever the record is looked at. With `reads_catalogue` it is
-    called as `analyse(record, catalogue)`. `only_plots`: it finds plots alone, so that reporters without plots skip it.
-    `projections` (optional) is `project(record) -> Sequence[dict]`: what would be beyond what was measured. It is kept
-    in the record apart from the rows, and no table of measurements shows it.
-    `options`: a pydantic model of what a request may set in `options`, each field with a default; None leaves it to the
-    suite to refuse others. A field `pace` is the option `--pace` of `dilabench run`, and its description the help of
-    that; the name of an option that every suite has is set by `--set` alone. The values are checked by the model
-    before the suite sees `request.options`, which holds those that were given.
-    `priority`: suite `all` asks the highest first, and last of all those that take what time is left
-    (`takes_the_rest`). `tunes`: its cases are those that `dilabench tune` chooses among. `axis`: what its answer is
-    given by, a line for each value. `by_name`: suite `all` leaves it out. `deals`: what it plans, and follows up with,
-    are the cases of `request.shard` alone; without it, workloads are dealt out to shards, and a suite with a follow-up
-    has none.
+    ended, it may return more, like a bisection; an empty result ends the run.
+    `budget_s`: the time limit of a run if the user sets none; None sets no limit. `timing`: how cases are timed if the
+    user does not choose. `sampling_s`: the longest sampling time per case, if the device's default (2 s on a CPU, 3 s
+    on a GPU, once the least number of samples is taken) is more than needed; the warm-up is then shorter, and 30 slots
+    are enough. `far_slower`: if only the fastest matter, a case is skipped if its call takes more than this many times
+    as long as a verified one of its workload, unless it is one that chooses, and no second timer runs.
+    `analysis` (optional) is `analyse(record) -> Sequence[Section]` (`dilabench.report.findings`): sections that
+    reporters print next to the table, derived from the raw samples at each report. With `reads_catalogue` it is called
+    as `analyse(record, catalogue)`. `only_plots`: it returns only plots, so that reporters without plots skip it.
+    `projections` (optional) is `project(record) -> Sequence[dict]`: extrapolations beyond the measurements. They are
+    stored in the record separately from the rows, and no table of measurements shows them.
+    `options`: a pydantic model of the request's `options`, each field with a default; with None the suite must refuse
+    unknown ones. A field `pace` is the option `--pace` of `dilabench run`, with its description as help; a name that
+    every suite has as an option is set by `--set` only. The model validates the values before the suite reads
+    `request.options`, which holds only given ones.
+    `priority`: suite `all` runs the highest first, and last those that use all remaining time (`takes_the_rest`).
+    `tunes`: `dilabench tune` chooses among its cases. `axis`: the quantity of its answer, with a line for each value.
+    `by_name`: suite `all` omits it. `deals`: it plans, and follows up, only the cases of `request.shard`; without it,
+    workloads are assigned to shards, and a suite with a follow-up has no shards.
     """
 
     name: Name
@@ -102,12 +100,12 @@ class Suite:
 class Reporter:
     """A rendering of a RunRecord. `target` is `render(record, folder) -> str | None`.
 
-    It returns the text to print; it may also write `filename` (and what belongs to it) into `folder` when not None.
-    With `shows_sections` it is called as `render(record, folder, sections)`, with what the suite's analysis found;
-    `shows_plots=False`: of these it shows sentences and figures alone. One with `prints=False` has files only: `report`
-    gives it the run's own folder when none is named. `samples` names the reporter that shows single samples where this
-    one shows cases (`--samples`). `options`: the keywords that it takes from the command line: `details=True` (nothing
-    folded), `columns` (names in that order).
+    It returns the text to print; it may also write `filename` (and accompanying files) into `folder` if not None.
+    With `shows_sections` it is called as `render(record, folder, sections)`, with the sections of the suite's analysis;
+    `shows_plots=False`: it shows only their sentences and figures. One with `prints=False` only writes files: `report`
+    passes the run's folder if none is named. `samples` names the reporter that shows single samples instead of cases
+    (`--samples`). `options`: the keywords that it takes from the command line: `details=True` (nothing folded),
+    `columns` (names in that order).
     """
 
     name: Name
@@ -125,11 +123,11 @@ class Reporter:
 @readable
 @pydantic.dataclasses.dataclass(frozen=True, slots=True, config=CHECKED)
 class Timer:
-    """A way to take samples. `target` is a class as described in `dilabench.engine.timers`; `proves` is its claim.
+    """A method of timing. `target` is a class as described in `dilabench.engine.timers`; `proves` states its claim.
 
-    `default_on`: the devices on which it is taken where the user names none; the first registered wins.
-    `for_launch_bound`: it times a case once more when the default timer notes that launches dominate. `fresh_process`:
-    each sample is the first call in a new process, so that nothing is warmed up and few samples are taken.
+    `default_on`: the devices on which it is the default; the first registered wins. `for_launch_bound`: it times a case
+    again if the default timer notes that launches dominate. `fresh_process`: each sample is the first call in a new
+    process, so that there is no warm-up and few samples are taken.
     """
 
     name: Name

@@ -12,7 +12,7 @@ hookspec = pluggy.HookspecMarker("dilabench")
 
 @hookspec
 def dilabench_register_patterns() -> Sequence[PatternKind]:  # type: ignore[empty-body]
-    """Kinds of pattern: who sees whom."""
+    """Kinds of pattern: which query sees which key."""
 
 
 @hookspec
@@ -32,7 +32,7 @@ def dilabench_register_workloads() -> Sequence[WorkloadPreset]:  # type: ignore[
 
 @hookspec
 def dilabench_register_suites() -> Sequence[Suite]:  # type: ignore[empty-body]
-    """Questions for `dilabench run NAME`: each turns a request into cases."""
+    """Suites for `dilabench run NAME`: each turns a request into cases."""
 
 
 @hookspec

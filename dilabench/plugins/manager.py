@@ -1,6 +1,6 @@
 """Finds plug-ins and builds the catalogue from them.
 
-One broken plug-in never breaks the tool: it is loaded inside its own guard, and kept as a problem that `list` shows.
+A broken plug-in never breaks the tool: it is loaded inside a guard, and becomes a problem that `list` shows.
 """
 
 import importlib.metadata
@@ -43,10 +43,10 @@ REGISTRIES = {
     "timers": Timer,
 }
 HOOK_PREFIX = "dilabench_register_"
-# dilabench's own plug-ins, by name: their patterns are not guarded, and their names may be words of the command line.
+# dilabench's plug-ins, by name: their patterns are not guarded, and their names may be reserved words.
 OWN = {"builtin": builtin, "peers": peers}
 DISABLE_VARIABLE = "DILABENCH_DISABLE_PLUGINS"
-# Words that stand for names on the command line. Suite `all` is ours.
+# Reserved words of the command line. Suite `all` is dilabench's.
 RESERVED = frozenset({"all", "auto"})
 
 
@@ -60,21 +60,21 @@ class Found:
 
     @property
     def problems(self) -> list[Problem]:
-        """What could not be used."""
+        """The failures of plug-ins."""
         return self.catalogue.problems
 
 
 def discover(strict: bool = False, extra: Sequence[ModuleType | object] = ()) -> Found:
     """Build the catalogue from the built-ins, the installed entry points and `extra` modules.
 
-    With `strict`, any problem raises PluginError, now or later. DILABENCH_DISABLE_PLUGINS=1 leaves third parties out.
-    Raises ConfigError for folders in DILABENCH_PEERS that are none.
+    With `strict`, any problem raises PluginError, now or later. DILABENCH_DISABLE_PLUGINS=1 skips third parties. Raises
+    ConfigError for entries of DILABENCH_PEERS that are no folders.
     """
     if os.environ.get(PEERS_VARIABLE):
         search_peer_paths()
     found = Found(Catalogue(strict))
-    for name, own in OWN.items():
-        _admit(found, name, own, PluginInfo(name=name, distribution=NAME), third_party=False)
+    for name, module_ in OWN.items():
+        _admit(found, name, module_, PluginInfo(name=name, distribution=NAME), third_party=False)
     for index, module in enumerate(extra):
         name = getattr(module, "__name__", f"extra-{index}")
         with found.catalogue.left_out(name, ""):
@@ -95,23 +95,23 @@ def discover(strict: bool = False, extra: Sequence[ModuleType | object] = ()) ->
 
 
 def _refuse_other_version(distribution: importlib.metadata.Distribution | None) -> None:
-    """Refuse a package that asks for another dilabench: what it would fail with later says nothing of that."""
+    """Refuse a package that requires another version of dilabench, because later errors would not show the cause."""
     required = [text for text in (distribution and distribution.requires) or () if NAME in text]
     if distribution is None or not required:
         return
     from packaging.requirements import Requirement
 
-    for one in map(Requirement, required):
-        asked = one.name == NAME and (one.marker is None or one.marker.evaluate())
-        if asked and not one.specifier.contains(__version__, prereleases=True):
+    for requirement in map(Requirement, required):
+        applies = requirement.name == NAME and (requirement.marker is None or requirement.marker.evaluate())
+        if applies and not requirement.specifier.contains(__version__, prereleases=True):
             raise PluginError(
-                f"{distribution.name} {distribution.version} was made for dilabench {one.specifier}, this is "
+                f"{distribution.name} {distribution.version} was made for dilabench {requirement.specifier}, this is "
                 f"{__version__}; install a version of one of the two that goes with the other"
             )
 
 
 def _admit(found: Found, name: str, module: Any, info: PluginInfo, *, third_party: bool = True) -> None:
-    """Check the plug-in in a manager of its own, then add its descriptors to the catalogue, all or none."""
+    """Check the plug-in in a separate manager, then add its descriptors to the catalogue, all or none."""
     manager = pluggy.PluginManager(NAME)
     manager.add_hookspecs(hookspecs)
     manager.register(module, name)
@@ -119,7 +119,7 @@ def _admit(found: Found, name: str, module: Any, info: PluginInfo, *, third_part
     offered = {kind: _offered(manager, kind, third_party=third_party) for kind in REGISTRIES}
     if not any(offered.values()):
         raise PluginError("it registers nothing; does a function carry @hookimpl and return descriptors?")
-    # Patterns are light, and requests and records ask all of them: one that cannot be loaded is not let in.
+    # Requests and records use all patterns, so one that cannot be loaded is refused.
     patterns: list[tuple[PatternKind, type[Pattern]]] = []
     for pattern_kind in offered["patterns"] if third_party else ():
         pattern = checked_pattern(name, load(pattern_kind))
@@ -137,7 +137,7 @@ def _admit(found: Found, name: str, module: Any, info: PluginInfo, *, third_part
 
 
 def _refuse_misspelt_hooks(manager: pluggy.PluginManager, module: Any) -> None:
-    """A hook that nobody calls is an error, and so is a function that looks like one but is not marked."""
+    """Raise PluginError for an unknown hook, and for a function named like a hook without @hookimpl."""
     known = ", ".join(HOOK_PREFIX + kind for kind in REGISTRIES)
     try:
         manager.check_pending()
@@ -150,7 +150,7 @@ def _refuse_misspelt_hooks(manager: pluggy.PluginManager, module: Any) -> None:
 
 
 def _refuse_shadowing(kind: PatternKind, pattern: type[Pattern]) -> None:
-    """A request is flat: the fields of a pattern are next to those of the shape."""
+    """Raise PluginError for a pattern field that is also a field of the shape, because requests are flat."""
     shared = (pattern.request_model().model_fields.keys() & WorkloadRequest.model_fields.keys()) - {"kind"}
     if shared:
         raise PluginError(f"pattern {kind.name!r}: {', '.join(sorted(shared))} is a field of every workload; rename it")
@@ -167,7 +167,7 @@ def _offered(manager: pluggy.PluginManager, kind_of_thing: str, *, third_party: 
             if not isinstance(result, Sequence):
                 raise PluginError(f"it returned {shown(result)}; it must return a list of {kind.__name__}")
             for descriptor in result:
-                # Not a subclass either: its attributes would be code of the plug-in's that runs anywhere.
+                # Subclasses are refused, too: their attributes would run the plug-in's code anywhere.
                 if type(descriptor) is not kind:
                     raise PluginError(f"it returned {shown(descriptor)}, which is no {kind.__name__}")
                 if taken := sorted(reserved & {descriptor.name, *descriptor.aliases}):

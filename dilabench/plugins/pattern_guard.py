@@ -1,4 +1,4 @@
-"""A third party's pattern is asked in many places; what is registered is a subclass that checks each of its answers."""
+"""A subclass of a third party's pattern that checks each result; it is registered instead of the pattern."""
 
 import functools
 import inspect
@@ -11,7 +11,7 @@ from dilabench.errors import PluginError
 from dilabench.patterns.pattern import Pattern, SequenceShape
 from dilabench.plugins.boundary import defined, guarded, shown
 
-# What the questions that are asked in the main process must be answered with.
+# The result types of the methods that the main process calls.
 ANSWERS: Mapping[str, type | tuple[type, ...]] = {
     "request_model": type,
     "examples": tuple,
@@ -38,10 +38,10 @@ TRIED_OVER = SequenceShape(48, 4, 2, causal=True, window=(-1, -1))
 
 @functools.cache
 def checked_pattern(plugin: str, pattern: type[Pattern]) -> type[Pattern]:
-    """A subclass of a plug-in's pattern whose answers raise PluginError when they fail or are of the wrong type.
+    """A subclass of a plug-in's pattern whose methods raise PluginError if they fail or return the wrong type.
 
-    What the pattern inherits from dilabench is not checked; the plug-in's class stays as it is. What costs nothing to
-    ask is asked at once, of its examples: a pattern that cannot be named is not let in.
+    Methods inherited from dilabench are not checked; the plug-in's class does not change. Cheap methods are called
+    immediately on its examples: a pattern without a working label is refused.
     """
     checked: dict[str, Any] = {}
     for owner in pattern.__mro__:
@@ -53,7 +53,7 @@ def checked_pattern(plugin: str, pattern: type[Pattern]) -> type[Pattern]:
     if not checked and pattern.__module__.partition(".")[0] in OURS:
         return pattern
 
-    # Its validators run in here.
+    # The pattern's validators run inside.
     def model_validate(cls: type[Pattern], *arguments: Any, **named: Any) -> Pattern:
         return super(found, cls).model_validate(*arguments, **named)
 
@@ -62,7 +62,7 @@ def checked_pattern(plugin: str, pattern: type[Pattern]) -> type[Pattern]:
 
     checked["model_validate"] = classmethod(_held(plugin, f"pattern {pattern.__name__}", model_validate))
     names = {"__module__": pattern.__module__, "__qualname__": pattern.__qualname__, "__doc__": pattern.__doc__}
-    # A plug-in's suite may make instances of its own class, which are the same patterns.
+    # A plug-in's suite may create instances of the original class, which are equal patterns.
     metaclass: Any = type(pattern)
     found: type[Pattern] = metaclass(pattern.__name__, (pattern,), {**names, "__eq__": equal, **checked})
     _try(found)
@@ -90,10 +90,12 @@ def _held(plugin: str, what: str, function: Callable[..., Any], name: str = "") 
             else:
                 wanted = ANSWERS.get(name, object)
                 if not isinstance(answer, wanted):
-                    kinds = " or ".join(one.__name__ for one in (wanted if isinstance(wanted, tuple) else (wanted,)))
+                    kinds = " or ".join(
+                        type_.__name__ for type_ in (wanted if isinstance(wanted, tuple) else (wanted,))
+                    )
                     raise PluginError(f"{defined(function)} returned {shown(answer)}; it must return {kinds}")
         if refusal is not None:
-            # A value that the pattern does not take: pydantic's own words are for the user.
+            # The pattern refuses a value: pydantic's message is meant for the user.
             raise refusal
         return _iterated(plugin, what, answer) if inspect.isgenerator(answer) else answer
 

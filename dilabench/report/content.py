@@ -10,13 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from dilabench.compare.comparison import lengths_without_rows
-from dilabench.compare.view import Ranking, rank, view_of
+from dilabench.compare.view import Ranking, lengths_without_rows, rank, view_of
+from dilabench.engine.worker.outcomes import check_text
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import (
     ESTIMATOR,
     Case,
-    Check,
     Failed,
     FailureCode,
     Note,
@@ -235,18 +234,6 @@ def _gathered(labels: Iterable[str]) -> str:
         size, _, rest = label.partition(" ")
         sizes.setdefault(rest, []).append(size)
     return "; ".join(f"{', '.join(found)} {rest}" for rest, found in sizes.items())
-
-
-def check_text(check: Check) -> str:
-    """A failed check: its error against its tolerance, and where the error is largest."""
-    words = []
-    if check.error is not None and check.tolerance is not None:
-        words.append(f"error {check.error:.3g}, allowed {check.tolerance:.3g}")
-    if check.where:
-        words.append(f"largest at {check.where}")
-    if check.detail:
-        words.append(check.detail)
-    return f"{check.name}: {'; '.join(words) or 'failed'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

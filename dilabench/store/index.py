@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-from dilabench.compare.comparison import lengths_without_rows, searchable
+from dilabench.compare.comparison import searchable
 from dilabench.compare.fingerprint import machine_key
 from dilabench.errors import DilabenchError
 from dilabench.record import Measured, Row, RunRecord, Skipped
@@ -217,6 +217,8 @@ def _run_fields(file: str, record: RunRecord) -> tuple[object, ...]:
 
 def _is_incomplete(record: RunRecord) -> bool:
     """Return True if a row was not measured for lack of time, or a length has no row."""
+    from dilabench.compare.view import lengths_without_rows
+
     late = any(isinstance(row.outcome, Skipped) and row.outcome.code == "budget" for row in record.rows)
     return late or bool(lengths_without_rows(record))
 

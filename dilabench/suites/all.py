@@ -1,4 +1,4 @@
-"""Suite `all`: every question that this machine can answer, the most telling ones first."""
+"""Suite `all`: every suite that applies to this machine, the most informative ones first."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -11,15 +11,15 @@ from dilabench.suites.planner import Planner, cases_of, more_cases_of, refuse_un
 
 
 def suites(planner: Planner) -> tuple[Suite, ...]:
-    """The other suites, those first that tell most, those last that can use any time that is left."""
+    """The other suites, by priority; those that use all remaining time are last."""
     others = [suite for suite in planner.catalogue.suites if suite.name != planner.request.suite and not suite.by_name]
     return tuple(sorted(others, key=lambda suite: (suite.takes_the_rest, -suite.priority)))
 
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """The cases of the suites, each labelled with its suite and planned once, for the first that asks.
+    """The cases of the suites, each planned once and labelled with the first suite that plans it.
 
-    Those that take the rest of the time are left to `follow_up`.
+    Suites that use all remaining time are left to `follow_up`.
     """
     refuse_unknown_options(
         request, {name for suite in suites(planner) if suite.options for name in suite.options.model_fields}
@@ -33,13 +33,13 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
 
 def follow_up(rows: Sequence[Row], _request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """What the suites ask for when they have seen their rows; when that is done, the suite that takes what is left."""
+    """The follow-up cases of the suites; after these, the suite that uses all remaining time."""
     planned: list[PlannedCase] = []
     for suite in suites(planner):
         if suite.follow_up is not None:
-            own = [row for row in rows if SUITE.of(row.planned) == suite.name]
+            suite_rows = [row for row in rows if SUITE.of(row.planned) == suite.name]
             with _left_out(planner, suite):
-                planned += _labelled(more_cases_of(suite, _own(planner, suite), own), suite)
+                planned += _labelled(more_cases_of(suite, _own(planner, suite), suite_rows), suite)
     known = {row.case.case_id for row in rows}
     if not any(plan.case.case_id not in known for plan in planned):
         for suite in suites(planner):
@@ -49,7 +49,7 @@ def follow_up(rows: Sequence[Row], _request: RunRequest, planner: Planner) -> tu
 
 
 def _cases(planner: Planner, suite: Suite) -> list[PlannedCase]:
-    """Its cases; a suite that fails costs the run no more than that."""
+    """The suite's cases; empty if it fails, which does not end the run."""
     with _left_out(planner, suite):
         return list(_labelled(cases_of(suite, _own(planner, suite)), suite))
     return []
@@ -61,8 +61,8 @@ def _left_out(planner: Planner, suite: Suite) -> AbstractContextManager[None]:
 
 def _own(planner: Planner, suite: Suite) -> Planner:
     """A planner for the suite's part of the request."""
-    own = suite.options.model_fields if suite.options else {}
-    options = {name: value for name, value in planner.request.options.items() if name in own}
+    fields = suite.options.model_fields if suite.options else {}
+    options = {name: value for name, value in planner.request.options.items() if name in fields}
     return planner.asking(suite=suite.name, options=options)
 
 

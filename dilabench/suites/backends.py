@@ -1,4 +1,4 @@
-"""Suite `backends`: which dense kernel and which dtype this device wants, for full and for dilated attention."""
+"""Suite `backends`: the fastest dense kernel and dtype on this device, for full and for dilated attention."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,31 +21,33 @@ from dilabench.suites.planner import Planner
 from dilabench.units import format_count, format_latency, format_ratio
 
 DTYPES = {"small": ("float32", "bfloat16"), "large": ("bfloat16", "float16", "float32")}
-# Plain PyTorch over all pairs is one of the backends; a CPU should not need minutes for it.
+# Plain PyTorch over all pairs is one of the backends, which must not take minutes on a CPU.
 LENGTH = {"small": 2048, "large": 8192}
 
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """Full and dilated attention of one shape over every backend, in the dtypes that this device is used with.
+    """Plan full and dilated attention of one shape over every backend, in the usual dtypes of this device.
 
-    A dtype, backends or implementations that are named are the only ones.
+    A named dtype, backend or implementation is the only one.
     """
     planner = planner.asking(backends=request.backends or (ALL,))
     size = planner.machine.facts.size
     defaults = [{"seq_len": LENGTH[size], "dtype": dtype} for dtype in DTYPES[size]]
     workloads = planner.workload_requests(defaults)
 
-    def is_shown(one: Implementation) -> bool:
-        fits = one.supports.only_dense or any(one.supports.computes(workload.pattern) for workload in workloads)
-        on_one = one.takes == "heads" and one.supports.max_world_size == 1
-        return one.uses_backend and one.role == "method" and on_one and fits
+    def is_shown(implementation: Implementation) -> bool:
+        fits = implementation.supports.only_dense or any(
+            implementation.supports.computes(workload.pattern) for workload in workloads
+        )
+        on_one = implementation.takes == "heads" and implementation.supports.max_world_size == 1
+        return implementation.uses_backend and implementation.role == "method" and on_one and fits
 
     default = planner.where(is_shown)
     return planner.compare(workloads, planner.implementations(default))
 
 
 NS_PER_MS = 1e6
-# Beside one that is hardly faster, bfloat16 is wanted for its range (no loss scaling).
+# If another dtype is hardly faster, bfloat16 is preferred for its range (no loss scaling).
 WIDE_RANGE = "bfloat16"
 HARDLY = 1.03
 MAX_KERNEL_NAME = 60
@@ -56,7 +58,7 @@ OPERATOR = "aten::"
 class Standing:
     """The backends of one implementation on one workload, fastest first.
 
-    `ratios` are times against the fastest one's; `tied` names those of which nobody can say that they are slower.
+    `ratios`: times divided by the fastest one's. `tied`: those that are not proven slower.
     """
 
     rows: tuple[Row, ...]
@@ -74,11 +76,11 @@ class Standing:
         return measured_view(self.best).median_ns
 
     def among(self, names: Sequence[str]) -> Iterator[str]:
-        """'flash4', 'flash3 (1.31x)': those of the backends that are here, times against the first of them."""
-        found = [(row, ratio) for row, ratio in zip(self.rows, self.ratios, strict=True) if row.case.backend in names]
-        for row, ratio in found:
-            times = ratio / found[0][1]
-            yield f"{row.case.backend}" + ("" if row is found[0][0] else f" ({format_ratio(times)})")
+        """'flash4', 'flash3 (1.31x)': the named backends that were measured, with times relative to the first."""
+        known = [(row, ratio) for row, ratio in zip(self.rows, self.ratios, strict=True) if row.case.backend in names]
+        for row, ratio in known:
+            times = ratio / known[0][1]
+            yield f"{row.case.backend}" + ("" if row is known[0][0] else f" ({format_ratio(times)})")
 
     def order_text(self) -> str:
         """'flash3, sdpa-cudnn (1.02x, tied), math (31x)': times as multiples of the fastest one's."""
@@ -90,7 +92,7 @@ class Standing:
 
 
 def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
-    """The recommendation, then the kernels that ran; nothing where no row with a backend was measured."""
+    """The recommendation, then the kernels that ran; empty if no row with a backend was measured."""
     standings = standings_of(record)
     if not standings:
         return ()
@@ -119,16 +121,16 @@ def _answer(record: RunRecord, standings: Sequence[Standing], catalogue: Catalog
 
 
 def _families(record: RunRecord, standings: Sequence[Standing], catalogue: Catalogue) -> Iterator[Section]:
-    """The generations of one kernel against each other, FlashAttention 2, 3 and 4 say; why others did not run."""
+    """Compare the generations of one kernel (FlashAttention 2, 3 and 4, say); why others did not run."""
     members: dict[str, list[str]] = {}
     for backend in catalogue.backends:
         if backend.family:
             members.setdefault(backend.family, []).append(backend.name)
     for family, names in members.items():
-        found = [(standing, tuple(standing.among(names))) for standing in standings]
+        orders = [(standing, tuple(standing.among(names))) for standing in standings]
         table = [
-            (_subject(one.best), one.best.case.workload.dtype, order[0], ", ".join(order[1:]) or ABSENT)
-            for one, order in found
+            (_subject(standing.best), standing.best.case.workload.dtype, order[0], ", ".join(order[1:]) or ABSENT)
+            for standing, order in orders
             if order
         ]
         if not table:
@@ -139,7 +141,7 @@ def _families(record: RunRecord, standings: Sequence[Standing], catalogue: Catal
             for row in reversed(record.rows)
             if row.case.backend in names and row.case.backend not in ran and not isinstance(row.outcome, Measured)
         }
-        first = dict.fromkeys(order[0] for _, order in found if order)
+        first = dict.fromkeys(order[0] for _, order in orders if order)
         missing = "".join(f" {name} did not run: {why}." for name, why in whys.items())
         yield Section(
             title=f"{family}: {', '.join(names)}",
@@ -182,15 +184,15 @@ def _recommendation(record: RunRecord, standings: Sequence[Standing], catalogue:
     for standing in standings:
         subjects.setdefault(_subject(standing.best), []).append(standing)
     claims, table = [], []
-    for subject, found in subjects.items():
-        chosen = recommended(found)
+    for subject, of_subject in subjects.items():
+        chosen = recommended(of_subject)
         claims.append(f"{subject}: {chosen.best.case.backend} in {chosen.best.case.workload.dtype}")
-        for standing in found:
-            mark = "*" if standing is chosen and len(found) > 1 else ""
+        for standing in of_subject:
+            mark = "*" if standing is chosen and len(of_subject) > 1 else ""
             dtype = f"{standing.best.case.workload.dtype}{mark}"
             best = format_latency(standing.best_ns)
             table.append((subject, dtype, best, standing.order_text(), _auto_text(record, standing, catalogue)))
-    several = any(len(found) > 1 for found in subjects.values())
+    several = any(len(several_dtypes) > 1 for several_dtypes in subjects.values())
     star = f" (* the dtype to use: the fastest, or {WIDE_RANGE} within 3 % of it)" if several else ""
     return Section(
         title="Recommendation for this device",
@@ -203,12 +205,12 @@ def _recommendation(record: RunRecord, standings: Sequence[Standing], catalogue:
 
 
 def recommended(standings: Sequence[Standing]) -> Standing:
-    """Of one subject in several dtypes: the fastest, or bfloat16 where it is hardly slower."""
-    fastest = min(standings, key=lambda one: one.best_ns)
+    """Choose among dtypes of one subject: the fastest, or bfloat16 if it is hardly slower."""
+    fastest = min(standings, key=lambda standing: standing.best_ns)
     wide = [
-        one
-        for one in standings
-        if one.best.case.workload.dtype == WIDE_RANGE and one.best_ns <= HARDLY * fastest.best_ns
+        standing
+        for standing in standings
+        if standing.best.case.workload.dtype == WIDE_RANGE and standing.best_ns <= HARDLY * fastest.best_ns
     ]
     return next(iter(wide), fastest)
 
@@ -224,7 +226,7 @@ def _subject(row: Row) -> str:
 
 
 def _auto_text(record: RunRecord, standing: Standing, catalogue: Catalogue) -> str:
-    """What `auto` stands for among these backends, and what that costs."""
+    """The backend that `auto` selects among these, and its time relative to the fastest."""
     machine = Machine(device=record.device.partition(":")[0], gpus=record.environment.gpus)
     preference = catalogue.preferred_backends(machine)
     names = [str(row.case.backend) for row in standing.rows]
@@ -257,7 +259,7 @@ def _kernel_row(row: Row) -> Iterator[str]:
     if not kernels:
         yield from (ABSENT,) * 4
         return
-    # On a CPU the profile also names what only wraps operators.
+    # On a CPU the profile also lists wrappers of operators.
     operators = [use for use in kernels if use.name.startswith(OPERATOR)] or list(kernels)
     longest = max(operators, key=lambda use: use.duration_ns)
     total = sum(use.duration_ns for use in kernels)
@@ -268,7 +270,7 @@ def _kernel_row(row: Row) -> Iterator[str]:
 
 
 def short_name(kernel: KernelUse) -> str:
-    """A kernel's name without its arguments, cut to what a table can hold."""
+    """A kernel's name without its arguments, truncated for tables."""
     name = kernel.name.removeprefix("void ").removeprefix(OPERATOR).partition("(")[0]
     return name if len(name) <= MAX_KERNEL_NAME else f"{name[: MAX_KERNEL_NAME - 1]}…"
 
@@ -283,15 +285,15 @@ def _plot(standings: Sequence[Standing]) -> BarPlot:
         categories.append(f"{subject} {best.case.workload.dtype}")
     bars = []
     for name in names:
-        found = [
+        views = [
             next((view_of(row) for row in standing.rows if row.case.backend == name), None) for standing in standings
         ]
         bars.append(
             Bars(
                 label=name,
-                values=tuple(None if view is None else view.median_ns / NS_PER_MS for view in found),
-                low=tuple(view.interval.low / NS_PER_MS if view and view.interval else None for view in found),
-                high=tuple(view.interval.high / NS_PER_MS if view and view.interval else None for view in found),
+                values=tuple(None if view is None else view.median_ns / NS_PER_MS for view in views),
+                low=tuple(view.interval.low / NS_PER_MS if view and view.interval else None for view in views),
+                high=tuple(view.interval.high / NS_PER_MS if view and view.interval else None for view in views),
             )
         )
     return BarPlot(

@@ -15,7 +15,7 @@ from dilabench.suites.ring.cases import ranks_here
 from dilabench.validation import validated
 from dilabench.workload.spec import WorkloadRequest
 
-# One head of 64 is what four H200 hold at once (kernels.md §6).
+# One head of 64 fits into four H200 (kernels.md §6).
 SHAPE = {"batch_size": 1, "num_heads": 1, "head_dim": 64, "mode": "forward"}
 
 
@@ -51,14 +51,14 @@ def _search(planner: Planner) -> Planner:
 
 
 def _ranks(planner: Planner) -> int:
-    """As many as were requested, else one per GPU, else one device."""
+    """The requested number of ranks, else one per GPU, else one."""
     if planner.request.nproc > 1:
         return planner.request.nproc
     return ranks_here(planner) if len(planner.machine.gpus) > 1 and planner.machine.facts.own_memory else 1
 
 
 def _best(planner: Planner, asked: WorkloadRequest, ranks: int) -> tuple[str, ...]:
-    """The name of the highest priority among those for this device; its row says what else prevents it."""
+    """The implementation of highest priority for this device; its row shows any other obstacle."""
     machine, registry = planner.machine, planner.catalogue.implementations
     workload = asked.resolve(machine.auto_dtype, machine.auto_tokens)
     names = by_priority(planner.catalogue, workload, ranks)

@@ -1,4 +1,4 @@
-"""Suite `optimization`: where pattern cache, buffer pool, CUDA graph and torch.compile help, and where they cost."""
+"""Suite `optimization`: the gain or cost of pattern cache, buffer pool, CUDA graph and torch.compile."""
 
 import collections
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ from dilabench.stats.decisions.verdicts import Code
 from dilabench.suites.planner import Planner, reasons_against_optimizations
 from dilabench.units import counted, format_bytes, format_count, format_ratio
 
-# Launches and tables weigh most where calls are short, copies and workspace where they are long.
+# Launches and tables weigh most in short calls, copies and workspace in long ones.
 LENGTHS = {"small": (1024, 4096), "large": (4096, 16384, 65536)}
 
 
@@ -35,8 +35,8 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """Each implementation at each length with everything off, each optimization alone, and all of them together; with a
     backward pass also gradient checkpointing, whose gain is in memory.
 
-    Together leaves out what this device does not have. All variants of a length are timed in the same rounds. To
-    torch.compile the implementations of heads are one operator each: it compiles what is around them, nothing inside.
+    "All together" omits those that this device lacks. All variants of a length are timed in the same rounds. For
+    torch.compile each implementation of heads is one operator: it compiles the code around it, not inside.
     """
     defaults = [{"seq_len": length} for length in LENGTHS[planner.machine.facts.size]]
     cases: list[PlannedCase] = []
@@ -54,9 +54,9 @@ POOL_BYTES = 2**30
 
 
 def variants(request: RunRequest, machine: Machine, mode: str) -> dict[str, dict[str, Any]]:
-    """Fields of Optimizations by the name of what is switched on; all together are those that can be here.
+    """Fields of Optimizations by the name of the variant; "all together" holds those that this device supports.
 
-    A size that the request names is the one used. Gradient checkpointing is there where a backward pass is.
+    A size in the request is used. Gradient checkpointing is included if there is a backward pass.
     """
     alone: dict[str, dict[str, Any]] = {
         "pattern cache": {"pattern_cache_entries": request.pattern_cache_entries or CACHE_ENTRIES},
@@ -75,7 +75,7 @@ def variants(request: RunRequest, machine: Machine, mode: str) -> dict[str, dict
         NONE: off,
         **{name: {**off, **fields} for name, fields in alone.items()},
         ALL_TOGETHER: {**off, **together},
-        # It trades time for memory, so it is none of those that make things faster together.
+        # It trades time for memory, so it is not part of "all together".
         **({"gradient checkpointing": {**off, "gradient_checkpointing": True}} if mode != "forward" else {}),
     }
 
@@ -111,12 +111,12 @@ class Gain:
 
     @property
     def verdict_text(self) -> str:
-        """What the verdict says of what is switched on."""
+        """The verdict on the variant, as text."""
         return WORDS[self.cell.verdict.code]
 
     @property
     def saved_bytes(self) -> int | None:
-        """Peak without - peak with; what an optimization keeps between calls counts into its peak."""
+        """Peak without - peak with; memory that an optimization keeps between calls is part of its peak."""
         memory = self.cell.memory
         return None if memory is None else memory.baseline_bytes - memory.candidate_bytes
 
@@ -126,7 +126,7 @@ class Gain:
 
 
 def analyse(record: RunRecord) -> tuple[Section, ...]:
-    """What each switch brings, alone and together, then what the pool did."""
+    """The gain of each optimization, alone and together, then the statistics of the pool."""
     gains = gains_of(record)
     if not gains:
         return ()
@@ -135,7 +135,7 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
 
 
 def gains_of(record: RunRecord) -> tuple[Gain, ...]:
-    """Every measured variant that can be held against its own implementation with everything off."""
+    """Every measured variant whose implementation was also measured with everything off."""
     rows = {row.case.case_id: row for row in record.rows}
     bases: set[str] = set()
     for row in record.rows:
@@ -173,9 +173,9 @@ def _claim(variant: str, gains: Sequence[Gain]) -> str:
             most = pick((g for g in gains if g.cell.verdict.code is code), key=lambda gain: gain.speedup)
             reach = f"{'up' if code is Code.FASTER else 'down'} to {format_ratio(most.speedup)} at {_place(most)}"
             texts.append(f"{verb} in {codes[code]} of {counted(len(gains), 'case')} ({reach})")
-    rest = len(gains) - codes[Code.FASTER] - codes[Code.SLOWER]
-    if rest:
-        texts.append(f"no proven difference in {rest} of {counted(len(gains), 'case')}")
+    undecided = len(gains) - codes[Code.FASTER] - codes[Code.SLOWER]
+    if undecided:
+        texts.append(f"no proven difference in {undecided} of {counted(len(gains), 'case')}")
     return f"{variant}: {', '.join(texts)}."
 
 
@@ -230,13 +230,13 @@ def _pool_row(gain: Gain) -> Iterator[str]:
 
 def _plots(gains: Sequence[Gain], variants: Sequence[str]) -> Iterator[BarPlot]:
     places = list(dict.fromkeys(map(_place, gains)))
-    found = {(_place(gain), gain.variant): gain for gain in gains}
+    by_place = {(_place(gain), gain.variant): gain for gain in gains}
     speeds = [
         Bars(
             label=variant,
-            values=tuple(gain.speedup if (gain := found.get((place, variant))) else None for place in places),
-            low=tuple(_end(found.get((place, variant)), 0) for place in places),
-            high=tuple(_end(found.get((place, variant)), 1) for place in places),
+            values=tuple(gain.speedup if (gain := by_place.get((place, variant))) else None for place in places),
+            low=tuple(_end(by_place.get((place, variant)), 0) for place in places),
+            high=tuple(_end(by_place.get((place, variant)), 1) for place in places),
         )
         for variant in variants
     ]
@@ -249,7 +249,7 @@ def _plots(gains: Sequence[Gain], variants: Sequence[str]) -> Iterator[BarPlot]:
         reference=1.0,
     )
     saved = [
-        Bars(label=variant, values=tuple(_saved_mib(found.get((place, variant))) for place in places))
+        Bars(label=variant, values=tuple(_saved_mib(by_place.get((place, variant))) for place in places))
         for variant in variants
     ]
     if any(value is not None for bars in saved for value in bars.values):

@@ -19,25 +19,25 @@ QUICK_LENGTHS = (1024, 4096, 16384)
 
 
 def quick(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """What calls a dense kernel, and so runs everywhere, and what `auto` takes on this device, at each length.
+    """Implementations over a dense kernel, which run everywhere, and those that `auto` takes here, at each length.
 
     Full attention is a yardstick. One sequence of two heads: under a minute on two CPU cores.
     """
     shape = {"batch_size": 1, "num_heads": 2, "head_dim": 64}
     workloads = planner.workload_requests([{**shape, "seq_len": length} for length in QUICK_LENGTHS])
 
-    def is_shown(one: Implementation) -> bool:
-        dilated = one.supports.computes(DEFAULT_PATTERN)
-        here = planner.machine.facts.word in one.supports.devices and dilated
-        over_kernel = one.uses_backend and (dilated or one.supports.only_dense)
-        return one.supports.max_world_size == 1 and (over_kernel or (one.priority > 0 and here))
+    def is_shown(implementation: Implementation) -> bool:
+        dilated = implementation.supports.computes(DEFAULT_PATTERN)
+        here = planner.machine.facts.word in implementation.supports.devices and dilated
+        over_kernel = implementation.uses_backend and (dilated or implementation.supports.only_dense)
+        return implementation.supports.max_world_size == 1 and (over_kernel or (implementation.priority > 0 and here))
 
     default = planner.where(is_shown)
     return planner.compare(workloads, planner.implementations(default))
 
 
 def implementations(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """Every implementation but the oracle (which is there to be right, not fast) unless it is asked for by name."""
+    """Every implementation except the oracle, which is slow and included only if named."""
     default = planner.where(lambda _: True)
     return planner.compare(planner.workload_requests([{}]), planner.implementations(default))
 
@@ -46,8 +46,8 @@ MIB = 2**20
 
 
 def analyse(record: RunRecord) -> tuple[Section, ...]:
-    """One section with the plots: curves where several lengths were measured, bars where there is one."""
-    series = [one for one in series_of(record) if one.measured]
+    """One section with the plots: curves if several lengths were measured, else bars."""
+    series = [member for member in series_of(record) if member.measured]
     if not series:
         return ()
     plots: tuple[Plot, ...] = plots_over_length(series) or bars_of(record)
@@ -61,7 +61,7 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
 
 
 def bars_of(record: RunRecord) -> tuple[BarPlot, ...]:
-    """Time and peak memory of every row: a group of bars per workload, a bar per way to compute it."""
+    """Time and peak memory of every row: a group of bars per workload, a bar per implementation."""
     groups: dict[str, dict[str, RowView]] = {}
     for row in record.rows:
         if view := view_of(row):

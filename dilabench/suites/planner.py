@@ -1,4 +1,4 @@
-"""From a request to its plan: what a suite makes cases of, the cases, the machine, how each case is timed."""
+"""From a request to its plan: the suite's cases, the machine, and how each case is timed."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,24 +23,24 @@ from dilabench.units import counted
 from dilabench.validation import unknown_key, validated
 from dilabench.workload.spec import DEFAULT_PATTERN, WorkloadRequest
 
-# Implementation `auto`: stands for what `dilabench.choice.rules` takes, workload by workload.
+# Implementation `auto`: replaced by the choice of `dilabench.choice.rules`, workload by workload.
 FASTEST = Implementation(AUTO, "the fastest known for the workload, from measurements", "dilabench.choice.rules:choose")
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """Makes planned cases. Everything that cannot run here becomes a planned case with `skip`, never nothing."""
+    """Creates planned cases. A case that cannot run here is still planned, with `skip`."""
 
     catalogue: Catalogue
     machine: Machine
     request: RunRequest
 
     def asking(self, **changes: Any) -> "Planner":
-        """The same for a request in which a suite has filled in what the user left open."""
+        """A planner for the request with fields filled in by a suite."""
         return replace(self, request=self.request.model_copy(update=changes))
 
     def workload_requests(self, defaults: Sequence[dict[str, Any]]) -> tuple[WorkloadRequest, ...]:
-        """The workloads asked for: one per preset, or the suite's defaults, each with the user's overrides on top.
+        """The requested workloads: one per preset, or the suite's defaults, each with the user's overrides.
 
         `--lengths` multiplies each of them.
         """
@@ -56,11 +56,11 @@ class Planner:
         return tuple(dict.fromkeys(asked if self.request.lengths else bases))
 
     def implementations(self, default: Iterable[str]) -> tuple[Implementation, ...]:
-        """The implementations asked for by name or alias, or the suite's default ones."""
+        """The implementations requested by name or alias, or the suite's defaults."""
         registry = self.catalogue.implementations
         names = self.request.implementations
         if not names:
-            # On one rank an implementation over ranks would do what its form for one device does.
+            # On one rank an implementation over ranks computes the same as its form for one device.
             several = self.request.nproc > 1
             names = tuple(
                 name
@@ -72,35 +72,42 @@ class Planner:
         return tuple(dict.fromkeys(FASTEST if name == AUTO else registry.get(name) for name in names))
 
     def where(self, holds: Callable[[Implementation], bool]) -> tuple[str, ...]:
-        """Names of the implementations of which a fact holds, in the catalogue's order.
+        """Names of the implementations for which `holds` is true, in the catalogue's order.
 
-        The oracle is no competitor, public projects are asked for by name or by suite `field`, and what chooses among
-        the others by name or by suite `choice`.
+        Without the oracle, public projects (only by name or in suite `field`), and those that choose among the others
+        (only by name or in suite `choice`).
         """
         names: list[str] = []
-        for one in self.catalogue.implementations:
-            if one.role != "oracle" and one.project is None and not one.chooses and holds(one):
-                names.append(one.name)
+        for implementation in self.catalogue.implementations:
+            if (
+                implementation.role != "oracle"
+                and implementation.project is None
+                and not implementation.chooses
+                and holds(implementation)
+            ):
+                names.append(implementation.name)
         return tuple(names)
 
     def on_one_device(self, *patterns: str) -> tuple[str, ...]:
-        """What computes such patterns on q, k, v of one device, without compiling for tens of seconds at each shape."""
+        """Names of implementations of these patterns on one device's q, k, v that do not compile for long per shape."""
         return self.where(
-            lambda one: (
-                one.supports.max_world_size == 1
-                and one.takes == "heads"
-                and not one.compiles
-                and any(map(one.supports.computes, patterns))
+            lambda implementation: (
+                implementation.supports.max_world_size == 1
+                and implementation.takes == "heads"
+                and not implementation.compiles
+                and any(map(implementation.supports.computes, patterns))
             )
         )
 
     def over_ranks(self, asked: WorkloadRequest, ranks: int | None = None) -> tuple[str, ...]:
-        """What suites over ranks have unasked for a workload: shardings that are known, best first.
+        """The default implementations of suites over ranks for a workload: those with a known sharding, best first.
 
-        Without those that have a rule for numbers of ranks and cannot be on this one (None: the request's). All of them
-        where none is for such workloads, so that each can say why.
+        Without those whose rule excludes this number of ranks (None: the request's). If none supports such workloads,
+        all of them, so that each row shows its reason.
         """
-        known = self.where(lambda one: one.sharding is not None and one.takes == "heads")
+        known = self.where(
+            lambda implementation: implementation.sharding is not None and implementation.takes == "heads"
+        )
         registry = self.catalogue.implementations
         ordered = sorted(known, key=lambda name: -registry.get(name).priority)
         preferred = {name: registry.get(name).preferred_for or registry.get(name).supports for name in ordered}
@@ -116,7 +123,7 @@ class Planner:
         return tuple(fitting) or tuple(ordered)
 
     def backends(self) -> tuple[str, ...]:
-        """The backends asked for by name or alias, `all` spelt out; `auto` when none was named."""
+        """The backends requested by name or alias, with `all` expanded; `auto` if none was named."""
         registry = self.catalogue.backends
         names = registry.names if ALL in self.request.backends else self.request.backends
         return tuple(dict.fromkeys(name if name == AUTO else registry.get(name).name for name in names)) or (AUTO,)
@@ -124,7 +131,7 @@ class Planner:
     def compare(
         self, requests: Sequence[WorkloadRequest], implementations: Sequence[Implementation]
     ) -> tuple[PlannedCase, ...]:
-        """Every implementation on every workload, or on what it is a reference with (`reference_for`)."""
+        """Every implementation on every workload, or as a reference on its dense form (`reference_for`)."""
         cases: list[PlannedCase] = []
         for request in requests:
             for implementation in implementations:
@@ -140,8 +147,8 @@ class Planner:
     ) -> WorkloadRequest | None:
         """The same shape as dense attention, for an implementation that computes nothing else: an unranked reference.
 
-        None for any other. A pattern that was asked for is replaced only beside an implementation that computes it, so
-        that a row of another function never stands for it.
+        None for any other. A requested pattern is replaced only if another implementation computes it, so that a row of
+        another function is never shown instead of it.
         """
         if not implementation.supports.only_dense or asked.pattern == DENSE.kind:
             return None
@@ -158,10 +165,10 @@ class Planner:
         role: Role | None = None,
         **changes: Any,
     ) -> tuple[PlannedCase, ...]:
-        """The cases of one implementation and workload: one per backend asked for when it uses backends.
+        """The cases of one implementation and workload: one per requested backend if it uses backends.
 
-        `role` is what its rows are among the others, where that is not what it is in general; `changes` are fields of
-        Optimizations that differ from the request's. Raises ConfigError for a field that does not exist.
+        `role`: the role of its rows, if it differs from the implementation's; `changes`: fields of Optimizations that
+        differ from the request's. Raises ConfigError for a field that does not exist.
         """
         workload = workload_request.resolve(self.machine.auto_dtype, self.machine.auto_tokens)
         labels = dict(labels or {})
@@ -215,8 +222,8 @@ class Planner:
         return tuple(planned)
 
     def _with_backend(self, case: Case, backend: str | None) -> tuple[Case, tuple[str, ...]]:
-        """The case over the backend that was asked for, chosen for `auto`, and the reasons against it here."""
-        # A backend that is chosen below has nothing against it.
+        """The case over the requested backend, or the one chosen for `auto`, and the reasons against it here."""
+        # There is no reason against a backend that is chosen below.
         reasons = self.catalogue.reasons_against(case, self.machine)
         if backend != AUTO:
             return case, reasons
@@ -226,7 +233,7 @@ class Planner:
 
 
 class Nodes(Protocol):
-    """The nodes that torchrun has started (`dilabench.engine.worker.nodes`), as far as a plan asks them."""
+    """The part of the torchrun nodes (`dilabench.engine.worker.nodes`) that a plan uses."""
 
     @property
     def size(self) -> int: ...
@@ -235,7 +242,7 @@ class Nodes(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What is to be measured, before anything is."""
+    """The planned measurement."""
 
     found: Found
     machine: Machine
@@ -245,11 +252,11 @@ class RunPlan:
 
     @property
     def catalogue(self) -> Catalogue:
-        """All that the cases may name."""
+        """The components that the cases may name."""
         return self.found.catalogue
 
     def planner(self) -> Planner:
-        """What makes further cases of the same request."""
+        """The planner of further cases of the same request."""
         return Planner(self.catalogue, self.machine, self.request)
 
 
@@ -278,10 +285,10 @@ def asking_all(request: RunRequest, nodes: Nodes | None) -> RunRequest:
 
 
 def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple[PlannedCase, ...]:
-    """The cases that a request comes to on a machine, by its suite.
+    """The cases of a request on a machine, planned by its suite.
 
     Raises ConfigError for an unknown suite, an impossible workload, or a field of a pattern that no case has,
-    PluginError for a suite that fails or plans what is no case.
+    PluginError for a suite that fails or returns anything but cases.
     """
     suite = catalogue.suites.get(request.suite)
     if request.shard and suite.follow_up is not None and not suite.deals:
@@ -294,11 +301,11 @@ def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple
 
 
 def refuse_idle_fields(request: RunRequest, planned: Iterable[PlannedCase]) -> None:
-    """Raise ConfigError for a field that waits in vain for a pattern that takes it: it would change nothing.
+    """Raise ConfigError for a field of a pattern that no case has: it would change nothing.
 
-    A yardstick may be asked for in the words of what it stands beside, so the pattern asked for counts as well.
+    A yardstick may be requested with the fields of the requested pattern, so that pattern counts as well.
     """
-    there = {one.case.workload.pattern.kind for one in planned} | {request.overrides.get("pattern", DEFAULT_PATTERN)}
+    there = {case.case.workload.pattern.kind for case in planned} | {request.overrides.get("pattern", DEFAULT_PATTERN)}
     for name in sorted(request.overrides.keys() - WorkloadRequest.model_fields.keys()):
         kinds = tuple(kinds_with(name))
         if there.isdisjoint(kinds):
@@ -310,33 +317,33 @@ def refuse_idle_fields(request: RunRequest, planned: Iterable[PlannedCase]) -> N
 
 
 def in_shard(planned: Sequence[PlannedCase], shard: Shard | None) -> tuple[PlannedCase, ...]:
-    """The cases of one part of a request: workloads are dealt out, each with all its cases, which take turns.
+    """The cases of one part of a request: each workload goes to one part with all its cases, which are interleaved.
 
     Raises ConfigError for more parts than there are workloads.
     """
     if shard is None:
         return tuple(planned)
     index, count = shard
-    groups = list(dict.fromkeys(one.case.group_id for one in planned))
+    groups = list(dict.fromkeys(case.case.group_id for case in planned))
     if count > len(groups):
         raise ConfigError(
             f"shard {index}/{count}: the request has {counted(len(groups), 'workload')}, so there can be at most "
             "as many shards; the cases of one workload are measured together"
         )
-    # Back and forth, so that what alternates (a workload, its yardstick) and what grows (lengths) are spread alike.
+    # In alternating direction, which balances alternating workloads (one and its yardstick) and growing lengths.
     places = {at: index - 1 if at // count % 2 == 0 else count - index for at in range(len(groups))}
     mine = {group for at, group in enumerate(groups) if at % count == places[at]}
-    return tuple(one for one in planned if one.case.group_id in mine)
+    return tuple(case for case in planned if case.case.group_id in mine)
 
 
 def cases_of(suite: Suite, planner: Planner) -> tuple[PlannedCase, ...]:
-    """What a suite plans for the planner's request. Raises PluginError when it fails or plans what is no case."""
+    """The suite's cases for the planner's request. Raises PluginError if it fails or returns anything but cases."""
     with guarded(planner.catalogue.suites.origin(suite.name), f"suite {suite.name!r}"):
         return _checked(suite.target, load_target(suite.target)(planner.request, planner), planner.catalogue)
 
 
 def more_cases_of(suite: Suite, planner: Planner, rows: Sequence[Row]) -> tuple[PlannedCase, ...]:
-    """What a suite's follow-up asks for after these rows; raises as `cases_of` does."""
+    """The cases of a suite's follow-up after these rows; raises like `cases_of`."""
     if suite.follow_up is None:
         return ()
     with guarded(planner.catalogue.suites.origin(suite.name), f"follow-up of suite {suite.name!r}"):
@@ -348,25 +355,25 @@ def more_cases_of(suite: Suite, planner: Planner, rows: Sequence[Row]) -> tuple[
 def _checked(target: str, planned: Any, catalogue: Catalogue) -> tuple[PlannedCase, ...]:
     """The cases, each with its source.
 
-    Raises PluginError for what is none, or a label that is neither in the registry nor a plug-in's.
+    Raises PluginError for other objects, and for a label that is neither in the registry nor a plug-in's.
     """
     if not isinstance(planned, Iterable) or isinstance(planned, str):
         raise PluginError(f"{target} returned {shown(planned)}; it must return a sequence of PlannedCase")
     cases: tuple[PlannedCase, ...] = tuple(planned)
-    for one in cases:
-        if not isinstance(one, PlannedCase):
-            raise PluginError(f"{target} planned {shown(one)}, which is no PlannedCase")
-        if not one.labels.keys() <= LABELS.keys():
-            refuse_unknown("label", one.labels)
-    sources = map(catalogue.source_of, (one.case for one in cases))
+    for case in cases:
+        if not isinstance(case, PlannedCase):
+            raise PluginError(f"{target} planned {shown(case)}, which is no PlannedCase")
+        if not case.labels.keys() <= LABELS.keys():
+            refuse_unknown("label", case.labels)
+    sources = map(catalogue.source_of, (case.case for case in cases))
     return tuple(
-        one if one.source == source else one.model_copy(update={"source": source})
-        for one, source in zip(cases, sources, strict=True)
+        case if case.source == source else case.model_copy(update={"source": source})
+        for case, source in zip(cases, sources, strict=True)
     )
 
 
 def workload_request(catalogue: Catalogue, preset: str | None, overrides: Mapping[str, Any]) -> WorkloadRequest:
-    """The request of a preset (or the defaults) with the overrides on top.
+    """The request of a preset (or the defaults) with the overrides applied.
 
     Raises ConfigError for an unknown preset, a set where one workload is needed, an unknown key or a wrong value.
     """
@@ -399,12 +406,12 @@ def refuse_unknown_options(request: RunRequest, known: Iterable[str]) -> None:
     known = sorted(known)
     for name in request.options:
         if name not in known:
-            hint = f"it has {', '.join(known)}" if known else "it has no options of its own, leave it out"
+            hint = f"it has {', '.join(known)}" if known else "it has no options, so omit it"
             raise ConfigError(f"suite {request.suite!r} has no option {name!r}; {hint}")
 
 
 def reasons_against_optimizations(optimizations: Optimizations, machine: Machine) -> Iterator[str]:
-    """Why optimizations cannot be switched on here; empty when nothing known speaks against them."""
+    """Yield the reasons why optimizations cannot be switched on here; empty if they can."""
     if optimizations.cuda_graph and machine.device != "cuda":
         yield "cuda_graph needs a CUDA GPU"
     if optimizations.compile and machine.device == "cpu" and not cxx_compiler():

@@ -18,14 +18,14 @@ from dilabench.units import format_ratio
 from dilabench.validation import validated
 from dilabench.workload.spec import DTYPE_BYTES, Workload
 
-# Where the shapes that `fused` ships were chosen.
+# The workload on which the shapes that `fused` ships were chosen.
 SHAPE: dict[str, Any] = {"batch_size": 1, "seq_len": 131072, "num_heads": 16, "head_dim": 64}
 
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """Each implementation as it is, and with each tile shape that it is worth trying with, or that is named.
+    """Each implementation with its default tiles, and with each tile shape that is worth trying, or named.
 
-    All are verified, and timed in the same rounds. A shape that does not compile or fit is a row that says so.
+    All are verified, and timed in the same rounds. A shape that does not compile or fit gives a failed row.
     """
     named = validated(TilesOptions, request.options).tiles
     cases: list[PlannedCase] = []
@@ -54,7 +54,7 @@ COLUMNS = ("implementation", "tiles", "speed-up", "95 % CI", "verdict")
 
 
 def analyse(record: RunRecord) -> tuple[Section, ...]:
-    """A table for each workload; nothing where no shape was measured beside the implementation's own."""
+    """A table for each workload; empty if no shape was measured besides the default."""
     return tuple(_sections(gains_of(record)))
 
 

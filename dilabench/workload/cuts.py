@@ -1,4 +1,4 @@
-"""Where a sequence can be cut so that no query sees a key on the other side. No tensors."""
+"""Cuts of a sequence: positions at which no query sees a key on the other side. No tensors."""
 
 from itertools import pairwise
 
@@ -6,33 +6,33 @@ from dilabench.workload.spec import Workload
 
 
 def cut_length(workload: Workload) -> int | None:
-    """The smallest number of tokens whose multiples are such cuts.
+    """Return the smallest number of tokens whose multiples are cuts.
 
-    None where there is no cut: the pattern has none, sequences are packed, or the first one lies beyond the end.
+    None if there is no cut: the pattern has none, sequences are packed, or the first one is beyond the end.
     """
     length = workload.pattern.cut_length
     return length if length is not None and workload.layout == "padded" and length < workload.seq_len else None
 
 
 def uncut_step(workload: Workload, ranks: int) -> int:
-    """Lengths that are multiples of this have no segment on two of so many equal parts, where there are cuts."""
+    """Return a step: at its multiples, lengths cut into one equal part per rank cut no segment, if there are cuts."""
     return (workload.pattern.cut_length or 1) * ranks
 
 
 def why_uncut(workload: Workload) -> str:
-    """The reason for which `cut_length` is None, for a row that needs cuts."""
+    """Return why `cut_length` is None, for a row that needs cuts."""
     pattern = workload.pattern
     if pattern.has_zero_keys:
-        return f"{pattern.label()} has no cut: a part by itself would attend other zero keys"
+        return f"{pattern.label()} has no cut: a separate part would attend other zero keys"
     if pattern.cut_length is None:
         return f"a {pattern.kind} pattern has no cut: its queries see keys all along the sequence"
     if workload.layout != "padded":
         return "packed sequences are not cut"
-    return f"{workload.seq_len} tokens have no cut: cuts of {pattern.label()} lie every {pattern.cut_length}"
+    return f"{workload.seq_len} tokens have no cut: cuts of {pattern.label()} are at multiples of {pattern.cut_length}"
 
 
 def cut_apart(workload: Workload, parts: int) -> tuple[int, ...]:
-    """Lengths of successive parts, as equal as cuts allow, of which no query sees a key of another.
+    """Return the lengths of successive parts, as equal as cuts allow, that see no keys of each other.
 
     Raises ValueError when the sequence has fewer such parts.
     """
@@ -47,7 +47,7 @@ def cut_apart(workload: Workload, parts: int) -> tuple[int, ...]:
 
 
 def why_not_apart(workload: Workload, parts: int) -> str | None:
-    """Why there are no such parts, None where there are."""
+    """Return why there are no such parts, or None if there are."""
     cut = cut_length(workload)
     if cut is None:
         return f"{parts} parts that need nothing of each other: {why_uncut(workload)}"

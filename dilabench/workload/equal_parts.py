@@ -1,6 +1,6 @@
-"""What peers over ranks cannot cut: the reasons that skip a case, and refuse a build.
+"""Workloads that public projects over ranks cannot cut: the reasons that skip a case, and refuse a build.
 
-Our implementations take any number of rows per rank; peers need parts of equal length and at least 2 ranks. No torch.
+dilabench's implementations take any number of rows per rank; those need equal parts and at least 2 ranks. No torch.
 """
 
 from __future__ import annotations
@@ -9,29 +9,30 @@ from dilabench.workload.spec import Workload
 
 
 def against_equal_parts(workload: Workload, ranks: int) -> str | None:
-    """The reason against one part of the sequence per rank."""
+    """Return why the sequence cannot be cut into one part per rank, or None."""
     return _against(workload, ranks, ranks)
 
 
 def against_equal_pairs(workload: Workload, ranks: int) -> str | None:
-    """The reason against zigzag: two parts of the sequence per rank."""
+    """Return why the sequence cannot be cut for zigzag, two parts per rank, or None."""
     return _against(workload, ranks, 2 * ranks)
 
 
 def against_whole_heads(workload: Workload, ranks: int) -> str | None:
-    """The reason against one part of the sequence, and as many whole heads, per rank."""
+    """Return why sequence and heads cannot both be divided by the ranks, or None."""
     return _against(workload, ranks, ranks) or _against_heads(workload, ranks)
 
 
 def against_usp(workload: Workload, ranks: int) -> str | None:
-    """The reason against the mesh of `usp_degrees`."""
+    """Return why the mesh of `usp_degrees` cannot be formed, or None."""
     return _against(workload, ranks, 2 * ranks) or _against_heads(workload, usp_degrees(ranks)[0])
 
 
 def usp_degrees(ranks: int) -> tuple[int, int]:
-    """Of USP's mesh: how many ranks trade tokens for heads, and how many such groups form a ring.
+    """Return USP's degrees: ranks of an all-to-all group, and number of groups in the ring.
 
-    Pairs, so that both kinds of message are there from 4 ranks on; a ring alone where the number is odd, or 2.
+    All-to-all groups are pairs, so that both kinds of message occur from 4 ranks on; an odd number of ranks, or 2,
+    forms only a ring.
     """
     heads = 2 if ranks >= 4 and ranks % 2 == 0 else 1
     return heads, ranks // heads
@@ -40,7 +41,7 @@ def usp_degrees(ranks: int) -> tuple[int, int]:
 def _against_heads(workload: Workload, ranks: int) -> str | None:
     if workload.num_heads % ranks or workload.num_kv_heads % ranks:
         heads = f"num_heads {workload.num_heads}, num_kv_heads {workload.num_kv_heads}"
-        return f"{heads}: both must be multiples of {ranks}, the ranks that share heads out"
+        return f"{heads}: both must be multiples of {ranks}, the number of ranks that divide the heads"
     return None
 
 

@@ -1,4 +1,4 @@
-"""How long the sequences can get that a workload's pattern lies over. No tensors."""
+"""The longest sequences to which a workload's pattern applies. No tensors."""
 
 from dataclasses import replace
 
@@ -6,10 +6,10 @@ from dilabench.workload.spec import MAX_SEQ_LEN, Workload
 
 
 def last_length(workload: Workload) -> int:
-    """The last length up to which the pattern takes longer sequences than the workload's; MAX_SEQ_LEN for any length.
+    """Return the longest length the pattern supports without a gap from the workload's on; MAX_SEQ_LEN if unlimited.
 
-    Zero keys, for one, end at the first segment that its rate does not divide. Longer ones that are possible again are
-    not looked for. A length that is given is the last one, too.
+    Zero keys, for example, end at the first segment that its rate does not divide. Longer lengths beyond such a gap are
+    not considered. A fixed length is also the longest.
     """
     if workload.has_given_length:
         return workload.seq_len

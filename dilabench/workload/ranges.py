@@ -1,4 +1,4 @@
-"""The named sequence ranges: lengths that belong to one use, run as they stand."""
+"""The named sequence ranges: fixed lengths for one purpose."""
 
 from collections.abc import Sequence
 
@@ -18,9 +18,9 @@ RANGE_NAMES = (*RANGES, ALL, CUSTOM)
 
 
 def range_lengths(name: str, custom: Sequence[int] = ()) -> tuple[int, ...]:
-    """The lengths of a range in tokens; `all` is every length of every range, rising, each once.
+    """Return the lengths of a range in tokens; `all` is every length of every range, ascending and distinct.
 
-    Raises ConfigError for an unknown range, for `custom` without lengths and for lengths beside a named range.
+    Raises ConfigError for an unknown range, for `custom` without lengths and for lengths together with a named range.
     """
     if name not in RANGE_NAMES:
         raise unknown_name("range", name, RANGE_NAMES)
@@ -31,7 +31,7 @@ def range_lengths(name: str, custom: Sequence[int] = ()) -> tuple[int, ...]:
     if custom:
         given = ",".join(map(str, custom))
         raise ConfigError(
-            f"range {name!r} fixes its lengths but {given} are given too; use --range custom or leave one out"
+            f"range {name!r} fixes its lengths but {given} are given too; use --range custom or omit one of the two"
         )
     if name == ALL:
         return tuple(sorted({length for lengths in RANGES.values() for length in lengths}))

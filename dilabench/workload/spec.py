@@ -1,4 +1,4 @@
-"""What is computed: workloads, how much work they are, and the requests they come from.
+"""Workloads, their FLOPs and bytes, and the requests they come from.
 
 Shape letters: B batch, N sequence length, H query heads, K key/value heads (H = g·K), D head dim, T packed tokens.
 The function that a workload names is written down in docs/explanation/semantics.md, as are its FLOPs (§2): exact, from
@@ -51,12 +51,12 @@ DTYPE_ALIASES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "half"
 AUTO_TOKENS = 16384
 # Packed layout without cu_seqlens (catalog.md §4): bounds in eighths of N.
 PACKED_EIGHTHS = (0, 1, 3, 7, 8)
-# What a request without a pattern means.
+# The pattern of a request without one.
 DEFAULT_PATTERN = "dilated"
 
 
 class Workload(Model):
-    """One attention computation: pattern, shape, dtype and what is timed of it. Nothing in it is `auto`."""
+    """One attention computation: pattern, shape, dtype and timed mode. No field is `auto`."""
 
     pattern: AnyPattern
     batch_size: int = Field(ge=1, le=2**24)
@@ -136,7 +136,7 @@ class Workload(Model):
 
     @property
     def shapes(self) -> tuple[SequenceShape, ...]:
-        """What the pattern lies over: one entry per sequence."""
+        """The sequences to which the pattern applies."""
         return tuple(
             SequenceShape(end - start, self.num_heads, self.num_kv_heads, self.causal, self.window)
             for start, end in self.sequences
@@ -144,21 +144,21 @@ class Workload(Model):
 
     @property
     def is_dense(self) -> bool:
-        """Whether every query sees every key of its sequence, causal mask and window aside."""
+        """Return True if every query sees every key of its sequence, apart from causal mask and window."""
         return all(self.pattern.is_dense(shape) for shape in dict.fromkeys(self.shapes))
 
     @property
     def detaches_merge(self) -> bool:
-        """Whether gradients are asked for in which the weights of a merge count as constants (semantics.md §2)."""
+        """Return True if gradients are computed with the weights of a merge as constants (semantics.md §2)."""
         return self.mode != "forward" and self.pattern.is_detached
 
     @property
     def has_given_length(self) -> bool:
-        """Whether it has the length that it has: bounds of packed sequences, or a pattern's own list, say so."""
+        """Return True if its length is fixed by bounds of packed sequences or by the pattern."""
         return self.layout == "packed" or self.pattern.has_fixed_length
 
     def as_dense(self) -> "Workload":
-        """The same shape with every key visible: what dense kernels and yardsticks compute."""
+        """The same shape with every key visible, as dense kernels and yardsticks compute."""
         return self.model_copy(update={"pattern": DENSE})
 
     @property
@@ -198,13 +198,13 @@ def attended_pairs(workload: Workload) -> int:
 
 
 def least_pairs(workload: Workload) -> int:
-    """A lower bound of the pairs that differ, which no implementation can avoid."""
+    """A lower bound of the distinct pairs, which every implementation must compute."""
     return workload.batch_size * sum(workload.pattern.pairs(shape).least for shape in workload.shapes)
 
 
 def flops(workload: Workload, pairs: int | None = None) -> float:
-    """FLOPs of one call in the workload's mode over `pairs`, by default those of the multiset, whatever an
-    implementation saves.
+    """FLOPs of one call in the workload's mode over `pairs`, by default all of the multiset, even if an implementation
+    computes fewer.
     """
     pairs = attended_pairs(workload) if pairs is None else pairs
     return FORWARD_FLOPS_PER_PAIR_AND_DIM * workload.head_dim * pairs * MODE_FACTOR[workload.mode]
@@ -222,10 +222,10 @@ def tensor_bytes(workload: Workload) -> dict[str, int]:
 class WorkloadRequest(Model):
     """A workload as a user writes it: flat, every field optional, `auto` where the tool may choose.
 
-    Presets, TOML files, `--set` and the short options all fill this one model. Beside the fields here it takes those of
-    every pattern that is installed (`Pattern.request_model`): the pattern asked for uses its own, and the others wait
-    for a suite that asks for theirs. `batch="2q2k_4q512"` stands for the packed layout of these sequences
-    (`_packed_fields`). `resolve` makes the Workload; the two differ only where `auto` stands here.
+    Presets, TOML files, `--set` and the short options all fill this one model. It also takes the fields of every
+    installed pattern (`Pattern.request_model`): the requested pattern uses its fields, the others apply if a suite
+    measures their pattern. `batch="2q2k_4q512"` is the packed layout of these sequences (`_packed_fields`). `resolve`
+    returns the Workload, which differs only in the fields that are `auto` here.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -270,19 +270,23 @@ class WorkloadRequest(Model):
     @model_validator(mode="before")
     @classmethod
     def _pattern_fields(cls, data: Any) -> Any:
-        """Read what is not a field of the shape as the pattern that has such a field reads it."""
+        """Validate fields that do not belong to the shape by the pattern that has such a field."""
         if not isinstance(data, dict):
             return data
         if "batch" in data or data.get("cu_seqlens"):
             data = _with_packed_fields(data)
-        asked = data.get("pattern", DEFAULT_PATTERN)
-        own = pattern_type(asked).request_model().model_fields.keys() - {"kind"} if has_kind(asked) else frozenset()
-        if not data.keys() <= cls.model_fields.keys() | own:
-            # Other kinds are looked at only then: plug-ins may have some.
+        kind_name = data.get("pattern", DEFAULT_PATTERN)
+        fields_of_kind = (
+            pattern_type(kind_name).request_model().model_fields.keys() - {"kind"}
+            if has_kind(kind_name)
+            else frozenset()
+        )
+        if not data.keys() <= cls.model_fields.keys() | fields_of_kind:
+            # Only now are other kinds considered, because that loads plug-ins.
             data = with_present_names(data)
         by_kind: dict[str, dict[str, Any]] = {}
         for name in data.keys() - cls.model_fields.keys():
-            kind = asked if name in own else next(kinds_with(name), None)
+            kind = kind_name if name in fields_of_kind else next(kinds_with(name), None)
             if kind is None:
                 raise ValueError(unknown_key(name, {*cls.model_fields, *request_fields()}))
             by_kind.setdefault(kind, {})[name] = data[name]
@@ -297,12 +301,12 @@ class WorkloadRequest(Model):
         return {**data, **read}
 
     def pattern_field(self, name: str) -> Any:
-        """The value of a field of the pattern asked for, its default when it was not given."""
+        """The value of a field of the requested pattern, or its default."""
         fields = pattern_type(self.pattern).request_model().model_fields
         return (self.model_extra or {}).get(name, fields[name].get_default())
 
     def resolve(self, auto_dtype: DType, auto_tokens: int = AUTO_TOKENS) -> Workload:
-        """The effective workload on a device whose `auto` dtype, and tokens of a call with batch `auto`, are these.
+        """Return the workload on a device with this `auto` dtype and this many tokens per call with batch `auto`.
 
         Raises ConfigError when the shape is impossible.
         """
@@ -317,23 +321,23 @@ class WorkloadRequest(Model):
         return validated(Workload, fields)
 
 
-# vLLM's words for a batch of requests (its benchmarks/attention_benchmarks): 2q2k_4q512, which is
+# vLLM's notation for a batch of requests (its benchmarks/attention_benchmarks): 2q2k_4q512, which is
 # (count)q(queries)(k)(s(sequence)(k)): count defaults to 1, the sequence to the queries, k is 1024.
 _REQUESTS = re.compile(r"(?P<count>\d{1,6})?q(?P<queries>\d{1,9}k?)(?:s(?P<sequence>\d{1,9}k?))?")
-# More would be a slip of the keyboard.
+# A larger number would be a typing error.
 MOST_REQUESTS = 2**16
 GIVEN_BY_BATCH = ("layout", "seq_len", "cu_seqlens", "batch_size")
 
 
 def _with_packed_fields(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a request with `batch` as the fields that it means. Bounds alone give the layout and the length.
+    """Replace `batch` in a request by the fields it stands for. Bounds alone determine layout and length.
 
-    Raises ValueError where both `batch` and one of the others are given.
+    Raises ValueError if `batch` is given together with one of these fields.
     """
     if "batch" in data:
         clash = sorted(data.keys() & set(GIVEN_BY_BATCH))
         if clash:
-            raise ValueError(f"batch={data['batch']!r} says what {clash[0]} is; leave one of the two out")
+            raise ValueError(f"batch={data['batch']!r} determines {clash[0]}; omit one of the two")
         return {name: value for name, value in data.items() if name != "batch"} | _packed_fields(data["batch"])
     bounds = data.get("cu_seqlens")
     if isinstance(bounds, str):
@@ -344,10 +348,10 @@ def _with_packed_fields(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _packed_fields(text: Any) -> dict[str, Any]:
-    """The fields of a packed workload whose sequences are the batch's requests, in their order.
+    """Return the fields of a packed workload whose sequences are the batch's requests, in their order.
 
-    Raises ValueError for what is not in the grammar, and for requests with more keys than queries (decoding, extending
-    a cache): a workload has as many of one as of the other.
+    Raises ValueError for a text outside the grammar, and for requests with more keys than queries (decoding, extending
+    a cache): a workload has equally many of both.
     """
     lengths = list(_lengths(str(text)))
     return {
@@ -372,7 +376,7 @@ def _lengths(text: str) -> Iterator[int]:
         if match["sequence"] and _tokens(match["sequence"]) != queries:
             raise ValueError(
                 f"batch {text!r}: {part!r} has {queries} queries over {match['sequence']} keys of a cache; a workload "
-                "has as many queries as keys, so leave that part out (decoding is not measured here)"
+                "has as many queries as keys, so omit that part (decoding is not measured here)"
             )
         yield from (queries,) * count
 

@@ -1,4 +1,4 @@
-"""Who sees whom in a workload: its pattern over each of its sequences, in positions along the N axis (packed: T).
+"""Which query sees which key in a workload: its pattern over its sequences, in positions along the N axis (packed: T).
 
 No torch.
 """
@@ -54,11 +54,11 @@ def covered(workload: Workload, head: int) -> NDArray[np.bool_]:
 
 
 def edges(workload: Workload) -> Positions:
-    """Where a sequence, or something inside it, begins: positions, rising, without 0."""
+    """The starts of sequences and of structures inside them: positions, ascending, without 0."""
     starts = np.array([start for start, _ in workload.sequences])
     inside = [
         start + workload.pattern.edges(shape)
         for (start, _), shape in zip(workload.sequences, workload.shapes, strict=True)
     ]
-    found: Positions = np.unique(np.concatenate([starts, *inside]))
-    return found[1:]
+    positions: Positions = np.unique(np.concatenate([starts, *inside]))
+    return positions[1:]

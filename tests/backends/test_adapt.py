@@ -104,7 +104,7 @@ def test_a_backward_over_a_long_span_is_split(rows: slice, span: int, batches: l
 
 def test_a_batch_item_beyond_reach_is_refused() -> None:
     q, k, v = torch.randn(3, 2, 3, 2, 8, dtype=torch.float64)
-    with pytest.raises(ValueError, match="spans 48 elements for each batch item, but this kernel finds its way in 47"):
+    with pytest.raises(ValueError, match="spans 48 elements for each batch item, but this kernel can address 47"):
         run(Plain(backward_span=47), q, k, v)
 
 

@@ -5,7 +5,7 @@ def test_a_block_mask_is_told_in_full(cli):
     options = ("--set", "pattern=block_sparse", "--set", "mask=strided", "--density", "0.2", "--block-size", "64")
     result = cli("run", "implementations", "-i", "block-sparse", *options, "--seq-length", "4K", "--dry-run")
     assert result.exit_code == 0, result.output
-    assert "block_sparse strided, block 64, density 20.0% asked, 20.1% reached" in " ".join(result.stdout.split())
+    assert "block_sparse strided, block 64, density 20.0% requested, 20.1% reached" in " ".join(result.stdout.split())
 
 
 def test_what_a_mask_lies_over_is_told_too(cli, monkeypatch):

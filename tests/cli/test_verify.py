@@ -70,6 +70,25 @@ def test_what_is_verified_is_what_run_would_run(overrides):
             assert str(value if not isinstance(value, tuple) else value[-1]) in heading, (name, heading)
 
 
+def test_each_failed_check_has_a_line_and_the_cause_comes_first(monkeypatch, cli):
+    checks = (
+        Check(name="out", passed=False, error=0.25, tolerance=1e-6, where="batch 0, position 160"),
+        Check(name="lse", passed=True),
+        Check(
+            name="dependency", passed=False, detail="the row misses key 150, which it must see", where="position 160"
+        ),
+    )
+    wrong = Verification(checks=checks, diagnosis="out is that of window 8,0 (off by one)")
+    monkeypatch.setattr(verify, "outcomes_of", lambda planned, *_: [wrong for _ in planned])
+    lines = cli("verify", "dense", "--lengths", "64", "-b", "math", "--device", "cpu").stdout.splitlines()
+    at = next(number for number, line in enumerate(lines) if "✗" in line)
+    assert lines[at].endswith("out is that of window 8,0 (off by one)")
+    assert lines[at + 1 : at + 3] == [
+        "    dependency: the row misses key 150, which it must see; at position 160",
+        "    out: error 0.25, allowed 1e-06; at batch 0, position 160",
+    ]
+
+
 @pytest.mark.parametrize("heads", [{"num_heads": 3}, {"num_kv_heads": 8}, {"num_heads": 6, "num_kv_heads": 1}])
 def test_heads_that_are_given_are_the_only_ones(heads):
     for one in planned(implementations=("block-sparse", "strided", "dense"), overrides=heads):

@@ -139,7 +139,7 @@ def test_its_timer_is_the_hosts_clock(accelerator):
         choose_method("cold", accelerator.device, catalogue)
 
 
-@pytest.mark.parametrize("mode", ["forward", "both"])
+@pytest.mark.parametrize("mode", [pytest.param("forward", marks=pytest.mark.slow), "both"])
 def test_a_case_is_verified_timed_and_noted(accelerator, waits, monkeypatch, mode):
     monkeypatch.setattr(runner, "start_worker", lambda key, settings, launcher=None: InProcess(key, settings))
     catalogue, request, cases = planned(accelerator, "strided", mode=mode)

@@ -167,16 +167,25 @@ def quick(catalogue: Catalogue, cases: Iterable[Case]) -> dict[tuple[str, str | 
     return found
 
 
+def crossed_of(catalogue: Catalogue, cases: list[Case]) -> set[Case]:
+    """Cases whose dtype and shape both differ from those of the cheapest one of their implementation and backend."""
+    cheapest = quick(catalogue, cases)
+    return {
+        case
+        for case in cases
+        for like in [cheapest[case.implementation, case.backend]]
+        if case.workload.dtype != like.workload.dtype and kind(case) != kind(like)
+    }
+
+
 def on_a_gpu(catalogue: Catalogue, cases: list[Case]) -> Iterator[Case]:
     """What torch.compile makes, and the formula, which knows of no dtype, take most of the time there: of these each
     shape in one dtype and each dtype in one shape.
     """
-    cheapest = quick(catalogue, cases)
+    crossed = crossed_of(catalogue, cases)
     for case in cases:
         is_formula = catalogue.implementations.get(case.implementation).role == "oracle"
-        like = cheapest[case.implementation, case.backend]
-        crossed = case.workload.dtype != like.workload.dtype and kind(case) != kind(like)
-        if not crossed or not (is_formula or compiles(catalogue, case)):
+        if case not in crossed or not (is_formula or compiles(catalogue, case)):
             yield case
 
 
@@ -232,7 +241,7 @@ HERE = detect("auto")
 
 
 def on_a_cpu(cases: Iterable[Case]) -> Iterator[Case]:
-    """float16 takes the branches of bfloat16 there: of each implementation and backend one case."""
+    """Without float16 but for a case of each implementation and backend: it takes the branches of bfloat16 there."""
     tried: set[tuple[str, str | None]] = set()
     for case in cases:
         pair = (case.implementation, case.backend)
@@ -242,7 +251,13 @@ def on_a_cpu(cases: Iterable[Case]) -> Iterator[Case]:
             tried.add(pair)
 
 
-@pytest.mark.parametrize("case", list(on_a_cpu(usable(CATALOGUE, detect("cpu")))), ids=name)
+def crossed_are_slow(catalogue: Catalogue, cases: list[Case]) -> list[Any]:
+    """By default each shape in one dtype and each dtype in one shape, of every implementation and backend."""
+    crossed = crossed_of(catalogue, cases)
+    return [pytest.param(x, id=name(x), marks=pytest.mark.slow if x in crossed else ()) for x in cases]
+
+
+@pytest.mark.parametrize("case", crossed_are_slow(CATALOGUE, list(on_a_cpu(usable(CATALOGUE, detect("cpu"))))))
 def test_passes_verify(case: Case) -> None:
     check(CATALOGUE, case, "cpu")
 

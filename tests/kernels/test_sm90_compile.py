@@ -262,7 +262,7 @@ def test_shipped_configurations(
     assert parked or not any(re.search(r"\bSTL\b", body) for body in loops), "a spill inside a loop"
 
 
-@pytest.mark.parametrize("dim", [80, 96, 128])
+@pytest.mark.parametrize("dim", [80, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (96, 128))])
 def test_the_forward_of_few_keys(dim: int) -> None:
     name, config = select_kernel("forward", dim, causal=True, largest_tile=128, hopper=True, windowed=True, keys=100)
     assert name == "plain"
@@ -646,8 +646,8 @@ def specialised_backward(
     [
         (128, False, True, None, False),
         (128, True, False, 1, True),
-        (64, True, False, 1, False),
         (48, False, True, None, False),
+        pytest.param(64, True, False, 1, False, marks=pytest.mark.slow),
         pytest.param(128, True, False, 1, False, marks=pytest.mark.slow),
         pytest.param(96, False, True, None, False, marks=pytest.mark.slow),
         pytest.param(64, False, True, None, False, marks=pytest.mark.slow),
@@ -663,6 +663,13 @@ def test_specialised_backward(dim: int, causal: bool, ragged: bool, heads_per_kv
     assert built.metadata.shared <= 227 * 1024
 
 
+# The kernels that need the most registers in each pass; the others are slow.
+DIRECTIONS = [
+    "backward_key",
+    "specialised",
+    "at once",
+    *(pytest.param(direction, marks=pytest.mark.slow) for direction in ("forward", "backward_query")),
+]
 # Bytes parked over documents, by direction, head dim and mask.
 DOCUMENTS_PARKED = {
     ("backward_key", 64, True): 44,
@@ -682,7 +689,7 @@ DOCUMENTS_PARKED = {
 @pytest.mark.parametrize(
     "dim", [64, pytest.param(48, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("direction", ["forward", "backward_query", "backward_key", "specialised", "at once"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_documents(direction: str, dim: int, causal: bool) -> None:
     name, config = select_kernel("forward", dim, causal=causal, largest_tile=128, hopper=True)
     if direction == "at once":
@@ -716,7 +723,7 @@ HARD_PARKED = {
 
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128])
-@pytest.mark.parametrize("direction", ["forward", "backward_query", "backward_key", "specialised", "at once"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_windows_in_segments_that_no_rate_divides(direction: str, dim: int, causal: bool) -> None:
     name, config = select_kernel("forward", dim, causal=causal, largest_tile=128, hopper=True)
     if direction == "at once":

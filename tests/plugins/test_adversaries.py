@@ -532,3 +532,21 @@ def test_an_answer_of_another_kind_names_the_function() -> None:
 def test_any_exception_has_a_text() -> None:
     assert said(UnprintableError()) == "UnprintableError: (its text cannot be printed: its __str__ raised RuntimeError)"
     assert json.dumps(said(ValueError("two\nlines"))) == '"ValueError: two lines"'
+
+
+# Where rows come from.
+
+
+def forging(request: Any, planner: Any) -> Any:
+    (asked,) = planner.workload_requests([{"seq_len": 96}])
+    planned = [one for name in ("mine", "gather") for one in planner.plan(planner.implementations([name])[0], asked)]
+    return [one.model_copy(update={"source": "dilabench 9"}) for one in planned]
+
+
+def test_a_suite_does_not_decide_where_its_rows_come_from() -> None:
+    suite = Suite("forged", "for a test", target(forging))
+    hooks = {HOOKS + "suites": hookimpl(lambda: [suite]), HOOKS + "implementations": hookimpl(lambda: [_mine()])}
+    found = discover(extra=[SimpleNamespace(**hooks, __name__="theirs")])
+    request = run_request(found.catalogue, suite="forged")
+    planned = expand(found.catalogue, CPU, request)
+    assert {one.case.implementation: one.source for one in planned} == {"mine": "theirs", "gather": None}

@@ -67,7 +67,11 @@ def test_a_causal_dense_workload_over_ranks_can_be_computed(installed, name):
         ("ring-flash-attn-zigzag", {"causal": False}, "causal False is not supported (has True)"),
         ("ring-flash-attn-zigzag", {"window": (64, 0)}, "window (64, 0) is not supported"),
         ("ring-flash-attn-ring", {"dtype": "float16"}, "dtype float16 is not supported (has bfloat16)"),
-        ("yunchang-ulysses", {"num_kv_heads": 2}, "both must be multiples of 4, the ranks that share heads out"),
+        (
+            "yunchang-ulysses",
+            {"num_kv_heads": 2},
+            "both must be multiples of 4, the number of ranks that divide the heads",
+        ),
         ("yunchang-usp", {"num_kv_heads": 1, "num_heads": 3}, "both must be multiples of 2"),
         ("torch-context-parallel", {"machine": CPU}, "device cpu is not supported (has cuda)"),
         (

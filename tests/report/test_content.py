@@ -3,10 +3,11 @@ from pathlib import Path
 
 import pytest
 
+from dilabench.engine.worker.outcomes import check_text
 from dilabench.metadata import ABOVE_PEAK_FLOPS, LAUNCH_BOUND
 from dilabench.plugins.manager import discover
 from dilabench.record import Check, GpuInfo, Measured, Note, Row, RunRecord, Skipped
-from dilabench.report.content import check_text, environment_rows, headline, note_groups, reproduce_command, unmeasured
+from dilabench.report.content import environment_rows, headline, note_groups, reproduce_command, unmeasured
 from dilabench.report.findings import render
 from dilabench.store.run_files import read_record
 
@@ -45,7 +46,7 @@ def test_rows_of_several_implementations_share_a_reason(record: RunRecord) -> No
     [
         (Check(name="out", passed=False), "out: failed"),
         (Check(name="out", passed=False, error=0.25, tolerance=1e-6), "out: error 0.25, allowed 1e-06"),
-        (Check(name="dq", passed=False, where="b=0 n=3", detail="NaN"), "dq: largest at b=0 n=3; NaN"),
+        (Check(name="dq", passed=False, where="b=0 n=3", detail="NaN"), "dq: NaN; at b=0 n=3"),
     ],
 )
 def test_check_text_says_how_far_and_where(check: Check, text: str) -> None:

@@ -43,7 +43,7 @@ def test_the_title_has_the_density_asked_for_and_reached(pictures):
     (plot,) = pictures(sparse(mask="strided"))
     mask = block_mask(BlockSparsePattern(**sparse(mask="strided")), 1024, True, 1)
     reached = mask.sum() / (16 * 17 / 2)
-    assert plot.title == f"strided, 1K tokens, block 64, causal:\ndensity 25.0% asked, {reached:.1%} reached"
+    assert plot.title == f"strided, 1K tokens, block 64, causal:\ndensity 25.0% requested, {reached:.1%} reached"
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -38,7 +38,7 @@ def test_a_batch_is_a_packed_workload(text, bounds):
         (("batch=0q5",), "'0q5' must be like 2q2k"),
         (("batch=q2k__q1",), "'' must be like 2q2k"),
         (("batch=999999q1",), "up to 65536 sequences in all"),
-        (("batch=q2k", "seq_len=5"), "batch='q2k' says what seq_len is; leave one of the two out"),
+        (("batch=q2k", "seq_len=5"), "batch='q2k' determines seq_len; omit one of the two"),
     ],
 )
 def test_what_no_packed_workload_is_gets_refused(assignments, why):

@@ -32,7 +32,7 @@ def test_custom_keeps_the_given_order():
     ("name", "custom", "text"),
     [
         ("custom", (), "range 'custom' has no lengths; write for example --range custom --lengths 2K,4K,8K"),
-        ("book", (5,), "range 'book' fixes its lengths but 5 are given too; use --range custom or leave one out"),
+        ("book", (5,), "range 'book' fixes its lengths but 5 are given too; use --range custom or omit one of the two"),
         ("produktion", (), "unknown range 'produktion'; did you mean production"),
     ],
 )

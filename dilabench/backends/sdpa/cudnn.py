@@ -1,16 +1,16 @@
 """cuDNN's fused attention through torch: float16 and bfloat16 on sm_80 and newer, head dim up to 128, no window.
 
-torch caches an execution plan per shape and strides of q, k and v, not of out and dout. A plan that was built for one
-layout of out must never meet another, so out and dout are passed as they are only when they are laid out like q;
-otherwise q, out and dout are all passed as contiguous copies, which is again one layout per key.
+torch caches an execution plan per shape and strides of q, k and v, not of out and dout. A plan for one layout of out
+must never be used with another, so out and dout are passed directly only if they have q's layout; otherwise q, out and
+dout are all passed as contiguous copies, which is again one layout per key.
 cuDNN refuses one query with one key; such a call gets a second query of zeros, whose gradient is zero.
 Its backward fails from element 2^31 on: dq and dk were wrong there on an H200 (cuDNN 9.19), without an error.
 Its forward is right there, and at 2^34.
 
-There is no packed kernel here. torch's operators `_cudnn_attention_forward` and `_backward` do take bounds of sequences
-and give cuDNN ragged layouts, but in torch 2.11 to 2.13 they look for their execution plan in a cache that nothing puts
-it into, so that every call builds it anew: 42 ms, whatever the work (pytorch/pytorch#191576, which mends it in later
-versions). torch's own `varlen_attn` does not use them either. Ragged offsets are int32 in elements there.
+There is no packed kernel here. torch's operators `_cudnn_attention_forward` and `_backward` accept bounds of sequences
+and give cuDNN ragged layouts, but torch 2.11 to 2.13 never store the execution plan in the cache that they search, so
+that every call rebuilds it in 42 ms (fixed later by pytorch/pytorch#191576). torch's `varlen_attn` does not use them
+either. Ragged offsets are int32 in elements there.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _with_second_query(x: Tensor) -> Tensor:
 
 
 def _laid_out_like(x: Tensor, q: Tensor) -> bool:
-    """Equal strides wherever there is more than one element to step over."""
+    """Return True for equal strides in all dimensions with more than one element."""
     return all(a == b for a, b, size in zip(x.stride(), q.stride(), q.shape, strict=True) if size > 1)
 
 

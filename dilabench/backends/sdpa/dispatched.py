@@ -21,7 +21,7 @@ BLOCK_BYTES = 64 * 2**20
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Window = UNBOUNDED, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """`contracts.Attend`. Takes M != L with any mask: the last query stands at the last key."""
+    """`contracts.Attend`. Supports M != L with any mask: the last query is at the position of the last key."""
     B, M, H, _ = q.shape
     L, ahead = k.shape[1], k.shape[1] - M
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -53,10 +53,10 @@ def attend(
             if not at_once:
                 block = queries, keys[:, :, first:end], values[:, :, first:end]
                 mask = None if hidden is None else ~hidden
-                found = scaled_dot_product_attention(*block, attn_mask=mask, scale=scale)
-                # Kernels differ in what they give for a row that sees no key.
+                block_out = scaled_dot_product_attention(*block, attn_mask=mask, scale=scale)
+                # Kernels differ in the result of a row that sees no key.
                 blind = (lse[:, :, start:stop] == float("-inf")).unsqueeze(-1)
-                out[:, start:stop] = found.masked_fill(blind, 0.0).transpose(1, 2)
+                out[:, start:stop] = block_out.masked_fill(blind, 0.0).transpose(1, 2)
     return out, lse
 
 
@@ -67,7 +67,7 @@ def _repeated(x: Tensor, num_heads: int) -> Tensor:
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Compute in the tensors' own dtypes, as kernels do, where autocast would round them."""
+    """Compute in the tensors' dtypes, like kernels; autocast would round them."""
     if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

@@ -1,9 +1,9 @@
 """torch's memory-efficient (cutlass) attention: the fallback for float32 and for GPUs older than sm_80.
 
-Windows only where they look back from a causal mask. K/V heads are repeated for grouped queries. Strides are 32-bit
-in the kernel; torch refuses a tensor that needs more.
-Of packed sequences the kernel keeps lse in rows as long as the longest one: 4 bytes for each sequence, head and place
-in it, which is much where one sequence is far longer than many others.
+Windows only under a causal mask. K/V heads are repeated for grouped queries. Strides are 32-bit in the kernel; torch
+refuses a tensor that needs more.
+For packed sequences the kernel pads lse to the longest one: 4 bytes for each sequence, head and position in it, which
+is a lot if one sequence is far longer than many others.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _run(
     longest: int | None,
     longest_k: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """out, and lse with rows as long as the kernel makes them."""
+    """out, and lse with the kernel's row length."""
     bounds = cu_seqlens, cu_seqlens_k, longest, longest_k
     out, lse, *_ = torch.ops.aten._efficient_attention_forward(
         q, k, v, None, *bounds, 0.0, _mask(call), True, scale=call.scale, window_size=_window_size(call.band)
@@ -88,7 +88,7 @@ def _run_backward(
         k,
         v,
         None,
-        # The kernel is told out's batch and head strides, and takes the row stride to be H·D.
+        # The kernel receives out's batch and head strides, and assumes a row stride of H·D.
         out.contiguous(),
         cu_seqlens,
         cu_seqlens_k,
@@ -120,14 +120,14 @@ def _window_size(band: Band) -> int | None:
 
 
 def _places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """The sequence of each token, and its place in it; the host waits for nothing."""
+    """The sequence of each token, and its position in it, without a host synchronisation."""
     token = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     sequence = torch.bucketize(token, cu_seqlens[1:], right=True)
     return sequence, token - cu_seqlens[sequence]
 
 
-# Right past 2^32 elements on an H200.
+# Correct past 2^32 elements on an H200.
 PLAIN = replace(CUDA_KERNEL, grouped_heads=False, forward_span=None, backward_span=None)
 attend, attend_backward = adapted(_forward, _backward, PLAIN)
-# No aligned ends: under a window over more keys than queries its backward pass came out wrong on an H200 (torch 2.11).
+# No aligned ends: under a window over more keys than queries its backward pass was wrong on an H200 (torch 2.11).
 packed = adapted_packed(_forward, _backward, PLAIN)

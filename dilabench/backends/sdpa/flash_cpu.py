@@ -16,7 +16,7 @@ from dilabench.backends.band import Band
 from dilabench.kernels.cpu import aten_flash
 
 QUERY_BLOCK = 256
-# Blocks in the middle of a sequence, and of segments that are alike, have one mask. Elements of the largest one kept.
+# Blocks in the middle of a sequence, and of equal segments, share a mask. Elements of the largest cached one.
 MOST_KEPT = 1 << 20
 
 
@@ -77,21 +77,21 @@ def _block_mask(
     first, end = band.keys_of(start, start + count, num_keys)
     if not band.hides(start, start + count, first, end):
         return first, end, None
-    # Tensors of whoever traces memory are of that trace.
-    kept = count * (end - first) <= MOST_KEPT and torch._C._len_torch_dispatch_stack() == 0
+    # Tensors made during a memory trace belong to the trace and are not cached.
+    cached = count * (end - first) <= MOST_KEPT and torch._C._len_torch_dispatch_stack() == 0
     dtype = aten_flash.compute_dtype(rows.transpose(1, 2), backward=backward)
-    return first, end, (_kept_mask if kept else _mask)(band, count, first - start, end - start, dtype)
+    return first, end, (_kept_mask if cached else _mask)(band, count, first - start, end - start, dtype)
 
 
 def _mask(band: Band, count: int, first: int, end: int, dtype: torch.dtype) -> Tensor:
-    """Additive, of so many queries and the keys from `first` to `end`, counted from the first query.
+    """The additive mask of `count` queries and the keys from `first` to `end`, counted from the first query.
 
-    A row of the mask is the one below it, a key further: all are windows of one row, and no comparison is made twice.
+    Each row of the mask is the next one shifted by a key: all are windows of one row, so no comparison is made twice.
     """
     with torch.inference_mode(False):
         hidden = band.hidden_ahead(torch.arange(first - (count - 1), end, device="cpu"))
         row = torch.zeros(hidden.shape, dtype=dtype, device="cpu").masked_fill_(hidden, float("-inf"))
-        # torch lays the turned view out column by column, and its kernel would copy that in every call.
+        # The flipped view is not contiguous by rows, and torch's kernel would copy it in every call.
         return row.unfold(0, end - first, 1).flip(0).contiguous()
 
 

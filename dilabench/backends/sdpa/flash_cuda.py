@@ -48,14 +48,14 @@ def _backward(
 
 
 def _bounds(q: Tensor, k: Tensor, sequences: Sequences | None) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Where sequences begin among queries and keys, None in a batch; and the longest of both."""
+    """The starts of sequences among queries and keys, None in a batch; and the longest of both."""
     if sequences is None:
         return None, None, q.shape[1], k.shape[1]
     return sequences.cu_seqlens, sequences.cu_seqlens_k, sequences.longest, sequences.longest_k
 
 
 def _window(band: Band) -> dict[str, int]:
-    """The kernel's window, where there is one; torch reads an absent one as unbounded."""
+    """The kernel's window, if there is one; torch treats an absent one as unbounded."""
     return {"window_size_left": band.left, "window_size_right": band.right} if band.windowed else {}
 
 

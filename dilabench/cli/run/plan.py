@@ -4,7 +4,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +16,15 @@ from dilabench.cli.show.advice import advice_on_shortage
 from dilabench.cli.terminal import Lines, print_table, say, say_folded
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.machine import detect, memory_bytes, rank_memory_bytes
-from dilabench.predict.memory import WITHIN, MemoryPlan, longest_that_fits, plan_ahead, plan_memory
+from dilabench.predict.memory import (
+    WITHIN,
+    MemoryPlan,
+    each_traced,
+    longest_that_fits,
+    plan_ahead,
+    plan_memory,
+    why_no_plan,
+)
 from dilabench.predict.time import plan_time
 from dilabench.record import Failed, PlannedCase, Skipped
 from dilabench.request import run_request
@@ -219,6 +226,8 @@ def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None
             continue
         if found is None:
             rows.append((*head, NO_TRACE, "-", "-", "-", "?"))
+            why = why_no_plan(one.case, planner.machine.device, planner.catalogue)
+            skipped.setdefault(why, []).append(one.case.implementation)
             continue
         parts = (found.inputs_bytes, found.saved_bytes)
         per_token = f"{found.peak_bytes * one.case.world_size / workload.tokens:.0f}"
@@ -233,11 +242,10 @@ def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None
     if capacity is None:
         return
     alike = {(*_names(one), one.case.workload.mode, str(one.case.workload.batch_size)): one for one in planned}
-    with ThreadPoolExecutor() as pool:
-        lengths = pool.map(
-            lambda one: longest_that_fits(one.case, planner.machine.device, capacity, planner.catalogue), alike.values()
-        )
-        found_lengths = list(zip(alike, lengths, strict=True))
+    lengths = each_traced(
+        lambda one: longest_that_fits(one.case, planner.machine.device, capacity, planner.catalogue), alike.values()
+    )
+    found_lengths = list(zip(alike, lengths, strict=True))
     longest = {key: f"{length:,}".replace(",", "_") for key, length in found_lengths if length is not None}
     if not longest:
         return

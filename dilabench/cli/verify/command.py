@@ -102,7 +102,10 @@ def _lines(planned: Sequence[PlannedCase], outcomes: Iterable[Outcome]) -> list[
         if heading != (heading := f"{workload} · {MODES.get(mode, mode)}"):
             say(heading)
         cells = [cell.ljust(width) for cell, width in zip(columns, widths, strict=True)]
-        say_folded("  ".join(["", SIGNS[result].ljust(SIGN_WIDTH), *cells, details]), ROW_INDENT)
+        first, *others = details.split("\n")
+        say_folded("  ".join(["", SIGNS[result].ljust(SIGN_WIDTH), *cells, first]), ROW_INDENT)
+        for line in others:
+            say_folded(f"{ROW_INDENT}{line}", ROW_INDENT + ROW_INDENT)
     alike: dict[str, list[str]] = {}
     for name, reasons in skipped.items():
         alike.setdefault("; ".join(reasons), []).append(name)

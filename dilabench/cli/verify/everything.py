@@ -44,7 +44,7 @@ class Marks:
         if result != "right":
             implementation, backend, dtype = trial.line
             where = f"{implementation} over {backend}" if backend != "-" else implementation
-            self._reasons.setdefault((result, detail), []).append(f"{where} {dtype} {trial.family}")
+            self._reasons.setdefault((result, detail.replace("\n", "; ")), []).append(f"{where} {dtype} {trial.family}")
         if self._pending[line]:
             return False
         self._lines.print((*line, *(marks.get(family, MARKS["skipped"]) for family in self._families)))

@@ -1,1 +1,1 @@
-"""How tensors get from rank to rank without NCCL: copy engines and ring buffers."""
+"""Messages between ranks without NCCL: copy engines and ring buffers."""

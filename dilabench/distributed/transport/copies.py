@@ -40,7 +40,7 @@ class StreamQueue:
         self._driver = _driver()
 
     def wait(self, counter: int, count: int) -> None:
-        """Go on when the counter has reached the count; counts may pass 2^32, for they are compared cyclically."""
+        """Wait until the counter has reached the count; counts may exceed 2^32, as they are compared cyclically."""
         address, value = ctypes.c_uint64(counter), ctypes.c_uint32(count & LARGEST_COUNT)
         _check(self._driver.cuStreamWaitValue32_v2(self._handle, address, value, _WAIT_UNTIL_AT_LEAST))
 
@@ -73,7 +73,7 @@ def _check(status: int) -> None:
 # Share of the device's memory for ring buffers: 2.2 GiB of an H200. A longer message goes in several chunks, and
 # its sender waits for the first of them to be taken.
 _MEMORY_SHARE = 64
-# How often the deadlines of transfers are looked at.
+# Interval at which the deadlines of transfers are checked.
 _WATCH_S = 0.5
 _TRIAL_NUMBERS = 1 << 20
 NOT_CAPTURED = (
@@ -90,13 +90,13 @@ class CopyWork:
         self._copies, self._device, self._event = copies, device, event
 
     def wait(self) -> None:
-        """Make the current stream wait for it. Raises RuntimeError once a peer was too slow."""
+        """Make the current stream wait for it. Raises RuntimeError after a peer was too slow."""
         self._copies.check()
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class _Transfer(NamedTuple):
-    """A transfer that is queued, and when it is too late."""
+    """A queued transfer and its deadline."""
 
     deadline: float
     timeout_s: float
@@ -106,9 +106,9 @@ class _Transfer(NamedTuple):
 class Copies:
     """This rank's transfers. All ranks construct it together.
 
-    A stream that waits for a peer cannot be interrupted, so a thread watches the deadlines. Past one, or when the
-    device fails it, the thread sets this rank's counters beyond every count, which ends all waits. From then on each
-    use raises RuntimeError, and no result may be read: the device went on without the messages.
+    A stream that waits for a peer cannot be interrupted, so a thread watches the deadlines. After a missed one, or if
+    the device fails, the thread sets this rank's counters beyond every count, which ends all waits. From then on each
+    use raises RuntimeError, and no result may be read, because the device continued without the messages.
     region: bytes of this rank's memory for each reader, the same on all ranks.
     Raises RuntimeError if the devices cannot map each other's memory.
     """
@@ -123,7 +123,7 @@ class Copies:
         self._memory = symmetric.empty(RingBuffers.memory_bytes(self._size, region), dtype=torch.uint8, device=device)
         self._memory.zero_()
         torch.cuda.synchronize(device)
-        # Kept: the mapping ends with it.
+        # Stored, because the mapping ends with it.
         self._handle = symmetric.rendezvous(self._memory, group)
         self._inward, self._rescue = (StreamQueue(torch.cuda.Stream(device, priority=-1)) for _ in range(2))
         self._buffers = RingBuffers(rank, self._handle.buffer_ptrs, region)
@@ -136,21 +136,21 @@ class Copies:
 
     @staticmethod
     def most_bytes(device: torch.device, size: int) -> int:
-        """The longest region that this device has room for, in whole mebibytes."""
+        """The longest region that fits into this device's memory, in whole mebibytes."""
         share = torch.cuda.get_device_properties(device).total_memory // _MEMORY_SHARE // (size - 1)
         return max(1, share >> 20) << 20
 
     def send_recv(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> CopyWork:
-        """Send tensors to ranks and receive into contiguous tensors from ranks, after what the current stream holds.
+        """Send tensors to ranks and receive into contiguous tensors from ranks, after the work in the current stream.
 
-        What is sent may be written to again by later work on the current stream.
+        Later work on the current stream may overwrite the sent tensors.
         Raises RuntimeError while a CUDA graph is captured, before anything is queued.
         """
         self.check()
         current = torch.cuda.current_stream(self._device)
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(NOT_CAPTURED)
-        # The places of what is received may still be in use by what the stream holds.
+        # Earlier work in the stream may still use the memory of the received tensors.
         self._inward.stream.wait_event(current.record_event())
         queue = StreamQueue(current)
         for peer in sorted(sends, key=lambda peer: (peer - self._rank) % self._size):
@@ -178,7 +178,7 @@ class Copies:
             raise RuntimeError(f"copies from ranks {wrong} arrived changed")
 
     def check(self) -> None:
-        """Raises RuntimeError once a transfer was too late or cannot be watched: what came since is not right."""
+        """Raise RuntimeError after a transfer was too late or could not be watched: later results are wrong."""
         if not (self._trouble or self._closed.is_set() or self._watcher.is_alive()):
             self._trouble = f"rank {self._rank}: the thread that watches its transfers has ended"
         if self._trouble:
@@ -225,16 +225,16 @@ class Copies:
             try:
                 torch.cuda.set_device(self._device)
                 trouble = self._late()
-            # Whatever the device says here, it may have done something else than was queued.
+            # After any device error here, the queued transfers may be incomplete.
             except RuntimeError as error:
                 trouble = f"rank {self._rank}: its transfers cannot be watched: {first_line(error)}"
             self._trouble = self._trouble or trouble
             if self._trouble:
-                # Again each time: a peer that comes late lowers a counter.
+                # Repeated each time, because a late peer lowers a counter.
                 self._buffers.release(self._rescue)
 
     def _late(self) -> str:
-        """Which messages have not come, if some transfer is past its deadline; else empty."""
+        """Name the missing messages if a transfer is past its deadline; else empty."""
         while self._under_way and self._under_way[0].done.query():
             self._under_way.popleft()
         if not self._under_way or time.monotonic() <= self._under_way[0].deadline or self._trouble:

@@ -3,8 +3,8 @@
 Every rank owns some memory: a ring buffer for each reader, and two counters for each other rank. A
 sender waits until the old chunk there has been taken, writes the new one and increments `posted` at the reader; the
 reader waits for that count, copies the chunk to its destination and increments `taken` at the sender. All of this is
-put into queues of the device in advance; the processor is not asked again. Both sides know the lengths of all messages,
-so both know where each chunk lies.
+queued on the device in advance, without further host work. Both sides know the lengths of all messages, so both know
+the address of each chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 
 # A cache line for each counter: ranks that count at the same time write different lines.
 COUNTER_STEP = 64
-# Of the places of chunks: every dtype may lie there.
+# Alignment of chunks, enough for every dtype.
 _ALIGNMENT = 512
 # Counts are compared cyclically: half of what 32 bits hold is ahead of all that occur.
 _RELEASED = 0x7FFFFFFF
@@ -27,7 +27,7 @@ class Queue(Protocol):
     """Work that is executed in the order in which it was queued. Addresses are those of this process."""
 
     def wait(self, counter: int, count: int) -> None:
-        """Go on when the 32-bit counter at this address has reached the count."""
+        """Wait until the 32-bit counter at this address has reached the count."""
 
     def set(self, counter: int, count: int) -> None:
         """Write the count, after everything before it has been written."""
@@ -38,7 +38,7 @@ class Queue(Protocol):
 
 @dataclass(slots=True)
 class _Channel:
-    """From one rank to another: chunks and bytes sent so far (unused ends included), chunks not yet taken."""
+    """A channel from one rank to another: chunks and bytes sent so far (with unused ends), chunks not yet taken."""
 
     count: int = 0
     position: int = 0
@@ -49,8 +49,8 @@ class RingBuffers:
     """One rank's messages to and from the ring buffers of all ranks.
 
     addresses: where each rank's memory of `memory_bytes` is mapped in this process; its counters are zero at first.
-    Messages between two ranks must be sent and received in the same order. With the peers of each exchange in the order
-    of their distance no circle of waiting is possible: the first transfer in that order that is not done can go on.
+    Messages between two ranks must be sent and received in the same order. If each exchange orders its peers by their
+    distance, no deadlock is possible: the first unfinished transfer in that order can always continue.
     """
 
     def __init__(self, rank: int, addresses: Sequence[int], region: int) -> None:
@@ -90,14 +90,14 @@ class RingBuffers:
             queue.set(self._taken(peer, self._rank), channel.count)
 
     def release(self, queue: Queue) -> None:
-        """Raise this rank's counters, which ends all its waits; what they waited for has then not come."""
+        """Raise this rank's counters, which ends all its waits although the messages have not arrived."""
         for other in range(self._size):
             for counter in (self._posted(self._rank, other), self._taken(self._rank, other)):
                 queue.set(counter, _RELEASED)
 
     def unsettled(self, counters: Sequence[int]) -> list[str]:
-        """What this rank's counters, in the order of their addresses, lack of or have beyond the counts
-        that were queued; empty once all transfers of all ranks are done."""
+        """Describe how this rank's counters, in the order of their addresses, differ from the queued counts; empty once
+        all transfers of all ranks are done."""
         posted, taken = counters[: self._size], counters[self._size :]
         return [
             *(
@@ -132,7 +132,7 @@ class RingBuffers:
             yield start, min(self.longest_chunk, nbytes - start)
 
     def _next(self, channel: _Channel, length: int) -> tuple[int, int]:
-        """Where the next chunk begins: in bytes since the first one, and in the region."""
+        """The start of the next chunk: in bytes since the first one, and in the region."""
         place = channel.position % self._region
         if place + length > self._region:
             channel.position += self._region - place

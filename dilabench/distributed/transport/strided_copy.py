@@ -1,4 +1,4 @@
-"""Copies between tensors that lie differently in memory, in the longest words that both allow.
+"""Copies between tensors with different strides, in the widest words that both allow.
 
 torch's kernel for strided copies moves one element per thread: with two-byte elements it reaches a third of an H200's
 memory rate.
@@ -26,7 +26,7 @@ def copy_strided_(target: Tensor, source: Tensor) -> None:
 
 
 def _consists_of(word: torch.dtype, x: Tensor) -> bool:
-    """Whether every row of x is whole words at aligned addresses."""
+    """Return True if every row of x is whole words at aligned addresses."""
     per_word = word.itemsize // x.element_size()
     if per_word < 2 or not x.ndim or x.stride(-1) != 1 or x.shape[-1] % per_word or x.data_ptr() % word.itemsize:
         return False

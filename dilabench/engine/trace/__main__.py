@@ -13,6 +13,7 @@ import psutil
 from dilabench.engine.trace.lengths import traced
 from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.errors import first_line
+from dilabench.plugins.boundary import place
 
 # Tables of positions are really made: of what is free they may take this part.
 SHARE_OF_MEMORY = 0.5
@@ -42,7 +43,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
         return traced(CaseSpec.model_validate(question["spec"]), question["device"]).model_dump()
     # A third party's code may raise anything, even to end the process.
     except BaseException as error:  # noqa: BLE001
-        return {"why": f"{type(error).__name__}: {first_line(error)}"[:500]}
+        return {"why": f"{type(error).__name__}: {first_line(error)}"[:500] + place(error, also_ours=False)}
 
 
 if __name__ == "__main__":

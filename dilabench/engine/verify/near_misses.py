@@ -148,6 +148,12 @@ class _Part:
             yield "a causal mask shifted by one (each row sees the next position)", workload.model_copy(update=ahead)
         if workload.window != UNBOUNDED:
             yield "no window", workload.model_copy(update={"window": UNBOUNDED})
+            left, right = workload.window
+            for window in ((left + 1, right), (left - 1, right), (left, right + 1), (left, right - 1)):
+                # A side without a bound has none that could be off by one, and no bound is below 0.
+                if min(window) >= 0 or (min(window) == -1 and -1 in workload.window):
+                    name = f"window {window[0]},{window[1]} (off by one)"
+                    yield name, workload.model_copy(update={"window": window})
         default = workload.head_dim**-0.5
         scales = {"1 (no scale)": 1.0, "1/D": 1 / workload.head_dim, "1/sqrt(D), not the one given": default}
         scales["the square root of the right one"] = workload.softmax_scale**0.5

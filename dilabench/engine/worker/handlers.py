@@ -45,11 +45,13 @@ from dilabench.engine.worker.protocol import (
     Reply,
     TimerSpec,
     Trouble,
+    TroubleCode,
     WarmedUp,
     WorkerSettings,
 )
 from dilabench.errors import PluginError, encodable, first_line, text_of
 from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, refuse_unknown
+from dilabench.plugins.boundary import place
 from dilabench.record import Check, CheckName, Note, Slot, Verification
 
 # Least calls of a slot whose last call is checked: the first may have other inputs altogether, the last has those of
@@ -333,7 +335,8 @@ class Handlers:
             why += " (the CUDA context is lost; the worker process was ended)"
         # torch raises the same types for this rank's own faults: only the words tell them apart.
         lost = self._settings.world_size > 1 and tells_of_another(why)
-        return Trouble(code="peer_lost" if lost else "exception", why=why, traceback=text, fatal=fatal)
+        code: TroubleCode = "peer_lost" if lost else "exception"
+        return Trouble(code=code, why=why + place(error, also_ours=False), traceback=text, fatal=fatal)
 
     def _lost_messages(self) -> bool:
         """Whether a message of this rank was lost: then it is out of step with the others for ever."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.record import Case, Check, Failed, Memory, PlannedCase, Skipped, Verification
+from dilabench.record import Case, Check, CheckName, Failed, Memory, PlannedCase, Skipped, Verification
 from dilabench.units import counted
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PREPARE_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 1800.0
 MAX_WORKERS = 8
+CAUSE = CheckName.DEPENDENCY
 # A worker compiles and launches with about so many threads.
 CORES_PER_WORKER = 4
 
@@ -134,15 +135,19 @@ def memory_in(pool: WorkerPool, case: Case, catalogue: Catalogue, seed: int) -> 
 
 
 def said_of(outcome: Outcome) -> tuple[Result, str]:
-    """How a case came out, and what there is to say about it: of a wrong one, the mistake that it looks like first."""
+    """How a case came out, and what to say about it: of a wrong one, the mistake that it looks like, then a line for
+    each check that failed.
+    """
     if not isinstance(outcome, Verification):
         return outcome.status, outcome.why
     if outcome.passed:
         rows = "all rows" if outcome.sampled_rows is None else f"{outcome.sampled_rows} sampled rows"
         against = f", all rows against {outcome.against}" if outcome.against else ""
         return "right", f"{counted(len(outcome.checks), 'check')}, {rows}{against}"
-    failed = [_said_of_check(check) for check in outcome.checks if not check.passed] or ["nothing was checked"]
-    return "wrong", "; ".join([outcome.diagnosis, *failed] if outcome.diagnosis else failed)
+    # Which key a row misses is the cause of what other checks see.
+    failed = sorted((check for check in outcome.checks if not check.passed), key=lambda check: check.name != CAUSE)
+    lines = [check_text(check) for check in failed] or ["nothing was checked"]
+    return "wrong", "\n".join([outcome.diagnosis, *lines] if outcome.diagnosis else lines)
 
 
 def mistake_of(outcome: Outcome) -> tuple[str, str]:
@@ -151,15 +156,16 @@ def mistake_of(outcome: Outcome) -> tuple[str, str]:
     if not isinstance(outcome, Verification):
         return outcome.why, outcome.why
     failed = [check for check in outcome.checks if not check.passed]
-    first = _said_of_check(failed[0]) if failed else "nothing was checked"
+    first = check_text(failed[0]) if failed else "nothing was checked"
     name = outcome.diagnosis or (failed[0].name if failed else first)
     return name, "; ".join(filter(None, (outcome.diagnosis, first)))
 
 
-def _said_of_check(check: Check) -> str:
-    error = (
-        ""
-        if check.error is None or check.tolerance is None
-        else f" error {check.error:.3g}, allowed {check.tolerance:.3g}"
-    )
-    return " ".join(filter(None, (f"{check.name}:{error}", check.where and f"at {check.where}", check.detail)))
+def check_text(check: Check) -> str:
+    """A failed check: what is wrong, its error against its tolerance, and where."""
+    words = [check.detail] if check.detail else []
+    if check.error is not None and check.tolerance is not None:
+        words.append(f"error {check.error:.3g}, allowed {check.tolerance:.3g}")
+    if check.where:
+        words.append(f"at {check.where}")
+    return f"{check.name}: {'; '.join(words) or 'failed'}"

@@ -1,4 +1,4 @@
-"""What dilabench ships, registered through the same hooks as a third party's plug-in."""
+"""dilabench's components, registered through the same hooks as a third party's plug-in."""
 
 from dilabench.choice.backends import BACKENDS
 from dilabench.choice.implementations import IMPLEMENTATIONS
@@ -37,7 +37,7 @@ def dilabench_register_workloads() -> list[WorkloadPreset]:
 
 @hookimpl
 def dilabench_register_suites() -> list[Suite]:
-    """The questions that can be asked."""
+    """The suites."""
     return list(SUITES)
 
 

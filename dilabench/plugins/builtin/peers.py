@@ -1,4 +1,4 @@
-"""Public projects as peers of our implementations, registered like a third party's plug-in."""
+"""Public projects as peers of dilabench's implementations, registered like a third party's plug-in."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from dilabench.workload.equal_parts import (
 from dilabench.workload.spec import Workload
 
 HALF = frozenset({"float16", "bfloat16"})
-# Over flash-attn itself, or over FlashAttention 2 as built into torch where that is not installed.
+# Over flash-attn itself, or over torch's built-in FlashAttention 2 if that is not installed.
 FLASH_ATTN_2 = ("flash2", "sdpa-flash")
 STAND_IN = "over -b flash2 it calls flash-attn itself, over -b sdpa-flash torch's own FlashAttention 2"
 COPIED_GRADIENTS = "over -b sdpa-flash gradients are copied into the buffers that flash-attn would write to"
@@ -42,7 +42,7 @@ def _one_sequence(workload: Workload) -> str | None:
 
 
 def _not_torchscales(workload: Workload) -> str | None:
-    """The reason against a workload whose function is not torchscale's; what no row can tell apart is."""
+    """Return why a workload's function is not torchscale's, or None; settings that change no row are accepted."""
     pattern = DilatedPattern.match(workload.pattern)
     if pattern is None:
         return None
@@ -52,7 +52,7 @@ def _not_torchscales(workload: Workload) -> str | None:
     if pattern.offset != "blocked" and workload.num_heads > 1 and max(pattern.dilation_rates) > 1:
         return f"torchscale computes offset=blocked, not offset={pattern.offset} (--set offset=blocked)"
     zero_keys = (theirs.zero_keys(shape, head) for shape in workload.shapes for head in range(workload.num_heads))
-    if not pattern.has_zero_keys and any(True for found in zero_keys for _ in found):
+    if not pattern.has_zero_keys and any(True for keys in zero_keys for _ in keys):
         return "torchscale attends to the zeros that it pads with, padding=zero_key (--set padding=zero_key)"
     if workload.scale is not None and workload.scale != workload.head_dim**-0.5:
         return f"torchscale computes scale=1/sqrt(D), not {workload.scale:g}"
@@ -88,7 +88,7 @@ TORCHSCALE = Implementation(
 
 
 def _no_attention(_workload: Workload) -> str:
-    """The reason against every workload, as read in dilated-attention-pytorch 0.2.0."""
+    """The reason against every workload, from the source of dilated-attention-pytorch 0.2.0."""
     return (
         "refused, for it computes no LongNet attention: each head has one of the branches, and its output is "
         "divided by its sum over all positions, so that scaling v changes nothing and a causal row hangs on later ones"
@@ -198,7 +198,7 @@ FLASHINFER = Implementation(
 )
 
 
-# What its generated kernels are made for.
+# The sizes of its generated kernels.
 CAKE_BLOCK_SIZE = 64
 CAKE_MAX_BLOCKS = 64
 
@@ -213,9 +213,11 @@ def _not_cakes(workload: Workload) -> str | None:
         return f"this kernel of FlashInfer's has blocks of {CAKE_BLOCK_SIZE}, not of {blocks.block_size}"
     if workload.seq_len % CAKE_BLOCK_SIZE:
         return f"seq_len {workload.seq_len} is not a multiple of block_size {CAKE_BLOCK_SIZE}"
-    kept = blocks.mask.sum(-1)
-    if kept.min() < 1 or kept.max() > CAKE_MAX_BLOCKS:
-        return f"it takes 1 to {CAKE_MAX_BLOCKS} blocks for each block of queries, here {kept.min()} to {kept.max()}"
+    per_row = blocks.mask.sum(-1)
+    if per_row.min() < 1 or per_row.max() > CAKE_MAX_BLOCKS:
+        return (
+            f"it takes 1 to {CAKE_MAX_BLOCKS} blocks for each block of queries, here {per_row.min()} to {per_row.max()}"
+        )
     return None
 
 
@@ -248,7 +250,7 @@ FLASHINFER_VSA = Implementation(
 
 @hookimpl
 def dilabench_register_implementations() -> list[Implementation]:
-    """LongNet's own module; over ranks torch's own, and rings and meshes of others; sparse patterns of libraries."""
+    """LongNet's module; over ranks torch's context parallelism, rings and meshes of others; sparse patterns."""
     return [
         TORCHSCALE,
         DILATED_ATTENTION_PYTORCH,

@@ -1,4 +1,4 @@
-"""The questions that dilabench itself asks, and what a request may set for each of them, as data."""
+"""dilabench's suites and the options of each, as data."""
 
 from typing import Annotated, Any, Literal
 
@@ -10,11 +10,11 @@ from dilabench.validation import Model, Size
 
 
 class NoOptions(Model):
-    """What a suite takes that has no options of its own."""
+    """The options of a suite that has none."""
 
 
 class RingOptions(Model):
-    """Over ranks. Ranks cut whole tensors into shards and join results before and after the timed call, or in it."""
+    """Options over ranks. Ranks cut whole tensors and join results outside the timed call, or inside it."""
 
     sharding: Literal["inside", "outside"] = Field(
         "outside", description="Cutting for ranks inside or outside (default) the timed call."
@@ -22,13 +22,13 @@ class RingOptions(Model):
 
 
 class LimitedMemory(Model):
-    """Of suites that go up to the end of the memory."""
+    """The options of suites that search up to the end of the memory."""
 
     memory_limit: Size | None = Field(None, description="Bytes that a case may allocate: 512M, 8G.")
 
 
 class ExtremeOptions(LimitedMemory):
-    """The longest length to try, and ways to go further, each of which gets separate rows."""
+    """The longest length to try, and ways to reach longer ones, each of which gets separate rows."""
 
     max_seq_length: Size = Field(
         2**20,
@@ -47,7 +47,7 @@ class BillionOptions(LimitedMemory):
 
 
 class ChoiceOptions(Model):
-    """How many workloads are drawn."""
+    """The number of drawn workloads."""
 
     shapes: Size = Field(200, description="Shapes to draw (default 200).")
 
@@ -57,7 +57,7 @@ def _texts(value: Any) -> Any:
 
 
 class TilesOptions(Model):
-    """The tile shapes to try; all that are worth it if none is named."""
+    """The tile shapes to try; all promising ones if none is named."""
 
     tiles: Annotated[tuple[str, ...], BeforeValidator(_texts)] = Field(
         (), description="A tile shape to try, forward=64x64x4x2. Repeatable."
@@ -72,7 +72,7 @@ SUITES: tuple[Suite, ...] = (
         analysis="dilabench.suites.overview:analyse",
         only_plots=True,
         budget_s=55.0,
-        # Thirty turns of a call of 30 ms: with twenty the winners at 4K, 4 % apart, are mostly not told apart.
+        # Thirty slots of a call of 30 ms: with twenty, 4 % between the winners at 4K is mostly undecided.
         sampling_s=1.0,
         priority=60,
         options=NoOptions,
@@ -109,7 +109,7 @@ SUITES: tuple[Suite, ...] = (
         "what pattern cache, buffer pool, CUDA graph and torch.compile bring, alone and together",
         "dilabench.suites.optimization:expand",
         analysis="dilabench.suites.optimization:analyse",
-        # Host time: launches, allocations and tables are what most of these optimizations are about.
+        # Host time, because most of these optimizations concern launches, allocations and tables.
         timing="wall",
         priority=10,
         options=NoOptions,
@@ -167,7 +167,7 @@ SUITES: tuple[Suite, ...] = (
         analysis="dilabench.suites.choice.findings:analyse",
         reads_catalogue=True,
         aliases=("regret",),
-        # A regret of 1.1 shows in thirty turns, and there are many shapes.
+        # Thirty slots show a regret of 1.1, and there are many shapes.
         sampling_s=0.3,
         far_slower=3.0,
         options=ChoiceOptions,

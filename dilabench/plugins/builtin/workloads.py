@@ -1,6 +1,6 @@
 """The named workloads and sets, as data: fields of WorkloadRequest, for `--config NAME`.
 
-The ring configurations are dense and causal in bfloat16 unless their row says otherwise; the longnet and seed ones are
+The ring configurations are dense and causal in bfloat16 unless stated otherwise; the longnet and seed ones are
 dilated, as are those of real models, which are torchscale's function in float16 and not causal. Sparse ones are sizes
 of the papers that they name.
 """
@@ -17,7 +17,7 @@ LONGNET_SEGMENTS = (2048, 4096, 8192, 16384, 32768)
 
 
 def _preset(name: str, summary: str, shape: tuple[int, int, int, int, int], **fields: Any) -> WorkloadPreset:
-    """A preset from (B, H, K, D, N). K is left open where it equals H, so that it follows an override of H."""
+    """A preset from (B, H, K, D, N). K is omitted if it equals H, so that it follows an override of H."""
     batch, heads, kv_heads, head_dim, length = shape
     base = {
         "pattern": "dense",
@@ -43,7 +43,7 @@ def _dilated(
 
 
 def _named(name: str, summary: str, original: WorkloadPreset) -> WorkloadPreset:
-    """The same workload under a name of its own."""
+    """The same workload under another name."""
     return replace(original, name=name, summary=summary)
 
 
@@ -88,7 +88,7 @@ DILATED: tuple[WorkloadPreset, ...] = (
     _dilated("seed_large", "8K tokens, 3 branches", (4, 8, 8, 64, 8192), (2048, 4096, 8192), (1, 2, 4)),
 )
 
-# What torchscale's dilated attention computes, which Prov-GigaPath (its slide encoder) and LongViT were trained with.
+# torchscale's dilated attention, with which Prov-GigaPath (its slide encoder) and LongViT were trained.
 AS_TORCHSCALE = {"offset": "blocked", "merge_grad": "detached", "padding": "zero_key", "dtype": "float16"}
 GIGAPATH_SEGMENTS = (1024, 5792, 32768, 185363, 1048576)
 

@@ -6,12 +6,12 @@ import importlib.metadata
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from queue import LifoQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from dilabench.cache_folder import cache_folder, read_file
 from dilabench.errors import first_line
@@ -23,6 +23,8 @@ from dilabench.workload.cuts import uncut_step
 from dilabench.workload.last_length import last_length
 from dilabench.workload.spec import MAX_SEQ_LEN
 
+CaseT = TypeVar("CaseT")
+AnswerT = TypeVar("AnswerT")
 PACKAGE = Path(__file__).parents[2]
 # Sources that determine how much an implementation allocates.
 SOURCES = ("backends", "distributed", "engine/call", "engine/trace", "impls", "kernels", "patterns", "workload")
@@ -100,14 +102,19 @@ def _sources_hash() -> str:
 
 
 OURS = "dilabench."
+# A trace of a plug-in may wait for anything. After one that took longer, no other length of it is tried. Traces of
+# dilabench's own code wait only for the processor.
+PLUGIN_TIMEOUT_S, OUR_TIMEOUT_S = 60.0, 300.0
 # Largest deviation of a traced peak from the measured one.
 WITHIN = 0.1
 
 
 # The last one used comes first, so that consecutive plans share one process.
+_ALL = tuple(Tracer() for _ in range(min(4, os.cpu_count() or 1)))
 _tracers: LifoQueue[Tracer] = LifoQueue()
-for _ in range(min(4, os.cpu_count() or 1)):
-    _tracers.put(Tracer())
+for _tracer in _ALL:
+    _tracers.put(_tracer)
+_hung: dict[str, dict[str, Any]] = {}
 _cache = TraceCache()
 
 
@@ -123,9 +130,21 @@ def plan_memory(case: Case, device: str, catalogue: Catalogue) -> MemoryPlan | N
 
 def plan_ahead(cases: Iterable[Case], device: str, catalogue: Catalogue) -> None:
     """Trace several cases at the same time, so that later calls of `plan_memory` return immediately."""
-    with ThreadPoolExecutor(_tracers.qsize()) as pool:
-        for _ in pool.map(lambda case: plan_memory(case, device, catalogue), cases):
-            pass
+    each_traced(lambda case: plan_memory(case, device, catalogue), cases)
+
+
+def each_traced(ask: Callable[[CaseT], AnswerT], cases: Iterable[CaseT]) -> list[AnswerT]:
+    """The answers of a function that traces, for each case, several at a time. Ctrl-C ends all traces at once."""
+    pool = ThreadPoolExecutor(len(_ALL))
+    try:
+        return list(pool.map(ask, cases))
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for tracer in _ALL:
+            tracer.end()
+        raise
+    finally:
+        pool.shutdown()
 
 
 def why_no_plan(case: Case, device: str, catalogue: Catalogue) -> str:
@@ -141,13 +160,20 @@ def _answer(case: Case, device: str, catalogue: Catalogue) -> dict[str, Any]:
     key = content_hash([order, device, os.environ.get("OMP_NUM_THREADS")])
     answer = _cache.get(key)
     if answer is None:
-        about = f"the memory of {case.implementation} at {case.workload.label()} on {device}"
+        about, ours = (
+            f"the memory of {case.implementation} at {case.workload.label()} on {device}",
+            _is_ours(case, order),
+        )
         tracer = _tracers.get()
         try:
-            answer = tracer.ask({"spec": order, "device": device}, about)
+            if order["target"] in _hung:
+                return _hung[order["target"]]
+            answer = tracer.ask({"spec": order, "device": device}, about, OUR_TIMEOUT_S if ours else PLUGIN_TIMEOUT_S)
         finally:
             _tracers.put(tracer)
-        _cache.put(key, answer, lasting=_is_ours(case, order))
+        if answer.pop("hung", False) and not ours:
+            _hung[order["target"]] = answer
+        _cache.put(key, answer, lasting=ours)
     return answer
 
 

@@ -10,10 +10,8 @@ from typing import Any
 from dilabench.machine import child_environment, python_command
 
 MODULE = "dilabench.engine.trace"
-# Seconds until a trace is reported on stderr, and until it is given up. A trace limits its own CPU time, so the second
-# limit ends only a trace that hangs, on a busy machine too.
+# Seconds until a trace is reported on stderr. A trace limits its own CPU time; its time limit ends one that waits.
 SILENT_S = 1.0
-TIMEOUT_S = 300.0
 
 
 class Tracer:
@@ -23,8 +21,8 @@ class Tracer:
         self._process: subprocess.Popen[str] | None = None
         self._path: list[str] = []
 
-    def ask(self, question: dict[str, Any], about: str) -> dict[str, Any]:
-        """Return the answer; {'why': ...} if the process died or took too long."""
+    def ask(self, question: dict[str, Any], about: str, timeout_s: float) -> dict[str, Any]:
+        """Return the answer; {'why': ...} if the process died, and {'why': ..., 'hung': True} if it took longer."""
         process = self._running()
         assert process.stdin is not None
         try:
@@ -33,13 +31,21 @@ class Tracer:
         except OSError:
             self.stop()
             return {"why": "its trace could not be started"}
-        line = self._line(process, about)
+        line = self._line(process, about, timeout_s)
+        if line is None:
+            self.stop()
+            return {"why": f"its trace took more than {timeout_s:.0f} s", "hung": True}
         try:
             answer: dict[str, Any] = json.loads(line)
         except ValueError:
             self.stop()
-            return {"why": f"its trace ended without an answer, or took more than {TIMEOUT_S:.0f} s"}
+            return {"why": "its trace ended without an answer"}
         return answer
+
+    def end(self) -> None:
+        """Kill the process, so that a thread that waits for its answer goes on."""
+        if self._process is not None:
+            self._process.kill()
 
     def stop(self) -> None:
         """End the process, if there is one."""
@@ -71,13 +77,13 @@ class Tracer:
         return self._process
 
     @staticmethod
-    def _line(process: subprocess.Popen[str], about: str) -> str:
-        """Return the next line; empty at the end of the process or after TIMEOUT_S."""
+    def _line(process: subprocess.Popen[str], about: str, timeout_s: float) -> str | None:
+        """Return the next line; empty at the end of the process, None after `timeout_s`."""
         assert process.stdout is not None
         with selectors.DefaultSelector() as ready:
             ready.register(process.stdout, selectors.EVENT_READ)
             if not ready.select(SILENT_S):
-                sys.stderr.write(f"tracing {about} ...\n")
-                if not ready.select(TIMEOUT_S):
-                    return ""
+                sys.stderr.write(f"tracing {about}, for at most {timeout_s:.0f} s ...\n")
+                if not ready.select(timeout_s):
+                    return None
         return process.stdout.readline()

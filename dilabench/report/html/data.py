@@ -7,10 +7,11 @@ from typing import Any
 
 from dilabench.compare.view import first_timing, view_of
 from dilabench.engine.lower_bounds import least_bytes, least_flops
+from dilabench.engine.worker.outcomes import check_text
 from dilabench.metadata import COPY_KEY, COUNTERS, note_text, peak_flops
 from dilabench.record import Failed, Measured, Row, RunRecord, Skipped, Slot
 from dilabench.report.columns import Column, DisplayRow, implementation_text
-from dilabench.report.content import WorkloadTable, check_text
+from dilabench.report.content import WorkloadTable
 from dilabench.report.findings import BarPlot, CurvePlot, Plot
 from dilabench.report.html.commands import quoted, row_command
 from dilabench.report.html.winners import family

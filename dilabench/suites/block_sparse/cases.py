@@ -1,4 +1,4 @@
-"""Suite `block-sparse`: do time and memory fall with the share of pairs computed, and where does that begin to pay?"""
+"""Suite `block-sparse`: how time and memory fall with the share of computed pairs, and when skipping pays."""
 
 from typing import Any
 
@@ -17,11 +17,11 @@ SHAPE = {
 
 
 def expand(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """Every density of one shape, pattern by pattern, with full attention through a flash kernel as the yardstick.
+    """Plan every density of one shape, pattern by pattern, with full attention through a flash kernel as the yardstick.
 
-    Without a pattern, or a field of one, in the request: all that name densities of theirs (`Pattern.densities`), block
-    masks first. A density, block size or mask file that is named is the only one. Shapes with branches get the mask
-    laid over each branch's rows. With `--nproc` the rows over ranks stand beside those of one device.
+    Without a pattern, or a field of one, in the request: all that define densities (`Pattern.densities`), block masks
+    first. A named density, block size or mask file is the only one. Shapes with branches get the mask over each
+    branch's rows. With `--nproc` rows over ranks are measured in addition to those of one device.
     """
     implementations = planner.implementations(planner.where(_sparse_or_full))
     cases: list[PlannedCase] = []
@@ -36,7 +36,7 @@ def expand(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
                 continue
             fitting = [point for point in points if implementation.supports.computes(point.pattern)]
             if planner.request.implementations:
-                # One that was named and computes none of them says why, at each.
+                # A named implementation that supports none of them gets a skipped row at each.
                 fitting = fitting or points
             labels = STEPS.entry(" ".join(implementation.every_call))
             labels |= STEPS_OF.entry(implementation.steps_of or implementation.name)
@@ -46,21 +46,23 @@ def expand(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
 
 def _swept() -> tuple[str, ...]:
-    """Kinds of pattern that name densities of theirs."""
+    """Kinds of pattern that define densities."""
     return tuple(kind for kind in known_kinds() if pattern_type(kind).densities(1))
 
 
-def _sparse_or_full(one: Implementation) -> bool:
-    """Whatever computes such patterns, on any number of ranks, and full attention on one device.
+def _sparse_or_full(implementation: Implementation) -> bool:
+    """Return True for methods that compute such patterns on any number of ranks, and for full attention on one device.
 
-    Full attention under a mask takes one time whatever the density, and is there by name.
+    Full attention under a mask takes the same time at every density and is included only if named.
     """
-    full = one.supports.only_dense and one.supports.max_world_size == 1
-    return one.takes == "heads" and (full or (one.role == "method" and bool(one.supports.patterns & {*_swept()})))
+    full = implementation.supports.only_dense and implementation.supports.max_world_size == 1
+    return implementation.takes == "heads" and (
+        full or (implementation.role == "method" and bool(implementation.supports.patterns & {*_swept()}))
+    )
 
 
 def _kinds(base: WorkloadRequest) -> tuple[str, ...]:
-    """The pattern that is named; the first that takes the fields where only fields of patterns are; else all."""
+    """The named pattern; if only fields of patterns are named, the first one that has them; else all."""
     named, swept = base.model_fields_set, _swept()
     if "pattern" in named and base.pattern in swept:
         return (base.pattern,)
@@ -72,7 +74,7 @@ def _kinds(base: WorkloadRequest) -> tuple[str, ...]:
 
 
 def _points(base: WorkloadRequest, kind: str) -> list[WorkloadRequest]:
-    """The request with every density of a kind, but for what it names itself."""
+    """The request with every density of a kind, except the fields that it sets."""
     asked, pattern = base.model_copy(update={"pattern": kind}), pattern_type(kind)
     named = base.model_fields_set
     if named & pattern.given_whole_by:
@@ -80,5 +82,5 @@ def _points(base: WorkloadRequest, kind: str) -> list[WorkloadRequest]:
     points: dict[tuple[tuple[str, Any], ...], None] = {}
     for point in pattern.densities(base.seq_len):
         points.setdefault(tuple((name, value) for name, value in point.items() if name not in named))
-    # Where it names all that makes the densities differ, it is the only one.
+    # If the request sets every field in which densities differ, it is the only point.
     return [asked] if len(points) == 1 else [asked.model_copy(update=dict(point)) for point in points]

@@ -22,7 +22,7 @@ COLUMNS = ("implementation", "block", "asked", "density", "median", "of dense", 
 class Step:
     """A measured row at one density, the share of visible blocks, or pairs, that is computed.
 
-    `speedup`: time of the fastest yardstick of its shape / this time, None where there is none.
+    `speedup`: time of the fastest yardstick of its shape / this time, None if there is none.
     """
 
     row: Row
@@ -37,19 +37,19 @@ class Step:
 
     @property
     def who(self) -> str:
-        """The implementation, with its ranks where it has several."""
+        """The implementation, with its number of ranks if above one."""
         case = self.row.case
         return case.implementation if case.world_size == 1 else f"{case.implementation} on {case.world_size} ranks"
 
     @property
     def name(self) -> str:
-        """What a curve is called: implementation and block size."""
+        """The name of its curve: implementation and block size."""
         size = self.pattern.block_length
         return self.who if size is None else f"{self.who} block {size}"
 
     @property
     def asked(self) -> str:
-        """What the pattern's label says besides its kind; of block masks the density."""
+        """The pattern's label without its kind; for block masks the density."""
         masked = BlockSparsePattern.match(self.pattern)
         if masked is not None:
             return f"{masked.density:.1%}" if masked.mask != "custom" else "from file"
@@ -58,7 +58,7 @@ class Step:
 
 def analyse(record: RunRecord) -> tuple[Section, ...]:
     """One section per pattern and shape: the figures per density, the break-even density of each implementation, and
-    what selecting and planning take."""
+    the times of selecting and planning."""
     shapes: dict[tuple[str, str, str], list[Step]] = {}
     for step in steps_of(record):
         workload = step.row.case.workload
@@ -72,27 +72,27 @@ def steps_of(record: RunRecord) -> tuple[Step, ...]:
     for view in filter(None, map(view_of, record.rows)):
         if view.row.planned.role == "yardstick" and view.row.case.workload.is_dense:
             known = dense.setdefault(_shape(view.row), view)
-            dense[_shape(view.row)] = min(known, view, key=lambda one: one.median_ns)
+            dense[_shape(view.row)] = min(known, view, key=lambda candidate: candidate.median_ns)
     densities: dict[Workload, float] = {}
     steps: list[Step] = []
     for row in record.rows:
         workload = row.case.workload.replace(mode="forward")
-        if workload.is_dense or (found := view_of(row)) is None:
+        if workload.is_dense or (timed := view_of(row)) is None:
             continue
         if workload not in densities:
-            # A mask is made, or read from its file, once.
+            # A mask is generated, or read from its file, once.
             densities[workload] = workload.pattern.density_of(workload.shapes)
         full = dense.get(_shape(row))
         speedup = pair_views([(row, full.row)])[0].ratio if full else None
-        steps.append(Step(row=row, density=densities[workload], median_ns=found.median_ns, speedup=speedup))
+        steps.append(Step(row=row, density=densities[workload], median_ns=timed.median_ns, speedup=speedup))
     return tuple(steps)
 
 
 def break_even(points: Sequence[tuple[float, float]]) -> float | None:
-    """The density at which the speed-up is 1, on a line between the measured points beside it.
+    """The density at which the speed-up is 1, interpolated between neighbouring measured points.
 
-    `points`: (density, speed-up). None where no two neighbours lie on different sides of 1. Times are about linear in
-    density, so the line is drawn through 1 / speed-up.
+    `points`: (density, speed-up). None if no two neighbours are on different sides of 1. Times are about linear in
+    density, so 1 / speed-up is interpolated.
     """
     for (low, fast), (high, slow) in pairwise(sorted(points)):
         if fast >= 1 > slow:
@@ -102,7 +102,7 @@ def break_even(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def _shape(row: Row) -> str:
-    """Equal for rows that differ only in their pattern, or in the ranks that they run on."""
+    """A key that is equal for rows that differ only in pattern or number of ranks."""
     dense = row.case.workload.as_dense()
     return row.case.model_copy(update={"workload": dense, "world_size": 1}).group_id
 
@@ -154,7 +154,7 @@ def _verdict(name: str, points: Sequence[tuple[float, float]]) -> str:
 
 
 def _what_counts(steps: Sequence[Step]) -> Iterable[str]:
-    """How a density can be more than all."""
+    """Explain densities above 100 %."""
     if any(step.density > 1 for step in steps):
         yield (
             "Density counts a pair in each part of the pattern that attends to it: "
@@ -163,7 +163,7 @@ def _what_counts(steps: Sequence[Step]) -> Iterable[str]:
 
 
 def _steps_of_calls(steps: Sequence[Step]) -> Iterable[str]:
-    """What the steps of a call take, by the difference between rows of one workload with and without each."""
+    """The times of a call's steps, from the difference between rows of one workload with and without each."""
     by_method: dict[tuple[str | None, Workload], dict[tuple[str, ...], float]] = {}
     for step in steps:
         done = tuple((STEPS.of(step.row.planned) or "").split())

@@ -1,4 +1,4 @@
-"""Suite `choice`: random shapes, one after another: what the library takes by itself beside every other way of ours."""
+"""Suite `choice`: random shapes: the library's automatic choice against every other implementation of dilabench."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -16,8 +16,8 @@ from dilabench.workload.spec import WorkloadRequest
 
 
 def shapes_asked(options: Mapping[str, object], shard: Shard | None) -> range:
-    """The numbers of the shapes that a request wants, or a shard of it. Raises ConfigError for options that are no
-    count, and for more shards than shapes.
+    """The numbers of the shapes of a request or its shard. Raises ConfigError for options that are no count, and for
+    more shards than shapes.
     """
     count = validated(ChoiceOptions, options).shapes
     index, shards = shard or (1, 1)
@@ -29,10 +29,9 @@ def shapes_asked(options: Mapping[str, object], shard: Shard | None) -> range:
 
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """The first shape, of a shard's own. The others follow one by one, so that each gets the time it needs for as long
-    as there is any.
+    """The first shape of the request or shard. The others follow one by one, while the time budget lasts.
 
-    Workload fields that are given are the same in all shapes; the others are drawn.
+    Given workload fields are the same in all shapes; the others are drawn.
     """
     if request.presets or request.lengths:
         raise ConfigError(
@@ -43,7 +42,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
 
 def follow_up(rows: Sequence[Row], request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """The next shape, unless the latest had no time; and of the latest what a run that goes on has not measured yet."""
+    """The next shape, unless the budget cut the latest; and, after a resume, the cases missing from the latest."""
     drawn = [number for row in rows if (number := SHAPE.of(row.planned)) is not None]
     latest = max(drawn, default=0)
     if not latest or any(cut_short(row) for row in rows if SHAPE.of(row.planned) == latest):
@@ -55,13 +54,13 @@ def follow_up(rows: Sequence[Row], request: RunRequest, planner: Planner) -> tup
 
 
 def cut_short(row: Row) -> bool:
-    """Whether the budget ended before the row could be measured."""
+    """Return True if the budget ended before the row could be measured."""
     return isinstance(row.outcome, Skipped) and row.outcome.code == "budget"
 
 
 def _cases_of(number: int, request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """Every way that can compute the shape here and is worth a try, over every backend that may be chosen, and the
-    library's choice.
+    """Every implementation that supports the shape here and is worth trying, over every backend that may be chosen, and
+    the library's choice.
     """
     planner = planner.asking(nproc=1)
     asked = shape(planner.catalogue, planner.machine, request.seed, number, request.overrides)
@@ -71,26 +70,30 @@ def _cases_of(number: int, request: RunRequest, planner: Planner) -> tuple[Plann
     labels = SHAPE.entry(number)
 
     def is_tried(case: Case) -> bool:
-        # A backend that is named is worth a try.
+        # A named backend is always tried.
         case = case.model_copy(update={"backend": None}) if request.backends else case
         return not planner.catalogue.reasons_untried(case, planner.machine)
 
     cases = [
         *(
             planned
-            for one in named
-            for planned in over.plan(one, asked, labels)
+            for implementation in named
+            for planned in over.plan(implementation, asked, labels)
             if planned.skip is None and is_tried(planned.case)
         ),
-        # Not the first: the first calls of a process take long, and turns are cut to what a call seems to take.
-        *(case for one in _choosing(planner, asked) for case in planner.plan(one, asked, labels)),
+        # Not the first: the first calls of a process are slow, and slots are sized by the estimated time of a call.
+        *(case for implementation in _choosing(planner, asked) for case in planner.plan(implementation, asked, labels)),
     ]
-    return tuple({one.case.case_id: one for one in cases}.values())
+    return tuple({planned_case.case.case_id: planned_case for planned_case in cases}.values())
 
 
 def _choosing(planner: Planner, asked: WorkloadRequest) -> Iterator[Implementation]:
-    """What chooses for such a pattern. Raises ConfigError where nothing does."""
-    found = [one for one in planner.catalogue.implementations if one.chooses and one.supports.computes(asked.pattern)]
-    if not found:
+    """The implementations that choose for this pattern. Raises ConfigError if there is none."""
+    choosing = [
+        implementation
+        for implementation in planner.catalogue.implementations
+        if implementation.chooses and implementation.supports.computes(asked.pattern)
+    ]
+    if not choosing:
         raise ConfigError(f"nothing in the library chooses for pattern {asked.pattern!r}; leave it out")
-    yield from found
+    yield from choosing

@@ -1,4 +1,4 @@
-"""Suite `choice`: the regret of the library's choice, the time of what it took over that of the fastest other way."""
+"""Suite `choice`: the regret of the library's choice, its time over that of the fastest other implementation."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from dilabench.suites.choice.cases import cut_short, shapes_asked
 from dilabench.units import counted, format_latency, format_seconds
 
 TITLE = "Regret of the choice"
-# Beyond this the choice was wrong; below, another machine or day might turn it round.
+# Above this ratio the choice was wrong; below it, another machine or day might reverse the order.
 MUCH = 1.1
 SHOWN = 10
 COLUMNS = ("shape", "workload", "took", "time", "fastest other", "its time", "regret", "95 % CI", "over 1.1")
@@ -30,10 +30,10 @@ NUMERIC = frozenset({"shape", "time", "its time", "regret", "95 % CI"})
 class Regret:
     """One shape: `ratio` is the time of the choice over that of the fastest other way, from their common rounds.
 
-    `low` and `high` are the ends of its interval; None where they did not take turns often enough for one. `disturbed`:
-    a way of the shape took another time by itself than in turn, so that more than chance may be in the ratio.
-    `awaited`: the ratio of what callers wait for, with launches that take longer than the GPU; None without any such.
-    `itself`: what is waited for the least is the way that was chosen, called without the library around it.
+    `low` and `high`: the ends of its interval; None with too few common rounds. `disturbed`: an implementation took
+    another time alone than interleaved, so that the ratio may have a bias. `awaited`: the ratio of the times that
+    callers wait, if launches take longer than the GPU; None otherwise. `itself`: the shortest wait is that of the
+    chosen implementation, called directly.
     """
 
     number: int
@@ -48,27 +48,27 @@ class Regret:
 
     @property
     def is_much(self) -> bool:
-        """Over 1.1, beyond doubt or not."""
+        """Return True if the ratio is over 1.1, proven or not."""
         return self.ratio > MUCH
 
     @property
     def is_proven(self) -> bool:
-        """Over 1.1 with its whole interval, and nothing disturbed it."""
+        """Return True if the whole interval is over 1.1, undisturbed."""
         return self.low is not None and self.low > MUCH and not self.disturbed
 
 
 def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
-    """The answer: how large the regret is over all shapes, the worst of them, what is left out and how to go on."""
-    found = list(regrets(record, catalogue))
+    """The answer: the regret over all shapes, the worst of them, the missing shapes and how to continue."""
+    all_regrets = list(regrets(record, catalogue))
     asked = len(shapes_asked(record.config.get("options", {}), shard_of(record.config)))
     sentences = [
-        _summary(found),
-        *_awaiting(found),
-        *_measuring(found),
-        *_without_regret(record, found),
+        _summary(all_regrets),
+        *_awaiting(all_regrets),
+        *_measuring(all_regrets),
+        *_without_regret(record, all_regrets),
         *_left_out(record, asked),
     ]
-    worst = sorted(found, key=lambda regret: -regret.ratio)[:SHOWN]
+    worst = sorted(all_regrets, key=lambda regret: -regret.ratio)[:SHOWN]
     return (
         Section(
             title=TITLE,
@@ -82,7 +82,7 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
 
 
 def regrets(record: RunRecord, catalogue: Catalogue) -> Iterator[Regret]:
-    """The shapes of which the choice and another way were measured, all ways of each having had their time."""
+    """The completed shapes for which the choice and another implementation were measured."""
     registry = catalogue.implementations
     choosing = {implementation.name for implementation in registry if implementation.chooses}
     for number, rows in _whole_shapes(record).items():
@@ -91,8 +91,8 @@ def regrets(record: RunRecord, catalogue: Catalogue) -> Iterator[Regret]:
         ranking = rank(others, record.device)
         if chosen is not None and ranking is not None:
             disturbed = any(INTERFERENCE.among(row.outcome.notes) for row in rows if isinstance(row.outcome, Measured))
-            found = _regret(number, chosen, ranking.fastest, record.device, disturbed)
-            yield replace(found, **_awaited(chosen, [row for row in others if is_quotable(row)]))
+            regret = _regret(number, chosen, ranking.fastest, record.device, disturbed)
+            yield replace(regret, **_awaited(chosen, [row for row in others if is_quotable(row)]))
 
 
 def _whole_shapes(record: RunRecord) -> dict[int, list[Row]]:
@@ -106,9 +106,7 @@ def _whole_shapes(record: RunRecord) -> dict[int, list[Row]]:
 
 
 def _awaited(chosen: Row, others: Sequence[Row]) -> dict[str, Any]:
-    """How many times as long who calls the choice waits as who calls the way that is waited for the least, and whether
-    that is what was chosen.
-    """
+    """The ratio of the times that callers wait, of the choice over the best one, and whether that one was chosen."""
     if not any(_launching_ns(row) for row in (chosen, *others)):
         return {}
     least = min(others, key=_awaited_ns)
@@ -121,13 +119,13 @@ def _awaited_ns(row: Row) -> float:
 
 
 def _launching_ns(row: Row) -> float:
-    """How long the host takes to launch a call, where that is longer than the GPU takes; else 0."""
+    """The host's launch time of a call if it exceeds the GPU time; else 0."""
     assert isinstance(row.outcome, Measured)
     return next((note.observed or 0.0 for note in LAUNCH_BOUND.among(row.outcome.notes)), 0.0)
 
 
 def _regret(number: int, chosen: Row, other: Row, device: str, disturbed: bool) -> Regret:
-    # Without common rounds, as where a run went on in the middle of a shape, there is no interval.
+    # Without common rounds (a run resumed in the middle of a shape, say) there is no interval.
     ratio, low, high = measured_view(chosen).median_ns / measured_view(other).median_ns, None, None
     timings = common_timings(other, chosen)
     rounds = pair([timings]).rounds if timings else None
@@ -160,7 +158,7 @@ def _summary(found: Sequence[Regret]) -> str:
 
 
 def _awaiting(found: Sequence[Regret]) -> Iterator[str]:
-    """The same by what callers wait for, where some launches take longer than what they launch."""
+    """The same summary by the times that callers wait, if some launches take longer than the GPU."""
     bound = [regret for regret in found if regret.awaited is not None]
     if bound:
         ratios = [regret.ratio if regret.awaited is None else regret.awaited for regret in found]
@@ -176,7 +174,7 @@ def _awaiting(found: Sequence[Regret]) -> Iterator[str]:
 
 
 def _measuring(found: Sequence[Regret]) -> Iterator[str]:
-    """How long the library took to choose, before any timed call."""
+    """The time of the library's choosing, before any timed call."""
     seconds = [took * 1e-9 for regret in found if (took := _choosing_ns(regret.chosen)) is not None]
     if seconds:
         yield (
@@ -194,7 +192,7 @@ def _without_regret(record: RunRecord, found: Sequence[Regret]) -> Iterator[str]
 
 
 def _left_out(record: RunRecord, asked: int) -> Iterator[str]:
-    """How many shapes there was no time for, and what would do for them."""
+    """The number of shapes that the budget skipped, and the command that measures them."""
     done = len(_whole_shapes(record))
     if done >= asked:
         return
@@ -227,7 +225,7 @@ def _line(regret: Regret) -> tuple[str, ...]:
 
 
 def _taken(row: Row) -> str:
-    """What the library says that it took: 'strided:math (rule)'."""
+    """The library's choice, as it reports it: 'strided:math (rule)'."""
     assert isinstance(row.outcome, Measured)
     return next((note.message for note in CHOSEN.among(row.outcome.notes)), row_name(row))
 

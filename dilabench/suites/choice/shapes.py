@@ -1,4 +1,4 @@
-"""Workloads drawn at random: each by the seed and its number alone, so that any of them can be drawn again."""
+"""Random workloads, each determined by the seed and its number, so that any of them can be drawn again."""
 
 import math
 import random
@@ -15,8 +15,8 @@ from dilabench.workload.spec import WorkloadRequest, flops
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """What shapes are drawn from on a kind of device. No call has more tokens than the longest sequence, and none more
-    than `most_flops`, of which the slowest dense kernel does about as many in a second."""
+    """The ranges from which shapes are drawn on a kind of device. No call has more tokens than the longest sequence;
+    `most_flops` is about what the slowest dense kernel computes in a second."""
 
     lengths: tuple[int, int]
     num_heads: tuple[int, ...]
@@ -43,7 +43,7 @@ MOST_DRAWS = 1000
 def shape(catalogue: Catalogue, machine: Machine, seed: int, number: int, fixed: Mapping[str, Any]) -> WorkloadRequest:
     """The workload of a number, counted from 1. Fields in `fixed` are as given; the others are drawn.
 
-    What is impossible or too much work is drawn again. Raises ConfigError where the fixed fields leave nothing else.
+    Impossible or too expensive shapes are drawn again. Raises ConfigError if the fixed fields allow no other ones.
     """
     drawn = random.Random(f"{seed}:{number}")
     why, limits = "", RANGES[machine.facts.size]
@@ -61,7 +61,7 @@ def shape(catalogue: Catalogue, machine: Machine, seed: int, number: int, fixed:
 
 
 def _fields(drawn: random.Random, limits: Range, fixed: Mapping[str, Any]) -> dict[str, Any]:
-    """All fields, those that are fixed as well: what depends on them fits what they are fixed at."""
+    """All fields, fixed ones included, so that dependent fields fit the fixed values."""
     shortest, longest = limits.lengths
     seq_len = fixed.get("seq_len", _log_uniform(drawn, shortest, longest))
     num_heads = fixed.get("num_heads", drawn.choice(limits.num_heads))
@@ -89,7 +89,7 @@ def _fields(drawn: random.Random, limits: Range, fixed: Mapping[str, Any]) -> di
 
 
 def _branches(drawn: random.Random, seq_len: int) -> Iterator[tuple[int, int]]:
-    """Segments that nest in powers of two, or grow anyhow; rates that double, or grow anyhow, odd ones among them.
+    """Segments that nest in powers of two, or grow irregularly; rates that double, or grow irregularly (odd ones too).
 
     The last is the only one that may be longer than the sequence.
     """

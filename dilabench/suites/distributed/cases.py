@@ -42,7 +42,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
 
 def _per_rank(asked: Sequence[WorkloadRequest], ranks: int, planner: Planner) -> Iterator[WorkloadRequest]:
-    """The shortest of those that differ only in length, so long on each rank; none whose sequences are given."""
+    """The shortest of the requests that differ only in length, with that length per rank; without packed ones."""
     shortest: dict[WorkloadRequest, int] = {}
     for request in asked:
         alike = request.model_copy(update={"seq_len": 1})

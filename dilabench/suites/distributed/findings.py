@@ -25,23 +25,23 @@ MEMORY_MEANING = "Peak memory of the rank that needs most, in one call."
 
 
 def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
-    """What suite `ring` says, crossovers, strong and weak scaling, memory; else nothing."""
-    found = comparisons(record)
-    if not found:
+    """The findings of suite `ring`, crossovers, strong and weak scaling, memory; empty without rows over ranks."""
+    compared = comparisons(record)
+    if not compared:
         return ()
-    name = namer(found)
+    name = namer(compared)
     return (
         *parallel.analyse(record, catalogue),
         *_crossovers(record),
-        *_scaling("Strong scaling", STRONG_MEANING, _strong(found, name), _speedup_text, _speedup_plot),
-        *_scaling("Weak scaling", WEAK_MEANING, _weak(found, name), _rate_text, _rate_plot),
-        *_scaling("Memory over ranks", MEMORY_MEANING, _strong(found, name), _peak_text, _peak_plot),
+        *_scaling("Strong scaling", STRONG_MEANING, _strong(compared, name), _speedup_text, _speedup_plot),
+        *_scaling("Weak scaling", WEAK_MEANING, _weak(compared, name), _rate_text, _rate_plot),
+        *_scaling("Memory over ranks", MEMORY_MEANING, _strong(compared, name), _peak_text, _peak_plot),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scaling:
-    """One implementation over ranks, beside the single device that it starts from."""
+    """One implementation over ranks, and its single-device row."""
 
     workload: str
     implementation: str
@@ -50,7 +50,7 @@ class _Scaling:
 
 
 def _crossovers(record: RunRecord) -> Iterator[Section]:
-    """Of the implementations on each number of ranks."""
+    """The crossovers of the implementations on each number of ranks."""
     for ranks in sorted({row.case.world_size for row in record.rows} - {1}):
         rows = tuple(row for row in record.rows if row.case.world_size == ranks)
         crossings = crossover_section(series_of(record.model_copy(update={"rows": rows})))
@@ -58,31 +58,34 @@ def _crossovers(record: RunRecord) -> Iterator[Section]:
             yield replace(crossings, title=f"{crossings.title} on {ranks} ranks")
 
 
-def _strong(found: Sequence[Comparison], name: Callable[[Row], str]) -> list[_Scaling]:
+def _strong(compared: Sequence[Comparison], name: Callable[[Row], str]) -> list[_Scaling]:
     """The same workload on one device and on ranks."""
     groups: dict[tuple[str, str], list[Comparison]] = {}
-    for one in found:
-        groups.setdefault((workload_text(one.row), name(one.row)), []).append(one)
+    for comparison in compared:
+        groups.setdefault((workload_text(comparison.row), name(comparison.row)), []).append(comparison)
     return [
         _Scaling(
             workload=workload,
             implementation=implementation,
             single=members[0].single_row,
-            by_ranks={one.row.case.world_size: one.row for one in members},
+            by_ranks={comparison.row.case.world_size: comparison.row for comparison in members},
         )
         for (workload, implementation), members in groups.items()
     ]
 
 
-def _weak(found: Sequence[Comparison], name: Callable[[Row], str]) -> list[_Scaling]:
-    """Workloads that differ in length alone, with as many tokens per rank as one device was measured with."""
-    singles = {(_shape(one.single_row), one.single_row.case.workload.seq_len): one.single_row for one in found}
+def _weak(compared: Sequence[Comparison], name: Callable[[Row], str]) -> list[_Scaling]:
+    """Workloads that differ only in length, with the tokens per rank of a single-device row."""
+    singles = {
+        (_shape(comparison.single_row), comparison.single_row.case.workload.seq_len): comparison.single_row
+        for comparison in compared
+    }
     groups: dict[tuple[str, int, str], dict[int, Row]] = {}
-    for one in found:
-        length, rest = divmod(one.row.case.workload.seq_len, one.row.case.world_size)
-        if not rest and (_shape(one.row), length) in singles:
-            key = _shape(one.row), length, name(one.row)
-            groups.setdefault(key, {})[one.row.case.world_size] = one.row
+    for comparison in compared:
+        length, rest = divmod(comparison.row.case.workload.seq_len, comparison.row.case.world_size)
+        if not rest and (_shape(comparison.row), length) in singles:
+            key = _shape(comparison.row), length, name(comparison.row)
+            groups.setdefault(key, {})[comparison.row.case.world_size] = comparison.row
     return [
         _Scaling(
             workload=f"{workload_text(singles[shape, length])} per rank",
@@ -95,7 +98,7 @@ def _weak(found: Sequence[Comparison], name: Callable[[Row], str]) -> list[_Scal
 
 
 def _shape(row: Row) -> str:
-    """Equal for rows that differ in length alone."""
+    """A key that is equal for rows that differ only in length."""
     takes = row.planned.takes
     return row.case.workload.model_dump_json(exclude=VARIES_ALONG_A_RANGE) + takes
 
@@ -113,26 +116,26 @@ def _scaling(
     """A line per workload and implementation, a column per number of ranks, a plot per workload."""
     if not scalings:
         return
-    counts = sorted({ranks for one in scalings for ranks in one.by_ranks})
+    counts = sorted({ranks for scaling in scalings for ranks in scaling.by_ranks})
     columns = ("workload", "implementation", "1 device", *(f"{ranks} ranks" for ranks in counts))
     rows = (
         (
-            one.workload,
-            one.implementation,
-            text(one.single, one.single),
-            *(text(one.by_ranks[n], one.single) if n in one.by_ranks else ABSENT for n in counts),
+            scaling.workload,
+            scaling.implementation,
+            text(scaling.single, scaling.single),
+            *(text(scaling.by_ranks[n], scaling.single) if n in scaling.by_ranks else ABSENT for n in counts),
         )
-        for one in scalings
+        for scaling in scalings
     )
     by_workload: dict[str, list[_Scaling]] = {}
-    for one in scalings:
-        by_workload.setdefault(one.workload, []).append(one)
+    for scaling in scalings:
+        by_workload.setdefault(scaling.workload, []).append(scaling)
     name = title.lower().replace(" ", "-")
     plots = (
         replace(plot(workload, several), name=f"{name}-{index}")
         for index, (workload, several) in enumerate(by_workload.items(), 1)
     )
-    drawn = tuple(one for one in plots if max(len(curve.points) for curve in one.curves) > 1)
+    drawn = tuple(plot for plot in plots if max(len(curve.points) for curve in plot.curves) > 1)
     yield replace(section(title, sentence, columns, rows), plots=drawn)
 
 
@@ -145,7 +148,7 @@ def _speedup_text(row: Row, single: Row) -> str:
 
 
 def _speedup_plot(workload: str, several: Sequence[_Scaling]) -> CurvePlot:
-    most = max(ranks for one in several for ranks in one.by_ranks)
+    most = max(ranks for scaling in several for ranks in scaling.by_ranks)
     ideal = Curve(label="as many times one device", points=(Point(1, 1), Point(most, most)))
     curves = _curves(
         several, lambda row, single: speedup(measured_view(single).median_ns, measured_view(row).median_ns)
@@ -181,12 +184,15 @@ def _peak_plot(workload: str, several: Sequence[_Scaling]) -> CurvePlot:
 
 
 def _curves(several: Sequence[_Scaling], value: Callable[[Row, Row], float]) -> tuple[Curve, ...]:
-    """A value over ranks per implementation, beginning at the single device; what was not measured is left out."""
+    """A value over ranks per implementation, beginning at the single device; unmeasured points are omitted."""
     curves = []
-    for one in several:
-        values = [(ranks, value(row, one.single)) for ranks, row in [(1, one.single), *sorted(one.by_ranks.items())]]
-        points = tuple(Point(ranks, found) for ranks, found in values if found)
-        curves.append(Curve(label=one.implementation, points=points))
+    for scaling in several:
+        values = [
+            (ranks, value(row, scaling.single))
+            for ranks, row in [(1, scaling.single), *sorted(scaling.by_ranks.items())]
+        ]
+        points = tuple(Point(ranks, y) for ranks, y in values if y)
+        curves.append(Curve(label=scaling.implementation, points=points))
     return tuple(curves)
 
 

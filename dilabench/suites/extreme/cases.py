@@ -1,5 +1,5 @@
-"""Suite `extreme`: how long can a sequence get? Real runs, doubled until one does not fit, then bisected; on a GPU the
-predictions say where to look first."""
+"""Suite `extreme`: the longest sequence, by real runs: doubled until one does not fit, then bisected; on a GPU
+predictions choose the first lengths."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ FIRST_LENGTH = 2**13
 SHORTEST = 2**8
 # A search ends when the shortest length that did not fit is within this part of the longest that did.
 RESOLUTION = 32
-# What a process needs on a CPU is known less closely than on a GPU: a leap goes where plenty should be left.
+# The memory of a process on a CPU is predicted less precisely than on a GPU, so a leap leaves a large margin.
 SHARE_ON_CPU = 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way to go further, with its label: fields of Optimizations that are switched on for a row."""
+    """A way to reach longer sequences, with its label: fields of Optimizations that are switched on for a row."""
 
     label: str
     changes: dict[str, Any]
@@ -38,7 +38,7 @@ class Way:
 
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """The first length of every implementation, mode and way; the rest follows from how it ends."""
+    """The first length of every implementation, mode and way; the next ones depend on its outcome."""
     return first_lengths(request, planner, {}, lambda asked: planner.on_one_device(DENSE.kind, asked.pattern))
 
 
@@ -68,7 +68,7 @@ def first_lengths(
 
 
 def _first_length(asked: WorkloadRequest, way: Way, planner: Planner) -> WorkloadRequest:
-    """Chunks need a sequence that can be cut."""
+    """The first length; for chunks, one that can be cut."""
     if not way.chunked:
         return asked
     workload = asked.resolve(planner.machine.auto_dtype)
@@ -77,7 +77,7 @@ def _first_length(asked: WorkloadRequest, way: Way, planner: Planner) -> Workloa
 
 
 def ways(request: RunRequest) -> tuple[Way, ...]:
-    """As it is, and the other ways that the request switches on; each gets separate rows."""
+    """The unmodified case, and the other ways that the request switches on; each gets separate rows."""
     options, requested = options_of(request), [Way(label="as it is", changes={})]
     if options.gradient_checkpointing:
         requested.append(Way(label="gradient checkpointing", changes={"gradient_checkpointing": True}))
@@ -108,7 +108,7 @@ class Search:
 
     @property
     def fitting(self) -> tuple[Row, ...]:
-        """Rows that ran and were right."""
+        """Rows that ran and passed verification."""
         return tuple(row for row in self.rows if isinstance(row.outcome, Measured))
 
     @property
@@ -123,11 +123,11 @@ class Search:
 
     @property
     def interrupted(self) -> Row | None:
-        """A row that ended in another way: wrong, out of time, not supported. The search stops there."""
+        """A row that ended for another reason (wrong, out of time, not supported), which ends the search."""
         return next((row for row in self.rows if row not in self.fitting and not did_not_fit(row)), None)
 
     def last_length(self, request: RunRequest) -> int:
-        """The longest length that is asked for and that the pattern takes."""
+        """The longest requested length that the pattern supports."""
         return min(options_of(request).max_seq_length, last_length(self.rows[0].case.workload))
 
     def next_length(self, longest_wanted: int) -> int | None:
@@ -163,7 +163,7 @@ class Search:
 
 
 def _foreseen(search: Search, length: int, planner: Planner, request: RunRequest) -> int:
-    """The length to try instead, where predictions know better than doubling and halving."""
+    """The length to try instead, if predictions improve on doubling and halving."""
     machine, longest = planner.machine, search.last_length(request)
     available = options_of(request).memory_limit or memory_bytes(machine)
     if available is None or search.longest == 0:
@@ -185,7 +185,7 @@ def _foreseen(search: Search, length: int, planner: Planner, request: RunRequest
 def searches(rows: Sequence[Row]) -> tuple[Search, ...]:
     """The rows by search, the rows of this suite first.
 
-    A row of another suite that happens to be of the same case counts as well: a case runs once.
+    A row of another suite counts if it is the same case, because a case runs once.
     """
     by_search: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: WAY.of(row.planned) is None):
@@ -206,7 +206,7 @@ def _search_key(case: Case) -> str:
 def _probe(
     planner: Planner, implementation: Implementation, asked: WorkloadRequest, way: Way, role: Role | None
 ) -> Iterator[PlannedCase]:
-    """The case of one length, isolated; with a reason to skip it where the way does not go there."""
+    """The case of one length, isolated; with a reason to skip it if the way does not apply."""
     limit_bytes = options_of(planner.request).memory_limit
     workload = asked.resolve(planner.machine.auto_dtype)
     cut = cut_length(workload)
@@ -217,7 +217,7 @@ def _probe(
 
 
 def did_not_fit(row: Row) -> bool:
-    """Whether memory ran out, in a real run."""
+    """Return True if memory ran out in a real run."""
     return isinstance(row.outcome, Skipped) and row.outcome.code == "out_of_memory"
 
 
@@ -236,5 +236,5 @@ def _skip(planned: PlannedCase, implementation: Implementation, way: Way, device
 
 
 def options_of(request: RunRequest) -> ExtremeOptions:
-    """What the request sets for the search, the rest as it is by default."""
+    """The options of the search from the request, with defaults for the rest."""
     return validated(ExtremeOptions, request.options)

@@ -1,4 +1,4 @@
-"""Suite `extreme`: the longest sequence of each implementation, what it took, and what a trace says."""
+"""Suite `extreme`: the longest sequence of each implementation, its time and memory, and the traced prediction."""
 
 from collections.abc import Sequence
 
@@ -28,14 +28,14 @@ NUMERIC = frozenset(COLUMNS[3:9])
 
 
 def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
-    """One line per search; the slope is that of a straight line through the measured peaks over length."""
-    found = searches(record.rows)
-    if not found:
+    """One line per search; the slope is that of a line fitted to the measured peaks over length."""
+    all_searches = searches(record.rows)
+    if not all_searches:
         return ()
-    best = max((search for search in found if search.fitting), key=lambda search: search.longest, default=None)
+    best = max((search for search in all_searches if search.fitting), key=lambda search: search.longest, default=None)
     sentence = "No length fitted."
-    if any(search.interrupted for search in found):
-        sentence = f"No length ran: the search ended {_ending(found[0])}."
+    if any(search.interrupted for search in all_searches):
+        sentence = f"No length ran: the search ended {_ending(all_searches[0])}."
     if best is not None:
         row = best.rows[0]
         text = f"{implementation_text(row.case)} ({row.case.workload.mode}, {_way(best)})"
@@ -46,9 +46,9 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
         title="Longest sequences",
         sentence=sentence,
         columns=COLUMNS,
-        rows=tuple(_line(search, record.device, catalogue) for search in found),
+        rows=tuple(_line(search, record.device, catalogue) for search in all_searches),
         numeric=NUMERIC,
-        plots=tuple(_plots(found)),
+        plots=tuple(_plots(all_searches)),
         answers=True,
     )
     return (section,)
@@ -93,7 +93,7 @@ def _way(search: Search) -> str:
 
 
 def _slope(rows: Sequence[Row]) -> float | None:
-    """Least squares of peak bytes over tokens: what a further token costs, constants left out."""
+    """The least-squares slope of peak bytes over tokens: the bytes of one more token."""
     points = [(row.case.workload.tokens, peak) for row in rows if (peak := peak_of(row)) is not None]
     if len({tokens for tokens, _ in points}) < 2:
         return None

@@ -1,7 +1,7 @@
-"""Where a search for the longest sequence should look next, by what is predicted of memory and time.
+"""The next length of a search for the longest sequence, from predictions of memory and time.
 
 On a GPU traces are right within a few percent, so that two real runs, at the longest length that should fit and
-one step above it, take the place of a bisection. A trace that a run has contradicted is not asked again.
+one step above it, replace a bisection. A trace that a run has contradicted is no longer used.
 """
 
 import os
@@ -15,14 +15,14 @@ from dilabench.predict.memory import plan_memory
 from dilabench.predict.time import plan_time
 from dilabench.record import Case
 
-# Nobody waits for a call that takes longer only because it would fit: there lengths are doubled as ever.
+# Calls that take longer than this are not tried only because they would fit: lengths are doubled as usual.
 MAX_CALL_S = 5.0
 
 
 def between(low: int, high: int, step: int) -> int | None:
-    """The next length of a bisection, a multiple of the step; None where none lies between or a step is all there is.
+    """The next length of a bisection, a multiple of the step; None if there is none between.
 
-    The middle; where the gap is wide, as after a leap that was too long, lengths differ by factors.
+    The middle; in a wide gap (after a leap that was too long) the geometric middle.
     """
     middle = (isqrt(low * high) if high > 4 * low else (low + high) // 2) // step * step
     return middle if low < middle < high and high - low > step else None
@@ -30,7 +30,7 @@ def between(low: int, high: int, step: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """cases_at: what would run at a length. available: bytes that a case may take. step: of the search, at a length."""
+    """cases_at: the cases at a length. available: bytes that a case may use. step: of the search, at a length."""
 
     cases_at: Callable[[int], Sequence[Case]]
     machine: Machine
@@ -39,22 +39,22 @@ class Foresight:
     step: Callable[[int], int]
 
     def fits(self, length: int) -> bool:
-        """Whether it should fit; no where there is no trace."""
+        """Return True if the length should fit; False without a trace."""
         plans = [plan_memory(case, self.machine.device, self.catalogue) for case in self.cases_at(length)]
         return bool(plans) and all(plan is not None and plan.peak_bytes <= self.available for plan in plans)
 
     def agrees(self, fitting: Iterable[int], too_long: Iterable[int]) -> bool:
-        """Whether it would have said of these lengths what was seen of them."""
+        """Return True if the predictions agree with the outcomes at these lengths."""
         return all(self.fits(length) for length in fitting) and not any(self.fits(length) for length in too_long)
 
     def leap(self, length: int, longest: int) -> int:
-        """`length` doubled, up to the longest one wanted, for as long as it should fit."""
+        """Double `length` while it should fit, up to the longest requested one."""
         while length < longest and self._possible(min(2 * length, longest)):
             length = min(2 * length, longest)
         return length
 
     def better(self, low: int, too_long: int | None, longest: int, length: int) -> int:
-        """What to try instead of `length`: above `low`, which ran, below what was too long, up to the longest asked."""
+        """The length to try instead of `length`: above `low`, which ran, below `too_long`, at most `longest`."""
         high = longest if too_long is None else min(too_long, longest)
         if too_long is None and self._possible(longest):
             return longest

@@ -1,1 +1,1 @@
-"""Suite `field`: public projects beside ours."""
+"""Suite `field`: public projects compared with dilabench."""

@@ -1,4 +1,4 @@
-"""Suite `field`: every public project that there is an adapter for, beside ours, on what each of them computes."""
+"""Suite `field`: every public project that has an adapter, compared with dilabench on the patterns it computes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -31,13 +31,15 @@ OVER_RANKS: dict[str, Any] = {"pattern": DENSE.kind, "causal": True, "dtype": "b
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """Dilated attention on one device; with several ranks also dense attention over them, from one device on.
 
-    Workloads that are asked for take the place of both. Ranks are those of `--nproc`, else every GPU. Projects that
-    nothing is planned for are in the findings.
+    Requested workloads replace both. The number of ranks is that of `--nproc`, else of the GPUs. Projects without a
+    case are listed in the findings.
     """
     machine = planner.machine
     ranks = request.nproc if request.nproc > 1 else max(1, len(machine.gpus))
     shape = {**SHAPE[machine.facts.size], "mode": "both"}
-    dilated = [{**shape, "pattern": DEFAULT_PATTERN, **BRANCHES[machine.facts.size], **one} for one in FUNCTIONS]
+    dilated = [
+        {**shape, "pattern": DEFAULT_PATTERN, **BRANCHES[machine.facts.size], **function} for function in FUNCTIONS
+    ]
     asked = planner.workload_requests([shape] if "pattern" in request.overrides else dilated)
     cases = list(_on_one_device(asked, planner.asking(nproc=1)))
     if ranks > 1:
@@ -48,7 +50,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
             over_ranks = planner.workload_requests([{**shape, **OVER_RANKS, "seq_len": length}])
         for workload in over_ranks:
             cases += _over_ranks(workload, planner, ranks)
-    return tuple({one.case.case_id: one for one in cases}.values())
+    return tuple({case.case.case_id: case for case in cases}.values())
 
 
 def _on_one_device(asked: tuple[WorkloadRequest, ...], planner: Planner) -> Iterator[PlannedCase]:
@@ -62,16 +64,16 @@ def _on_one_device(asked: tuple[WorkloadRequest, ...], planner: Planner) -> Iter
 def _over_ranks(workload: WorkloadRequest, planner: Planner, ranks: int) -> list[PlannedCase]:
     names = (*planner.over_ranks(workload, ranks), *_peers(planner, workload, over_ranks=True))
     asked = planner.asking(nproc=ranks).implementations(names)
-    chosen = tuple(one.name for one in asked if one.supports.max_world_size != 1)
+    chosen = tuple(implementation.name for implementation in asked if implementation.supports.max_world_size != 1)
     return beside_one_device(workload, planner.asking(implementations=chosen), ranks) if chosen else []
 
 
 def _peers(planner: Planner, workload: WorkloadRequest, over_ranks: bool) -> tuple[str, ...]:
-    """Names of what public projects have for a pattern, on one device or over ranks."""
+    """Names of the public projects' implementations of a pattern, on one device or over ranks."""
     return tuple(
-        one.name
-        for one in planner.catalogue.implementations
-        if one.project is not None
-        and (one.supports.max_world_size != 1) == over_ranks
-        and one.supports.computes(workload.pattern)
+        implementation.name
+        for implementation in planner.catalogue.implementations
+        if implementation.project is not None
+        and (implementation.supports.max_world_size != 1) == over_ranks
+        and implementation.supports.computes(workload.pattern)
     )

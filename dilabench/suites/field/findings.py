@@ -1,5 +1,5 @@
-"""Suite `field`: what each public project needs beside the fastest of ours, where it computes something else, and how
-to get those that are missing.
+"""Suite `field`: the time of each public project and the fastest of dilabench, differing functions, and how to install
+missing projects.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ TO_GET = ("project", "why", "how to get it")
 
 
 def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
-    """Peers beside ours, peers on what they do not compute, missing ones, and what suite `ring` says of ranks."""
+    """Peers against dilabench, peers on workloads that they do not compute, missing peers, and suite `ring`."""
     registry = catalogue.implementations
     peers = {peer.name: peer for peer in registry if peer.project is not None}
     rows = [row for row in record.rows if row.case.implementation in peers]
@@ -51,7 +51,7 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
 
 
 def _beside(row: Row, ours: Sequence[Row]) -> tuple[str, ...]:
-    """A peer's row beside the fastest row of ours for the same workload on as many ranks."""
+    """A peer's row and dilabench's fastest row of the same workload on as many ranks."""
     case, theirs = row.case, measured_view(row)
     rivals = [
         view
@@ -80,7 +80,7 @@ def _elsewhere(rows: Sequence[Row]) -> Iterator[Section]:
 
 
 def _missing(peers: Sequence[Implementation], rows: Sequence[Row]) -> Iterator[Section]:
-    """A line for each project and reason, whatever number of its implementations share it."""
+    """A line for each project and reason, even if several of its implementations share it."""
     if peers:
         whys = {row.case.implementation: _why(row) for row in rows}
         lines = dict.fromkeys(
@@ -97,7 +97,7 @@ def _unasked(peer: Implementation) -> str:
 
 
 def _why(row: Row) -> str:
-    """The mistake that a wrong output is known for, or why there is no time."""
+    """The diagnosed mistake of a wrong output, or the reason for the missing time."""
     outcome = row.outcome
     if isinstance(outcome, Measured):
         return ABSENT

@@ -1,1 +1,1 @@
-"""What the findings of several suites share."""
+"""Functions that the findings of several suites share."""

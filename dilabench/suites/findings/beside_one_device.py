@@ -1,4 +1,4 @@
-"""Parallel rows beside the single-device rows of the same workload."""
+"""Parallel rows and the single-device rows of the same workload."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ MODES = ("forward", "backward", "both")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A parallel implementation on one workload, and the single device: rows by mode, one mode shared at least."""
+    """A parallel implementation on one workload, and the single device: rows by mode, with at least one common mode."""
 
     parallel: dict[str, Row]
     single: dict[str, Row]
 
     @property
     def row(self) -> Row:
-        """The row that efficiency is taken from: forward and backward together where that was measured."""
+        """The row that gives the efficiency: forward and backward together if measured."""
         return self.parallel[self._mode]
 
     @property
@@ -37,7 +37,7 @@ class Comparison:
         return speedup(measured_view(self.single_row).median_ns, measured_view(self.row).median_ns)
 
     def gain_in(self, mode: str) -> float | None:
-        """The same in one mode, where both were measured in it."""
+        """The same in one mode; None unless both were measured in it."""
         if mode not in self.parallel or mode not in self.single:
             return None
         return speedup(measured_view(self.single[mode]).median_ns, measured_view(self.parallel[mode]).median_ns)
@@ -50,7 +50,7 @@ class Comparison:
 def comparisons(record: RunRecord) -> tuple[Comparison, ...]:
     """Every parallel implementation per workload (whatever the mode) and number of ranks, in the record's order.
 
-    The single device is the one with the same backend where several were measured.
+    If several single-device rows were measured, the one with the same backend is used.
     """
     singles: dict[tuple[str, str], list[Row]] = {}
     parallels: dict[str, list[Row]] = {}
@@ -62,18 +62,18 @@ def comparisons(record: RunRecord) -> tuple[Comparison, ...]:
         else:
             others = row.case.model_dump_json(exclude={"workload"})
             parallels.setdefault("|".join((*_function(row), others)), []).append(row)
-    found = (
+    compared = (
         Comparison(
             {row.case.workload.mode: row for row in rows},
             _same_backend(singles.get(_function(rows[0]), ()), rows[0].case.backend),
         )
         for rows in parallels.values()
     )
-    return tuple(one for one in found if one.parallel.keys() & one.single.keys())
+    return tuple(comparison for comparison in compared if comparison.parallel.keys() & comparison.single.keys())
 
 
 def _function(row: Row) -> tuple[str, str]:
-    """Equal for rows that compute the same function, whatever their mode."""
+    """A key that is equal for rows that compute the same function, in any mode."""
     return row.case.workload.replace(mode="both").model_dump_json(), row.planned.takes
 
 

@@ -1,7 +1,7 @@
-"""At which length one implementation overtakes another of its family, and from which on the family beats dense.
+"""The length at which one implementation overtakes another of its family, and the family overtakes dense.
 
-A crossover is one change of sides: below it one of the two is faster, above it the other, each proven at some length
-(the interval of the paired ratio leaves out 1). Where sides change more often, the lengths that each wins are told.
+A crossover is a single change of sides: below it one of the two is faster, above it the other, each proven at some
+length (the interval of the paired ratio excludes 1). With more changes the lengths that each side wins are listed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ COLUMNS = ("faster below", "faster above", "crossover length", "95 % CI", "prove
 
 @dataclass(frozen=True, slots=True)
 class _Ratio:
-    """ln(candidate / baseline) at one length, per session; `winner` is the series that is faster beyond doubt."""
+    """ln(candidate / baseline) at one length, per session; `winner` is the series that is proven faster."""
 
     length: int
     sessions: tuple[float, ...]
@@ -38,41 +38,43 @@ class _Crossing:
 
 
 def crossover_section(series: Sequence[Series]) -> Section | None:
-    """Every pair of rivals that changes places along the lengths, and dense attention against the best of the others.
+    """Every pair of rivals whose order changes along the lengths, and dense attention against the best of the others.
 
-    None where nobody has a rival.
+    None if no series has a rival.
     """
     rivals = [(a, b) for a, b in combinations(series, 2) if a.rivals == b.rivals]
     compared = [(a, b, ratios) for a, b in rivals if len(ratios := _ratios(a, b)) > 1]
     texts = list(_against_dense(series))
     if not compared and not texts:
         return None
-    found: list[_Crossing] = []
+    crossings: list[_Crossing] = []
     for a, b, ratios in compared:
         changes = _changes(ratios)
         if len(changes) == 1:
-            found.append(_crossing(a, b, ratios))
-            texts.append(f"{found[-1].above} overtakes {found[-1].below} at about {_length(found[-1].place.length)}.")
+            crossings.append(_crossing(a, b, ratios))
+            texts.append(
+                f"{crossings[-1].above} overtakes {crossings[-1].below} at about {_length(crossings[-1].place.length)}."
+            )
         elif changes:
             texts.append(" ".join(_wins(ratios)))
     return Section(
         title="Crossover lengths",
         sentence=" ".join(texts) or "None provably overtakes another along these lengths.",
-        columns=COLUMNS if found else (),
-        rows=tuple(tuple(_row(one)) for one in found),
+        columns=COLUMNS if crossings else (),
+        rows=tuple(tuple(_row(crossing)) for crossing in crossings),
         numeric=frozenset({"crossover length", "95 % CI"}),
     )
 
 
 def _against_dense(series: Sequence[Series]) -> Iterator[str]:
-    """From which length on the best of a family is faster than dense attention of the same shape."""
+    """The length from which the best of a family is faster than dense attention of the same shape."""
     for dense in series:
         if dense.rows[0].planned.role != "yardstick" or not dense.rows[0].case.workload.is_dense:
             continue
-        others = [one for one in series if _same_shape(one, dense) and len(_ratios(dense, one)) > 1]
-        if not others:
+        rivals = [rival for rival in series if _same_shape(rival, dense) and len(_ratios(dense, rival)) > 1]
+        if not rivals:
             continue
-        best = min(others, key=lambda one: 1 / one.measured[-1].tokens_per_s)
+        best = min(rivals, key=lambda rival: 1 / rival.measured[-1].tokens_per_s)
         ratios = _ratios(dense, best)
         winners = {ratio.winner for ratio in ratios} - {None}
         if len(_changes(ratios)) == 1 and ratios[-1].winner == best.label:
@@ -86,22 +88,22 @@ def _against_dense(series: Sequence[Series]) -> Iterator[str]:
             yield " ".join(_wins(ratios))
 
 
-def _same_shape(one: Series, dense: Series) -> bool:
-    """Whether they differ in pattern only, and both take q, k and v."""
-    if one.rows[0].planned.role == "yardstick" or one.rows[0].planned.takes != dense.rows[0].planned.takes:
+def _same_shape(candidate: Series, dense: Series) -> bool:
+    """Return True if they differ only in pattern and take the same inputs."""
+    if candidate.rows[0].planned.role == "yardstick" or candidate.rows[0].planned.takes != dense.rows[0].planned.takes:
         return False
     shapes = [
         row.case.workload.as_dense().model_copy(update={"seq_len": 1, "batch_size": 1, "cu_seqlens": None})
-        for row in (one.rows[0], dense.rows[0])
+        for row in (candidate.rows[0], dense.rows[0])
     ]
-    return shapes[0] == shapes[1] and one.rows[0].case.world_size == dense.rows[0].case.world_size
+    return shapes[0] == shapes[1] and candidate.rows[0].case.world_size == dense.rows[0].case.world_size
 
 
 def _ratios(baseline: Series, candidate: Series) -> list[_Ratio]:
-    others = {view.row.case.workload.seq_len: view.row for view in candidate.measured if is_quotable(view.row)}
+    by_length = {view.row.case.workload.seq_len: view.row for view in candidate.measured if is_quotable(view.row)}
     at = {view.row.case.workload.seq_len: view.row for view in baseline.measured if is_quotable(view.row)}
-    lengths = [length for length in at if length in others]
-    ratios = pair_views([(at[length], others[length]) for length in lengths])
+    lengths = [length for length in at if length in by_length]
+    ratios = pair_views([(at[length], by_length[length]) for length in lengths])
     return [
         _Ratio(length, view.session_log_ratios, _winner(view, baseline.label, candidate.label))
         for length, view in zip(lengths, ratios, strict=True)
@@ -109,7 +111,7 @@ def _ratios(baseline: Series, candidate: Series) -> list[_Ratio]:
 
 
 def _winner(view: PairView, baseline: str, candidate: str) -> str | None:
-    """The side that the whole interval of the ratio says is faster."""
+    """The side that is faster over the whole interval of the ratio, or None."""
     if view.interval is None:
         return None
     return baseline if view.interval.low > 1 else candidate if view.interval.high < 1 else None
@@ -118,15 +120,15 @@ def _winner(view: PairView, baseline: str, candidate: str) -> str | None:
 def _changes(ratios: Sequence[_Ratio]) -> list[tuple[_Ratio, _Ratio]]:
     """Neighbouring proven lengths with different winners."""
     proven = [ratio for ratio in ratios if ratio.winner]
-    return [(one, next_one) for one, next_one in pairwise(proven) if one.winner != next_one.winner]
+    return [(earlier, later) for earlier, later in pairwise(proven) if earlier.winner != later.winner]
 
 
 def _crossing(baseline: Series, candidate: Series, ratios: Sequence[_Ratio]) -> _Crossing:
-    """The one change of sides, from the lengths between those where it is proven."""
+    """The change of sides, from the lengths between those at which it is proven."""
     ((last, first),) = _changes(ratios)
     inside = [ratio for ratio in ratios if last.length <= ratio.length <= first.length]
     alike = len({len(ratio.sessions) for ratio in inside}) == 1
-    columns = [one.sessions if alike else (sum(one.sessions) / len(one.sessions),) for one in inside]
+    columns = [ratio.sessions if alike else (sum(ratio.sessions) / len(ratio.sessions),) for ratio in inside]
     place = crossover([ratio.length for ratio in inside], list(zip(*columns, strict=True)))
     below, above = (candidate, baseline) if first.winner == baseline.label else (baseline, candidate)
     return _Crossing(below.label, above.label, place, last.length, first.length)
@@ -153,7 +155,7 @@ def _row(crossing: _Crossing) -> Iterator[str]:
 
 
 def _length(length: float | None) -> str:
-    """A length between measured ones; two digits are all that it deserves. None lies beyond the lengths measured."""
+    """A length between measured ones, to about two digits; None is beyond the measured lengths."""
     if length is None:
         return "beyond"
     return format_count(round(length)) if length < 1024 else f"{length / 1024:.3g}K"

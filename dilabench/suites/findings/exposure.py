@@ -1,4 +1,4 @@
-"""What a call over ranks spends on communication that its computation does not hide, from a row's diagnostics."""
+"""Exposed communication of a call over ranks (not hidden by computation), from a row's diagnostics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from dilabench.stats.samples.location import Interval, locate
 class Exposure:
     """Medians of the parts of a call; None for a part that was not timed.
 
-    exposed = the whole call - computation alone, turn by turn; noise may take it below zero.
+    exposed = the whole call - computation alone, slot by slot; noise may make it negative.
     """
 
     computation_ns: float | None
@@ -32,9 +32,9 @@ class Exposure:
 
 
 def exposure(row: Row) -> Exposure:
-    """From the row's diagnostics; without them, nothing is known."""
+    """The exposure from the row's diagnostics; all None without them."""
     assert isinstance(row.outcome, Measured)
-    parts: dict[str, Diagnostic] = {one.part: one for one in row.outcome.diagnostics}
+    parts: dict[str, Diagnostic] = {diagnostic.part: diagnostic for diagnostic in row.outcome.diagnostics}
     medians = {name: locate(part.samples_ns).median_ns for name, part in parts.items()}
     exposed: tuple[float | None, Interval | None] = (None, None)
     if "whole" in parts and "computation" in parts:
@@ -48,7 +48,7 @@ def exposure(row: Row) -> Exposure:
 
 
 def expected_bytes(row: Row, sharding: Sharding | None) -> int | None:
-    """Bytes that one call brings the rank with most, by formula; None where there is none."""
+    """Bytes received in one call by the rank that receives most, by formula; None if there is none."""
     case = row.case
     received = sharding.received_bytes(case.workload, case.world_size) if sharding else None
     joined = joined_bytes(case.workload, case.world_size) if case.optimizations.sharding_inside else 0
@@ -56,42 +56,42 @@ def expected_bytes(row: Row, sharding: Sharding | None) -> int | None:
 
 
 def ideal(row: Row, single_ns: float, sharding: Sharding | None) -> float | None:
-    """Ideal efficiency of a parallel row beside one device's time; None where a part of the formula is unknown.
+    """Ideal efficiency of a parallel row, given one device's time; None if a part of the formula is unknown.
 
     T_comp = T_single / P is the work at the single device's measured rate F. V is what the formula says the rank with
     most receives (without a formula the counted bytes), B the counted bytes over the time of communication alone.
     """
-    case, found = row.case, exposure(row)
+    case, parts = row.case, exposure(row)
     assert isinstance(row.outcome, Measured)
     if sharding is None:
         return None
     facts = case.workload, case.world_size
     balance, meanwhile = sharding.load_balance(*facts), sharding.overlapping_share(*facts)
     counted = RECEIVED_BYTES.of(row.outcome) or 0
-    if balance is None or meanwhile is None or found.communication_ns is None or not counted:
+    if balance is None or meanwhile is None or parts.communication_ns is None or not counted:
         return None
     computation_ns = single_ns / case.world_size
-    transfer_ns = found.communication_ns * (expected_bytes(row, sharding) or counted) / counted
+    transfer_ns = parts.communication_ns * (expected_bytes(row, sharding) or counted) / counted
     return ideal_efficiency(balance, computation_ns, transfer_ns, meanwhile * computation_ns)
 
 
 def rank_medians_ns(row: Row) -> tuple[float, ...]:
-    """Each rank's own median, in the order of ranks; empty for a record that does not tell."""
+    """The median of each rank, in the order of ranks; empty if the record has none."""
     timing = first_timing(row)
     ranks: list[list[int]] = []
     for slot in timing.slots if timing else ():
         ranks = ranks or [[] for _ in slot.rank_samples_ns]
-        for own, samples in zip(ranks, slot.rank_samples_ns, strict=True):
-            own.extend(samples)
+        for rank_ns, samples in zip(ranks, slot.rank_samples_ns, strict=True):
+            rank_ns.extend(samples)
     return tuple(median(samples) for samples in ranks)
 
 
 def _difference(whole: Sequence[int], part: Sequence[int]) -> tuple[float, Interval | None]:
-    """Median of the differences turn by turn, with its interval."""
-    # Locations are those of positive times; they move with their sample.
+    """Median of the differences slot by slot, with its interval."""
+    # `locate` needs positive times, so the differences are shifted and shifted back.
     shift = max(part)
-    found = locate([one - other + shift for one, other in zip(whole, part, strict=True)])
-    interval = found.interval
+    location = locate([whole_ns - part_ns + shift for whole_ns, part_ns in zip(whole, part, strict=True)])
+    interval = location.interval
     if interval is not None:
         interval = Interval(interval.low - shift, interval.high - shift, interval.confidence)
-    return found.median_ns - shift, interval
+    return location.median_ns - shift, interval

@@ -1,6 +1,6 @@
-"""Rows of a record by what they are: the measured rows of one way to compute, by rising length, under one name.
+"""Series of a record: the measured rows of one implementation and configuration in ascending length, under one name.
 
-Of records with more than one length: latency, tokens per second and peak memory over it, as plots.
+Records with more than one length have plots of latency, tokens per second and peak memory over it.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ NS_PER_MS = 1e6
 MIB = 2**20
 VARIES_ALONG_A_RANGE = {"seq_len", "batch_size", "cu_seqlens"}
 
-# What tells rows of one name apart, in the order in which it is added to the name.
+# Fields that distinguish rows of one name, in the order in which they are added to the name.
 TOLD_APART_BY: tuple[Callable[[Workload], str], ...] = (
     lambda workload: workload.dtype,
     lambda workload: workload.mode,
@@ -31,9 +31,9 @@ TOLD_APART_BY: tuple[Callable[[Workload], str], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """All rows of a record that differ in length alone, by rising length; `label` names them and no others.
+    """All rows of a record that differ only in length, in ascending length; `label` is unique in the record.
 
-    `rivals` is equal for series that compute the same function of the same inputs, so that they may be compared.
+    `rivals` is equal for series that compute the same function of the same inputs, which may be compared.
     `measured`: the figures of the rows that have a time.
     """
 
@@ -60,24 +60,24 @@ def series_of(record: RunRecord) -> tuple[Series, ...]:
 
 def _rivals(row: Row) -> str:
     fixed = row.case.workload.model_dump_json(exclude=VARIES_ALONG_A_RANGE)
-    # A yardstick is compared with nothing, not even with the other yardsticks of its record.
+    # A yardstick is compared with no other row, not even with other yardsticks of its record.
     alone = row.case.case_id if row.planned.role == "yardstick" else ""
     return "|".join((fixed, _batch(row), row.planned.takes, str(row.case.world_size), alone))
 
 
 def _batch(row: Row) -> str:
-    """The batch size as it was asked for: 'auto' varies along a range and belongs to one series nevertheless."""
+    """The requested batch size: 'auto' varies along a range but forms one series."""
     asked = row.planned.requested_workload
     return str(asked.batch_size if asked else row.case.workload.batch_size)
 
 
 def batch_text(row: Row) -> str:
-    """The batch size that ran, with a star where it was chosen by `auto`."""
+    """The batch size that ran, with a star if `auto` chose it."""
     return f"{row.case.workload.batch_size}{'*' if _batch(row) == 'auto' else ''}"
 
 
 def _labels(firsts: Sequence[Row]) -> list[str]:
-    """One name per series; names that several share get what tells them apart."""
+    """One name per series; shared names get the fields that distinguish them."""
     labels = [row_name(row) for row in firsts]
     for tell in TOLD_APART_BY:
         shared = {label for label, count in Counter(labels).items() if count > 1}
@@ -91,21 +91,21 @@ def _labels(firsts: Sequence[Row]) -> list[str]:
 
 
 def ns_per_sequence(case: Case, time_ns: float) -> float:
-    """The time of a call, shared among the sequences of its batch."""
+    """The time of a call divided by the number of sequences of its batch."""
     return time_ns / case.workload.batch_size
 
 
 def plots_over_length(series: Sequence[Series]) -> tuple[CurvePlot, ...]:
-    """The three plots; a plot without a curve of at least two points is left out."""
+    """The three plots; a plot without a curve of at least two points is omitted."""
     batches = batch_spans(series)
-    intervals = [view.interval for one in series for view in one.measured if view.interval]
-    ranges = any(not one.is_certain for one in intervals)
+    intervals = [view.interval for member in series for view in member.measured if view.interval]
+    ranges = any(not interval.is_certain for interval in intervals)
     plots = (
         CurvePlot(
             name="latency",
             title="Latency of one call",
             y_label="latency (ms)",
-            curves=tuple(Curve(label=one.label, points=_latencies(one)) for one in series),
+            curves=tuple(Curve(label=member.label, points=_latencies(member)) for member in series),
             spans=batches,
             ranges=ranges,
         ),
@@ -113,7 +113,7 @@ def plots_over_length(series: Sequence[Series]) -> tuple[CurvePlot, ...]:
             name="throughput",
             title="Throughput",
             y_label="throughput (tokens/s)",
-            curves=tuple(Curve(label=one.label, points=_throughputs(one)) for one in series),
+            curves=tuple(Curve(label=member.label, points=_throughputs(member)) for member in series),
             spans=batches,
             ranges=ranges,
         ),
@@ -121,7 +121,7 @@ def plots_over_length(series: Sequence[Series]) -> tuple[CurvePlot, ...]:
             name="memory",
             title="Peak memory of one call",
             y_label="peak memory (MiB)",
-            curves=tuple(Curve(label=one.label, points=_peaks(one)) for one in series),
+            curves=tuple(Curve(label=member.label, points=_peaks(member)) for member in series),
             spans=batches,
         ),
     )
@@ -137,9 +137,9 @@ def _drawable(plot: CurvePlot) -> CurvePlot:
 
 
 def batch_spans(series: Sequence[Series]) -> tuple[Span, ...]:
-    """The lengths of each batch size; none where all were measured with one."""
+    """The lengths of each batch size; empty if all lengths have the same."""
     sizes: dict[int, set[int]] = {}
-    for workload in (view.row.case.workload for one in series for view in one.measured):
+    for workload in (view.row.case.workload for member in series for view in member.measured):
         sizes.setdefault(workload.seq_len, set()).add(workload.batch_size)
     texts = {length: "/".join(map(str, sorted(sizes[length]))) for length in sorted(sizes)}
     runs = [(text, list(lengths)) for text, lengths in groupby(texts, key=texts.__getitem__)]

@@ -1,4 +1,4 @@
-"""Suite `range`: how do time and memory grow with length, and where does one implementation overtake another?"""
+"""Suite `range`: growth of time and memory with length, and the lengths at which implementations overtake others."""
 
 from operator import attrgetter
 
@@ -14,12 +14,12 @@ from dilabench.workload.ranges import RANGES
 from dilabench.workload.spec import tensor_bytes
 
 DEFAULT_RANGE = "production"
-# Nothing that is planned for needs more than so many times q, k, v, out and lse, and so many bytes of blocks.
+# Upper bounds of a plan: multiples of the bytes of q, k, v, out and lse, and bytes of blocks.
 PLENTY, PLENTY_BYTES = 8, 2**31
 
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """Every implementation on q, k, v at each length as it stands; what cannot fit into memory becomes a skipped row.
+    """Every implementation on q, k, v at each length; a case that cannot fit into memory becomes a skipped row.
 
     Without lengths it is the production range; without names every implementation that need not compile for tens of
     seconds at each length. The batch is `auto` (16384 tokens on a GPU, one sequence on a CPU) unless the user or a
@@ -27,7 +27,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """
     lengths = request.lengths
     if list(lengths) != sorted(lengths):
-        given, ordered = (",".join(map(format_count, some)) for some in (lengths, sorted(lengths)))
+        given, ordered = (",".join(map(format_count, order)) for order in (lengths, sorted(lengths)))
         raise ConfigError(f"lengths {given} are out of order; a range rises: write --lengths {ordered}")
     if not lengths and not request.presets and "seq_len" not in request.overrides:
         lengths = RANGES[DEFAULT_RANGE]
@@ -35,7 +35,11 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     workloads = planner.workload_requests([{}])
     patterns = {DENSE.kind, *map(attrgetter("pattern"), workloads)}
     default = planner.where(
-        lambda one: not one.compiles and one.takes == "heads" and not one.supports.patterns.isdisjoint(patterns)
+        lambda implementation: (
+            not implementation.compiles
+            and implementation.takes == "heads"
+            and not implementation.supports.patterns.isdisjoint(patterns)
+        )
     )
     cases: list[PlannedCase] = []
     for planned in planner.compare(workloads, planner.implementations(default)):
@@ -46,9 +50,9 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
 
 def _shortage(case: Case, machine: Machine, catalogue: Catalogue) -> str | None:
-    """Why the case cannot fit into the device's memory; None when it may.
+    """Return why the case cannot fit into the device's memory; None if it may.
 
-    By q, k, v, out and lse where these say it already, else by a trace of it.
+    The bytes of q, k, v, out and lse decide if they suffice, else a trace of the case.
     """
     available = memory_bytes(machine)
     least = sum(tensor_bytes(case.workload).values())

@@ -1,4 +1,4 @@
-"""Suite `range`: how time grows with length, and where one implementation overtakes another."""
+"""Suite `range`: growth of time with length, and the lengths at which implementations overtake others."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -20,14 +20,14 @@ from dilabench.suites.findings.series import (
 from dilabench.units import format_count, format_latency, format_rate, format_ratio
 
 SKIPPED = "skipped"
-# Cells of rows that are there but have no time.
+# Cells of rows without a time.
 NO_TIMES = frozenset({ABSENT, SKIPPED})
 
 
 def analyse(record: RunRecord) -> tuple[Section, ...]:
-    """Medians by length, fitted exponents and crossover lengths; nothing for a record of a single length."""
-    series = [one for one in series_of(record) if one.measured]
-    if len({view.row.case.workload.seq_len for one in series for view in one.measured}) < 2:
+    """Medians by length, fitted exponents and crossover lengths; empty for a record of a single length."""
+    series = [member for member in series_of(record) if member.measured]
+    if len({view.row.case.workload.seq_len for member in series for view in member.measured}) < 2:
         return ()
     sections = (_by_length(series, record.device), _growth(series), crossover_section(series))
     return tuple(section for section in sections if section)
@@ -35,29 +35,29 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
 
 def _by_length(series: Sequence[Series], device: str) -> Section:
     """One line per length: median and speed-up of every series."""
-    lengths = sorted({row.case.workload.seq_len for one in series for row in one.rows})
+    lengths = sorted({row.case.workload.seq_len for member in series for row in member.rows})
     rankings = {
-        (rivals, length): rank([row for one in members for row in _at(one, length)], device)
+        (rivals, length): rank([row for member in members for row in _at(member, length)], device)
         for rivals, members in _families(series).items()
         for length in lengths
     }
     table = []
     for length in lengths:
-        at = [next(_at(one, length), None) for one in series]
+        at = [next(_at(member, length), None) for member in series]
         batch = next(batch_text(row) for row in at if row is not None)
-        cells = [_median_text(row, rankings[one.rivals, length]) for one, row in zip(series, at, strict=True)]
+        cells = [_median_text(row, rankings[member.rivals, length]) for member, row in zip(series, at, strict=True)]
         table.append((format_count(length), batch, *cells))
     without = [count for count, (_, _, *cells) in zip(lengths, table, strict=True) if set(cells) <= NO_TIMES]
     if len(without) > 1:
-        # One line each would say nothing more.
+        # A line for each would add no information.
         table = [row for row in table if row[0] not in set(map(format_count, without))]
     starred = " A star marks a batch size chosen by auto." if any("*" in row[1] for row in table) else ""
     return Section(
         title="Latency by length",
         sentence=f"{_leaders(series, rankings, lengths)}{starred}{_untimed(without)}",
-        columns=("length", "batch", *(one.label for one in series)),
+        columns=("length", "batch", *(member.label for member in series)),
         rows=tuple(table),
-        numeric=frozenset({"length", "batch", *(one.label for one in series)}),
+        numeric=frozenset({"length", "batch", *(member.label for member in series)}),
         plots=plots_over_length(series),
     )
 
@@ -70,8 +70,8 @@ def _untimed(lengths: Sequence[int]) -> str:
 
 def _families(series: Sequence[Series]) -> dict[str, list[Series]]:
     families: dict[str, list[Series]] = {}
-    for one in series:
-        families.setdefault(one.rivals, []).append(one)
+    for member in series:
+        families.setdefault(member.rivals, []).append(member)
     return families
 
 
@@ -82,22 +82,22 @@ def _at(series: Series, length: int) -> Iterator[Row]:
 def _leaders(
     series: Sequence[Series], rankings: Mapping[tuple[str, int], Ranking | None], lengths: Sequence[int]
 ) -> str:
-    """Who is fastest at the largest length that was measured, in each set of rivals, as far as that is proven."""
+    """The fastest series at the largest measured length in each set of rivals, with ties."""
     texts = []
     for rivals, members in _families(series).items():
         longest = max(length for length in lengths if rankings[rivals, length])
         ranking = rankings[rivals, longest]
         if len(members) < 2 or ranking is None:
             continue
-        names = {row.case.case_id: one.label for one in members for row in one.rows}
+        names = {row.case.case_id: member.label for member in members for row in member.rows}
         row = ranking.fastest
         view = measured_view(row)
         best = f"{names[row.case.case_id]}, {format_latency(view.median_ns)}, {format_rate(view.tokens_per_s)} tok/s"
         if ranking.probable:
             texts.append(f"Probably fastest at {format_count(longest)}: {best}.")
         elif ranking.tied:
-            others = ", ".join(names[one.case.case_id] for one in ranking.tied)
-            texts.append(f"At {format_count(longest)} no proven difference: {best}; {others}.")
+            tied = ", ".join(names[tied_row.case.case_id] for tied_row in ranking.tied)
+            texts.append(f"At {format_count(longest)} no proven difference: {best}; {tied}.")
         else:
             texts.append(f"Fastest at {format_count(longest)}: {best}.")
     return " ".join(texts) or f"Measured at {', '.join(map(format_count, lengths))} tokens."
@@ -114,31 +114,31 @@ def _median_text(row: Row | None, ranking: Ranking | None) -> str:
 
 
 def _growth(series: Sequence[Series]) -> Section | None:
-    """Power laws of the time per sequence: the batch shrinks along a range, the time per call tells less.
+    """Power laws of the time per sequence, because the batch shrinks along a range; None with fewer than three lengths.
 
-    A line through two lengths fits whatever the times are, so that nothing is said of two.
+    A line through two lengths fits any times, so two lengths prove nothing.
     """
     fits: list[tuple[Series, PowerLaw]] = []
-    for one in series:
-        if len(one.measured) > 2:
-            lengths, times = zip(*_points_ns(one), strict=True)
-            fits.append((one, fit_power_law(lengths, times)))
+    for member in series:
+        if len(member.measured) > 2:
+            lengths, times = zip(*_points_ns(member), strict=True)
+            fits.append((member, fit_power_law(lengths, times)))
     if not fits:
         return None
     columns = ("series", "exponent", "95 % CI", "R²", "lengths", "per sequence, longest")
-    claims = [f"N^{fit.exponent:.2f} (95 %: {_interval_text(fit)}) for {one.label}" for one, fit in fits]
+    claims = [f"N^{fit.exponent:.2f} (95 %: {_interval_text(fit)}) for {member.label}" for member, fit in fits]
     return Section(
         title="Growth with length",
         sentence=f"Time per sequence grows as {'; '.join(claims)}. Fits hold for the lengths measured and no others.",
         columns=columns,
-        rows=tuple(tuple(_fit_row(one, fit)) for one, fit in fits),
+        rows=tuple(tuple(_fit_row(member, fit)) for member, fit in fits),
         numeric=frozenset(columns[1:]),
         plots=(
             CurvePlot(
                 name="scaling",
                 title="Time per sequence with fitted power laws",
                 y_label="time per sequence (ms)",
-                curves=tuple(curve for one, fit in fits for curve in _curves(one, fit)),
+                curves=tuple(curve for member, fit in fits for curve in _curves(member, fit)),
                 spans=batch_spans(series),
             ),
         ),

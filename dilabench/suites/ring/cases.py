@@ -1,4 +1,4 @@
-"""Suite `ring`: what several ranks bring against one device, and how near that is to the ideal."""
+"""Suite `ring`: the speed-up of several ranks over one device, compared with the ideal."""
 
 from collections.abc import Iterator, Sequence
 
@@ -37,7 +37,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
 
 def ranks_here(planner: Planner) -> int:
-    """As many ranks as there are GPUs, at least two: more than there are is a skipped row with its reason."""
+    """The number of GPUs, at least two; with fewer GPUs rows are skipped with their reason."""
     return max(RANKS_ON_A_CPU, len(planner.machine.gpus)) if planner.machine.device == "cuda" else RANKS_ON_A_CPU
 
 
@@ -56,7 +56,7 @@ def beside_one_device(workload: WorkloadRequest, planner: Planner, ranks: int) -
     parallel = planner.asking(nproc=ranks)
     default = planner.over_ranks(workload, ranks)
     implementations = parallel.implementations(default)
-    # With projections around it an implementation is compared with itself on one rank, which is the plain module.
+    # An implementation with projections is compared with itself on one rank, which is the plain module.
     beside = _on_one_device(planner, workload, default)
     alone = dict.fromkeys(beside if sharded.takes == "heads" else sharded for sharded in implementations)
     cases = [case for implementation in alone for case in single.plan(implementation, workload)]
@@ -67,9 +67,9 @@ def beside_one_device(workload: WorkloadRequest, planner: Planner, ranks: int) -
 
 
 def _on_one_device(planner: Planner, workload: WorkloadRequest, over_ranks: Sequence[str]) -> Implementation:
-    """What one device computes the workload by: the best of those that call a backend where those over ranks do.
+    """The implementation of the single device: the best of those that call a backend if those over ranks do.
 
-    Where there is none, the first of those over ranks, on one rank.
+    If there is none, the first of those over ranks, on one rank.
     """
     registry = planner.catalogue.implementations
     first = registry.get(over_ranks[0])

@@ -1,4 +1,4 @@
-"""Suite `ring`: several ranks against one device, beside what is possible at best."""
+"""Suite `ring`: several ranks against one device, and against the ideal."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -58,7 +58,7 @@ BALANCE_MEANING = (
     "λ is mean over maximum of the ranks' work: the efficiency that free communication would leave. Bytes are those of "
     "one call at the rank that receives most; GB/s are those bytes over communication alone."
 )
-# What a narrow terminal may leave out, for the other columns or the record hold it; the first goes first.
+# Columns that a narrow terminal may drop, in this order, because other columns or the record hold their figures.
 SPARE = (
     "efficiency / ideal",
     "received, formula",
@@ -78,38 +78,40 @@ INSIDE = "each timed call begins and ends with whole tensors on every rank: cutt
 
 
 def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
-    """Speed-up and efficiency, exposed communication against the ideal, balance and traffic; nothing without rows."""
-    found = comparisons(record)
-    if not found:
+    """Speed-up and efficiency, exposed communication against the ideal, balance and traffic; empty without rows."""
+    compared = comparisons(record)
+    if not compared:
         return ()
-    best = max(found, key=lambda comparison: comparison.efficiency)
+    best = max(compared, key=lambda comparison: comparison.efficiency)
     case = best.row.case
-    sharding = {INSIDE if comparison.row.case.optimizations.sharding_inside else OUTSIDE for comparison in found}
+    sharding = {INSIDE if comparison.row.case.optimizations.sharding_inside else OUTSIDE for comparison in compared}
     sentence = (
         f"Best parallel efficiency: {best.efficiency:.0%} of {case.world_size} ranks, {case.implementation} at "
         f"{case.workload.label()} ({format_ratio(best.gain)} one device). Times are the slowest rank's of each "
         f"sample; {'; '.join(sorted(sharding))}."
     )
-    if any(comparison.efficiency > 1 for comparison in found):
+    if any(comparison.efficiency > 1 for comparison in compared):
         sentence += f" {ABOVE_ONE}"
     if not record.device.startswith("cuda"):
         sentence += f" {SHARED_CORES}"
-    sentence = " ".join((sentence, *_choices(found)))
-    name = namer(found)
+    sentence = " ".join((sentence, *_choices(compared)))
+    name = namer(compared)
     return (
-        section("Several ranks against one device", sentence, TIMES, _times(found, name), _efficiencies(found, name)),
-        *_ideal_section(found, name, catalogue),
+        section(
+            "Several ranks against one device", sentence, TIMES, _times(compared, name), _efficiencies(compared, name)
+        ),
+        *_ideal_section(compared, name, catalogue),
         section(
             "Balance and traffic of each rank",
             BALANCE_MEANING,
             BALANCE,
-            (_balance(comparison, name, catalogue) for comparison in found),
+            (_balance(comparison, name, catalogue) for comparison in compared),
         ),
     )
 
 
 def _choices(found: Sequence[Comparison]) -> list[str]:
-    """What `auto` took over ranks, and by which expectation."""
+    """The choices of `auto` over ranks, with the expected times."""
     chosen = {
         (row.case.implementation, row.case.workload.label(), reason)
         for comparison in found
@@ -126,7 +128,7 @@ def section(
     rows: Iterable[Iterable[str]],
     plots: tuple[Plot, ...] = (),
 ) -> Section:
-    """A section whose columns are figures but for what names a row."""
+    """A section whose columns are figures, except those that name a row."""
     numeric = frozenset(columns) - frozenset(TEXT_COLUMNS)
     cells = tuple(map(tuple, rows))
     return Section(
@@ -152,7 +154,7 @@ def workload_text(row: Row) -> str:
 
 
 def namer(found: Sequence[Comparison]) -> Callable[[Row], str]:
-    """What rows are called: by their backend, too, where there are several."""
+    """A function that names rows, with their backend if there are several."""
     backends = {
         row.case.backend for comparison in found for row in (*comparison.parallel.values(), *comparison.single.values())
     }
@@ -175,7 +177,7 @@ def _times(found: Sequence[Comparison], name: Callable[[Row], str]) -> Iterator[
 
 def _line(rows: dict[str, Row], mode: str, gain: tuple[str, str]) -> Iterator[str]:
     row = next(iter(rows.values()))
-    # The rate is that of forward and backward together, or of the one mode that was asked for.
+    # The rate is that of forward and backward together, or of the requested mode.
     total = row if len(rows) == 1 else rows.get("both")
     yield workload_text(row)
     yield mode
@@ -186,7 +188,7 @@ def _line(rows: dict[str, Row], mode: str, gain: tuple[str, str]) -> Iterator[st
 
 
 def _ideal_section(found: Sequence[Comparison], name: Callable[[Row], str], catalogue: Catalogue) -> Iterator[Section]:
-    """Nothing for a record without diagnostics."""
+    """The section on exposed communication; empty for a record without diagnostics."""
     timed = [comparison for comparison in found if exposure(comparison.row).computation_ns is not None]
     if timed:
         lines = (_ideal(comparison, name, catalogue) for comparison in timed)
@@ -206,7 +208,7 @@ def _efficiencies(found: Sequence[Comparison], name: Callable[[Row], str]) -> tu
 
 
 def _parts(timed: Sequence[Comparison], name: Callable[[Row], str]) -> tuple[Plot, ...]:
-    """What a call spends on each part alone, and on communication that computation does not hide."""
+    """The times of a call's parts alone, and its exposed communication."""
     parts = [exposure(comparison.row) for comparison in timed]
     intervals = [part.interval for part in parts]
     return (
@@ -230,7 +232,7 @@ def _parts(timed: Sequence[Comparison], name: Callable[[Row], str]) -> tuple[Plo
 
 
 def _categories(found: Sequence[Comparison], name: Callable[[Row], str]) -> tuple[str, ...]:
-    """Names of bars: with the workload where there are several."""
+    """Names of bars, with the workload if there are several."""
     rows = [comparison.row for comparison in found]
     workloads = {row.case.workload for row in rows}
     where = [f", {row.case.workload.label()}" if len(workloads) > 1 else "" for row in rows]
@@ -270,7 +272,7 @@ def _balance(comparison: Comparison, name: Callable[[Row], str], catalogue: Cata
     yield NONE if balance is None else f"{balance:.3f}"
     yield NONE if balance is None else f"{comparison.efficiency / balance:.1%}"
     yield NONE if formula is None else format_bytes(formula)
-    # What goes past `World`, as other projects send it, is not counted; it may be known by formula.
+    # Messages of other projects bypass `World` and are not counted; a formula may give their bytes.
     yield RECEIVED_BYTES.shown(counted) if counted or formula == 0 else NONE
     yield NONE if alone_ns is None else significant(gigabytes_per_second(counted, alone_ns), 3)
     yield ", ".join(map(format_latency, rank_medians_ns(comparison.row))) or NONE

@@ -19,7 +19,7 @@ MakeWorkload = Callable[..., Workload]
 SPARSE = {"kind": "dilated", "segment_lengths": (7, 30), "dilation_rates": (2, 4)}
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", pytest.param("float16", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize(
     "changes",
     [

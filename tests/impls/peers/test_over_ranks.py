@@ -15,7 +15,7 @@ def passed(verdict):
     return verdict.endswith("checks passed")
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ring_flash_attn_as_recorded_passes_the_oracle(recorded, ranks, launch):
     import peer_cases
 
@@ -56,7 +56,7 @@ def test_a_peer_without_gradients_of_keys_is_caught(recorded, launch):
         assert verdict.startswith("dk is zero; dk: ")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_context_parallel_passes_the_oracle(ranks, launch):
     import peer_cases
 

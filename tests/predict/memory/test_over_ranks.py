@@ -19,6 +19,13 @@ OVER_RANKS = ["ring", "ring-overlap", "ring-allgather", "ulysses", "ring-multihe
 BOTH_MODES = pytest.mark.parametrize("mode", ["forward", "both"])
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+MOSTLY_BOTH = pytest.mark.parametrize("mode", [slow("forward"), "both"])
+
+
 @pytest.fixture
 def check(peaks):
     """The plan of the fullest rank against its peak."""
@@ -33,14 +40,14 @@ def check(peaks):
 
 # What key heads, batch and dtype change, they change in the backward pass, too; a causal mask decides what is sent.
 @pytest.mark.parametrize(
-    ("shape", "mode"), [("causal", "forward"), ("full", "forward"), *((shape, "both") for shape in SHAPES)]
+    ("shape", "mode"), [("causal", "forward"), slow("full", "forward"), *((shape, "both") for shape in SHAPES)]
 )
 @pytest.mark.parametrize("implementation", [*OVER_RANKS, "zigzag-ring", "zigzag-allgather"])
 def test_dense_attention(implementation, shape, mode, peaks, check):
     check(implementation, 4, pattern=peaks.DENSE, mode=mode, seq_len=1024, **SHAPES[shape])
 
 
-@BOTH_MODES
+@MOSTLY_BOTH
 @pytest.mark.parametrize("branches", BRANCHES)
 @pytest.mark.parametrize("implementation", OVER_RANKS)
 def test_branches_inside_and_across_ranks(implementation, branches, mode, check):
@@ -58,7 +65,7 @@ def test_through_the_math_backend_in_half_precision(implementation, mode, peaks,
     check(implementation, 2, "math", pattern=peaks.DENSE, mode=mode, seq_len=1024, dtype="bfloat16")
 
 
-@BOTH_MODES
+@MOSTLY_BOTH
 @pytest.mark.parametrize(
     ("backend", "causal", "num_kv_heads", "batch_size", "ranks"),
     # Each value beside each other of another parameter, once at least.
@@ -70,7 +77,7 @@ def test_all_keys_in_one_exchange(backend, causal, num_kv_heads, batch_size, ran
     check("zigzag-allgather", ranks, backend, pattern=peaks.DENSE, mode=mode, **fields)
 
 
-@BOTH_MODES
+@MOSTLY_BOTH
 @pytest.mark.parametrize("shape", ["causal", "full"])
 @pytest.mark.parametrize("bounds", PACKED, ids=str)
 def test_packed_sequences(bounds, shape, mode, peaks, check):

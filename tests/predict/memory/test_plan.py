@@ -2,12 +2,16 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 
-from dilabench.predict.memory import longest_that_fits, plan_memory, tracer, why_no_plan
+from dilabench.plugins.catalogue import Catalogue
+from dilabench.plugins.descriptors import Capabilities, Implementation
+from dilabench.predict.memory import each_traced, longest_that_fits, plan, plan_memory, tracer, why_no_plan
 from dilabench.predict.memory.plan import TraceCache
-from dilabench.record import Optimizations
+from dilabench.record import Case, Optimizations
+from dilabench.workload.spec import WorkloadRequest
 
 
 def test_what_cannot_run_has_no_plan_and_a_reason(peaks):
@@ -124,12 +128,50 @@ def test_an_answer_is_cached_for_later_processes(peaks, tmp_path, monkeypatch):
 def test_a_trace_that_ends_its_process_costs_its_own_answer(monkeypatch, capsys):
     asked = tracer.Tracer()
     monkeypatch.setattr(tracer, "SILENT_S", 0.0)
-    assert "why" in asked.ask({"device": "cpu"}, "a case without a spec")
-    assert "tracing a case without a spec" in capsys.readouterr().err
+    assert "why" in asked.ask({"device": "cpu"}, "a case without a spec", 60.0)
+    assert "tracing a case without a spec, for at most 60 s" in capsys.readouterr().err
     monkeypatch.setattr(tracer, "MODULE", "this")
     asked.stop()
-    assert "why" in asked.ask({}, "a process that answers nothing")
+    assert "why" in asked.ask({}, "a process that answers nothing", 60.0)
     asked.stop()
+
+
+@pytest.fixture
+def waiting(tmp_path, monkeypatch):
+    """A case of a plug-in that waits for ever when it is built, and its catalogue."""
+    (tmp_path / "waiting_plugin.py").write_text("import time\ndef build(workload, context):\n    time.sleep(600)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(plan, "_hung", {})
+    catalogue = Catalogue()
+    dense = Capabilities(patterns=frozenset({"dense"}))
+    catalogue.implementations.add(Implementation("waits", "", "waiting_plugin:build", supports=dense), "theirs")
+    workload = WorkloadRequest(batch_size=1, seq_len=512, num_heads=2, pattern="dense").resolve("float32")
+    return Case(implementation="waits", workload=workload), catalogue
+
+
+def test_a_trace_that_waits_is_given_up_and_no_other_length_is_tried(waiting, monkeypatch):
+    case, catalogue = waiting
+    monkeypatch.setattr(plan, "PLUGIN_TIMEOUT_S", 1.0)
+    assert why_no_plan(case, "cpu", catalogue) == "its trace took more than 1 s"
+    monkeypatch.setattr(tracer.Tracer, "ask", None)
+    longer = case.model_copy(update={"workload": case.workload.replace(seq_len=1024)})
+    assert why_no_plan(longer, "cpu", catalogue) == "its trace took more than 1 s"
+
+
+def test_ctrl_c_ends_what_is_traced(waiting):
+    case, catalogue = waiting
+
+    def ask(case):
+        if case is not None:
+            return why_no_plan(case, "cpu", catalogue)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not any(running._process for running in plan._ALL):
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        each_traced(ask, [None, case])
+    assert not any(running._process and running._process.poll() is None for running in plan._ALL)
 
 
 def test_a_plan_is_made_without_torch_in_the_process_that_asks():
