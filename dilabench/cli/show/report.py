@@ -1,5 +1,6 @@
 """`dilabench report`: a run record, rendered; the rows of several records, ranked per device and family."""
 
+import gc
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -75,6 +76,8 @@ def report(
     runs = store.runs_of(runs)
     run, *others = runs
     records = store.records(run)
+    # They stay until the end, and may be millions of objects: nothing walks through them in search of cycles.
+    gc.freeze()
     if others or len(records) > 1:
         only_one = {"--samples": samples, "--columns": columns, "--github-summary": github_summary}
         if unheard := [option for option, value in only_one.items() if value]:
