@@ -242,8 +242,8 @@ class _Run:
 
     def _rows_of(self, group: Sequence[PlannedCase], interleaved: WorkloadGroupRun | None) -> Iterator[Row]:
         """First the isolated cases, each in a process of its own, then the rest of the group in rounds."""
-        for one in [case for case in group if case.procedure == "isolated"]:
-            yield IsolatedRun(self.driver, one).row()
+        for isolated in [case for case in group if case.procedure == "isolated"]:
+            yield IsolatedRun(self.driver, isolated).row()
         if interleaved is not None:
             yield from interleaved.rows()
 
