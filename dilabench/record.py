@@ -36,13 +36,7 @@ MemorySource = Literal["allocator", "resident_set", "process_peak"]
 # fits is looked for. budget: no time was left. unusable_optimization: it cannot be switched on for this function.
 # far_slower: the suite asks for the fastest, and another case of the workload, verified, is so many times as fast.
 SkipCode = Literal[
-    "unsupported",
-    "not_applicable",
-    "does_not_fit",
-    "out_of_memory",
-    "budget",
-    "unusable_optimization",
-    "far_slower",
+    "unsupported", "not_applicable", "does_not_fit", "out_of_memory", "budget", "unusable_optimization", "far_slower"
 ]
 # wrong_output: a check of its output failed. backend_not_proven: no kernel of the claimed backend ran. exception: its
 # code raised. crash: its process died. verification_timeout: its verification was not finished in time. peer_lost: a
@@ -209,6 +203,13 @@ class Check(Model):
     tolerance: float | None = None
     where: str | None = None
     detail: str | None = None
+
+    def __str__(self) -> str:
+        words = [self.detail] if self.detail else []
+        if self.error is not None and self.tolerance is not None:
+            words.append(f"error {self.error:.3g}, allowed {self.tolerance:.3g}")
+        words += [f"at {self.where}"] if self.where else []
+        return f"{self.name}: {'; '.join(words) or 'failed'}"
 
 
 class Verification(Model):
