@@ -40,14 +40,20 @@ def read_file(path: Path, *, pipe: bool = False) -> bytes:
         plain = stat.S_ISREG(mode)
         if not plain and not pipe:
             raise OSError(errno.EINVAL, "it is no plain file")
-        return b"".join(limited(_chunks(file, waiting=not plain)))
+        # A plain file is read in one piece, which needs its memory once.
+        size = min(os.fstat(file.fileno()).st_size, most_bytes()) if plain else 0
+        return b"".join(limited(_chunks(file, max(_CHUNK, size + 1), waiting=not plain)))
+
+
+def most_bytes() -> int:
+    """$DILABENCH_MAX_FILE in bytes (MOST_BYTES by default)."""
+    text = os.environ.get(LIMIT_VARIABLE)
+    return parse_bytes(text) if text else MOST_BYTES
 
 
 def limited(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The chunks; raises OSError after more than $DILABENCH_MAX_FILE bytes (MOST_BYTES by default)."""
-    text = os.environ.get(LIMIT_VARIABLE)
-    limit = parse_bytes(text) if text else MOST_BYTES
-    size = 0
+    """The chunks; raises OSError after more than `most_bytes`."""
+    limit, size = most_bytes(), 0
     for chunk in chunks:
         size += len(chunk)
         if size > limit:
@@ -55,14 +61,15 @@ def limited(chunks: Iterable[bytes]) -> Iterator[bytes]:
         yield chunk
 
 
-def _chunks(file: io.FileIO, waiting: bool) -> Iterator[bytes]:
+def _chunks(file: io.FileIO, size: int, waiting: bool) -> Iterator[bytes]:
     while True:
         if waiting and not select.select([file], [], [], SILENCE_S)[0]:
             raise TimeoutError(errno.ETIMEDOUT, f"nothing came from it within {SILENCE_S:g} s")
-        chunk = file.read(_CHUNK)
+        chunk = file.read(size)
         if not chunk:
             return
         yield chunk
+        size = _CHUNK
 
 
 def write_text(path: Path, text: str) -> None:

@@ -16,6 +16,7 @@ from dilabench.choice.descriptors import Role as Role
 from dilabench.choice.descriptors import Takes as Takes
 from dilabench.machine import GpuInfo as GpuInfo
 from dilabench.metadata import Note as Note
+from dilabench.samples import NO_SAMPLES, Nanoseconds
 from dilabench.validation import Model, content_hash
 from dilabench.workload.spec import Workload, WorkloadRequest
 
@@ -240,10 +241,10 @@ class Slot(Model):
     session: int = 0
     round: int = 0
     position: int = 0
-    samples_ns: tuple[int, ...]
+    samples_ns: Nanoseconds
     renewed: tuple[int, ...] = ()
-    rank_samples_ns: tuple[tuple[int, ...], ...] = ()
-    enqueue_ns: tuple[int, ...] = ()
+    rank_samples_ns: tuple[Nanoseconds, ...] = ()
+    enqueue_ns: Nanoseconds = NO_SAMPLES
     sm_clock_mhz: int | None = None
     power_mw: int | None = None
     temperature_c: int | None = None
@@ -256,7 +257,7 @@ class Timing(Model):
     timer: str
     proves: str
     slots: tuple[Slot, ...]
-    warmup_ns: tuple[int, ...] = ()
+    warmup_ns: Nanoseconds = NO_SAMPLES
 
     @property
     def samples_ns(self) -> tuple[int, ...]:
@@ -273,8 +274,8 @@ class Diagnostic(Model):
     """Samples of a call over ranks, or of a part alone, which computes something wrong; samples i are of one turn."""
 
     part: Part
-    samples_ns: tuple[int, ...]
-    rank_samples_ns: tuple[tuple[int, ...], ...] = ()
+    samples_ns: Nanoseconds
+    rank_samples_ns: tuple[Nanoseconds, ...] = ()
 
 
 class Memory(Model):

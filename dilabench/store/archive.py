@@ -19,6 +19,7 @@ from dilabench.errors import ConfigError, DilabenchError
 from dilabench.record import RunRecord
 from dilabench.store.files import store_root, unreadable, write_whole
 from dilabench.store.migrations import migrated
+from dilabench.store.row_by_row import read_row_by_row
 from dilabench.validation import describe, read_json
 
 SUFFIX = ".json.gz"
@@ -144,7 +145,10 @@ def read_compressed(path: Path) -> RunRecord:
     """
     try:
         packed = gzip.GzipFile(fileobj=io.BytesIO(read_file(path)))
-        document = read_json(b"".join(limited(iter(lambda: packed.read(1 << 20), b""))))
+        text = b"".join(limited(iter(lambda: packed.read(1 << 20), b"")))
+        if (record := read_row_by_row(text)) is not None:
+            return record
+        document = read_json(text)
     except FileNotFoundError:
         raise ConfigError(f"run file {str(path)!r} does not exist; see `dilabench history`") from None
     except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as error:

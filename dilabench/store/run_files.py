@@ -24,6 +24,7 @@ from dilabench.record import SCHEMA_VERSION, Row, RunHeader, RunRecord, Skipped
 from dilabench.report.json import SUMMARY, to_text
 from dilabench.store.archive import is_past
 from dilabench.store.migrations import migrated, migrated_row
+from dilabench.store.row_by_row import read_row_by_row
 from dilabench.validation import describe, read_json
 from dilabench.workload.spec import Workload
 
@@ -174,9 +175,11 @@ def read_record(run: Path) -> RunRecord:
     if path.name.endswith(".jsonl"):
         header, rows = read_rows(path)
         return RunRecord.model_validate({**header.model_dump(), "rows": rows, "status": "interrupted"})
-    text = _text(path, pipe=path == run)
+    data = _data(path, pipe=path == run)
     try:
-        document = read_json(text)
+        if (record := read_row_by_row(data)) is not None:
+            return record
+        document = read_json(_decoded(data, path))
     except ValueError as error:
         beside = path.parent / ROWS_NAME
         way_out = (
@@ -263,7 +266,7 @@ def _same_place(old: RunHeader, new: RunHeader) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    lines = _text(path).split("\n")
+    lines = _decoded(_data(path), path).split("\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -293,14 +296,22 @@ def _end_last_line(path: Path) -> None:
             file.write(b"\n")
 
 
-def _text(path: Path, *, pipe: bool = False) -> str:
+def _data(path: Path, *, pipe: bool = False) -> bytes:
     try:
-        return read_file(path, pipe=pipe).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(
-            f"run {str(path)!r} cannot be read: {reason}; name a run's folder or its {RECORD_NAME}"
-        ) from None
+        return read_file(path, pipe=pipe)
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from None
+
+
+def _decoded(data: bytes, path: Path) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise _unreadable(path, "not UTF-8 text") from None
+
+
+def _unreadable(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"run {str(path)!r} cannot be read: {reason}; name a run's folder or its {RECORD_NAME}")
 
 
 @contextlib.contextmanager

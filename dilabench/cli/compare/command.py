@@ -79,6 +79,8 @@ def compare(
 
     if github_summary:
         require_github()
+    store = Store(tell=note)
+    runs = store.runs_of(runs)
     require_one_format(as_json, () if form is Format.TABLE else (form,))
     if as_json:
         form = Format.JSON
@@ -94,7 +96,6 @@ def compare(
         raise ConfigError(f"--base {base} says which rows to compare with and needs --by")
     if by is not None and relative_to is not None:
         raise ConfigError(f"--relative-to {relative_to} is for two records; rows of one record are interleaved anyway")
-    store = Store(tell=note)
     sides = [store.records(run) for run in runs]
     records = [record for side in sides for record in side]
     if across_machines:

@@ -220,7 +220,7 @@ def _create_block_mask(
     counts, lists = torch.empty(1, 1, blocks[0]), torch.empty(1, 1, *blocks)
     made = [torch.empty(x.shape, dtype=torch.int32, device=device) for x in (counts, lists, counts, lists)]
     made += [torch.empty_like(x) for x in made]
-    return SimpleNamespace(lists=made)
+    return SimpleNamespace(kv_indices=made[1], as_tuple=lambda: tuple(made))
 
 
 def _libraries() -> dict[str, ModuleType]:

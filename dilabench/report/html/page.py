@@ -28,7 +28,7 @@ from dilabench.report.content import (
 from dilabench.report.findings import Bars, Curve, CurvePlot, MaskPlot, Plot, Section, sections_of
 from dilabench.report.html.data import PageData
 from dilabench.report.html.winners import winner_map
-from dilabench.report.plots.plots import subject, svg
+from dilabench.report.plots.plots import series_of, subject, svg
 from dilabench.units import format_count
 
 FILENAME = "report.html"
@@ -149,13 +149,13 @@ def chart_library() -> str | None:
 
 
 def _drawn(record: RunRecord, sections: Sequence[Section], scripted: bool) -> Iterator[tuple[Plot, Drawn]]:
-    masks = 0
+    masks, series = 0, () if scripted else series_of(sections)
     for number, plot in enumerate(plot for section in sections for plot in section.plots):
         masks += isinstance(plot, MaskPlot)
         if scripted and not isinstance(plot, MaskPlot):
             yield plot, Drawn(plot=plot, key=f"plot{number}")
         elif masks <= MOST_MASKS:
-            picture = b64encode(svg(plot, record).encode()).decode()
+            picture = b64encode(svg(plot, record, series).encode()).decode()
             yield plot, Drawn(plot=plot, picture=f"data:image/svg+xml;base64,{picture}")
 
 

@@ -1,0 +1,108 @@
+"""Records are read one row at a time, with the result of reading them whole."""
+
+import gzip
+import sys
+
+import pytest
+
+from dilabench.errors import ConfigError
+from dilabench.record import RunRecord, Slot
+from dilabench.report.json import render, to_text
+from dilabench.samples import Nanoseconds
+from dilabench.store.archive import read_compressed
+from dilabench.store.row_by_row import read_row_by_row
+from dilabench.store.run_files import read_record
+
+FORMS = {
+    "run.json": to_text,
+    "archive": RunRecord.model_dump_json,
+    "report --json": lambda record: render(record, None),
+}
+TEXT = '},\n    {"planned": [], "rows": [{"planned":'
+
+
+@pytest.fixture
+def record(make_row, make_record):
+    rows = [make_row(seed=seed) for seed in range(4)]
+    planned = rows[1].planned.model_copy(update={"labels": {"plugin:note": TEXT}})
+    rows[1] = rows[1].model_copy(update={"planned": planned})
+    return make_record(rows, config={"note": TEXT}, argv=(TEXT,))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_record_is_the_same_as_read_whole(record, form):
+    assert read_row_by_row(FORMS[form](record).encode()) == record
+
+
+CHANGES = {
+    "older": ('"schema_version": "1.1"', '"schema_version": "1.0"'),
+    "cut": ("\n  ]", ""),
+    "comma": ("\n    },", "\n    },,"),
+    "a second row list": ('"status"', '"rows": [], "status"'),
+    "unknown field": ('"round"', '"rounds"'),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_dilabench_does_not_write_is_left_to_the_reader_of_whole_records(record, change):
+    old, new = CHANGES[change]
+    text = to_text(record)
+    assert old in text
+    changed = new.join(text.rsplit(old, 1))
+    found = read_row_by_row(changed.encode())
+    assert found is None or found == record
+
+
+LIMITS = {
+    "rows": ("DILABENCH_MAX_ROWS", "3", "it has 4 rows, over the limit of 3; DILABENCH_MAX_ROWS=8"),
+    "values": ("DILABENCH_MAX_VALUES", "50", r"over the limit of 50; DILABENCH_MAX_VALUES=\d+"),
+    "depth": ("DILABENCH_MAX_DEPTH", "2", "more than 2 levels deep; DILABENCH_MAX_DEPTH=100"),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_limit_is_named_with_the_variable_that_raises_it(make_row, make_record, tmp_path, monkeypatch, limit, packed):
+    variable, value, message = LIMITS[limit]
+    text = to_text(make_record([make_row(seed=seed) for seed in range(4)])).encode()
+    path = tmp_path / ("run.json.gz" if packed else "run.json")
+    path.write_bytes(gzip.compress(text) if packed else text)
+    read = read_compressed if packed else read_record
+    read(path)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=message):
+        read(path)
+
+
+def calls_of(function, *arguments):
+    """How many functions, Python's and C's, a call makes."""
+    count = 0
+
+    def counted(_frame, event, _argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(counted)
+    try:
+        function(*arguments)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_ten_times_the_rows_take_ten_times_the_calls(make_row, make_record):
+    few, many = (to_text(make_record([make_row(seed=seed) for seed in range(count)])).encode() for count in (10, 100))
+    read_row_by_row(few)
+    assert calls_of(read_row_by_row, many) < 12 * calls_of(read_row_by_row, few)
+
+
+def test_samples_equal_the_tuple_and_are_written_as_a_list():
+    slot = Slot(samples_ns=(5, 2**62), rank_samples_ns=((5, 7),))
+    assert isinstance(slot.samples_ns, Nanoseconds)
+    assert slot.samples_ns == (5, 2**62)
+    assert slot.samples_ns[-1:] == (2**62,)
+    assert {slot.samples_ns: "found"}[5, 2**62] == "found"
+    assert slot.model_dump(mode="json")["samples_ns"] == [5, 2**62]
+    assert Slot.model_validate_json(slot.model_dump_json()) == slot
+    with pytest.raises(ValueError, match="more than 64 bits"):
+        Slot(samples_ns=(2**63,))
