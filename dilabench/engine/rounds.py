@@ -56,7 +56,7 @@ class Rounds:
                 break
             taken += 1
             if taken == 1:
-                # A first estimate may be of a call in a process that had just begun, many times too long.
+                # A first estimate may come from a call in a process that has just started, and be many times too long.
                 sizes = self._sizes(running, share_s)
             after_next_s = clock() - started + (clock() - began)
             is_last = taken + 1 == most or self._enough(running, timer, sizes, taken + 1, after_next_s, share_s)
@@ -90,7 +90,7 @@ class Rounds:
         if reply is None or reply.slot is None:
             return
         samples_s = sum(reply.slot.samples_ns) * 1e-9
-        # A clock that stood still, as `steady` does for one that runs backwards, says nothing.
+        # A clock that stood still (`steady` stops one that runs backwards) gives no time.
         if 0 < took_s * CLOCKS_APART < samples_s and not timer.fresh_process:
             why = f"timer {timer.name!r} took samples of {samples_s:.3g} s in {took_s:.3g} s by the runner's clock"
             state.outcome = Failed(stage="time", code="exception", why=why, verification=state.verification)
@@ -121,7 +121,7 @@ class Rounds:
         if min(run.samples + sizes[id(state)] for state, run in zip(running, runs, strict=True)) < method.min_samples:
             return False
         if len(running) > 1 and rounds < MIN_ROUNDS:
-            # Fewer give no interval of a ratio: a factor of 1.3 would stay open.
+            # Fewer rounds give no interval of a ratio: a factor of 1.3 would be undecided.
             return False
         if spent_s >= share_s:
             return True

@@ -66,7 +66,7 @@ class AnswerRow:
 
     @property
     def fastest(self) -> Row | None:
-        """The row that is proven to be fastest, or has the smallest median where nothing is proven."""
+        """The row that is proven to be fastest, or the one with the smallest median if none is proven."""
         return None if self.ranking is None else self.ranking.fastest
 
 
@@ -79,7 +79,7 @@ class Answer:
 
     @property
     def sentence(self) -> str:
-        """The answer in words: the winners along the axis, and where full attention is faster."""
+        """The answer as text: the winners along the axis, and the places at which full attention is faster."""
         if not self.rows:
             return "Nothing was measured."
         by_workload = [list(rows) for _, rows in groupby(self.rows, key=lambda row: row.workload)]
@@ -97,7 +97,7 @@ class Answer:
         return " ".join(parts)
 
     def table(self) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], frozenset[str]]:
-        """Column names, cells, and the columns of numbers; columns that would say nothing are left out."""
+        """Column names, cells, and the columns of numbers; columns without information are omitted."""
         columns = (Column(name=self.axis, cell=lambda row: row.at, spare=None), *ANSWER_COLUMNS)
         texts = {column.name: [column.value_text(row) for row in self.rows] for column in columns}
         shown = [column for column in columns if column.spare is None or not set(texts[column.name]) <= SAYS_NOTHING]
@@ -111,7 +111,7 @@ class Answer:
         )
 
 
-# Those with `spare` are left out where no row has anything to say.
+# Columns with `spare` are omitted if no row has a value.
 ANSWER_COLUMNS = (
     Column(name="batch", cell=lambda row: row.batch, spare=None),
     Column(name="workload", cell=lambda row: row.workload, right=False),
@@ -160,7 +160,7 @@ def answer(record: RunRecord, axis: Axis) -> Answer:
 
 
 def _labels(firsts: Sequence[Row], values: Sequence[float], axis: Axis) -> list[str]:
-    """For each workload what tells it from others of the same place on the axis."""
+    """For each workload the text that distinguishes it from others at the same place on the axis."""
     parts = [
         {
             "pattern": row.case.workload.pattern.label(),

@@ -1,4 +1,4 @@
-"""The cases of `dilabench plan`, and with `--check` the traced peak of each beside the one that the engine measures."""
+"""The cases of `dilabench plan`, and with `--check` the traced peak of each and the one that the engine measures."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ def planned_for_memory(planner: Planner, batches: Sequence[int], lengths: Sequen
     """Every requested batch size and mode, at these lengths unless the request names others."""
     planned: list[PlannedCase] = []
     for asked in planner.workload_requests([{"seq_len": length} for length in lengths]):
-        # Which ones there are by default takes traces over ranks.
+        # The defaults over ranks need traces.
         default = () if planner.request.implementations else _default(planner, asked)
         implementations = planner.implementations(default)
         modes = (asked.mode,) if "mode" in asked.model_fields_set else MODES
@@ -33,7 +33,7 @@ def planned_for_memory(planner: Planner, batches: Sequence[int], lengths: Sequen
 
 
 def _default(planner: Planner, asked: WorkloadRequest) -> tuple[str, ...]:
-    """On one device what need not compile; over ranks what has a trace of the workload, or all if none has."""
+    """On one device those that need not compile; over ranks those with a trace of the workload, else all."""
     if planner.request.nproc == 1:
         return planner.on_one_device(DENSE.kind, asked.pattern)
     names = planner.over_ranks(asked)
@@ -58,7 +58,7 @@ class Peak:
 
     @property
     def measured(self) -> int | None:
-        """Bytes on the device at the fullest moment of a call; over ranks, of the rank that needed most."""
+        """Peak bytes on the device during a call; over ranks, of the rank that needed most."""
         return self.outcome.peak_bytes if isinstance(self.outcome, Memory) else None
 
     @property
@@ -68,16 +68,16 @@ class Peak:
 
     @property
     def is_off(self) -> bool:
-        """Whether the trace lies too far from the measurement."""
+        """Return True if the trace deviates too much from the measurement."""
         return self.ratio is not None and abs(self.ratio - 1) > WITHIN
 
     @property
     def why(self) -> str:
-        """Why it was not measured; empty where it was."""
+        """Why it was not measured; empty if it was."""
         return "" if isinstance(self.outcome, Memory) else f"{self.outcome.status}: {self.outcome.why}"
 
     def as_data(self) -> dict[str, Any]:
-        """What the check adds to the plan of the case."""
+        """Fields that the check adds to the plan of the case."""
         why = None if isinstance(self.outcome, Memory) else self.outcome.why
         return {"measured_peak_bytes": self.measured, "traced_over_measured": self.ratio, "why_not_measured": why}
 
@@ -85,7 +85,7 @@ class Peak:
 def peaks_of(
     planned: Sequence[PlannedCase], planner: Planner, capacity: int | None, budget_s: float | None
 ) -> Iterator[Peak]:
-    """Each case with its measured peak, one after another; none is begun that does not fit or after the budget."""
+    """Each case with its measured peak, one after another; cases that do not fit or exceed the budget are skipped."""
     from dilabench.engine.worker.client import WorkerPool
     from dilabench.engine.worker.protocol import WorkerSettings
     from dilabench.engine.worker.rank_group import start_worker
@@ -103,7 +103,7 @@ def peaks_of(
                 skip = Skipped(code="budget", why="no time left; allow more with --budget")
             outcome = skip or memory_in(pool, case.case, planner.catalogue, planner.request.seed)
             if isinstance(outcome, Failed):
-                # What it left on the device is not the next one's.
+                # Memory that it left on the device must not count for the next case.
                 pool.close()
             yield Peak(case, traced, outcome)
     finally:

@@ -1,4 +1,4 @@
-"""The cases that `dilabench verify` checks: of what the user described, or all that there is."""
+"""The cases that `dilabench verify` checks: those of the user's request, or all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def verified_cases(planner: Planner) -> tuple[PlannedCase, ...]:
-    """Every implementation on what was asked, with gradients; what cannot compute it is skipped with the reason.
+    """Every implementation on the requested workload, with gradients; unsupported ones are skipped with the reason.
 
     Without a preset, a pattern or a field of one: each on the trial of a pattern that it computes, with and without a
     causal mask. With one: the workload that `run` has, at a short length if none is given.
@@ -37,7 +37,7 @@ def verified_cases(planner: Planner) -> tuple[PlannedCase, ...]:
         by_kind: dict[str, list[Implementation]] = {}
         for implementation in implementations:
             by_kind.setdefault(_first_kind(implementation), []).append(implementation)
-        # A number of heads that is given would not fit the number of key/value heads of the trial.
+        # A given number of heads might not fit the trial's number of key/value heads.
         heads = {} if HEADS.keys() & request.overrides.keys() else HEADS
         for kind, several in by_kind.items():
             (fields, *_) = pattern_type(kind).trials().values()
@@ -48,7 +48,7 @@ def verified_cases(planner: Planner) -> tuple[PlannedCase, ...]:
 
 
 def _first_kind(implementation: Implementation) -> str:
-    """The kind of pattern that it is checked on. What is only dense runs the default's shape undilated."""
+    """The kind of pattern on which it is checked. Dense-only implementations run the default's shape undilated."""
     supports = implementation.supports
     if supports.only_dense:
         return DEFAULT_PATTERN
@@ -56,12 +56,12 @@ def _first_kind(implementation: Implementation) -> str:
 
 
 def _both_ways(asked: WorkloadRequest) -> WorkloadRequest:
-    """Gradients are checked as well, unless the user chose a mode."""
+    """Set mode both, so that gradients are checked, unless the user chose a mode."""
     return asked if "mode" in asked.model_fields_set else asked.model_copy(update={"mode": "both"})
 
 
 def _heading(case: PlannedCase) -> tuple[str, ...]:
-    """What the cases of one workload have in common."""
+    """The cells that the cases of one workload share."""
     workload = case.case.workload
     return workload.label(), workload.pattern.label(), workload.mode
 
@@ -81,9 +81,9 @@ class Trial:
 
 
 def trials_of(planner: Planner) -> tuple[Trial, ...]:
-    """The cases, those of one line together. What the user set or named narrows the table.
+    """The cases, those of one line together. The user's options narrow the table.
 
-    Raises ConfigError when presets or fields of a family are given: the families are the point.
+    Raises ConfigError if presets or fields of a family are given, because the table covers all families.
     """
     if planner.request.presets:
         raise ConfigError("--all brings its own workloads; leave --config out, or leave --all out")
@@ -137,6 +137,6 @@ def _only_backward_is_missing(planner: Planner, case: PlannedCase) -> bool:
 def _forward(
     planner: Planner, implementation: Implementation, asked: WorkloadRequest, case: PlannedCase
 ) -> Sequence[PlannedCase]:
-    """The same without gradients, for what has a forward pass only."""
+    """The same case without gradients, for an implementation with a forward pass only."""
     planned = planner.plan(implementation, asked.model_copy(update={"mode": "forward"}))
     return [other for other in planned if other.case.backend == case.case.backend]
