@@ -217,7 +217,7 @@ class Check(Model):
 
 
 class Verification(Model):
-    """What was checked before timing. `sampled_rows`: rows held to the oracle, None when every row was.
+    """What was checked before timing. `sampled_rows`: rows compared with the oracle, None if every row was.
 
     `against`: the built-in, confirmed by the oracle, that every row was compared with. `timed_calls`: those of the
     timed sequence that were checked; `timed_rows`: of these call, batch item, position, head. `diagnosis`: a near miss.
@@ -284,7 +284,7 @@ class Diagnostic(Model):
 
 
 class Memory(Model):
-    """Peak memory of one call, split by purpose; None where this device cannot tell.
+    """Peak memory of one call, split by purpose; None if this device cannot measure it.
 
     `source`: torch's allocator; resident sets in old records. `kept_bytes`: of the built function. `process_bytes`:
     what calls added to the process; what of it is not torch's counts as workspace.

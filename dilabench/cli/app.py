@@ -260,7 +260,7 @@ class Commands(TyperGroup):
         return super().resolve_command(context, args)
 
     def get_command(self, context: Any, name: str) -> Any:
-        """The command of that name, with the user's defaults for its options; None where there is none."""
+        """The command of that name, with the user's defaults for its options; None if there is none."""
         entry = next((entry for entry in COMMANDS if entry.name == name), None)
         if entry is None:
             if refusal := removed("command", name):
@@ -272,7 +272,7 @@ class Commands(TyperGroup):
             defaults = defaults_of(
                 name, command, lambda: {entry.name: entry.loaded(self.context_settings) for entry in COMMANDS}
             )
-            # A run goes on as it was asked for: the defaults of today are not for it.
+            # A run is resumed as it was requested, without today's defaults.
             goes_on = any(word.partition("=")[0] == "--resume" for word in self._arguments)
             context.default_map = {} if goes_on else {name: defaults}
         except DilabenchError as error:

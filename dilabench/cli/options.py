@@ -179,6 +179,6 @@ def real_names(
     catalogue = discover().catalogue
     known, kernels = catalogue.implementations, catalogue.backends
     return (
-        tuple(known.get(one).name if one in known else one for one in wanted[0]),
-        tuple(kernels.get(one).name if one in kernels else one for one in wanted[1]),
+        tuple(known.get(name).name if name in known else name for name in wanted[0]),
+        tuple(kernels.get(name).name if name in kernels else name for name in wanted[1]),
     )

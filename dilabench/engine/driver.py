@@ -27,7 +27,7 @@ OVERRUN_S = 1.0
 class Driver:
     """What the groups of a run share: method, budget, progress and the workers.
 
-    `next_round` numbers the rounds of the whole run: slots with the same number took turns with each other. `machine`:
+    `next_round` numbers the rounds of the whole run: slots with the same number were interleaved. `machine`:
     what chooses the built-ins that all rows are compared with; without one there are none. `patience_s`: seconds that a
     worker may take for an answer, whatever the fair share of its case is.
     """

@@ -129,7 +129,10 @@ def _shortened(method: Method, sampling_s: float) -> Method:
 
 def _method_of(timing: str, timer: Timer, is_default: bool, device: str, catalogue: Catalogue) -> Method:
     facts = device_named(device)
-    again = next((one for one in catalogue.timers if one.for_launch_bound and facts.word in one.devices), None)
+    again = next(
+        (candidate for candidate in catalogue.timers if candidate.for_launch_bound and facts.word in candidate.devices),
+        None,
+    )
     shortest_s, longest_s = facts.warm_up_s
     method = Method(
         timer=_spec(timer),

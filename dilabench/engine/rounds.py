@@ -78,7 +78,7 @@ class Rounds:
         driver, round_index = self._driver, self._driver.next_round
         run = state.run_of(timer)
         if driver.budget.exhausted and not (is_last and run.slots and driver.is_ready(state, timer)):
-            # What has samples is checked even so, but for want of time in no new worker.
+            # The budget is used up: a case with samples still gets its last check, but no new worker starts for it.
             return
         # Another case in the same worker may have crashed it.
         if not state.running or not driver.warm_up(state, timer):
@@ -113,7 +113,7 @@ class Rounds:
         spent_s: float,
         share_s: float,
     ) -> bool:
-        """Whether so many rounds, the next one among them, which would end after `spent_s`, are enough."""
+        """Return True if the rounds up to and including the next one, which would end after `spent_s`, are enough."""
         method, budget = self._driver.method, self._driver.budget
         if budget.exhausted:
             return True
@@ -138,7 +138,7 @@ class Rounds:
 
 def are_precise(runs: Sequence[TimerRun], target: float) -> bool:
     """The medians of the slot locations are known to a relative half width of `target`, and the ratios to the fastest,
-    by which rows are told apart, to half of it, or where they lie far apart, to a third of their distance."""
+    that separates rows, to half of it, or to a third of the distance of rows that are far apart."""
     fastest = min(runs, key=lambda run: median(run.locations_ns))
     its_own = fastest.by_round
     if not all(_is_known(run.locations_ns, target) for run in runs):

@@ -114,7 +114,7 @@ def _verdicts(sessions: Sessions, candidate: str, policy: Policy) -> list[Verdic
 
 
 def _runnable(planned: tuple[PlannedCase, ...]) -> tuple[PlannedCase, ...]:
-    for one in planned:
-        if one.skip:
-            raise EnvironmentNotReady(f"the calibration cannot run here: {one.skip.why}")
+    for case in planned:
+        if case.skip:
+            raise EnvironmentNotReady(f"the calibration cannot run here: {case.skip.why}")
     return planned

@@ -42,12 +42,12 @@ class SessionBudget:
 
     def groups_of(self, ids: CaseIds) -> list[PlannedCase]:
         """All cases of the workload groups that these cases are in: what a session of them measures."""
-        groups = {one.case.group_id for one in self.cases if one.case.case_id in ids}
-        return [one for one in self.cases if one.case.group_id in groups]
+        groups = {case.case.group_id for case in self.cases if case.case.case_id in ids}
+        return [case for case in self.cases if case.case.group_id in groups]
 
     def session_s(self, ids: CaseIds) -> float:
         """Seconds that a session of these cases takes."""
-        return sum(self.took_s.get(one.case.case_id, 0.0) for one in self.groups_of(ids))
+        return sum(self.took_s.get(case.case.case_id, 0.0) for case in self.groups_of(ids))
 
     def further(self, ids: CaseIds, measured: int) -> int:
         """Sessions up to the next look at cases that have `measured`; 0 where half as many again do not fit."""
@@ -59,11 +59,11 @@ class SessionBudget:
 
     def forecast(self, itself: Comparison) -> str:
         """What SAME is expected to take, from the baseline compared with itself."""
-        ids = {one.case.case_id for one in self.cases}
+        ids = {case.case.case_id for case in self.cases}
         session_s = self.session_s(ids)
         text = f"a session of {counted(len(self.cases), 'case')} takes about {format_seconds(session_s)} here"
         needed = [pair.verdict.numbers.sessions_needed for pair in itself.pairs]
-        known = [one for one in needed if one is not None]
+        known = [seconds for seconds in needed if seconds is not None]
         if known:
             wanted_s = 2 * max(known) * session_s
             enough = "" if wanted_s <= self.total_s else f", for which {budget_option(wanted_s)} should suffice"
@@ -72,13 +72,13 @@ class SessionBudget:
         return text + _out_of_reach(itself.pairs)
 
     def sufficient(self, final: Comparison) -> str | None:
-        """The budget that should decide what is undecided; None where nothing is, or no budget would."""
+        """The budget that should decide what is undecided; None if nothing is, or no budget would."""
         undecided = [pair for pair in final.pairs if pair.verdict.undecided]
         numbers = [pair.verdict.numbers for pair in undecided if pair.verdict.numbers.sessions_needed is not None]
         if not numbers:
             return None
-        measured = max(one.sessions for one in numbers)
-        needed = max(max(one.sessions_needed or 0, 2 * one.sessions) for one in numbers)
+        measured = max(number.sessions for number in numbers)
+        needed = max(max(number.sessions_needed or 0, 2 * number.sessions) for number in numbers)
         session_s = self.session_s({pair.candidate.case_id for pair in undecided})
         more_s = (2 * needed - measured) * session_s
         option = budget_option(self.clock() - self.started_s + more_s)
@@ -93,7 +93,7 @@ def _out_of_reach(pairs: Sequence[ComparedPair]) -> str:
     beyond = [pair.verdict.numbers for pair in pairs if pair.verdict.numbers.sessions_needed is None]
     if not beyond:
         return ""
-    both = [one.both_needed for one in beyond if one.both_needed is not None]
+    both = [number.both_needed for number in beyond if number.both_needed is not None]
     if both:
         way = f"{max(both)} on either side would do"
     else:
@@ -106,7 +106,7 @@ def _out_of_reach(pairs: Sequence[ComparedPair]) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Check:
-    """What the cases of a baseline are held to, and where they are measured again.
+    """The baseline of the cases, and the plan and folder in which they are measured again.
 
     `select`: which of its cases count. `reference`: an implementation that times are relative to. `store` keeps what is
     measured, unless that is None. `complete`: the sessions so far that have all the cases.
@@ -164,7 +164,7 @@ class Check:
         )
 
     def _measure(self, ids: CaseIds, count: int) -> Sequence[RunRecord]:
-        """New sessions of these cases and of those that took turns with them. Raises EnvironmentNotReady."""
+        """New sessions of these cases and of those interleaved with them. Raises EnvironmentNotReady."""
         from dilabench.plugins.manager import discover
         from dilabench.runs.remeasure import Remeasure
 

@@ -37,7 +37,7 @@ BUSY_GPU_PERCENT = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
-    """The state of one GPU; None where the driver does not report it."""
+    """The state of one GPU; None if the driver does not report it."""
 
     name: str
     processes: int = 0
@@ -48,7 +48,7 @@ class GpuState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineState:
-    """The state of the machine; None where it does not report a value."""
+    """The state of the machine; None if it does not report a value."""
 
     cpus: int
     usable_cpus: int

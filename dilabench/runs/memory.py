@@ -18,7 +18,7 @@ MODES = ("forward", "both")
 
 
 def planned_for_memory(planner: Planner, batches: Sequence[int], lengths: Sequence[int]) -> tuple[PlannedCase, ...]:
-    """Every batch size and mode of what was asked for, at these lengths where nothing says another."""
+    """Every requested batch size and mode, at these lengths unless the request names others."""
     planned: list[PlannedCase] = []
     for asked in planner.workload_requests([{"seq_len": length} for length in lengths]):
         # Which ones there are by default takes traces over ranks.
@@ -29,7 +29,7 @@ def planned_for_memory(planner: Planner, batches: Sequence[int], lengths: Sequen
             for mode in modes:
                 request = asked.model_copy(update={"batch_size": batch, "mode": mode})
                 planned += planner.compare([request], implementations)
-    return tuple(sorted(planned, key=lambda one: (one.case.implementation, one.case.workload.mode)))
+    return tuple(sorted(planned, key=lambda case: (case.case.implementation, case.case.workload.mode)))
 
 
 def _default(planner: Planner, asked: WorkloadRequest) -> tuple[str, ...]:
@@ -41,8 +41,8 @@ def _default(planner: Planner, asked: WorkloadRequest) -> tuple[str, ...]:
         name
         for name in names
         if any(
-            plan_memory(one.case, planner.machine.device, planner.catalogue)
-            for one in planner.plan(planner.catalogue.implementations.get(name), asked)
+            plan_memory(planned.case, planner.machine.device, planner.catalogue)
+            for planned in planner.plan(planner.catalogue.implementations.get(name), asked)
         )
     ]
     return tuple(traced) or names
@@ -93,19 +93,19 @@ def peaks_of(
     started = monotonic()
     pool = WorkerPool(WorkerSettings(device=planner.machine.device), start_worker)
     try:
-        for one in planned:
-            plan = plan_memory(one.case, planner.machine.device, planner.catalogue)
+        for case in planned:
+            plan = plan_memory(case.case, planner.machine.device, planner.catalogue)
             traced = None if plan is None else plan.peak_bytes
-            skip = one.skip
+            skip = case.skip
             if skip is None and traced is not None and capacity is not None and traced > capacity:
                 skip = Skipped(code="does_not_fit", why=f"does not fit into {format_bytes(capacity)}")
             if skip is None and budget_s is not None and monotonic() - started > budget_s:
                 skip = Skipped(code="budget", why="no time left; allow more with --budget")
-            outcome = skip or memory_in(pool, one.case, planner.catalogue, planner.request.seed)
+            outcome = skip or memory_in(pool, case.case, planner.catalogue, planner.request.seed)
             if isinstance(outcome, Failed):
                 # What it left on the device is not the next one's.
                 pool.close()
-            yield Peak(one, traced, outcome)
+            yield Peak(case, traced, outcome)
     finally:
         pool.close()
 
@@ -114,7 +114,7 @@ def verdict(peaks: Iterable[Peak]) -> ExitCode:
     """5 when a trace is off, 4 when a case failed, 8 when nothing could be compared."""
     peaks = tuple(peaks)
     return exit_code_for(
-        wrong=any(one.is_off for one in peaks),
-        failed=any(isinstance(one.outcome, Failed) for one in peaks),
-        nothing=all(one.ratio is None for one in peaks),
+        wrong=any(peak.is_off for peak in peaks),
+        failed=any(isinstance(peak.outcome, Failed) for peak in peaks),
+        nothing=all(peak.ratio is None for peak in peaks),
     )

@@ -56,7 +56,7 @@ class Remeasure:
     def _session(self, planned: Sequence[PlannedCase]) -> RunRecord:
         header = self._header()
         folder = RunFolder.create(self.output, SUITE, header.run_id)
-        current = [one.model_copy(update={"skip": self._skip(one)}) for one in planned]
+        current = [case.model_copy(update={"skip": self._skip(case)}) for case in planned]
         try:
             with self.progress() as progress:
                 record = run_cases(

@@ -16,7 +16,7 @@ from dilabench.validation import validated
 
 
 def recorded_request(run: Path, suite: str, given: Iterable[str]) -> tuple[RunRequest, RunHeader]:
-    """What the run was asked for and its header. `given` names the options that were given beside `--resume`.
+    """The run's request and its header. `given` names the options that were given together with `--resume`.
 
     Raises ConfigError when it was of another suite, or an option would change what it measures.
     """
@@ -27,7 +27,7 @@ def recorded_request(run: Path, suite: str, given: Iterable[str]) -> tuple[RunRe
             f"run {str(run)!r} is of suite {header.suite!r}, not {suite!r}; write `run {header.suite} --resume`"
         )
     if given:
-        raise ConfigError(f"--resume goes on with the run as it was asked for; leave out {', '.join(given)}")
+        raise ConfigError(f"--resume continues the run as it was requested; omit {', '.join(given)}")
     return validated(RunRequest, header.config), header
 
 

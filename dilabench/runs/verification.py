@@ -31,12 +31,12 @@ def verified_cases(planner: Planner) -> tuple[PlannedCase, ...]:
     planned: tuple[PlannedCase, ...] = ()
     if request.names_pattern:
         for asked in planner.workload_requests([SHORT]):
-            for one in implementations:
-                planned += planner.plan(one, _both_ways(asked))
+            for implementation in implementations:
+                planned += planner.plan(implementation, _both_ways(asked))
     else:
         by_kind: dict[str, list[Implementation]] = {}
-        for one in implementations:
-            by_kind.setdefault(_first_kind(one), []).append(one)
+        for implementation in implementations:
+            by_kind.setdefault(_first_kind(implementation), []).append(implementation)
         # A number of heads that is given would not fit the number of key/value heads of the trial.
         heads = {} if HEADS.keys() & request.overrides.keys() else HEADS
         for kind, several in by_kind.items():
@@ -44,7 +44,7 @@ def verified_cases(planner: Planner) -> tuple[PlannedCase, ...]:
             defaults = [{"pattern": kind, **SHORT, **heads, **fields, "causal": causal} for causal in (True, False)]
             planned += planner.compare([_both_ways(asked) for asked in planner.workload_requests(defaults)], several)
     places = {place: index for index, place in enumerate(dict.fromkeys(map(_heading, planned)))}
-    return tuple(sorted(planned, key=lambda one: places[_heading(one)]))
+    return tuple(sorted(planned, key=lambda case: places[_heading(case)]))
 
 
 def _first_kind(implementation: Implementation) -> str:
@@ -60,9 +60,9 @@ def _both_ways(asked: WorkloadRequest) -> WorkloadRequest:
     return asked if "mode" in asked.model_fields_set else asked.model_copy(update={"mode": "both"})
 
 
-def _heading(one: PlannedCase) -> tuple[str, ...]:
+def _heading(case: PlannedCase) -> tuple[str, ...]:
     """What the cases of one workload have in common."""
-    workload = one.case.workload
+    workload = case.case.workload
     return workload.label(), workload.pattern.label(), workload.mode
 
 
@@ -118,25 +118,25 @@ def planner_order(planner: Planner, trial: Trial) -> tuple[int, str, int]:
 def _planned(planner: Planner, implementation: Implementation, family: str, asked: WorkloadRequest) -> list[Trial]:
     planned = planner.plan(implementation, asked)
     forward_only = [
-        one for one in planned if one.skip and asked.mode == "both" and _only_backward_is_missing(planner, one)
+        case for case in planned if case.skip and asked.mode == "both" and _only_backward_is_missing(planner, case)
     ]
     if forward_only:
         planned = tuple(
             planner_case
-            for one in planned
-            for planner_case in (_forward(planner, implementation, asked, one) if one in forward_only else (one,))
+            for case in planned
+            for planner_case in (_forward(planner, implementation, asked, case) if case in forward_only else (case,))
         )
-    return [Trial(family=family, planned=one) for one in planned]
+    return [Trial(family=family, planned=case) for case in planned]
 
 
-def _only_backward_is_missing(planner: Planner, one: PlannedCase) -> bool:
-    forward = one.case.model_copy(update={"workload": one.case.workload.replace(mode="forward")})
+def _only_backward_is_missing(planner: Planner, case: PlannedCase) -> bool:
+    forward = case.case.model_copy(update={"workload": case.case.workload.replace(mode="forward")})
     return not planner.catalogue.reasons_against(forward, planner.machine)
 
 
 def _forward(
-    planner: Planner, implementation: Implementation, asked: WorkloadRequest, one: PlannedCase
+    planner: Planner, implementation: Implementation, asked: WorkloadRequest, case: PlannedCase
 ) -> Sequence[PlannedCase]:
     """The same without gradients, for what has a forward pass only."""
     planned = planner.plan(implementation, asked.model_copy(update={"mode": "forward"}))
-    return [other for other in planned if other.case.backend == one.case.backend]
+    return [other for other in planned if other.case.backend == case.case.backend]

@@ -316,7 +316,7 @@ def output_base(output: Path) -> Path:
 def show_cases(planned: Sequence[PlannedCase], as_json: bool = False) -> None:
     """One line per case with its FLOPs, the bytes of its tensors, and why it would be skipped."""
     if as_json:
-        say(json.dumps([_as_data(one) for one in planned], indent=1))
+        say(json.dumps([_as_data(case) for case in planned], indent=1))
         return
     columns = [name for name in COLUMNS if name != RANKS or any(plan.case.world_size > 1 for plan in planned)]
     by_name = [dict(zip(COLUMNS, _cells(index, plan), strict=True)) for index, plan in enumerate(planned, 1)]

@@ -31,7 +31,7 @@ Plan = Annotated[bool, typer.Option("--plan", help="Show memory and time predict
 Density = Annotated[
     str | None, typer.Option("--density", metavar="D", help="Share of blocks computed, 0.1; block-sparse pattern.")
 ]
-# 1 - density, as it was asked for before.
+# 1 - density, the former option.
 Sparsity = Annotated[str | None, typer.Option("--sparsity", metavar="S", hidden=True)]
 BlockSize = Annotated[str | None, typer.Option("--block-size", metavar="N", help="Tokens in a block of the mask.")]
 MaskFile = Annotated[

@@ -25,7 +25,7 @@ class Device:
     """A device through `torch.accelerator`, which knows no kernels, streams or clocks of it; `Cpu` and `Cuda` do more.
 
     `where`: as torch names it. `facts`: what is known without torch. `profiler`: the name under which torch's profiler
-    lists its kernels, None where the profiler shows operators only. `profiles_memory`: the profiler also counts its
+    lists its kernels, None if the profiler shows operators only. `profiles_memory`: the profiler also counts its
     memory. `has_graphs`: calls can be captured. `has_streams`: verification calls on a side stream. `peak_method`: what
     `peak_over` reads.
     """
@@ -88,11 +88,11 @@ class Device:
             torch.accelerator.empty_cache()
 
     def free_bytes(self) -> int | None:
-        """Memory that is free on the device; None where nothing is made to depend on it."""
+        """Memory that is free on the device; None if nothing is made to depend on it."""
         return None
 
     def peak_over(self, work: Callable[[], object]) -> int | None:
-        """Bytes that the allocator held at most during `work` beyond those before it; None where torch cannot tell."""
+        """Bytes that the allocator held at most during `work` beyond those before it; None if torch cannot tell."""
         try:
             self.release_cached()
             self.synchronize()
@@ -106,7 +106,7 @@ class Device:
 
     @contextmanager
     def high_water(self) -> Iterator[list[int]]:
-        """The list gets the bytes that the process held at most inside beyond those before; none where unknown."""
+        """The list receives the peak bytes of the process inside the block beyond those before; empty if unknown."""
         yield []
 
     @contextmanager

@@ -75,7 +75,7 @@ def to_text(record: RunRecord, sections: Sequence[Section] = (), columns: Sequen
     chosen = chosen_columns(columns)
     tables = workload_tables(record)
     charts = chart_library()
-    drawn = {id(plot): one for plot, one in _drawn(record, sections, scripted=charts is not None)}
+    drawn = {id(plot): drawn_plot for plot, drawn_plot in _drawn(record, sections, scripted=charts is not None)}
     data = PageData(record, tables, chosen)
     return page(
         "report.html.j2",
@@ -96,7 +96,7 @@ def to_text(record: RunRecord, sections: Sequence[Section] = (), columns: Sequen
         unmeasured=unmeasured(record),
         footnotes=footnotes(tables, chosen),
         charts=charts,
-        data=data.as_json({one.key: one.plot for one in drawn.values() if one.key}),
+        data=data.as_json({drawn_plot.key: drawn_plot.plot for drawn_plot in drawn.values() if drawn_plot.key}),
     )
 
 
@@ -132,7 +132,7 @@ def page(template: str, **facts: Any) -> str:
 
 
 def chart_library() -> str | None:
-    """Vega-Lite as a script (extra `html`); None where it is not installed."""
+    """Vega-Lite as a script (extra `html`); None if it is not installed."""
     try:
         import vl_convert
     except ImportError:
@@ -161,7 +161,7 @@ def _drawn(record: RunRecord, sections: Sequence[Section], scripted: bool) -> It
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name}={_text(one)}" for name, one in value.items())
+        return ", ".join(f"{name}={_text(item)}" for name, item in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(map(_text, value))
     return format_count(value) if type(value) is int and value >= 1024 else str(value)

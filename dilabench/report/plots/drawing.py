@@ -131,7 +131,7 @@ def _ticks_at_points(axes: Axes, places: Sequence[float]) -> None:
 
 
 def _with_room(places: Sequence[float], most: int) -> list[float]:
-    """Those of the rising places that lie apart by a share of 1 / `most` of them all, the largest among them."""
+    """The ascending places that are separated by a share of 1 / `most` of the whole, the largest included."""
     room = (places[-1] / places[0]) ** (1 / most) if places else 1.0
     shown: list[float] = []
     for place in reversed(places):
