@@ -192,10 +192,7 @@ class CheckName(StrEnum):
 
 
 class Check(Model):
-    """One verification check: its error against its tolerance, and where the error is largest.
-
-    `name` is a text if a parameter of a module gave it ('d q_proj.weight'), or another version of dilabench.
-    """
+    """One verification check. `name` is a text if a parameter gave it ('d q_proj.weight'), or another version."""
 
     name: Annotated[CheckName | str, Field(union_mode="left_to_right")]
     passed: bool
@@ -204,12 +201,13 @@ class Check(Model):
     where: str | None = None
     detail: str | None = None
 
-    def __str__(self) -> str:
-        words = [self.detail] if self.detail else []
-        if self.error is not None and self.tolerance is not None:
-            words.append(f"error {self.error:.3g}, allowed {self.tolerance:.3g}")
-        words += [f"at {self.where}"] if self.where else []
-        return f"{self.name}: {'; '.join(words) or 'failed'}"
+    @property
+    def text(self) -> str:
+        """What is wrong, the error against its tolerance, and where it is largest."""
+        known = self.error is not None and self.tolerance is not None
+        far = f"error {self.error:.3g}, allowed {self.tolerance:.3g}" if known else None
+        parts = filter(None, (self.detail, far, self.where and f"at {self.where}"))
+        return f"{self.name}: {'; '.join(parts) or 'failed'}"
 
 
 class Verification(Model):

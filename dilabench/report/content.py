@@ -221,7 +221,7 @@ def _reason(outcome: Skipped | Failed) -> Unmeasured:
         rows="",
         stage=outcome.stage,
         why=outcome.why,
-        checks=tuple(map(str, broken)),
+        checks=tuple(check.text for check in broken),
         traceback=outcome.traceback,
     )
 

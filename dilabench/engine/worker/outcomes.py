@@ -146,7 +146,7 @@ def said_of(outcome: Outcome) -> tuple[Result, str]:
         return "right", f"{counted(len(outcome.checks), 'check')}, {rows}{against}"
     # Which key a row misses is the cause of what other checks see.
     failed = sorted((check for check in outcome.checks if not check.passed), key=lambda check: check.name != CAUSE)
-    lines = [str(check) for check in failed] or ["nothing was checked"]
+    lines = [check.text for check in failed] or ["nothing was checked"]
     return "wrong", "\n".join([outcome.diagnosis, *lines] if outcome.diagnosis else lines)
 
 
@@ -156,6 +156,6 @@ def mistake_of(outcome: Outcome) -> tuple[str, str]:
     if not isinstance(outcome, Verification):
         return outcome.why, outcome.why
     failed = [check for check in outcome.checks if not check.passed]
-    first = str(failed[0]) if failed else "nothing was checked"
+    first = failed[0].text if failed else "nothing was checked"
     name = outcome.diagnosis or (failed[0].name if failed else first)
     return name, "; ".join(filter(None, (outcome.diagnosis, first)))

@@ -116,7 +116,7 @@ class PageData:
         if isinstance(outcome, Failed):
             details["stage"] = outcome.stage
             broken = [one for one in outcome.verification.checks if not one.passed] if outcome.verification else []
-            details["checks"] = [str(check) for check in broken]
+            details["checks"] = [one.text for one in broken]
             if outcome.traceback:
                 details["traceback"] = self._text(outcome.traceback)
         if isinstance(outcome, Measured):
