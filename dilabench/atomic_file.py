@@ -117,7 +117,7 @@ def _put_in_place(temporary: Path, path: Path) -> None:
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
-        # Whoever makes the empty file has the name.
+        # The process that creates the empty file owns the name.
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
         temporary.replace(path)
 

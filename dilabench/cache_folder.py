@@ -44,7 +44,7 @@ def _without_home() -> Path:
         is_private = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & 0o022
         return path if is_private else Path(tempfile.mkdtemp(prefix="dilabench-"))
     except OSError:
-        # Whoever writes to it says why that fails.
+        # The code that writes to it reports the failure.
         return path
 
 

@@ -204,7 +204,7 @@ class PackedKernel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoadedBackend:
-    """A backend ready to be called. `attend_backward` is None where the library has no such entry.
+    """A backend ready to be called. `attend_backward` is None if the library has no such entry.
 
     packed: its kernel for packed sequences, if it has one. Without it dilabench's own tiles compute them on CUDA, where
     Triton runs, and elsewhere they are called one by one: on a CPU there is no launch to save.

@@ -109,7 +109,7 @@ def text_of(error: BaseException) -> str:
     """What an exception says, as UTF-8 can hold it, also of one whose text cannot be had."""
     try:
         return encodable(str(error))
-    # Its `__str__` is code of whoever raised it.
+    # Its `__str__` is foreign code.
     except Exception as second:  # noqa: BLE001
         return f"(its text cannot be printed: its __str__ raised {type(second).__name__})"
 

@@ -148,7 +148,7 @@ def device_named(name: str) -> DeviceFacts:
 
 
 class GpuInfo(Model):
-    """One GPU as NVML shows it; None where the driver does not tell."""
+    """One GPU as NVML shows it; None if the driver does not tell."""
 
     name: str
     uuid_hash: str | None = None

@@ -1,6 +1,6 @@
 """The registry of everything in a row that is named by a key: labels, counters and notes. No torch.
 
-Whoever writes or reads one uses its constant. A plug-in's own keys are written 'plugin:key' and need no entry;
+Code that writes or reads one uses its constant. A plug-in's keys are written 'plugin:key' and need no entry;
 `refuse_unknown` is called where rows are written. docs/reference/run-record.md shows these entries as a table.
 """
 
@@ -64,7 +64,7 @@ class Label(Generic[ValueT]):
         return {self.key: self.write(value)}
 
     def of(self, planned: Labelled) -> ValueT | None:
-        """The value on a planned case; None where it has no such label."""
+        """The value on a planned case; None if it has no such label."""
         text = planned.labels.get(self.key)
         return None if text is None else self.read(text)
 
@@ -178,7 +178,7 @@ TIMER_UNUSABLE = NoteKind("timer_unusable", "a timer cannot time this call")
 LAUNCH_BOUND = NoteKind("launch_bound", "the host takes longer to launch a call than the GPU to compute it", "ns")
 LAUNCH_EXPOSED = NoteKind("launch_exposed", "launching takes longer than can be hidden: samples hold gaps", "ns")
 NO_FLUSH = NoteKind("no_flush", "inputs are so large that the L2 cache was not flushed; size of one set", "bytes")
-BATCHED = NoteKind("batched", "a sample is the mean of so many calls", "count")
+BATCHED = NoteKind("batched", "a sample is the mean of this many calls", "count")
 CLOCK = NoteKind("clock", "samples taken again because the host clock did not advance", "count")
 FIRST_CALL = NoteKind("first_call", "the parts of the last first call")
 MESSAGES_BY_KERNELS = NoteKind("messages_by_kernels", "messages between GPUs wait for attention kernels")
@@ -210,7 +210,7 @@ WORK_KEPT = NoteKind(
     disqualifies=True,
 )
 CHOSEN = NoteKind("chosen", "what the library took, and how long it took to choose, before any timed call", "ns")
-UNCHECKED = NoteKind("unchecked", "what the time is held against could not be had from the pattern's plug-in")
+UNCHECKED = NoteKind("unchecked", "the pattern's plug-in failed to give the figures that the time is checked against")
 
 # What `dilabench doctor` says of a machine; no row carries these.
 GPU_SHARED = NoteKind("gpu_shared", "other processes use the GPU", "count", at_start=True)
@@ -241,7 +241,7 @@ def matmul_key(dtype: str) -> str:
 
 
 def peak_flops(ceilings: Mapping[str, float], dtype: str) -> float | None:
-    """What attention in a dtype can take of a device, by a record's ceilings; None where they do not tell.
+    """What attention in a dtype can take of a device, by a record's ceilings; None if they do not tell.
 
     Tensor cores take float32 apart: at the least into two numbers of half precision, whose products of two such are
     three above float32's last bits, and Triton's bf16x6 takes six of three.

@@ -39,13 +39,7 @@ MemorySource = Literal["allocator", "resident_set", "process_peak"]
 # fits is looked for. budget: no time was left. unusable_optimization: it cannot be switched on for this function.
 # far_slower: the suite asks for the fastest, and another case of the workload, verified, is so many times as fast.
 SkipCode = Literal[
-    "unsupported",
-    "not_applicable",
-    "does_not_fit",
-    "out_of_memory",
-    "budget",
-    "unusable_optimization",
-    "far_slower",
+    "unsupported", "not_applicable", "does_not_fit", "out_of_memory", "budget", "unusable_optimization", "far_slower"
 ]
 # wrong_output: a check of its output failed. backend_not_proven: no kernel of the claimed backend ran. exception: its
 # code raised. crash: its process died. verification_timeout: its verification was not finished in time. peer_lost: a
@@ -201,10 +195,7 @@ class CheckName(StrEnum):
 
 
 class Check(Model):
-    """One verification check: its error against its tolerance, and where the error is largest.
-
-    `name` is a text if a parameter of a module gave it ('d q_proj.weight'), or another version of dilabench.
-    """
+    """One verification check. `name` is a text if a parameter gave it ('d q_proj.weight'), or another version."""
 
     name: Annotated[CheckName | str, Field(union_mode="left_to_right")]
     passed: bool
@@ -213,9 +204,17 @@ class Check(Model):
     where: str | None = None
     detail: str | None = None
 
+    @property
+    def text(self) -> str:
+        """What is wrong, the error against its tolerance, and where it is largest."""
+        known = self.error is not None and self.tolerance is not None
+        far = f"error {self.error:.3g}, allowed {self.tolerance:.3g}" if known else None
+        parts = filter(None, (self.detail, far, self.where and f"at {self.where}"))
+        return f"{self.name}: {'; '.join(parts) or 'failed'}"
+
 
 class Verification(Model):
-    """What was checked before timing. `sampled_rows`: rows held to the oracle, None when every row was.
+    """What was checked before timing. `sampled_rows`: rows compared with the oracle, None if every row was.
 
     `against`: the built-in, confirmed by the oracle, that every row was compared with. `timed_calls`: those of the
     timed sequence that were checked; `timed_rows`: of these call, batch item, position, head. `diagnosis`: a near miss.
@@ -360,7 +359,7 @@ class Diagnostic(Model):
 
 
 class Memory(Model):
-    """Peak memory of one call, split by purpose; None where this device cannot tell.
+    """Peak memory of one call, split by purpose; None if this device cannot measure it.
 
     `source`: torch's allocator; resident sets in old records. `kept_bytes`: of the built function. `process_bytes`:
     what calls added to the process; what of it is not torch's counts as workspace.

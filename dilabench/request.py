@@ -38,7 +38,7 @@ Shard = tuple[int, int]
 
 
 class RunRequest(Model):
-    """Everything `dilabench run` was asked for; the keys of a TOML file's [run] table but for `suite` and `overrides`.
+    """A complete request of `dilabench run`; the keys of a TOML file's [run] table except `suite` and `overrides`.
 
     `presets` names workloads. `overrides` are the workload fields that the user set by hand (TOML, `--set`, short
     options): a suite that varies a field by itself (lengths, say) leaves alone what is named here.
@@ -138,7 +138,7 @@ def read_budget(text: str) -> float | None:
 
 
 def shard_of(config: Mapping[str, Any]) -> Shard | None:
-    """Which part of a request (its fields by name) was asked for. Raises ConfigError for what is none."""
+    """The requested part of a request (its fields by name). Raises ConfigError for an invalid shard."""
     return validated(RunRequest, {"suite": "", "shard": config.get("shard")}).shard
 
 

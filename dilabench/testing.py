@@ -70,7 +70,7 @@ def check_implementation(
     """Build the implementation for each workload and hold it to the oracle; one Verification per workload that ran.
 
     By name, the descriptor says what it takes, supports and promises; `takes`, `supports` and `deterministic` are for
-    a bare build function, held to dilated patterns when it states nothing. `backend`: the name of the dense kernel it
+    a bare build function, checked on dilated patterns if it states nothing. `backend`: the name of the dense kernel it
     is built over; where one is needed and none is named, the one of lowest priority, which takes most. Workloads that
     it does not support are left out; in mode forward where only the gradient is not.
 

@@ -1,3 +1,3 @@
 """The version of dilabench, by itself: the package's own file imports `dilabench.api`, which imports all others."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

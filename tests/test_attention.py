@@ -359,7 +359,7 @@ def test_refuses_tensors_that_do_not_fit() -> None:
         dilated_attention(q, k[:, :9], v[:, :9], **BRANCHES)
     with pytest.raises(ValueError, match=r"equal and \[B, N, K, D\]"):
         dilated_attention(q, k, v[:, :, :1], **BRANCHES)
-    with pytest.raises(ValueError, match="share dtype and device"):
+    with pytest.raises(ValueError, match="device, got query float64 on cpu, key float32 on cpu, value float64 on cpu"):
         dilated_attention(q, k.float(), v, **BRANCHES)
     with pytest.raises(ValueError, match="num_heads=5 is not a multiple of num_kv_heads=2"):
         dilated_attention(q, k[:, :, :2], v[:, :, :2], **BRANCHES)

@@ -203,8 +203,18 @@ def test_the_files_of_settings_are_accepted(tmp_path: Path, monkeypatch: pytest.
     assert set(shapes) == {(8192, "both")}
 
 
-def test_the_result_on_the_home_page_is_what_its_record_says(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "index.md"], ids=page_name)
+def test_the_result_on_a_first_page_is_what_its_record_says(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERMINAL_WIDTH", "110")
-    (shown,) = re.findall(r"```text\n(.*?)```", (DOCS / "index.md").read_text(), re.DOTALL)
-    told = CliRunner().invoke(app, ["report", str(DOCS / "results" / "h200-range.json")]).stdout
-    assert set(shown.splitlines()) <= set(told.splitlines())
+    (shown,) = re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL)
+    printed = CliRunner().invoke(app, ["report", str(DOCS / "results" / "h200-range.json")]).stdout
+    assert set(shown.splitlines()) <= set(printed.splitlines())
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "results").glob("*.md")), ids=page_name)
+def test_a_page_of_results_shows_the_date_and_commit_of_each_record(page: Path) -> None:
+    text = page.read_text()
+    for name in sorted(set(re.findall(r"\]\(([\w.-]+\.json)\)", text))):
+        record = json.loads((page.parent / name).read_text())
+        assert record["started_at"][:10] in text, name
+        assert (record["environment"]["git"] or {"sha": "not recorded"})["sha"][:7] in text, name

@@ -148,6 +148,8 @@ def dilated_attention(
             f"dropout_p {dropout_p} is not supported: attention weights are never materialised, so that none can be "
             "dropped; use 0, and nn.Dropout on the output"
         )
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        operands.check_are_tensors(query=query, key=key, value=value)
     if torch._C._is_any_autocast_enabled():
         query, key, value = operands.as_autocast(query, key, value)
     if sink is not None:

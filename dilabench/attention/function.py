@@ -161,6 +161,7 @@ def attention(
             operands.check_is_tensor(sink)
         if backend != AUTO:
             raise ValueError(f"backend {backend!r} with pattern {pattern.kind}, whose kernels call none; leave it out")
+        operands.check_are_tensors(query=query, key=key, value=value)
         refuse_forward_mode(query, key, value)
         if torch._C._is_any_autocast_enabled():
             query, key, value = operands.as_autocast(query, key, value)

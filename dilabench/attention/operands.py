@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -15,6 +17,8 @@ from dilabench.workload.spec import Workload
 
 Kind = tuple[torch.Size, torch.dtype, torch.device]
 """Shape, dtype and device of a tensor."""
+# With so few tokens of so many heads, the axes are likely swapped.
+FEW_TOKENS, MANY_HEADS = 64, 256
 
 
 class Options(Protocol):
@@ -41,6 +45,8 @@ def workload_of(pattern: Pattern, tensors: Sequence[Kind], options: Options) -> 
     check_operands(*shapes)
     check_kinds(zip(dtypes, devices, strict=True))
     batch_size, seq_len, num_heads, head_dim = shapes[0]
+    if seq_len <= FEW_TOKENS and num_heads > MANY_HEADS:
+        _warn_of_layout(tuple(shapes[0]))
     sequences = without_empty(options.cu_seqlens, seq_len) if options.cu_seqlens else ()
     if sequences:
         seq_len = sequences[-1]
@@ -95,11 +101,31 @@ def check_operands(query: torch.Size, key: torch.Size, value: torch.Size) -> Non
         raise ValueError(f"key {tuple(key)} must agree with query {tuple(query)} in batch, length and head dim")
 
 
+def check_are_tensors(**operands: object) -> None:
+    """Refuse what is no tensor, by name."""
+    for name, operand in operands.items():
+        if not isinstance(operand, Tensor):
+            kind = f"{type(operand).__module__}.{type(operand).__qualname__}".removeprefix("builtins.")
+            raise ValueError(f"{name} is a {kind}; give a tensor: torch.as_tensor({name})")
+
+
+@cache
+def _warn_of_layout(query: tuple[int, ...]) -> None:
+    """Once for a shape that looks like [B, H, N, D], which no check can tell from few tokens of many heads."""
+    warnings.warn(
+        f"query {query} has {query[2]} heads of {query[1]} tokens: the layout is [B, N, H, D]; if it is [B, H, N, D], "
+        "call transpose(1, 2) first",
+        stacklevel=2,
+    )
+
+
 def check_kinds(kinds: Iterable[tuple[torch.dtype, torch.device]]) -> None:
     """Refuse dtypes or devices that differ."""
-    kinds_found = {*kinds}
-    if len(kinds_found) > 1:
-        raise ValueError(f"query, key and value must share dtype and device, got {sorted(map(str, kinds_found))}")
+    found = [*kinds]
+    if len({*found}) > 1:
+        named = (f"{str(dtype).removeprefix('torch.')} on {device}" for dtype, device in found)
+        got = ", ".join(f"{name} {kind}" for name, kind in zip(("query", "key", "value"), named, strict=True))
+        raise ValueError(f"query, key and value must share dtype and device, got {got}")
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

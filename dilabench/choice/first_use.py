@@ -182,6 +182,9 @@ def _served(ways: Ways, machine: Machine, workload: Workload, names: Iterable[st
             way = Way(name, backend, workload)
             if ways.reasons_against(way, machine) or ways.reasons_untried(way, machine):
                 continue
+            # One call after another of each length that packed sequences have would only prepare itself for seconds.
+            if workload.layout == "packed" and backend and not ways.backends.get(backend).packed_target:
+                continue
             if backend is None or not ways.reasons_against_backend(way, machine):
                 yield way
 

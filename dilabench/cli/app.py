@@ -26,8 +26,7 @@ DEBUG_VARIABLE = "DILABENCH_DEBUG"
 def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, None]:
     """Wrap a command: errors meant for the user become one message on stderr, others a short text on where to report.
 
-    `prints`: what it prints is what it is for, so that it fails where that cannot be written. DILABENCH_DEBUG=1 lets
-    tracebacks through.
+    `prints`: its purpose is its output, so that it fails if that cannot be written. DILABENCH_DEBUG=1 shows tracebacks.
     """
 
     @functools.wraps(command)
@@ -39,7 +38,7 @@ def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, N
             code = ExitCode(end.exit_code)
         except KeyboardInterrupt as error:
             raise stopped(f"interrupted {text_of(error)}".rstrip(), ExitCode.INTERRUPTED) from None
-        # The outermost boundary: what arrives here and is no message for the user is a bug of dilabench.
+        # The outermost boundary: any exception here that is no message for the user is a bug of dilabench.
         except Exception as error:
             if os.environ.get(DEBUG_VARIABLE):
                 raise
@@ -60,7 +59,7 @@ def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, N
 
 
 def require_working_folder() -> None:
-    """Raise EnvironmentNotReady where the working folder is gone."""
+    """Raise EnvironmentNotReady if the working folder is gone."""
     try:
         os.getcwd()
     except OSError as error:
@@ -69,7 +68,7 @@ def require_working_folder() -> None:
 
 
 def stopped(message: str, code: ExitCode) -> typer.Exit:
-    """Say on stderr why a command ends, and return how."""
+    """Print on stderr why a command ends, and return the exit code."""
     try:
         say_folded(message, "  ", err=True)
     except ConfigError:
@@ -79,7 +78,7 @@ def stopped(message: str, code: ExitCode) -> typer.Exit:
 
 
 class Answering(TyperCommand):
-    """A command that understands the names which options have elsewhere, or says what to write instead."""
+    """A command that accepts the names of options in other tools, or names the replacement."""
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
         """As any command's."""
@@ -105,7 +104,7 @@ class Answering(TyperCommand):
         spelt = {name for option in self.params for name in option.opts}
         first = {option.name: option.opts[0] for option in self.params}
         parameters = inspect.signature(self.callback).parameters if self.callback else {}
-        # An option that is called so goes before an old name of another.
+        # An option of that name takes precedence over an old name of another.
         old = {
             name: first[parameter]
             for parameter in parameters.keys() & first.keys()
@@ -260,7 +259,7 @@ class Commands(TyperGroup):
         return super().resolve_command(context, args)
 
     def get_command(self, context: Any, name: str) -> Any:
-        """The command of that name, with the user's defaults for its options; None where there is none."""
+        """The command of that name, with the user's defaults for its options; None if there is none."""
         entry = next((entry for entry in COMMANDS if entry.name == name), None)
         if entry is None:
             if refusal := removed("command", name):
@@ -272,7 +271,7 @@ class Commands(TyperGroup):
             defaults = defaults_of(
                 name, command, lambda: {entry.name: entry.loaded(self.context_settings) for entry in COMMANDS}
             )
-            # A run goes on as it was asked for: the defaults of today are not for it.
+            # A run is resumed as it was requested, without today's defaults.
             goes_on = any(word.partition("=")[0] == "--resume" for word in self._arguments)
             context.default_map = {} if goes_on else {name: defaults}
         except DilabenchError as error:
@@ -300,7 +299,7 @@ app = typer.Typer(
 
 
 def list_configs(asked: bool) -> None:
-    """Print what --config takes and leave, if asked."""
+    """Print the values of --config and exit, if requested."""
     if asked:
         from dilabench.cli.show.list import Kind, list_names
 
@@ -318,7 +317,7 @@ def _print_version(asked: bool) -> None:
 def _root(
     context: typer.Context,
     version: Annotated[  # noqa: ARG001 - its callback has answered
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:

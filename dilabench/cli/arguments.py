@@ -1,4 +1,4 @@
-"""Option styles and names of other documents and tools: what the parser is given, and what the answer is."""
+"""Option styles and names of other documents and tools, and how the parser treats them."""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ SEVERAL_VALUES = frozenset({"--implementations", "--sequence-lengths", "--custom
 
 
 class OldNames(tuple[str, ...]):
-    """Names that other benchmarks and older scripts have for an option: understood, and not shown by --help.
+    """Names of an option in other benchmarks and older scripts: accepted, but not shown by --help.
 
     They stand in the option's annotation: `Annotated[str, typer.Option("--dtype"), OldNames(["--precision"])]`.
     """
@@ -16,7 +16,7 @@ class OldNames(tuple[str, ...]):
     __slots__ = ()
 
 
-# Options that others have where dilabench has another way: what to write instead.
+# Options of other tools that dilabench lacks, with their replacement.
 INSTEAD = {
     "--segment-lengths": "--set segment_lengths=2048,4096",
     "--dilation-rates": "--set dilation_rates=1,2",

@@ -40,7 +40,7 @@ def defaults_of(name: str, command: Any, commands: Callable[[], Mapping[str, Any
 
 
 def defaults_file() -> Path | None:
-    """The file that counts here, if there is one. Raises ConfigError when it cannot be read."""
+    """The file of defaults that applies here, if there is one. Raises ConfigError if it cannot be read."""
     found = _file(Path.cwd())
     return None if found is None else found[0]
 
@@ -83,7 +83,7 @@ def _options(command: Any) -> dict[str, str]:
 
 
 def _file(folder: Path) -> tuple[Path, dict[str, Any]] | None:
-    """The nearest file with defaults, and what it holds. Raises ConfigError when it cannot be read."""
+    """The nearest file with defaults, and its content. Raises ConfigError if it cannot be read."""
     for path in (above / name for above in (folder, *folder.parents) for name in (OWN_FILE, PROJECT_FILE)):
         if not path.is_file():
             continue

@@ -75,7 +75,9 @@ Device = Annotated[
 StrictPlugins = Annotated[bool, typer.Option("--strict-plugins", help="Stop when a plug-in cannot be loaded.")]
 RelativeTo = Annotated[
     str | None,
-    typer.Option("--relative-to", metavar="IMPL", help="An implementation whose code did not change: noise cancels."),
+    typer.Option(
+        "--relative-to", metavar="IMPL", help="Relative to an implementation with unchanged code: noise cancels."
+    ),
 ]
 Columns = Annotated[
     list[str] | None,
@@ -92,7 +94,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def require_one_format(as_json: bool, formats: Iterable[str]) -> None:
-    """Raise ConfigError where --json stands beside other formats: one of the two would go unheard."""
+    """Raise ConfigError if --json is given together with other formats, because one would be ignored."""
     others = [name for name in formats if name != "json"]
     if as_json and others:
         raise ConfigError(f"--json and -f {','.join(others)} each say what to print; leave one out")
@@ -130,7 +132,7 @@ def names(*options: Sequence[str] | None) -> list[str]:
 
 
 def column_names(options: Sequence[str] | None) -> list[str]:
-    """The columns asked for, checked; their names hold blanks, so that only commas part them. Raises ConfigError."""
+    """The requested columns, checked; names may contain blanks, so only commas separate them. Raises ConfigError."""
     from dilabench.report.columns import chosen_columns
 
     wanted = [name.strip() for text in options or () for name in text.split(",") if name.strip()]
@@ -139,7 +141,7 @@ def column_names(options: Sequence[str] | None) -> list[str]:
 
 
 def lengths_of(range_name: str | None, lengths: list[str], custom: list[str]) -> list[int] | None:
-    """The lengths asked for, by themselves or as a named range. Raises ConfigError where they are given twice."""
+    """The requested lengths, given directly or as a named range. Raises ConfigError if they are given twice."""
     if lengths and custom:
         raise ConfigError("--lengths and --custom-lengths mean the same; give one of them")
     counts = [parse_count(length, "length") for length in lengths or custom]
@@ -149,7 +151,7 @@ def lengths_of(range_name: str | None, lengths: list[str], custom: list[str]) ->
 
 
 def discovered(strict: bool = False) -> "Found":
-    """The plug-ins; says on stderr which were left out. With `strict`, raises PluginError for the first of them."""
+    """Load the plug-ins; name failed ones on stderr. With `strict`, raise PluginError for the first of them."""
     from dilabench.plugins.manager import discover
 
     found = discover(strict)
@@ -159,7 +161,7 @@ def discovered(strict: bool = False) -> "Found":
 
 
 def tell_of(problems: Iterable["Problem"]) -> None:
-    """Say on stderr which plug-ins, or parts of them, were left out, and why."""
+    """Print on stderr which plug-ins, or parts of them, failed, and why."""
     for problem in problems:
         note(f"left out, plug-in {problem.plugin!r}: {problem.why}")
 
@@ -167,9 +169,9 @@ def tell_of(problems: Iterable["Problem"]) -> None:
 def real_names(
     implementations: Sequence[str] | None, backends: Sequence[str] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What records call the implementations and backends that -i and -b name, aliases resolved.
+    """Resolve aliases of -i and -b to the names of implementations and backends in records.
 
-    A name that is not known here may be that of a plug-in which made the record, and stays.
+    An unknown name is kept, because it may belong to a plug-in that made the record.
     """
     wanted = names(implementations), names(backends)
     if not any(wanted):
@@ -179,6 +181,6 @@ def real_names(
     catalogue = discover().catalogue
     known, kernels = catalogue.implementations, catalogue.backends
     return (
-        tuple(known.get(one).name if one in known else one for one in wanted[0]),
-        tuple(kernels.get(one).name if one in kernels else one for one in wanted[1]),
+        tuple(known.get(name).name if name in known else name for name in wanted[0]),
+        tuple(kernels.get(name).name if name in kernels else name for name in wanted[1]),
     )

@@ -133,14 +133,21 @@ def say_text(text: str | Iterator[str]) -> None:
 
 
 def say_page(text: str, folder: Path | None, name: str) -> None:
-    """Print a page, or write it into a folder and say on stderr where it is."""
+    """Print a page, or write it (`file_meant`) and say on stderr where it is."""
     from dilabench.atomic_file import write_text
 
     if folder is None:
         say(text)
     else:
-        write_text(folder / name, text)
-        say(str(folder / name), err=True)
+        path = file_meant(folder, name)
+        write_text(path, text)
+        say(str(path), err=True)
+
+
+def file_meant(output: Path, name: str) -> Path:
+    """What `-o OUTPUT` means: a file if it ends like `name` and is no folder, else the folder of a file `name`."""
+    is_file = output.suffix == Path(name).suffix != "" and not output.is_dir()
+    return output if is_file else output / name
 
 
 def note(text: str) -> None:

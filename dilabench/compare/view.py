@@ -177,12 +177,12 @@ def first_timing(row: Row) -> Timing | None:
 
 
 def memory_of(row: Row) -> Memory | None:
-    """The memory of one call of a row; None where it was not measured."""
+    """The memory of one call of a row; None if it was not measured."""
     return row.outcome.memory if isinstance(row.outcome, Measured) else None
 
 
 def peak_of(row: Row) -> int | None:
-    """The peak memory of one call of a row, in bytes; None where it was not measured."""
+    """The peak memory of one call of a row, in bytes; None if it was not measured."""
     memory = memory_of(row)
     return memory.peak_bytes if memory else None
 

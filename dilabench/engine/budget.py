@@ -1,4 +1,4 @@
-"""How the time that a run may take is shared out among its cases. No torch."""
+"""Distributes a run's time limit among its cases. No torch."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,7 @@ Clock = Callable[[], float]
 
 
 def steady(clock: Clock = time.monotonic) -> Clock:
-    """A clock in seconds that never runs backwards, whatever the given one does."""
+    """A clock in seconds that never runs backwards, even if the given one does."""
     latest = -inf
 
     def read() -> float:
@@ -23,7 +23,7 @@ def steady(clock: Clock = time.monotonic) -> Clock:
 
 
 class Budget:
-    """A total in seconds (None: no limit), from `start` on. What a case leaves over goes to those that have not ended.
+    """A total in seconds (None: no limit), from `start` on. Time that a case leaves unused goes to the remaining cases.
 
     Half of the time is shared equally, half in proportion to the work, so that long sequences get more.
     """
@@ -36,15 +36,15 @@ class Budget:
         self.start()
 
     def start(self) -> None:
-        """Let the time run from now on, whatever has passed."""
+        """Restart the time from now."""
         self._started = self.clock()
 
     def add(self, cases: Iterable[Case]) -> None:
-        """More cases to share with."""
+        """Add cases that share the time."""
         self._work.update({case.case_id: flops(case.workload) for case in cases})
 
     def done(self, case: Case) -> None:
-        """A case has ended and needs no share any more."""
+        """Remove an ended case, which needs no further share."""
         self._work.pop(case.case_id, None)
 
     @property
@@ -56,16 +56,16 @@ class Budget:
 
     @property
     def waiting(self) -> int:
-        """How many cases have not ended."""
+        """The number of cases that have not ended."""
         return len(self._work)
 
     @property
     def exhausted(self) -> bool:
-        """Whether no time is left."""
+        """Return True if no time is left."""
         return self.remaining_s <= 0
 
     def share_s(self, cases: Sequence[Case]) -> float:
-        """The fair part of what remains for these cases together."""
+        """The fair share of the remaining time for these cases together."""
         remaining = self.remaining_s
         total_work = sum(self._work.values())
         if remaining == inf or not self._work:

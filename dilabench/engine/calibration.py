@@ -65,22 +65,22 @@ def measure_session(
         catalogue=catalogue,
         pool=WorkerPool(WorkerSettings(device=machine.device)),
         method=method,
-        budget=Budget(None, [one.case for one in planned], time.monotonic),
+        budget=Budget(None, [case.case for case in planned], time.monotonic),
         progress=progress,
         seed=seed,
     )
     states = [
-        CaseState(planned=one, spec=case_spec(one.case, catalogue, seed), key=worker_key(one.case, catalogue))
-        for one in planned
+        CaseState(planned=case, spec=case_spec(case.case, catalogue, seed), key=worker_key(case.case, catalogue))
+        for case in planned
     ]
     try:
         Rounds(driver, states, random.Random(seed)).take(method.timer, method.sampling_s * len(states))
-        torch_facts = next((one.home.hello.torch for one in states if one.home), {})
+        torch_facts = next((state.home.hello.torch for state in states if state.home), {})
     finally:
         driver.pool.close()
     for state in states:
         if state.outcome is not None or not state.runs:
             why = state.outcome.why if state.outcome else "its timer took no sample"
             raise EnvironmentNotReady(f"calibration case {state.case.implementation!r} was not measured: {why}")
-    timings = {one.case.implementation: one.run_of(method.timer).timing() for one in states}
+    timings = {state.case.implementation: state.run_of(method.timer).timing() for state in states}
     return CalibrationSession(timings, torch_facts)

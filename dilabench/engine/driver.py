@@ -1,4 +1,4 @@
-"""Sends commands about cases to their workers; whatever goes wrong becomes the outcome of a case. No torch."""
+"""Sends commands about cases to their workers; failures become the outcome of a case. No torch."""
 
 import time
 from collections.abc import Callable
@@ -25,9 +25,9 @@ OVERRUN_S = 1.0
 
 @dataclass(slots=True)
 class Driver:
-    """What the groups of a run share: method, budget, progress and the workers.
+    """The shared state of a run's groups: method, budget, progress and the workers.
 
-    `next_round` numbers the rounds of the whole run: slots with the same number took turns with each other. `machine`:
+    `next_round` numbers the rounds of the whole run: slots with the same number were interleaved. `machine`:
     what chooses the built-ins that all rows are compared with; without one there are none. `patience_s`: seconds that a
     worker may take for an answer, whatever the fair share of its case is.
     """
@@ -46,7 +46,7 @@ class Driver:
     patience_s: float = 0.0
 
     def prepare(self, state: CaseState) -> bool:
-        """Have the case built in a living worker; False when that ended it."""
+        """Build the case in a live worker; False if that ended the case."""
         if self.budget.exhausted:
             state.outcome = self.budget_skip("before its turn")
             return False
@@ -70,14 +70,14 @@ class Driver:
         return True
 
     def prepare_in(self, worker: Worker, state: CaseState, stage: Stage) -> Prepared | None:
-        """Have the case built in a given worker; None when that ended it."""
+        """Build the case in a given worker; None if that ended the case."""
         reply = self.ask_worker(worker, state, stage, "prepare", spec=state.spec.model_dump(mode="json"))
         if reply is not None:
             state.add_notes(reply.notes)
         return reply.prepared if reply else None
 
     def warm_up(self, state: CaseState, timer: TimerSpec) -> bool:
-        """Have the timer of a case ready and warm; False when that ended the case or the timer cannot be used."""
+        """Prepare and warm up the timer of a case; False if that ended the case or the timer cannot be used."""
         if not self.prepare(state):
             return False
         if timer.name in state.warm:
@@ -103,11 +103,11 @@ class Driver:
         return True
 
     def is_ready(self, state: CaseState, timer: TimerSpec) -> bool:
-        """Whether the timer of a case is warm in a worker that lives."""
+        """Return True if the timer of a case is warm in a live worker."""
         return state.home is not None and state.home.alive and timer.name in state.warm
 
     def judge(self, state: CaseState, reply: Reply) -> None:
-        """Take over what was found of timed calls; a wrong output ends the case."""
+        """Record the checks of timed calls; a wrong output ends the case."""
         found = reply.verification
         if found is None or state.verification is None:
             return
@@ -125,7 +125,7 @@ class Driver:
             self.release(state)
 
     def ask(self, state: CaseState, stage: Stage, name: CommandName, **arguments: object) -> Reply | None:
-        """A command to the worker that has the case; None when that ended the case."""
+        """Send a command to the case's worker; None if that ended the case."""
         assert state.home is not None
         return self.ask_worker(state.home, state, stage, name, **arguments)
 
@@ -142,7 +142,7 @@ class Driver:
             else:
                 self.fail(state, stage, failure)
             return None
-        # Ranks have a process each.
+        # Each rank has a process.
         if reply.process_bytes is not None and state.case.world_size == 1:
             state.process_bytes = max(state.process_bytes or 0, reply.process_bytes)
         return reply
@@ -156,7 +156,7 @@ class Driver:
         return reply.diagnostics
 
     def release(self, state: CaseState) -> None:
-        """Free what the case holds in its worker; a worker that cannot even do that is ended."""
+        """Free the memory of the case in its worker; a worker that fails to do so is ended."""
         if state.home is None or not state.home.alive:
             return
         try:
@@ -182,13 +182,13 @@ class Driver:
         return min(self.timeout_s, device_named(self.pool.settings.device).min_timeout_s)
 
     def budget_skip(self, when: str) -> Skipped:
-        """The row of a case that there was no time for."""
+        """The outcome of a case that the budget skipped."""
         total = format_seconds(self.budget.total_s or 0.0)
         why = f"budget of {total} used up {when}; allow more with --budget, or go on with --resume"
         return Skipped(code="budget", why=why)
 
     def fail(self, state: CaseState, stage: Stage, failure: WorkerFailure) -> None:
-        """End a case with what a worker did not do."""
+        """End a case with a worker's failure."""
         code, why = failure.code, failure.why
         if code == "timeout" and self.budget.exhausted:
             state.outcome = self.budget_skip(f"during its stage {stage!r}")

@@ -1,4 +1,4 @@
-"""What `--timing` means on a device: which timer, how long, how sure. No torch."""
+"""The method of `--timing` on a device: timer, duration, precision. No torch."""
 
 from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker.protocol import TimerSpec
@@ -10,9 +10,9 @@ from dilabench.request import RunRequest
 from dilabench.validation import Model
 
 METHODS = ("simple", "warmup", "profiler")
-# Fewer turns than this say nothing about the parts of a call over ranks.
+# The fewest interleaved timings of the parts of a call over ranks.
 MIN_TURNS = 3
-# Where the number of samples is given, only the budget ends them earlier.
+# With a given number of samples, only the budget ends sampling earlier.
 UNLIMITED_S = 1e9
 # Where a suite is content with less sampling: verification has called each case by then, so that a tenth of it warms up
 # what is left, at most a third where a device asks for more; half as many turns again as intervals need at least
@@ -65,7 +65,7 @@ def choose_method(
 ) -> Method:
     """The method of a `--timing` value: simple, warmup, profiler, or a timer by name (timed as by warmup).
 
-    `warmup_runs`: exactly so many calls before the first sample; `timing_runs`: exactly so many samples, one a round.
+    `warmup_runs`: the exact number of calls before the first sample; `timing_runs`: of samples, one a round.
     `sampling_s`: what a suite is content with, where that is less than the device's own; it warms up for less, too, and
     takes fewer turns. `far_slower`: as in `Method`.
 
@@ -84,7 +84,7 @@ def choose_method(
     if sampling_s is not None:
         method = _shortened(method, sampling_s)
     if far_slower is not None:
-        # Which is the fastest is told by one timer.
+        # One timer is enough to find the fastest.
         method = method.model_copy(update={"far_slower": far_slower, "graph_timer": None})
     if warmup_runs is not None:
         limits = method.warm_up.model_copy(update={"runs": warmup_runs})
@@ -98,7 +98,7 @@ def choose_method(
 
 
 def method_for(request: RunRequest, device: str, catalogue: Catalogue) -> Method:
-    """The method of a request: what it and its suite ask for. Raises as `choose_method` does."""
+    """The method that a request and its suite define. Raises like `choose_method`."""
     suite = catalogue.suites.get(request.suite) if request.suite in catalogue.suites else None
     return choose_method(
         request.timing,
@@ -129,7 +129,10 @@ def _shortened(method: Method, sampling_s: float) -> Method:
 
 def _method_of(timing: str, timer: Timer, is_default: bool, device: str, catalogue: Catalogue) -> Method:
     facts = device_named(device)
-    again = next((one for one in catalogue.timers if one.for_launch_bound and facts.word in one.devices), None)
+    again = next(
+        (candidate for candidate in catalogue.timers if candidate.for_launch_bound and facts.word in candidate.devices),
+        None,
+    )
     shortest_s, longest_s = facts.warm_up_s
     method = Method(
         timer=_spec(timer),
@@ -153,5 +156,5 @@ def _method_of(timing: str, timer: Timer, is_default: bool, device: str, catalog
 
 
 def _spec(timer: Timer) -> TimerSpec:
-    """The part of a timer's descriptor that a worker needs."""
+    """The fields of a timer's descriptor that a worker needs."""
     return TimerSpec(name=timer.name, target=timer.target, proves=timer.proves, fresh_process=timer.fresh_process)

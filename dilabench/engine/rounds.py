@@ -56,7 +56,7 @@ class Rounds:
                 break
             taken += 1
             if taken == 1:
-                # A first estimate may be of a call in a process that had just begun, many times too long.
+                # A first estimate may come from a call in a process that has just started, and be many times too long.
                 sizes = self._sizes(running, share_s)
             after_next_s = clock() - started + (clock() - began)
             is_last = taken + 1 == most or self._enough(running, timer, sizes, taken + 1, after_next_s, share_s)
@@ -78,7 +78,7 @@ class Rounds:
         driver, round_index = self._driver, self._driver.next_round
         run = state.run_of(timer)
         if driver.budget.exhausted and not (is_last and run.slots and driver.is_ready(state, timer)):
-            # What has samples is checked even so, but for want of time in no new worker.
+            # The budget is used up: a case with samples still gets its last check, but no new worker starts for it.
             return
         # Another case in the same worker may have crashed it.
         if not state.running or not driver.warm_up(state, timer):
@@ -90,7 +90,7 @@ class Rounds:
         if reply is None or reply.slot is None:
             return
         samples_s = sum(reply.slot.samples_ns) * 1e-9
-        # A clock that stood still, as `steady` does for one that runs backwards, says nothing.
+        # A clock that stood still (`steady` stops one that runs backwards) gives no time.
         if 0 < took_s * CLOCKS_APART < samples_s and not timer.fresh_process:
             why = f"timer {timer.name!r} took samples of {samples_s:.3g} s in {took_s:.3g} s by the runner's clock"
             state.outcome = Failed(stage="time", code="exception", why=why, verification=state.verification)
@@ -113,7 +113,7 @@ class Rounds:
         spent_s: float,
         share_s: float,
     ) -> bool:
-        """Whether so many rounds, the next one among them, which would end after `spent_s`, are enough."""
+        """Return True if the rounds up to and including the next one, which would end after `spent_s`, are enough."""
         method, budget = self._driver.method, self._driver.budget
         if budget.exhausted:
             return True
@@ -121,7 +121,7 @@ class Rounds:
         if min(run.samples + sizes[id(state)] for state, run in zip(running, runs, strict=True)) < method.min_samples:
             return False
         if len(running) > 1 and rounds < MIN_ROUNDS:
-            # Fewer give no interval of a ratio: a factor of 1.3 would stay open.
+            # Fewer rounds give no interval of a ratio: a factor of 1.3 would be undecided.
             return False
         if spent_s >= share_s:
             return True
@@ -138,7 +138,7 @@ class Rounds:
 
 def are_precise(runs: Sequence[TimerRun], target: float) -> bool:
     """The medians of the slot locations are known to a relative half width of `target`, and the ratios to the fastest,
-    by which rows are told apart, to half of it, or where they lie far apart, to a third of their distance."""
+    that separates rows, to half of it, or to a third of the distance of rows that are far apart."""
     fastest = min(runs, key=lambda run: median(run.locations_ns))
     its_own = fastest.by_round
     if not all(_is_known(run.locations_ns, target) for run in runs):

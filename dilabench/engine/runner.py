@@ -85,7 +85,7 @@ def run(
         catalogue=catalogue,
         pool=WorkerPool(WorkerSettings(device=machine.device), partial(start_worker, launcher=launcher)),
         method=method,
-        budget=Budget(request.budget_s, [one.case for one in waiting if one.skip is None], steady(clock)),
+        budget=Budget(request.budget_s, [case.case for case in waiting if case.skip is None], steady(clock)),
         progress=progress or Silent(),
         seed=request.seed,
         trace_folder=trace_folder if method.trace else None,
@@ -93,7 +93,7 @@ def run(
         next_round=1 + max(_rounds_of(completed), default=-1),
         machine=machine,
     )
-    ranks = max((one.case.world_size for one in waiting if one.skip is None), default=1)
+    ranks = max((case.case.world_size for case in waiting if case.skip is None), default=1)
     gpus = (launcher or ThisMachine()).gpus_here(ranks)
     return _Run(driver, machine, sink, planned, completed).go(header, follow_up, gpus, project)
 
@@ -108,8 +108,8 @@ def _rounds_of(rows: Iterable[Row]) -> Iterator[int]:
 def _waiting(planned: Iterable[PlannedCase], done: Iterable[Row]) -> list[PlannedCase]:
     """The planned cases without a row yet, each once."""
     ended = {row.case.case_id for row in done}
-    cases = {one.case.case_id: one for one in planned}
-    return [one for case_id, one in cases.items() if case_id not in ended]
+    cases = {case.case.case_id: case for case in planned}
+    return [case for case_id, case in cases.items() if case_id not in ended]
 
 
 class _Run:
@@ -125,7 +125,7 @@ class _Run:
     ) -> None:
         self.driver, self.machine, self.sink = driver, machine, sink
         self.progress = driver.progress
-        self.planned = {one.case.case_id: one for one in planned}
+        self.planned = {case.case.case_id: case for case in planned}
         self.rows = {row.case.case_id: row for row in completed}
         self.completed = frozenset(self.rows)
         self.ceilings: dict[str, float] = {}
@@ -196,9 +196,9 @@ class _Run:
 
     def _measure_all(self, follow_up: FollowUp | None) -> None:
         while True:
-            for one in _waiting(self.planned.values(), self.rows.values()):
-                if one.skip is not None:
-                    self._keep(Row(planned=one, outcome=one.skip))
+            for case in _waiting(self.planned.values(), self.rows.values()):
+                if case.skip is not None:
+                    self._keep(Row(planned=case, outcome=case.skip))
             groups = [(group, self._interleaved(group)) for group in self._groups()]
             self._take_least([run for _, run in groups if run is not None])
             for group, interleaved in groups:
@@ -207,16 +207,16 @@ class _Run:
                 for row in self._rows_of(group, interleaved):
                     self._keep(row)
             more = follow_up(tuple(self._in_order())) if follow_up else ()
-            fresh = [one for one in more if one.case.case_id not in self.planned]
+            fresh = [case for case in more if case.case.case_id not in self.planned]
             if not fresh:
                 return
-            self.planned |= {one.case.case_id: one for one in fresh}
-            self.driver.budget.add([one.case for one in fresh if one.skip is None])
+            self.planned |= {case.case.case_id: case for case in fresh}
+            self.driver.budget.add([case.case for case in fresh if case.skip is None])
             self.progress.run_started(len(self.planned.keys() - self.completed))
 
     def _interleaved(self, group: Sequence[PlannedCase]) -> WorkloadGroupRun | None:
         """The part of a group that is measured in rounds; None if there is none."""
-        interleaved = [one for one in group if one.procedure == "interleaved"]
+        interleaved = [case for case in group if case.procedure == "interleaved"]
         return WorkloadGroupRun(self.driver, interleaved) if interleaved else None
 
     def _take_least(self, groups: Sequence[WorkloadGroupRun]) -> None:
@@ -242,16 +242,16 @@ class _Run:
 
     def _rows_of(self, group: Sequence[PlannedCase], interleaved: WorkloadGroupRun | None) -> Iterator[Row]:
         """First the isolated cases, each in a process of its own, then the rest of the group in rounds."""
-        for one in [one for one in group if one.procedure == "isolated"]:
-            yield IsolatedRun(self.driver, one).row()
+        for isolated in [case for case in group if case.procedure == "isolated"]:
+            yield IsolatedRun(self.driver, isolated).row()
         if interleaved is not None:
             yield from interleaved.rows()
 
     def _groups(self) -> list[list[PlannedCase]]:
         """The cases that wait, those of one workload together, in the order planned."""
         groups: dict[str, list[PlannedCase]] = {}
-        for one in _waiting(self.planned.values(), self.rows.values()):
-            groups.setdefault(one.case.group_id, []).append(one)
+        for case in _waiting(self.planned.values(), self.rows.values()):
+            groups.setdefault(case.case.group_id, []).append(case)
         return list(groups.values())
 
     def _keep(self, row: Row) -> None:
@@ -274,7 +274,7 @@ class _Run:
 
         Where no worker starts, the row of each case says so.
         """
-        running = [one.case for one in group if one.skip is None]
+        running = [case.case for case in group if case.skip is None]
         if not running or matmul_key(running[0].workload.dtype) in self.ceilings:
             return
         try:
@@ -305,10 +305,10 @@ class _Run:
 
     def _described(self, header: RunHeader) -> RunHeader:
         """The header with torch's own facts and the device's ceilings, from the first worker that will be needed."""
-        waiting = [one for one in _waiting(self.planned.values(), self.rows.values()) if one.skip is None]
+        waiting = [case for case in _waiting(self.planned.values(), self.rows.values()) if case.skip is None]
         if not waiting:
             return header
-        dtypes = sorted({one.case.workload.dtype for one in waiting})
+        dtypes = sorted({case.case.workload.dtype for case in waiting})
         try:
             worker = self.driver.pool.resident(worker_key(waiting[0].case, self.driver.catalogue))
             environment = with_torch(header.environment, self.machine, worker.hello.torch)

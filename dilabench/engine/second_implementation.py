@@ -17,7 +17,7 @@ def second_implementations(
 ) -> Iterator[tuple[Implementation, Backend | None]]:
     """At most three built-ins, with the dense kernel that each is built over, the best to compare with first.
 
-    Another implementation comes before another kernel below the same one, a plain method before others. None where a
+    Another implementation comes before another kernel below the same one, a plain method before others. None if a
     call takes more work than is affordable, and for calls that take embeddings. Nothing that compiles at its first call
     or brings a library of its own.
     """
@@ -26,31 +26,31 @@ def second_implementations(
     if takes != "heads" or flops(workload) > machine.facts.affordable_flops:
         return
     found = [
-        (one, backend)
-        for one in catalogue.implementations
-        if _may_serve(one, catalogue)
-        for backend in _backends(one, catalogue, machine)
-        if not catalogue.reasons_against(_trial(case, one, backend), machine)
-        and (one.name, backend and backend.name) != (case.implementation, case.backend)
-        and (one.name != case.implementation or backend is not None)
+        (implementation, backend)
+        for implementation in catalogue.implementations
+        if _may_serve(implementation, catalogue)
+        for backend in _backends(implementation, catalogue, machine)
+        if not catalogue.reasons_against(_trial(case, implementation, backend), machine)
+        and (implementation.name, backend and backend.name) != (case.implementation, case.backend)
+        and (implementation.name != case.implementation or backend is not None)
     ]
 
     def rank(pair: tuple[Implementation, Backend | None]) -> tuple[bool, bool]:
-        one, _ = pair
-        return one.name == case.implementation, one.role != "plain"
+        implementation, _ = pair
+        return implementation.name == case.implementation, implementation.role != "plain"
 
     yield from sorted(found, key=rank)[:MOST]
 
 
-def _may_serve(one: Implementation, catalogue: Catalogue) -> bool:
-    built_in = catalogue.implementations.origin(one.name) == BUILTIN
-    on_one_device = one.sharding is None and one.takes == "heads" and not one.compiles
-    return built_in and on_one_device and one.role in ("plain", "method") and not one.chooses
+def _may_serve(implementation: Implementation, catalogue: Catalogue) -> bool:
+    built_in = catalogue.implementations.origin(implementation.name) == BUILTIN
+    on_one_device = implementation.sharding is None and implementation.takes == "heads" and not implementation.compiles
+    return built_in and on_one_device and implementation.role in ("plain", "method") and not implementation.chooses
 
 
-def _backends(one: Implementation, catalogue: Catalogue, machine: Machine) -> Iterator[Backend | None]:
+def _backends(implementation: Implementation, catalogue: Catalogue, machine: Machine) -> Iterator[Backend | None]:
     """The built-in kernels that `auto` would choose from, the best first; None for who needs none."""
-    if not one.uses_backend:
+    if not implementation.uses_backend:
         yield None
         return
     for name in catalogue.preferred_backends(machine):
@@ -59,6 +59,6 @@ def _backends(one: Implementation, catalogue: Catalogue, machine: Machine) -> It
             yield backend
 
 
-def _trial(case: Case, one: Implementation, backend: Backend | None) -> Case:
-    changes = {"implementation": one.name, "backend": backend and backend.name, "world_size": 1}
+def _trial(case: Case, implementation: Implementation, backend: Backend | None) -> Case:
+    changes = {"implementation": implementation.name, "backend": backend and backend.name, "world_size": 1}
     return case.model_copy(update={**changes, "optimizations": Optimizations()})

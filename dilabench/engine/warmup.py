@@ -1,4 +1,4 @@
-"""Adaptive warm-up: call until the time has settled, and keep what was seen. No torch."""
+"""Adaptive warm-up: call until the time has settled, and return the samples. No torch."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ KEPT_SAMPLES = 1000
 class WarmUpLimits(Model):
     """Shortest and longest warm-up. A call too long for a window in the longest is warm after its first call.
 
-    `runs`: exactly so many calls instead, however long they take.
+    `runs`: exactly this many calls instead, without a time limit.
     """
 
     min_s: float

@@ -92,7 +92,7 @@ class Packings:
         return Fused(plan, self._scale, None, self._tiles, packing, self)
 
     def zero_keys(self, packing: Packing, x: Tensor) -> tuple[Tensor, ...]:
-        """Those of all branches together, or of each where merge weights are detached; none where there can be none.
+        """Those of all branches together, or of each if merge weights are detached; empty if there can be none.
 
         They are as large as lse, so that only those of the latest packings stay, for the layers of a model.
         """

@@ -23,7 +23,7 @@ def log_zero_keys(
     rows: Tensor | None = None,
     apart: bool = False,
 ) -> Tensor | None:
-    """log of how many zero keys each row sees, [1, H, R], -inf for none; None where no row of the workload sees any.
+    """log of how many zero keys each row sees, [1, H, R], -inf for none; None if no row of the workload sees any.
 
     dtype: by default that of the workload's lse. rows: [R] positions on the CPU, by default all. apart: [parts, H, R],
     of each part of the pattern by itself.

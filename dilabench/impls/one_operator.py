@@ -249,7 +249,9 @@ def _written(options: tuple[Any, ...]) -> str:
     One text costs a compiled call less than a dozen options, and compilers write it themselves.
     """
     # A length that the compiler holds for a variable is a constant from here on.
-    return repr(tuple([tuple([int(n) for n in one]) if isinstance(one, (list, tuple)) else one for one in options]))
+    return repr(
+        tuple([tuple([int(n) for n in option]) if isinstance(option, (list, tuple)) else option for option in options])
+    )
 
 
 @lru_cache(maxsize=256)

@@ -112,14 +112,14 @@ _numbers = itertools.count()
 
 def _gradients_of_each(gradients: Callable[..., tuple[Tensor, ...]], dout: Tensor, *given: Any) -> tuple[Tensor, ...]:
     """The gradients for a batched dout: torch calls the operator once for each of the batch."""
-    one = _GradientsOfOne(gradients, given)
-    *found, of_sink = _gradients_op(dout, one.number)
+    gradients_of_one = _GradientsOfOne(gradients, given)
+    *found, of_sink = _gradients_op(dout, gradients_of_one.number)
     return (*found, of_sink) if of_sink.shape[-1] else tuple(found)
 
 
 def _gradients_of_one(dout: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    one = _of_one[number]
-    dq, dk, dv, *of_sink = one.gradients(dout, *one.given)
+    entry = _of_one[number]
+    dq, dk, dv, *of_sink = entry.gradients(dout, *entry.given)
     return dq, dk, dv, of_sink[0] if of_sink else dout.new_empty(0)
 
 

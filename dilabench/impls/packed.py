@@ -162,7 +162,7 @@ def in_one_launch(workload: Workload, context: BuildContext) -> OneLaunch | None
 
 
 def _whole_stretches(workload: Workload, context: BuildContext) -> list[int] | None:
-    """Where the stretches of tokens begin that rows see, and the end; None where they see others."""
+    """Where the stretches of tokens begin that rows see, and the end; None if they see others."""
     branch, *others = branches_of(workload)
     whole = not others and branch.rate == 1 and len(branch.places) == workload.num_heads
     if not whole or log_zero_keys(workload, context.device) is not None:
@@ -239,7 +239,7 @@ class ByBranches(_OverTokens):
 
 
 def by_branches(workload: Workload, context: BuildContext) -> ByBranches | None:
-    """A packed workload of strided branches in one launch for each, or few; None where there is no kernel for that."""
+    """A packed workload of strided branches in one launch for each, or few; None if there is no kernel for that."""
     backend = context.require_backend()
     kernel = backend.packed
     if kernel is None or context.device.type not in kernel.devices:

@@ -80,7 +80,7 @@ def attend_rows(
     parts = list(parts_of(workload, q.device, dtype))
     if parts:
         results = [_attend_part(part, q, k, v, rows, dtype) for part in parts]
-        gated = [one.gates[rows][..., None] * result[0] for one, result in zip(parts, results, strict=True)]
+        gated = [part.gates[rows][..., None] * result[0] for part, result in zip(parts, results, strict=True)]
         return torch.stack(gated).sum(0), torch.cat([lse for _, lse in results], 1)
     wide = accumulation_dtype(dtype)
     out = q.new_zeros(q.shape[0], len(rows), q.shape[2], q.shape[3], dtype=dtype)

@@ -50,7 +50,7 @@ def block_means_backward(gradient: Tensor, pool: int) -> Tensor:
 
 
 def parts_of(workload: Workload, device: torch.device, dtype: torch.dtype) -> Iterator[Part]:
-    """The attentions that a workload is the sum of, none where it is one softmax; gates in `dtype`.
+    """The attentions whose sum is the workload, empty if it is one softmax; gates in `dtype`.
 
     Raises ValueError for packed sequences, over which blocks would begin anew.
     """

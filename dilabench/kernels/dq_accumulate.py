@@ -13,7 +13,7 @@ from dilabench.kernels.tuning import TileConfig, heads_at_a_time
 
 def dq_accumulator(q: Tensor, k: Tensor, tiles: TileConfig, modulus: int = 1) -> Tensor | None:
     """float32 zeros [B, N, H', D] for as few of the heads of q as have programs enough, each of ``tiles.block_n`` rows
-    of k: those of a divisor of the K/V heads. Rows behind make ``modulus`` divide N. None where there is no room.
+    of k: those of a divisor of the K/V heads. Rows behind make ``modulus`` divide N. None if there is no room.
     """
     batch, rows, heads, dim = q.shape
     rows += -rows % modulus

@@ -43,7 +43,7 @@ Tensors = Mapping[str, Tensor]
 class Launch(NamedTuple):
     """A kernel on its ``arguments(ragged)``, where tiles are cut or not.
 
-    kind: all else that it is compiled for, so that both forms can be compiled ahead; None where Triton compiles it when
+    kind: all else that it is compiled for, so that both forms can be compiled ahead; None if Triton compiles it when
     it runs.
     """
 
@@ -106,7 +106,7 @@ class LaunchCache:
         """Make the launches that `prepare` gives, one for each of ``tensors``; it is not asked for those that repeat.
 
         Where the first of a kind has to be compiled, those of ``beside`` are compiled with it and not made. What fails
-        of them, for want of memory or of a compiler that takes them, is left to when it is launched.
+        of them (out of memory, or the compiler refuses it) is left to when it is launched.
         """
         known = self._known.get(name)
         if known:
@@ -305,7 +305,7 @@ def compile_ahead(launches: Iterable[Launch]) -> None:
     for compiled in copy_context().run(_warmed, [*new.values()]):
         compiled = compiled.result() if hasattr(compiled, "result") else compiled
         if isinstance(compiled, CompiledKernel):
-            # Whoever runs this form is told so.
+            # The launch of this form reports it.
             with suppress(OutOfResources):
                 compiled[1, 1, 1]
     _compiled.update(new)

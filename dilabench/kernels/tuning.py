@@ -313,7 +313,7 @@ def is_persistent(head_dim: int, causal: bool, more: bool) -> bool:
 
 
 def is_softmax_bound(head_dim: int) -> bool:
-    """Whether the softmax of the specialized forward takes as long as its products: there taking turns gains 5 to 10 %,
+    """Whether the softmax of the specialized forward takes as long as its products: there alternating gains 5 to 10 %,
     and so does leaving the running maximum in most steps.
     """
     return head_dim < 128
@@ -410,7 +410,7 @@ def read_tiles(text: str) -> dict[Direction, TileConfig]:
     found: dict[Direction, TileConfig] = {}
     for part in filter(None, text.split(",")):
         name, _, sizes = part.partition("=")
-        kernel = next((one for one in KERNELS if one == name.strip()), None)
+        kernel = next((kernel_name for kernel_name in KERNELS if kernel_name == name.strip()), None)
         numbers = [int(number) for number in sizes.split("x") if number.strip().isdecimal()]
         if kernel is None or len(numbers) not in (4, 5) or len(numbers) != len(sizes.split("x")):
             raise ValueError(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Reach(NamedTuple):
-    """Row i sees the others from first[i] to before stop[i]; none where the two are equal. int64 [rows] each."""
+    """Row i sees the others from first[i] to before stop[i]; none if the two are equal. int64 [rows] each."""
 
     first: Tensor
     stop: Tensor

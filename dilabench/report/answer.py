@@ -40,7 +40,7 @@ class AnswerRow:
     """Who is fastest for one workload.
 
     `value`: where it lies on the axis, `at` as a text; `workload`: what else tells it from the other workloads.
-    `ranking` is None where no row has a time to quote, and `why_none` says why. `nearest`: time of the nearest rival /
+    `ranking` is None if no row has a time to quote, and `why_none` says why. `nearest`: time of the nearest rival /
     time of the fastest, None without a rival. `times_dense`: time of full attention / time of the fastest;
     `dense_proven`: that one of the two is faster is proven. `times_one`, `one_proven`: the same of the fastest row on
     one device, for one over ranks.
@@ -66,7 +66,7 @@ class AnswerRow:
 
     @property
     def fastest(self) -> Row | None:
-        """The row that is proven to be fastest, or has the smallest median where nothing is proven."""
+        """The row that is proven to be fastest, or the one with the smallest median if none is proven."""
         return None if self.ranking is None else self.ranking.fastest
 
 
@@ -79,7 +79,7 @@ class Answer:
 
     @property
     def sentence(self) -> str:
-        """The answer in words: the winners along the axis, and where full attention is faster."""
+        """The answer as text: the winners along the axis, and the places at which full attention is faster."""
         if not self.rows:
             return "Nothing was measured."
         by_workload = [list(rows) for _, rows in groupby(self.rows, key=lambda row: row.workload)]
@@ -97,17 +97,21 @@ class Answer:
         return " ".join(parts)
 
     def table(self) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], frozenset[str]]:
-        """Column names, cells, and the columns of numbers; columns that would say nothing are left out."""
+        """Column names, cells, and the columns of numbers; columns without information are omitted."""
         columns = (Column(name=self.axis, cell=lambda row: row.at, spare=None), *ANSWER_COLUMNS)
         texts = {column.name: [column.value_text(row) for row in self.rows] for column in columns}
         shown = [column for column in columns if column.spare is None or not set(texts[column.name]) <= SAYS_NOTHING]
         if set(texts["batch"]) == {"1"}:
             shown = [column for column in shown if column.name != "batch"]
         cells = zip(*(texts[column.name] for column in shown), strict=True)
-        return tuple(column.name for column in shown), tuple(cells), frozenset(one.name for one in shown if one.right)
+        return (
+            tuple(column.name for column in shown),
+            tuple(cells),
+            frozenset(column.name for column in shown if column.right),
+        )
 
 
-# Those with `spare` are left out where no row has anything to say.
+# Columns with `spare` are omitted if no row has a value.
 ANSWER_COLUMNS = (
     Column(name="batch", cell=lambda row: row.batch, spare=None),
     Column(name="workload", cell=lambda row: row.workload, right=False),
@@ -156,7 +160,7 @@ def answer(record: RunRecord, axis: Axis) -> Answer:
 
 
 def _labels(firsts: Sequence[Row], values: Sequence[float], axis: Axis) -> list[str]:
-    """For each workload what tells it from others of the same place on the axis."""
+    """For each workload the text that distinguishes it from others at the same place on the axis."""
     parts = [
         {
             "pattern": row.case.workload.pattern.label(),
@@ -296,8 +300,10 @@ def _in_short(rows: Sequence[AnswerRow], axis: str) -> str | None:
 
     None unless every place has a proven choice, there are several, and none comes back after another.
     """
-    names = [row_name(one) if one else None for one in map(_choice, rows)]
-    runs = [(name, [place for place, _ in group]) for name, group in groupby(enumerate(names), key=lambda one: one[1])]
+    names = [row_name(choice) if choice else None for choice in map(_choice, rows)]
+    runs = [
+        (name, [place for place, _ in group]) for name, group in groupby(enumerate(names), key=lambda entry: entry[1])
+    ]
     if None in names or len(runs) < 2 or len(runs) != len(set(names)):
         return None
     texts = [f"{name} at {axis} {_runs(places, rows)}" for name, places in runs]
@@ -307,7 +313,7 @@ def _in_short(rows: Sequence[AnswerRow], axis: str) -> str | None:
 
 
 def _choice(row: AnswerRow) -> Row | None:
-    """The fastest there, full attention among it; None where that is not proven."""
+    """The fastest there, full attention among it; None if that is not proven."""
     if row.ranking is None or (row.dense is not None and not row.dense_proven):
         return None
     if row.times_dense is not None and row.times_dense < 1:
@@ -332,7 +338,7 @@ def _is_probable(row: AnswerRow) -> bool:
 def _runs(places: Sequence[int], rows: Sequence[AnswerRow]) -> str:
     """Places on the axis, neighbours together: '512 to 4K, 16K'."""
     texts = []
-    for _, group in groupby(enumerate(places), key=lambda one: one[1] - one[0]):
+    for _, group in groupby(enumerate(places), key=lambda entry: entry[1] - entry[0]):
         run = [place for _, place in group]
         ends = rows[run[0]].at, rows[run[-1]].at
         texts.append(ends[0] if len(run) == 1 else ", ".join(ends) if len(run) == 2 else " to ".join(ends))

@@ -62,7 +62,7 @@ class DisplayRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column. `cell`: its value in the view of a row or in a pair, None where there is none; `unit`: how to write it.
+    """A column. `cell`: its value in the view of a row or in a pair, None if there is none; `unit`: how to write it.
 
     `shown`: its text where that is more than the value in its unit; asked of every row. `right`: a number, set to the
     right. `spare`: when a narrow terminal leaves it out, the smallest first; None: never. `usual`: shown where no
@@ -240,11 +240,11 @@ def chosen_columns(wanted: Sequence[str] = ()) -> tuple[Column, ...]:
 
 def spared(columns: Sequence[Column]) -> list[Column]:
     """Those that a narrow terminal leaves out, the first of them first."""
-    return sorted((one for one in columns if one.spare is not None), key=lambda one: one.spare or 0)
+    return sorted((column for column in columns if column.spare is not None), key=lambda column: column.spare or 0)
 
 
 def pair_columns(named: Callable[[ComparedPair], str], confidence: float | None) -> tuple[Column, ...]:
-    """The columns of compared pairs. `named`: a pair's name; `confidence`: of all intervals, None where they differ."""
+    """The columns of compared pairs. `named`: a pair's name; `confidence`: of all intervals, None if they differ."""
     return (
         Column(name="verdict", cell=verdict_text, right=False, spare=None),
         Column(name="case", cell=named, right=False, spare=None),
@@ -268,7 +268,7 @@ def verdict_text(pair: ComparedPair) -> str:
 
 
 def ratio_interval(pair: ComparedPair, *, shows_confidence: bool = False) -> str | None:
-    """The interval of the ratio candidate / baseline; None where there is none."""
+    """The interval of the ratio candidate / baseline; None if there is none."""
     numbers = pair.verdict.numbers
     if numbers.ratio_low is None or numbers.ratio_high is None:
         return None

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from dilabench.compare.view import Ranking, lengths_without_rows, rank, view_of
-from dilabench.engine.worker.outcomes import check_text
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import (
     ESTIMATOR,
@@ -26,7 +25,7 @@ from dilabench.record import (
 from dilabench.report.columns import Column, DisplayRow, chosen_columns, row_name, workload_title
 from dilabench.units import counted, format_bytes, format_count
 
-ESTIMATES = f"time: the {ESTIMATOR}; speed-up: from the rounds that both rows took turns in, else from their times"
+ESTIMATES = f"time: the {ESTIMATOR}; speed-up: from common rounds, else from the times"
 FOOTNOTES = {
     "*": "chosen by auto",
     "†": "too few independent turns for 95 %: the interval is the whole range of the samples",
@@ -42,7 +41,7 @@ UNVERIFIED: frozenset[FailureCode] = frozenset({"wrong_output", "backend_not_pro
 class Section:
     """Rows that compute the same thing from the same inputs. `title` is None for the table's own subject.
 
-    `ranking` is None where no row was measured and among yardsticks, which are never ranked.
+    `ranking` is None if no row was measured, and for yardsticks, which are never ranked.
     """
 
     title: str | None
@@ -64,7 +63,7 @@ class WorkloadTable:
         return tuple(row for section in self.sections for row in section.rows)
 
 
-# The tables of the record that was asked for last: the answer and the reporters look at the same one.
+# Cached tables of the last requested record, which the answer and the reporters share.
 _last: list[tuple[RunRecord, tuple["WorkloadTable", ...]]] = []
 
 
@@ -102,7 +101,7 @@ def footnotes(tables: Iterable[WorkloadTable], columns: Sequence[Column] = ()) -
     texts = [column.text(row) for row in rows for column in columns or chosen_columns()]
     marks = (f"{mark} {meaning}" for mark, meaning in FOOTNOTES.items() if any(mark in text for text in texts))
     bases = dict.fromkeys(
-        f"speed-ups in {table.title} refer to {row_name(base)} of {base.planned.source}, for want of a built-in's time"
+        f"speed-ups in {table.title} refer to {row_name(base)} of {base.planned.source}: no built-in has a time"
         for table in tables
         for section in table.sections
         if section.ranking and (base := section.ranking.baseline).planned.source
@@ -222,7 +221,7 @@ def _reason(outcome: Skipped | Failed) -> Unmeasured:
         rows="",
         stage=outcome.stage,
         why=outcome.why,
-        checks=tuple(check_text(check) for check in broken),
+        checks=tuple(check.text for check in broken),
         traceback=outcome.traceback,
     )
 

@@ -59,7 +59,7 @@ class Span:
 class CurvePlot:
     """Curves over sequence length in tokens; both axes are logarithmic. `name` is the stem of its files.
 
-    `spans`: where what `span_label` names changes along x, by rising x; none where it is the same all along. `ranges`:
+    `spans`: ranges of x with equal values of `span_label`, ascending; empty if it does not change. `ranges`:
     some whiskers are the whole range of too few turns for an interval.
     """
 
@@ -81,7 +81,7 @@ class CurvePlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bars:
-    """A value per category, None where there is none; `low` and `high` are ends of intervals, in the same order."""
+    """A value per category, None if there is none; `low` and `high` are ends of intervals, in the same order."""
 
     label: str
     values: tuple[float | None, ...]
@@ -113,7 +113,7 @@ class BarPlot:
 class MaskPlot:
     """A picture of a block mask of `blocks` blocks a side.
 
-    `cells` are lines of the share that is computed, from the first queries down and the first keys on, None where the
+    `cells` are lines of the share that is computed, from the first queries down and the first keys on, None if the
     causal mask hides everything: one cell per block, or fewer.
     """
 
@@ -261,20 +261,22 @@ def answer_section(record: RunRecord, axis: Axis) -> Section:
 
 
 def _checked(target: str, sections: Any) -> tuple[Section, ...]:
-    """The sections, with every field held to its type: reporters rely on it. Raises PluginError."""
+    """The sections, with every field validated by its type, which reporters rely on. Raises PluginError."""
     if not isinstance(sections, Iterable) or isinstance(sections, str):
         raise PluginError(f"{target} returned {shown(sections)}; it must return a sequence of Section")
     checked: tuple[Section, ...] = tuple(sections)
-    for one in checked:
-        if not isinstance(one, Section):
-            raise PluginError(f"{target} returned {shown(one)}, which is no Section")
+    for section in checked:
+        if not isinstance(section, Section):
+            raise PluginError(f"{target} returned {shown(section)}, which is no Section")
         try:
-            _adapter().validate_python(_opened(one))
+            _adapter().validate_python(_opened(section))
         except ValidationError as error:
             place = ".".join(map(str, error.errors()[0]["loc"]))
-            raise PluginError(f"{target}: section {shown(one.title)}: {place}: {error.errors()[0]['msg']}") from None
-        if any(len(row) != len(one.columns) for row in one.rows):
-            raise PluginError(f"{target}: section {one.title!r} needs a text per column in every row")
+            raise PluginError(
+                f"{target}: section {shown(section.title)}: {place}: {error.errors()[0]['msg']}"
+            ) from None
+        if any(len(row) != len(section.columns) for row in section.rows):
+            raise PluginError(f"{target}: section {section.title!r} needs a text per column in every row")
     return checked
 
 
@@ -283,7 +285,7 @@ def _opened(value: Any) -> Any:
     if is_dataclass(value):
         return {field.name: _opened(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, list | tuple) and any(map(is_dataclass, value)):
-        return [_opened(one) for one in value] if isinstance(value, list) else tuple(map(_opened, value))
+        return [_opened(item) for item in value] if isinstance(value, list) else tuple(map(_opened, value))
     return value
 
 
@@ -353,5 +355,5 @@ def _walked(value: Any) -> Any:
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
-        return {printable(str(key)): _walked(one) for key, one in value.items()}
-    return [_walked(one) for one in value] if isinstance(value, list) else value
+        return {printable(str(key)): _walked(item) for key, item in value.items()}
+    return [_walked(item) for item in value] if isinstance(value, list) else value

@@ -72,7 +72,7 @@ class _Form:
         return replace(self, columns=[self.columns[index] for index in kept], rows=rows)
 
     def widths(self, right: Collection[str], width: int, *, whole: bool) -> list[int] | None:
-        """Widths of the columns; None where they do not fit. `whole`: numbers and the names of rows do not fold."""
+        """Widths of the columns; None if they do not fit. `whole`: numbers and the names of rows do not fold."""
         first = int(self.headed)
         by_column = list(zip(self.columns, *self.rows, strict=True))[first:]
         widths = [max(map(cell_len, column)) for column in by_column]

@@ -1,7 +1,7 @@
 """Leaderboards: from any number of records, one board per device and family of workloads.
 
 Only rows that passed verification and whose time may be quoted are on it. Places are given by the rule that `compare`
-decides with: rows share one where no difference is proven. That needs rows that took turns, so that the rows of each
+decides with: rows share one if no difference is proven. That needs interleaved rows, so that the rows of each
 run have places among themselves, also where two runs measured the same workload.
 """
 
@@ -27,7 +27,7 @@ HTML_NAME = "leaderboard.html"
 class Entry:
     """One row. `place`: 1 is the fastest; `tied`: others share it. `unproven`: too few rounds to tell them apart.
 
-    `behind`: its time over that of the fastest. `command`: measures it again, alone; None where only a suite's own
+    `behind`: its time over that of the fastest. `command`: measures it again, alone; None if only a suite's own
     search knows how the row came to be.
     """
 
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """The rows of one workload that took turns in one run."""
+    """The rows of one workload that were interleaved in one run."""
 
     workload: str
     run_id: str
@@ -120,7 +120,7 @@ def leaderboard(records: Sequence[RunRecord]) -> Leaderboard:
     """The boards of all records; runs without a row to quote are not named."""
     found: dict[tuple[str, str], list[tuple[tuple[Any, ...], Contest]]] = {}
     named: dict[str, RunRecord] = {}
-    for record in sorted(records, key=lambda one: one.started_at, reverse=True):
+    for record in sorted(records, key=lambda record_: record_.started_at, reverse=True):
         for rows in _ranked_together(record):
             named[record.run_id] = record
             case = rows[0].case
@@ -132,7 +132,9 @@ def leaderboard(records: Sequence[RunRecord]) -> Leaderboard:
             found.setdefault(board, []).append((shape, contest))
     boards = [
         # Sorting is stable: of one shape the newest run stays first.
-        Board(device=device, family=family, contests=tuple(one for _, one in sorted(listed, key=lambda each: each[0])))
+        Board(
+            device=device, family=family, contests=tuple(board for _, board in sorted(listed, key=lambda each: each[0]))
+        )
         for (device, family), listed in sorted(found.items())
     ]
     return Leaderboard(boards=tuple(boards), runs=tuple(map(_run, named.values())))

@@ -24,15 +24,15 @@ def columns(matrix: Matrix) -> tuple[str, ...]:
     return ("case", CORNER, *matrix.names)
 
 
-def rows(matrix: Matrix, one: CaseMatrix) -> Iterator[tuple[str, ...]]:
-    """The lines of one case, none where no two runs have it."""
-    times = one.times_ns
-    for base, name in enumerate(matrix.names) if one.pairs else ():
+def rows(matrix: Matrix, case: CaseMatrix) -> Iterator[tuple[str, ...]]:
+    """The lines of one case; empty if no two runs have it."""
+    times = case.times_ns
+    for base, name in enumerate(matrix.names) if case.pairs else ():
         cells = (
-            time_text(times, base) if new == base else "" if new < base else pair_text(one.pairs.get((base, new)))
+            time_text(times, base) if new == base else "" if new < base else pair_text(case.pairs.get((base, new)))
             for new in range(len(matrix.names))
         )
-        yield (case_name(one.case), name, *cells)
+        yield (case_name(case.case), name, *cells)
 
 
 def time_text(times_ns: dict[int, float], run: int) -> str:
@@ -56,12 +56,12 @@ def ratio_text(pair: ComparedPair) -> str:
 
 def is_advisory(matrix: Matrix) -> bool:
     """Whether any verdict is advisory, so that its mark needs its meaning."""
-    return any(pair.verdict.advisory for one in matrix.comparisons.values() for pair in one.pairs)
+    return any(pair.verdict.advisory for comparison in matrix.comparisons.values() for pair in comparison.pairs)
 
 
 def lacking(matrix: Matrix) -> Iterator[str]:
     """A sentence on each case that some runs lack: how it ended in which."""
-    for one in matrix.cases:
-        if one.endings:
-            endings = "; ".join(f"{matrix.names[run]}: {text}" for run, text in sorted(one.endings.items()))
-            yield f"{case_name(one.case)}, {workload_title(one.case)}: {endings}"
+    for case in matrix.cases:
+        if case.endings:
+            endings = "; ".join(f"{matrix.names[run]}: {text}" for run, text in sorted(case.endings.items()))
+            yield f"{case_name(case.case)}, {workload_title(case.case)}: {endings}"

@@ -55,8 +55,10 @@ def of_comparison(comparison: Comparison, verdict: str) -> str:
             lines += ["", f"- {escaped(f'{case_name(pair.candidate)}: {pair.verdict.reason}')}"]
     lines += [line for text in comparison.warnings for line in ("", f"> {escaped(text)}")]
     lacking = [
-        escaped(f"{one.lack}: {case_name(one.case)}, {workload_title(one.case)}: {one.baseline}; {one.candidate}")
-        for one in comparison.uncompared
+        escaped(
+            f"{entry.lack}: {case_name(entry.case)}, {workload_title(entry.case)}: {entry.baseline}; {entry.candidate}"
+        )
+        for entry in comparison.uncompared
     ]
     parts = [("Without a proven change", list(_compared(same)) if same else [])]
     return _limited(lines, [*parts, ("Not compared", [f"- {text}" for text in lacking])])
@@ -64,24 +66,24 @@ def of_comparison(comparison: Comparison, verdict: str) -> str:
 
 def of_matrix(matrix: Matrix, verdicts: Sequence[str]) -> str:
     """The verdicts on several runs, the cases in which any two differ, and the others, folded."""
-    lines = ["### dilabench: every run against every other", *(f"- {escaped(one)}" for one in verdicts)]
-    changed = [one for one in matrix.cases if _changes(one)]
-    same = [one for one in matrix.cases if not _changes(one)]
+    lines = ["### dilabench: every run against every other", *(f"- {escaped(verdict)}" for verdict in verdicts)]
+    changed = [case for case in matrix.cases if _changes(case)]
+    same = [case for case in matrix.cases if not _changes(case)]
     lines += ["", texts.HOW_TO_READ, *(["", escaped(texts.ADVISORY_MEANS)] if texts.is_advisory(matrix) else [])]
     if changed:
         lines += ["", *_matrix_lines(matrix, changed)]
     lines += [line for text in matrix.warnings for line in ("", f"> {escaped(text)}")]
-    parts = [("Without a proven change", list(_matrix_lines(matrix, same)) if any(one.pairs for one in same) else [])]
+    parts = [("Without a proven change", list(_matrix_lines(matrix, same)) if any(case.pairs for case in same) else [])]
     return _limited(lines, [*parts, ("Not compared", [f"- {escaped(text)}" for text in texts.lacking(matrix)])])
 
 
-def _changes(one: CaseMatrix) -> bool:
-    return any(map(_matters, one.pairs.values()))
+def _changes(case: CaseMatrix) -> bool:
+    return any(map(_matters, case.pairs.values()))
 
 
 def _matrix_lines(matrix: Matrix, cases: Sequence[CaseMatrix]) -> Iterator[str]:
     heads = list(map(escaped, texts.columns(matrix)[1:]))
-    rows = [(name, workload_title(one.case), *cells) for one in cases for name, *cells in texts.rows(matrix, one)]
+    rows = [(name, workload_title(case.case), *cells) for case in cases for name, *cells in texts.rows(matrix, case)]
     return table_lines(("case", "workload", *heads), ["---"] * (2 + len(heads)), rows)
 
 

@@ -117,7 +117,7 @@ def _fitting_columns(wanted: Sequence[Column], widths: Mapping[str, int], width:
         if victim is not None:
             columns.remove(victim)
         for gap in (2, 1):
-            if sum(widths[one.name] for one in columns) + gap * (len(columns) - 1) <= width:
+            if sum(widths[column.name] for column in columns) + gap * (len(columns) - 1) <= width:
                 return columns, gap
     return columns, 1
 

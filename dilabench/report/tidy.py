@@ -35,7 +35,10 @@ def cases(record: RunRecord) -> list[Line]:
         "machine": device_text(record),
         "started_at": record.started_at,
     }
-    return [about | _case(row) | {f"label_{one}": row.planned.labels.get(one) for one in labels} for row in record.rows]
+    return [
+        about | _case(row) | {f"label_{label}": row.planned.labels.get(label) for label in labels}
+        for row in record.rows
+    ]
 
 
 def samples(record: RunRecord) -> list[Line]:

@@ -1,4 +1,4 @@
-"""How noisy a machine is between sessions: one implementation against itself, and against itself slowed down."""
+"""Noise of a machine between sessions: one implementation against itself, and against a slowed-down copy."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -40,7 +40,7 @@ class CalibrationRun:
 
     @classmethod
     def on(cls, device: str, workload: Mapping[str, Any]) -> "CalibrationRun":
-        """On this device; `workload` holds fields that differ from the usual ones.
+        """A calibration on this device; `workload` holds fields that differ from the defaults.
 
         Raises EnvironmentNotReady where it cannot run.
         """
@@ -62,7 +62,7 @@ class CalibrationRun:
         return self.plan.planned[0].case.workload.label()
 
     def measure(self, sessions: int, progress: AbstractContextManager[Progress]) -> Calibration:
-        """So many sessions, each in fresh processes, and what they come to."""
+        """Measure `sessions` sessions, each in fresh processes, and return their calibration."""
         plan = self.plan
         header = new_header(plan.found, plan.machine, plan.request)
         with progress as shown, device_lock(plan.machine, header.run_id, shown):
@@ -78,7 +78,7 @@ class CalibrationRun:
 def summary(sessions: Sessions, here: RunRecord, workload: str) -> Calibration:
     """Noise floor, power curve and detectable change of some sessions.
 
-    The rates are those of single sessions, judged with the noise floor that all of them together have.
+    The rates are those of single sessions, judged with the noise floor of all sessions together.
     """
     unknown = Policy.for_device(here.device)
     alike = _verdicts(sessions, "same-2", unknown)
@@ -108,13 +108,13 @@ def summary(sessions: Sessions, here: RunRecord, workload: str) -> Calibration:
 
 
 def _verdicts(sessions: Sessions, candidate: str, policy: Policy) -> list[Verdict]:
-    """The verdict of every session on its own."""
+    """The verdict of every single session."""
     cells = [pair([(session[BASELINE], session[candidate])]).rounds for session in sessions]
     return judge_many([cell for cell in cells if cell is not None], policy)
 
 
 def _runnable(planned: tuple[PlannedCase, ...]) -> tuple[PlannedCase, ...]:
-    for one in planned:
-        if one.skip:
-            raise EnvironmentNotReady(f"the calibration cannot run here: {one.skip.why}")
+    for case in planned:
+        if case.skip:
+            raise EnvironmentNotReady(f"the calibration cannot run here: {case.skip.why}")
     return planned

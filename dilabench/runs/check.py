@@ -22,9 +22,10 @@ from dilabench.units import counted, format_seconds
 
 @dataclass(slots=True)
 class SessionBudget:
-    """Shares `total_s` seconds, from now on, between looks and the second measurement of what seems to have changed.
+    """Shares `total_s` seconds, from now on, between looks and the second measurement of cases that seem to have
+    changed.
 
-    That takes as many sessions again, so a look is taken only where both fit.
+    The second measurement takes as many sessions again, so a look is taken only if both fit.
     """
 
     cases: Sequence[PlannedCase]
@@ -37,20 +38,20 @@ class SessionBudget:
         self.started_s = self.clock()
 
     def learn(self, record: RunRecord, session_s: float) -> None:
-        """What cases take, from a session and the seconds that such a session takes."""
+        """Estimate the seconds of each case, from a session and its total seconds."""
         self.took_s |= case_seconds(record.rows, session_s)
 
     def groups_of(self, ids: CaseIds) -> list[PlannedCase]:
-        """All cases of the workload groups that these cases are in: what a session of them measures."""
-        groups = {one.case.group_id for one in self.cases if one.case.case_id in ids}
-        return [one for one in self.cases if one.case.group_id in groups]
+        """All cases of the workload groups of these cases, which a session measures."""
+        groups = {case.case.group_id for case in self.cases if case.case.case_id in ids}
+        return [case for case in self.cases if case.case.group_id in groups]
 
     def session_s(self, ids: CaseIds) -> float:
         """Seconds that a session of these cases takes."""
-        return sum(self.took_s.get(one.case.case_id, 0.0) for one in self.groups_of(ids))
+        return sum(self.took_s.get(case.case.case_id, 0.0) for case in self.groups_of(ids))
 
     def further(self, ids: CaseIds, measured: int) -> int:
-        """Sessions up to the next look at cases that have `measured`; 0 where half as many again do not fit."""
+        """Sessions up to the next look at cases that have `measured`; 0 if half as many again do not fit."""
         left_s = self.total_s - (self.clock() - self.started_s)
         fits = (left_s / max(self.session_s(ids), 1e-3) + measured) / 2
         if not measured:
@@ -58,12 +59,12 @@ class SessionBudget:
         return min(2 * measured, int(fits)) - measured if fits >= 1.5 * measured else 0
 
     def forecast(self, itself: Comparison) -> str:
-        """What SAME is expected to take, from the baseline compared with itself."""
-        ids = {one.case.case_id for one in self.cases}
+        """Text on the sessions that SAME should take, from the baseline compared with itself."""
+        ids = {case.case.case_id for case in self.cases}
         session_s = self.session_s(ids)
         text = f"a session of {counted(len(self.cases), 'case')} takes about {format_seconds(session_s)} here"
         needed = [pair.verdict.numbers.sessions_needed for pair in itself.pairs]
-        known = [one for one in needed if one is not None]
+        known = [seconds for seconds in needed if seconds is not None]
         if known:
             wanted_s = 2 * max(known) * session_s
             enough = "" if wanted_s <= self.total_s else f", for which {budget_option(wanted_s)} should suffice"
@@ -72,13 +73,13 @@ class SessionBudget:
         return text + _out_of_reach(itself.pairs)
 
     def sufficient(self, final: Comparison) -> str | None:
-        """The budget that should decide what is undecided; None where nothing is, or no budget would."""
+        """The budget that should decide the undecided cases; None if there are none, or no budget would."""
         undecided = [pair for pair in final.pairs if pair.verdict.undecided]
         numbers = [pair.verdict.numbers for pair in undecided if pair.verdict.numbers.sessions_needed is not None]
         if not numbers:
             return None
-        measured = max(one.sessions for one in numbers)
-        needed = max(max(one.sessions_needed or 0, 2 * one.sessions) for one in numbers)
+        measured = max(number.sessions for number in numbers)
+        needed = max(max(number.sessions_needed or 0, 2 * number.sessions) for number in numbers)
         session_s = self.session_s({pair.candidate.case_id for pair in undecided})
         more_s = (2 * needed - measured) * session_s
         option = budget_option(self.clock() - self.started_s + more_s)
@@ -89,11 +90,11 @@ class SessionBudget:
 
 
 def _out_of_reach(pairs: Sequence[ComparedPair]) -> str:
-    """What to say of cases that no number of new sessions can show to be the same."""
+    """Text on cases that no number of new sessions can show to be the same."""
     beyond = [pair.verdict.numbers for pair in pairs if pair.verdict.numbers.sessions_needed is None]
     if not beyond:
         return ""
-    both = [one.both_needed for one in beyond if one.both_needed is not None]
+    both = [number.both_needed for number in beyond if number.both_needed is not None]
     if both:
         way = f"{max(both)} on either side would do"
     else:
@@ -106,10 +107,10 @@ def _out_of_reach(pairs: Sequence[ComparedPair]) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Check:
-    """What the cases of a baseline are held to, and where they are measured again.
+    """The baseline of the cases, and the plan and folder in which they are measured again.
 
-    `select`: which of its cases count. `reference`: an implementation that times are relative to. `store` keeps what is
-    measured, unless that is None. `complete`: the sessions so far that have all the cases.
+    `select`: which of its cases count. `reference`: an implementation that times are relative to. `store`: stores the
+    new sessions, if not None. `complete`: the sessions so far that have all the cases.
     """
 
     baseline: Sequence[RunRecord]
@@ -132,16 +133,16 @@ class Check:
         self.budget.learn(self.baseline[-1], mean(map(elapsed_seconds, self.baseline)))
 
     def of_run(self, records: Sequence[RunRecord]) -> Comparison:
-        """The verdicts on sessions that exist; what seems to have changed is measured again, where that can be here."""
+        """The verdicts on existing sessions; cases that seem to have changed are measured again, if possible here."""
         refuse_other_machine(self.baseline, records, ConfigError)
         self.complete.extend(records)
         ids = self._ids(records)
-        # Refuses a reference that the baseline does not have.
+        # Raises for a reference that the baseline lacks.
         self._judge(self.baseline, ids, self.policy)
         return self._hinted(looked_at(records, ids, self._measure_if_possible, self._judge, self.policy))
 
     def of_sessions(self, sessions: int | None) -> Comparison:
-        """The verdicts on so many new sessions; None: until all is decided, or the budget ends."""
+        """The verdicts on `sessions` new sessions; None: until all cases are decided, or the budget ends."""
         ids = self._ids(())
         itself = self._judge(self.baseline, ids, self.policy)
         if sessions is None:
@@ -164,7 +165,7 @@ class Check:
         )
 
     def _measure(self, ids: CaseIds, count: int) -> Sequence[RunRecord]:
-        """New sessions of these cases and of those that took turns with them. Raises EnvironmentNotReady."""
+        """New sessions of these cases and of those interleaved with them. Raises EnvironmentNotReady."""
         from dilabench.plugins.manager import discover
         from dilabench.runs.remeasure import Remeasure
 
@@ -188,13 +189,13 @@ class Check:
             return ()
 
     def _hinted(self, found: Comparison) -> Comparison:
-        """With which budget would decide the rest, and whether the machine itself may have changed."""
+        """Add the budget that would decide the rest, and a warning if the machine may have changed."""
         hints = filter(None, (self.budget.sufficient(found), common_change(found)))
         return replace(found, warnings=(*found.warnings, *hints))
 
 
 def _cases(baseline: Sequence[RunRecord], select: Selection, reference: str | None) -> list[PlannedCase]:
-    """What the baseline measured, each case once, and the reference."""
+    """The cases that the baseline measured, each once, and the reference."""
     rows = [row for record in baseline for row in record.rows if is_measured(row) and select(row.case)]
     groups = {row.case.group_id for row in rows}
     for record in baseline if reference else ():

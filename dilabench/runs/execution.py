@@ -90,7 +90,7 @@ class Execution:
         """Measure what is planned; the folder then holds the record, or is gone where no row has ended."""
         plan = self.plan
         try:
-            self.folder.keep_masks(one.case.workload for one in plan.planned if one.skip is None)
+            self.folder.keep_masks(case.case.workload for case in plan.planned if case.skip is None)
             with progress as shown:
                 return run_cases(
                     plan.planned,

@@ -1,4 +1,4 @@
-"""The state of the machine that bears on times, read from psutil, /sys and NVML, as notes with advice. No torch."""
+"""The machine state that affects times, read from psutil, /sys and NVML, as notes with advice. No torch."""
 
 import os
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ BUSY_GPU_PERCENT = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuState:
-    """The state of one GPU; None where the driver does not report it."""
+    """The state of one GPU; None if the driver does not report it."""
 
     name: str
     processes: int = 0
@@ -48,7 +48,7 @@ class GpuState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineState:
-    """The state of the machine; None where it does not report a value."""
+    """The state of the machine; None if it does not report a value."""
 
     cpus: int
     usable_cpus: int
@@ -129,12 +129,12 @@ def _gpu(handle: object) -> GpuState:
 
 
 def notes_at_start(state: MachineState) -> tuple[Note, ...]:
-    """The notes that a run starts with: what else works on this machine now, and the limits of its control group."""
+    """The notes at the start of a run: the load by other processes, and the limits of the control group."""
     return tuple(note for note in notes(state) if NOTES[note.code].at_start)
 
 
 def notes(state: MachineState) -> tuple[Note, ...]:
-    """What makes times unsteady here, worst first."""
+    """The causes of unsteady times here, worst first."""
     return (*_gpu_notes(state), *_load_notes(state), *_cpu_notes(state), *_memory_notes(state))
 
 
@@ -175,7 +175,7 @@ def _load_notes(state: MachineState) -> Iterator[Note]:
     if state.load_1m > limit:
         yield LOAD.note(
             "other programs are using the processor",
-            # More processes may wait for a processor than there are.
+            # More processes may wait than there are processors.
             observed=min(state.load_1m, float(cores)),
             threshold=limit,
             hint="end them, or expect wide intervals; rounds alternate between implementations, so ratios suffer less",

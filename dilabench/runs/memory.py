@@ -1,4 +1,4 @@
-"""The cases of `dilabench plan`, and with `--check` the traced peak of each beside the one that the engine measures."""
+"""The cases of `dilabench plan`, and with `--check` the traced peak of each and the one that the engine measures."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ MODES = ("forward", "both")
 
 
 def planned_for_memory(planner: Planner, batches: Sequence[int], lengths: Sequence[int]) -> tuple[PlannedCase, ...]:
-    """Every batch size and mode of what was asked for, at these lengths where nothing says another."""
+    """Every requested batch size and mode, at these lengths unless the request names others."""
     planned: list[PlannedCase] = []
     for asked in planner.workload_requests([{"seq_len": length} for length in lengths]):
-        # Which ones there are by default takes traces over ranks.
+        # The defaults over ranks need traces.
         default = () if planner.request.implementations else _default(planner, asked)
         implementations = planner.implementations(default)
         modes = (asked.mode,) if "mode" in asked.model_fields_set else MODES
@@ -29,11 +29,11 @@ def planned_for_memory(planner: Planner, batches: Sequence[int], lengths: Sequen
             for mode in modes:
                 request = asked.model_copy(update={"batch_size": batch, "mode": mode})
                 planned += planner.compare([request], implementations)
-    return tuple(sorted(planned, key=lambda one: (one.case.implementation, one.case.workload.mode)))
+    return tuple(sorted(planned, key=lambda case: (case.case.implementation, case.case.workload.mode)))
 
 
 def _default(planner: Planner, asked: WorkloadRequest) -> tuple[str, ...]:
-    """On one device what need not compile; over ranks what has a trace of the workload, or all if none has."""
+    """On one device those that need not compile; over ranks those with a trace of the workload, else all."""
     if planner.request.nproc == 1:
         return planner.on_one_device(DENSE.kind, asked.pattern)
     names = planner.over_ranks(asked)
@@ -41,8 +41,8 @@ def _default(planner: Planner, asked: WorkloadRequest) -> tuple[str, ...]:
         name
         for name in names
         if any(
-            plan_memory(one.case, planner.machine.device, planner.catalogue)
-            for one in planner.plan(planner.catalogue.implementations.get(name), asked)
+            plan_memory(planned.case, planner.machine.device, planner.catalogue)
+            for planned in planner.plan(planner.catalogue.implementations.get(name), asked)
         )
     ]
     return tuple(traced) or names
@@ -58,7 +58,7 @@ class Peak:
 
     @property
     def measured(self) -> int | None:
-        """Bytes on the device at the fullest moment of a call; over ranks, of the rank that needed most."""
+        """Peak bytes on the device during a call; over ranks, of the rank that needed most."""
         return self.outcome.peak_bytes if isinstance(self.outcome, Memory) else None
 
     @property
@@ -68,16 +68,16 @@ class Peak:
 
     @property
     def is_off(self) -> bool:
-        """Whether the trace lies too far from the measurement."""
+        """Return True if the trace deviates too much from the measurement."""
         return self.ratio is not None and abs(self.ratio - 1) > WITHIN
 
     @property
     def why(self) -> str:
-        """Why it was not measured; empty where it was."""
+        """Why it was not measured; empty if it was."""
         return "" if isinstance(self.outcome, Memory) else f"{self.outcome.status}: {self.outcome.why}"
 
     def as_data(self) -> dict[str, Any]:
-        """What the check adds to the plan of the case."""
+        """Fields that the check adds to the plan of the case."""
         why = None if isinstance(self.outcome, Memory) else self.outcome.why
         return {"measured_peak_bytes": self.measured, "traced_over_measured": self.ratio, "why_not_measured": why}
 
@@ -85,7 +85,7 @@ class Peak:
 def peaks_of(
     planned: Sequence[PlannedCase], planner: Planner, capacity: int | None, budget_s: float | None
 ) -> Iterator[Peak]:
-    """Each case with its measured peak, one after another; none is begun that does not fit or after the budget."""
+    """Each case with its measured peak, one after another; cases that do not fit or exceed the budget are skipped."""
     from dilabench.engine.worker.client import WorkerPool
     from dilabench.engine.worker.protocol import WorkerSettings
     from dilabench.engine.worker.rank_group import start_worker
@@ -93,19 +93,19 @@ def peaks_of(
     started = monotonic()
     pool = WorkerPool(WorkerSettings(device=planner.machine.device), start_worker)
     try:
-        for one in planned:
-            plan = plan_memory(one.case, planner.machine.device, planner.catalogue)
+        for case in planned:
+            plan = plan_memory(case.case, planner.machine.device, planner.catalogue)
             traced = None if plan is None else plan.peak_bytes
-            skip = one.skip
+            skip = case.skip
             if skip is None and traced is not None and capacity is not None and traced > capacity:
                 skip = Skipped(code="does_not_fit", why=f"does not fit into {format_bytes(capacity)}")
             if skip is None and budget_s is not None and monotonic() - started > budget_s:
                 skip = Skipped(code="budget", why="no time left; allow more with --budget")
-            outcome = skip or memory_in(pool, one.case, planner.catalogue, planner.request.seed)
+            outcome = skip or memory_in(pool, case.case, planner.catalogue, planner.request.seed)
             if isinstance(outcome, Failed):
-                # What it left on the device is not the next one's.
+                # Memory that it left on the device must not count for the next case.
                 pool.close()
-            yield Peak(one, traced, outcome)
+            yield Peak(case, traced, outcome)
     finally:
         pool.close()
 
@@ -114,7 +114,7 @@ def verdict(peaks: Iterable[Peak]) -> ExitCode:
     """5 when a trace is off, 4 when a case failed, 8 when nothing could be compared."""
     peaks = tuple(peaks)
     return exit_code_for(
-        wrong=any(one.is_off for one in peaks),
-        failed=any(isinstance(one.outcome, Failed) for one in peaks),
-        nothing=all(one.ratio is None for one in peaks),
+        wrong=any(peak.is_off for peak in peaks),
+        failed=any(isinstance(peak.outcome, Failed) for peak in peaks),
+        nothing=all(peak.ratio is None for peak in peaks),
     )

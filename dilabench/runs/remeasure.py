@@ -22,10 +22,10 @@ SUITE = "check"
 
 @dataclass(slots=True)
 class Remeasure:
-    """Runs cases as an earlier record had them: the same request, the same seed and so the same inputs.
+    """Runs the cases of an earlier record: the same request, the same seed and so the same inputs.
 
-    Every session is a run of its own in a folder of its own, kept in the store unless that is None. `progress` shows
-    how far a session is.
+    Every session is a separate run in a separate folder, and is stored if `store` is not None. `progress` shows the
+    progress of a session.
     """
 
     found: Found
@@ -56,7 +56,7 @@ class Remeasure:
     def _session(self, planned: Sequence[PlannedCase]) -> RunRecord:
         header = self._header()
         folder = RunFolder.create(self.output, SUITE, header.run_id)
-        current = [one.model_copy(update={"skip": self._skip(one)}) for one in planned]
+        current = [case.model_copy(update={"skip": self._skip(case)}) for case in planned]
         try:
             with self.progress() as progress:
                 record = run_cases(
@@ -72,7 +72,7 @@ class Remeasure:
         return new_header(self.found, self.machine, self.request)
 
     def _skip(self, planned: PlannedCase) -> Skipped | None:
-        """Why a case cannot run here and now; plug-ins and libraries may have gone since it was recorded."""
+        """Why a case cannot run here now: plug-ins and libraries may have been removed since it was recorded."""
         if unknown := planned.case.optimizations.unknown:
             why = (
                 f"optimizations that this dilabench does not know: {', '.join(unknown)}; measure with the one that does"

@@ -1,4 +1,4 @@
-"""Going on with a run: its request and header for `--resume`, and what would do for the cases that had no time."""
+"""Resuming a run: its request and header for `--resume`, and the command that measures the skipped cases."""
 
 import shlex
 from collections.abc import Iterable
@@ -16,9 +16,9 @@ from dilabench.validation import validated
 
 
 def recorded_request(run: Path, suite: str, given: Iterable[str]) -> tuple[RunRequest, RunHeader]:
-    """What the run was asked for and its header. `given` names the options that were given beside `--resume`.
+    """The run's request and its header. `given` names the options that were given together with `--resume`.
 
-    Raises ConfigError when it was of another suite, or an option would change what it measures.
+    Raises ConfigError if its suite is another one, or an option would change its measurement.
     """
     header, _ = read_rows(run if run.is_dir() else run.parent)
     given = sorted(given)
@@ -27,12 +27,12 @@ def recorded_request(run: Path, suite: str, given: Iterable[str]) -> tuple[RunRe
             f"run {str(run)!r} is of suite {header.suite!r}, not {suite!r}; write `run {header.suite} --resume`"
         )
     if given:
-        raise ConfigError(f"--resume goes on with the run as it was asked for; leave out {', '.join(given)}")
+        raise ConfigError(f"--resume continues the run as it was requested; omit {', '.join(given)}")
     return validated(RunRequest, header.config), header
 
 
 def resumed_header(earlier: RunHeader, now: RunHeader, machine: Machine) -> RunHeader:
-    """The header of a run that goes on, in today's environment.
+    """The header of a resumed run, in today's environment.
 
     Facts of torch that only a worker knows are kept, in case the rest of the run needs no worker.
     """
@@ -43,17 +43,17 @@ def resumed_header(earlier: RunHeader, now: RunHeader, machine: Machine) -> RunH
 
 
 def without_time(record: RunRecord) -> tuple[Row, ...]:
-    """The rows that the budget left no time for."""
+    """The rows that the budget skipped."""
     return tuple(row for row in record.rows if isinstance(row.outcome, Skipped) and row.outcome.code == "budget")
 
 
 def how_to_go_on(record: RunRecord, machine: Machine, folder: Path, more_follow: bool = False) -> str | None:
-    """How to get the rest of a run that the budget or Ctrl-C ended, the command on a line of its own to copy; None
-    where nothing is missing.
+    """How to measure the rest of a run that the budget or Ctrl-C ended, with the command on a separate line; None if no
+    case is missing.
 
-    The budget comes from what the measured cases took, builds and verification included, and grows with the work of the
-    longer ones that are missing; without any, it comes from the predicted time, and is at least twice what was not
-    enough. `more_follow`: the suite asks for more when it has these.
+    The budget comes from the time of the measured cases, builds and verification included, scaled by the work of longer
+    missing ones. Without measured cases it comes from the predicted time, and is at least twice the one that was too
+    small. `more_follow`: the suite plans more cases after these.
     """
     missing = without_time(record)
     name = _named(record, folder)
@@ -74,7 +74,7 @@ def how_to_go_on(record: RunRecord, machine: Machine, folder: Path, more_follow:
 
 
 def _named(record: RunRecord, folder: Path) -> str:
-    """The run as `--resume` finds it: short, by its id and -o, where its folder is named as runs name them."""
+    """The argument of `--resume`: the run's id and -o if its folder has the default name, else the folder."""
     if not folder.name.endswith(f"-{record.run_id}"):
         return shlex.quote(str(folder))
     return record.run_id + ("" if folder.parent == DEFAULT_FOLDER else f" -o {shlex.quote(str(folder.parent))}")

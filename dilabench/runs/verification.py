@@ -1,4 +1,4 @@
-"""The cases that `dilabench verify` checks: of what the user described, or all that there is."""
+"""The cases that `dilabench verify` checks: those of the user's request, or all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def verified_cases(planner: Planner) -> tuple[PlannedCase, ...]:
-    """Every implementation on what was asked, with gradients; what cannot compute it is skipped with the reason.
+    """Every implementation on the requested workload, with gradients; unsupported ones are skipped with the reason.
 
     Without a preset, a pattern or a field of one: each on the trial of a pattern that it computes, with and without a
     causal mask. With one: the workload that `run` has, at a short length if none is given.
@@ -31,24 +31,24 @@ def verified_cases(planner: Planner) -> tuple[PlannedCase, ...]:
     planned: tuple[PlannedCase, ...] = ()
     if request.names_pattern:
         for asked in planner.workload_requests([SHORT]):
-            for one in implementations:
-                planned += planner.plan(one, _both_ways(asked))
+            for implementation in implementations:
+                planned += planner.plan(implementation, _both_ways(asked))
     else:
         by_kind: dict[str, list[Implementation]] = {}
-        for one in implementations:
-            by_kind.setdefault(_first_kind(one), []).append(one)
-        # A number of heads that is given would not fit the number of key/value heads of the trial.
+        for implementation in implementations:
+            by_kind.setdefault(_first_kind(implementation), []).append(implementation)
+        # A given number of heads might not fit the trial's number of key/value heads.
         heads = {} if HEADS.keys() & request.overrides.keys() else HEADS
         for kind, several in by_kind.items():
             (fields, *_) = pattern_type(kind).trials().values()
             defaults = [{"pattern": kind, **SHORT, **heads, **fields, "causal": causal} for causal in (True, False)]
             planned += planner.compare([_both_ways(asked) for asked in planner.workload_requests(defaults)], several)
     places = {place: index for index, place in enumerate(dict.fromkeys(map(_heading, planned)))}
-    return tuple(sorted(planned, key=lambda one: places[_heading(one)]))
+    return tuple(sorted(planned, key=lambda case: places[_heading(case)]))
 
 
 def _first_kind(implementation: Implementation) -> str:
-    """The kind of pattern that it is checked on. What is only dense runs the default's shape undilated."""
+    """The kind of pattern on which it is checked. Dense-only implementations run the default's shape undilated."""
     supports = implementation.supports
     if supports.only_dense:
         return DEFAULT_PATTERN
@@ -56,13 +56,13 @@ def _first_kind(implementation: Implementation) -> str:
 
 
 def _both_ways(asked: WorkloadRequest) -> WorkloadRequest:
-    """Gradients are checked as well, unless the user chose a mode."""
+    """Set mode both, so that gradients are checked, unless the user chose a mode."""
     return asked if "mode" in asked.model_fields_set else asked.model_copy(update={"mode": "both"})
 
 
-def _heading(one: PlannedCase) -> tuple[str, ...]:
-    """What the cases of one workload have in common."""
-    workload = one.case.workload
+def _heading(case: PlannedCase) -> tuple[str, ...]:
+    """The cells that the cases of one workload share."""
+    workload = case.case.workload
     return workload.label(), workload.pattern.label(), workload.mode
 
 
@@ -81,9 +81,9 @@ class Trial:
 
 
 def trials_of(planner: Planner) -> tuple[Trial, ...]:
-    """The cases, those of one line together. What the user set or named narrows the table.
+    """The cases, those of one line together. The user's options narrow the table.
 
-    Raises ConfigError when presets or fields of a family are given: the families are the point.
+    Raises ConfigError if presets or fields of a family are given, because the table covers all families.
     """
     if planner.request.presets:
         raise ConfigError("--all brings its own workloads; leave --config out, or leave --all out")
@@ -118,25 +118,25 @@ def planner_order(planner: Planner, trial: Trial) -> tuple[int, str, int]:
 def _planned(planner: Planner, implementation: Implementation, family: str, asked: WorkloadRequest) -> list[Trial]:
     planned = planner.plan(implementation, asked)
     forward_only = [
-        one for one in planned if one.skip and asked.mode == "both" and _only_backward_is_missing(planner, one)
+        case for case in planned if case.skip and asked.mode == "both" and _only_backward_is_missing(planner, case)
     ]
     if forward_only:
         planned = tuple(
             planner_case
-            for one in planned
-            for planner_case in (_forward(planner, implementation, asked, one) if one in forward_only else (one,))
+            for case in planned
+            for planner_case in (_forward(planner, implementation, asked, case) if case in forward_only else (case,))
         )
-    return [Trial(family=family, planned=one) for one in planned]
+    return [Trial(family=family, planned=case) for case in planned]
 
 
-def _only_backward_is_missing(planner: Planner, one: PlannedCase) -> bool:
-    forward = one.case.model_copy(update={"workload": one.case.workload.replace(mode="forward")})
+def _only_backward_is_missing(planner: Planner, case: PlannedCase) -> bool:
+    forward = case.case.model_copy(update={"workload": case.case.workload.replace(mode="forward")})
     return not planner.catalogue.reasons_against(forward, planner.machine)
 
 
 def _forward(
-    planner: Planner, implementation: Implementation, asked: WorkloadRequest, one: PlannedCase
+    planner: Planner, implementation: Implementation, asked: WorkloadRequest, case: PlannedCase
 ) -> Sequence[PlannedCase]:
-    """The same without gradients, for what has a forward pass only."""
+    """The same case without gradients, for an implementation with a forward pass only."""
     planned = planner.plan(implementation, asked.model_copy(update={"mode": "forward"}))
-    return [other for other in planned if other.case.backend == one.case.backend]
+    return [other for other in planned if other.case.backend == case.case.backend]

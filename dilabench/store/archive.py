@@ -147,7 +147,7 @@ def run_and_version(name: str) -> tuple[str, int]:
 def read_row_by_row(text: bytes) -> RunRecord | None:
     """The record that a JSON text holds, if it is of the current version and its rows begin with "planned".
 
-    None if anything about it is unlike what dilabench writes: whoever reads it whole finds out what.
+    None if it differs in any way from what dilabench writes: reading it as a whole then finds the cause.
     Raises ValueError for more rows or values than a record may have.
 
     The text is one record exactly if each part is valid JSON and so is the text with an empty list of rows.

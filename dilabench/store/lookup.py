@@ -71,6 +71,12 @@ class Store:
             "see `dilabench history` and `dilabench baseline list`"
         )
 
+    def runs_of(self, texts: Sequence[str]) -> list[str]:
+        """The texts without the store's own folder, which `benchmark_results/*/` names among the runs."""
+        root = os.path.realpath(self.root)
+        kept = [text for text in texts if not os.path.isdir(text) or os.path.realpath(text) != root]
+        return kept or list(texts)
+
     def path_of(self, text: str) -> Path | None:
         """Return the file or folder that a text names; None if it names something in the store."""
         # os.path, unlike Path, does not raise for a text that cannot be a file name.

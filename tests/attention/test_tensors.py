@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilabench.attention import MultiheadDilatedAttention, attention, block_sparse_attention, dilated_attention
+from dilabench.attention import (
+    MultiheadDilatedAttention,
+    attention,
+    block_sparse_attention,
+    dilated_attention,
+    operands,
+)
 from dilabench.compat.torchscale import DilatedAttention as FromTorchscale
 from dilabench.patterns.window_sink import WindowSinkPattern
 
@@ -127,6 +133,24 @@ def test_a_jit_trace_holds_the_operator(function: Function) -> None:
 def test_a_jit_trace_of_other_patterns_is_refused(function: Function) -> None:
     with pytest.raises(ValueError, match=r"under torch\.jit\.trace, .*; trace dense or dilated attention"):
         torch.jit.trace(function, tensors(), check_trace=False)
+
+
+@pytest.mark.parametrize("function", [attention, block_sparse_attention])
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_is_no_tensor_is_refused_by_name(function: Function, grad: bool) -> None:
+    q, k, v = tensors()
+    with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"key is a numpy\.ndarray; give a tensor"):
+        function(q, k.detach().numpy(), v)
+
+
+@pytest.mark.parametrize("function", [attention, block_sparse_attention])
+def test_a_shape_that_looks_like_the_other_layout_warns_once(function: Function) -> None:
+    operands._warn_of_layout.cache_clear()
+    swapped = [torch.randn(1, 2, 300, 16) for _ in range(3)]
+    with pytest.warns(UserWarning, match=r"300 heads of 2 tokens: the layout is \[B, N, H, D\]"):
+        function(*swapped)
+    # A second warning would be an error.
+    function(*swapped)
 
 
 def test_tensors_on_different_devices_are_refused() -> None:

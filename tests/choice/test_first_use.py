@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dilabench.attention import chosen, dilated_attention
 from dilabench.choice import computation, first_use
 from dilabench.choice.computation import machine_of
-from dilabench.choice.measured import TunedCell, TuneFile, read_tune_file, remember, tune_path
+from dilabench.choice.measured import TunedCell, TuneFile, configuration, read_tune_file, remember, tune_path
 from dilabench.choice.ways import Way, own_ways
 from dilabench.contracts import BuildContext, WithNotes
 from dilabench.errors import EnvironmentNotReady
@@ -193,6 +193,28 @@ def test_ways_are_those_that_can_serve_the_call() -> None:
     }
     assert ("strided", "sdpa-flash") in found
     assert not any(name in ("fused", "reference") for name, _ in found)
+
+
+def test_ways_of_packings_take_them_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(own_ways()), "reasons_against", lambda *_: ())
+    monkeypatch.setattr(type(own_ways()), "reasons_against_backend", lambda *_: ())
+    monkeypatch.setattr(type(own_ways()), "reasons_untried", lambda *_: ())
+    monkeypatch.setattr(type(own_ways()), "preferred_backends", lambda *_: ("flash2", "sdpa-cudnn", "math"))
+    packed = workload(layout="packed", cu_seqlens=(0, 100, 256))
+    for asked, backends in ((packed, {"flash2"}), (workload(), {"flash2", "sdpa-cudnn", "math"})):
+        found = first_use.ways_to_measure(own_ways(), machine_of("cpu"), asked)
+        assert {way.backend for way in found if way.implementation == "strided"} == backends
+        assert "fused" in {way.implementation for way in found}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "alike"),
+    [((0, 60, 120, 180, 256), True), ((0, 10, 200, 230, 256), True), ((0, 128, 256), False), ((0, 256), False)],
+)
+def test_packings_are_alike_by_their_mean_length(bounds: tuple[int, ...], alike: bool) -> None:
+    one, other = (workload(layout="packed", cu_seqlens=ends) for ends in ((0, 64, 128, 192, 256), bounds))
+    assert (configuration(one) == configuration(other)) is alike
+    assert configuration(one) != configuration(workload())
 
 
 def test_beside_a_single_way_the_plain_method_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

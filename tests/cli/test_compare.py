@@ -42,6 +42,14 @@ def test_a_baseline_of_six_sessions_gates(cli, stored, write, make_row, make_rec
     assert f"exit code {code}" in result.stdout.splitlines()[-1]
 
 
+@pytest.mark.parametrize("command", ["compare", "report"])
+def test_the_folder_of_the_store_is_no_run(cli, stored, write, make_row, make_record, command):
+    """`benchmark_results/*/` names it, too."""
+    base, new = (write(make_record([make_row(ns=ns)], run_id=f"r{ns:.0f}"), f"{ns:.0f}") for ns in (1e7, 2e7))
+    with_store = cli(command, base, new, str(Archive().folder.parent))
+    assert (with_store.exit_code, with_store.stdout) == (0, cli(command, base, new).stdout)
+
+
 def test_two_files_say_plainly_that_they_advise(cli, write, make_row, make_record):
     base, new = (write(make_record([make_row(ns=ns)], run_id=f"r{ns:.0f}"), f"{ns:.0f}") for ns in (1e7, 2e7))
     result = cli("compare", base, new)

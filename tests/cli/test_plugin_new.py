@@ -19,6 +19,7 @@ def test_a_package_of_each_kind_is_whole(cli, tmp_path, kind):
     assert files >= {"pyproject.toml", "README.md", "my_thing/__init__.py", "tests/test_my_thing.py"}
     assert all(f"here/my-thing/{name}\n" in result.stdout for name in files)
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert project["description"] == f"{'An' if kind == 'implementation' else 'A'} {kind} for dilabench"
     assert project["entry-points"]["dilabench"] == {"my-thing": "my_thing.plugin"}
     for path in folder.rglob("*.py"):
         assert ast.get_docstring(ast.parse(path.read_text())), path

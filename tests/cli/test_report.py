@@ -87,6 +87,16 @@ def test_files_of_a_stored_run_need_a_place(cli, archive, tmp_path):
 
 
 @pytest.mark.usefixtures("archive")
+@pytest.mark.parametrize(("form", "name"), [("html", "page.html"), ("markdown", "answer.md"), ("csv", "rows.csv")])
+def test_an_output_with_the_suffix_of_the_format_is_a_file(cli, tmp_path, form, name):
+    (tmp_path / "report.html").write_text("another")
+    assert cli("report", "latest", "-f", form, "-o", name).exit_code == 0
+    assert (tmp_path / name).is_file()
+    assert sorted(path.name for path in tmp_path.glob("*.*")) == sorted({name, "report.html"})
+    assert (tmp_path / "report.html").read_text() == "another"
+
+
+@pytest.mark.usefixtures("archive")
 def test_samples_have_a_line_each_where_a_format_has_that(cli):
     assert len(cli("report", "aa", "-f", "csv").stdout.strip().splitlines()) == 2
     assert len(cli("report", "aa", "-f", "csv", "--samples").stdout.strip().splitlines()) == 101

@@ -38,6 +38,6 @@ def test_a_run_goes_on_in_its_own_folder(cli, tmp_path, header):
     folder.close()
     result = cli("run", "quick", "--resume", str(folder.path), "-o", "elsewhere", "--dry-run")
     assert result.exit_code == 2
-    assert "--resume goes on with the run as it was asked for; leave out -o elsewhere" in result.stderr
+    assert "--resume continues the run as it was requested; omit -o elsewhere" in result.stderr
     for own in ("copy.json", str(tmp_path)):
         assert cli("run", "quick", "--resume", str(folder.path), "-o", own, "--dry-run").exit_code == 0

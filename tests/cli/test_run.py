@@ -263,7 +263,7 @@ def test_ctrl_c_saves_the_results_and_resume_goes_on(fresh):
     assert 1 <= len(before.rows) < 4
     again = fresh("-m", "dilabench", "run", "quick", "--resume", str(folder), "-i", "strided")
     assert again.returncode == 2
-    assert "--resume goes on with the run as it was asked for; leave out implementations" in again.stderr
+    assert "--resume continues the run as it was requested; omit implementations" in again.stderr
     other = fresh("-m", "dilabench", "run", "implementations", "--resume", str(folder))
     assert "is of suite 'quick', not 'implementations'" in other.stderr
     (hint,) = [line for line in said.splitlines() if line.startswith("  dilabench run")]

@@ -101,5 +101,5 @@ def test_the_script_for_slurm_measures_the_shards_and_joins_them(tmp_path):
     done = subprocess.run(again, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     # One session of a shared machine may look slower; what it may not be is wrong, or another case.
     assert done.returncode in (0, 6), done.stdout + done.stderr
-    assert "1 of 4 measured rows, drawn with --seed 3 (with 1 row that took turns with them)" in done.stderr
+    assert "1 of 4 measured rows, drawn with --seed 3 (with 1 row interleaved with them)" in done.stderr
     assert len(json.loads(done.stdout)["cells"]) == 1

@@ -105,8 +105,19 @@ def checks(count=300, **machine):
 
 
 @pytest.mark.parametrize("noise", [normal, heavy, disturbed])
-@pytest.mark.parametrize("spread", [0.003, 0.03, 0.1])
-@pytest.mark.parametrize(("stored", "cases"), [(5, 1), (6, 6), (10, 2)])
+@pytest.mark.parametrize(
+    ("spread", "stored", "cases"),
+    [
+        (0.1, 5, 1),
+        (0.003, 6, 6),
+        (0.1, 6, 6),
+        (0.03, 10, 2),
+        *(
+            pytest.param(*machine, marks=pytest.mark.slow)
+            for machine in ((0.003, 5, 1), (0.03, 5, 1), (0.03, 6, 6), (0.003, 10, 2), (0.1, 10, 2))
+        ),
+    ],
+)
 def test_identical_code_is_called_slower_or_faster_at_most_once_in_a_hundred(noise, spread, stored, cases):
     found = checks(noise=noise, spread=spread, stored=stored, cases=cases)
     for code in (Code.SLOWER, Code.FASTER):

@@ -39,7 +39,7 @@ def test_an_import_that_does_more_than_define_is_told_with_its_line(tmp_path, mo
         "print('noise')\n"
     )
     (tmp_path / "dying_module.py").write_text("import os\nos._exit(3)\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
     rude, dying = import_reports(["rude_module", "dying_module"], ["never_reached"])
     assert rude.heavy == ("torch",)
     assert "127.0.0.1" in rude.network[0]

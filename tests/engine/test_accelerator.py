@@ -200,3 +200,19 @@ def test_a_call_from_the_host_shows_what_it_did_to_its_inputs():
     assert not q.any()
     with pytest.raises(ValueError, match="a result is on meta, not on cpu"):
         OnHost(lambda q, k, v: q.to(meta), HOST)(q, k, v)
+
+
+@pytest.mark.parametrize(
+    ("wall_s", "processor_s", "threads", "seconds"),
+    [(1.0, 2.0, 2, 1.0), (8.0, 2.0, 2, 1.0), (1.0, 3.0, 2, 1.0), (4.0, 4.0, 1, 4.0)],
+    ids=["alone", "other programs have the cores", "threads that wait", "one thread"],
+)
+def test_a_processors_peak_is_that_of_its_own_time(monkeypatch, wall_s, processor_s, threads, seconds):
+    clocks = {"perf_counter_ns": [0, int(wall_s * 1e9)], "process_time_ns": [0, int(processor_s * 1e9)]}
+    for name, readings in clocks.items():
+        monkeypatch.setattr(device_module.time, name, iter(readings).__next__)
+    monkeypatch.setattr(device_module.torch, "get_num_threads", lambda: threads)
+    cpu = device_module.Cpu(torch.device("cpu"))
+    found = cpu.seconds_of(lambda: None)
+    monkeypatch.undo()
+    assert found == pytest.approx(seconds)

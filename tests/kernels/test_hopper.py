@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,15 @@ APART = {
     "narrow, merged, apart": (0, 2, 0),
     "narrow, rates beside segments, left over, apart": (0, 2, 0),
 }
+# Documents in one launch of each pass, in a process of their own.
+DOCUMENTS = {
+    ("documents", True): (1, 0, 2),
+    ("narrow, documents", False): (0, 1, 0),
+    ("documents, window", False): (2, 0, 2),
+    ("documents, boxes", True): (0, 0, 2),
+    ("documents, apart", False): (2, 0, 4),
+    ("narrow, documents, apart", True): (0, 2, 0),
+}
 BLOCKS = {"one mask": 1, "mask per head": 1, "shared tiles": 1, "one range": 0, "two ranges": 0}
 RESULTS = {"out", "lse", "dq", "dk", "dv"}
 CASES = [*DILATED, *NARROW, *POISONED, *APART, *BLOCKS]
@@ -99,7 +109,7 @@ def both_masks(cases: Iterable[str]) -> list[object]:
     return [*(first for first in FIRST if first[0] in some), *others]
 
 
-def run(interpreted: Callable[..., dict[str, dict[str, float]]], cases: list[tuple[str, bool]]) -> object:
+def run(interpreted: Callable[..., dict[str, dict[str, float]]], cases: list[tuple[str, bool]]) -> Any:
     pytest.importorskip("triton", reason="Triton is not installed: its interpreter makes what the launches are given")
     return interpreted("kernels/interpreted_hopper.py", arguments=map(json.dumps, cases))
 
@@ -159,6 +169,16 @@ def test_detached_merge_weights(errors: Errors, case: str, causal: bool) -> None
     assert launches(got) == APART[case]
     assert set(got) == RESULTS
     assert_exact(got)
+
+
+@pytest.mark.parametrize(
+    "cases", [[*DOCUMENTS][:2], pytest.param([*DOCUMENTS][2:], marks=pytest.mark.slow)], ids=["first", "others"]
+)
+def test_documents(interpreted: Callable[..., dict[str, dict[str, float]]], cases: list[tuple[str, bool]]) -> None:
+    for case, got in run(interpreted, cases).items():
+        assert launches(got) == DOCUMENTS[tuple(json.loads(case))], case
+        assert set(got) == RESULTS
+        assert_exact(got)
 
 
 def test_a_null_mass(errors: Errors) -> None:

@@ -119,3 +119,47 @@ def test_the_history_draws_each_case(opened, tmp_path):
     tab = opened.file(tmp_path / "history.html")
     tab.locator("#case0 ~ figure svg").first.wait_for()
     assert tab.locator(".banner").inner_text() == "a case: slower"
+
+
+@pytest.mark.library
+def test_a_long_history_draws_all_of_its_charts_without_being_scrolled(opened, tmp_path):
+    columns = (Column(name="run", cell=str),)
+    trends = []
+    for at in range(50):
+        curve = Curve(label="wall", points=(Point(x=1, y=at + 1), Point(x=2, y=at + 2)))
+        plot = CurvePlot(name=f"case{at}", title=f"case {at}", x_label="run", y_label="ms", curves=(curve,))
+        trends.append(Trend(title=f"case {at}", where="here", columns=columns, lines=["x"], steps=[], plot=plot))
+    (tmp_path / "history.html").write_text(history.to_text(trends, "all cases"))
+    tab = opened.file(tmp_path / "history.html")
+    tab.wait_for_function("document.querySelectorAll('.chart svg').length === 50")
+
+
+@pytest.mark.library
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_an_implementation_has_one_colour_in_all_charts(opened, scheme):
+    tab = opened(read_record(ROOT / "docs" / "results" / "h200-range.json"), scheme=scheme)
+    tab.wait_for_function("[...document.querySelectorAll('.chart')].every((chart) => chart.querySelector('svg'))")
+    marks = tab.evaluate(
+        """[...document.querySelectorAll('.chart')].flatMap((chart, number) =>
+        [...chart.querySelectorAll('.mark-symbol path[aria-label]')].map((mark) =>
+        [number, /(?:series|row): ([^;]*)/.exec(mark.getAttribute('aria-label'))?.[1],
+        mark.getAttribute('fill')])).filter(([, series]) => series)"""
+    )
+    colours, charts = {}, {}
+    for chart, series, colour in marks:
+        colours.setdefault(series.replace(" (yardstick: another function)", ""), set()).add(colour)
+        charts.setdefault(series, set()).add(chart)
+    assert {name: len(several) for name, several in colours.items()} == dict.fromkeys(colours, 1)
+    assert len(set().union(*colours.values())) == len(colours) == 4
+    assert min(map(len, charts.values())) > 1 or len(charts) > len(colours)
+
+
+@pytest.mark.library
+def test_the_answer_and_the_winners_are_in_sight_at_400_pixels(opened):
+    tab = opened(read_record(ROOT / "docs" / "results" / "h200-range.json"), width=400)
+    for name in ("fastest", "time"):
+        heading = tab.locator(".banner th", has_text=name).first.bounding_box()
+        assert heading["x"] + heading["width"] <= 400, name
+    boxes = [cell.bounding_box() for cell in tab.locator(".winners td").all()]
+    assert len(boxes) == 20
+    assert all(box["x"] >= 0 and box["x"] + box["width"] <= 400 for box in boxes)

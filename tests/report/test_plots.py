@@ -167,6 +167,19 @@ def test_series_differ_without_colour_too() -> None:
     assert "#F0E442" not in COLOURS, "yellow vanishes on white"
 
 
+def test_a_series_looks_alike_in_all_plots_of_a_record() -> None:
+    """`strided` is the second series of one plot and the only one of the other."""
+    alone = replace(CURVES, name="alone", curves=CURVES.curves[2:])
+    series = plots.series_of([replace(SECTION, plots=(CURVES, BARS, alone))])
+    assert series == ("gather", "strided", "pool", "cache")
+
+    def colour(plot: CurvePlot) -> object:
+        handles, labels = draw_curves(plot, series).axes[0].get_legend_handles_labels()
+        return dict(zip(labels, handles, strict=True))["strided"].lines[0].get_color()
+
+    assert colour(alone) == colour(CURVES)
+
+
 def test_markdown_embeds_plots_that_are_there(record: RunRecord, tmp_path: Path) -> None:
     plots.render(record, tmp_path, [SECTION])
     markdown.render(record, tmp_path, [SECTION])

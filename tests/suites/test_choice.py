@@ -162,7 +162,7 @@ def test_shards_deal_the_shapes_by_their_numbers():
     ("assignments", "run", "why"),
     [
         (("shapes=2",), {"shard": "2/3"}, "shard 2/3: the request has 2 shapes, so there can be at most as many"),
-        (("shapes=0",), {}, "shapes '0' must be at least 1"),
+        (("shapes=0",), {}, "shapes 0 must be at least 1"),
         (("shapes=6.5",), {}, "not a whole number"),
         (("shape=6",), {}, "shape: unknown key"),
         ((), {"lengths": [512]}, "takes neither presets nor --lengths"),

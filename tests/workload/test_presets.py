@@ -59,6 +59,11 @@ MODEL_CONFIGS = {
 }
 # name: tokens, documents, the longest
 PACKED_CONFIGS = {"packed_documents_32k": (32768, 19, 9087), "packed_documents_128k": (131072, 56, 23482)}
+# name: N, documents, the longest of them, H, D, whether causal, segment lengths
+PACKED_DILATED_CONFIGS = {
+    "packed_documents_64k_dilated": (65536, 34, 9087, 16, 64, True, (2048, 4096, 8192)),
+    "packed_slides_64k": (65536, 3, 26111, 16, 48, False, (1024, 5792, 32768, 185363, 1048576)),
+}
 # name: H, K, N, causal, kind of pattern and fields of it
 SPARSE_CONFIGS = {
     "vsa_h3": (7, 7, 109632, False, "topk_blocks", {"block_size": 64, "top_k": 64, "selector": "pooled"}),
@@ -96,6 +101,7 @@ def test_nothing_is_missing_or_extra(catalogue):
         *DILATED_CONFIGS,
         *MODEL_CONFIGS,
         *PACKED_CONFIGS,
+        *PACKED_DILATED_CONFIGS,
         *SPARSE_CONFIGS,
         *SETS,
     }
@@ -162,6 +168,22 @@ def test_packed_documents(catalogue, name):
     assert max(lengths) <= workload.seq_len // 2
     shape = (workload.num_heads, workload.num_kv_heads, workload.head_dim, workload.causal, workload.layout)
     assert shape == (64, 8, 128, True, "packed")
+
+
+@pytest.mark.parametrize("name", PACKED_DILATED_CONFIGS)
+def test_packed_dilated_configuration(catalogue, name):
+    workload = workload_request(catalogue, name, {}).resolve("float32")
+    lengths = [stop - start for start, stop in workload.sequences]
+    assert workload.layout == "packed"
+    assert (
+        workload.seq_len,
+        len(lengths),
+        max(lengths),
+        workload.num_heads,
+        workload.head_dim,
+        workload.causal,
+        workload.pattern.segment_lengths,
+    ) == PACKED_DILATED_CONFIGS[name]
 
 
 @pytest.mark.parametrize("name", SETS)

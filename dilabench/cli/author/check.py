@@ -69,7 +69,7 @@ def check(
     if as_json:
         say(json.dumps([card.model_dump(mode="json") for card in cards], indent=2, ensure_ascii=False))
     for card in cards:
-        counts = [sum(one.result == result for one in card.findings) for result in MARKS]
+        counts = [sum(finding.result == result for finding in card.findings) for result in MARKS]
         ended = ", ".join(f"{count} {result}" for count, result in zip(counts, MARKS, strict=True))
         say(f"{card.kind} {card.name}: {ENDINGS.get(card.exit_code, 'DOES NOT CONFORM')} ({ended})", err=as_json)
     raise typer.Exit(gravest(card.exit_code for card in cards))

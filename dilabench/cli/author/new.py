@@ -88,7 +88,7 @@ def _package_name(name: str, kind: Kind) -> str:
     if (spec := importlib.util.find_spec(package)) is not None and spec.origin is not None:
         raise ConfigError(f"module {package!r} is there already and would be hidden; choose another name")
     catalogue = discover().catalogue
-    (registry,) = (getattr(catalogue, one) for one in REGISTRIES if getattr(catalogue, one).kind == kind)
+    (registry,) = (getattr(catalogue, registry) for registry in REGISTRIES if getattr(catalogue, registry).kind == kind)
     if name in registry:
         raise ConfigError(
             f"{kind} {name!r} is already registered by plug-in {registry.origin(name)!r}; choose another name"

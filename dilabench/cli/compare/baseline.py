@@ -61,7 +61,7 @@ def list_baselines(as_json: AsJson = False) -> None:
     store = Store(tell=note)
     known = store.baselines.all()
     if as_json:
-        say(json.dumps({name: one.model_dump(mode="json") for name, one in known.items()}, indent=2))
+        say(json.dumps({name: baseline.model_dump(mode="json") for name, baseline in known.items()}, indent=2))
         return
     if not known:
         say(f"no baselines in {store.root}; `dilabench baseline save NAME` makes one of the latest run")

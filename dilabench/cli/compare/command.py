@@ -39,7 +39,7 @@ def compare(
         list[str],
         typer.Argument(metavar="BASE NEW... | RUN...", help="Files, folders, ids, 'latest' or baselines."),
     ],
-    by: Annotated[By | None, typer.Option("--by", help="Compare rows inside RUN, which took turns.")] = None,
+    by: Annotated[By | None, typer.Option("--by", help="Compare rows inside RUN, which are interleaved.")] = None,
     base: Annotated[str | None, typer.Option("--base", metavar="NAME", help="With --by: what to compare with.")] = None,
     implementations: Implementations = None,
     backends: Backends = None,
@@ -79,6 +79,8 @@ def compare(
 
     if github_summary:
         require_github()
+    store = Store(tell=note)
+    runs = store.runs_of(runs)
     require_one_format(as_json, () if form is Format.TABLE else (form,))
     if as_json:
         form = Format.JSON
@@ -93,8 +95,7 @@ def compare(
     if by is None and base is not None:
         raise ConfigError(f"--base {base} says which rows to compare with and needs --by")
     if by is not None and relative_to is not None:
-        raise ConfigError(f"--relative-to {relative_to} is for two records; rows of one took turns anyway")
-    store = Store(tell=note)
+        raise ConfigError(f"--relative-to {relative_to} is for two records; rows of one record are interleaved anyway")
     sides = [store.records(run) for run in runs]
     records = [record for side in sides for record in side]
     if across_machines:
@@ -122,7 +123,7 @@ def compare(
         wanted |= {FailOn.SLOWER, FailOn.LARGER}
         matrix = compare_all(run_names(runs, sides), sides, policy=policy, select=select, reference=relative_to)
         if len(runs) > 2 or form is Format.HTML:
-            codes = [exit_code(one, wanted) for one in matrix.with_first]
+            codes = [exit_code(comparison, wanted) for comparison in matrix.with_first]
             show = partial(verdict_view.show_matrix, matrix, codes, calibration)
             if form is Format.HTML:
                 show = partial(verdict_view.write_matrix_page, matrix, codes, [side[-1] for side in sides], output)

@@ -33,7 +33,7 @@ ALL = "all cases"
 
 @dataclass(frozen=True, slots=True)
 class TrendLine:
-    """A case in one run; `step`: level from this run on / level before, None where it did not change."""
+    """A case in one run; `step`: level from this run on / level before, None if it did not change."""
 
     entry: "CaseEntry"
     step: float | None
@@ -164,14 +164,14 @@ def _trend(group: "Sequence[CaseEntry]", number: int) -> "Trend":
 
     steps = _steps(group)
     levels: dict[str, list[Point]] = {}
-    level, told = "", []
+    level, shifts = "", []
     for index, entry in enumerate(group, 1):
         if entry.p25_ns is None:
             continue
         if entry.run.file in steps or not level:
             level = f"from {_date(entry.run)} (run {entry.run.run_id})"
         if entry.run.file in steps:
-            told.append(
+            shifts.append(
                 f"{_change(steps[entry.run.file])} from {_date(entry.run)} on (run {entry.run.run_id}, {entry.run.git})"
             )
         levels.setdefault(f"{entry.timer}, {level}", []).append(Point(x=index, y=entry.p25_ns / 1e6))
@@ -180,7 +180,7 @@ def _trend(group: "Sequence[CaseEntry]", number: int) -> "Trend":
         where=f"case {group[0].case_id}, machine {group[0].run.machine}",
         columns=CASE_COLUMNS,
         lines=[TrendLine(entry, steps.get(entry.run.file)) for entry in group],
-        steps=told,
+        steps=shifts,
         plot=CurvePlot(
             name=f"case{number}",
             title=_title(group[0]),

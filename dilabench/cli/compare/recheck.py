@@ -33,7 +33,7 @@ def recheck(
 ) -> None:
     """Verify and measure a few rows of somebody's record again, on the same inputs, and compare.
 
-    Rows that took turns with them are measured beside them, as before. The machine must be of the same kind as the
+    Rows that were interleaved with them are measured again, too. The machine must be of the same kind as the
     record's. One session cannot tell small changes from noise: `check --against` decides those. Exit codes: 0 fine, 3
     another machine, 4 a row fails now, 5 wrong output, 6 slower or larger than recorded, 8 nothing measured.
     """
@@ -54,17 +54,15 @@ def recheck(
         raise ConfigError(f"run {run!r} has no measured row to measure again")
     seed = secrets.randbelow(10**6) if seed is None else seed
     chosen = random.Random(seed).sample(measured, min(rows, len(measured)))
-    groups = {one.case.group_id for one in chosen}
-    # They took turns with the other rows of their workloads, which share caches and clocks with them.
-    planned = [one for one in measured if one.case.group_id in groups]
-    beside = (
-        f" (with {counted(len(planned) - len(chosen), 'row')} that took turns with them)" if planned != chosen else ""
-    )
+    groups = {case.case.group_id for case in chosen}
+    # They were interleaved with the other rows of their workloads, which share caches and clocks with them.
+    planned = [case for case in measured if case.case.group_id in groups]
+    beside = f" (with {counted(len(planned) - len(chosen), 'row')} interleaved with them)" if planned != chosen else ""
     note(f"{len(chosen)} of {counted(len(measured), 'measured row')}, drawn with --seed {seed}{beside}")
     again = Remeasure(discover(strict_plugins), recorded[0], output, None, progress_shown)
     refuse_other_machine(recorded, [again.here()], EnvironmentNotReady)
     records = again.sessions(planned, 1)
-    ids = {one.case.case_id for one in chosen}
+    ids = {case.case.case_id for case in chosen}
     calibration = store.calibration_of(recorded)
     policy = policy_for(recorded, threshold, verdict_view.sigma_of(calibration))
     comparison = compare_across(recorded, records, policy=policy, select=lambda case: case.case_id in ids)

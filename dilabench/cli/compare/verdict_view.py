@@ -29,7 +29,7 @@ LEGEND = (
     "have been found four times in five; A12: how often a call of the candidate takes longer than one of the baseline, "
     "0.50 where neither does"
 )
-# So many undecided pairs of one cause are told in full.
+# Number of undecided pairs of one cause that are printed in full.
 MAX_TOLD = 2
 INDENT = "  "
 WORDS = {
@@ -47,7 +47,7 @@ def show(comparison: "Comparison", code: ExitCode, calibration: Calibration | No
     for warning in comparison.warnings:
         say_folded(f"note: {warning}", INDENT)
     say_folded(noise_line(calibration), INDENT)
-    confidences = {one.verdict.numbers.confidence for one in comparison.pairs} - {None}
+    confidences = {pair.verdict.numbers.confidence for pair in comparison.pairs} - {None}
     alike = confidences.pop() if len(confidences) == 1 else None
     for title, pairs in _by_workload(comparison.pairs).items():
         say()
@@ -78,8 +78,8 @@ def _reasons(pairs: Sequence["ComparedPair"]) -> Iterator[str]:
             yield _reason(pair, verdict.code, verdict.reason, verdict.hint)
         if pair.memory is not None and pair.memory.fails_gate:
             yield _reason(pair, "LARGER", pair.memory.reason, pair.memory.hint)
-        for one in pair.notes:
-            notes.setdefault(one, []).append(pair)
+        for note in pair.notes:
+            notes.setdefault(note, []).append(pair)
     for alike in undecided.values():
         for pair in alike if len(alike) <= MAX_TOLD else alike[:1]:
             others = f" ({len(alike) - 1} more pairs are undecided for this cause; --json has all)"
@@ -93,8 +93,8 @@ def _reasons(pairs: Sequence["ComparedPair"]) -> Iterator[str]:
 def _uncompared(cases: Sequence["Uncompared"]) -> Iterator[str]:
     """Cases without a verdict, those that ended alike together; what both sides have in common is said once."""
     alike: dict[tuple[str, str, str], list[Uncompared]] = {}
-    for one in cases:
-        alike.setdefault((one.lack, one.baseline, one.candidate), []).append(one)
+    for case in cases:
+        alike.setdefault((case.lack, case.baseline, case.candidate), []).append(case)
     for (lack, baseline, candidate), members in alike.items():
         names = "; ".join(name(one.case) for one in members)
         ended = f"both sides {baseline}" if baseline == candidate else f"baseline {baseline}; candidate {candidate}"
@@ -129,8 +129,8 @@ def as_data(comparison: "Comparison") -> dict[str, Any]:
     return {
         "cells": [_plain(asdict(pair), pair.baseline, pair.candidate) for pair in comparison.pairs],
         "uncompared": [
-            {**asdict(one), "case": one.case.model_dump(mode="json"), "case_id": one.case.case_id}
-            for one in comparison.uncompared
+            {**asdict(case), "case": case.case.model_dump(mode="json"), "case_id": case.case.case_id}
+            for case in comparison.uncompared
         ],
         "warnings": list(comparison.warnings),
     }
@@ -157,7 +157,7 @@ def noise_line(calibration: Calibration | None) -> str:
 def final_line(comparison: "Comparison", code: ExitCode) -> str:
     """The line that a CI log ends with."""
     counts = Counter(pair.verdict.code.value for pair in comparison.pairs)
-    verdicts = [f"{counts[one]} {one}" for one in ("SLOWER", "FASTER", "SAME", "INCONCLUSIVE") if counts[one]]
+    verdicts = [f"{counts[code]} {code}" for code in ("SLOWER", "FASTER", "SAME", "INCONCLUSIVE") if counts[code]]
     larger = sum(pair.memory is not None and pair.memory.fails_gate for pair in comparison.pairs)
     parts = [*verdicts, *([f"{larger} larger peaks"] if larger else [])]
     parts += [f"{len(comparison.uncompared)} not compared"] if comparison.uncompared else []
@@ -196,8 +196,8 @@ def show_matrix(matrix: "Matrix", codes: Sequence[ExitCode], calibration: Calibr
         say_folded(f"note: {warning}", INDENT)
     say_folded(noise_line(calibration), INDENT)
     by_workload: dict[str, list[tuple[str, ...]]] = {}
-    for one in matrix.cases:
-        by_workload.setdefault(workload_title(one.case), []).extend(texts.rows(matrix, one))
+    for case in matrix.cases:
+        by_workload.setdefault(workload_title(case.case), []).extend(texts.rows(matrix, case))
     compared = {title: rows for title, rows in by_workload.items() if rows}
     for title, rows in compared.items():
         say()
@@ -220,8 +220,8 @@ def matrix_as_json(matrix: "Matrix", codes: Sequence[ExitCode], calibration: Cal
         "sigma_aa": sigma_of(calibration),
         "runs": list(matrix.names),
         "comparisons": [
-            {"base": matrix.names[base], "new": matrix.names[new], **as_data(one)}
-            for (base, new), one in matrix.comparisons.items()
+            {"base": matrix.names[base], "new": matrix.names[new], **as_data(comparison)}
+            for (base, new), comparison in matrix.comparisons.items()
         ],
     }
     return json_text(document)
@@ -241,7 +241,8 @@ def write_matrix_page(
     from dilabench.report.html import comparison
 
     lines = _final_lines(matrix, codes)
-    say_page(comparison.to_text(matrix, records, "; ".join(lines)), output, comparison.FILENAME)
+    text = comparison.to_text(matrix, records, "; ".join(lines), gravest(codes))
+    say_page(text, output, comparison.FILENAME)
     for line in lines if output else ():
         say(line)
 
@@ -268,22 +269,23 @@ def show_machines(base: "RunRecord", new: "RunRecord", *, as_json: bool) -> Exit
     ratios = list(machine_ratios(base, new))
     if as_json:
         cells = [
-            {"base": _side(one.base_time), "new": _side(one.new_time), "base_over_new": one.ratio} for one in ratios
+            {"base": _side(ratio.base_time), "new": _side(ratio.new_time), "base_over_new": ratio.ratio}
+            for ratio in ratios
         ]
         say(json_text({"cells": cells}))
     else:
         say_folded(f"base: {device_text(base)} (run {base.run_id})", INDENT)
         say_folded(f"new: {device_text(new)} (run {new.run_id})", INDENT)
         by_workload: dict[str, list[MachineRatio]] = {}
-        for one in ratios:
-            by_workload.setdefault(workload_title(one.new), []).append(one)
+        for ratio in ratios:
+            by_workload.setdefault(workload_title(ratio.new), []).append(ratio)
         for title, alike in by_workload.items():
             say()
             print_items(title, MACHINE_COLUMNS, alike)
         say()
         say_folded(
             f"{counted(len(ratios), 'workload')} measured by the same implementation on both. Ratios of medians, each "
-            "over its fastest backend; two machines did not take turns, so there is no verdict."
+            "over its fastest backend; two machines are not interleaved, so there is no verdict."
         )
     return ExitCode.OK if ratios else ExitCode.NOTHING_MEASURED
 

@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 PATTERN_CACHE_ENTRIES = 64
 TABLE = "table"
 RANKS = "ranks"
-# Left out first where the terminal is narrow; --json has them.
+# Columns that a narrow terminal drops first; --json has them.
 SPARE = ("tensors", "FLOPs", "pattern")
 COLUMNS = ("#", "implementation", "backend", RANKS, "workload", "pattern", "mode", "FLOPs", "tensors", "runs")
 
 
 ListConfigs = Annotated[
     bool,
-    typer.Option("--list-configs", callback=list_configs, is_eager=True, help="Show what --config takes and leave."),
+    typer.Option("--list-configs", callback=list_configs, is_eager=True, help="List the values of --config and exit."),
 ]
 Resume = Annotated[
     str | None,
@@ -172,7 +172,7 @@ def run(
 
             # The server that workers are forked from loads torch while this process loads and plans the rest.
             warm_server()
-        # What times cases needs numpy, which --help should not wait for.
+        # Timing cases needs numpy, which --help must not load.
         from dilabench.suites.planner import plan_run
 
         planned = plan_run(found, request, nodes)
@@ -189,7 +189,7 @@ def run(
         from dilabench.cli.run.shown import show_run, together
         from dilabench.runs.execution import Execution
 
-        # What draws the plots takes a while to load: before the run there is time, for workers load even more.
+        # Loading the plot libraries takes a while: it is hidden here, while workers load even more.
         import_module("dilabench.report.plots.drawing")
         runs: list[tuple[ExitCode, str]] = []
         for number in range(1, sessions + 1):
@@ -226,8 +226,8 @@ def run(
 def signature(arguments: Sequence[str]) -> inspect.Signature:
     """The signature of `run` with an option for each field of the suites' options, in place of `suite_options`.
 
-    Plug-ins are asked if the arguments name a suite or an option that is not built in. Raises ConfigError for folders
-    in DILABENCH_PEERS that are none.
+    Plug-ins are loaded if the arguments name a suite or an option that is not built in. Raises ConfigError for entries
+    of DILABENCH_PEERS that are no folders.
     """
     suites: Iterable[Suite] = SUITES
     built_in = {name for suite in suites for name in (suite.name, *suite.aliases)}
@@ -259,7 +259,7 @@ def _suite_parameters(
     for name, having in sorted(offering.items(), key=lambda item: [suite.name for suite in item[1]]):
         flag = f"--{name.replace('_', '-')}"
         if taken.isdisjoint({name, flag}):
-            # Where suites differ, the suite that is named says what the option is.
+            # If suites differ, the named suite defines the option.
             model: Any = having[0].options
             panel = f"Options of {' and '.join(suite.name for suite in having)}"
             hidden = not any(suite in shown for suite in having)
@@ -298,8 +298,8 @@ def _names(parameter: inspect.Parameter) -> Iterator[str]:
 
 
 def _elsewhere(run: Path, output: Path) -> Path | None:
-    """Where the rest of a run that goes on should lie instead, if anywhere. Its own place is none, nor is a file that
-    the record is copied to besides; of a run by its id, -o says where that is.
+    """The other folder that a resumed run was given, or None. The run's folder is none, nor is a file to which the
+    record is copied in addition; for a run given by its id, -o names the folder that holds it.
     """
     if not run.exists():
         return None
@@ -309,14 +309,14 @@ def _elsewhere(run: Path, output: Path) -> Path | None:
 
 
 def output_base(output: Path) -> Path:
-    """The folder that the run's own folder goes into; a path to a .json file stands for the folder it is in."""
+    """The directory in which the run's folder is created; for a path to a .json file its directory."""
     return output.parent if output.suffix == ".json" else output
 
 
 def show_cases(planned: Sequence[PlannedCase], as_json: bool = False) -> None:
     """One line per case with its FLOPs, the bytes of its tensors, and why it would be skipped."""
     if as_json:
-        say(json.dumps([_as_data(one) for one in planned], indent=1))
+        say(json.dumps([_as_data(case) for case in planned], indent=1))
         return
     columns = [name for name in COLUMNS if name != RANKS or any(plan.case.world_size > 1 for plan in planned)]
     by_name = [dict(zip(COLUMNS, _cells(index, plan), strict=True)) for index, plan in enumerate(planned, 1)]

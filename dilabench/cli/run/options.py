@@ -27,11 +27,11 @@ CustomLengths = Annotated[
 RangeName = Annotated[
     str | None, typer.Option("--range", metavar="NAME", help="A named range of lengths, all or custom.")
 ]
-Plan = Annotated[bool, typer.Option("--plan", help="Show memory and time predicted for each case and leave.")]
+Plan = Annotated[bool, typer.Option("--plan", help="Show predicted memory and time of each case and exit.")]
 Density = Annotated[
     str | None, typer.Option("--density", metavar="D", help="Share of blocks computed, 0.1; block-sparse pattern.")
 ]
-# 1 - density, as it was asked for before.
+# 1 - density, the former option.
 Sparsity = Annotated[str | None, typer.Option("--sparsity", metavar="S", hidden=True)]
 BlockSize = Annotated[str | None, typer.Option("--block-size", metavar="N", help="Tokens in a block of the mask.")]
 MaskFile = Annotated[
@@ -84,7 +84,7 @@ ShardOption = Annotated[
     str | None,
     typer.Option("--shard", metavar="K/N", help="Only the K-th of N parts; `dilabench merge` joins them: 2/8."),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the cases with their work and leave.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="List the cases with their FLOPs and exit.")]
 Sessions = Annotated[
     int,
     typer.Option(
@@ -93,7 +93,7 @@ Sessions = Annotated[
 ]
 Output = Annotated[
     Path,
-    typer.Option("--output", "-o", metavar="DIR", help="Folder that gets a folder for this run."),
+    typer.Option("--output", "-o", metavar="DIR", help="Output directory; the run creates a subdirectory in it."),
     OUTPUT_DIR,
 ]
 Formats = Annotated[

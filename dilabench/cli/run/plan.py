@@ -1,4 +1,4 @@
-"""`dilabench plan`: what fits? Memory by length, batch and implementation, traced without data, or held to runs."""
+"""`dilabench plan`: memory by length, batch and implementation, traced without data, or compared with real runs."""
 
 import json
 import os

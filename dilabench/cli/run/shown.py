@@ -46,15 +46,15 @@ def show_run(
     `keep`: in the store as well. `options`: those of reports, by name. `allow_incomplete`: as for `exit_code`. The exit
     code is that of the record as it is on disk once every reporter has ended.
     """
-    err = [one.name for one in formats] != [TABLE]
+    err = [reporter.name for reporter in formats] != [TABLE]
     plan, folder = execution.plan, execution.folder.path
     known = len(plan.found.problems)
     try:
         say(_opening(execution), err=err)
-        if slow := slow_dtypes([one.case for one in plan.planned if one.skip is None], plan.machine):
+        if slow := slow_dtypes([case.case for case in plan.planned if case.skip is None], plan.machine):
             note(f"{slow}; --dtype float32 is faster there")
-        for one in notes_at_start(read(plan.machine)):
-            note(f"{note_text(one)} (`dilabench doctor` says more)")
+        for note_ in notes_at_start(read(plan.machine)):
+            note(f"{note_text(note_)} (`dilabench doctor` says more)")
         record = execution.measure(progress_shown(plan.request.budget_s))
     finally:
         execution.folder.discard_if_empty()
@@ -82,7 +82,7 @@ def show_run(
 
 def _opening(execution: Execution) -> str:
     plan = execution.plan
-    runs = [one.case for one in plan.planned if one.skip is None]
+    runs = [case.case for case in plan.planned if case.skip is None]
     kept = f", {len(execution.completed)} of them kept from before" if execution.completed else ""
     cpu = execution.header.environment.cpu
     gpus = plan.machine.used_gpus

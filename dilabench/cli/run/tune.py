@@ -70,7 +70,7 @@ def tune(
         | {"budget_s": budget and read_budget(budget)},
     )
     plan = plan_run(found, request)
-    methods = tuple(one for one in plan.planned if one.role in ("plain", "method") and one.takes == "heads")
+    methods = tuple(case for case in plan.planned if case.role in ("plain", "method") and case.takes == "heads")
     execution = Execution.begin(replace(plan, planned=methods), DEFAULT_FOLDER, name="tune")
     code = show_run(execution, () if as_json else (found.catalogue.reporters.get("table"),))
     machine = plan.machine

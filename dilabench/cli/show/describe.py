@@ -103,7 +103,11 @@ def _pattern_facts(catalogue: Catalogue, kind: PatternKind) -> Facts:
     if shown := _pattern_picture(example, shape):
         yield "example", f"{example.label()}, {EXAMPLE_LENGTH} tokens, head 0"
         yield "", shown
-    able = (one.name for one in catalogue.implementations if one.supports.patterns & {kind.name, *ANY_PATTERN})
+    able = (
+        implementation.name
+        for implementation in catalogue.implementations
+        if implementation.supports.patterns & {kind.name, *ANY_PATTERN}
+    )
     yield "computed by", ", ".join(able)
 
 
@@ -150,14 +154,14 @@ def _suite_facts(suite: Suite, catalogue: Catalogue, machine: Machine) -> Facts:
     except DilabenchError as error:
         yield "rows here", f"none as it stands: {error}"
         return
-    cases = [one.case for one in planned if one.skip is None]
+    cases = [case.case for case in planned if case.skip is None]
     yield (
         "rows here",
         f"{len(planned)}, all of which run"
         if len(cases) == len(planned)
         else (f"{len(planned)}, of which {len(cases)} run"),
     )
-    yield "lengths here", ", ".join(map(format_count, sorted({one.case.workload.seq_len for one in planned})))
+    yield "lengths here", ", ".join(map(format_count, sorted({case.case.workload.seq_len for case in planned})))
     yield "time here", expected_time(cases, machine, os.cpu_count() or 1, suite.budget_s)
 
 

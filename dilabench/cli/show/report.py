@@ -2,9 +2,10 @@
 
 import gc
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,11 +22,12 @@ from dilabench.cli.options import (
     require_one_format,
     tell_of,
 )
-from dilabench.cli.terminal import note, print_items, say, say_folded, say_page, say_text
+from dilabench.cli.terminal import file_meant, note, print_items, say, say_folded, say_page, say_text
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Reporter
-from dilabench.report.findings import render, sections_of
+from dilabench.record import RunRecord
+from dilabench.report.findings import Section, render, sections_of
 from dilabench.report.pull_request import of_run
 
 if TYPE_CHECKING:
@@ -44,7 +46,9 @@ def report(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="DIR", help="Write files there instead of printing."),
+        typer.Option(
+            "--output", "-o", metavar="DIR", help="Write files there, or one file by this name, instead of printing."
+        ),
         OUTPUT_DIR,
     ] = None,
     samples: Annotated[bool, typer.Option("--samples", help="csv, parquet: a line per sample, not per case.")] = False,
@@ -68,7 +72,9 @@ def report(
     require_one_format(as_json, names(formats))
     catalogue = discovered(strict_plugins).catalogue
     reporters = [catalogue.reporters.get(name) for name in names(formats) or ["json" if as_json else "table"]]
-    store, (run, *others) = Store(tell=note), runs
+    store = Store(tell=note)
+    runs = store.runs_of(runs)
+    run, *others = runs
     records = store.records(run)
     # They stay until the end, and may be millions of objects: nothing walks through them in search of cycles.
     gc.freeze()
@@ -90,6 +96,10 @@ def report(
         append_summary(of_run(record, sections))
     written: list[tuple[str | Iterator[str] | None, Path | None]] = []
     for reporter in reporters:
+        meant = file_meant(output, reporter.filename) if output and reporter.filename else None
+        if meant is not None and meant == output:
+            _write_file(reporter, record, meant, sections, catalogue, options)
+            continue
         folder = output if output is not None or reporter.prints else _own_folder(store.path_of(run), run, reporter)
         with catalogue.left_out(catalogue.reporters.origin(reporter.name), ""):
             text = render(reporter, record, folder, sections, catalogue, options)
@@ -104,6 +114,32 @@ def report(
     tell_of(catalogue.problems[known:])
     if catalogue.problems[known:]:
         raise typer.Exit(ExitCode.ENVIRONMENT)
+
+
+def _write_file(
+    reporter: Reporter,
+    record: RunRecord,
+    path: Path,
+    sections: Sequence[Section],
+    catalogue: Catalogue,
+    options: Mapping[str, Any],
+) -> None:
+    """Write what the reporter writes under the name that -o gives it. Raises ConfigError if that is no single file."""
+    assert reporter.filename is not None
+    if not path.parent.is_dir():
+        raise ConfigError(f"-o {path}: {path.parent} is no folder; create it, or name another place")
+    with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        with catalogue.left_out(catalogue.reporters.origin(reporter.name), ""):
+            render(reporter, record, Path(folder), sections, catalogue, options)
+        files = list(Path(folder).iterdir())
+        if len(files) > 1:
+            names_of = ", ".join(sorted(file.name for file in files))
+            raise ConfigError(f"-o {path} names one file, and -f {reporter.name} writes {names_of}; name a folder")
+        if not files:
+            note(f"{path.name}: nothing to draw or write of this run")
+            return
+        files[0].replace(path)
+    say(str(path), err=True)
 
 
 def _report_several(store: "Store", runs: Sequence[str], formats: Sequence[str], output: Path | None) -> None:

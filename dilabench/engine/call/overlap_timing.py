@@ -35,7 +35,7 @@ def time_parts(
     calls: dict[Part, PreparedCall] = {"whole": call, "computation": call.ablated(computation_only)}
     if call.spec.backend is not None and call.spec.takes == "heads":
         calls["communication"] = call.ablated(communication_only)
-    timers = {part: make_timer(one) for part, one in calls.items()}
+    timers = {part: make_timer(call_of_part) for part, call_of_part in calls.items()}
     for timer in timers.values():
         timer.take(1)
     samples: dict[Part, list[int]] = {part: [] for part in timers}

@@ -83,22 +83,22 @@ def _storages(roots: list[object], device: torch.device) -> dict[int, int]:
     seen: set[int] = set()
     waiting = roots
     while waiting and len(seen) < MOST_OBJECTS:
-        one = waiting.pop()
-        if id(one) in seen or id(one) in namespaces or isinstance(one, _NOT_LOOKED_AT):
+        value = waiting.pop()
+        if id(value) in seen or id(value) in namespaces or isinstance(value, _NOT_LOOKED_AT):
             continue
-        seen.add(id(one))
-        if isinstance(one, Tensor):
-            for part in _plain_parts(one) if one.device.type == device.type else ():
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            for part in _plain_parts(value) if value.device.type == device.type else ():
                 found[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
-        elif isinstance(one, np.ndarray):
-            while isinstance(one.base, np.ndarray):
-                one = one.base
+        elif isinstance(value, np.ndarray):
+            while isinstance(value.base, np.ndarray):
+                value = value.base
             if device.type == "cpu":
-                found[one.ctypes.data] = one.nbytes
-        elif isinstance(one, FunctionType):
-            waiting += [one.__defaults__, one.__kwdefaults__, one.__closure__, one.__dict__]
+                found[value.ctypes.data] = value.nbytes
+        elif isinstance(value, FunctionType):
+            waiting += [value.__defaults__, value.__kwdefaults__, value.__closure__, value.__dict__]
         else:
-            waiting += gc.get_referents(one)
+            waiting += gc.get_referents(value)
     return found
 
 

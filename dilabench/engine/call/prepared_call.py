@@ -307,7 +307,7 @@ class PreparedCall:
         """Bytes that the optimizations keep between calls; they count into the call's peak."""
         counted = self.counters()
         kept = (PATTERN_CACHE_BYTES, BUFFER_POOL_HELD_BYTES, CUDA_GRAPH_BYTES)
-        return sum(counted.get(one.key, 0) for one in kept)
+        return sum(counted.get(weak.key, 0) for weak in kept)
 
     def forget(self) -> None:
         """Drop what is kept between calls, as when the device is lost or the case is over."""

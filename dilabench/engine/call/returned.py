@@ -11,7 +11,7 @@ class UnusableFunctionError(Exception):
 
 
 def not_plain(out: object) -> str | None:
-    """Why what a call returned is not one plain tensor with storage of its own; None where it is."""
+    """Why what a call returned is not one plain tensor with storage of its own; None if it is."""
     if out is None:
         return "returned None, not one tensor: is a `return` missing?"
     if isinstance(out, tuple | list):
@@ -30,7 +30,7 @@ def not_plain(out: object) -> str | None:
 
 
 def not_callable(built: object) -> str | None:
-    """Why what `build` returned cannot be called; None where it can."""
+    """Why what `build` returned cannot be called; None if it can."""
     if built is None:
         return "build returned None, not a function: is a `return` missing in build?"
     if not callable(built):
@@ -39,7 +39,7 @@ def not_callable(built: object) -> str | None:
 
 
 def no_gradient(out: Tensor) -> str | None:
-    """Why no gradient can be taken of what was computed from inputs that need one; None where it can."""
+    """Why no gradient can be taken of what was computed from inputs that need one; None if it can."""
     if out.requires_grad:
         return None
     return (

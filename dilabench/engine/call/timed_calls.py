@@ -191,7 +191,7 @@ class TimedCalls:
         return self._calls
 
     def end(self) -> KeptCall | None:
-        """The slot is over: of the last one the last call, None where there was none or it was not made."""
+        """The slot is over: of the last one the last call, None if there was none or it was not made."""
         self._settle()
         self._let_go()
         full, self._full, self.active = self._full, None, False
@@ -371,7 +371,7 @@ def fast_digest(tensor: Tensor) -> Tensor:
     """Sums of the bits of both halves of each row, [2, ...]: one pass over memory."""
     tensor = tensor.detach()
     width = tensor.shape[-1] * tensor.element_size()
-    fits = [one for one in (torch.int64, torch.int32, torch.int16) if width % one.itemsize == 0]
-    bits = tensor.view(next(one for one in fits if one.itemsize >= tensor.element_size()))
+    fits = [word for word in (torch.int64, torch.int32, torch.int16) if width % word.itemsize == 0]
+    bits = tensor.view(next(word for word in fits if word.itemsize >= tensor.element_size()))
     half = bits.shape[-1] // 2
     return torch.stack([bits[..., :half].sum(-1), bits[..., half:].sum(-1)])

@@ -41,7 +41,7 @@ _SETTINGS = (
 
 
 def read_settings() -> dict[str, Any]:
-    """Every setting by name; None where this torch has it not, or does not say."""
+    """Every setting by name; None if this torch has it not, or does not say."""
     return {setting.name: _read(setting) for setting in _SETTINGS}
 
 

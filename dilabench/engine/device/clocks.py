@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-# Why the driver lowers the clock below what was asked for; idle and application settings are not faults.
+# Reasons for which the driver lowers the clock below the requested one; idle and application settings are not faults.
 THROTTLE_REASONS = {
     0x4: "sw_power_cap",
     0x8: "hw_slowdown",
@@ -17,7 +17,7 @@ COOL_DOWN_REASONS = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_po
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """SM clock, power, temperature and slow-down reasons at one moment; None where unknown, and everywhere on a CPU."""
+    """SM clock, power, temperature and slow-down reasons at one moment; None if unknown, and everywhere on a CPU."""
 
     sm_clock_mhz: int | None = None
     power_mw: int | None = None

@@ -25,7 +25,7 @@ class Device:
     """A device through `torch.accelerator`, which knows no kernels, streams or clocks of it; `Cpu` and `Cuda` do more.
 
     `where`: as torch names it. `facts`: what is known without torch. `profiler`: the name under which torch's profiler
-    lists its kernels, None where the profiler shows operators only. `profiles_memory`: the profiler also counts its
+    lists its kernels, None if the profiler shows operators only. `profiles_memory`: the profiler also counts its
     memory. `has_graphs`: calls can be captured. `has_streams`: verification calls on a side stream. `peak_method`: what
     `peak_over` reads.
     """
@@ -44,6 +44,14 @@ class Device:
     def synchronize(self) -> None:
         """Wait for all work given to the device."""
         torch.accelerator.synchronize(self.where)
+
+    def seconds_of(self, work: Callable[[], object]) -> float:
+        """Seconds that some work takes the device, waited for."""
+        self.synchronize()
+        started = time.perf_counter_ns()
+        work()
+        self.synchronize()
+        return (time.perf_counter_ns() - started) * 1e-9
 
     def make_current(self) -> None:
         """Make it the device of this process, where there may be several."""
@@ -80,11 +88,11 @@ class Device:
             torch.accelerator.empty_cache()
 
     def free_bytes(self) -> int | None:
-        """Memory that is free on the device; None where nothing is made to depend on it."""
+        """Memory that is free on the device; None if nothing is made to depend on it."""
         return None
 
     def peak_over(self, work: Callable[[], object]) -> int | None:
-        """Bytes that the allocator held at most during `work` beyond those before it; None where torch cannot tell."""
+        """Bytes that the allocator held at most during `work` beyond those before it; None if torch cannot tell."""
         try:
             self.release_cached()
             self.synchronize()
@@ -98,7 +106,7 @@ class Device:
 
     @contextmanager
     def high_water(self) -> Iterator[list[int]]:
-        """The list gets the bytes that the process held at most inside beyond those before; none where unknown."""
+        """The list receives the peak bytes of the process inside the block beyond those before; empty if unknown."""
         yield []
 
     @contextmanager
@@ -120,6 +128,12 @@ class Cpu(Device):
 
     def synchronize(self) -> None:
         """Nothing: calls return when they have computed."""
+
+    def seconds_of(self, work: Callable[[], object]) -> float:
+        """Seconds by the clock, or of the processor's time per thread, if less: other programs have the cores, too."""
+        began = time.process_time_ns()
+        seconds = super().seconds_of(work)
+        return min(seconds, (time.process_time_ns() - began) * 1e-9 / torch.get_num_threads())
 
     def release_cached(self) -> None:
         """Nothing: the allocator holds nothing back."""
@@ -285,12 +299,9 @@ def _best_seconds(work: Callable[[], object], device: Device) -> float:
     work()
     best, spent = float("inf"), 0.0
     for _ in range(REPEATS):
-        device.synchronize()
-        started = time.perf_counter_ns()
-        work()
-        device.synchronize()
-        seconds = (time.perf_counter_ns() - started) * 1e-9
-        best, spent = min(best, seconds), spent + seconds
+        began = time.monotonic()
+        best = min(best, device.seconds_of(work))
+        spent += time.monotonic() - began
         if spent > ENOUGH_S:
             break
     return max(best, 1e-9)

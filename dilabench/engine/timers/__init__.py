@@ -100,7 +100,7 @@ class SampleTimer(Protocol):
 
 
 class HeldTimer:
-    """A timer whose samples are held to what `Samples` says: whatever else it returns is an error of the timer."""
+    """A timer whose results must be valid `Samples`: any other result is an error of the timer."""
 
     def __init__(self, target: str, call: Call) -> None:
         self._timer: SampleTimer = load_target(target)(call)
@@ -112,7 +112,7 @@ class HeldTimer:
         if not isinstance(samples, Samples):
             raise PluginError(f"timer {self._target} returned {shown(samples)} from take; it must return Samples")
         times, enqueued = samples.samples_ns, samples.enqueue_ns
-        whole = isinstance(times, tuple) and all(isinstance(one, int) and 0 < one < 2**62 for one in times)
+        whole = isinstance(times, tuple) and all(isinstance(time_ns, int) and 0 < time_ns < 2**62 for time_ns in times)
         if not whole or len(times) != count or len(enqueued) not in (0, count):
             raise PluginError(
                 f"timer {self._target} took {shown(times)}, enqueued in {shown(enqueued)}; "

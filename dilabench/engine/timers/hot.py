@@ -17,8 +17,8 @@ class Hot:
     def __init__(self, call: Call) -> None:
         self._call = call
         # Backward alone has a forward pass before each call, which must not be inside the events.
-        one = call.workload.mode == "backward"
-        self._batch = 1 if one else max(1, min(MAX_BATCH, BATCH_NS // max(1, call.call_ns)))
+        single_call = call.workload.mode == "backward"
+        self._batch = 1 if single_call else max(1, min(MAX_BATCH, BATCH_NS // max(1, call.call_ns)))
 
     def take(self, count: int) -> Samples:
         """Time per call between the events."""

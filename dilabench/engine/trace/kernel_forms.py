@@ -73,16 +73,16 @@ def _modules(stand_ins: dict[str, ModuleType]) -> Iterator[None]:
 
 
 def _uncompiled(function: Any = None, **_options: Any) -> Any:
-    return function if function is not None else lambda one: one
+    return function if function is not None else lambda target: target
 
 
 def _converted(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
     """`module.to(...)`: torch would exchange the contents of tensors, which it refuses for those without data."""
     for child in module.children() if recurse else ():
         _converted(child, convert)
-    for name, one in module._parameters.items():
-        if one is not None:
-            module._parameters[name] = nn.Parameter(convert(one.detach()), one.requires_grad)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(convert(parameter.detach()), parameter.requires_grad)
     for name, buffer in module._buffers.items():
         module._buffers[name] = buffer if buffer is None else convert(buffer)
     return module
@@ -220,7 +220,7 @@ def _create_block_mask(
     counts, lists = torch.empty(1, 1, blocks[0]), torch.empty(1, 1, *blocks)
     made = [torch.empty(x.shape, dtype=torch.int32, device=device) for x in (counts, lists, counts, lists)]
     made += [torch.empty_like(x) for x in made]
-    return SimpleNamespace(lists=made)
+    return SimpleNamespace(kv_indices=made[1], as_tuple=lambda: tuple(made))
 
 
 def _libraries() -> dict[str, ModuleType]:

@@ -35,8 +35,8 @@ QUICK = {
     for name, overload in (
         *((view, "default") for view in ("permute", "unsqueeze", "view", "expand", "as_strided", "_unsafe_view", "t")),
         *(("slice", "Tensor"), ("select", "int"), ("transpose", "int"), ("copy_", "default"), ("bmm", "default")),
-        *((one, "Tensor") for one in ("add", "sub", "mul", "add_", "sub_", "mul_", "lerp_")),
-        *((one, "default") for one in ("exp", "exp_", "sigmoid", "logaddexp", "zero_")),
+        *((name, "Tensor") for name in ("add", "sub", "mul", "add_", "sub_", "mul_", "lerp_")),
+        *((name, "default") for name in ("exp", "exp_", "sigmoid", "logaddexp", "zero_")),
     )
 }
 
@@ -138,7 +138,7 @@ class Storages(TorchDispatchMode):
         return out
 
     def _numbers(self, func: Any, args: Any, kwargs: dict[str, Any], given: list[Tensor]) -> Any:
-        """The operator's result with numbers; None where there are none, or too many to compute."""
+        """The operator's result with numbers; None if there are none, or too many to compute."""
         if given:
             known = all(not isinstance(x, FakeTensor) or hasattr(x, "numbers") for x in given)
             if not known or _most_numbers(func, given) > 4 * MOST_COMPUTED:

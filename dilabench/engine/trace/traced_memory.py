@@ -27,7 +27,7 @@ def trace(spec: CaseSpec, device: str, most_operations: int | None = None) -> Me
     ranks = sorted({0, size // 2, size - 1})
     where = CUDA if device == "cuda" else CPU
     found = [_trace(spec, where, rank, most_operations) for rank in ranks]
-    return max(found, key=lambda one: one.peak_bytes)
+    return max(found, key=lambda plan: plan.peak_bytes)
 
 
 def _trace(spec: CaseSpec, device: torch.device, rank: int, most_operations: int | None) -> MemoryPlan:
@@ -38,8 +38,8 @@ def _trace(spec: CaseSpec, device: torch.device, rank: int, most_operations: int
     with kernel_forms(), following(storages):
         function, rows = _built(spec, device, rank)
         parameters = [*function.parameters()] if isinstance(function, torch.nn.Module) else []
-        parameters = [one for one in parameters if one.requires_grad]
-        parameter_bytes = sum(one.nbytes for one in parameters)
+        parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        parameter_bytes = sum(parameter.nbytes for parameter in parameters)
         built = storages.live
         where = CPU if case.optimizations.offload_inputs else device
         made = [

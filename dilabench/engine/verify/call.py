@@ -38,7 +38,7 @@ SPIN_CYCLES = 30_000_000
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of a call. gradients: of inputs, then of parameters; empty in mode forward, None where unused."""
+    """The result of a call. gradients: of inputs, then of parameters; empty in mode forward, None if unused."""
 
     out: Tensor
     gradients: tuple[Tensor | None, ...] = ()

@@ -54,7 +54,7 @@ class CaseVerifier:
         return known
 
     def _confirmed(self, call: PreparedCall, oracle: Oracle) -> Confirmed | None:
-        """The first of the case's second implementations that the oracle confirms; None where it needs none."""
+        """The first of the case's second implementations that the oracle confirms; None if it needs none."""
         if oracle.sample.complete:
             return None
         for spec in call.spec.seconds:

@@ -51,7 +51,7 @@ class Confirmed:
     _known: dict[int, EveryRow | None] = field(default_factory=dict)
 
     def results(self, oracle: Oracle) -> EveryRow | None:
-        """Its results, None where it cannot be built, does not fit into memory, or the oracle does not confirm it."""
+        """Its results, None if it cannot be built, does not fit into memory, or the oracle does not confirm it."""
         if id(oracle) not in self._known:
             self._known = {id(oracle): _confirmed(self.build, oracle)}
         return self._known[id(oracle)]
@@ -90,17 +90,17 @@ def _confirmed(build: Callable[[], Callable[..., Tensor]], oracle: Oracle) -> Ev
             expected += oracle.gradients
         axes = (("batch", None), ("position", None), ("head", None), ("dim", None))
         if call.changed or not all(
-            compare("", one, wanted, axes).passed for one, wanted in zip(sampled, expected, strict=True)
+            compare("", rows, wanted, axes).passed for rows, wanted in zip(sampled, expected, strict=True)
         ):
             return None
         errors = tuple(
-            float(row_errors(one, wanted.value).max()) for one, wanted in zip(sampled, expected, strict=True)
+            float(row_errors(rows, wanted.value).max()) for rows, wanted in zip(sampled, expected, strict=True)
         )
         del sampled
         tensors = [first.out]
         if backward:
             tensors += [x for x in call(oracle.inputs, oracle.full_dout).gradients if x is not None]
-        return EveryRow(tuple(oracle.batched(one) for one in tensors), errors)
+        return EveryRow(tuple(oracle.batched(tensor) for tensor in tensors), errors)
     # It cannot be built, or memory is out (torch's own error is a RuntimeError): the sampled rows are still compared.
     except (DilabenchError, MemoryError, RuntimeError, ValueError):
         return None
@@ -109,12 +109,14 @@ def _confirmed(build: Callable[[], Callable[..., Tensor]], oracle: Oracle) -> Ev
 def _compared(name: str, actual: Tensor, wanted: Tensor, limit: float, detail: str) -> Check:
     """The check of all rows [B, N, ·, D]; the largest error in units of the row, and where it is."""
     wide = torch.promote_types(wanted.dtype, torch.float32)
-    norms = torch.cat([torch.linalg.vector_norm(one.to(wide), dim=-1) for one in _pieces(wanted)], 1)
+    norms = torch.cat([torch.linalg.vector_norm(piece.to(wide), dim=-1) for piece in _pieces(wanted)], 1)
     scale = row_scale(norms[..., None])
     found = torch.cat(
         [
-            row_errors(one, other.to(wide), part)
-            for one, other, part in zip(_pieces(actual), _pieces(wanted), scale.split(_rows(wanted), 1), strict=True)
+            row_errors(actual_piece, wanted_piece.to(wide), part)
+            for actual_piece, wanted_piece, part in zip(
+                _pieces(actual), _pieces(wanted), scale.split(_rows(wanted), 1), strict=True
+            )
         ],
         1,
     )

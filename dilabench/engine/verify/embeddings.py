@@ -132,7 +132,7 @@ def _core_check(module: nn.Module, oracle: Oracle) -> Check:
     other, place = x.clone(), int(torch.randint(workload.seq_len, (1,), generator=_generator(oracle)))
     other[..., place, :] = x[..., place, :].flip(-1) + 1
     with torch.no_grad():
-        outs = [probe(one, one, one).detach() for one in (x, other)]
+        outs = [probe(tensor, tensor, tensor).detach() for tensor in (x, other)]
     failed = _why_not_the_core(core, outs, x, other, place, probe, workload)
     detail = failed or "one call, of projections of each position"
     return Check(name=CheckName.CORE, passed=failed is None, detail=detail)
@@ -152,7 +152,7 @@ def _why_not_the_core(
             "that is the core, which forward must call once, with q, k and v"
         )
     shapes = [[*x.shape[:-1], heads, workload.head_dim] for heads in (workload.num_heads, *[workload.num_kv_heads] * 2)]
-    given = [list(one.shape) for one in core.calls[0]]
+    given = [list(tensor.shape) for tensor in core.calls[0]]
     if given != shapes:
         return f"'attention' was called with {given}, not with q, k and v of {shapes}"
     for name, before, after in zip(("q", "k", "v"), *core.calls, strict=True):
@@ -289,12 +289,12 @@ class _Yardstick:
         sizes = gradient_sizes(dout[:, place], q_heads, k_heads, v_heads, lse, workload, rows, None, exact)
         moved = [torch.zeros_like(dq), *sizes[1:]]
         moved[0][:, place] = sizes[0]
-        moved = [one.view_as(x) for one, x in zip(self._signed(moved), (q, k, v), strict=True)]
+        moved = [moved_rows.view_as(x) for moved_rows, x in zip(self._signed(moved), (q, k, v), strict=True)]
         by_name = dict(self._module.named_parameters())
         targets = [self._x, *(by_name[name] for name in names)]
         of_x, *found = torch.autograd.grad([q, k, v], targets, moved, allow_unused=True)
         named = zip([CheckName.DX, *names], [self._batched(of_x), *found], strict=True)
-        return {name: one for name, one in named if one is not None}
+        return {name: tensor for name, tensor in named if tensor is not None}
 
     def moved_by_out(self, names: list[str]) -> dict[str, Tensor]:
         """The same for rounding of the attention's out: what moves 'out' and the gradients of parameters behind it."""
@@ -318,16 +318,18 @@ class _Yardstick:
             if self._backward:
                 targets = [by_name[name] for name in names]
                 gradients = torch.autograd.grad(y, targets, self._dout, allow_unused=True)
-                found |= {name: one for name, one in zip(names, gradients, strict=True) if one is not None}
+                found |= {
+                    name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None
+                }
             results.append(found)
         self._core.instead = None
-        return {name: results[1][name] - one for name, one in results[0].items()}
+        return {name: results[1][name] - gradient for name, gradient in results[0].items()}
 
     def _signed(self, sizes: list[Tensor]) -> list[Tensor]:
         """Each number with a random sign."""
         generator = torch.Generator(sizes[0].device).manual_seed(self._oracle.seed)
-        signs = (torch.randint(0, 2, one.shape, generator=generator, device=one.device) for one in sizes)
-        return [one * (2 * sign - 1) for one, sign in zip(sizes, signs, strict=True)]
+        signs = (torch.randint(0, 2, size.shape, generator=generator, device=size.device) for size in sizes)
+        return [size * (2 * sign - 1) for size, sign in zip(sizes, signs, strict=True)]
 
     def _gradients(self, out: Tensor, targets: list[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(out, targets, dout, retain_graph=True)

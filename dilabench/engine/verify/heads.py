@@ -135,8 +135,8 @@ def _lse_checks(function: Callable[..., Tensor], oracle: Oracle, seen: Seen) -> 
     """lse, and the out that is returned with it."""
     with torch.no_grad():
         both = function.with_lse(*oracle.inputs)  # type: ignore[attr-defined]
-    if not isinstance(both, tuple) or len(both) != 2 or not all(isinstance(one, Tensor) for one in both):
-        kinds = ", ".join(type(one).__name__ for one in both) if isinstance(both, tuple) else type(both).__name__
+    if not isinstance(both, tuple) or len(both) != 2 or not all(isinstance(tensor, Tensor) for tensor in both):
+        kinds = ", ".join(type(value).__name__ for value in both) if isinstance(both, tuple) else type(both).__name__
         yield Check(
             name=CheckName.LSE, passed=False, detail=f"with_lse returned ({kinds}), not the two tensors out and lse"
         )

@@ -10,7 +10,7 @@ one pass over memory:
 
 Results of other inputs than the call's own miss both by about the size of the sums. Results of which a part is missing
 or stale, such as one rank's share of the gradients, miss them in all channels by a little: so the root mean square
-over channels is held to a closer limit than the largest.
+over channels has a tighter tolerance than the largest.
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ def _heads_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, f
 def _rounding(call: PreparedCall, expected: Expected) -> Tensor:
     """Natural size over value, on the sampled rows of the heads that share a key head, [K, 1], at least 1.
 
-    Sums are held to the sizes of values, which are known no better than to their natural sizes. Where what is right is
-    all rounding (each row of a head sees one key, say), sums of it say nothing.
+    Sums are compared with the sizes of values, which are known no better than to their natural sizes. Where what is
+    right is all rounding (each row of a head sees one key, say), sums of it say nothing.
     """
     size, value = (
-        one.unflatten(2, (call.workload.num_kv_heads, -1)).square().sum((0, 1, 3, 4)).sqrt()
-        for one in (expected.size, expected.value)
+        tensor.unflatten(2, (call.workload.num_kv_heads, -1)).square().sum((0, 1, 3, 4)).sqrt()
+        for tensor in (expected.size, expected.value)
     )
     return (size.clamp_min(1e-15) / value.clamp_min(1e-150))[:, None]
 

@@ -71,7 +71,7 @@ class StrictlyEarlier(Pattern):
 
 
 def diagnose(oracle: Oracle, seen: Seen, checks: Sequence[Check]) -> str | None:
-    """The name of the mistake whose result the failing checks saw, None where none is known to give it."""
+    """The name of the mistake whose result the failing checks saw, or None if no known one gives it."""
     failing = {check.name for check in checks if not check.passed}
     first = seen.first
     if not failing or first is None:

@@ -26,7 +26,7 @@ class Shell:
     def computes_as(self, other: Shell) -> bool:
         """Whether both give the same around the same attention, bit for bit."""
         alike = self.facts == other.facts and self.digests.keys() == other.digests.keys()
-        return alike and all(torch.equal(one, other.digests[name]) for name, one in self.digests.items())
+        return alike and all(torch.equal(own_digest, other.digests[name]) for name, own_digest in self.digests.items())
 
 
 def shell_of(module: nn.Module) -> Shell | None:
@@ -49,4 +49,6 @@ def shell_of(module: nn.Module) -> Shell | None:
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     own = {name: tensor for name, tensor in tensors.items() if name.split(".")[0] != CORE}
     facts += [(name, (tensor.shape, tensor.dtype, tensor.requires_grad)) for name, tensor in own.items()]
-    return Shell(tuple(facts), {name: digest(one if one.ndim else one.reshape(1)) for name, one in own.items()})
+    return Shell(
+        tuple(facts), {name: digest(tensor if tensor.ndim else tensor.reshape(1)) for name, tensor in own.items()}
+    )

@@ -1,7 +1,7 @@
 """Are results of timed calls right? Rows of random ones, and all of the last one's, on the very numbers that they had.
 
-Of 8 to 16 calls at random, the first among them (timed_calls.py), two rows of out and dq are held to the oracle: the
-one whose query was changed just before the call, and a random one; the batch items and head groups take turns. Of some
+For 8 to 16 random calls, the first included (timed_calls.py), two rows of out and dq are compared with the oracle: the
+one whose query was changed just before the call, and a random one; batch items and head groups alternate. Of some
 of these calls dk and dv of a key are, too, from all rows that see it. Each must leave its inputs as they were.
 
 last_call.py says what is checked of the last one.
@@ -48,7 +48,7 @@ class TimedOutputs:
 
     def know(self, verification: Verification) -> None:
         """Take over the tolerances of a verification."""
-        self._tolerances = {one.name: one.tolerance for one in verification.checks if one.tolerance is not None}
+        self._tolerances = {check.name: check.tolerance for check in verification.checks if check.tolerance is not None}
 
     def sampled(self, elapsed_ns: int) -> None:
         """So much more time was spent on taking samples."""
@@ -116,9 +116,9 @@ def kept_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, flo
         yield _kept_embeddings_check(call, kept, tolerances, of)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(first: Tensor, second: Tensor) -> bool:
     """Whether both hold the same numbers, NaN among them."""
-    return torch.equal(one.nan_to_num(0.0), other.nan_to_num(0.0)) and torch.equal(one.isnan(), other.isnan())
+    return torch.equal(first.nan_to_num(0.0), second.nan_to_num(0.0)) and torch.equal(first.isnan(), second.isnan())
 
 
 def _inputs_check(kept: KeptCall, of: str) -> Check:
@@ -326,11 +326,11 @@ def _kept_embeddings_check(call: PreparedCall, kept: KeptCall, tolerances: Mappi
     for row in kept.rows:
         x = kept.inputs.q if call.row_dim else kept.inputs.q[None]
         past = kept.inputs.changes.earlier(0, x[:, :, None], kept.counts[0], row.batch, 0)
-        one = call.workload if not call.row_dim else call.workload.replace(batch_size=1)
+        single = call.workload if not call.row_dim else call.workload.replace(batch_size=1)
         rows = torch.tensor([row.position])
         sample = Sample(torch.zeros(1, dtype=torch.int64), rows, torch.zeros(0, dtype=torch.int64), complete=False)
         there = device_of(call.device).verifies_on
-        oracle = InPlaceOracle(one, ((past[None] if call.row_dim else past).to(there),), None, 0, sample)
+        oracle = InPlaceOracle(single, ((past[None] if call.row_dim else past).to(there),), None, 0, sample)
         assert row.copies[0] is not None
         expected = expected_embeddings(call, oracle, tolerances)
         axes = (("batch", torch.tensor([row.batch])), ("position", rows), ("dim", None))

@@ -107,7 +107,7 @@ class Handlers:
         try:
             with settings_kept({}):
                 if self._world is not None:
-                    # So that this rank says what it waits for, before whoever asked gives up.
+                    # Shorter than the caller's limit, so that this rank can report what it waits for.
                     limit_s = command.timeout_s
                     self._world.limit_waits(None if limit_s is None else SHARE_OF_TIMEOUT * limit_s)
                 reply = self._commands[command.name](command)

@@ -32,7 +32,7 @@ OPENMP_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a process ended, in words, whether the system ended it for want of memory, and what it printed last."""
+    """How a worker process exited: the reason as text, whether the OOM killer ended it, and its last output."""
 
     how: str
     out_of_memory: bool

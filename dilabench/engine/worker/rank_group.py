@@ -37,10 +37,12 @@ class GroupWorker(Worker):
             settings.model_copy(update={"rank": rank, "world_size": size, "store": self._store}) for rank in range(size)
         ]
         with ThreadPoolExecutor(size) as threads:
-            started = [threads.submit(launcher.start, f"{key}#{rank}", one) for rank, one in enumerate(own)]
-        self._ranks = [one.result() for one in started if one.exception() is None]
-        for rank, one in enumerate(started):
-            if (error := one.exception()) is not None:
+            started = [
+                threads.submit(launcher.start, f"{key}#{rank}", rank_settings) for rank, rank_settings in enumerate(own)
+            ]
+        self._ranks = [start.result() for start in started if start.exception() is None]
+        for rank, start in enumerate(started):
+            if (error := start.exception()) is not None:
                 self.kill()
                 if isinstance(error, WorkerFailure):
                     raise WorkerFailure(error.code, f"rank {rank}: {error.why}", died=True, traceback=error.traceback)
@@ -190,21 +192,24 @@ def _merged_isolated(results: Sequence[IsolatedResult]) -> IsolatedResult:
     """An isolated case: times, peak bytes and counters the largest over ranks, verification the first that failed."""
     first = results[0]
     changes: dict[str, Any] = {
-        "setup_ns": _largest([one.setup_ns for one in results]),
-        "counters": _largest([one.counters for one in results]),
+        "setup_ns": _largest([result.setup_ns for result in results]),
+        "counters": _largest([result.counters for result in results]),
     }
-    if slots := [one.slot for one in results if one.slot is not None]:
+    if slots := [result.slot for result in results if result.slot is not None]:
         changes["slot"] = _slowest_samples(slots)
-    if measured := [one.memory for one in results if one.memory is not None]:
+    if measured := [result.memory for result in results if result.memory is not None]:
         changes["memory"] = max(measured, key=lambda memory: memory.peak_bytes)
-    failed = [one for one in results if one.verification is not None and not one.verification.passed]
+    failed = [result for result in results if result.verification is not None and not result.verification.passed]
     if failed:
         changes |= {"verification": failed[0].verification, "why": f"rank {results.index(failed[0])}: {failed[0].why}"}
     return first.model_copy(update=changes)
 
 
 def _slowest(prepared: Sequence[Prepared]) -> Prepared:
-    return Prepared(setup_ns=_largest([one.setup_ns for one in prepared]), call_ns=max(one.call_ns for one in prepared))
+    return Prepared(
+        setup_ns=_largest([rank_prepared.setup_ns for rank_prepared in prepared]),
+        call_ns=max(rank_prepared.call_ns for rank_prepared in prepared),
+    )
 
 
 def _slowest_samples(slots: Sequence[Slot]) -> Slot:
@@ -215,7 +220,7 @@ def _slowest_samples(slots: Sequence[Slot]) -> Slot:
 
 
 def _slowest_diagnostic(ranks: Sequence[Diagnostic]) -> Diagnostic:
-    return ranks[0].model_copy(update=_times([one.samples_ns for one in ranks]))
+    return ranks[0].model_copy(update=_times([diagnostic.samples_ns for diagnostic in ranks]))
 
 
 def _times(ranks: Sequence[tuple[int, ...]]) -> dict[str, Any]:
@@ -228,5 +233,5 @@ def _longest(ranks: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def _largest(several: Sequence[dict[str, int]]) -> dict[str, int]:
-    names = dict.fromkeys(name for one in several for name in one)
-    return {name: max(one.get(name, 0) for one in several) for name in names}
+    names = dict.fromkeys(name for counts in several for name in counts)
+    return {name: max(counts.get(name, 0) for counts in several) for name in names}

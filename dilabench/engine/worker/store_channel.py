@@ -42,7 +42,7 @@ class StoreChannel:
         self._outgoing: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
         self._why_gone: str | None = None
         work = self._write, self._read
-        self._threads = [threading.Thread(target=self._until_gone, args=(one,), daemon=True) for one in work]
+        self._threads = [threading.Thread(target=self._until_gone, args=(target,), daemon=True) for target in work]
         for thread in self._threads:
             thread.start()
 

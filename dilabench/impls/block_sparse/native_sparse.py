@@ -173,7 +173,7 @@ def _gate_gradients(dout: Tensor, outs: Sequence[Tensor], gates: Tensor) -> Tens
 
 
 def _plan(part: Part) -> Plan | None:
-    """The plan over an attention's keys; None where it has no key at all."""
+    """The plan over an attention's keys; None if it has no key at all."""
     if part.pool == 1:
         return require_whole_plan(part.workload)
     (shape,) = part.workload.shapes

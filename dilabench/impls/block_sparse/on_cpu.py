@@ -118,7 +118,7 @@ def _key_rows(blocks: npt.NDArray[np.int64], size: int, rows: int) -> slice | Te
 def _mask(
     block: QueryBlock, plan: Plan, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The additive mask [rows, keys], and which rows see nothing; None where there is nothing to hide."""
+    """The additive mask [rows, keys], and which rows see nothing; None if there is nothing to hide."""
     if not block.partly or (plan.left < 0 and plan.right < 0 and plan.hidden is None):
         return None, None
     keys = torch.arange(plan.keys)[block.keys] if isinstance(block.keys, slice) else block.keys

@@ -4,7 +4,7 @@ Each step is sent by the owner instead of being passed on, which moves the same 
 whole steps out of a window's reach, chunks behind a causal mask. Partial dK and dV return to their owner as the kernel
 gave them and are summed there in float32, so they are sent once, not P times.
 
-`ring`: communication and computation take turns. `ring-overlap`: the next step is under way while this one is computed,
+`ring`: communication and computation alternate. `ring-overlap`: the next step is sent while this one is computed,
 in two buffers of K and V; on CUDA messages run on a stream of their own, which waits only for what was queued before
 them. The last step's K and V stay until the backward pass, which begins with them, goes on with the other steps and
 ends with the rank's own part. One step less is moved then, and every dK and dV is sent while something is computed.
@@ -38,7 +38,7 @@ class Ring:
     """`function.Algorithm` with point-to-point messages; at distance 0 is the rank's own part: nothing moves for it.
 
     overlap: the next step is under way while this one is computed (two buffers), and the last step's K and V are kept
-    for the backward pass; without it messages and computation take turns.
+    for the backward pass; without it messages and computation alternate.
     """
 
     share: Share

@@ -192,7 +192,7 @@ def _same_keys(group: Sequence[Place], leaders: Sequence[Place], step: Place, in
 
 
 def _step(places: Sequence[Place]) -> Place:
-    """From the first place to the second; none where it leads backwards, for no view has a negative stride."""
+    """The stride from the first place to the second; None if it is negative, which no view can have."""
     step = places[0].step_to(places[1]) if len(places) > 1 else ORIGIN
     return step if min(step) >= 0 else ORIGIN
 

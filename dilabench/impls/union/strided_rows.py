@@ -92,7 +92,7 @@ class StridedRows(Rows):
         self._key_axes(total).add_(self._split(part))
 
     def query_views(self, x: Tensor, lse: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Rows [S·G, L, A, D] of x and [S, G, A, L] of lse; None where S and G are no one axis of x."""
+        """Rows [S·G, L, A, D] of x and [S, G, A, L] of lse; None if S and G are no one axis of x."""
         rows = self.queries(x)
         shared = rows.untyped_storage()._cdata == x.untyped_storage()._cdata
         return (rows, self._lse_axes(lse)) if shared else None

@@ -177,7 +177,7 @@ class Union:
 
     def _merging(self, q: Tensor, into: torch.dtype | None) -> MergingKernel | None:
         """The kernel that writes results of such tensors where those of other keys are, if the backend has one. `into`:
-        the type of those; None where they are made as the kernel has them.
+        the type of those; None if they are made as the kernel has them.
         """
         kernel = self.backend.merging
         takes = kernel is not None and q.dtype in kernel.dtypes and into in (None, kernel.results)

@@ -124,7 +124,7 @@ class Plan(ABC):
         return False
 
     def pairs(self, num_heads: int) -> int | None:  # noqa: ARG002
-        """Pairs of query and key rows in the blocks of all heads; None where the host does not know."""
+        """Pairs of query and key rows in the blocks of all heads; None if the host does not know."""
         return None
 
     @property
@@ -180,11 +180,11 @@ class Plan(ABC):
         # Triton is not installed everywhere, and only its kernels are launched so.
         from dilabench.kernels.launch_cache import LaunchCache, layout
 
-        key = tuple(layout(one) if isinstance(one, Tensor) else one for one in given)
+        key = tuple(layout(argument) if isinstance(argument, Tensor) else argument for argument in given)
         return self.keep(("launches", name, *key), LaunchCache)
 
     def hidden_tiles(self, block_n: int) -> HiddenTiles | None:
-        """What is hidden of whole key tiles of ``block_n`` rows, on the device of the plan; None where nothing is."""
+        """What is hidden of whole key tiles of ``block_n`` rows, on the device of the plan; None if nothing is."""
         if self.hidden is None:
             return None
         return self.keep(

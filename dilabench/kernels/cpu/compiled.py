@@ -125,11 +125,11 @@ def _processor() -> str:
     lines = cpuinfo().splitlines()
     if not lines:
         return f"{platform.machine()} {platform.processor()}"
-    told: set[str] = set()
+    features: set[str] = set()
     for line in lines:
         if line.partition(":")[0].strip() in ("model name", "flags", "Features", "CPU part"):
-            told.add(line)
-    return "\n".join([platform.machine(), *sorted(told)])
+            features.add(line)
+    return "\n".join([platform.machine(), *sorted(features)])
 
 
 @cache

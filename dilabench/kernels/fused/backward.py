@@ -360,7 +360,7 @@ def _key_kernel(
     )
     store_tile(dv, dv_tail, dv_ptr + place, rows, 1.0, n_kv_heads, R, ADD, BLOCK_N, HEAD_DIM, HEAD, TAIL)
     if OVERLAPS:
-        # Whoever waits for this launch waits for the one that it ran beside.
+        # Waiting for this launch also waits for the one that ran concurrently.
         tl.extra.cuda.gdc_wait()
 
 

@@ -31,7 +31,7 @@ class AtOnce(NamedTuple):
 
     @classmethod
     def of(cls, group: BranchGroup, q: Tensor, causal: bool) -> AtOnce | None:
-        """None where the kernel does not serve the group."""
+        """None if the kernel does not serve the group."""
         kernel, tiles = select_kernel(
             "backward_key",
             q.shape[-1],
@@ -55,7 +55,7 @@ class AtOnce(NamedTuple):
 
 
 def groups_at_once(plan: ResiduePlan, q: Tensor, k: Tensor) -> list[AtOnce]:
-    """The groups of the plan that one kernel does both passes of: all that it serves, or none where two passes of
+    """The groups of the plan whose two passes one kernel computes: all that it supports, or none if two passes of
     smaller tiles are faster. To mix both ways was hardly ever faster than the better one.
     """
     found = [step for step in (AtOnce.of(group, q, plan.causal) for group in plan.groups) if step is not None]

@@ -33,7 +33,7 @@ NO_RESIDUE = -1
 class HeadResidues(NamedTuple):
     """How the query heads of a workload see its branches.
 
-    `branch`: of each head the only branch that it takes part in; None where all take part in all.
+    `branch`: of each head the only branch that it takes part in; None if all take part in all.
     """
 
     num_heads: int

@@ -80,7 +80,7 @@ def residue_plan(
 
     The search covers the ways to cut the branches, ordered by dilation rate, into runs; ``cut`` gives the groups
     (branch indices) instead, and ``separate`` one group for each branch. A branch without heads is in no group.
-    ``branch_of_head``: the index of the only branch that each head takes part in; None where all take part in all.
+    ``branch_of_head``: the index of the only branch that each head takes part in; None if all take part in all.
     ``window``: how many tokens before and behind it a query sees, -1 for all.
 
     Raises ValueError for ill-formed arguments, a ``cut`` that does not fit, and branches that have no plan.

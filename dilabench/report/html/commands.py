@@ -15,7 +15,7 @@ SUITE = "implementations"
 def row_command(row: Row, record: RunRecord) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """The arguments after `dilabench` that name the row, and those that name its workload.
 
-    None where only a suite's own search or an older record knows how the row came to be.
+    None if only a suite's own search or an older record knows how the row came to be.
     """
     asked = row.planned.requested_workload
     switches = _switches(row.case.optimizations)
@@ -41,7 +41,7 @@ def _switches(chosen: Optimizations) -> tuple[str, ...] | None:
 
 
 def _workload(asked: WorkloadRequest, row: Row) -> Iterator[str]:
-    """What was asked for, where it is not the default; batch, dtype and length as they turned out to be."""
+    """The requested settings that differ from the default; batch, dtype and length as resolved."""
     effective = row.case.workload
     exact = {"batch_size": effective.batch_size, "seq_len": effective.seq_len, "dtype": effective.dtype}
     # A request may carry fields of other patterns, too, for the suites that want them.

@@ -1,11 +1,11 @@
 """comparison.html: two or more runs, each against each, case by case, and in what their environments differ."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dilabench.compare.comparison import ComparedPair, Comparison
 from dilabench.compare.matrix import CaseMatrix, Matrix
+from dilabench.errors import ExitCode
 from dilabench.record import RunRecord
 from dilabench.report.columns import ABSENT, case_name, verdict_text, workload_title
 from dilabench.report.content import device_text, environment_rows, reproduce_command
@@ -36,21 +36,31 @@ EMPTY = Entry(word="", time="", ratio="")
 Line = tuple[str, str, str, str, list[Entry]]
 
 
-def to_text(matrix: Matrix, records: Sequence[RunRecord], verdict: str) -> str:
-    """The page: a line per case and base, a column per later run. `records` of the runs; `verdict`: on top."""
-    codes = Counter(pair.verdict.code.value for one in matrix.with_first for pair in one.pairs)
+# The banner has the colour of the exit code that its words name; any other code is a failure.
+BANNERS = {
+    ExitCode.OK: "",
+    ExitCode.INCONCLUSIVE: "skipped",
+    ExitCode.NOTHING_MEASURED: "skipped",
+    ExitCode.INCOMPLETE: "skipped",
+}
+
+
+def to_text(matrix: Matrix, records: Sequence[RunRecord], verdict: str, code: ExitCode) -> str:
+    """The page: a line per case and base, a column per later run. `records` of the runs; `verdict`: on top, in the
+    colour of its exit `code`.
+    """
     return page(
         "comparison.html.j2",
         names=matrix.names,
         records=records,
         verdict=verdict,
-        worst="failed" if codes["SLOWER"] else "skipped" if codes["INCONCLUSIVE"] else "",
+        worst=BANNERS.get(code, "failed"),
         device=device_text(records[0]),
-        lines=[line for one in matrix.cases for line in _lines(matrix, one)],
+        lines=[line for case in matrix.cases for line in _lines(matrix, case)],
         uncompared=[
-            (matrix.names[base], matrix.names[new], one, case_name(one.case), workload_title(one.case))
+            (matrix.names[base], matrix.names[new], entry, case_name(entry.case), workload_title(entry.case))
             for (base, new), each in matrix.comparisons.items()
-            for one in each.uncompared
+            for entry in each.uncompared
         ],
         warnings=matrix.warnings,
         differences=_differences(records),
@@ -63,16 +73,16 @@ def notebook(comparison: Comparison) -> str:
     return page(
         "notebook_comparison.html.j2",
         pairs=[(case_name(pair.candidate), workload_title(pair.candidate), _entry(pair)) for pair in comparison.pairs],
-        uncompared=[(one, case_name(one.case), workload_title(one.case)) for one in comparison.uncompared],
+        uncompared=[(entry, case_name(entry.case), workload_title(entry.case)) for entry in comparison.uncompared],
         warnings=comparison.warnings,
     )
 
 
-def _lines(matrix: Matrix, one: CaseMatrix) -> Iterator[Line]:
-    times = one.times_ns
-    for base, name in enumerate(matrix.names[:-1] if one.pairs else ()):
-        entries = [_entry(one.pairs.get((base, new))) if base < new else EMPTY for new in range(1, len(matrix.names))]
-        yield case_name(one.case), workload_title(one.case), name, time_text(times, base), entries
+def _lines(matrix: Matrix, case: CaseMatrix) -> Iterator[Line]:
+    times = case.times_ns
+    for base, name in enumerate(matrix.names[:-1] if case.pairs else ()):
+        entries = [_entry(case.pairs.get((base, new))) if base < new else EMPTY for new in range(1, len(matrix.names))]
+        yield case_name(case.case), workload_title(case.case), name, time_text(times, base), entries
 
 
 def _entry(pair: ComparedPair | None) -> Entry:

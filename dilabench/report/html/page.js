@@ -76,15 +76,34 @@ function draw(target, spec) {
   vegaEmbed(target, full, { actions: false, renderer: "svg", ast: false }).catch((error) => console.error(error));
 }
 
-// Charts are drawn when they come near the window: a page may hold many.
+// A page may hold many charts: those near the window are drawn first, the others one by one while nothing else is done,
+// and all of them before the page is printed.
+const waiting = new Set();
 const nearby = "IntersectionObserver" in window ? new IntersectionObserver((entries) => {
-  for (const entry of entries) if (entry.isIntersecting) { nearby.unobserve(entry.target); entry.target.drawChart(); }
+  for (const entry of entries) if (entry.isIntersecting) drawNow(entry.target);
 }, { rootMargin: "600px" }) : null;
+const whenIdle = window.requestIdleCallback ? (next) => window.requestIdleCallback(next) : (next) => setTimeout(next, 50);
+
+function drawNow(target) {
+  if (!waiting.delete(target)) return;
+  if (nearby) nearby.unobserve(target);
+  target.drawChart();
+}
+
+function drawNext() {
+  // What is hidden has no width yet.
+  const next = [...waiting].find((target) => target.clientWidth > 0);
+  if (next) { drawNow(next); whenIdle(drawNext); }
+}
 
 function whenNear(target, drawChart) {
   target.drawChart = drawChart;
-  if (nearby) nearby.observe(target); else drawChart();
+  waiting.add(target);
+  if (nearby) nearby.observe(target); else drawNow(target);
 }
+
+window.addEventListener("load", () => whenIdle(drawNext));
+window.addEventListener("beforeprint", () => [...waiting].forEach(drawNow));
 
 function lengthText(n) {
   for (const [unit, size] of [["G", 2 ** 30], ["M", 2 ** 20], ["K", 2 ** 10]]) if (n >= size && n % (size / 4) === 0) return n / size + unit;
@@ -107,11 +126,22 @@ const isLength = (title) => title.startsWith("sequence length");
 // A legend of more would be longer than the chart; the tooltips name every row.
 const MOST_NAMED = 24;
 
+// One colour and one mark for a series in all charts of the page, in the order of the page's data; no two of the first
+// 64 share both.
+const looks = new Map();
+function lookOf(label) {
+  const name = label.replace(" (yardstick: another function)", "");
+  if (!looks.has(name)) looks.set(name, looks.size);
+  const index = looks.get(name);
+  return { colour: COLOURS[index % COLOURS.length], shape: SHAPES[(index + Math.floor(index / COLOURS.length)) % SHAPES.length] };
+}
+
 function scaled(labels) {
   const legend = labels.length > 1 && labels.length <= MOST_NAMED ? {} : null;
+  const chosen = labels.map(lookOf);
   return {
-    color: { field: "series", type: "nominal", scale: { domain: labels, range: COLOURS }, legend },
-    shape: { field: "series", type: "nominal", scale: { domain: labels, range: SHAPES }, legend },
+    color: { field: "series", type: "nominal", scale: { domain: labels, range: chosen.map((look) => look.colour) }, legend },
+    shape: { field: "series", type: "nominal", scale: { domain: labels, range: chosen.map((look) => look.shape) }, legend },
   };
 }
 
@@ -187,6 +217,8 @@ const holder = document.getElementById("data");
 if (holder) report(JSON.parse(holder.textContent));
 
 function report(data) {
+  // Before any chart is drawn, for they are drawn in any order.
+  for (const plot of Object.values(data.plots)) for (const part of plot.curves || plot.bars) lookOf(part.label);
   for (const target of document.querySelectorAll("[data-plot]")) whenNear(target, () => draw(target, ofPlot(data.plots[target.dataset.plot])));
   if (!data.rows) return;
   rowTable(data);

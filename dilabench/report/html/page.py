@@ -28,7 +28,7 @@ from dilabench.report.content import (
 from dilabench.report.findings import Bars, Curve, CurvePlot, MaskPlot, Plot, Section, sections_of
 from dilabench.report.html.data import PageData
 from dilabench.report.html.winners import winner_map
-from dilabench.report.plots.plots import subject, svg
+from dilabench.report.plots.plots import series_of, subject, svg
 from dilabench.units import format_count
 
 FILENAME = "report.html"
@@ -75,7 +75,7 @@ def to_text(record: RunRecord, sections: Sequence[Section] = (), columns: Sequen
     chosen = chosen_columns(columns)
     tables = workload_tables(record)
     charts = chart_library()
-    drawn = {id(plot): one for plot, one in _drawn(record, sections, scripted=charts is not None)}
+    drawn = {id(plot): drawn_plot for plot, drawn_plot in _drawn(record, sections, scripted=charts is not None)}
     data = PageData(record, tables, chosen)
     return page(
         "report.html.j2",
@@ -96,7 +96,7 @@ def to_text(record: RunRecord, sections: Sequence[Section] = (), columns: Sequen
         unmeasured=unmeasured(record),
         footnotes=footnotes(tables, chosen),
         charts=charts,
-        data=data.as_json({one.key: one.plot for one in drawn.values() if one.key}),
+        data=data.as_json({drawn_plot.key: drawn_plot.plot for drawn_plot in drawn.values() if drawn_plot.key}),
     )
 
 
@@ -132,7 +132,7 @@ def page(template: str, **facts: Any) -> str:
 
 
 def chart_library() -> str | None:
-    """Vega-Lite as a script (extra `html`); None where it is not installed."""
+    """Vega-Lite as a script (extra `html`); None if it is not installed."""
     try:
         import vl_convert
     except ImportError:
@@ -149,19 +149,19 @@ def chart_library() -> str | None:
 
 
 def _drawn(record: RunRecord, sections: Sequence[Section], scripted: bool) -> Iterator[tuple[Plot, Drawn]]:
-    masks = 0
+    masks, series = 0, () if scripted else series_of(sections)
     for number, plot in enumerate(plot for section in sections for plot in section.plots):
         masks += isinstance(plot, MaskPlot)
         if scripted and not isinstance(plot, MaskPlot):
             yield plot, Drawn(plot=plot, key=f"plot{number}")
         elif masks <= MOST_MASKS:
-            picture = b64encode(svg(plot, record).encode()).decode()
+            picture = b64encode(svg(plot, record, series).encode()).decode()
             yield plot, Drawn(plot=plot, picture=f"data:image/svg+xml;base64,{picture}")
 
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name}={_text(one)}" for name, one in value.items())
+        return ", ".join(f"{name}={_text(item)}" for name, item in value.items())
     if isinstance(value, list | tuple):
         return ", ".join(map(_text, value))
     return format_count(value) if type(value) is int and value >= 1024 else str(value)

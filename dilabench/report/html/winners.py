@@ -29,7 +29,7 @@ class Field:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WinnerMap:
-    """`lines` hold a name and a field per length, None where nothing was asked for."""
+    """`lines` hold a name and a field per length, None if nothing was requested."""
 
     lengths: tuple[str, ...]
     lines: tuple[tuple[str, tuple[Field | None, ...]], ...]

@@ -39,6 +39,12 @@ def draw_grid(axes: Axes, axis: Literal["both", "x", "y"]) -> None:
     axes.grid(visible=True, which="major", axis=axis, color="0.88", linewidth=0.6)
 
 
+def names(plot: CurvePlot | BarPlot) -> list[str]:
+    """The names of its series, in order."""
+    parts: Sequence[Curve | Bars] = plot.curves if isinstance(plot, CurvePlot) else plot.bars
+    return list(dict.fromkeys(part.label for part in parts))
+
+
 def look(index: int) -> Look:
     """The look of series number `index`."""
     return Look(COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)], HATCHES[index % len(HATCHES)])
@@ -51,21 +57,24 @@ MAX_SPANS = 18
 SIDE_STEP = 1.02
 
 
-def draw_curves(plot: CurvePlot) -> Figure:
-    """The plot as a figure; measured points with markers, fitted ones as dashed lines of the same colour."""
+def draw_curves(plot: CurvePlot, series: Sequence[str] = ()) -> Figure:
+    """The plot as a figure; measured points with markers, fitted ones as dashed lines of the same colour.
+
+    `series`: names whose looks go before those of the plot's own, as of other plots of the record.
+    """
     figure = Figure(figsize=CURVES_INCHES, layout="constrained")
     axes = figure.subplots()
-    labels = list(dict.fromkeys(curve.label for curve in plot.curves))
+    labels, known = names(plot), list(dict.fromkeys((*series, *names(plot))))
     axes.set_xscale("log")
     axes.set_yscale("log")
     for curve in plot.curves:
-        index = labels.index(curve.label)
-        aside = SIDE_STEP ** (index - (len(labels) - 1) / 2)
+        style = look(known.index(curve.label))
+        aside = SIDE_STEP ** (labels.index(curve.label) - (len(labels) - 1) / 2)
         xs = [point.x * aside for point in curve.points]
         if curve.fitted:
-            axes.plot(xs, [point.y for point in curve.points], "--", color=look(index).colour, linewidth=1)
+            axes.plot(xs, [point.y for point in curve.points], "--", color=style.colour, linewidth=1)
         else:
-            _measured(axes, curve, xs, look(index), joined=not any(other.fitted for other in plot.curves))
+            _measured(axes, curve, xs, style, joined=not any(other.fitted for other in plot.curves))
     axes.set_xlabel(plot.x_label)
     axes.set_ylabel(plot.y_label)
     _mark_spans(axes, plot)
@@ -122,7 +131,7 @@ def _ticks_at_points(axes: Axes, places: Sequence[float]) -> None:
 
 
 def _with_room(places: Sequence[float], most: int) -> list[float]:
-    """Those of the rising places that lie apart by a share of 1 / `most` of them all, the largest among them."""
+    """The ascending places that are separated by a share of 1 / `most` of the whole, the largest included."""
     room = (places[-1] / places[0]) ** (1 / most) if places else 1.0
     shown: list[float] = []
     for place in reversed(places):
@@ -160,8 +169,9 @@ LEGEND_CHARACTERS = 115
 HANDLE_CHARACTERS = 9
 
 
-def draw_bars(plot: BarPlot) -> Figure:
-    """The plot as a figure; the first category and the first bar of a group stand on top."""
+def draw_bars(plot: BarPlot, series: Sequence[str] = ()) -> Figure:
+    """The plot as a figure; the first category and the first bar of a group stand on top. `series`: as of curves."""
+    known = list(dict.fromkeys((*series, *names(plot))))
     count = max(1, len(plot.bars))
     # A group is as high as the bars that it has, or as its name.
     present = [[bars.values[group] is not None for bars in plot.bars] for group in range(len(plot.categories))]
@@ -169,8 +179,8 @@ def draw_bars(plot: BarPlot) -> Figure:
     heights = [max(1, sum(has), LINE * count) for has, count in zip(present, lines, strict=True)]
     tops = [sum(heights[:group]) + group * GROUP_GAP for group in range(len(heights))]
     end = sum(heights) + max(0, len(heights) - 1) * GROUP_GAP
-    names = max((len(bars.label) for bars in plot.bars), default=0)
-    columns = max(1, min(count, MAX_LEGEND_COLUMNS, LEGEND_CHARACTERS // (names + HANDLE_CHARACTERS)))
+    longest = max((len(bars.label) for bars in plot.bars), default=0)
+    columns = max(1, min(count, MAX_LEGEND_COLUMNS, LEGEND_CHARACTERS // (longest + HANDLE_CHARACTERS)))
     height = MARGIN_INCHES + BAR_INCHES * end + LEGEND_INCHES * (ceil(count / columns) if count > 1 else 0)
     figure = Figure(figsize=(WIDTH_INCHES, max(1.6, height)), layout="constrained")
     axes = figure.subplots()
@@ -179,7 +189,7 @@ def draw_bars(plot: BarPlot) -> Figure:
             top + (high - sum(has)) / 2 + sum(has[:index])
             for top, high, has in zip(tops, heights, present, strict=True)
         ]
-        _draw_series(axes, plot, bars, places, look(index))
+        _draw_series(axes, plot, bars, places, look(known.index(bars.label)))
     axes.set_yticks([top + (high - 1) / 2 for top, high in zip(tops, heights, strict=True)], plot.categories)
     axes.set_ylim(end - 0.5 + GROUP_GAP / 2, -0.5 - GROUP_GAP / 2)
     if plot.reference is not None:

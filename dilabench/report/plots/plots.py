@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import RunRecord
 from dilabench.report.content import device_text
-from dilabench.report.findings import BarPlot, CurvePlot, Plot, Section
+from dilabench.report.findings import BarPlot, CurvePlot, MaskPlot, Plot, Section
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,8 +31,9 @@ def render(record: RunRecord, folder: Path | None, sections: Sequence[Section] =
     """
     if folder is None:
         return
+    series = series_of(sections)
     for plot in plots_of(sections):
-        _write(plot, record, folder / FOLDER)
+        _write(plot, record, folder / FOLDER, series)
 
 
 def plots_of(sections: Sequence[Section]) -> Iterator[Plot]:
@@ -40,9 +41,17 @@ def plots_of(sections: Sequence[Section]) -> Iterator[Plot]:
     return (plot for section in sections for plot in section.plots)
 
 
-def svg(plot: Plot, record: RunRecord) -> str:
+def series_of(sections: Sequence[Section]) -> tuple[str, ...]:
+    """The names of all series, in order: each has one colour and mark in every plot of a record."""
+    from dilabench.report.plots.drawing import names
+
+    drawn = (plot for plot in plots_of(sections) if not isinstance(plot, MaskPlot))
+    return tuple(dict.fromkeys(name for plot in drawn for name in names(plot)))
+
+
+def svg(plot: Plot, record: RunRecord, series: tuple[str, ...] = ()) -> str:
     """The plot as an SVG element, without the declarations that a file of its own begins with."""
-    text = _picture(plot, subject(record), _origin(record), "svg").decode()
+    text = _picture(plot, subject(record), _origin(record), "svg", series).decode()
     return text[text.index("<svg") :]
 
 
@@ -55,11 +64,11 @@ def subject(record: RunRecord) -> str:
     return " · ".join(filter(None, (device_text(record), " ".join(shared or []))))
 
 
-def _write(plot: Plot, record: RunRecord, folder: Path) -> None:
+def _write(plot: Plot, record: RunRecord, folder: Path, series: tuple[str, ...]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for form in FORMS:
-            picture = _picture(plot, subject(record), _origin(record), form)
+            picture = _picture(plot, subject(record), _origin(record), form, series)
             (folder / f"{plot.name}.{form}").write_bytes(picture)
     except OSError as error:
         why = f"{str(folder / plot.name)!r} cannot be written: {error.strerror or error}"
@@ -71,7 +80,7 @@ def _origin(record: RunRecord) -> str:
 
 
 @lru_cache(maxsize=KEPT)
-def _picture(plot: Plot, about: str, origin: str, form: str) -> bytes:
+def _picture(plot: Plot, about: str, origin: str, form: str, series: tuple[str, ...]) -> bytes:
     """The plot in a form, with what it is of and where that comes from; a page shows what a file holds, too."""
     # Only plots need matplotlib, which takes a while to load.
     import matplotlib
@@ -79,16 +88,16 @@ def _picture(plot: Plot, about: str, origin: str, form: str) -> bytes:
     picture = io.BytesIO()
     with matplotlib.rc_context(STYLE):
         # Drawn for each form: a layout that was there before would move the next by a hair.
-        figure = _drawn(plot)
+        figure = _drawn(plot, series)
         figure.suptitle(f"{plot.caption}\n{about}", x=0.01, ha="left", fontsize=9)
         figure.text(0.995, 0.005, origin, ha="right", fontsize=6, color="0.5")
         figure.savefig(picture, format=form, dpi=PNG_DPI, metadata=METADATA[form])
     return picture.getvalue()
 
 
-def _drawn(plot: Plot) -> "Figure":
+def _drawn(plot: Plot, series: tuple[str, ...]) -> "Figure":
     from dilabench.report.plots.drawing import draw_bars, draw_curves, draw_mask
 
     if isinstance(plot, CurvePlot):
-        return draw_curves(plot)
-    return draw_bars(plot) if isinstance(plot, BarPlot) else draw_mask(plot)
+        return draw_curves(plot, series)
+    return draw_bars(plot, series) if isinstance(plot, BarPlot) else draw_mask(plot)

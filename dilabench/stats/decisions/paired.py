@@ -53,7 +53,7 @@ class PairedRounds:
     """One comparison: `rounds[session][round] = (baseline_samples_ns, candidate_samples_ns)`.
 
     Slots may hold different numbers of samples and sessions different numbers of rounds. `clocks_mhz` has the same
-    nesting with one (baseline, candidate) clock per round, None where it was not read; None as a whole on a CPU.
+    nesting with one (baseline, candidate) clock per round, None if it was not read; None as a whole on a CPU.
     """
 
     rounds: Sequence[Session]

@@ -18,7 +18,7 @@ class ChunkedPattern(Pattern):
 
     @classmethod
     def examples(cls) -> tuple["ChunkedPattern", ...]:
-        """What implementations are held to."""
+        """Instances that test implementations."""
         return cls(chunk=10), cls(chunk=7, chunks_before=0)
 
     def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:

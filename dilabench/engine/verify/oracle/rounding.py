@@ -28,9 +28,11 @@ def forward_sizes(
         for part, part_lse in zip(parts, lse.split(q.shape[2], 1), strict=True):
             own = part.keys(k.double()), part.keys(v.double())
             part_out = attend_rows(q, *own, part.workload, rows)[0]
-            one, lse_size = forward_sizes(q, *own, part_lse, part_out, part.workload, rows, weight_ulps)
-            sizes.append((one * part.gates[rows][..., None], lse_size))
-        return torch.stack([one for one, _ in sizes]).sum(0), torch.cat([one for _, one in sizes], 1)
+            part_size, lse_size = forward_sizes(q, *own, part_lse, part_out, part.workload, rows, weight_ulps)
+            sizes.append((part_size * part.gates[rows][..., None], lse_size))
+        return torch.stack([part_sizes for part_sizes, _ in sizes]).sum(0), torch.cat(
+            [part_sizes for _, part_sizes in sizes], 1
+        )
     size, lse_size = torch.zeros_like(out), torch.zeros_like(lse)
     for block in blocks(workload, rows, q):
         share, doubt = _shares(block, q, k, lse, workload)

@@ -134,7 +134,7 @@ def _slope_floor(workload: Workload, dtype: torch.dtype, alike: float) -> float:
 
 def rows_last(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors of out's or k's shape [b, R, H, D] as they are; of lse's shape [b, H, R] with an axis for D."""
-    return tuple(one if one.ndim > 3 else one[..., None] for one in tensors)
+    return tuple(tensor if tensor.ndim > 3 else tensor[..., None] for tensor in tensors)
 
 
 def row_errors(actual: Tensor, value: Tensor, scale: Tensor | None = None) -> Tensor:

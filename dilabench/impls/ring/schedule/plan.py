@@ -80,7 +80,7 @@ def pieces_between(
 
 def _tiles(workload: Workload, shards: Shards, reader: int, owner: int, branch: Branch) -> Iterator[Tile]:
     every_row = branch.rate == 1 and branch.segment_length >= workload.seq_len
-    # A rank's own dense part is one unshifted mask per sequence, although its spans lie apart.
+    # A rank's local dense part is one unshifted mask per sequence, although its spans are not adjacent.
     collapse = reader == owner and every_row and workload.window == UNBOUNDED
     for start, end in workload.sequences:
         readers = _within(shards.parts[reader], start, end)
