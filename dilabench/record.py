@@ -16,7 +16,7 @@ from dilabench.choice.descriptors import Role as Role
 from dilabench.choice.descriptors import Takes as Takes
 from dilabench.machine import GpuInfo as GpuInfo
 from dilabench.metadata import Note as Note
-from dilabench.samples import NO_SAMPLES, Nanoseconds
+from dilabench.samples import Times
 from dilabench.validation import Model, content_hash
 from dilabench.workload.spec import Workload, WorkloadRequest
 
@@ -240,10 +240,10 @@ class Slot(Model):
     session: int = 0
     round: int = 0
     position: int = 0
-    samples_ns: Nanoseconds
+    samples_ns: Times
     renewed: tuple[int, ...] = ()
-    rank_samples_ns: tuple[Nanoseconds, ...] = ()
-    enqueue_ns: Nanoseconds = NO_SAMPLES
+    rank_samples_ns: tuple[Times, ...] = ()
+    enqueue_ns: Times = ()
     sm_clock_mhz: int | None = None
     power_mw: int | None = None
     temperature_c: int | None = None
@@ -256,7 +256,7 @@ class Timing(Model):
     timer: str
     proves: str
     slots: tuple[Slot, ...]
-    warmup_ns: Nanoseconds = NO_SAMPLES
+    warmup_ns: Times = ()
 
     @property
     def samples_ns(self) -> tuple[int, ...]:
@@ -273,8 +273,8 @@ class Diagnostic(Model):
     """Samples of a call over ranks, or of a part alone, which computes something wrong; samples i are of one turn."""
 
     part: Part
-    samples_ns: Nanoseconds
-    rank_samples_ns: tuple[Nanoseconds, ...] = ()
+    samples_ns: Times
+    rank_samples_ns: tuple[Times, ...] = ()
 
 
 class Memory(Model):
