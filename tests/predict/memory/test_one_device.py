@@ -19,7 +19,8 @@ SHAPES = {
     "batch": {"batch_size": 3, "seq_len": 1536},
     "float64": {"dtype": "float64"},
 }
-BOTH_MODES = pytest.mark.parametrize("mode", ["forward", "both"])
+# A forward pass is part of the other; by itself it is slow but for the first shape.
+BOTH_MODES = pytest.mark.parametrize("mode", [pytest.param("forward", marks=pytest.mark.slow), "both"])
 
 
 @pytest.fixture
