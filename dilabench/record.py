@@ -16,7 +16,7 @@ from dilabench.choice.descriptors import Role as Role
 from dilabench.choice.descriptors import Takes as Takes
 from dilabench.machine import GpuInfo as GpuInfo
 from dilabench.metadata import Note as Note
-from dilabench.samples import NO_SAMPLES, Nanoseconds
+from dilabench.samples import Times
 from dilabench.validation import Model, content_hash
 from dilabench.workload.spec import Workload, WorkloadRequest
 
@@ -36,13 +36,7 @@ MemorySource = Literal["allocator", "resident_set", "process_peak"]
 # fits is looked for. budget: no time was left. unusable_optimization: it cannot be switched on for this function.
 # far_slower: the suite asks for the fastest, and another case of the workload, verified, is so many times as fast.
 SkipCode = Literal[
-    "unsupported",
-    "not_applicable",
-    "does_not_fit",
-    "out_of_memory",
-    "budget",
-    "unusable_optimization",
-    "far_slower",
+    "unsupported", "not_applicable", "does_not_fit", "out_of_memory", "budget", "unusable_optimization", "far_slower"
 ]
 # wrong_output: a check of its output failed. backend_not_proven: no kernel of the claimed backend ran. exception: its
 # code raised. crash: its process died. verification_timeout: its verification was not finished in time. peer_lost: a
@@ -198,10 +192,7 @@ class CheckName(StrEnum):
 
 
 class Check(Model):
-    """One verification check: its error against its tolerance, and where the error is largest.
-
-    `name` is a text if a parameter of a module gave it ('d q_proj.weight'), or another version of dilabench.
-    """
+    """One verification check. `name` is a text if a parameter gave it ('d q_proj.weight'), or another version."""
 
     name: Annotated[CheckName | str, Field(union_mode="left_to_right")]
     passed: bool
@@ -209,6 +200,14 @@ class Check(Model):
     tolerance: float | None = None
     where: str | None = None
     detail: str | None = None
+
+    @property
+    def text(self) -> str:
+        """What is wrong, the error against its tolerance, and where it is largest."""
+        known = self.error is not None and self.tolerance is not None
+        far = f"error {self.error:.3g}, allowed {self.tolerance:.3g}" if known else None
+        parts = filter(None, (self.detail, far, self.where and f"at {self.where}"))
+        return f"{self.name}: {'; '.join(parts) or 'failed'}"
 
 
 class Verification(Model):
@@ -241,10 +240,10 @@ class Slot(Model):
     session: int = 0
     round: int = 0
     position: int = 0
-    samples_ns: Nanoseconds
+    samples_ns: Times
     renewed: tuple[int, ...] = ()
-    rank_samples_ns: tuple[Nanoseconds, ...] = ()
-    enqueue_ns: Nanoseconds = NO_SAMPLES
+    rank_samples_ns: tuple[Times, ...] = ()
+    enqueue_ns: Times = ()
     sm_clock_mhz: int | None = None
     power_mw: int | None = None
     temperature_c: int | None = None
@@ -257,7 +256,7 @@ class Timing(Model):
     timer: str
     proves: str
     slots: tuple[Slot, ...]
-    warmup_ns: Nanoseconds = NO_SAMPLES
+    warmup_ns: Times = ()
 
     @property
     def samples_ns(self) -> tuple[int, ...]:
@@ -274,8 +273,8 @@ class Diagnostic(Model):
     """Samples of a call over ranks, or of a part alone, which computes something wrong; samples i are of one turn."""
 
     part: Part
-    samples_ns: Nanoseconds
-    rank_samples_ns: tuple[Nanoseconds, ...] = ()
+    samples_ns: Times
+    rank_samples_ns: tuple[Times, ...] = ()
 
 
 class Memory(Model):

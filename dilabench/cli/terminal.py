@@ -6,7 +6,8 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -118,6 +119,17 @@ def say_folded(text: str, indent: str = "", err: bool = False) -> None:
 def say(text: str = "", err: bool = False, styled: bool = False) -> None:
     """Print a line; control characters in it are spelt out, unless the text is `styled` by a reporter."""
     typer.echo(text if styled else printable(text), file=sys.stderr if err else standard_output())
+
+
+def say_text(text: str | Iterator[str]) -> None:
+    """Print the text of a reporter, whole or in parts, as it is."""
+    if isinstance(text, str):
+        say(text, styled=True)
+        return
+    # Each writing is a call of the system.
+    while several := "".join(islice(text, 1000)):
+        typer.echo(several, nl=False, file=standard_output())
+    say()
 
 
 def say_page(text: str, folder: Path | None, name: str) -> None:

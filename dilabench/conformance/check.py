@@ -203,12 +203,12 @@ def _rendered(reporter: Reporter, record: RunRecord, catalogue: Catalogue) -> tu
     with tempfile.TemporaryDirectory() as name:
         folder, rendered = Path(name), []
         if reporter.prints:
-            texts = [render(reporter, record, None, sections, catalogue) for _ in range(2)]
+            texts = ["".join(render(reporter, record, None, sections, catalogue) or ()) for _ in range(2)]
             if not texts[0] and measured:
                 return "it prints nothing", ""
             if texts[0] != texts[1]:
                 return "the same record gives another text the second time", ""
-            rendered.append(counted(len((texts[0] or "").splitlines()), "line"))
+            rendered.append(counted(len(texts[0].splitlines()), "line"))
         if reporter.filename:
             render(reporter, record, folder, sections, catalogue)
             path = folder / reporter.filename

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from dilabench.compare.view import Ranking, lengths_without_rows, rank, view_of
-from dilabench.engine.worker.outcomes import check_text
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import (
     ESTIMATOR,
@@ -222,7 +221,7 @@ def _reason(outcome: Skipped | Failed) -> Unmeasured:
         rows="",
         stage=outcome.stage,
         why=outcome.why,
-        checks=tuple(check_text(check) for check in broken),
+        checks=tuple(check.text for check in broken),
         traceback=outcome.traceback,
     )
 

@@ -301,22 +301,23 @@ def render(
     sections: Sequence[Section],
     catalogue: Catalogue,
     options: Mapping[str, Any] = {},
-) -> str | None:
+) -> str | Iterator[str] | None:
     """Have a reporter render the record, with its sections where the reporter shows such, and the options it takes.
 
-    A plug-in's reporter gets a copy of the record. A reporter of dilabench that fails only with the sections of a
-    plug-in's suite renders without them, and the suite's plug-in is blamed. Raises PluginError when it fails otherwise
-    or returns what is no text.
+    A long text of a reporter of dilabench comes in parts. A plug-in's reporter gets a copy of the record. A reporter of
+    dilabench that fails only with the sections of a plug-in's suite renders without them, and the suite's plug-in is
+    blamed. Raises PluginError when it fails otherwise or returns what is no text.
     """
     plugin, what = catalogue.reporters.origin(reporter.name), f"reporter {reporter.name!r}"
 
-    def rendered(sections: Sequence[Section]) -> str | None:
+    def rendered(sections: Sequence[Section]) -> str | Iterator[str] | None:
         with guarded(plugin, what):
             target = load_target(reporter.target)
             facts = (_printable(record), folder, *((sections,) if reporter.shows_sections else ()))
             taken = {name: value for name, value in options.items() if name in reporter.options}
             called = functools.partial(target, **taken)
-            text: str | None = answered(plugin, what, called, *_facts_for(plugin, facts), kind=(str, type(None)))
+            kinds = (str, type(None), *((Iterator,) if plugin in OWN else ()))
+            text: str | Iterator[str] | None = answered(plugin, what, called, *_facts_for(plugin, facts), kind=kinds)
             return text
 
     try:

@@ -66,10 +66,10 @@ def render_csv(record: RunRecord, folder: Path | None) -> str | None:
     return _csv(cases(record), folder, "cases.csv")
 
 
-def render_csv_samples(record: RunRecord, folder: Path | None) -> str | None:
-    """As `render_csv`, one line per sample, in samples.csv, which is written turn by turn."""
+def render_csv_samples(record: RunRecord, folder: Path | None) -> Iterator[str] | None:
+    """As `render_csv`, one line per sample, in samples.csv; it is written, or its text comes, turn by turn."""
     if folder is None:
-        return "".join(_samples_text(record))
+        return _samples_text(record)
     write_bytes(folder / "samples.csv", (text.encode() for text in _samples_text(record)))
     return None
 

@@ -155,16 +155,16 @@ class Reports:
                 names.append(reporter.filename)
         return [path for path in (folder / name for name in names) if path.exists()]
 
-    def printed(self, formats: Sequence[Reporter]) -> Iterator[str]:
-        """The texts of the formats that are printed."""
+    def printed(self, formats: Sequence[Reporter]) -> Iterator[str | Iterator[str]]:
+        """The texts of the formats that are printed, each whole or in parts."""
         texts = (self._rendered(reporter, None) for reporter in formats if reporter.prints)
         return (text for text in texts if text is not None)
 
-    def _rendered(self, reporter: Reporter, folder: Path | None) -> str | None:
+    def _rendered(self, reporter: Reporter, folder: Path | None) -> str | Iterator[str] | None:
         plugin = self.catalogue.reporters.origin(reporter.name)
         path = folder / RECORD_NAME if folder is not None and plugin not in OWN else None
         before = path.read_bytes() if path is not None and path.exists() else None
-        text = None
+        text: str | Iterator[str] | None = None
         with self.catalogue.left_out(plugin, ""):
             text = render(reporter, self.record, folder, self.sections, self.catalogue, self.options)
         if path is not None and before is not None and (not path.is_file() or path.read_bytes() != before):

@@ -28,6 +28,22 @@ def test_two_runs(cli, runs, tmp_path):
     assert "verdict: ok" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("ns", "options", "code", "colour"),
+    [(1e7, (), 0, ""), (1e7, ("--fail-on", "inconclusive"), 7, "skipped"), (2e7, (), 6, "failed")],
+    ids=["undecided", "undecided, asked for", "slower"],
+)
+def test_the_banner_has_the_colour_of_the_exit_code(cli, make_row, make_record, tmp_path, ns, options, code, colour):
+    """A comparison that is undecided, which fails only if asked for; one that is slower."""
+    sessions = 5 if ns > 1e7 else 1
+    for run_id, taken in (("aaaa", 1e7), ("bbbb", ns)):
+        record = make_record([make_row(ns=taken, sessions=sessions, seed=run_id)], run_id=run_id)
+        (tmp_path / f"{run_id}.json").write_text(record.model_dump_json())
+    result = cli("compare", "aaaa.json", "bbbb.json", "-f", "html", "-o", "page.html", *options)
+    assert (result.exit_code, f"exit code {code}" in result.stdout) == (code, True)
+    assert f'<section class="banner {colour}"' in (tmp_path / "page.html").read_text()
+
+
 def test_a_matrix_has_every_pair(cli, runs, monkeypatch):
     monkeypatch.setenv("TERMINAL_WIDTH", "80")
     shown = cli("compare", *runs)

@@ -127,3 +127,11 @@ def test_one_implementation_by_its_name(cli):
     assert "gather" not in cli("history", "-i", "strided").stdout
     assert cli("history", "-i", "stride").exit_code == 2
     assert cli("history", "-i", "improved").stdout == cli("history", "-i", "strided").stdout
+
+
+def test_the_history_of_one_run_draws_nothing(cli, make_row, make_record, tmp_path):
+    Archive().add(make_record([make_row("strided")]))
+    assert cli("history", "-f", "html", "-o", "page.html").exit_code == 0
+    text = (tmp_path / "page.html").read_text()
+    assert "strided" in text
+    assert json.loads(text.split('id="data">')[1].split("</script>")[0])["plots"] == {}

@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from dilabench.engine.worker.outcomes import check_text
 from dilabench.metadata import ABOVE_PEAK_FLOPS, LAUNCH_BOUND
 from dilabench.plugins.manager import discover
 from dilabench.record import Check, GpuInfo, Measured, Note, Row, RunRecord, Skipped
@@ -50,7 +49,7 @@ def test_rows_of_several_implementations_share_a_reason(record: RunRecord) -> No
     ],
 )
 def test_check_text_says_how_far_and_where(check: Check, text: str) -> None:
-    assert check_text(check) == text
+    assert check.text == text
 
 
 def test_a_note_alone_names_the_row_the_figure_the_limit_and_the_way_out(record: RunRecord) -> None:

@@ -155,8 +155,11 @@ def test_an_implementation_has_one_colour_in_all_charts(opened, scheme):
 
 
 @pytest.mark.library
-def test_winners_are_in_sight_at_400_pixels(opened):
+def test_the_answer_and_the_winners_are_in_sight_at_400_pixels(opened):
     tab = opened(read_record(ROOT / "docs" / "results" / "h200-range.json"), width=400)
+    for name in ("fastest", "time"):
+        heading = tab.locator(".banner th", has_text=name).first.bounding_box()
+        assert heading["x"] + heading["width"] <= 400, name
     boxes = [cell.bounding_box() for cell in tab.locator(".winners td").all()]
     assert len(boxes) == 20
     assert all(box["x"] >= 0 and box["x"] + box["width"] <= 400 for box in boxes)

@@ -6,7 +6,7 @@ from dilabench.store.archive import Archive
 from dilabench.store.baselines import Baselines
 from dilabench.store.index import HistoryIndex
 
-WRITERS = 4
+WRITERS = 20
 
 
 def write(root, record, number):

@@ -241,7 +241,8 @@ def write_matrix_page(
     from dilabench.report.html import comparison
 
     lines = _final_lines(matrix, codes)
-    say_page(comparison.to_text(matrix, records, "; ".join(lines)), output, comparison.FILENAME)
+    text = comparison.to_text(matrix, records, "; ".join(lines), gravest(codes))
+    say_page(text, output, comparison.FILENAME)
     for line in lines if output else ():
         say(line)
 

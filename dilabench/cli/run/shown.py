@@ -7,7 +7,7 @@ from typing import Any
 from dilabench.cli.github import append_summary
 from dilabench.cli.options import tell_of
 from dilabench.cli.run.progress_bar import progress_shown
-from dilabench.cli.terminal import note, say
+from dilabench.cli.terminal import note, say, say_text
 from dilabench.compare.view import lengths_without_rows
 from dilabench.errors import ExitCode
 from dilabench.metadata import note_text
@@ -64,7 +64,7 @@ def show_run(
         reports = Reports.of(record, plan.catalogue, options or {})
         paths = reports.write(formats, folder)
         for text in reports.printed(formats):
-            say(text, styled=True)
+            say_text(text)
         if github_summary:
             append_summary(of_run(record, reports.sections))
         say("\n" + "\n".join(map(str, paths)), err=err)

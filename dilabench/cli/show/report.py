@@ -2,7 +2,7 @@
 
 import gc
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +22,7 @@ from dilabench.cli.options import (
     require_one_format,
     tell_of,
 )
-from dilabench.cli.terminal import file_meant, note, print_items, say, say_folded, say_page
+from dilabench.cli.terminal import file_meant, note, print_items, say, say_folded, say_page, say_text
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Reporter
@@ -89,11 +89,12 @@ def report(
     (record,) = records
     known = len(catalogue.problems)
     plots = github_summary or any(reporter.shows_sections and reporter.shows_plots for reporter in reporters)
-    sections = sections_of(record, catalogue, plots=plots)
+    shown = github_summary or any(reporter.shows_sections for reporter in reporters)
+    sections = sections_of(record, catalogue, plots=plots) if shown else ()
     options = {"details": details, "columns": column_names(columns)}
     if github_summary:
         append_summary(of_run(record, sections))
-    written: list[tuple[str | None, Path | None]] = []
+    written: list[tuple[str | Iterator[str] | None, Path | None]] = []
     for reporter in reporters:
         meant = file_meant(output, reporter.filename) if output and reporter.filename else None
         if meant is not None and meant == output:
@@ -105,7 +106,7 @@ def report(
             written.append((text, folder / reporter.filename if folder and reporter.filename else None))
     for text, path in written:
         if text is not None:
-            say(text, styled=True)
+            say_text(text)
         if path is not None and path.exists():
             say(str(path), err=True)
         elif path is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.record import Case, Check, CheckName, Failed, Memory, PlannedCase, Skipped, Verification
+from dilabench.record import Case, CheckName, Failed, Memory, PlannedCase, Skipped, Verification
 from dilabench.units import counted
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def said_of(outcome: Outcome) -> tuple[Result, str]:
         return "right", f"{counted(len(outcome.checks), 'check')}, {rows}{against}"
     # Which key a row misses is the cause of what other checks see.
     failed = sorted((check for check in outcome.checks if not check.passed), key=lambda check: check.name != CAUSE)
-    lines = [check_text(check) for check in failed] or ["nothing was checked"]
+    lines = [check.text for check in failed] or ["nothing was checked"]
     return "wrong", "\n".join([outcome.diagnosis, *lines] if outcome.diagnosis else lines)
 
 
@@ -156,16 +156,6 @@ def mistake_of(outcome: Outcome) -> tuple[str, str]:
     if not isinstance(outcome, Verification):
         return outcome.why, outcome.why
     failed = [check for check in outcome.checks if not check.passed]
-    first = check_text(failed[0]) if failed else "nothing was checked"
+    first = failed[0].text if failed else "nothing was checked"
     name = outcome.diagnosis or (failed[0].name if failed else first)
     return name, "; ".join(filter(None, (outcome.diagnosis, first)))
-
-
-def check_text(check: Check) -> str:
-    """A failed check: what is wrong, its error against its tolerance, and where."""
-    words = [check.detail] if check.detail else []
-    if check.error is not None and check.tolerance is not None:
-        words.append(f"error {check.error:.3g}, allowed {check.tolerance:.3g}")
-    if check.where:
-        words.append(f"at {check.where}")
-    return f"{check.name}: {'; '.join(words) or 'failed'}"

@@ -1,11 +1,11 @@
 """comparison.html: two or more runs, each against each, case by case, and in what their environments differ."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dilabench.compare.comparison import ComparedPair, Comparison
 from dilabench.compare.matrix import CaseMatrix, Matrix
+from dilabench.errors import ExitCode
 from dilabench.record import RunRecord
 from dilabench.report.columns import ABSENT, case_name, verdict_text, workload_title
 from dilabench.report.content import device_text, environment_rows, reproduce_command
@@ -36,15 +36,25 @@ EMPTY = Entry(word="", time="", ratio="")
 Line = tuple[str, str, str, str, list[Entry]]
 
 
-def to_text(matrix: Matrix, records: Sequence[RunRecord], verdict: str) -> str:
-    """The page: a line per case and base, a column per later run. `records` of the runs; `verdict`: on top."""
-    codes = Counter(pair.verdict.code.value for comparison in matrix.with_first for pair in comparison.pairs)
+# The banner has the colour of the exit code that its words name; any other code is a failure.
+BANNERS = {
+    ExitCode.OK: "",
+    ExitCode.INCONCLUSIVE: "skipped",
+    ExitCode.NOTHING_MEASURED: "skipped",
+    ExitCode.INCOMPLETE: "skipped",
+}
+
+
+def to_text(matrix: Matrix, records: Sequence[RunRecord], verdict: str, code: ExitCode) -> str:
+    """The page: a line per case and base, a column per later run. `records` of the runs; `verdict`: on top, in the
+    colour of its exit `code`.
+    """
     return page(
         "comparison.html.j2",
         names=matrix.names,
         records=records,
         verdict=verdict,
-        worst="failed" if codes["SLOWER"] else "skipped" if codes["INCONCLUSIVE"] else "",
+        worst=BANNERS.get(code, "failed"),
         device=device_text(records[0]),
         lines=[line for case in matrix.cases for line in _lines(matrix, case)],
         uncompared=[

@@ -7,7 +7,6 @@ from typing import Any
 
 from dilabench.compare.view import first_timing, view_of
 from dilabench.engine.lower_bounds import least_bytes, least_flops
-from dilabench.engine.worker.outcomes import check_text
 from dilabench.metadata import COPY_KEY, COUNTERS, note_text, peak_flops
 from dilabench.record import Failed, Measured, Row, RunRecord, Skipped, Slot
 from dilabench.report.columns import Column, DisplayRow, implementation_text
@@ -117,7 +116,7 @@ class PageData:
         if isinstance(outcome, Failed):
             details["stage"] = outcome.stage
             broken = [one for one in outcome.verification.checks if not one.passed] if outcome.verification else []
-            details["checks"] = [check_text(one) for one in broken]
+            details["checks"] = [one.text for one in broken]
             if outcome.traceback:
                 details["traceback"] = self._text(outcome.traceback)
         if isinstance(outcome, Measured):

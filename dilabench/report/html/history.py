@@ -24,11 +24,16 @@ class Trend:
     steps: Sequence[str]
     plot: CurvePlot
 
+    @property
+    def is_drawn(self) -> bool:
+        """Return True if there are runs to compare: one draws a point and nothing else."""
+        return sum(len(curve.points) for curve in self.plot.curves) > 1
+
 
 def to_text(trends: Sequence[Trend], heading: str) -> str:
     """The page; it fetches nothing."""
     charts = chart_library()
-    plots = {trend.plot.name: trend.plot for trend in trends}
+    plots = {trend.plot.name: trend.plot for trend in trends if trend.is_drawn}
     return page(
         "history.html.j2",
         heading=heading,
