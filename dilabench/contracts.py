@@ -287,7 +287,7 @@ def _storages(value: Any) -> dict[int, torch.UntypedStorage]:
     if isinstance(value, dict):
         value = list(value.values())
     elif is_dataclass(value):
-        value = [getattr(value, one.name) for one in fields(value)]
+        value = [getattr(value, field_.name) for field_ in fields(value)]
     found: dict[int, torch.UntypedStorage] = {}
     if isinstance(value, list | tuple):
         for part in value:

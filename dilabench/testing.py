@@ -48,7 +48,9 @@ def check_plugin(name: str, *, kind: str | None = None, device: str = "auto") ->
     Raises AssertionError with every failure, or when nothing could be tried; ConfigError for an unknown name.
     """
     found, machine = discover(), detect(device)
-    cards = tuple(scorecard(one, name, found, machine) for one in registries_with(name, found.catalogue, kind))
+    cards = tuple(
+        scorecard(registry, name, found, machine) for registry in registries_with(name, found.catalogue, kind)
+    )
     for card in cards:
         if not card.passed:
             failures = "\n".join(card.failures()) or "nothing of what it does could be tried here"

@@ -150,10 +150,10 @@ def check_depth(document: Any) -> None:
     deepest = _limit(DEPTH_VARIABLE, MAX_DEPTH)
     level = [document] if type(document) in _CONTAINERS else []
     for _ in range(deepest):
-        inner = (one.values() if type(one) is dict else one for one in level)
+        inner = (container.values() if type(container) is dict else container for container in level)
         # Most containers are lists of numbers, passed over without a look at each.
         nested = (several for several in inner if not _CONTAINERS.isdisjoint(map(type, several)))
-        level = [one for several in nested for one in several if type(one) in _CONTAINERS]
+        level = [item for several in nested for item in several if type(item) in _CONTAINERS]
     if level:
         raise ValueError(f"it is nested more than {deepest} levels deep; {DEPTH_VARIABLE}=100, say, reads more")
 
@@ -293,7 +293,7 @@ def readable(kind: KindT) -> KindT:
         try:
             initialise(self, *values, **named)
         except ValidationError as error:
-            own = [one.name for one in fields(kind)]
+            own = [field_.name for field_ in fields(kind)]
             given = dict(zip(own, values, strict=False)) | named
             raise PluginError(_explained(kind, given, error)) from None
 

@@ -124,21 +124,21 @@ def plan(
     batches = [parse_count(size, "batch_size") for size in names(batch_sizes)] or [1]
     planned = planned_for_memory(planner, batches, LENGTHS_CHECKED[machine.facts.size] if check else LENGTHS)
     refuse_idle_fields(request, planned)
-    plan_ahead([one.case for one in planned], machine.device, found.catalogue)
+    plan_ahead([case.case for case in planned], machine.device, found.catalogue)
     capacity = parse_bytes(memory) if memory else rank_memory_bytes(machine, request.nproc)
     if check:
         peaks = peaks_of(planned, planner, capacity, budget_s)
         if as_json:
             measured = list(peaks)
-            say(json.dumps([_as_data(one.planned, planner, capacity) | one.as_data() for one in measured], indent=1))
+            say(json.dumps([_as_data(peak.planned, planner, capacity) | peak.as_data() for peak in measured], indent=1))
         else:
-            measured = show_peaks(peaks, HEAD, [_head(one) for one in planned], NO_TRACE)
+            measured = show_peaks(peaks, HEAD, [_head(case) for case in planned], NO_TRACE)
         raise typer.Exit(verdict(measured))
     if as_json:
-        say(json.dumps([_as_data(one, planner, capacity) for one in planned], indent=1))
+        say(json.dumps([_as_data(case, planner, capacity) for case in planned], indent=1))
     else:
         _show(planned, planner, capacity)
-    known = any(_memory(one, planner) for one in planned)
+    known = any(_memory(case, planner) for case in planned)
     raise typer.Exit(ExitCode.OK if known else ExitCode.NOTHING_MEASURED)
 
 
@@ -148,29 +148,29 @@ def show_predictions(planned: Sequence[PlannedCase], planner: Planner, as_json: 
     machine = planner.machine
     capacity, total_s = memory_bytes(machine), 0.0
     if as_json:
-        told = [
-            _as_data(one, planner, rank_memory_bytes(machine, one.case.world_size))
-            | {"seconds": plan_time(one.case, machine, cores).seconds}
-            for one in planned
+        predictions = [
+            _as_data(case, planner, rank_memory_bytes(machine, case.case.world_size))
+            | {"seconds": plan_time(case.case, machine, cores).seconds}
+            for case in planned
         ]
-        say(json.dumps(told, indent=1))
+        say(json.dumps(predictions, indent=1))
         return
     rows = []
-    for one in planned:
-        time = plan_time(one.case, machine, cores)
-        total_s += 0.0 if one.skip else time.seconds
-        found = _memory(one, planner)
-        needed = None if found is None else found.peak_bytes
-        per_rank = f" a rank, {one.case.world_size} ranks" if one.case.world_size > 1 else ""
+    for case in planned:
+        time = plan_time(case.case, machine, cores)
+        total_s += 0.0 if case.skip else time.seconds
+        memory = _memory(case, planner)
+        needed = None if memory is None else memory.peak_bytes
+        per_rank = f" a rank, {case.case.world_size} ranks" if case.case.world_size > 1 else ""
         rows.append(
             (
-                *_names(one),
-                one.case.workload.label(),
-                one.case.workload.mode,
+                *_names(case),
+                case.case.workload.label(),
+                case.case.workload.mode,
                 NO_TRACE if needed is None else format_bytes(needed) + per_rank,
-                _fits(needed, rank_memory_bytes(machine, one.case.world_size)),
+                _fits(needed, rank_memory_bytes(machine, case.case.world_size)),
                 format_seconds(time.seconds),
-                "yes" if one.skip is None else f"no: {one.skip.why}",
+                "yes" if case.skip is None else f"no: {case.skip.why}",
             )
         )
     by_column = dict(zip(TIME_COLUMNS, zip(*rows, strict=True), strict=False))
@@ -180,7 +180,7 @@ def show_predictions(planned: Sequence[PlannedCase], planner: Planner, as_json: 
     kept = [name for name in TIME_COLUMNS if name not in dull]
     lines = list(zip(*(by_column.get(name, ()) for name in kept), strict=True))
     print_table(f"mode {modes.pop()}" if "mode" in dull else None, kept, lines, right=("memory", "time"))
-    rates = sorted({plan_time(one.case, machine, cores).assumed_flops_per_s / 1e9 for one in planned})
+    rates = sorted({plan_time(case.case, machine, cores).assumed_flops_per_s / 1e9 for case in planned})
     assumed = ", ".join(f"{rate:.4g}" for rate in rates)
     duration = format_seconds(max(total_s, 1e-9))
     there = "unknown" if capacity is None else format_bytes(capacity)
@@ -198,18 +198,18 @@ def show_peaks(
 ) -> list[Peak]:
     """A line per case, as soon as it is known, and what it comes to. `heads` name the cases."""
     lines, shown = Lines((*columns, *PEAK_COLUMNS), heads), []
-    for head, one in zip(heads, peaks, strict=True):
-        shown.append(one)
-        traced = no_trace if one.traced is None else format_bytes(one.traced)
-        if one.measured is not None:
-            ratio = "-" if one.ratio is None else f"{one.ratio:.3f}"
-            lines.print((*head, traced, format_bytes(one.measured), ratio, "OFF" if one.is_off else ""))
+    for head, peak in zip(heads, peaks, strict=True):
+        shown.append(peak)
+        traced = no_trace if peak.traced is None else format_bytes(peak.traced)
+        if peak.measured is not None:
+            ratio = "-" if peak.ratio is None else f"{peak.ratio:.3f}"
+            lines.print((*head, traced, format_bytes(peak.measured), ratio, "OFF" if peak.is_off else ""))
         else:
-            lines.print((*head, traced, "-", "-", one.why))
-    ratios = [one.ratio for one in shown if one.ratio is not None]
-    counts = Counter(type(one.outcome) for one in shown)
+            lines.print((*head, traced, "-", "-", peak.why))
+    ratios = [peak.ratio for peak in shown if peak.ratio is not None]
+    counts = Counter(type(peak.outcome) for peak in shown)
     say(
-        f"{len(ratios)} peaks traced and measured, {sum(one.is_off for one in shown)} of them off by more than "
+        f"{len(ratios)} peaks traced and measured, {sum(peak.is_off for peak in shown)} of them off by more than "
         f"{WITHIN:.0%}, largest deviation {max((abs(ratio - 1) for ratio in ratios), default=0.0):.1%}; "
         f"{counts[Failed]} failed, {counts[Skipped]} skipped"
     )
@@ -219,18 +219,18 @@ def show_peaks(
 def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None) -> None:
     rows: list[tuple[str, ...]] = []
     skipped: dict[str, list[str]] = {}
-    for one in planned:
-        found, workload, head = _memory(one, planner), one.case.workload, _head(one)
-        if found is None and one.skip is not None:
-            skipped.setdefault(one.skip.why, []).append(one.case.implementation)
+    for case in planned:
+        found, workload, head = _memory(case, planner), case.case.workload, _head(case)
+        if found is None and case.skip is not None:
+            skipped.setdefault(case.skip.why, []).append(case.case.implementation)
             continue
         if found is None:
             rows.append((*head, NO_TRACE, "-", "-", "-", "?"))
-            why = why_no_plan(one.case, planner.machine.device, planner.catalogue)
-            skipped.setdefault(why, []).append(one.case.implementation)
+            why = why_no_plan(case.case, planner.machine.device, planner.catalogue)
+            skipped.setdefault(why, []).append(case.case.implementation)
             continue
         parts = (found.inputs_bytes, found.saved_bytes)
-        per_token = f"{found.peak_bytes * one.case.world_size / workload.tokens:.0f}"
+        per_token = f"{found.peak_bytes * case.case.world_size / workload.tokens:.0f}"
         fits = _fits(found.peak_bytes, capacity)
         rows.append((*head, format_bytes(found.peak_bytes), per_token, *map(format_bytes, parts), fits))
     print_table(None, COLUMNS, rows, right=COLUMNS[3:9])
@@ -241,16 +241,16 @@ def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None
         say_folded(f"no trace of {', '.join(dict.fromkeys(implementations))}: {why}", "  ")
     if capacity is None:
         return
-    alike = {(*_names(one), one.case.workload.mode, str(one.case.workload.batch_size)): one for one in planned}
+    alike = {(*_names(case), case.case.workload.mode, str(case.case.workload.batch_size)): case for case in planned}
     lengths = each_traced(
-        lambda one: longest_that_fits(one.case, planner.machine.device, capacity, planner.catalogue), alike.values()
+        lambda case: longest_that_fits(case.case, planner.machine.device, capacity, planner.catalogue), alike.values()
     )
     found_lengths = list(zip(alike, lengths, strict=True))
     longest = {key: f"{length:,}".replace(",", "_") for key, length in found_lengths if length is not None}
     if not longest:
         return
     say()
-    ranks = max(one.case.world_size for one in planned)
+    ranks = max(case.case.world_size for case in planned)
     title = f"The longest sequence that fits into {format_bytes(capacity)}" + (
         f" on each of {ranks} ranks" if ranks > 1 else ""
     )
@@ -258,11 +258,11 @@ def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None
     say_folded("Traced without data, not measured; `dilabench run extreme` finds the longest sequence by real runs.")
 
 
-def _as_data(one: PlannedCase, planner: Planner, capacity: int | None) -> dict[str, Any]:
-    found, workload = _memory(one, planner), one.case.workload
+def _as_data(case: PlannedCase, planner: Planner, capacity: int | None) -> dict[str, Any]:
+    found, workload = _memory(case, planner), case.case.workload
     return {
-        "implementation": one.case.implementation,
-        "backend": one.case.backend,
+        "implementation": case.case.implementation,
+        "backend": case.case.backend,
         "mode": workload.mode,
         "dtype": workload.dtype,
         "batch_size": workload.batch_size,
@@ -270,27 +270,27 @@ def _as_data(one: PlannedCase, planner: Planner, capacity: int | None) -> dict[s
         "predicted_peak_bytes": found and found.peak_bytes,
         "inputs_bytes": found and found.inputs_bytes,
         "saved_bytes": found and found.saved_bytes,
-        "ranks": one.case.world_size,
+        "ranks": case.case.world_size,
         "capacity_bytes": capacity,
         "fits": None if found is None or capacity is None else found.peak_bytes <= capacity,
-        "skip": one.skip and one.skip.why,
-        "skip_code": one.skip and one.skip.code,
+        "skip": case.skip and case.skip.why,
+        "skip_code": case.skip and case.skip.code,
     }
 
 
-def _names(one: PlannedCase) -> tuple[str, str]:
-    starred = "*" if one.requested_backend == "auto" and one.case.backend else ""
-    return one.case.implementation, (one.case.backend or "-") + starred
+def _names(case: PlannedCase) -> tuple[str, str]:
+    starred = "*" if case.requested_backend == "auto" and case.case.backend else ""
+    return case.case.implementation, (case.case.backend or "-") + starred
 
 
-def _head(one: PlannedCase) -> tuple[str, ...]:
-    workload = one.case.workload
-    return (*_names(one), workload.mode, str(workload.batch_size), format_count(workload.seq_len))
+def _head(case: PlannedCase) -> tuple[str, ...]:
+    workload = case.case.workload
+    return (*_names(case), workload.mode, str(workload.batch_size), format_count(workload.seq_len))
 
 
-def _memory(one: PlannedCase, planner: Planner) -> MemoryPlan | None:
+def _memory(case: PlannedCase, planner: Planner) -> MemoryPlan | None:
     """Of the rank that needs most; None without a trace."""
-    return plan_memory(one.case, planner.machine.device, planner.catalogue)
+    return plan_memory(case.case, planner.machine.device, planner.catalogue)
 
 
 def _fits(needed: int | None, capacity: int | None) -> str:

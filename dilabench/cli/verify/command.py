@@ -118,11 +118,11 @@ def _lines(planned: Sequence[PlannedCase], outcomes: Iterable[Outcome]) -> list[
 
 def _as_json(planned: Sequence[PlannedCase], outcomes: Iterable[Outcome]) -> tuple[ExitCode, str]:
     """Every case with what its checks found, for programs; on stderr how far it is."""
-    told, silent = [], CheckedLines(len(planned))
+    outcomes_of_cases, silent = [], CheckedLines(len(planned))
     for plan, outcome in zip(planned, outcomes, strict=True):
-        told.append((plan.case, outcome))
-        silent.checked(len(told), " ".join(_names(plan)))
-    code, _ = _verdict([outcome for _, outcome in told])
+        outcomes_of_cases.append((plan.case, outcome))
+        silent.checked(len(outcomes_of_cases), " ".join(_names(plan)))
+    code, _ = _verdict([outcome for _, outcome in outcomes_of_cases])
     cases = [
         {
             **case.model_dump(mode="json"),
@@ -130,7 +130,7 @@ def _as_json(planned: Sequence[PlannedCase], outcomes: Iterable[Outcome]) -> tup
             "result": said_of(outcome)[0],
             "details": outcome.model_dump(mode="json"),
         }
-        for case, outcome in told
+        for case, outcome in outcomes_of_cases
     ]
     return code, json.dumps({"exit_code": int(code), "cases": cases}, indent=1, ensure_ascii=False)
 
