@@ -12,7 +12,7 @@ from itertools import groupby
 
 from dilabench.compare.view import PairView, Ranking, is_quotable, pair_views, rank, view_of
 from dilabench.plugins.axis import Axis
-from dilabench.record import Failed, Row, RunRecord, SkipCode, Skipped
+from dilabench.record import Failed, Measured, Row, RunRecord, SkipCode, Skipped
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name
 from dilabench.report.content import WorkloadTable, shape_id, workload_tables
 from dilabench.stats.decisions.paired import MIN_ROUNDS
@@ -203,7 +203,8 @@ def _answer_row(
 
 def _nearest(rows: Sequence[Row], ranking: Ranking) -> PairView | None:
     """Time of the nearest of the other ranked rows / time of the fastest, with an interval if rounds give one."""
-    others = [row for row in rows if row.case.case_id in ranking.speedups and row is not ranking.fastest]
+    ranked = [row for row in rows if row.case.case_id in ranking.speedups and isinstance(row.outcome, Measured)]
+    others = [row for row in ranked if row is not ranking.fastest]
     pairs = pair_views([(ranking.fastest, row) for row in others])
     nearest = min(pairs, key=lambda pair: pair.ratio, default=None)
     # That of medians decides nothing.

@@ -57,7 +57,7 @@ def catalogue() -> Catalogue:
 
 
 def rendered(record: RunRecord, catalogue: Catalogue, name: str) -> str:
-    return render(catalogue.reporters.get(name), record, None, sections_of(record, catalogue), catalogue) or ""
+    return "".join(render(catalogue.reporters.get(name), record, None, sections_of(record, catalogue), catalogue) or ())
 
 
 @pytest.mark.parametrize("name", ["table", "markdown", "pull-request", "csv", "csv-samples", "html", "json"])

@@ -254,6 +254,6 @@ def _scaled(actual: Tensor, expected: Expected) -> str | None:
         return None
     if not factor:
         return "zero"
-    # Digits beyond those that the factor shares with 1.
-    digits = max(4, 2 + math.ceil(-math.log10(abs(found.deviation))))
+    # At least one digit beyond those that the factor shares with 1.
+    digits = max(4, 1 + math.ceil(-math.log10(abs(found.deviation))))
     return f"the right one scaled by {factor:.{digits}g}"
