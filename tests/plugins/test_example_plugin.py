@@ -75,7 +75,7 @@ def test_an_installed_pattern_is_described_and_drawn(site: Path) -> None:
 def test_an_installed_pattern_is_verified_and_never_taken_for_dense(site: Path) -> None:
     shape = ("--device", "cpu", "--set", "seq_len=97", "--set", "num_heads=4", "--set", "num_kv_heads=2")
     done = dilabench(site, "verify", "masked", "reference", "gather", *CHUNKED, *shape)
-    assert done.stdout.count("✓") == 4, done.stdout + done.stderr
+    assert done.stdout.count("✓") == 2, done.stdout + done.stderr
     assert "chunked is not supported (has dilated)" in " ".join(done.stdout.split())
 
 
