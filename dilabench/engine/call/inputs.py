@@ -76,8 +76,9 @@ class ChangeLog:
             x[places] = torch.stack([values for values, _ in first.values()])
         if not signs:
             return x
-        per_row = tensor[0, 0].numel()
-        unsigned = x[: max(0, -(-SAME_VALUES // per_row) - begin)].clone() if batch == 0 else x[:0]
+        # The first values of the whole tensor keep their signs; of a small one they lie in several batch items.
+        per_row, same = tensor[0, 0].numel(), SAME_VALUES - batch * tensor[0].numel()
+        unsigned = x[: max(0, -(-same // per_row) - begin)].clone()
         products = torch.stack([torch.ones_like(signs[0]), *signs]).float().cumprod(0).to(x.dtype)
         if first:
             numbers = torch.tensor([number for _, number in first.values()], device=x.device)
@@ -89,7 +90,7 @@ class ChangeLog:
         if len(unsigned):
             flat = torch.arange(begin, begin + len(unsigned), device=x.device)[:, None] * per_row
             flat = flat + head * x.shape[1] + torch.arange(x.shape[1], device=x.device)
-            x[: len(unsigned)] = torch.where(flat < SAME_VALUES, unsigned, x[: len(unsigned)])
+            x[: len(unsigned)] = torch.where(flat < same, unsigned, x[: len(unsigned)])
         return x
 
 

@@ -18,7 +18,7 @@ def workload(**changes: object) -> Workload:
 
 
 def inputs_of(one: Workload) -> InputSet:
-    shapes = [(2, LENGTH, heads, 8) for heads in (4, 2, 2)]
+    shapes = [(2, one.seq_len, heads, 8) for heads in (4, 2, 2)]
     tensors = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed, shape in enumerate(shapes)]
     return InputSet(*(x[0] if one.layout == "packed" else x for x in tensors))
 
@@ -30,8 +30,11 @@ def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("always_due")
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_the_numbers_of_a_kept_call_follow_from_the_changes_since(layout: str) -> None:
-    one = workload(layout="packed", batch_size=1, cu_seqlens=(0, LENGTH)) if layout == "packed" else workload()
+# Of 1 to 3 tokens, the values that keep their signs lie in the second batch item, too.
+@pytest.mark.parametrize("length", [1, 2, 3, LENGTH])
+def test_the_numbers_of_a_kept_call_follow_from_the_changes_since(layout: str, length: int) -> None:
+    packed = {"layout": "packed", "batch_size": 1, "cu_seqlens": (0, length)} if layout == "packed" else {}
+    one = workload(seq_len=length, **packed)
     inputs, calls = inputs_of(one), TimedCalls(0, one)
     given: dict[int, list[torch.Tensor]] = {}
     for _ in range(3):
