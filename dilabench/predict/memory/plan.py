@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -136,12 +137,18 @@ def plan_ahead(cases: Iterable[Case], device: str, catalogue: Catalogue) -> None
 def each_traced(ask: Callable[[CaseT], AnswerT], cases: Iterable[CaseT]) -> list[AnswerT]:
     """The answers of a function that traces, for each case, several at a time. Ctrl-C ends all traces at once."""
     pool = ThreadPoolExecutor(len(_ALL))
+    answers = [pool.submit(ask, case) for case in cases]
     try:
-        return list(pool.map(ask, cases))
+        return [answer.result() for answer in answers]
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
+        # A thread that is about to start its process does so after the first kill.
+        while not all(answer.done() for answer in answers):
+            for tracer in _ALL:
+                tracer.end()
+            time.sleep(0.02)
         for tracer in _ALL:
-            tracer.end()
+            tracer.stop()
         raise
     finally:
         pool.shutdown()

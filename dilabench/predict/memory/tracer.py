@@ -14,15 +14,23 @@ MODULE = "dilabench.engine.trace"
 SILENT_S = 1.0
 
 
+class InterruptedTraceError(Exception):
+    """`Tracer.end` killed the process before it answered."""
+
+
 class Tracer:
     """A process that answers one question after another; a crash of it does not affect the caller."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._path: list[str] = []
+        self._ended = False
 
     def ask(self, question: dict[str, Any], about: str, timeout_s: float) -> dict[str, Any]:
-        """Return the answer; {'why': ...} if the process died, and {'why': ..., 'hung': True} if it took longer."""
+        """Return the answer; {'why': ...} if the process died, and {'why': ..., 'hung': True} if it took longer.
+
+        Raises InterruptedTraceError after `end`.
+        """
         process = self._running()
         assert process.stdin is not None
         try:
@@ -35,6 +43,9 @@ class Tracer:
         if line is None:
             self.stop()
             return {"why": f"its trace took more than {timeout_s:.0f} s", "hung": True}
+        if not line and self._ended:
+            self.stop()
+            raise InterruptedTraceError(about)
         try:
             answer: dict[str, Any] = json.loads(line)
         except ValueError:
@@ -45,6 +56,7 @@ class Tracer:
     def end(self) -> None:
         """Kill the process, so that a thread that waits for its answer goes on."""
         if self._process is not None:
+            self._ended = True
             self._process.kill()
 
     def stop(self) -> None:
@@ -59,6 +71,7 @@ class Tracer:
                     except OSError:
                         continue
             self._process = None
+        self._ended = False
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None or self._path != sys.path:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -158,20 +159,36 @@ def test_a_trace_that_waits_is_given_up_and_no_other_length_is_tried(waiting, mo
     assert why_no_plan(longer, "cpu", catalogue) == "its trace took more than 1 s"
 
 
-def test_ctrl_c_ends_what_is_traced(waiting):
+@pytest.mark.parametrize("started", [True, False], ids=["while it is traced", "before its process starts"])
+def test_ctrl_c_ends_what_is_traced(waiting, started, monkeypatch):
     case, catalogue = waiting
+    asked, interrupted = threading.Event(), threading.Event()
+    # Other tests have left idle processes.
+    for tracing in plan._ALL:
+        tracing.stop()
+
+    def start(self):
+        asked.set()
+        assert started or interrupted.wait(30)
+        return running(self)
+
+    running = tracer.Tracer._running
+    monkeypatch.setattr(tracer.Tracer, "_running", start)
 
     def ask(case):
         if case is not None:
             return why_no_plan(case, "cpu", catalogue)
+        assert asked.wait(30)
         deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and not any(running._process for running in plan._ALL):
+        while started and time.monotonic() < deadline and not any(tracing._process for tracing in plan._ALL):
             time.sleep(0.05)
+        threading.Timer(0.2, interrupted.set).start()
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         each_traced(ask, [None, case])
-    assert not any(running._process and running._process.poll() is None for running in plan._ALL)
+    assert plan._hung == {}, "the trace waited for its time limit"
+    assert not any(tracing._process for tracing in plan._ALL)
 
 
 def test_a_plan_is_made_without_torch_in_the_process_that_asks():
