@@ -33,6 +33,7 @@ def ideal_efficiency(balance: float, computation_ns: float, transfer_ns: float, 
     """E = λ · T_comp / (T_comp + T_exposed) with T_exposed = max(0, V/B - T_local) (ring.md §5.3).
 
     computation: T_comp = FLOPs / (P·F), of the mean rank. transfer: V/B. overlapping: T_local, the work meanwhile.
+    A measured efficiency may exceed it: F is the rate of another call, and B includes packing and launches.
     """
     exposed_ns = max(0.0, transfer_ns - overlapping_ns)
     return balance * computation_ns / (computation_ns + exposed_ns)
