@@ -85,6 +85,9 @@ def _is_expression(value: str) -> str:
     return value
 
 
+# FlashAttention 4 imports CUTLASS's DSL, a distribution that an installation without dependencies lacks.
+FLASH_4 = ("flash-attn-4", "cutlass")
+
 Requirement = Annotated[str, AfterValidator(_is_requirement)]
 Expression = Annotated[str, AfterValidator(_is_expression)]
 Devices = Annotated[frozenset[str], among(WORDS)]

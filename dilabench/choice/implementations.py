@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import lcm
 
-from dilabench.choice.descriptors import ANY_PATTERN, Capabilities, Implementation
+from dilabench.choice.descriptors import ANY_PATTERN, FLASH_4, Capabilities, Implementation
 from dilabench.machine import WORDS
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import UNBOUNDED, Workload
@@ -351,7 +351,7 @@ IMPLEMENTATIONS = (
             max_head_dim=128,
             check=_only_flash4_blocks,
         ),
-        requires=("cuda>=sm90", "flash-attn-4"),
+        requires=("cuda>=sm90", *FLASH_4),
         compiles=True,
     ),
 )
