@@ -4,8 +4,8 @@ The time of a row is the median of all samples of its first timing (`record.ESTI
 for interleaved samples (`stats.samples.location`). Verdicts use sharper locations of slots, which are shown only as a
 ratio (`stats.decisions.paired`).
 
-The ratio of two rows comes from their common rounds, so that drift and load cancel. One is proven faster if the interval
-of this ratio is beyond the margin of `compare`. Without common rounds the ratio of medians proves nothing.
+The ratio of two rows comes from their common rounds, so that drift and load cancel. One is proven faster if the
+interval of this ratio is beyond the margin of `compare`. Without common rounds the ratio of medians proves nothing.
 
 Rounds are compared by their undisturbed samples. If most rounds of a row are disturbed (kernel launches on a busy host,
 say), these samples differ from what its user sees: a row is proven faster only if its median is smaller, too.
