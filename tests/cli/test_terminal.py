@@ -131,15 +131,16 @@ def test_rows_that_end_together_do_not_multiply_the_time_left(procedure, first_s
     assert progress.left == left
 
 
-@pytest.mark.parametrize("name", ["cpu-flash", "cpu-block-sparse", "h200-optimization", "h200-extreme-gather-dense"])
+@pytest.mark.parametrize("name", ["cpu-flash", "cpu-block-sparse", "h200-range", "h200-extreme-gather-dense"])
+@pytest.mark.parametrize("longest_first", [False, True])
 @pytest.mark.parametrize("slower", [0.25, 1, 4])
-def test_the_time_left_follows_the_work_of_the_open_cases(name, slower):
-    """Rows of real runs, from the shortest call on; the machine may be faster or slower than the prediction."""
+def test_the_time_left_follows_the_work_of_the_open_cases(name, slower, longest_first):
+    """Rows of real runs; the machine may be faster or slower than the prediction."""
     record = read_record(Path(__file__).parents[2] / "docs" / "results" / f"{name}.json")
     machine = Machine(device=record.device.partition(":")[0], gpus=record.environment.gpus)
     rows = [row for row in record.rows if isinstance(row.outcome, Measured)]
     took_s = {case_id: slower * seconds for case_id, seconds in case_seconds(rows, 300.0).items()}
-    rows.sort(key=lambda row: flops(row.case.workload))
+    rows.sort(key=lambda row: flops(row.case.workload), reverse=longest_first)
     clock = Clock()
     progress = RunProgress(None, clock)
     progress.expect({row.case.case_id: case_expected_s(row.case, machine, 2) for row in rows})
@@ -148,7 +149,7 @@ def test_the_time_left_follows_the_work_of_the_open_cases(name, slower):
         clock.now += took_s[row.case.case_id]
         left_s -= took_s[row.case.case_id]
         progress.add(row)
-        assert left_s / 5 < progress.expected_left_s(clock.now) < 5 * left_s
+        assert left_s / 3.5 < progress.expected_left_s(clock.now) < 3.5 * left_s
 
 
 def test_a_notebook_has_one_bar_that_is_drawn_anew_for_rows_and_now_and_then():
