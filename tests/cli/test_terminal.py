@@ -133,7 +133,7 @@ def test_rows_that_end_together_do_not_multiply_the_time_left(procedure, first_s
 
 @pytest.mark.parametrize("name", ["cpu-flash", "cpu-block-sparse", "h200-range", "h200-extreme-gather-dense"])
 @pytest.mark.parametrize("longest_first", [False, True])
-@pytest.mark.parametrize("slower", [0.25, 1, 4])
+@pytest.mark.parametrize("slower", [0.5, 1, 2])
 def test_the_time_left_follows_the_work_of_the_open_cases(name, slower, longest_first):
     """Rows of real runs; the machine may be faster or slower than the prediction."""
     record = read_record(Path(__file__).parents[2] / "docs" / "results" / f"{name}.json")
