@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.view import is_quotable, measured_view, speedup, view_of
+from dilabench.compare.view import is_quotable, measured_view, view_of
 from dilabench.record import Row, RunRecord
+from dilabench.units import speedup
 
 MODES = ("forward", "backward", "both")
 

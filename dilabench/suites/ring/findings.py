@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from dilabench.compare.view import gigabytes_per_second, measured_view
+from dilabench.compare.view import measured_view
 from dilabench.metadata import CHOSEN_BY, RECEIVED_BYTES
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Measured, Row, RunRecord
@@ -11,7 +11,7 @@ from dilabench.report.findings import BarPlot, Bars, Plot, Section
 from dilabench.suites.findings.beside_one_device import MODES, Comparison, comparisons
 from dilabench.suites.findings.exposure import expected_bytes, exposure, modelled
 from dilabench.suites.findings.series import NS_PER_MS
-from dilabench.units import format_bytes, format_latency, format_rate, format_ratio, significant
+from dilabench.units import format_bytes, format_latency, format_rate, format_ratio, gigabytes_per_second, significant
 
 TEXT_COLUMNS = ("workload", "mode", "implementation")
 # The columns of each mode, and its word among speed-ups.
