@@ -4,9 +4,12 @@ Sources: docs/explanation of ring attention (`ring.md` §5.3). l = N/P rows per 
 most receives, which all others wait for.
 """
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from dilabench.workload.spec import DTYPE_BYTES, Workload
+
+# How a sequence is cut: chunks r and 2P-1-r of 2P, the r-th part, or chunks assigned by their work on rank r of P.
+Order = Literal["zigzag", "contiguous", "balanced"]
 
 
 class Sharding(Protocol):
@@ -22,6 +25,10 @@ class Sharding(Protocol):
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
         """Bytes that the rank with most receives in one call in the workload's mode."""
+        ...
+
+    def order(self, workload: Workload) -> Order | None:
+        """The order of tokens on ranks; None for one that `sequence_shards` does not have. Optional."""
         ...
 
     def sums_hops(self, workload: Workload, ranks: int) -> bool:
