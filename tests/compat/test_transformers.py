@@ -326,7 +326,11 @@ def test_a_compiled_model_takes_any_packing_in_one_graph() -> None:
     torch._dynamo.reset()
 
 
-def test_a_pattern_without_packings_says_so() -> None:
+def test_windows_with_sinks_restart_in_each_document() -> None:
     register("dilabench-longnet", pattern=WindowSinkPattern(sinks=1, window_size=4))
-    out, _ = _call(name="dilabench-longnet")
-    assert out.shape == (1, 6, 4, 8)
+    _, ours = _pair(_config("llama"), name="dilabench-longnet")
+    batch = _documents(9, 12, bounds=True)
+    (together,) = ours(**batch).logits
+    for part in (slice(0, 9), slice(9, 21)):
+        alone = ours(batch["input_ids"][:, part]).logits[0]
+        torch.testing.assert_close(together[part], alone, rtol=1e-10, atol=1e-10)
