@@ -284,9 +284,11 @@ IMPLEMENTATIONS = (
         "dilabench.impls.block_sparse.block_sparse:build",
         supports=Capabilities(
             patterns=SPARSE,
+            layouts=BOTH_LAYOUTS,
             merge_grads=BOTH_MERGES,
             on_cuda=Capabilities(
                 patterns=SPARSE,
+                layouts=BOTH_LAYOUTS,
                 dtypes=HALF | {"float32"},
                 merge_grads=BOTH_MERGES,
                 max_head_dim=256,
