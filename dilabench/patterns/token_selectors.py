@@ -33,6 +33,7 @@ LOCAL, OWN_BLOCK = 2**60, 2**61
 HIDDEN = np.iinfo(np.int64).min
 # Multiplications of a product for which OpenBLAS starts no threads.
 SMALL_PRODUCT = 2**18
+LEAST = -(2**39)
 # Neighbours that share most of a selection of selector `neighbours`, and how much of it.
 NEIGHBOURS, SHARE = 4, 0.75
 
@@ -144,6 +145,13 @@ def _product(tokens: Tokens, kv_head: int, rows: Positions, blocks: Positions) -
     return _products(queries[rows], keys[blocks]).astype(np.int64)
 
 
+def _compressed(tokens: Tokens, kv_head: int, rows: Positions, blocks: Positions) -> Ranks:
+    """The same, in whose order shares of attention are; a last block that is short has no mean."""
+    scores = _product(tokens, kv_head, rows, blocks)
+    scores[:, blocks >= tokens.length // tokens.block] = LEAST
+    return scores
+
+
 def _products(queries: NDArray[np.float32], keys: NDArray[np.float32]) -> NDArray[np.float32]:
     """[R, C], in products so small that BLAS starts no threads: on a busy machine those take ten times as long."""
     rows = max(1, SMALL_PRODUCT // max(1, keys.size))
@@ -195,7 +203,7 @@ TOKEN_SELECTORS: Mapping[str, TokenSelector] = {
     "mean_key": TokenSelector("query times mean key, the own block always (MoBA)", _product, reads_queries=True),
     "compressed": TokenSelector(
         "attention to means of blocks, the first block and two local ones always (NSA)",
-        _product,
+        _compressed,
         initial=1,
         local=2,
         reads_queries=True,
