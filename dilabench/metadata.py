@@ -132,6 +132,9 @@ SPARSITY_REACHED = Label(
 STEPS = Label("steps", "suite `block-sparse`: the steps of a call, as 'select plan attend'", str)
 STEPS_OF = Label("steps_of", "suite `block-sparse`: the implementation whose calls have these steps, all or some", str)
 SELECTION = Label("selection", "SHA-256 (16 hex digits) of the indices of the key blocks that were selected", str)
+OVERLAP = Label(
+    "overlap", "share of a token's selected key blocks that the token before it selected, too", float, "{:.2f}".format
+)
 
 PATTERN_CACHE_HITS = Counter("pattern_cache_hits", "patterns taken from the cache")
 PATTERN_CACHE_MISSES = Counter("pattern_cache_misses", "patterns that were built")
