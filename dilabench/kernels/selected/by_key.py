@@ -86,6 +86,7 @@ def _key_kernel(
     UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
+    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -99,8 +100,8 @@ def _key_kernel(
     kv_head = number // n_blocks
     first, end = rows_of_block(bounds_ptr, number % n_blocks, length, blocks_each, BLOCK)
     key = first + tile * KEYS + tl.arange(0, KEYS)
-    k = load_rows(k_ptr, key, k_token, kv_head, k_head, key < end, UNIT, HEAD_DIM, DIM)
-    v = load_rows(v_ptr, key, v_token, kv_head, v_head, key < end, UNIT, HEAD_DIM, DIM)
+    k = load_rows(k_ptr, key, k_token, kv_head, k_head, key < end, UNIT, HEAD_DIM, DIM, WIDE)
+    v = load_rows(v_ptr, key, v_token, kv_head, v_head, key < end, UNIT, HEAD_DIM, DIM, WIDE)
     dk = tl.zeros([KEYS, DIM], tl.float32)
     dv = tl.zeros([KEYS, DIM], tl.float32)
     n_all = tl.cdiv(entries * GROUP, ROWS)
@@ -108,14 +109,16 @@ def _key_kernel(
     n_masked = 0
     if CAUSAL:
         n_masked = tl.cdiv(tl.minimum(entries, tl.maximum(BLOCK - before, 0)) * GROUP, ROWS)
-    for masked in tl.static_range(1, -1, -1):
-        for step in tl.range(0 if masked else n_masked, n_masked if masked else n_all, num_stages=STAGES):
+    for masked in tl.static_range(1 if CAUSAL else 0, -1, -1):
+        for step in tl.range(
+            0 if masked else n_masked, n_masked if masked else n_all, num_stages=1 if masked else STAGES
+        ):
             place, head, there = rows_of_entries(places_ptr, step, entries, first_entry, GROUP, ROWS)
             token = token_of_place(place, kv_head, 0, rows, there, SLOTS)
             head += kv_head * GROUP
-            q = load_rows(q_ptr, token, q_token, head, q_head, there, UNIT, HEAD_DIM, DIM)
-            dout = load_rows(dout_ptr, token, dout_token, head, dout_head, there, UNIT, HEAD_DIM, DIM)
-            stats = stats_at(stats_ptr, token, head, n_heads)
+            q = load_rows(q_ptr, token, q_token, head, q_head, there, UNIT, HEAD_DIM, DIM, WIDE)
+            dout = load_rows(dout_ptr, token, dout_token, head, dout_head, there, UNIT, HEAD_DIM, DIM, WIDE)
+            stats = stats_at(stats_ptr, token, head, n_heads, WIDE)
             # exp2(x - inf) is 0: a row without a query adds nothing.
             log2_lse = tl.load(stats, there, float("inf"))
             delta = tl.load(stats + _STATS_BLOCK, there, 0.0)

@@ -36,9 +36,11 @@ def lse_at(lse_ptr, token, head, length, n_heads):
 
 
 @triton.jit
-def stats_at(stats_ptr, token, head, n_heads):
+def stats_at(stats_ptr, token, head, n_heads, WIDE: tl.constexpr):
     """Addresses of lse * log2(e) of rows; `STATS_BLOCK` further on is rowsum(out * dout)."""
-    row = token.to(tl.int64) * n_heads + head
+    if WIDE:
+        token = token.to(tl.int64)
+    row = token * n_heads + head
     return stats_ptr + row // _STATS_BLOCK * (2 * _STATS_BLOCK) + row % _STATS_BLOCK
 
 
@@ -139,6 +141,7 @@ def _forward_kernel(
     UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
+    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -151,14 +154,14 @@ def _forward_kernel(
     if members_ptr is not None:
         members_ptr += number.to(tl.int64) * (QUERIES * SLOTS)
     count = tl.load(counts_ptr + number)
-    q = load_rows(q_ptr, token, q_token, head, q_head, there, UNIT, HEAD_DIM, DIM)
+    q = load_rows(q_ptr, token, q_token, head, q_head, there, UNIT, HEAD_DIM, DIM, WIDE)
     top = tl.full([QUERIES * HEADS], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES * HEADS], tl.float32)
     acc = tl.zeros([QUERIES * HEADS, DIM], tl.float32)
     for step in tl.range(0, _steps(keys_ptr, count, last, BLOCK, BLOCK_N), num_stages=STAGES):
         key, seen = _keys_of_step(keys_ptr, members_ptr, step, count, query, last, BLOCK, BLOCK_N)
-        k = load_rows(k_ptr, key, k_token, kv_head, k_head, key < key_rows, UNIT, HEAD_DIM, DIM)
-        v = load_rows(v_ptr, key, v_token, kv_head, v_head, key < key_rows, UNIT, HEAD_DIM, DIM)
+        k = load_rows(k_ptr, key, k_token, kv_head, k_head, key < key_rows, UNIT, HEAD_DIM, DIM, WIDE)
+        v = load_rows(v_ptr, key, v_token, kv_head, v_head, key < key_rows, UNIT, HEAD_DIM, DIM, WIDE)
         logits = tl.where(seen, tl.dot(q, k.T, input_precision=PRECISION), float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2)
         safe_top = finite(new_top)
@@ -214,6 +217,7 @@ def _gradient_kernel(
     UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
+    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -226,16 +230,16 @@ def _gradient_kernel(
     if members_ptr is not None:
         members_ptr += number.to(tl.int64) * (QUERIES * SLOTS)
     count = tl.load(counts_ptr + number)
-    q = load_rows(q_ptr, token, q_token, head, q_head, there, UNIT, HEAD_DIM, DIM)
-    dout = load_rows(dout_ptr, token, dout_token, head, dout_head, there, UNIT, HEAD_DIM, DIM)
-    stats = stats_at(stats_ptr, token, head, n_heads)
+    q = load_rows(q_ptr, token, q_token, head, q_head, there, UNIT, HEAD_DIM, DIM, WIDE)
+    dout = load_rows(dout_ptr, token, dout_token, head, dout_head, there, UNIT, HEAD_DIM, DIM, WIDE)
+    stats = stats_at(stats_ptr, token, head, n_heads, WIDE)
     log2_lse, delta = tl.load(stats, there, 0.0), tl.load(stats + _STATS_BLOCK, there, 0.0)
     column = tl.arange(0, DIM)
     dq = tl.zeros([QUERIES * HEADS, DIM], tl.float32)
     for step in tl.range(0, _steps(keys_ptr, count, last, BLOCK, BLOCK_N), num_stages=STAGES):
         key, seen = _keys_of_step(keys_ptr, members_ptr, step, count, query, last, BLOCK, BLOCK_N)
-        k = load_rows(k_ptr, key, k_token, kv_head, k_head, key < key_rows, UNIT, HEAD_DIM, DIM)
-        v = load_rows(v_ptr, key, v_token, kv_head, v_head, key < key_rows, UNIT, HEAD_DIM, DIM)
+        k = load_rows(k_ptr, key, k_token, kv_head, k_head, key < key_rows, UNIT, HEAD_DIM, DIM, WIDE)
+        v = load_rows(v_ptr, key, v_token, kv_head, v_head, key < key_rows, UNIT, HEAD_DIM, DIM, WIDE)
         logits = tl.where(seen, tl.dot(q, k.T, input_precision=PRECISION), float("-inf"))
         p = tl.math.exp2(logits * scale_log2 - log2_lse[:, None])
         dp = tl.dot(dout, v.T, input_precision=PRECISION)

@@ -129,6 +129,7 @@ def _gathered_kernel(
     UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
+    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -142,8 +143,8 @@ def _gathered_kernel(
     WHOLE: tl.constexpr = BLOCK <= KEYS
     key = first + tl.arange(0, KEYS)
     # Of a longer block the first tile, for nobody to use.
-    k = load_rows(k_ptr, key, k_token, kv_head, k_head, key < end, UNIT, HEAD_DIM, DIM)
-    v = load_rows(v_ptr, key, v_token, kv_head, v_head, key < end, UNIT, HEAD_DIM, DIM)
+    k = load_rows(k_ptr, key, k_token, kv_head, k_head, key < end, UNIT, HEAD_DIM, DIM, WIDE)
+    v = load_rows(v_ptr, key, v_token, kv_head, v_head, key < end, UNIT, HEAD_DIM, DIM, WIDE)
     column = tl.arange(0, DIM)
     for tile in tl.range(0, tl.cdiv(entries * GROUP, ROWS), num_stages=STAGES if WHOLE else 1):
         place, head, there = rows_of_entries(places_ptr, tile, entries, first_entry, GROUP, ROWS)
@@ -151,14 +152,14 @@ def _gathered_kernel(
         last = _last_of_block(token, end, there, CAUSAL)
         partial_row = place.to(tl.int64) * GROUP + head
         head += kv_head * GROUP
-        q = load_rows(q_ptr, token, q_token, head, q_head, there, UNIT, HEAD_DIM, DIM)
+        q = load_rows(q_ptr, token, q_token, head, q_head, there, UNIT, HEAD_DIM, DIM, WIDE)
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         result = tl.zeros([ROWS, DIM], tl.float32)
         dout, log2_lse, delta = q, top, total
         if dout_ptr is not None:
-            dout = load_rows(dout_ptr, token, dout_token, head, dout_head, there, UNIT, HEAD_DIM, DIM)
-            stats = stats_at(stats_ptr, token, head, n_heads)
+            dout = load_rows(dout_ptr, token, dout_token, head, dout_head, there, UNIT, HEAD_DIM, DIM, WIDE)
+            stats = stats_at(stats_ptr, token, head, n_heads, WIDE)
             log2_lse, delta = tl.load(stats, there, 0.0), tl.load(stats + _STATS_BLOCK, there, 0.0)
         if WHOLE:
             seen = key[None, :] <= last[:, None]
@@ -173,8 +174,8 @@ def _gathered_kernel(
             for masked in tl.static_range(2):
                 for step in tl.range(n_full if masked else 0, n_all if masked else n_full, num_stages=STAGES):
                     row = first + step * KEYS + tl.arange(0, KEYS)
-                    k = load_rows(k_ptr, row, k_token, kv_head, k_head, row < end, UNIT, HEAD_DIM, DIM)
-                    v = load_rows(v_ptr, row, v_token, kv_head, v_head, row < end, UNIT, HEAD_DIM, DIM)
+                    k = load_rows(k_ptr, row, k_token, kv_head, k_head, row < end, UNIT, HEAD_DIM, DIM, WIDE)
+                    v = load_rows(v_ptr, row, v_token, kv_head, v_head, row < end, UNIT, HEAD_DIM, DIM, WIDE)
                     seen = row[None, :] <= last[:, None]
                     if dout_ptr is None:
                         top, total, result = _add_keys(q, k, v, top, total, result, seen, scale_log2, masked, PRECISION)

@@ -50,8 +50,14 @@ def operand_arguments(operands: Mapping[str, Tensor], scale: float) -> dict[str,
         "UNIT": unit,
         "HEAD_DIM": q.shape[2],
         "DIM": padded_dim(q.shape[2]),
+        "WIDE": any(_extent(x) >= 2**31 for x in operands.values()),
         "PRECISION": product_precision(q),
     }
+
+
+def _extent(x: Tensor) -> int:
+    """Elements from the first to behind the last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
 def launch(

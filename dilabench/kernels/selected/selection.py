@@ -131,18 +131,31 @@ def rows_of_block(bounds_ptr, block, length, blocks_each, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def tile_at(ptr, row, token_step, head, head_step, UNIT: tl.constexpr, DIM: tl.constexpr):
-    """Addresses [rows, DIM] of rows of heads; steps in units of UNIT elements."""
-    at = row.to(tl.int64) * token_step + head * head_step
+def tile_at(ptr, row, token_step, head, head_step, UNIT: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr = True):
+    """Addresses [rows, DIM] of rows of heads; steps in units of UNIT elements. WIDE: distances may pass 2^31, which
+    takes twice the registers.
+    """
+    if WIDE:
+        row = row.to(tl.int64)
+    at = row * token_step + head * head_step
     return ptr + at[:, None] * UNIT + tl.arange(0, DIM)[None, :]
 
 
 @triton.jit
 def load_rows(
-    ptr, row, token_step, head, head_step, there, UNIT: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr
+    ptr,
+    row,
+    token_step,
+    head,
+    head_step,
+    there,
+    UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """[rows, DIM] of rows of heads; zeros where there is none and beyond the head dim."""
-    at = tile_at(ptr, row, token_step, head, head_step, UNIT, DIM)
+    at = tile_at(ptr, row, token_step, head, head_step, UNIT, DIM, WIDE)
     inside = there[:, None]
     if HEAD_DIM != DIM:
         inside = inside & (tl.arange(0, DIM) < HEAD_DIM)[None, :]
