@@ -185,6 +185,7 @@ NO_FLUSH = NoteKind("no_flush", "inputs are so large that the L2 cache was not f
 BATCHED = NoteKind("batched", "a sample is the mean of this many calls", "count")
 CLOCK = NoteKind("clock", "samples taken again because the host clock did not advance", "count")
 FIRST_CALL = NoteKind("first_call", "the parts of the last first call")
+TRANSPORT = NoteKind("transport", "what carried the messages between ranks")
 MESSAGES_BY_KERNELS = NoteKind("messages_by_kernels", "messages between GPUs wait for attention kernels")
 OWN_TILES = NoteKind(
     "own_tiles",
