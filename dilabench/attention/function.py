@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dilabench.attention import operands
 from dilabench.attention.dilated import IN_PATTERN, dilated_attention
+from dilabench.attention.selected import selected_attention
 from dilabench.choice.computation import backend_of, implementation_of
 from dilabench.choice.descriptors import load_target
 from dilabench.choice.ways import AUTO, Way
@@ -42,12 +43,14 @@ from dilabench.kernels.lse import add_null_mass_
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.pattern import Pattern
+from dilabench.patterns.selected_blocks import SelectedBlocksPattern
 from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
 
 __all__ = ["attention", "block_sparse_attention"]
 
 # Fields of dense attention in place of those of a dilated pattern.
 NO_BRANCHES: dict[str, Any] = {"segment_lengths": (), "dilation_rates": ()}
+SELECTED_BY_INDICES = "pattern=SelectedBlocksPattern(block_size=...), per token, or TopKBlocksPattern, per query block"
 
 
 class CallOptions(TypedDict, total=False):
@@ -101,24 +104,28 @@ def attention(
     K divides H: each key/value head serves H/K query heads. Gradients of query, key, value and sink are exact.
 
     pattern: which query attends to which key; None is every one (dense). The objects of `dilabench.patterns`:
-        DilatedPattern (LongNet), BlockSparsePattern, TopKBlocksPattern (VSA), WindowSinkPattern (StreamingLLM),
-        ColumnBoundsPattern (FlashMask), NativeSparsePattern (NSA, but selecting per block of queries).
+        DilatedPattern (LongNet), BlockSparsePattern, SelectedBlocksPattern (NSA, MoBA, DSA, MSA: per query token),
+        TopKBlocksPattern (VSA), WindowSinkPattern (StreamingLLM), ColumnBoundsPattern (FlashMask),
+        NativeSparsePattern (NSA, but selecting per block of queries).
     causal: a query attends only to keys up to its own position.
     window: (left, right) in positions, -1 unbounded: (1023, 0) is a causal window of 1024 keys.
     scale: factor of the scores; 1/sqrt(D) by default.
     sink: [H], per head the logit of one more key whose value is 0 (gpt-oss); gets a gradient. inf: out and gradients 0.
     cu_seqlens: packed sequences, bounds that rise from 0; out [T, H, D] of query [T, H, D] and key, value
         [T, K, D]. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. For dense and dilated
-        patterns.
-    indices: [n, k] or [K, n, k] integers on the tensors' device, for TopKBlocksPattern: the k key blocks of each of n
-        query blocks, for all key/value heads or each. Order does not matter, -1 means no block. They replace the
-        pattern's selector and top_k.
+        patterns, and for SelectedBlocksPattern with indices.
+    indices: integers on the tensors' device. They replace the pattern's selector and top_k. For SelectedBlocksPattern
+        [B, N, K, S] or [N, K, S] (packed: [T, K, S]): the S key blocks of each query token and key/value head. For
+        TopKBlocksPattern [n, k] or [K, n, k]: the k key blocks of each of n query blocks, for all key/value heads or
+        each. Order does not matter, a repeated index counts once, -1 means no block; blocks count in each sequence
+        from 0.
     return_lse: also return lse [B, H, N], the natural logarithm of each query's sum of exponentials (packed: [H, T]),
         without a gradient. A query that attends to no key has out 0 and lse -inf.
     backend: for dense and dilated patterns a name of `dilabench list backends`, or a function
         `(q, k, v, *, causal, window, scale) -> (out, lse)` of dense attention; 'auto' is the fastest way known.
 
-    Dense and dilated patterns work under torch.compile without a graph break; others break the graph at the call.
+    Dense and dilated patterns, and SelectedBlocksPattern with indices, work under torch.compile without a graph break;
+    others break the graph at the call.
     A hidden key may hold any finite numbers, but NaN or inf in its value may make rows NaN that do not see it, as in
     torch's attention (docs/explanation/semantics.md). torch.func is refused for NativeSparsePattern. Under
     torch.autocast query, key and value are cast first.
@@ -139,7 +146,7 @@ def attention(
     dilated = None if pattern is None else DilatedPattern.match(pattern)
     if pattern is None or pattern == DENSE or dilated is not None:
         if indices is not None:
-            raise ValueError("indices are blocks of pattern=TopKBlocksPattern(block_size=...); give that pattern")
+            raise ValueError(f"indices are blocks of {SELECTED_BY_INDICES}; give that pattern")
         fields = NO_BRANCHES if dilated is None else {name: getattr(dilated, name) for name in IN_PATTERN}
         out, lse = dilated_attention(
             query,
@@ -155,8 +162,10 @@ def attention(
             **fields,
         )
     else:
-        if cu_seqlens is not None:
-            raise ValueError(f"cu_seqlens with pattern {pattern.kind}: packed sequences are for dense and dilated ones")
+        selected = None if indices is None else SelectedBlocksPattern.match(pattern)
+        if cu_seqlens is not None and selected is None:
+            others = "dense and dilated ones, and selected_blocks with indices"
+            raise ValueError(f"cu_seqlens with pattern {pattern.kind}: packed sequences are for {others}")
         if sink is not None:
             operands.check_is_tensor(sink)
         if backend != AUTO:
@@ -170,6 +179,10 @@ def attention(
         )
         sides = operands.integers("window", window)
         operands.refuse_types({"causal": causal, "window": sides, "scale": scale})
+        if selected is not None and indices is not None:
+            given = {"causal": causal, "window": sides, "scale": scale, "sink": sink, "cu_seqlens": cu_seqlens}
+            result = selected_attention(query, key, value, indices, selected, **given)  # type: ignore[arg-type]
+            return result if return_lse else result[0]
         options = _Options(causal, sides, scale, (), wants_gradient)  # type: ignore[arg-type]
         out, lse = outside_compilers(_attend, pattern, options, query, key, value, sink, indices, return_lse)
     return (out, lse.detach()) if return_lse else out
@@ -348,7 +361,7 @@ def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
 
     selection = TopKBlocksPattern.match(pattern)
     if selection is None:
-        raise ValueError(f"indices with pattern {pattern.kind}: they are blocks of pattern=TopKBlocksPattern(...)")
+        raise ValueError(f"indices with pattern {pattern.kind}: they are blocks of {SELECTED_BY_INDICES}")
     (_, length, _, _), size, heads = tensors[0][0], selection.block_size, tensors[1][0][2]
     blocks = -(-length // size)
     shape = tuple(indices.shape)
