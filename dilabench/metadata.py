@@ -175,6 +175,7 @@ NOT_INTERLEAVED = NoteKind(
 INTERRUPTED = NoteKind("interrupted", "Ctrl-C came after its timing")
 NO_MEMORY_PASS = NoteKind("no_memory_pass", "no time was left to measure memory")
 NO_LEDGER = NoteKind("no_ledger", "the profiler saw no kernel, so the backend is claimed, not shown")
+SLOW_RANK = NoteKind("slow_rank", "one rank takes at least twice as long as the median of the others", "times")
 UNDIAGNOSED = NoteKind("undiagnosed", "communication and computation were not timed apart")
 CHANGED_SETTINGS = NoteKind("changed_settings", "its code changed torch's settings for every other; they were put back")
 TIMER_UNUSABLE = NoteKind("timer_unusable", "a timer cannot time this call")

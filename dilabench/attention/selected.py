@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dilabench.attention import operands
+from dilabench.choice.ways import AUTO
 from dilabench.impls.no_pairs import SHAPES_ONLY
 from dilabench.impls.null_mass import sink_gradient
 from dilabench.impls.one_operator import (
@@ -24,9 +25,9 @@ from dilabench.impls.one_operator import (
     empty_results,
     is_plain_eager_call,
 )
-from dilabench.impls.operator_rules import differentiable_operator, first_derivatives, operator
-from dilabench.impls.selected.selected_blocks import kernel_for
-from dilabench.impls.selected.selection import Selection, over_sequences
+from dilabench.impls.operator_rules import differentiable_operator, first_derivatives, operator, refuse_forward_mode
+from dilabench.impls.selected.selected_blocks import computation_for
+from dilabench.impls.selected.selection import Selection
 from dilabench.kernels.lse import add_null_mass_
 from dilabench.patterns.selected_blocks import SelectedBlocksPattern
 from dilabench.workload.spec import Window
@@ -54,18 +55,25 @@ def selected_attention(
     scale: float | None,
     sink: Tensor | None,
     cu_seqlens: Sequence[int] | Tensor | None,
+    backend: Any,
 ) -> tuple[Tensor, Tensor]:
     """out and lse, which carries no gradient, of query [B, N, H, D] and key, value [B, N, K, D] (packed: [T, H, D]).
 
     indices: integers [B, N, K, S] or [N, K, S] (packed: [T, K, S], counted in each sequence from 0). Raises ValueError
     for what does not fit.
     """
+    if backend != AUTO:
+        raise ValueError(f"backend {backend!r} with pattern {pattern.kind}, whose kernels call none; leave it out")
+    operands.check_are_tensors(query=query, key=key, value=value, indices=indices)
     packed = cu_seqlens is not None
     if packed:
-        if query.ndim != 3 or key.ndim != 3 or value.ndim != 3:
-            shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-            raise ValueError(f"{shapes} with cu_seqlens must be [T, H, D] and [T, K, D]; leave out the batch axis")
+        operands.check_tokens(query, key, value)
         query, key, value = query[None], key[None], value[None]
+    refuse_forward_mode(query, key, value)
+    if torch._C._is_any_autocast_enabled():
+        query, key, value = operands.as_autocast(query, key, value)
+    sides = operands.integers("window", window)
+    operands.refuse_types({"causal": causal, "window": sides, "scale": scale})
     operands.check_operands(query.shape, key.shape, value.shape)
     operands.check_kinds((x.dtype, x.device) for x in (query, key, value))
     by_item = _checked(indices, query, key)
@@ -75,9 +83,9 @@ def selected_attention(
     # A compiled graph takes a tensor of bounds unread, and so serves every packing.
     of_graph = cu_seqlens if isinstance(cu_seqlens, Tensor) and torch.compiler.is_compiling() else None
     bounds = () if cu_seqlens is None or of_graph is not None else operands.bounds(cu_seqlens, query.shape[1])
-    _check_options(causal, window, query.shape[1], bounds)
+    _check_options(causal, sides, query.shape[1], bounds)
     factor = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    options = (pattern.block_size, causal, tuple(window), factor, bounds)
+    options = (pattern.block_size, causal, sides, factor, bounds)
     if sink is None and is_plain_eager_call(query, key, value, by_item):
         computation = _computation(query, by_item, _Options(*options))
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
@@ -93,8 +101,6 @@ def selected_attention(
 
 def _checked(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """The indices with an axis for batch items."""
-    if not isinstance(indices, Tensor):
-        operands.check_are_tensors(indices=indices)
     batch, rows, kv_heads = query.shape[0], query.shape[1], key.shape[2]
     by_item = indices[None] if indices.ndim == 3 else indices
     wanted = f"integers [{rows}, {kv_heads}, S] or [{batch}, {rows}, {kv_heads}, S]: S key blocks for each of {rows} "
@@ -109,7 +115,7 @@ def _checked(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return by_item
 
 
-def _check_options(causal: bool, window: Window, tokens: int, bounds: tuple[int, ...]) -> None:
+def _check_options(causal: bool, window: tuple[int, ...], tokens: int, bounds: tuple[int, ...]) -> None:
     if len(window) != 2 or min(window) < -1:
         raise ValueError(f"window {list(window)} must be (left, right) with -1 for unbounded or at least 0")
     if causal and window[1] > 0:
@@ -123,7 +129,7 @@ def _computation(query: Tensor, indices: Tensor, options: _Options) -> Computati
         return SHAPES_ONLY
     left, right = options.window
     selection = Selection(indices, options.block, options.causal, (left, right))
-    return over_sequences(kernel_for(query.device, query.dtype), selection, options.scale, options.cu_seqlens)
+    return computation_for(query, selection, options.scale, options.cu_seqlens)
 
 
 def _written(block: int, causal: bool, window: Sequence[int], scale: float, cu_seqlens: Sequence[int]) -> str:

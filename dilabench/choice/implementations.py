@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import lcm
 
-from dilabench.choice.descriptors import ANY_PATTERN, Capabilities, Implementation
+from dilabench.choice.descriptors import ANY_PATTERN, FLASH_4, Capabilities, Implementation
 from dilabench.machine import WORDS
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import UNBOUNDED, Workload
@@ -123,6 +123,11 @@ FLEX_ON_CUDA = Capabilities(
     head_dim_multiple=16,
     max_head_dim=256,
     check=_too_long_to_count,
+)
+
+
+SELECTED_ON_CUDA = Capabilities(
+    patterns=PER_TOKEN, dtypes=HALF | {"float32"}, layouts=BOTH_LAYOUTS, window=False, max_head_dim=256
 )
 
 
@@ -298,9 +303,11 @@ IMPLEMENTATIONS = (
         "dilabench.impls.block_sparse.block_sparse:build",
         supports=Capabilities(
             patterns=SPARSE,
+            layouts=BOTH_LAYOUTS,
             merge_grads=BOTH_MERGES,
             on_cuda=Capabilities(
                 patterns=SPARSE,
+                layouts=BOTH_LAYOUTS,
                 dtypes=HALF | {"float32"},
                 merge_grads=BOTH_MERGES,
                 max_head_dim=256,
@@ -349,16 +356,20 @@ IMPLEMENTATIONS = (
     ),
     Implementation(
         "selected-blocks",
-        "blocks selected per token: our own kernel in C++ over lists of each token's keys on a CPU",
+        "blocks selected per token: Triton kernels on CUDA, our own in C++ over lists of each token's keys on a CPU",
         "dilabench.impls.selected.selected_blocks:build",
-        supports=Capabilities(patterns=PER_TOKEN, devices=CPU, layouts=BOTH_LAYOUTS),
+        supports=Capabilities(patterns=PER_TOKEN, layouts=BOTH_LAYOUTS, on_cuda=SELECTED_ON_CUDA),
+        requires=("triton>=3.6|cpu",),
+        deterministic=True,
         priority=10,
     ),
     Implementation(
         "selected-blocks-planned",
         "selected-blocks that makes the lists in every call",
         "dilabench.impls.selected.selected_blocks:build_planned",
-        supports=Capabilities(patterns=PER_TOKEN, devices=CPU, layouts=BOTH_LAYOUTS),
+        supports=Capabilities(patterns=PER_TOKEN, layouts=BOTH_LAYOUTS, on_cuda=SELECTED_ON_CUDA),
+        requires=("triton>=3.6|cpu",),
+        deterministic=True,
         every_call=("plan", "attend"),
         steps_of="selected-blocks",
     ),
@@ -366,7 +377,14 @@ IMPLEMENTATIONS = (
         "selected-blocks-selected",
         "selected-blocks that selects the blocks and makes their lists in every call: end to end",
         "dilabench.impls.selected.selected_blocks:build_selected",
-        supports=Capabilities(patterns=PER_TOKEN, devices=CPU, layouts=BOTH_LAYOUTS, check=_no_token_selector),
+        supports=Capabilities(
+            patterns=PER_TOKEN,
+            layouts=BOTH_LAYOUTS,
+            check=_no_token_selector,
+            on_cuda=replace(SELECTED_ON_CUDA, check=_no_token_selector),
+        ),
+        requires=("triton>=3.6|cpu",),
+        deterministic=True,
         every_call=("select", "plan", "attend"),
         steps_of="selected-blocks",
     ),
@@ -395,7 +413,7 @@ IMPLEMENTATIONS = (
             max_head_dim=128,
             check=_only_flash4_blocks,
         ),
-        requires=("cuda>=sm90", "flash-attn-4"),
+        requires=("cuda>=sm90", *FLASH_4),
         compiles=True,
     ),
 )
