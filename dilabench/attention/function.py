@@ -122,8 +122,8 @@ def attention(
         `(q, k, v, *, causal, window, scale) -> (out, lse)` of dense attention; 'auto' is the fastest way known.
 
     Dense and dilated patterns, and SelectedBlocksPattern with indices, work under torch.compile without a graph break;
-    others break the graph at the call. A hidden key may hold any finite numbers, but NaN or inf in its value may make rows NaN that do not see it, as in
-    torch's attention (docs/explanation/semantics.md). torch.func is refused for NativeSparsePattern. Under autocast
+    others break the graph at the call. NaN or inf in the value of a hidden key may make rows NaN that do not see it, as
+    in torch's attention (docs/explanation/semantics.md). torch.func is refused for NativeSparsePattern. Under autocast
     query, key and value are cast first. Raises ValueError for shapes, patterns or options that do not fit together.
 
     >>> import torch
