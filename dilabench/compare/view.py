@@ -4,10 +4,11 @@ The time of a row is the median of all samples of its first timing (`record.ESTI
 for interleaved samples (`stats.samples.location`). Verdicts use sharper locations of slots, which are shown only as a
 ratio (`stats.decisions.paired`).
 
-Rows are ranked by the rule that `compare` decides with. The ratio of two rows comes from the rounds that both took part
-in, so that drift and load cancel; without common rounds it comes from their medians, which prove nothing. Rounds are
-compared by their undisturbed samples. If most rounds of a row are disturbed (kernel launches on a busy host, say),
-these samples differ from what its user sees: the row is proven faster only if its median is smaller, too.
+The ratio of two rows comes from their common rounds, so that drift and load cancel. One is proven faster if the
+interval of this ratio is beyond the margin of `compare`. Without common rounds the ratio of medians proves nothing.
+
+Rounds are compared by their undisturbed samples. If most rounds of a row are disturbed (kernel launches on a busy host,
+say), these samples differ from what its user sees: a row is proven faster only if its median is smaller, too.
 """
 
 import weakref
@@ -15,20 +16,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import log
 from statistics import fmean, stdev
+from typing import Literal
 
-from dilabench.errors import ConfigError
 from dilabench.metadata import NOTES, WAY
 from dilabench.record import Measured, Memory, Row, RunRecord, Slot, Timing
-from dilabench.stats.decisions.decide import Policy, judge_many
-from dilabench.stats.decisions.paired import PairedRounds, estimate_many
+from dilabench.stats.decisions.decide import Policy, decide
+from dilabench.stats.decisions.paired import Estimate, PairedRounds, estimate_many
 from dilabench.stats.decisions.verdicts import Cause, Code
 from dilabench.stats.samples.location import Interval, Location, locate_sessions, quantile
+from dilabench.units import format_ratio, tflops_per_second, tokens_per_second
 from dilabench.workload.spec import flops
 
 # Thermal and hardware slow-downs are temporary faults; large GPUs normally run at their power limit under full load.
 FAULTS = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
 MAX_FAULTY_SHARE = 0.2
 
+Side = Literal["baseline", "candidate"]
 SessionSlots = list[tuple[int, ...]]
 
 # Keyed by the identity of live timings: comparing thousands of samples would take longer than locating them.
@@ -204,8 +207,7 @@ def verified_text(outcome: Measured) -> str:
 
 def location_of(timing: Timing) -> Location:
     """Return median and interval of a timing's samples; cached, because tables, rankings and plots all use it."""
-    key = id(timing)
-    known = _LOCATIONS.get(key)
+    key, known = id(timing), _LOCATIONS.get(id(timing))
     if known is None or known[0]() is not timing:
         known = weakref.ref(timing, lambda _: _LOCATIONS.pop(key, None)), locate_sessions(sessions_of([timing]))
         _LOCATIONS[key] = known
@@ -304,41 +306,95 @@ def _rounds_are_unique(timing: Timing) -> bool:
     return len({slot.round for slot in timing.slots}) == len(timing.slots)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PairView:
-    """Time of a candidate / time of a baseline: from their common rounds, else from their medians.
+    """Two measured rows compared: time of the candidate / time of the baseline, and which of them is faster.
 
-    `interval`: of the ratio; None if there is too little evidence. `session_log_ratios`: ln(ratio) by session.
+    `ratio`: from their common rounds, else from their medians. `interval`: of the ratio over their common rounds; None
+    if fewer than five. `session_log_ratios`: ln(ratio) by session. `median_ratio`: by the medians of slots, not by
+    their undisturbed samples. `faster`: the side with the smaller time; None if undecided. `proven`: the interval lies
+    beyond the margin of `compare`, and the medians agree. Without such rounds `faster` is only probable: the intervals
+    of the two medians do not overlap. `too_few_rounds`: the common rounds are too few or too disturbed for a proof.
     """
 
     ratio: float
     interval: Interval | None
     session_log_ratios: tuple[float, ...]
+    median_ratio: float
+    faster: Side | None
+    proven: bool
+    too_few_rounds: bool
+
+    @property
+    def text(self) -> str:
+        """'1.35x (1.33–1.37)', or '1.35x' without an interval."""
+        if self.interval is None:
+            return format_ratio(self.ratio)
+        low, high = (format_ratio(end).removesuffix("x") for end in (self.interval.low, self.interval.high))
+        return f"{format_ratio(self.ratio)} ({low}–{high})"
 
 
-def pair_views(pairs: Sequence[tuple[Row, Row]]) -> list[PairView]:
-    """The view of each (baseline, candidate), both measured."""
+def pair_views(pairs: Sequence[tuple[Row, Row]], device: str) -> list[PairView]:
+    """Compare each (baseline, candidate), both measured, by the rule of `compare` on that device."""
     timings = [None if old is new else common_timings(old, new) for old, new in pairs]
-    rounds = [pair([both]).rounds if both else None for both in timings]
-    estimated = iter(
-        PairView(estimate.ratio, estimate.interval and estimate.interval.as_ratio(), estimate.session_log_ratios)
-        for estimate in estimate_many([paired for paired in rounds if paired is not None], effect_size=False)
-    )
+    pairings = [pair([both]) if both else Pairing(None) for both in timings]
+    in_common = [pairing.rounds for pairing in pairings if pairing.rounds is not None]
+    policy = Policy.for_device(device)
+    estimates = estimate_many(in_common, sigma_aa=policy.sigma_aa or 0.0, effect_size=False)
+    estimated = iter(zip(estimates, estimate_many(in_common, statistic="median", effect_size=False), strict=True))
     return [
-        _of_medians(*both) if paired is None else next(estimated) for both, paired in zip(pairs, rounds, strict=True)
+        _of_medians(*both) if pairing.rounds is None else _of_rounds(*both, pairing, *next(estimated), policy)
+        for both, pairing in zip(pairs, pairings, strict=True)
     ]
 
 
+def _of_rounds(
+    baseline: Row, candidate: Row, pairing: Pairing, estimate: Estimate, by_median: Estimate, policy: Policy
+) -> PairView:
+    verdict = decide(estimate, policy)
+    too_few = pairing.throttled or verdict.cause is Cause.TOO_FEW_ROUNDS
+    if too_few:
+        faster = _disjoint(baseline, candidate)
+    elif verdict.code is Code.SLOWER and by_median.ratio >= 1:
+        faster = "baseline"
+    else:
+        faster = "candidate" if verdict.code is Code.FASTER and by_median.ratio <= 1 else None
+    return PairView(
+        ratio=estimate.ratio,
+        interval=None if too_few or estimate.interval is None else estimate.interval.as_ratio(),
+        session_log_ratios=estimate.session_log_ratios,
+        median_ratio=by_median.ratio,
+        faster=faster,
+        proven=faster is not None and not too_few,
+        too_few_rounds=too_few,
+    )
+
+
 def _of_medians(baseline: Row, candidate: Row) -> PairView:
-    """Return the ratio of the medians; its interval combines opposite ends of the two rows' intervals."""
-    if baseline is candidate:
-        return PairView(1.0, None, (0.0,))
-    old, new = measured_view(baseline), measured_view(candidate)
-    ratio, interval = new.median_ns / old.median_ns, None
-    if old.interval and new.interval:
-        low, high = new.interval.low / old.interval.high, new.interval.high / old.interval.low
-        interval = Interval(low, high, min(old.interval.confidence, new.interval.confidence))
-    return PairView(ratio, interval, (log(ratio),))
+    """Compare two rows that were never interleaved, which proves nothing."""
+    ratio = measured_view(candidate).median_ns / measured_view(baseline).median_ns
+    return PairView(
+        ratio=ratio,
+        interval=None,
+        session_log_ratios=(log(ratio),),
+        median_ratio=ratio,
+        faster=_disjoint(baseline, candidate),
+        proven=False,
+        too_few_rounds=True,
+    )
+
+
+def _disjoint(baseline: Row, candidate: Row) -> Side | None:
+    """The side with the smaller median if the intervals of the two do not overlap."""
+    (old_low, old_high), (new_low, new_high) = _reach(baseline), _reach(candidate)
+    return "baseline" if old_high < new_low else "candidate" if new_high < old_low else None
+
+
+def _reach(row: Row) -> tuple[float, float]:
+    """The ends of the interval of its median in ns; below five samples the smallest and the largest."""
+    view = measured_view(row)
+    samples = view.timing.samples_ns
+    return (view.interval.low, view.interval.high) if view.interval else (min(samples), max(samples))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,78 +429,22 @@ def rank(rows: Sequence[Row], device: str) -> Ranking | None:
     if not quotable:
         return None
     baseline = min(quotable, key=lambda row: (row.planned.source is not None, row.planned.role != "plain"))
-    ratios = [view.ratio for view in pair_views([(baseline, row) for row in quotable])]
+    ratios = [view.ratio for view in pair_views([(baseline, row) for row in quotable], device)]
     speedups = {row.case.case_id: 1 / ratio for row, ratio in zip(quotable, ratios, strict=True)}
-    fastest = quotable[ratios.index(min(ratios))]
-    others = [row for row in quotable if row is not fastest]
-    tied, unheard, ahead = _not_slower(fastest, others, device)
-    too_few_rounds = bool(tied) and tied == unheard
+    sharpest = quotable[ratios.index(min(ratios))]
+    others = [row for row in quotable if row is not sharpest]
+    views = list(zip(others, pair_views([(sharpest, row) for row in others], device), strict=True))
+    undecided = [(row, view) for row, view in views if not view.proven or view.faster != "baseline"]
+    too_few_rounds = bool(undecided) and all(view.too_few_rounds for _, view in undecided)
+    # Another row may have the smallest median in common rounds.
+    by_median = [(sharpest, 1.0), *((row, view.median_ratio) for row, view in undecided)]
+    fastest, _ = min(by_median, key=lambda entry: entry[1])
+    tied = tuple(row for row, _ in by_median if row is not fastest)
     return Ranking(
-        fastest=ahead,
+        fastest=fastest,
         baseline=baseline,
         speedups=speedups,
-        tied=tuple(row for row in (fastest, *tied) if row is not ahead),
+        tied=tied,
         too_few_rounds=too_few_rounds,
-        probable=too_few_rounds and all(_reach(ahead)[1] < _reach(row)[0] for row in tied),
+        probable=too_few_rounds and all(_disjoint(fastest, row) == "baseline" for row in tied),
     )
-
-
-def _reach(row: Row) -> tuple[float, float]:
-    """The ends of the interval of its median in ns; below five samples the smallest and the largest."""
-    view = measured_view(row)
-    samples = view.timing.samples_ns
-    return (view.interval.low, view.interval.high) if view.interval else (min(samples), max(samples))
-
-
-def _not_slower(fastest: Row, others: Sequence[Row], device: str) -> tuple[tuple[Row, ...], tuple[Row, ...], Row]:
-    """Return the rows that are not proven slower, those of them with too few common rounds for a proof, and the row
-    with the smallest medians in common rounds."""
-    compared, unheard, undecided = [], [], []
-    for row in others:
-        timings = common_timings(fastest, row)
-        pairing = pair([timings]) if timings else None
-        if pairing is None or pairing.rounds is None or pairing.throttled:
-            unheard.append(row)
-        else:
-            compared.append((row, pairing.rounds))
-    in_common = [rounds for _, rounds in compared]
-    verdicts = judge_many(in_common, Policy.for_device(device), effect_size=False)
-    medians = estimate_many(in_common, statistic="median", effect_size=False)
-    ahead, least = fastest, 1.0
-    for (row, _), verdict, by_median in zip(compared, verdicts, medians, strict=True):
-        if by_median.ratio < least:
-            ahead, least = row, by_median.ratio
-        if verdict.cause is Cause.TOO_FEW_ROUNDS:
-            unheard.append(row)
-        elif verdict.code is not Code.SLOWER or by_median.ratio < 1:
-            undecided.append(row)
-    # By identity: comparing rows is slow.
-    chosen = {id(row) for row in (*undecided, *unheard)}, {id(row) for row in unheard}
-    tied, alone = (tuple(row for row in others if id(row) in ids) for ids in chosen)
-    return tied, alone, ahead
-
-
-def tokens_per_second(tokens: int, time_ns: float) -> float:
-    """Tokens (batch x length) per second. Raises ConfigError for a time that is not positive."""
-    return tokens * 1e9 / _positive(time_ns)
-
-
-def tflops_per_second(flops: float, time_ns: float) -> float:
-    """10^12 floating-point operations per second; useful or dense-equivalent is the caller's choice of `flops`."""
-    return flops / _positive(time_ns) / 1e3
-
-
-def gigabytes_per_second(traffic_bytes: float, time_ns: float) -> float:
-    """10^9 bytes per second."""
-    return traffic_bytes / _positive(time_ns)
-
-
-def speedup(baseline_ns: float, candidate_ns: float) -> float:
-    """Baseline time / candidate time: above one the candidate is faster."""
-    return _positive(baseline_ns) / _positive(candidate_ns)
-
-
-def _positive(value: float) -> float:
-    if not value > 0:
-        raise ConfigError(f"{value} is not positive; a time or ratio that was not measured has no derived figures")
-    return value
