@@ -172,6 +172,7 @@ INTERFERENCE = NoteKind("interference", "alone it takes another time than in tur
 NOT_INTERLEAVED = NoteKind(
     "not_interleaved", "timed alone because memory or the budget did not suffice, so without pairs"
 )
+BUDGET_EXCEEDED = NoteKind("budget_exceeded", "the budget was exceeded so that its length has a row", "ns")
 INTERRUPTED = NoteKind("interrupted", "Ctrl-C came after its timing")
 NO_MEMORY_PASS = NoteKind("no_memory_pass", "no time was left to measure memory")
 NO_LEDGER = NoteKind("no_ledger", "the profiler saw no kernel, so the backend is claimed, not shown")
