@@ -141,14 +141,19 @@ class WorkerPool:
         self.settings = settings
         self._start = start or Worker
         self._resident: dict[str, Worker] = {}
+        self._over = False
 
     def resident(self, key: str) -> Worker:
-        """The worker of a key, started when there is none alive."""
+        """The worker of a key, started if none is alive. Raises WorkerFailure once `end` was called."""
         worker = self._resident.get(key)
         if worker is None or not worker.alive:
             if worker is not None:
                 worker.kill()
             worker = self._resident[key] = self._start(key, self.settings)
+            if self._over:
+                worker.kill()
+        if self._over:
+            raise WorkerFailure("crash", "the command was ended", died=True)
         return worker
 
     @contextlib.contextmanager
@@ -160,8 +165,13 @@ class WorkerPool:
         finally:
             worker.kill()
 
+    def end(self) -> None:
+        """End all workers, also one that another thread is starting, and start no more."""
+        self._over = True
+        self.close()
+
     def close(self) -> None:
-        """End all workers."""
+        """End all workers; `resident` starts new ones."""
         # A list, for another thread may be starting one.
         for worker in list(self._resident.values()):
             worker.kill()

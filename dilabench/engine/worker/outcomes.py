@@ -7,7 +7,6 @@ on the host.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -43,6 +42,7 @@ def num_workers_for(planned: Sequence[PlannedCase], machine: Machine, cores: int
 def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: Machine, seed: int) -> Iterator[Outcome]:
     """An outcome per case, as soon as it and those before it are known."""
     from dilabench.engine.worker.client import WorkerPool
+    from dilabench.engine.worker.process import end_server
     from dilabench.engine.worker.protocol import WorkerSettings
     from dilabench.engine.worker.rank_group import start_worker
 
@@ -52,30 +52,27 @@ def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: M
     free: SimpleQueue[WorkerPool] = SimpleQueue()
     for pool in pools:
         free.put(pool)
-    over = threading.Event()
 
     def checked(plan: PlannedCase) -> Outcome:
         pool = free.get()
         try:
-            # A worker that is started now would outlive the pool.
-            if over.is_set():
-                return Failed(stage="worker", code="crash", why="the command was ended")
             return plan.skip or _checked(plan, pool, catalogue, machine, seed)
         finally:
             free.put(pool)
 
     executor = ThreadPoolExecutor(num_workers, thread_name_prefix="dilabench verify")
+    complete = False
     try:
         yield from executor.map(checked, planned)
+        complete = True
     finally:
-        over.set()
         for pool in pools:
             # Ending the workers ends the checks that are still running.
-            pool.close()
+            pool.end()
+        if not complete:
+            # A thread may be waiting for a worker that the server has not made yet.
+            end_server()
         executor.shutdown(cancel_futures=True)
-        # One may have been starting while its pool was closed.
-        for pool in pools:
-            pool.close()
 
 
 def _checked(plan: PlannedCase, pool: WorkerPool, catalogue: Catalogue, machine: Machine, seed: int) -> Outcome:

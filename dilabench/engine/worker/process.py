@@ -3,6 +3,7 @@
 Workers are forked from a server that has torch loaded (and CUDA untouched), so a fresh process costs milliseconds.
 """
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -111,12 +112,26 @@ def warm_server() -> None:
         from multiprocessing import forkserver, resource_tracker
 
         worker_context()
-        # Where it cannot be started, the first worker says so.
+        # If it cannot be started, the first worker says so.
         with contextlib.suppress(OSError), _without_main(), _child_environment():
             # It would be started with the server, and end what `_without_interrupts` began.
             resource_tracker.ensure_running()
             with _without_interrupts():
                 forkserver.ensure_running()
+            atexit.register(end_server)
+
+
+def end_server() -> None:
+    """End the server that workers are forked from, if there is one; the next worker starts another.
+
+    At the end of a command it would go on loading torch, and keep the command's output open as long.
+    """
+    from multiprocessing import forkserver
+
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 # One process at a time is started: the second would take the first one's stand-in for the program.
