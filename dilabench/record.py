@@ -8,6 +8,7 @@ import importlib
 from collections import Counter
 from enum import StrEnum
 from itertools import chain
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -262,6 +263,12 @@ class Timing(Model):
     def samples_ns(self) -> tuple[int, ...]:
         """The samples of all slots, in the order taken."""
         return tuple(chain.from_iterable(slot.samples_ns for slot in self.slots))
+
+    @property
+    def rank_medians_ns(self) -> tuple[float, ...]:
+        """The median of each rank, in the order of ranks; empty for one device and for records without them."""
+        slots = [slot.rank_samples_ns for slot in self.slots if slot.rank_samples_ns]
+        return tuple(median(chain.from_iterable(samples)) for samples in zip(*slots, strict=True))
 
     @property
     def has_samples(self) -> bool:
