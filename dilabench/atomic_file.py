@@ -64,7 +64,7 @@ def limited(chunks: Iterable[bytes]) -> Iterator[bytes]:
 def _chunks(file: io.FileIO, size: int, waiting: bool) -> Iterator[bytes]:
     while True:
         if waiting and not select.select([file], [], [], SILENCE_S)[0]:
-            raise TimeoutError(errno.ETIMEDOUT, f"nothing came from it within {SILENCE_S:g} s")
+            raise TimeoutError(errno.ETIMEDOUT, f"it sent no data within {SILENCE_S:g} s")
         chunk = file.read(size)
         if not chunk:
             return

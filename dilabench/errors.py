@@ -148,5 +148,5 @@ def unknown_name(
     )
     hint = f"did you mean {listed(near, 'or')}?" if near else known_names
     lacking = ", ".join(dict.fromkeys(map(repr, left_out)))
-    missing = f"; left out, for it is broken: plug-in {lacking}" if lacking else ""
+    missing = f"; ignored because it is broken: plug-in {lacking}" if lacking else ""
     return ConfigError(f"unknown {kind} {name!r}; {hint}{missing} (see `{command}`)")

@@ -232,7 +232,7 @@ def checked_options(catalogue: Catalogue, suite: Suite, options: Mapping[str, An
                 have = "suite {} has" if len(having) == 1 else "suites {} have"
                 hint = f"{have.format(listed(having, 'and'))} it: `dilabench run {having[0]}`, or leave it out"
             else:
-                hint = f"it has {known}" if known else "it has no options of its own, leave it out"
+                hint = f"it has {known}" if known else "it has no such options, omit it"
             raise ConfigError(f"suite {suite.name!r} has no option {name!r} (given as {options[name]!r}); {hint}")
     checked = dict(options)
     for taker in [suite] if suite.options else catalogue.suites:

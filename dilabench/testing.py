@@ -53,7 +53,7 @@ def check_plugin(name: str, *, kind: str | None = None, device: str = "auto") ->
     )
     for card in cards:
         if not card.passed:
-            failures = "\n".join(card.failures()) or "nothing of what it does could be tried here"
+            failures = "\n".join(card.failures()) or "none of its features could be tried here"
             raise AssertionError(f"{card.kind} {card.name} does not conform:\n{failures}")
     return cards
 

@@ -356,7 +356,7 @@ class Nanoseconds(Sequence[int]):
         try:
             self._values = array("q", values)
         except OverflowError:
-            raise ValueError("a sample has more than 64 bits, which no time in ns has; leave it out") from None
+            raise ValueError("a sample has more than 64 bits, so it is no time in ns; remove it") from None
 
     def __len__(self) -> int:
         return len(self._values)

@@ -184,7 +184,7 @@ class Driver:
     def budget_skip(self, when: str) -> Skipped:
         """The outcome of a case that the budget skipped."""
         total = format_seconds(self.budget.total_s or 0.0)
-        why = f"budget of {total} used up {when}; allow more with --budget, or go on with --resume"
+        why = f"budget of {total} used up {when}; raise --budget, or continue with --resume"
         return Skipped(code="budget", why=why)
 
     def fail(self, state: CaseState, stage: Stage, failure: WorkerFailure) -> None:
@@ -206,5 +206,5 @@ class Driver:
 
 def unverified_in_time(why: str, traceback: str | None) -> Failed:
     """The outcome of a case whose verification took too long: nothing is known of its output."""
-    text = f"verification was not finished, so that its output is neither right nor wrong: {why}"
+    text = f"verification was not finished, so it is unknown whether the output is right: {why}"
     return Failed(stage="verify", code="verification_timeout", why=text, traceback=traceback)

@@ -150,7 +150,7 @@ class WorkloadGroupRun:
         self._driver.pool.close()
         state.home, state.outcome, state.isolated = None, None, True
         state.runs.clear()
-        message = "measured alone: beside the other cases of its group it does not fit into memory, so it has no pairs"
+        message = "measured alone: it does not fit into memory together with its group, so it has no paired samples"
         state.notes.append(NOT_INTERLEAVED.note(message))
         if state.verification is None and not self._qualify(state):
             yield self._row(state)
@@ -187,7 +187,7 @@ class WorkloadGroupRun:
         if state.case.backend is None or state.verification is None:
             return True
         if not reply.kernels:
-            message = "the profiler saw no kernel at all, so that the row's backend is claimed, not shown"
+            message = "the profiler saw no kernel, so the backend of this row is not proven"
             hint = "CUPTI is missing, not permitted, or in use by another profiler"
             state.notes.append(NO_LEDGER.note(message, hint=hint))
             return True
@@ -280,7 +280,7 @@ class WorkloadGroupRun:
             affordable = seconds * 1e9 / (CALLS_PER_TURN * state.call_ns)
             turns = int(min(driver.method.max_turns, max(MIN_TURNS, affordable)))
             if not self._affordable(state, CALLS_BEFORE_TURNS + CALLS_PER_TURN * turns):
-                state.notes.append(_undiagnosed("the budget left no time for it"))
+                state.notes.append(_undiagnosed("the budget was used up before it"))
                 continue
             driver.progress.stage_started(state.case, "time")
             try:
@@ -318,7 +318,7 @@ class WorkloadGroupRun:
         if state.memory is not None:
             return
         if not self._affordable(state, MEMORY_CALLS):
-            state.notes.append(NO_MEMORY_PASS.note("the budget left no time to measure memory"))
+            state.notes.append(NO_MEMORY_PASS.note("the budget was used up before its memory was measured"))
             return
         self._driver.progress.stage_started(state.case, "memory")
         reply = self._driver.ask(state, "memory", "memory") if self._driver.prepare(state) else None
@@ -342,7 +342,7 @@ def _samples(runs: Mapping[str, TimerRun]) -> int:
 def _take_least(state: CaseState) -> None:
     """Have the samples count that a case got before the others of its length."""
     state.outcome, state.runs, state.least = None, state.least, {}
-    message = "measured alone: the budget left no time to interleave it with the others of its group"
+    message = "measured alone: the budget was used up before it could be interleaved with its group"
     state.notes.append(NOT_INTERLEAVED.note(message))
 
 

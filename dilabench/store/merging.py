@@ -64,7 +64,7 @@ def merged(records: Sequence[RunRecord], names: Sequence[str]) -> RunRecord:
     refuse_unsound(records, names)
     for record, name in zip(records, names, strict=True):
         if record.status != "complete":
-            way_out = f"go on with `{resume_command(record.suite, name)}`, then merge"
+            way_out = f"continue with `{resume_command(record.suite, name)}`, then merge"
             raise ConfigError(f"run {name} did not end (it is {record.status}); {way_out}")
     for record, name in zip(records[1:], names[1:], strict=True):
         _check_mergeable(records[0], record, names[0], name)
@@ -112,11 +112,13 @@ def _refuse_broken_set(records: Sequence[RunRecord], shards: Sequence[Shard | No
     """Raise ConfigError unless the shards are all those of one request, each once."""
     whole = [name for shard, name in zip(shards, names, strict=True) if shard is None]
     if whole:
-        raise ConfigError(f"{whole[0]} is no shard, and others are; merge the shards of one run by themselves")
+        raise ConfigError(f"{whole[0]} is no shard, and others are; merge only the shards of one run")
     present = [shard for shard in shards if shard]
     counts = sorted({count for _, count in present})
     if len(counts) > 1:
-        raise ConfigError(f"these are shards of {listed(list(map(str, counts)), 'and')}; merge those of one number")
+        raise ConfigError(
+            f"these are shards of {listed(list(map(str, counts)), 'and')}; merge shards of the same number"
+        )
     requests = {content_hash({**record.config, SHARD: None}): name for record, name in zip(records, names, strict=True)}
     if len(requests) > 1:
         raise ConfigError(f"{listed(list(requests.values()), 'and')} are shards of different requests")

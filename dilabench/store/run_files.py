@@ -101,7 +101,7 @@ class RunFolder:
 
     def row(self, row: Row) -> None:
         """Append a row and sync it to disk. Raises EnvironmentNotReady if that fails; earlier rows stay intact."""
-        way_out = f"the rows before are kept: make room and go on with --resume {self.path}"
+        way_out = f"earlier rows are kept: free some space and continue with --resume {self.path}"
         with _refused(self.path / ROWS_NAME, way_out):
             self._append({"row": row.model_dump(mode="json")})
 
@@ -181,9 +181,7 @@ def read_record(run: Path) -> RunRecord:
         document = read_json(_decoded(data, path))
     except ValueError as error:
         beside = path.parent / ROWS_NAME
-        way_out = (
-            f"name {str(beside)!r}, which has its rows" if beside.is_file() else "copy it again from where it was made"
-        )
+        way_out = f"name {str(beside)!r}, which has its rows" if beside.is_file() else "copy it again from its source"
         raise ConfigError(f"{str(path)!r} is not a run record, or was cut: {error}; {way_out}") from None
     if not isinstance(document, dict) or not document.keys() & MARKS:
         raise ConfigError(
@@ -231,8 +229,8 @@ def refuse_other_rows(run: Path, record: RunRecord) -> None:
         if streamed.pop(row.case.case_id, None) != row:
             where = f"{row.case.implementation} on {row.case.workload.label()}"
             raise ConfigError(
-                f"run {str(run)!r}: {RECORD_NAME} and {ROWS_NAME} tell different things of {where}; "
-                "one of them was edited or cut, so take the run from where it was measured"
+                f"run {str(run)!r}: {RECORD_NAME} and {ROWS_NAME} differ on {where}; one of them was edited or "
+                "truncated: copy the run again from its source"
             )
     # A resumed run plans the rows that the budget skipped again, and a newer dilabench may have dropped them.
     if lacking := sum(not _is_open(row) for row in streamed.values()):
@@ -259,7 +257,7 @@ def _same_place(old: RunHeader, new: RunHeader) -> None:
     for field in sorted(ours.keys() & theirs.keys()):
         if ours[field] != theirs[field]:
             raise ConfigError(
-                f"run {old.run_id} cannot go on here: its {field} was {theirs[field]!r}, now it is {ours[field]!r}; "
+                f"run {old.run_id} cannot continue here: its {field} was {theirs[field]!r}, now it is {ours[field]!r}; "
                 "start a new run"
             )
 

@@ -21,7 +21,7 @@ def not_plain(out: object) -> str | None:
     if type(out) is not Tensor:
         return f"returned a {type(out).__name__}, a subclass of Tensor, not a plain tensor that is finished"
     if own := vars(out):
-        return f"returned a tensor with attributes of its own ({', '.join(own)}), not a plain one"
+        return f"returned a tensor with extra attributes ({', '.join(own)}), not a plain one"
     if out.layout is not torch.strided or out.is_quantized or out.is_nested or out.is_conj() or out.is_neg():
         return "returned a tensor that is not strided and dense, with its values in its storage"
     if out.is_meta or (out.numel() and not out.untyped_storage().data_ptr()):
@@ -43,6 +43,6 @@ def no_gradient(out: Tensor) -> str | None:
     if out.requires_grad:
         return None
     return (
-        "out carries no gradient, but the workload's mode needs one: something detaches it, computes under no_grad, "
-        "or the kernel has no backward; where there is none, say modes={'forward'} in its Capabilities"
+        "out carries no gradient, but the workload's mode needs one: it was detached or computed under no_grad, or "
+        "the kernel has no backward; for a forward-only kernel set modes={'forward'} in its Capabilities"
     )

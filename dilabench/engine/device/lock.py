@@ -114,7 +114,7 @@ def _acquire(
         if waited_s() >= wait_s:
             raise EnvironmentNotReady(
                 f"{lock.device} is in use by {holder} (lock {lock.path}), which did not end within "
-                f"{format_seconds(wait_s)}; two runs at once would disturb each other: wait for it or end it"
+                f"{format_seconds(wait_s)}; two runs at the same time would disturb each other: wait for it or end it"
             )
         progress.waiting(f"{lock.device} is in use by {holder}; waiting for it")
         sleep(POLL_S)

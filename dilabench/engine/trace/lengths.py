@@ -59,7 +59,7 @@ def traced(spec: CaseSpec, device: str) -> MemoryPlan:
         if family.line is not None:
             return _along(*family.line, length)
         if family.effort + 1 == len(EFFORTS):
-            raise TooLongError("it takes too long to trace, and shorter lengths do not lie on a line")
+            raise TooLongError("it takes too long to trace, and the memory of shorter lengths does not grow linearly")
         family.effort, family.too_long = family.effort + 1, inf
 
 

@@ -163,7 +163,7 @@ def _why_not_the_core(
             return f"{name} does not depend on the input: it is no projection"
         factor = _factor_of_projection(before, after, x, other, place, module)
         if factor is not None:
-            return f"{name} is {factor:.6g} times a projection of the input: 'attention' scales by itself"
+            return f"{name} is {factor:.6g} times a projection of the input: 'attention' already scales"
     row = _row_that_depends(outs[0], outs[1], place)
     if row is not None:
         return (

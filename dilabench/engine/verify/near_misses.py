@@ -28,8 +28,8 @@ ROWS, BATCHES = 24, 2
 UNEXPLAINED, DISTINCT = 0.25, 4.0
 # torch's cuDNN attention keeps a plan by the strides of q, k and v alone, and reads a later dout by those of the first.
 MISREADS_DOUT = (
-    "gradients are right only while dout lies in memory as out does: pass it on contiguous (where this is torch's "
-    "scaled_dot_product_attention, its cuDNN kernel is what fails: leave that out by torch.nn.attention.sdpa_kernel)"
+    "gradients are right only if dout has the memory layout of out: make it contiguous (in torch's "
+    "scaled_dot_product_attention the cuDNN kernel fails: exclude it with torch.nn.attention.sdpa_kernel)"
 )
 OF_OUT = {CheckName.OUT, CheckName.OUT_SLOPE, CheckName.OUT_ALL_ROWS, CheckName.OUT_WITH_LSE}
 FORWARD = OF_OUT | {CheckName.SECOND_CALL, CheckName.ONES, CheckName.DEPENDENCY}

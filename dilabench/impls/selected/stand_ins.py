@@ -68,9 +68,7 @@ def selecting(
 ) -> Select:
     """The pattern's selector over its stand-ins, which are moved to the device here."""
     tokens, selector = pattern.tokens_of(shape), TOKEN_SELECTORS[pattern.selector]
-    choosing = Choosing(
-        pattern.block_size, pattern.top_k, shape.causal, selector.initial, selector.local_of(tokens)
-    )
+    choosing = Choosing(pattern.block_size, pattern.top_k, shape.causal, selector.initial, selector.local_of(tokens))
     # Of blocks before any that is local, initial ones are no more than others.
     return SELECTS[pattern.selector](tokens, choosing, partial(_moved, device=device, dtype=dtype, width=head_dim))
 
