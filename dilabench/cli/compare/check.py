@@ -83,11 +83,11 @@ def check(
 ) -> None:
     """Measure a baseline's cases again and fail on wrong output, slower times or larger peaks.
 
-    Sessions are added until every case is decided (unchanged within the margin, or changed), or the budget
-    ends. A case that looks slower or faster is measured again in as many fresh sessions, and only these decide. Times are
-    gated from five baseline sessions on (`baseline save --add`), below that they advise; memory and correctness always
-    count. Exit codes: 0 fine, 3 another machine, 4 a case fails now, 5 wrong output, 6 regression, 7 undecided (with
-    --fail-on inconclusive), 8 nothing measured.
+    Sessions are added until every case is decided (unchanged within the margin, or changed), or the budget ends. A
+    case that looks slower or faster is measured again in as many fresh sessions, and only these decide. Times are
+    gated from five baseline sessions on (`baseline save --add`), below that they advise; memory and correctness
+    always count. Exit codes: 0 fine, 3 another machine, 4 a case fails now, 5 wrong output, 6 regression, 7
+    undecided (with --fail-on inconclusive), 8 nothing measured.
     """
     from dilabench.cli.compare import verdict_view
     from dilabench.cli.run.progress_bar import progress_shown

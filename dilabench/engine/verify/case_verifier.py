@@ -47,7 +47,7 @@ class CaseVerifier:
     def _oracle_of(self, call: PreparedCall) -> Oracle:
         known = self._oracle
         if known is None or (known.workload, known.takes) != (call.workload, call.spec.takes):
-            # The old one goes first: two at once may not fit.
+            # The old one is freed first: both together may not fit.
             self._oracle = self._second = known = None
             seed = call.spec.seed
             known = self._oracle = Oracle(call.workload, takes=call.spec.takes, seed=seed, device=self._device)

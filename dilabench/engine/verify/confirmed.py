@@ -1,7 +1,7 @@
 """Every row of a result against a second implementation, where the oracle can afford a sample of rows only.
 
-The second one is a built-in that computes the same by other means. It counts only once the oracle has confirmed its own
-sampled rows, of out, dq, dk and dv, in this process. Both round, each in its way, so that rows are compared as a whole:
+The second one is a built-in that computes the same by other means. It is used only after the oracle has confirmed its
+sampled rows of out, dq, dk and dv in this process. Both round differently, so rows are compared as a whole:
 
     |actual row - second row| / max(|second row|, median of the head's rows that are not 0, 1/64 of that of all heads)
         <= 4 · (plain + second) + 2 eps
@@ -33,7 +33,7 @@ NAMES = (CheckName.OUT_ALL_ROWS, CheckName.DQ_ALL_ROWS, CheckName.DK_ALL_ROWS, C
 
 @dataclass(frozen=True, slots=True)
 class EveryRow:
-    """What the second implementation gave: out [B, N, H, D], then dq, dk, dv under the dout of every row.
+    """Results of the second implementation: out [B, N, H, D], then dq, dk, dv for the dout of every row.
 
     errors: of each on the sampled rows, as `row_errors` measures them.
     """
@@ -44,7 +44,7 @@ class EveryRow:
 
 @dataclass(slots=True)
 class Confirmed:
-    """The second implementation of one workload, called when first asked for. `name`: what the record calls it."""
+    """The second implementation of one workload, called at its first use. `name`: as in the record."""
 
     name: str
     build: Callable[[], Callable[..., Tensor]]

@@ -50,7 +50,7 @@ class SampledCore(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, N, H, D] or packed [T, H, D] -> out of the same shape. Keeps q, k, v, out and lse in `seen`.
 
-        Where `instead` is set, that is what it gives.
+        If `instead` is set, it is returned.
         """
         if self.instead is not None:
             return self.instead
@@ -105,7 +105,7 @@ def embeddings_checks(
 
 
 class MarkedCore(nn.Module):
-    """A constant, whatever the inputs, in place of a module's attention core; `calls` has what it was given."""
+    """A constant in place of a module's attention core, for any inputs; `calls` holds the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def _row_that_depends(before: Tensor, after: Tensor, place: int) -> int | None:
 def _factor_of_projection(
     before: Tensor, after: Tensor, x: Tensor, other: Tensor, place: int, module: nn.Module
 ) -> float | None:
-    """What q, k or v is a projection by one of the module's matrices times, if that is not 1."""
+    """The factor of q, k or v relative to a projection by one of the module's matrices, if it is not 1."""
     change = (after - before).flatten(-2)[..., place, :].flatten().double()
     step = (other - x)[..., place, :].flatten().double()
     for matrix in module.parameters():
@@ -206,7 +206,7 @@ def _shared(module: nn.Module, oracle: Oracle, names: list[str], backward: bool)
     shell = shell_of(module)
     if shell is not None and oracle.around is not None and shell.computes_as(oracle.around[0]):
         return oracle.around[1]
-    # What was kept goes first: two at once may not fit.
+    # Kept tensors are freed first: both together may not fit.
     oracle.around = None
     expected = _expected(module, oracle, names, backward)
     if shell is not None:

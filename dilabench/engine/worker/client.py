@@ -91,7 +91,7 @@ class Worker:
             raise WorkerFailure("crash", why, died=True) from error
 
     def kill(self) -> None:
-        """End the process and everything it started, at once."""
+        """Kill the process and all that it started."""
         with self._ending:
             self._child.kill()
             self._connection.close()
@@ -135,7 +135,7 @@ def _joined(traceback: str | None, output: str) -> str | None:
 
 
 class WorkerPool:
-    """Resident workers by key. A worker that died is replaced when its key is next asked for."""
+    """Resident workers by key. A worker that died is replaced at the next request for its key."""
 
     def __init__(self, settings: WorkerSettings, start: Callable[[str, WorkerSettings], Worker] | None = None) -> None:
         self.settings = settings
@@ -158,7 +158,7 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def fresh(self, key: str) -> Any:
-        """A new worker in which nothing ran before; it is ended when the block is left."""
+        """A new worker; it is ended when the block is left."""
         worker = self._start(key, self.settings)
         try:
             yield worker
@@ -166,7 +166,7 @@ class WorkerPool:
             worker.kill()
 
     def end(self) -> None:
-        """End all workers, also one that another thread is starting, and start no more."""
+        """End all workers, also one that another thread is starting, and start no new ones."""
         self._over = True
         self.close()
 

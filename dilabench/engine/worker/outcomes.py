@@ -1,7 +1,6 @@
-"""What worker processes find out about cases without timing them: whether they are right, and what they need.
+"""Checks of cases in worker processes without timing: correctness and memory.
 
-Nothing is timed, so a GPU may have several cases at once: most of what a check takes there is compiling and launching,
-on the host.
+A GPU may check several cases at the same time, because most of a check is compiling and launching on the host.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ PREPARE_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 1800.0
 MAX_WORKERS = 8
 CAUSE = CheckName.DEPENDENCY
-# A worker compiles and launches with about so many threads.
+# Threads with which a worker compiles and launches, about.
 CORES_PER_WORKER = 4
 
 Outcome = Verification | Skipped | Failed
@@ -108,7 +107,7 @@ def ask_about(
 
 
 def measured_memory(case: Case, catalogue: Catalogue, machine: Machine, seed: int) -> Memory | Skipped | Failed:
-    """The peak memory of one call, from a worker of its own; or why it was not measured."""
+    """The peak memory of one call, from a separate worker; or why it was not measured."""
     from dilabench.engine.worker.client import WorkerPool
     from dilabench.engine.worker.protocol import WorkerSettings
     from dilabench.engine.worker.rank_group import start_worker
@@ -132,9 +131,7 @@ def memory_in(pool: WorkerPool, case: Case, catalogue: Catalogue, seed: int) -> 
 
 
 def said_of(outcome: Outcome) -> tuple[Result, str]:
-    """How a case came out, and what to say about it: of a wrong one, the mistake that it looks like, then a line for
-    each check that failed.
-    """
+    """The result of a case and its text: for a wrong one, the likely mistake, then a line for each failed check."""
     if not isinstance(outcome, Verification):
         return outcome.status, outcome.why
     if outcome.passed:
@@ -148,8 +145,9 @@ def said_of(outcome: Outcome) -> tuple[Result, str]:
 
 
 def mistake_of(outcome: Outcome) -> tuple[str, str]:
-    """In a few words, what is wrong: the mistake that it looks like, or else the check that failed first. And the same
-    with place and values. Of what could not be checked, why."""
+    """A short and a long text on a wrong case: the likely mistake, or the check that failed first; the long one with
+    place and values. For an unchecked case, the reason.
+    """
     if not isinstance(outcome, Verification):
         return outcome.why, outcome.why
     failed = [check for check in outcome.checks if not check.passed]
