@@ -55,7 +55,7 @@ class Call:
         self.replaced: dict[str, None] = {}
 
     def __call__(self, inputs: Sequence[Tensor], dout: Tensor | None = None) -> Result:
-        """Call with the inputs (one tensor is used for all three), and return also the gradients for `dout` if given."""
+        """Call with the inputs (one tensor for all three), and return also the gradients for `dout` if given."""
         before = [digest(tensor) for tensor in inputs]
         leaves = [tensor.detach().requires_grad_(dout is not None) for tensor in inputs]
         arguments = leaves if len(leaves) == 3 else leaves * 3
