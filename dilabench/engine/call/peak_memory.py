@@ -123,10 +123,10 @@ def cpu_allocations(call: Callable[[], object]) -> tuple[int, int]:
 
 
 def allocations(profiler: profile) -> tuple[int, int]:
-    """(bytes that stay, largest bytes above the start) of what torch's CPU allocator gave and took in a profiled call.
+    """(remaining bytes, peak bytes above the start) of torch's CPU allocator in a profiled call.
 
-    The profiler is told of each block by the allocator itself, so that what operators allocate inside counts, and what
-    is freed at once; blocks from before do not, whether they are freed or not.
+    The allocator reports each block to the profiler, so temporary blocks inside operators count. Blocks from before the
+    call do not count.
     """
     live = peak = 0
     assert profiler.kineto_results is not None
@@ -138,7 +138,7 @@ def allocations(profiler: profile) -> tuple[int, int]:
 
 
 def _saved_for_backward(call: PreparedCall) -> int:
-    """Bytes of distinct storages that autograd keeps between forward and backward, inputs and parameters left out."""
+    """Bytes of distinct storages that autograd keeps between forward and backward, without inputs and parameters."""
     inputs = call.inputs(0)
     known = {tensor.untyped_storage().data_ptr() for tensor in (*inputs.distinct, *call.parameters())}
     seen: dict[int, Tensor] = {}
@@ -161,7 +161,9 @@ def _saved_for_backward(call: PreparedCall) -> int:
 
 
 def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """What a tensor is made of: itself, or what a wrapper such as DTensor, whose own storage has no address, holds."""
+    """The tensors that hold the data of a tensor: itself, or those inside a wrapper such as DTensor, whose own storage
+    has no address.
+    """
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return

@@ -1,8 +1,8 @@
 """The checks of a module with projections around the attention (takes = "embeddings").
 
-The yardstick is a float64 copy of the module in which only the attention core, its attribute `attention`, is replaced
-by the oracle on the sampled rows. The other rows of that copy are not what the module computes, and are not compared;
-with a dout that is zero there, gradients of the input and of every parameter are exact all the same.
+The reference is a float64 copy of the module whose attention core, its attribute `attention`, is replaced by the oracle
+on the sampled rows. Other rows of this copy are wrong and not compared. Their dout is zero, so gradients of the input
+and of every parameter are still exact.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class MarkedCore(nn.Module):
 def _core_check(module: nn.Module, oracle: Oracle) -> Check:
     """The check that the module is projections around one call of its core.
 
-    With the core replaced by a constant, position i of out, and of the q, k and v that the core is given, depends on
-    position i of the input alone; and none of them is a multiple of a projection, for the core has its own scale.
+    With a constant core, position i of out, and of the core's q, k and v, depends only on position i of the input. None
+    of them is a multiple of a projection, because the core has its own scale.
     """
     workload = oracle.workload
     probe = copy.deepcopy(module)
@@ -275,8 +275,9 @@ class _Yardstick:
         return results
 
     def moved(self, names: list[str]) -> dict[str, Tensor]:
-        """What independent rounding of dq, dk and dv moves 'dx' and the gradients of the parameters `names` by: their
-        natural sizes with random signs, taken back through the projections. Of those alone that depend on them.
+        """The effect of independent rounding of dq, dk and dv on 'dx' and on the gradients of the parameters `names`:
+        their natural sizes with random signs, propagated back through the projections. Only gradients that depend on
+        them are returned.
         """
         if self._core.seen is None:
             return {}
