@@ -43,7 +43,7 @@ class Note(Model):
 
 
 class Labelled(Protocol):
-    """What carries labels: a planned case."""
+    """The carrier of labels: a planned case."""
 
     @property
     def labels(self) -> Mapping[str, str]: ...
@@ -51,7 +51,7 @@ class Labelled(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Label(Generic[ValueT]):
-    """A label of a planned case. It stands in the record as text: `write` makes it, `read` takes it apart."""
+    """A label of a planned case. The record holds it as text: `write` makes it, `read` parses it."""
 
     key: str
     meaning: str
@@ -89,11 +89,11 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class NoteKind:
-    """A kind of note; `unit` is that of what was observed and of its threshold.
+    """A kind of note; `unit`: of the observed value and its threshold.
 
     `disqualifies`: the time of a row with such a note cannot be true; it is neither ranked nor quoted. `at_start`: a
-    run that starts shows it, as it does what else works on the machine. `kernels`: regular expressions,
-    one of which a kernel of such a row must match in place of those of the backend that it names.
+    run shows it at its start, for example a busy machine. `kernels`: regular expressions; a kernel of such a row must
+    match one of them instead of the backend's.
     """
 
     key: str
@@ -157,7 +157,7 @@ RECEIVED_BYTES = Counter("received_bytes", "received from other ranks in one cal
 # Among a record's ceilings.
 COPY_KEY = "copy_bytes_per_s"
 
-# What travels between ranks. Each has two counters of its own beside the sums, 'sent_keys_bytes' and so on.
+# Kinds of messages between ranks. Each has two counters in addition to the sums, 'sent_keys_bytes' and so on.
 TRAFFIC: Mapping[str, str] = {
     "keys": "K and V",
     "gradients": "dK and dV",
@@ -216,7 +216,7 @@ WORK_KEPT = NoteKind(
 CHOSEN = NoteKind("chosen", "what the library took, and how long it took to choose, before any timed call", "ns")
 UNCHECKED = NoteKind("unchecked", "the pattern's plug-in failed to give the figures that the time is checked against")
 
-# What `dilabench doctor` says of a machine; no row carries these.
+# Notes of `dilabench doctor` on a machine; no row has these.
 GPU_SHARED = NoteKind("gpu_shared", "other processes use the GPU", "count", at_start=True)
 GPU_BUSY = NoteKind("gpu_busy", "the GPU is busy", "percent", at_start=True)
 GPU_HOT = NoteKind("gpu_hot", "the GPU is hot before anything has run", "°C")
@@ -235,7 +235,7 @@ LOW_MEMORY = NoteKind("low_memory", "little memory is free", "bytes")
 SWAP = NoteKind("swap", "memory has been swapped out", "bytes")
 
 
-# What tensor cores multiply, whose rate bounds that of float32 where there are some.
+# The dtypes of tensor cores. If a device has them, their rate bounds that of float32.
 TENSOR_CORE_DTYPE = "bfloat16"
 
 
@@ -255,7 +255,7 @@ def peak_flops(ceilings: Mapping[str, float], dtype: str) -> float | None:
 
 
 def traffic_key(direction: Literal["sent", "received"], kind: str) -> str:
-    """The key of a counter of what travels: 'sent_keys_bytes'; 'plugin:sent_rows_bytes' for a kind 'plugin:rows'."""
+    """The key of a counter of messages: 'sent_keys_bytes'; 'plugin:sent_rows_bytes' for a kind 'plugin:rows'."""
     plugin, colon, name = kind.rpartition(":")
     return f"{plugin}{colon}{direction}_{name}_bytes"
 

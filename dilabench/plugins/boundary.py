@@ -116,7 +116,7 @@ def watch() -> None:
 
 @contextlib.contextmanager
 def guarded(plugin: str, what: str = "") -> Iterator[None]:
-    """Run code of a plug-in: whatever it raises, sys.exit() included, becomes a PluginError with file and line.
+    """Run code of a plug-in: any exception, sys.exit() included, becomes a PluginError with file and line.
 
     `what` names the request. Its prints go to stderr, because stdout may carry JSON. Refusals for the user
     (ConfigError, EnvironmentNotReady) and Ctrl-C pass through; the latter names the interrupted request.

@@ -17,10 +17,10 @@ from dilabench.store.lookup import Store
 from dilabench.store.run_files import refuse_other_rows
 from dilabench.validation import content_hash
 
-# What must be the same: how cases were measured, and on which inputs.
+# Fields that must be equal: how cases were measured, and on which inputs.
 MEASURING = ("device", "timing", "warmup_runs", "timing_runs", "seed")
 SHARD = "shard"
-# What may differ between runs of different workloads.
+# Fields that may differ between runs of different workloads.
 ASKING = ("implementations", "backends", "presets", "overrides", "lengths", "budget_s", "options", SHARD)
 
 
@@ -109,7 +109,7 @@ def _check_mergeable(first: RunRecord, record: RunRecord, first_name: str, name:
 
 
 def _refuse_broken_set(records: Sequence[RunRecord], shards: Sequence[Shard | None], names: Sequence[str]) -> None:
-    """Raise ConfigError unless the shards are all those of one request, each once."""
+    """Raise ConfigError unless the shards are all shards of one request, each once."""
     whole = [name for shard, name in zip(shards, names, strict=True) if shard is None]
     if whole:
         raise ConfigError(f"{whole[0]} is no shard, and others are; merge only the shards of one run")

@@ -37,7 +37,7 @@ RESERVE_BYTES = 1 << 20
 
 
 class RunFolder:
-    """Where a run writes: `start` makes the folder, `row` is on disk when it returns, `finish` writes the record."""
+    """The folder of a run: `start` makes it, `row` is on disk when it returns, `finish` writes the record."""
 
     def __init__(self, path: Path, *, resumed: bool = False) -> None:
         self.path = path
@@ -66,7 +66,7 @@ class RunFolder:
 
     @classmethod
     def resume(cls, run: Path, waiting: Callable[[str], None] = lambda _: None) -> "RunFolder":
-        """The folder of a run to go on with, given as folder or as one of its files.
+        """The folder of a run to continue, given as folder or as one of its files.
 
         The folder stays locked until it is closed. A run that is still running is waited for, and `waiting` receives a
         message; only its end shows which rows it has.
@@ -189,7 +189,7 @@ def read_record(run: Path) -> RunRecord:
             f"wrote it; name a run's folder or its {RECORD_NAME}"
         )
     for row in document.get("rows", ()):
-        # What `report --json` printed may be read, too; its figures follow from the samples.
+        # The output of `report --json` is accepted, too; its figures follow from the samples.
         if isinstance(row, dict):
             row.pop(SUMMARY, None)
     if document.get("schema_version") != SCHEMA_VERSION:
@@ -240,7 +240,7 @@ def refuse_other_rows(run: Path, record: RunRecord) -> None:
 def completed_rows(run: Path, header: RunHeader | None = None) -> tuple[Row, ...]:
     """Rows that `--resume` keeps: all, failed ones too, except those that the time budget skipped.
 
-    With the header of the run that wants to go on, another device or machine is refused: times would not compare.
+    With the header of the run that continues, another device or machine is refused: times would not compare.
     """
     old, rows = read_rows(run if run.is_dir() else run.parent)
     if header is not None:
@@ -321,7 +321,7 @@ def _refused(path: Path, way_out: str = "choose another folder with -o") -> Iter
 
 
 def _probe(folder: Path) -> None:
-    """Write and remove a file of some size. A folder that was made for nothing is removed as well."""
+    """Write and remove a file of some size. A folder that was created only for this is removed, too."""
     probe = folder / ".probe"
     try:
         with probe.open("wb") as file:

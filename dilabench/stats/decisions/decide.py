@@ -1,11 +1,11 @@
 """From an estimate to a verdict (measurement.md §5.2), by a `Policy`: the user's margin, and a machine's resolution.
 
-With m = ln(1 + delta): SLOWER when the interval lies above m, FASTER when it lies below -m, SAME when it lies inside
-[-m, m] (two one-sided tests: Schuirmann 1987), INCONCLUSIVE otherwise. If the clock of every slot is known, time and
-cycles must agree. The p-value of a slow-down beyond the margin is P(T_df > (theta - m) / SE).
+With m = ln(1 + delta): SLOWER if the interval is above m, FASTER if it is below -m, SAME if it is inside [-m, m] (two
+one-sided tests: Schuirmann 1987), INCONCLUSIVE otherwise. If the clock of every slot is known, time and cycles must
+agree. The p-value of a slow-down beyond the margin is P(T_df > (theta - m) / SE).
 
-Many comparisons at once are corrected: without that 132 pairs give six false alarms at 5 %. Holm controls the chance of
-any false claim. Slow-downs and speed-ups are two families, so that exchanging the sides mirrors every verdict.
+Many comparisons are corrected: uncorrected, 132 pairs give six false alarms at 5 %. Holm controls the chance of any
+false claim. Slow-downs and speed-ups are two families, so that exchanging the sides mirrors every verdict.
 """
 
 from collections.abc import Sequence
