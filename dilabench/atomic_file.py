@@ -123,9 +123,9 @@ def _put_in_place(temporary: Path, path: Path) -> None:
 
 
 def open_lock(path: Path, flags: int = 0) -> int:
-    """A descriptor of a lock file, to read and write, which is made where there is none; it is not locked yet.
+    """A descriptor of a lock file, to read and write, which is created if missing; it is not locked yet.
 
-    Raises OSError when it cannot be opened or is no plain file: a pipe of that name would be waited for, for ever.
+    Raises OSError if it cannot be opened or is no plain file: a pipe would block for ever.
     """
     flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
     try:
@@ -141,10 +141,10 @@ def open_lock(path: Path, flags: int = 0) -> int:
 
 @contextlib.contextmanager
 def locked(path: Path, way_out: str, timeout_s: float | None = None) -> Iterator[None]:
-    """Hold the lock file beside `path` while it is read, changed and written; others wait.
+    """Hold the lock file next to `path` while it is read, changed and written; others wait.
 
-    After `timeout_s` seconds, and on a file system without locks if there is such a limit, it goes on without the lock.
-    Raises EnvironmentNotReady, which ends with `way_out`, when the lock file cannot be made.
+    After `timeout_s` seconds, and with such a limit on a file system without locks, continue without the lock. Raises
+    EnvironmentNotReady, which ends with `way_out`, when the lock file cannot be made.
     """
     lock = path.with_name(f".{path.name}.lock")
     try:

@@ -191,9 +191,10 @@ class AttendPackedBackward(Protocol):
 
 
 class PackedKernel(NamedTuple):
-    """What a backend calls for packed sequences, all in one launch, and on which kinds of device.
+    """The kernel of a backend for packed sequences, all in one launch, and its kinds of device.
 
-    aligns_ends: under a mask it takes sequences of fewer queries than keys, the last query standing at the last key.
+    aligns_ends: under a mask it takes sequences of fewer queries than keys, the last query at the position of the last
+    key.
     """
 
     attend: AttendPacked
@@ -335,9 +336,9 @@ class NoPool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
-    """What `build` may use: device, backend, ranks, pattern cache and buffer pool.
+    """The context of `build`: device, backend, ranks, pattern cache and buffer pool.
 
-    `tiles`: shapes for its kernels instead of its own, in its own words (`Implementation.tiles`); empty for its own.
+    `tiles`: tile shapes for its kernels, named as in `Implementation.tiles`; empty for its defaults.
     """
 
     device: torch.device

@@ -1,6 +1,6 @@
-"""What this machine has, and what is known of each kind of device, without torch: `engine/device` has what calls it.
+"""The hardware of this machine, and the facts on each kind of device, without torch (`engine/device` has the calls).
 
-NVML tells of GPUs, package metadata of torch.
+NVML describes GPUs, package metadata the torch build.
 """
 
 import functools

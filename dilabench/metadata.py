@@ -245,10 +245,10 @@ def matmul_key(dtype: str) -> str:
 
 
 def peak_flops(ceilings: Mapping[str, float], dtype: str) -> float | None:
-    """What attention in a dtype can take of a device, by a record's ceilings; None if they do not tell.
+    """The highest FLOP/s of attention in a dtype, by a record's ceilings; None if unknown.
 
-    Tensor cores take float32 apart: at the least into two numbers of half precision, whose products of two such are
-    three above float32's last bits, and Triton's bf16x6 takes six of three.
+    Tensor cores split float32 into at least two numbers of half precision, which takes three products; Triton's bf16x6
+    takes six products of three numbers.
     """
     own, half = ceilings.get(matmul_key(dtype)), ceilings.get(matmul_key(TENSOR_CORE_DTYPE))
     return own if dtype != "float32" or half is None else max(own or 0.0, half / 3)

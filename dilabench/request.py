@@ -106,9 +106,9 @@ class RunRequest(Model):
         return read_budget(value) if isinstance(value, str) else value
 
     def command_line(self) -> tuple[str, ...]:
-        """The arguments after `dilabench` that come to the same request, as `run_request` reads them.
+        """The arguments after `dilabench` that give the same request, as `run_request` reads them.
 
-        All that a suite has a default for stands there, whether or not it differs.
+        Values with a default of the suite are always included.
         """
         words = ["run", self.suite]
         named = {"-i": self.implementations, "-b": self.backends, "--config": self.presets}
@@ -143,9 +143,9 @@ def shard_of(config: Mapping[str, Any]) -> Shard | None:
 
 
 def measuring_options(config: Mapping[str, Any]) -> Iterator[str]:
-    """Options of `dilabench run` for how a request (its fields by name) is measured, where that is not the default.
+    """Options of `dilabench run` for how a request (its fields by name) is measured, if that is not the default.
 
-    The budget always stands there: a suite has one unless told that there is none.
+    The budget is always included, because a suite has one by default.
     """
     for name in ("timing", "seed", "warmup_runs", "timing_runs"):
         if (value := config.get(name)) is not None and value != RunRequest.model_fields[name].default:

@@ -169,9 +169,9 @@ def standard_output() -> TextIO:
 
 
 def place(error: BaseException, *, also_ours: bool = True) -> str:
-    """' (file:line)' of the innermost line in the plug-in's folder, which is that of the first frame outside dilabench.
+    """' (file:line)' of the innermost line in the plug-in's folder, the folder of the first frame outside dilabench.
 
-    Without such a frame, the innermost line of ours, or '' if not `also_ours`.
+    Without such a frame, the innermost line of dilabench, or '' if not `also_ours`.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"

@@ -219,9 +219,9 @@ def _without_controls(value: Any) -> Any:
 
 
 def _pictures_of(record: RunRecord) -> tuple[Section, ...]:
-    """A section of pictures; nothing for a record whose patterns have none.
+    """A section of pictures, if the record's patterns have any.
 
-    One whose file is gone or has changed is named in the sentence instead.
+    A picture whose file is missing or has changed is named in the sentence instead.
     """
     uses = dict.fromkeys(
         (row.case.workload.pattern, shape) for row in record.rows for shape in row.case.workload.shapes

@@ -290,9 +290,9 @@ class PreparedCall:
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """What the function has to say about how it was built, and what is to be known of the device.
+        """Notes of the function on how it was built, and notes on the device.
 
-        Raises PluginError for a code of nobody's.
+        Raises PluginError for an unknown code.
         """
         built, warning = self._unoptimized, device_of(self.device).facts.warning
         notes = tuple(built.notes) if isinstance(built, WithNotes) else ()

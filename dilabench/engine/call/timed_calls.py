@@ -136,7 +136,7 @@ class TimedCalls:
         self.active = True
 
     def before(self, inputs: InputSet, *, fixed: bool = False) -> KeptCall | None:
-        """Change the inputs of the next call unless they are `fixed`; return the keeper of its result, if it is kept."""
+        """Change the inputs of the next call unless they are `fixed`; return its keeper, if any."""
         self._settle()
         batch, position = 0, self._length - 1
         if not fixed:

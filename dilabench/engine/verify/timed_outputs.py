@@ -1,10 +1,10 @@
-"""Are results of timed calls right? Rows of random ones, and all of the last one's, on the very numbers that they had.
+"""The check of timed calls: rows of random calls, and the whole last call, on their own inputs.
 
 For 8 to 16 random calls, the first included (timed_calls.py), two rows of out and dq are compared with the oracle: the
-one whose query was changed just before the call, and a random one; batch items and head groups alternate. Of some
-of these calls dk and dv of a key are, too, from all rows that see it. Each must leave its inputs as they were.
+one whose query was changed just before the call, and a random one; batch items and head groups alternate. For some of
+these calls, dk and dv of a key are compared, too, from all rows that see it.
 
-last_call.py says what is checked of the last one.
+Each call must leave its inputs unchanged. last_call.py has the checks of the last one.
 """
 
 from __future__ import annotations
