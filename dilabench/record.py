@@ -277,9 +277,7 @@ class Timing(Model):
 
 
 class Diagnostic(Model):
-    """Samples of a call over ranks, or of a part alone, which computes something wrong; samples with the same index are
-    of one round.
-    """
+    """Samples of a call over ranks, or of a part alone, whose result is wrong; equal indices are of one round."""
 
     part: Part
     samples_ns: Times
