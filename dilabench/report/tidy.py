@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Line = dict[str, Any]
 # The peak is a column of tables, too.
+TURN = ("session", "round", "position", "sm_clock_mhz", "power_mw", "temperature_c", "throttle")
 MEMORY = tuple(name for name in Memory.model_fields if name.endswith("_bytes") and name != "peak_bytes")
 
 
@@ -126,25 +127,22 @@ def _case(row: Row) -> Line:
 def _turns(record: RunRecord) -> Iterator[tuple[Line, Sequence[int]]]:
     """For each turn of every timer: what its lines share, and the times in ns."""
     for row in record.rows:
+        about = {
+            "run_id": record.run_id,
+            "case_id": row.case.case_id,
+            "implementation": row.case.implementation,
+            "backend": row.case.backend,
+            "seq_len": row.case.workload.seq_len,
+            "mode": row.case.workload.mode,
+        }
         for timing in row.outcome.timings if isinstance(row.outcome, Measured) else ():
-            for slot in timing.slots:
-                turn = {
-                    "run_id": record.run_id,
-                    "case_id": row.case.case_id,
-                    "implementation": row.case.implementation,
-                    "backend": row.case.backend,
-                    "seq_len": row.case.workload.seq_len,
-                    "mode": row.case.workload.mode,
-                    "timer": timing.timer,
-                    "session": slot.session,
-                    "round": slot.round,
-                    "position": slot.position,
-                    "sm_clock_mhz": slot.sm_clock_mhz,
-                    "power_mw": slot.power_mw,
-                    "temperature_c": slot.temperature_c,
-                    "throttle": ";".join(slot.throttle) or None,
-                }
-                yield turn, slot.samples_ns
+            columns = {name: timing.columns.column(name) for name in TURN}
+            for turn, samples_ns in zip(
+                zip(*columns.values(), strict=True), timing.columns.column("samples_ns"), strict=True
+            ):
+                state = dict(zip(columns, turn, strict=True))
+                state["throttle"] = ";".join(state["throttle"]) or None
+                yield about | {"timer": timing.timer} | state, samples_ns
 
 
 def _samples_text(record: RunRecord) -> Iterator[str]:

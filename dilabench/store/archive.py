@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from dilabench.atomic_file import limited, read_file
 from dilabench.errors import ConfigError, DilabenchError
-from dilabench.record import SCHEMA_VERSION, Measured, Row, RunRecord, Slot
+from dilabench.record import SCHEMA_VERSION, Row, RunRecord
 from dilabench.report.json import SUMMARY
 from dilabench.store.files import store_root, unreadable, write_whole
 from dilabench.store.migrations import migrated
@@ -32,7 +32,6 @@ _STAMP = re.compile(r"^\d{8}T\d{6}Z-|^undated-")
 
 _FIRST_ROW = re.compile(rb'(?<!\\)"rows"\s*:\s*\[\s*(?=\{\s*"planned"\s*:)')
 _PLANNED = b'"planned"'
-_SLOT_FIELDS = set(Slot.model_fields)
 
 
 class Archive:
@@ -196,13 +195,7 @@ def _row(text: bytes) -> Row:
         document["outcome"]["timings"] = timings
     # What `report --json` printed; it follows from the samples.
     document.pop(SUMMARY, None)
-    row = Row.model_validate(document)
-    for timing in row.outcome.timings if isinstance(row.outcome, Measured) else ():
-        for slot in timing.slots:
-            # pydantic keeps a set of names for each, larger than a slot's samples; most name all fields.
-            if len(slot.model_fields_set) == len(_SLOT_FIELDS):
-                object.__setattr__(slot, "__pydantic_fields_set__", _SLOT_FIELDS)
-    return row
+    return Row.model_validate(document)
 
 
 def read_compressed(path: Path) -> RunRecord:

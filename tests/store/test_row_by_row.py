@@ -7,10 +7,10 @@ import pytest
 
 from dilabench.errors import ConfigError
 from dilabench.record import RunRecord, Slot
+from dilabench.record.samples import Nanoseconds
 from dilabench.report.json import render, to_text
 from dilabench.store.archive import read_compressed, read_row_by_row
 from dilabench.store.run_files import read_record
-from dilabench.validation import Nanoseconds
 
 FORMS = {
     "run.json": to_text,
