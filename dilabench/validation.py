@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -158,15 +158,34 @@ def check_depth(document: Any) -> None:
         raise ValueError(f"it is nested more than {deepest} levels deep; {DEPTH_VARIABLE}=100, say, reads more")
 
 
+class OverLimitError(ValueError):
+    """A record has more of something than its limit."""
+
+
 def check_counts(text: bytes) -> None:
-    """Raise ValueError for the JSON text of a record with more rows, or more values (of all kinds), than the limits."""
+    """Raise OverLimitError for the JSON text of a record with more rows, or more values (of all kinds), than the limits."""
+    for _ in counted_chunks([text]):
+        pass
+
+
+def counted_chunks(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The parts of such a text; raises OverLimitError at the one in which a limit is passed."""
     # Each value but the first of a list or object has a comma before it.
-    for what, mark, variable, default in (
-        ("rows", b'"planned"', ROWS_VARIABLE, MAX_ROWS),
-        ("values", b",", VALUES_VARIABLE, MAX_VALUES),
-    ):
-        if (count := text.count(mark)) > (most := _limit(variable, default)):
-            raise ValueError(f"it has {count} {what}, over the limit of {most}; {variable}={2 * count}, say, reads it")
+    limits = (
+        ("rows", b'"planned"', ROWS_VARIABLE, _limit(ROWS_VARIABLE, MAX_ROWS)),
+        ("values", b",", VALUES_VARIABLE, _limit(VALUES_VARIABLE, MAX_VALUES)),
+    )
+    counts = [0, 0]
+    end = b""
+    for chunk in chunks:
+        for at, (what, mark, variable, most) in enumerate(limits):
+            # A mark may lie on the border of two chunks.
+            border = end[len(end) - len(mark) + 1 :] + chunk[: len(mark) - 1] if len(mark) > 1 else b""
+            counts[at] += chunk.count(mark) + border.count(mark)
+            if counts[at] > most:
+                raise OverLimitError(f"it has over {most} {what}, the limit; {variable}={2 * most}, say, reads more")
+        end = chunk[-16:]
+        yield chunk
 
 
 def _limit(variable: str, default: int) -> int:
