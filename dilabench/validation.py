@@ -150,6 +150,8 @@ def check_depth(document: Any) -> None:
     deepest = _limit(DEPTH_VARIABLE, MAX_DEPTH)
     level = [document] if type(document) in _CONTAINERS else []
     for _ in range(deepest):
+        if not level:
+            return
         inner = (container.values() if type(container) is dict else container for container in level)
         # Most containers are lists of numbers, passed over without a look at each.
         nested = (several for several in inner if not _CONTAINERS.isdisjoint(map(type, several)))
@@ -163,7 +165,7 @@ class OverLimitError(ValueError):
 
 
 def check_counts(text: bytes) -> None:
-    """Raise OverLimitError for the JSON text of a record with more rows, or more values (of all kinds), than the limits."""
+    """Raise OverLimitError for the JSON text of a record with more rows, or values of all kinds, than the limits."""
     for _ in counted_chunks([text]):
         pass
 

@@ -127,6 +127,9 @@ class Slot(Model):
 
 
 _FIELDS = set(Slot.model_fields)
+# In the order of the fields.
+_DEFAULTS: dict[str, Any] = {name: field.default for name, field in Slot.model_fields.items()}
+_NOTHING_ELSE = (("pydantic_extra", None), ("pydantic_private", None))
 _NUMBERS = ("session", "round", "position")
 _READINGS = ("sm_clock_mhz", "power_mw", "temperature_c")
 _LISTS = ("samples_ns", "renewed", "enqueue_ns")
@@ -236,6 +239,11 @@ class SlotColumns(Sequence[Slot]):
         """Return True if a slot has more in this field than its default."""
         return name in self._columns
 
+    @property
+    def texts(self) -> frozenset[str]:
+        """All texts in the slots."""
+        return frozenset(chain.from_iterable(set(self._columns.get("throttle", ()))))
+
     def __len__(self) -> int:
         return self._count
 
@@ -251,13 +259,16 @@ class SlotColumns(Sequence[Slot]):
         return self._slot(at) if isinstance(at, int) else tuple(map(self._slot, at))
 
     def _slot(self, at: int) -> Slot:
-        fields = {
-            name: column.of(at) if isinstance(column, _Lists) else column[at] for name, column in self._columns.items()
-        }
-        if "renewed" in fields:
-            fields["renewed"] = tuple(fields["renewed"])
-        # The set of names is shared, for one of its own takes more memory than a slot's samples.
-        return Slot.model_construct(_FIELDS, samples_ns=self._samples.of(at), **fields)
+        fields = _DEFAULTS | {"samples_ns": self._samples.of(at)}
+        for name, column in self._columns.items():
+            fields[name] = column.of(at) if isinstance(column, _Lists) else column[at]
+        fields["renewed"] = tuple(fields["renewed"])
+        # As `model_construct` does, which looks up all fields and defaults again for each slot. The set of names is
+        # shared, for one of its own takes more memory than a slot's samples.
+        slot = Slot.__new__(Slot)
+        for name, value in (("dict", fields), ("pydantic_fields_set", _FIELDS), *_NOTHING_ELSE):
+            object.__setattr__(slot, f"__{name}__", value)
+        return slot
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, SlotColumns):

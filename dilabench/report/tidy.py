@@ -5,6 +5,7 @@ labels that the record has. CSV, Parquet (extra `data`) and data frames are writ
 """
 
 import csv
+import functools
 import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dilabench.atomic_file import write_bytes, write_text
 from dilabench.compare.view import memory_of, view_of
 from dilabench.errors import EnvironmentNotReady
-from dilabench.record import Failed, Measured, Memory, Row, RunRecord
+from dilabench.record import Failed, Measured, Memory, Row, RunRecord, Timing
 from dilabench.report.columns import exported, implementation_text
 from dilabench.report.content import device_text
 
@@ -45,8 +46,9 @@ def cases(record: RunRecord) -> list[Line]:
 def samples(record: RunRecord) -> list[Line]:
     """One line per sample of every timer, in the order taken, with the device's state at the end of its turn."""
     return [
-        {**turn, "sample": index, "time_ns": time_ns}
-        for turn, times in _turns(record)
+        {**about, **dict(zip(TURN, turn, strict=True)), "sample": index, "time_ns": time_ns}
+        for about, timing in _timings(record)
+        for turn, times in _turns(timing)
         for index, time_ns in enumerate(times)
     ]
 
@@ -124,36 +126,47 @@ def _case(row: Row) -> Line:
     }
 
 
-def _turns(record: RunRecord) -> Iterator[tuple[Line, Sequence[int]]]:
-    """For each turn of every timer: what its lines share, and the times in ns."""
+def _timings(record: RunRecord) -> Iterator[tuple[Line, Timing]]:
+    """Every timing with what the lines of all its samples share."""
     for row in record.rows:
-        about = {
-            "run_id": record.run_id,
-            "case_id": row.case.case_id,
-            "implementation": row.case.implementation,
-            "backend": row.case.backend,
-            "seq_len": row.case.workload.seq_len,
-            "mode": row.case.workload.mode,
-        }
-        for timing in row.outcome.timings if isinstance(row.outcome, Measured) else ():
-            columns = {name: timing.columns.column(name) for name in TURN}
-            for turn, samples_ns in zip(
-                zip(*columns.values(), strict=True), timing.columns.column("samples_ns"), strict=True
-            ):
-                state = dict(zip(columns, turn, strict=True))
-                state["throttle"] = ";".join(state["throttle"]) or None
-                yield about | {"timer": timing.timer} | state, samples_ns
+        if isinstance(row.outcome, Measured):
+            about = {
+                "run_id": record.run_id,
+                "case_id": row.case.case_id,
+                "implementation": row.case.implementation,
+                "backend": row.case.backend,
+                "seq_len": row.case.workload.seq_len,
+                "mode": row.case.workload.mode,
+            }
+            yield from ((about | {"timer": timing.timer}, timing) for timing in row.outcome.timings)
+
+
+def _turns(timing: Timing) -> Iterator[tuple[tuple[Any, ...], Sequence[int]]]:
+    """For each turn the values of `TURN`, and the times in ns."""
+    columns = timing.columns
+    *numbers, reasons = map(columns.column, TURN)
+    texts = (";".join(reason) or None for reason in reasons)
+    return zip(zip(*numbers, texts, strict=True), columns.column("samples_ns"), strict=True)
 
 
 def _samples_text(record: RunRecord) -> Iterator[str]:
-    """The CSV of all samples in parts: what the lines of a turn share is written once and repeated."""
-    for number, (turn, times) in enumerate(_turns(record)):
+    """The CSV of all samples in parts: what the lines of a timing or a turn share is written once and repeated."""
+    for number, (about, timing) in enumerate(_timings(record)):
         if number == 0:
-            yield f"{','.join(turn)},sample,time_ns\n"
-        shared = io.StringIO()
-        csv.writer(shared, lineterminator="").writerow(map(_cell, turn.values()))
-        start = shared.getvalue()
-        yield "".join(f"{start},{index},{time_ns}\n" for index, time_ns in enumerate(times))
+            yield f"{','.join((*about, *TURN))},sample,time_ns\n"
+        shared = _csv_line(tuple(about.values()))
+        for (*numbers, reasons), times in _turns(timing):
+            state = ",".join(["" if value is None else str(value) for value in numbers])
+            start = f"{shared},{state},{_csv_line((reasons,))}"
+            yield "".join([f"{start},{index},{time_ns}\n" for index, time_ns in enumerate(times)])
+
+
+@functools.lru_cache(maxsize=64)
+def _csv_line(values: tuple[Any, ...]) -> str:
+    text = io.StringIO()
+    # A line of one empty value would be written as a pair of quotes.
+    csv.writer(text, lineterminator="").writerow([*map(_cell, values), "."])
+    return text.getvalue().removesuffix(",.")
 
 
 def _csv(lines: Sequence[Line], folder: Path | None, filename: str) -> str | None:
