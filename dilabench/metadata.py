@@ -132,6 +132,9 @@ SPARSITY_REACHED = Label(
 STEPS = Label("steps", "suite `block-sparse`: the steps of a call, as 'select plan attend'", str)
 STEPS_OF = Label("steps_of", "suite `block-sparse`: the implementation whose calls have these steps, all or some", str)
 SELECTION = Label("selection", "SHA-256 (16 hex digits) of the indices of the key blocks that were selected", str)
+OVERLAP = Label(
+    "overlap", "share of a token's selected key blocks that the token before it selected, too", float, "{:.2f}".format
+)
 
 PATTERN_CACHE_HITS = Counter("pattern_cache_hits", "patterns taken from the cache")
 PATTERN_CACHE_MISSES = Counter("pattern_cache_misses", "patterns that were built")
@@ -172,6 +175,7 @@ NOT_INTERLEAVED = NoteKind(
 INTERRUPTED = NoteKind("interrupted", "Ctrl-C came after its timing")
 NO_MEMORY_PASS = NoteKind("no_memory_pass", "no time was left to measure memory")
 NO_LEDGER = NoteKind("no_ledger", "the profiler saw no kernel, so the backend is claimed, not shown")
+SLOW_RANK = NoteKind("slow_rank", "one rank takes at least twice as long as the median of the others", "times")
 UNDIAGNOSED = NoteKind("undiagnosed", "communication and computation were not timed apart")
 CHANGED_SETTINGS = NoteKind("changed_settings", "its code changed torch's settings for every other; they were put back")
 TIMER_UNUSABLE = NoteKind("timer_unusable", "a timer cannot time this call")

@@ -155,9 +155,7 @@ def dilated_attention(
     if sink is not None:
         operands.check_is_tensor(sink)
     if cu_seqlens is not None:
-        if query.ndim != 3 or key.ndim != 3 or value.ndim != 3:
-            shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-            raise ValueError(f"{shapes} with cu_seqlens must be [T, H, D] and [T, K, D]; leave out the batch axis")
+        operands.check_tokens(query, key, value)
         query, key, value = query[None], key[None], value[None]
     # A compiled graph takes a tensor of bounds unread, and so serves every packing.
     of_graph = cu_seqlens if isinstance(cu_seqlens, Tensor) and torch.compiler.is_compiling() else None

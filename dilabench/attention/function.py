@@ -26,12 +26,13 @@ from dilabench.choice.descriptors import load_target
 from dilabench.choice.ways import AUTO, Way
 from dilabench.contracts import Attend, AttendBackward, AttentionFn, BuildContext, LoadedBackend, WithLse
 from dilabench.errors import ConfigError
-from dilabench.impls.no_pairs import SHAPES_ONLY
+from dilabench.impls.no_pairs import NOTHING_SEEN, SHAPES_ONLY, FirstRows
 from dilabench.impls.null_mass import sink_gradient
 from dilabench.impls.one_operator import (
     Computation,
     Kept,
     as_one_operator,
+    eager,
     forward_before_backward,
     materialised,
     outside_compilers,
@@ -108,8 +109,8 @@ def attention(
     scale: factor of the scores; 1/sqrt(D) by default.
     sink: [H], per head the logit of one more key whose value is 0 (gpt-oss); gets a gradient. inf: out and gradients 0.
     cu_seqlens: packed sequences, bounds that rise from 0; out [T, H, D] of query [T, H, D] and key, value
-        [T, K, D]. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. For dense and dilated
-        patterns.
+        [T, K, D]. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. The pattern begins anew
+        in each. Not for NativeSparsePattern.
     indices: [n, k] or [K, n, k] integers on the tensors' device, for TopKBlocksPattern: the k key blocks of each of n
         query blocks, for all key/value heads or each. Order does not matter, -1 means no block. They replace the
         pattern's selector and top_k.
@@ -155,13 +156,19 @@ def attention(
             **fields,
         )
     else:
-        if cu_seqlens is not None:
-            raise ValueError(f"cu_seqlens with pattern {pattern.kind}: packed sequences are for dense and dilated ones")
         if sink is not None:
             operands.check_is_tensor(sink)
         if backend != AUTO:
             raise ValueError(f"backend {backend!r} with pattern {pattern.kind}, whose kernels call none; leave it out")
         operands.check_are_tensors(query=query, key=key, value=value)
+        bounds: tuple[int, ...] = ()
+        if cu_seqlens is not None:
+            if indices is not None:
+                raise ValueError(
+                    "indices with cu_seqlens: they number the blocks of one sequence; leave one of them out"
+                )
+            bounds = operands.bounds(cu_seqlens, operands.check_tokens(query, key, value))
+            query, key, value = query[None], key[None], value[None]
         refuse_forward_mode(query, key, value)
         if torch._C._is_any_autocast_enabled():
             query, key, value = operands.as_autocast(query, key, value)
@@ -170,8 +177,10 @@ def attention(
         )
         sides = operands.integers("window", window)
         operands.refuse_types({"causal": causal, "window": sides, "scale": scale})
-        options = _Options(causal, sides, scale, (), wants_gradient)  # type: ignore[arg-type]
+        options = _Options(causal, sides, scale, bounds, wants_gradient)  # type: ignore[arg-type]
         out, lse = outside_compilers(_attend, pattern, options, query, key, value, sink, indices, return_lse)
+        if cu_seqlens is not None:
+            out, lse = out[0], lse[0]
     return (out, lse.detach()) if return_lse else out
 
 
@@ -298,6 +307,8 @@ def _attend(
             raise ValueError(f"sink with pattern {pattern.kind}, a sum of several softmaxes; leave it out")
         out, lse = _WithSink.apply(function, query, key, value, sink)
         return out, lse
+    if options.cu_seqlens:
+        return eager(function, query, key, value)
     if isinstance(function, WithLse):
         return function.with_lse(query, key, value)
     if needs_lse:
@@ -324,13 +335,18 @@ def _by_operators(
 
 
 @lru_cache(maxsize=64)
-def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Options) -> AttentionFn:
+def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Options) -> Any:
     """The function for tensors of these shapes, made once."""
     device = tensors[0][2]
     try:
         workload = operands.workload_of(pattern, tensors, options)
         if device.type == "meta" or workload is None:
-            return SHAPES_ONLY
+            return SHAPES_ONLY if device.type == "meta" or 0 in tensors[0][0] else NOTHING_SEEN
+        if workload.seq_len < tensors[0][0][1]:
+            # The rows of the sequences are computed, and zeros follow them.
+            inside = tuple(((1, workload.seq_len, *shape[2:]), *kind) for shape, *kind in tensors)
+            options = options._replace(cu_seqlens=workload.cu_seqlens or ())
+            return FirstRows(workload.seq_len, _function(pattern, cast(Any, inside), options))
         implementation = implementation_of(workload, device)
         way = Way(implementation.name, None, workload)
         backend = backend_of(AUTO, way, device) if implementation.uses_backend else None

@@ -101,6 +101,14 @@ def check_operands(query: torch.Size, key: torch.Size, value: torch.Size) -> Non
         raise ValueError(f"key {tuple(key)} must agree with query {tuple(query)} in batch, length and head dim")
 
 
+def check_tokens(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """The number of packed tokens. Refuse tensors with a batch axis."""
+    if query.ndim != 3 or key.ndim != 3 or value.ndim != 3:
+        shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+        raise ValueError(f"{shapes} with cu_seqlens must be [T, H, D] and [T, K, D]; leave out the batch axis")
+    return query.shape[0]
+
+
 def check_are_tensors(**operands: object) -> None:
     """Refuse what is no tensor, by name."""
     for name, operand in operands.items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,9 @@ from dilabench.choice.computation import backend_of, check_backend, machine_of, 
 from dilabench.choice.descriptors import load_target
 from dilabench.choice.over_ranks import fastest_expected
 from dilabench.choice.rules import by_priority
-from dilabench.choice.ways import AUTO, Way, own_ways
+from dilabench.choice.ways import AUTO, Way, Ways, own_ways
 from dilabench.contracts import Attend, BuildContext
+from dilabench.distributed.model import Order
 from dilabench.distributed.row_assignment import balanced_rows
 from dilabench.distributed.sharding import Shards, contiguous, shards_of, zigzag
 from dilabench.distributed.world import World
@@ -44,8 +45,6 @@ from dilabench.patterns.dense import DensePattern
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.validation import validated
 from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
-
-Order = Literal["zigzag", "contiguous", "balanced"]
 
 
 class SequenceShards:
@@ -284,17 +283,35 @@ def _function(
         # Algorithms without a backend compute whole segments on each rank, which these shards are not.
         if not over_ranks.get(name).uses_backend:
             reasons = ("it calls no backend",)
+        if not reasons and algorithm == AUTO and _in_another_order(way, shards, ways):
+            reasons = (f"it takes tokens in another order than {shards.order}{_hint(shards)}",)
         if reasons:
             against.append(f"{name}: {', '.join(reasons)}")
         else:
             usable.append(way)
-    for way, _ in fastest_expected(usable, machine.device, ways):
+    # A prediction counts the pairs of every rank, which of a new packing takes longer than a call.
+    if len(usable) > 1:
+        usable = [way for way, _ in fastest_expected(usable, machine.device, ways)]
+    for way in usable:
         loaded = backend_of(backend, way, device)
         context = BuildContext(device=device, backend=loaded, world=shards.world.on(device))
         built = load_target(over_ranks.get(way.implementation).target)(workload, context)
         if isinstance(built, ShardedAttention) and built.shards == shards.shards:
             return built
-        assigned = ": those were assigned for causal attention with the window that sequence_shards was given"
-        hint = assigned if shards.order == "balanced" else ""
-        against.append(f"{way.implementation}: it takes tokens in another order than {shards.order}{hint}")
+        against.append(f"{way.implementation}: it takes tokens in another order than {shards.order}{_hint(shards)}")
     raise ValueError(f"no algorithm over {size} ranks for {workload.label()}: {'; '.join(against)}")
+
+
+def _in_another_order(way: Way, shards: SequenceShards, ways: Ways) -> bool:
+    """Return True if an algorithm is known to take other shards; a single sequence is cut to find out."""
+    sharding, size = ways.sharding_of(way.implementation), shards.world.size
+    order = sharding.order(way.workload) if sharding is not None and size > 1 else None
+    if order is None or order == shards.order:
+        return False
+    return shards.packed or _cut(way.workload.sequences, order, way.workload.window, size) != shards.shards
+
+
+def _hint(shards: SequenceShards) -> str:
+    if shards.order != "balanced":
+        return ""
+    return ": those were assigned for causal attention with the window that sequence_shards was given"

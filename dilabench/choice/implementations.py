@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import lcm
 
-from dilabench.choice.descriptors import ANY_PATTERN, Capabilities, Implementation
+from dilabench.choice.descriptors import ANY_PATTERN, FLASH_4, Capabilities, Implementation
 from dilabench.machine import WORDS
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import UNBOUNDED, Workload
@@ -17,6 +17,7 @@ DILATED = frozenset({"dilated"})
 BLOCK_SPARSE = frozenset({"block_sparse"})
 # Masks of whole blocks, and masks that also have bounds of columns.
 SELECTED = frozenset({"topk_blocks"})
+PER_TOKEN = frozenset({"selected_blocks"})
 SUMS = frozenset({"native_sparse"})
 COLUMNS = frozenset({"window_sink", "column_bounds"})
 BLOCKS = BLOCK_SPARSE | SELECTED
@@ -162,6 +163,19 @@ def _no_selector(workload: Workload) -> str | None:
     return None
 
 
+def _no_token_selector(workload: Workload) -> str | None:
+    """Return why a call cannot select for each token, or None."""
+    from dilabench.patterns.selected_blocks import SelectedBlocksPattern
+    from dilabench.patterns.token_selectors import STAND_IN_DIM
+
+    pattern = SelectedBlocksPattern.match(workload.pattern)
+    if pattern is not None and not pattern.reads_queries:
+        return f"selector={pattern.selector} reads no queries that a call could select from"
+    if workload.head_dim < STAND_IN_DIM:
+        return f"head_dim {workload.head_dim} is below {STAND_IN_DIM}, the numbers that a selector reads"
+    return None
+
+
 def _no_selector_or_tiles(workload: Workload) -> str | None:
     return _no_selector(workload) or no_block_tiles(workload)
 
@@ -284,9 +298,11 @@ IMPLEMENTATIONS = (
         "dilabench.impls.block_sparse.block_sparse:build",
         supports=Capabilities(
             patterns=SPARSE,
+            layouts=BOTH_LAYOUTS,
             merge_grads=BOTH_MERGES,
             on_cuda=Capabilities(
                 patterns=SPARSE,
+                layouts=BOTH_LAYOUTS,
                 dtypes=HALF | {"float32"},
                 merge_grads=BOTH_MERGES,
                 max_head_dim=256,
@@ -327,6 +343,36 @@ IMPLEMENTATIONS = (
         steps_of="block-sparse",
     ),
     Implementation(
+        "selected-gather",
+        "blocks selected per token: keys and values copied by index, some rows at a time (the plain method)",
+        "dilabench.impls.selected.gather:build",
+        supports=Capabilities(patterns=PER_TOKEN, layouts=BOTH_LAYOUTS),
+        role="plain",
+    ),
+    Implementation(
+        "selected-blocks",
+        "blocks selected per token: our own kernel in C++ over lists of each token's keys on a CPU",
+        "dilabench.impls.selected.selected_blocks:build",
+        supports=Capabilities(patterns=PER_TOKEN, devices=CPU, layouts=BOTH_LAYOUTS),
+        priority=10,
+    ),
+    Implementation(
+        "selected-blocks-planned",
+        "selected-blocks that makes the lists in every call",
+        "dilabench.impls.selected.selected_blocks:build_planned",
+        supports=Capabilities(patterns=PER_TOKEN, devices=CPU, layouts=BOTH_LAYOUTS),
+        every_call=("plan", "attend"),
+        steps_of="selected-blocks",
+    ),
+    Implementation(
+        "selected-blocks-selected",
+        "selected-blocks that selects the blocks and makes their lists in every call: end to end",
+        "dilabench.impls.selected.selected_blocks:build_selected",
+        supports=Capabilities(patterns=PER_TOKEN, devices=CPU, layouts=BOTH_LAYOUTS, check=_no_token_selector),
+        every_call=("select", "plan", "attend"),
+        steps_of="selected-blocks",
+    ),
+    Implementation(
         "native-sparse",
         "means, blocks selected per block of queries and a window through the block-sparse kernels, summed with gates",
         "dilabench.impls.block_sparse.native_sparse:build",
@@ -351,7 +397,7 @@ IMPLEMENTATIONS = (
             max_head_dim=128,
             check=_only_flash4_blocks,
         ),
-        requires=("cuda>=sm90", "flash-attn-4"),
+        requires=("cuda>=sm90", *FLASH_4),
         compiles=True,
     ),
 )

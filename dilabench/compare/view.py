@@ -1,24 +1,32 @@
-"""One view of a measured row and of a pair of rows: every output reads its figures here.
+"""One view of a measured row, of a pair of rows and of all rows of a workload: every output reads its figures here.
 
 The time of a row is the median of all samples of its first timing (`record.ESTIMATOR`), with an interval that allows
 for interleaved samples (`stats.samples.location`). Verdicts use sharper locations of slots, which are shown only as a
 ratio (`stats.decisions.paired`).
+
+The ratio of two rows comes from their common rounds, so that drift and load cancel. One is proven faster if the
+interval of this ratio is beyond the margin of `compare`. Without common rounds the ratio of medians proves nothing.
+
+Rounds are compared by their undisturbed samples. If most rounds of a row are disturbed (kernel launches on a busy host,
+say), these samples differ from what its user sees: a row is proven faster only if its median is smaller, too.
 """
 
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import log
+from math import exp, log
 from statistics import fmean, stdev
+from typing import Literal
 
 import numpy as np
 
 from dilabench.compare.pairing import common_timings, pair, slots_of
-from dilabench.errors import ConfigError
 from dilabench.metadata import NOTES, WAY
 from dilabench.record import Measured, Memory, Row, RunRecord, Timing
+from dilabench.stats.decisions.decide import Policy, decide
 from dilabench.stats.decisions.paired import Estimate, estimate_many
+from dilabench.stats.decisions.verdicts import Cause, Code
 from dilabench.stats.samples.location import (
     Interval,
     Location,
@@ -27,10 +35,13 @@ from dilabench.stats.samples.location import (
     locate_slots,
     quantile,
 )
+from dilabench.units import format_ratio, tflops_per_second, tokens_per_second
 from dilabench.workload.spec import flops
 
 # More pairs at once save no more time, and each takes memory.
 ESTIMATED_TOGETHER = 256
+
+Side = Literal["baseline", "candidate"]
 SessionSlots = list[Sequence[int]]
 
 # Keyed by the identity of live timings: comparing thousands of samples would take longer than locating them.
@@ -206,8 +217,7 @@ def verified_text(outcome: Measured) -> str:
 
 def location_of(timing: Timing) -> Location:
     """Return median and interval of a timing's samples; cached, because tables, rankings and plots all use it."""
-    key = id(timing)
-    known = _LOCATIONS.get(key)
+    key, known = id(timing), _LOCATIONS.get(id(timing))
     if known is None or known[0]() is not timing:
         known = weakref.ref(timing, lambda _: _LOCATIONS.pop(key, None)), _located(timing)
         _LOCATIONS[key] = known
@@ -242,34 +252,45 @@ def sessions_of(timings: Iterable[Timing]) -> list[SessionSlots]:
     return sessions
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PairView:
-    """Time of a candidate / time of a baseline: from their common rounds, else from their medians.
+    """Two measured rows compared: time of the candidate / time of the baseline, and which of them is faster.
 
-    `interval`: of the ratio; None if there is too little evidence. `session_log_ratios`: ln(ratio) by session.
+    `ratio`: from their common rounds, else from their medians. `interval`: of the ratio over their common rounds; None
+    if fewer than five. `session_log_ratios`: ln(ratio) by session. `median_ratio`: by the medians of slots, not by
+    their undisturbed samples. `faster`: the side with the smaller time; None if undecided. `proven`: the interval lies
+    beyond the margin of `compare`, and the medians agree. Without such rounds `faster` is only probable: the intervals
+    of the two medians do not overlap. `too_few_rounds`: the common rounds are too few or too disturbed for a proof.
     """
 
     ratio: float
     interval: Interval | None
     session_log_ratios: tuple[float, ...]
+    median_ratio: float
+    faster: Side | None
+    proven: bool
+    too_few_rounds: bool
+
+    @property
+    def text(self) -> str:
+        """'1.35x (1.33–1.37)', or '1.35x' without an interval."""
+        if self.interval is None:
+            return format_ratio(self.ratio)
+        low, high = (format_ratio(end).removesuffix("x") for end in (self.interval.low, self.interval.high))
+        return f"{format_ratio(self.ratio)} ({low}–{high})"
 
 
-def pair_views(pairs: Sequence[tuple[Row, Row]]) -> list[PairView]:
-    """The view of each (baseline, candidate), both measured."""
+def pair_views(pairs: Sequence[tuple[Row, Row]], device: str) -> list[PairView]:
+    """Compare each (baseline, candidate), both measured, by the rule of `compare` on that device."""
+    policy = Policy.for_device(device)
     return [
-        _of_medians(*both)
-        if known.estimate is None
-        else PairView(
-            known.estimate.ratio,
-            known.estimate.interval and known.estimate.interval.as_ratio(),
-            known.estimate.session_log_ratios,
-        )
-        for both, known in zip(pairs, estimated(pairs), strict=True)
+        _of_medians(*both) if known.estimate is None else _of_rounds(*both, known.estimate, known.throttled, policy)
+        for both, known in zip(pairs, _estimated(pairs, policy.sigma_aa or 0.0), strict=True)
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class Estimated:
+class _Estimated:
     """What the common rounds of two rows say; None if there are none. `throttled`: too many were slowed down."""
 
     estimate: Estimate | None = None
@@ -277,66 +298,74 @@ class Estimated:
 
 
 # As for `_LOCATIONS`: ranking, answer and findings compare the same rows.
-_ESTIMATED: dict[tuple[int, int], tuple[weakref.ref[Timing], weakref.ref[Timing], Estimated]] = {}
+_ESTIMATED: dict[tuple[int, int, float], tuple[weakref.ref[Timing], weakref.ref[Timing], _Estimated]] = {}
 
 
-def estimated(pairs: Sequence[tuple[Row, Row]]) -> list[Estimated]:
-    """What the common rounds of each (baseline, candidate) say; the statistics of many are computed together."""
+def _estimated(pairs: Sequence[tuple[Row, Row]], sigma_aa: float) -> list[_Estimated]:
+    """What the common rounds of each (baseline, candidate) say; the statistics of many pairs are computed together."""
     timings = [None if old is new else common_timings(old, new) for old, new in pairs]
-    missing = {(id(both[0]), id(both[1])): both for both in timings if both is not None and not _is_known(both)}
-    unknown = list(missing.items())
+    known = {(id(both[0]), id(both[1]), sigma_aa): both for both in timings if both is not None}
+    unknown = [(key, both) for key, both in known.items() if not _is_known(key, both)]
     for first in range(0, len(unknown), ESTIMATED_TOGETHER):
         batch = unknown[first : first + ESTIMATED_TOGETHER]
         pairings = [pair([both]) for _, both in batch]
-        estimates = iter(
-            estimate_many([known.rounds for known in pairings if known.rounds is not None], effect_size=False)
-        )
+        in_common = [pairing.rounds for pairing in pairings if pairing.rounds is not None]
+        estimates = iter(estimate_many(in_common, sigma_aa=sigma_aa, effect_size=False))
         for (key, both), pairing in zip(batch, pairings, strict=True):
-            found = Estimated(None if pairing.rounds is None else next(estimates), pairing.throttled)
+            found = _Estimated(None if pairing.rounds is None else next(estimates), pairing.throttled)
             # The dead reference is what `pop` answers with if the other side's was faster.
             old, new = (weakref.ref(timing, partial(_ESTIMATED.pop, key)) for timing in both)
             _ESTIMATED[key] = old, new, found
-    return [Estimated() if both is None else _ESTIMATED[id(both[0]), id(both[1])][2] for both in timings]
+    return [_Estimated() if both is None else _ESTIMATED[id(both[0]), id(both[1]), sigma_aa][2] for both in timings]
 
 
-def _is_known(both: tuple[Timing, Timing]) -> bool:
-    known = _ESTIMATED.get((id(both[0]), id(both[1])))
+def _is_known(key: tuple[int, int, float], both: tuple[Timing, Timing]) -> bool:
+    known = _ESTIMATED.get(key)
     return known is not None and all(ref() is timing for ref, timing in zip(known[:2], both, strict=True))
 
 
+def _of_rounds(baseline: Row, candidate: Row, estimate: Estimate, throttled: bool, policy: Policy) -> PairView:
+    verdict, by_median = decide(estimate, policy), estimate.median_log_ratio or 0.0
+    too_few = throttled or verdict.cause is Cause.TOO_FEW_ROUNDS
+    if too_few:
+        faster = disjoint(baseline, candidate)
+    elif verdict.code is Code.SLOWER and by_median >= 0:
+        faster = "baseline"
+    else:
+        faster = "candidate" if verdict.code is Code.FASTER and by_median <= 0 else None
+    return PairView(
+        ratio=estimate.ratio,
+        interval=None if too_few or estimate.interval is None else estimate.interval.as_ratio(),
+        session_log_ratios=estimate.session_log_ratios,
+        median_ratio=exp(by_median),
+        faster=faster,
+        proven=faster is not None and not too_few,
+        too_few_rounds=too_few,
+    )
+
+
 def _of_medians(baseline: Row, candidate: Row) -> PairView:
-    """Return the ratio of the medians; its interval combines opposite ends of the two rows' intervals."""
-    if baseline is candidate:
-        return PairView(1.0, None, (0.0,))
-    old, new = measured_view(baseline), measured_view(candidate)
-    ratio, interval = new.median_ns / old.median_ns, None
-    if old.interval and new.interval:
-        low, high = new.interval.low / old.interval.high, new.interval.high / old.interval.low
-        interval = Interval(low, high, min(old.interval.confidence, new.interval.confidence))
-    return PairView(ratio, interval, (log(ratio),))
+    """Compare two rows that were never interleaved, which proves nothing."""
+    ratio = measured_view(candidate).median_ns / measured_view(baseline).median_ns
+    return PairView(
+        ratio=ratio,
+        interval=None,
+        session_log_ratios=(log(ratio),),
+        median_ratio=ratio,
+        faster=disjoint(baseline, candidate),
+        proven=False,
+        too_few_rounds=True,
+    )
 
 
-def tokens_per_second(tokens: int, time_ns: float) -> float:
-    """Tokens (batch x length) per second. Raises ConfigError for a time that is not positive."""
-    return tokens * 1e9 / _positive(time_ns)
+def disjoint(baseline: Row, candidate: Row) -> Side | None:
+    """The side with the smaller median if the intervals of the two do not overlap."""
+    (old_low, old_high), (new_low, new_high) = _reach(baseline), _reach(candidate)
+    return "baseline" if old_high < new_low else "candidate" if new_high < old_low else None
 
 
-def tflops_per_second(flops: float, time_ns: float) -> float:
-    """10^12 floating-point operations per second; useful or dense-equivalent is the caller's choice of `flops`."""
-    return flops / _positive(time_ns) / 1e3
-
-
-def gigabytes_per_second(traffic_bytes: float, time_ns: float) -> float:
-    """10^9 bytes per second."""
-    return traffic_bytes / _positive(time_ns)
-
-
-def speedup(baseline_ns: float, candidate_ns: float) -> float:
-    """Baseline time / candidate time: above one the candidate is faster."""
-    return _positive(baseline_ns) / _positive(candidate_ns)
-
-
-def _positive(value: float) -> float:
-    if not value > 0:
-        raise ConfigError(f"{value} is not positive; a time or ratio that was not measured has no derived figures")
-    return value
+def _reach(row: Row) -> tuple[float, float]:
+    """The ends of the interval of its median in ns; below five samples the smallest and the largest."""
+    view = measured_view(row)
+    samples = view.timing.samples_ns
+    return (view.interval.low, view.interval.high) if view.interval else (min(samples), max(samples))

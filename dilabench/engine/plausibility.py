@@ -14,11 +14,13 @@ from dilabench.metadata import (
     COPY_KEY,
     INTERFERENCE,
     NOTES,
+    SLOW_RANK,
     WORK_KEPT,
     peak_flops,
 )
 from dilabench.plugins.descriptors import Backend
 from dilabench.record import Case, KernelUse, Measured, Note, Row, Slot, Timing
+from dilabench.units import format_latency
 
 SHOWN = 5
 LEAST_CHANGE = 0.03
@@ -27,6 +29,8 @@ SPREADS = 3.0
 # How many times as long samples on wholly new inputs may take, for what caches hold, and how rarely chance may make
 # as many of them longer.
 KEPT_FACTOR, KEPT_CHANCE = 1.5, 1e-5
+# How many times the median of the others' time the slowest rank may take.
+SLOW_RANK_FACTOR = 2.0
 
 
 def suspicions(row: Row, ceilings: Mapping[str, float], device: str) -> tuple[Note, ...]:
@@ -40,7 +44,7 @@ def suspicions(row: Row, ceilings: Mapping[str, float], device: str) -> tuple[No
         return ()
     seconds = typical_seconds(row.outcome)
     kept = (note for timing in row.outcome.timings for note in _work_kept(timing))
-    return (*_above_peak(row.case, seconds, ceilings, device), *kept)
+    return (*_above_peak(row.case, seconds, ceilings, device), *kept, *_slow_rank(row.outcome.timings[0]))
 
 
 def typical_seconds(measured: Measured) -> float:
@@ -65,6 +69,23 @@ def _above_peak(case: Case, seconds: float, ceilings: Mapping[str, float], devic
                 threshold=margin * ceiling,
                 hint=hint,
             )
+
+
+def _slow_rank(timing: Timing) -> Iterator[Note]:
+    """A note if the slowest rank takes `SLOW_RANK_FACTOR` times the median of the other ranks."""
+    medians_ns = timing.rank_medians_ns
+    if len(medians_ns) < 2:
+        return
+    slowest = max(range(len(medians_ns)), key=medians_ns.__getitem__)
+    usual_ns = median(time_ns for rank, time_ns in enumerate(medians_ns) if rank != slowest)
+    factor = medians_ns[slowest] / usual_ns
+    if factor >= SLOW_RANK_FACTOR:
+        yield SLOW_RANK.note(
+            f"rank {slowest} takes {format_latency(medians_ns[slowest])}, the others {format_latency(usual_ns)}",
+            observed=factor,
+            threshold=SLOW_RANK_FACTOR,
+            hint="λ shows whether its work is larger; else its host launches more slowly or its device is busy",
+        )
 
 
 def _work_kept(timing: Timing) -> Iterator[Note]:

@@ -1,6 +1,6 @@
 """Callbacks for the progress of a run, from which a command line draws a bar. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dilabench.record import Case, PlannedCase, Row, Verification
 from dilabench.workload.spec import Workload
@@ -12,8 +12,8 @@ class Progress:
     def device_held(self) -> None:
         """No other run holds the device any more; from now on the budget runs."""
 
-    def run_started(self, total: int) -> None:
-        """`total` cases will end in a row; called again when a follow-up adds more."""
+    def run_started(self, expected_s: Mapping[str, float]) -> None:
+        """Cases by id with their expected seconds, 0 if skipped; called again when a follow-up adds more."""
 
     def waiting(self, why: str) -> None:
         """Nothing is measured for now: another run holds the device, or it must cool down."""

@@ -1,5 +1,6 @@
 """From planned cases to a run record. No torch: everything that computes runs in worker processes."""
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -26,6 +27,7 @@ from dilabench.errors import PluginError
 from dilabench.machine import Machine
 from dilabench.metadata import UNCHECKED, matmul_key
 from dilabench.plugins.catalogue import Catalogue
+from dilabench.predict.time import case_expected_s
 from dilabench.record import Measured, PlannedCase, Row, RunHeader, RunRecord
 from dilabench.request import RunRequest
 
@@ -156,7 +158,7 @@ class _Run:
                 header = self._described(header)
                 self.sink.start(header)
                 started = True
-                self.progress.run_started(len(self.planned.keys() - self.completed))
+                self.progress.run_started(self._expected_s())
                 self._measure_all(follow_up)
             status = "complete"
         except KeyboardInterrupt:
@@ -212,7 +214,16 @@ class _Run:
                 return
             self.planned |= {case.case.case_id: case for case in fresh}
             self.driver.budget.add([case.case for case in fresh if case.skip is None])
-            self.progress.run_started(len(self.planned.keys() - self.completed))
+            self.progress.run_started(self._expected_s())
+
+    def _expected_s(self) -> dict[str, float]:
+        """The cases that this part of the run ends, with their expected seconds; 0 for a skipped one."""
+        cores = os.cpu_count() or 1
+        return {
+            case_id: 0.0 if planned.skip is not None else case_expected_s(planned.case, self.machine, cores)
+            for case_id, planned in self.planned.items()
+            if case_id not in self.completed
+        }
 
     def _interleaved(self, group: Sequence[PlannedCase]) -> WorkloadGroupRun | None:
         """The part of a group that is measured in rounds; None if there is none."""

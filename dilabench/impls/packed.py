@@ -38,7 +38,7 @@ MOST_SEQUENCES = 65535
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class _OverTokens(ABC):
+class OverTokens(ABC):
     """What takes tokens [T, H, D], by a computation on [1, T, H, D]."""
 
     number: int = field(default_factory=new_number, init=False, repr=False, compare=False)
@@ -84,7 +84,7 @@ class _Run(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Packed(_OverTokens):
+class Packed(OverTokens):
     """Sequences that follow each other along one axis, run by run of those of one length, and what computes each."""
 
     runs: tuple[tuple[_Run, Computation], ...]
@@ -130,7 +130,7 @@ def build_packed(
 
 
 @dataclass(frozen=True, slots=True)
-class OneLaunch(_OverTokens):
+class OneLaunch(OverTokens):
     """All sequences at once by a backend's kernel for packed ones. arguments: sequences, mask and scale, as it takes
     them.
     """
@@ -172,7 +172,7 @@ def _whole_stretches(workload: Workload, context: BuildContext) -> list[int] | N
 
 
 @dataclass(frozen=True, slots=True)
-class InTiles(_OverTokens):
+class InTiles(OverTokens):
     """All sequences at once by our own tiles, of head dims with so many columns `behind` that bulk copies step over.
     `notes`: that they take the backend's place.
     """
@@ -223,7 +223,7 @@ def in_tiles(workload: Workload, context: BuildContext) -> InTiles | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ByBranches(_OverTokens):
+class ByBranches(OverTokens):
     """All sequences at once, branch by branch."""
 
     union: PackedUnion

@@ -22,6 +22,7 @@ from dilabench.impls.summed import Part, parts_of
 from dilabench.impls.visible_keys import key_groups, visible
 from dilabench.kernels.lse import add_null_mass_
 from dilabench.workload.spec import Workload
+from dilabench.workload.visibility import alike_heads
 
 # Scores held at once, per matrix: 32 MiB in float64; about four such matrices live at a time.
 MAX_BLOCK_SCORES = 2**22
@@ -355,9 +356,11 @@ def blocks_kept() -> Iterator[None]:
 
 def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) -> Iterator[Block]:
     left, right = workload.shapes[0].reach
-    heads = _heads.get()
-    for head in range(workload.num_heads) if heads is None else heads:
-        for group in key_groups(workload, head, rows, device):
+    wanted = _heads.get()
+    for alike in alike_heads(workload):
+        heads = alike if wanted is None else [head for head in alike if head in wanted]
+        # What heads with one selection see is found once for all of them: it may take longer than to attend.
+        for group in key_groups(workload, alike[0], rows, device) if heads else ():
             per_row = max(1, batch * len(group.keys))
             height = max(1, MAX_BLOCK_SCORES // per_row)
             for at, part in zip(range(0, len(group.rows), height), group.rows.split(height), strict=True):
@@ -373,11 +376,6 @@ def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) 
                 seen = visible(workload, part_rows, keys)
                 if group.own is not None:
                     seen &= group.own[at : at + height, low:high]
-                yield Block(
-                    head=head,
-                    index=torch.searchsorted(rows, part).to(device),
-                    rows=part_rows,
-                    keys=keys,
-                    counts=group.counts[:, low:high],
-                    seen=seen,
-                )
+                index, counts = torch.searchsorted(rows, part).to(device), group.counts[:, low:high]
+                for head in heads:
+                    yield Block(head=head, index=index, rows=part_rows, keys=keys, counts=counts, seen=seen)

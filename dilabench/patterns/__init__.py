@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dilabench.patterns.dense import DensePattern
     from dilabench.patterns.dilated import DilatedPattern
     from dilabench.patterns.native_sparse import NativeSparsePattern
+    from dilabench.patterns.selected_blocks import SelectedBlocksPattern
     from dilabench.patterns.topk_blocks import TopKBlocksPattern
     from dilabench.patterns.window_sink import WindowSinkPattern
 
@@ -21,6 +22,7 @@ __all__ = [
     "DensePattern",
     "DilatedPattern",
     "NativeSparsePattern",
+    "SelectedBlocksPattern",
     "TopKBlocksPattern",
     "WindowSinkPattern",
 ]
@@ -31,6 +33,7 @@ _MODULES = {
     "DensePattern": "dense",
     "DilatedPattern": "dilated",
     "NativeSparsePattern": "native_sparse",
+    "SelectedBlocksPattern": "selected_blocks",
     "TopKBlocksPattern": "topk_blocks",
     "WindowSinkPattern": "window_sink",
 }

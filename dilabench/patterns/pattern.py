@@ -279,6 +279,10 @@ class Pattern(Model, ABC):
         """
         return {}
 
+    def near_misses_unmasked(self) -> Mapping[str, Pattern]:
+        """Further ones that replace the causal mask too: they are computed without it. For causal workloads only."""
+        return {}
+
     # Pictures.
 
     def shares(self, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64] | None:

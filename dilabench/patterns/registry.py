@@ -55,6 +55,11 @@ OWN_KINDS = (
         "dilabench.patterns.topk_blocks:TopKBlocksPattern",
     ),
     PatternKind(
+        "selected_blocks",
+        "key blocks chosen per query token and key/value head, by a selector or given (NSA, MoBA, DSA, MSA)",
+        "dilabench.patterns.selected_blocks:SelectedBlocksPattern",
+    ),
+    PatternKind(
         "native_sparse",
         "means of blocks, blocks selected per block of queries and a window, summed with gates (NSA: per query token)",
         "dilabench.patterns.native_sparse:NativeSparsePattern",

@@ -8,6 +8,8 @@ import importlib
 from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
+from itertools import chain
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -250,6 +252,12 @@ class Timing(Model):
     def samples_ns(self) -> Sequence[int]:
         """The samples of all slots, in the order taken."""
         return self.columns.samples_ns
+
+    @property
+    def rank_medians_ns(self) -> tuple[float, ...]:
+        """The median of each rank, in the order of ranks; empty for one device and for records without them."""
+        slots = [ranks for ranks in self.columns.column("rank_samples_ns") if ranks]
+        return tuple(median(chain.from_iterable(samples)) for samples in zip(*slots, strict=True))
 
     @property
     def has_samples(self) -> bool:

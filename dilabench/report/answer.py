@@ -1,8 +1,8 @@
 """The answer of a run: who is fastest at each length (or density, rank count), and one sentence on it.
 
-"Fastest" means proven: the 95 % interval of the ratio to every rival lies beyond the margin of `compare`. The interval
-against the nearest rival is a column of the answer. "Probably" means that the rows shared too few rounds for that, and
-that the intervals of their medians do not overlap. Otherwise the tied rows are named.
+One rule decides on rivals, full attention and one device (`compare.view`). "Faster" means proven: the 95 % interval of
+the ratio over common rounds lies beyond the margin of `compare`; the interval is in the row. "Probably" means that the
+two shared too few rounds or none, and that the intervals of their medians do not overlap. Otherwise rows are tied.
 """
 
 from collections import Counter
@@ -17,7 +17,6 @@ from dilabench.record import Failed, Measured, Row, RunRecord, SkipCode, Skipped
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name
 from dilabench.report.content import WorkloadTable, shape_id, workload_tables
 from dilabench.stats.decisions.paired import MIN_ROUNDS
-from dilabench.units import format_ratio
 
 TITLE = "Answer"
 # Before a ratio that is not proven to be another than 1.
@@ -26,6 +25,7 @@ ONE_DEVICE = "vs one device"
 NEXT = "next, 95 % CI"
 PROBABLY = "probably"
 HOW_TO_PROVE = f"fewer than {MIN_ROUNDS} rounds in common; a longer --budget decides it"
+SEPARATELY = "measured separately"
 # A sentence on each of more workloads than this would be no sentence any more.
 MAX_WORKLOADS = 3
 # A longer reason is left to the list of skipped rows.
@@ -40,11 +40,10 @@ SPARE = ("memory", "verified")
 class AnswerRow:
     """Who is fastest for one workload.
 
-    `value`: where it lies on the axis, `at` as a text; `workload`: what else tells it from the other workloads.
-    `ranking` is None if no row has a time to quote, and `why_none` says why. `nearest`: time of the nearest rival /
-    time of the fastest, None without a rival. `times_dense`: time of full attention / time of the fastest;
-    `dense_proven`: that one of the two is faster is proven. `times_one`, `one_proven`: the same of the fastest row on
-    one device, for one over ranks.
+    `value`: its place on the axis, `at` as a text; `workload`: what else distinguishes it from other workloads.
+    `ranking` is None if no row has a time to quote, and `why_none` says why. The three views compare the fastest row
+    (the baseline) with the nearest rival, with `dense` (full attention), and with the fastest row on one device if this
+    workload is over ranks. Each is None without such a row.
     """
 
     value: float
@@ -55,10 +54,8 @@ class AnswerRow:
     why_none: str = ""
     nearest: PairView | None = None
     dense: Row | None = None
-    times_dense: float | None = None
-    dense_proven: bool = False
-    times_one: float | None = None
-    one_proven: bool = False
+    versus_dense: PairView | None = None
+    versus_one: PairView | None = None
 
     @property
     def winner(self) -> str:
@@ -93,8 +90,8 @@ class Answer:
             for rows in by_workload
             for part in _sentences(rows, rows[0].workload if len(by_workload) > 1 else "", self.axis)
         ]
-        if any(row.times_one is not None and not row.one_proven for row in self.rows):
-            parts.append(f"{ABOUT}: not proven to be faster or slower than one device.")
+        if any(_is_undecided(row.versus_one) for row in self.rows):
+            parts.append(f"{ABOUT}: no difference from one device is proven or probable.")
         return " ".join(parts)
 
     def table(self) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], frozenset[str]]:
@@ -118,9 +115,9 @@ ANSWER_COLUMNS = (
     Column(name="workload", cell=lambda row: row.workload, right=False),
     Column(name="fastest", cell=lambda row: row.winner, right=False, spare=None),
     Column(name="time", cell=lambda row: _of_fastest("median", row), spare=None),
-    Column(name=NEXT, cell=lambda row: _nearest_text(row.nearest)),
-    Column(name="vs dense", cell=lambda row: _versus(row.times_dense, row.dense_proven)),
-    Column(name=ONE_DEVICE, cell=lambda row: _versus(row.times_one, row.one_proven)),
+    Column(name=NEXT, cell=lambda row: row.nearest and row.nearest.text),
+    Column(name="vs dense", cell=lambda row: _versus(row.versus_dense)),
+    Column(name=ONE_DEVICE, cell=lambda row: _versus(row.versus_one)),
     Column(name="memory", cell=lambda row: _of_fastest("peak mem.", row)),
     Column(name="verified", cell=lambda row: _of_fastest("verified", row), right=False, spare=None),
 )
@@ -197,19 +194,17 @@ def _answer_row(
         why = _why_none(table.members)
         return AnswerRow(value=value, at=at, batch=batch, workload=workload, ranking=None, why_none=why)
     found = AnswerRow(
-        value=value, at=at, batch=batch, workload=workload, ranking=own, nearest=_nearest(table.members, own)
+        value=value, at=at, batch=batch, workload=workload, ranking=own, nearest=_nearest(table.members, own, device)
     )
     return _against_dense(found, own.fastest, dense_rows, device)
 
 
-def _nearest(rows: Sequence[Row], ranking: Ranking) -> PairView | None:
-    """Time of the nearest of the other ranked rows / time of the fastest, with an interval if rounds give one."""
+def _nearest(rows: Sequence[Row], ranking: Ranking, device: str) -> PairView | None:
+    """Time of the nearest of the other ranked rows / time of the fastest."""
     ranked = [row for row in rows if row.case.case_id in ranking.speedups and isinstance(row.outcome, Measured)]
     others = [row for row in ranked if row is not ranking.fastest]
-    pairs = pair_views([(ranking.fastest, row) for row in others])
-    nearest = min(pairs, key=lambda pair: pair.ratio, default=None)
-    # That of medians decides nothing.
-    return replace(nearest, interval=None) if nearest and ranking.too_few_rounds else nearest
+    views = pair_views([(ranking.fastest, row) for row in others], device)
+    return min(views, key=lambda view: view.ratio, default=None)
 
 
 def _against_dense(line: AnswerRow, fastest: Row, rows: Sequence[Row], device: str) -> AnswerRow:
@@ -217,26 +212,13 @@ def _against_dense(line: AnswerRow, fastest: Row, rows: Sequence[Row], device: s
     if not timed:
         return line
     dense = min(timed, key=lambda pair: pair[0])[1]
-    ratio, proven = _times(fastest, dense, device)
-    return replace(line, dense=dense, times_dense=ratio, dense_proven=proven)
+    return replace(line, dense=dense, versus_dense=pair_views([(fastest, dense)], device)[0])
 
 
 def _against_one_device(line: AnswerRow, alone: Row | None, device: str) -> AnswerRow:
     if line.fastest is None or alone is None or alone is line.fastest:
         return line
-    ratio, proven = _times(line.fastest, alone, device)
-    return replace(line, times_one=ratio, one_proven=proven)
-
-
-def _times(fastest: Row, other: Row, device: str) -> tuple[float, bool]:
-    """Time of the other / time of the fastest, and whether that is proven to be another than 1."""
-    both = rank([fastest, other], device)
-    assert both is not None
-    ratio = both.speedups[fastest.case.case_id] / both.speedups[other.case.case_id]
-    # Rows that were not interleaved (most unranked references) allow no stronger test than that intervals are disjoint.
-    a, b = (view.interval if (view := view_of(row)) else None for row in (fastest, other))
-    apart = a is not None and b is not None and (a.high < b.low or b.high < a.low)
-    return ratio, both.proven or apart
+    return replace(line, versus_one=pair_views([(line.fastest, alone)], device)[0])
 
 
 def _why_none(rows: Sequence[Row]) -> str:
@@ -272,35 +254,36 @@ def _sentences(rows: Sequence[AnswerRow], workload: str, axis: str) -> Iterator[
         texts.append(f"{' '.join(filter(None, (name, claim)))} at {where}{timed}{doubt if probable else ''}")
     yield f"{workload}: {'; '.join(texts)}." if workload else f"{'; '.join(texts)}."
     dense = next((row.dense for row in rows if row.dense), None)
-    proven = {place: row.times_dense > 1 for place, row in enumerate(rows) if row.times_dense and row.dense_proven}
     sides = [
         f"{side} at {axis} {_runs(places, rows)}"
-        for side, wins in (("faster", False), ("slower", True))
-        if (places := [place for place, won in proven.items() if won is wins])
+        for side, faster in (("faster", "candidate"), ("slower", "baseline"))
+        if (places := [at for at, row in enumerate(rows) if row.versus_dense and row.versus_dense.faster == faster])
     ]
     if dense and sides:
-        yield f"Full attention ({row_name(dense)}), another function, is {' and '.join(sides)}."
+        separately = any(row.versus_dense.faster and not row.versus_dense.proven for row in rows if row.versus_dense)
+        is_, why = (f"is {PROBABLY}", f" ({SEPARATELY})") if separately else ("is", "")
+        yield f"Full attention ({row_name(dense)}), another function, {is_} {' and '.join(sides)}{why}."
     if short := _in_short(rows, axis):
         yield short
-    if any(row.times_dense is not None and not row.dense_proven for row in rows):
-        yield f"{ABOUT}: not proven to be faster or slower than full attention."
+    if any(_is_undecided(row.versus_dense) for row in rows):
+        yield f"{ABOUT}: no difference from full attention is proven or probable."
 
 
 def _dense_counts(rows: Sequence[AnswerRow]) -> Iterator[str]:
-    """In how many workloads full attention is proven to be slower than the fastest, and in how many faster."""
-    known = [row for row in rows if row.times_dense is not None]
-    proven = Counter(
-        "slower" if row.times_dense > 1 else "faster" for row in known if row.times_dense and row.dense_proven
-    )
-    if proven:
-        sides = " and ".join(f"{side} in {proven[side]}" for side in ("slower", "faster") if proven[side])
-        yield f"Full attention, another function, is {sides} of the {len(known)} where it was measured."
+    """In how many workloads full attention is slower than the fastest, and in how many faster."""
+    views = [row.versus_dense for row in rows if row.versus_dense]
+    counts = Counter("slower" if view.faster == "baseline" else "faster" for view in views if view.faster)
+    if counts:
+        sides = " and ".join(f"{side} in {counts[side]}" for side in ("slower", "faster") if counts[side])
+        doubt = f"{PROBABLY} " if any(view.faster and not view.proven for view in views) else ""
+        yield f"Full attention, another function, is {doubt}{sides} of the {len(views)} where it was measured."
 
 
 def _in_short(rows: Sequence[AnswerRow], axis: str) -> str | None:
     """What to use where, full attention among it: 'In short: dense up to length 4K, fused from length 8K on.'
 
-    None unless every place has a proven choice, there are several, and none comes back after another.
+    None unless every place has a choice, there are several, and none comes back after another. The text says
+    "probably" if full attention was measured separately.
     """
     names = [row_name(choice) if choice else None for choice in map(_choice, rows)]
     runs = [
@@ -311,14 +294,15 @@ def _in_short(rows: Sequence[AnswerRow], axis: str) -> str | None:
     texts = [f"{name} at {axis} {_runs(places, rows)}" for name, places in runs]
     texts[0] = f"{runs[0][0]} up to {axis} {rows[runs[0][1][-1]].at}"
     texts[-1] = f"{runs[-1][0]} from {axis} {rows[runs[-1][1][0]].at} on"
-    return f"In short: {', '.join(texts)}."
+    separately = any(row.versus_dense and not row.versus_dense.proven for row in rows)
+    return f"In short{f', {PROBABLY}' if separately else ''}: {', '.join(texts)}."
 
 
 def _choice(row: AnswerRow) -> Row | None:
-    """The fastest there, full attention among it; None if that is not proven."""
-    if row.ranking is None or (row.dense is not None and not row.dense_proven):
+    """The fastest row, full attention included; None if it is neither proven nor, for full attention, probable."""
+    if row.ranking is None or _is_undecided(row.versus_dense):
         return None
-    if row.times_dense is not None and row.times_dense < 1:
+    if row.versus_dense is not None and row.versus_dense.faster == "candidate":
         return row.dense
     return row.fastest if row.ranking.proven or len(row.ranking.speedups) == 1 else None
 
@@ -353,15 +337,10 @@ def _of_fastest(name: str, row: AnswerRow) -> str | None:
     return COLUMNS[name].value_text(view) if view else None
 
 
-def _nearest_text(pair: PairView | None) -> str | None:
-    """'1.35x (1.33–1.37)', or without an interval '1.35x'."""
-    if pair is None:
-        return None
-    if pair.interval is None:
-        return format_ratio(pair.ratio)
-    low, high = (format_ratio(end).removesuffix("x") for end in (pair.interval.low, pair.interval.high))
-    return f"{format_ratio(pair.ratio)} ({low}–{high})"
+def _is_undecided(view: PairView | None) -> bool:
+    return view is not None and view.faster is None
 
 
-def _versus(times: float | None, proven: bool) -> str | None:
-    return None if times is None else ("" if proven else ABOUT) + format_ratio(times)
+def _versus(view: PairView | None) -> str | None:
+    """The ratio, after '≈' if neither side is faster."""
+    return None if view is None else (ABOUT if _is_undecided(view) else "") + view.text

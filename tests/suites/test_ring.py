@@ -38,11 +38,14 @@ def test_single_and_parallel_rows_stand_side_by_side_in_every_mode(catalogue):
     assert {one.case.workload.num_kv_heads for one in cases} == {8}
 
 
-def test_a_mode_that_the_user_set_is_the_only_one(catalogue):
-    cases = cases_of(catalogue, presets=("tiny",), overrides={"mode": "both"}, implementations=("zigzag",))
-    assert [(one.case.implementation, one.case.workload.mode) for one in cases] == [
-        ("dense", "both"),
-        ("zigzag-ring", "both"),
+@pytest.mark.parametrize(
+    ("mode", "timed"),
+    [("both", ["forward", "backward", "both"]), ("forward", ["forward"]), ("backward", ["backward"])],
+)
+def test_mode_both_also_times_its_parts_so_that_no_column_is_empty(catalogue, mode, timed):
+    cases = cases_of(catalogue, presets=("tiny",), overrides={"mode": mode}, implementations=("zigzag",))
+    assert [(planned.case.implementation, planned.case.workload.mode) for planned in cases] == [
+        (name, part) for part in timed for name in ("dense", "zigzag-ring")
     ]
 
 
@@ -65,6 +68,15 @@ def test_dilated_presets_compare_the_gather_with_the_rings(catalogue):
     assert [one.case.implementation for one in cases] == ["strided", *DILATED]
 
 
+def test_fused_is_timed_on_one_device_where_it_runs(catalogue):
+    pytest.importorskip("triton")
+    gpus = Machine(device="cuda", gpus=ONE_GPU.gpus * 2)
+    cases = cases_of(catalogue, gpus, presets=("longnet_32k",), overrides={"mode": "forward"}, nproc=2)
+    assert [planned.case.implementation for planned in cases if planned.case.world_size == 1] == ["strided", "fused"]
+    on_cpu = cases_of(catalogue, presets=("longnet_32k",), overrides={"mode": "forward"})
+    assert [planned.case.implementation for planned in on_cpu if planned.case.world_size == 1] == ["strided"]
+
+
 def test_block_masks_compare_the_ring_with_the_kernels_of_one_device(catalogue):
     overrides = {"pattern": "block_sparse", "mode": "forward", "seq_len": 1024}
     cases = cases_of(catalogue, presets=("tiny",), overrides=overrides)
@@ -76,7 +88,7 @@ def test_block_masks_compare_the_ring_with_the_kernels_of_one_device(catalogue):
 
 
 def test_sharding_is_outside_unless_asked_for(catalogue):
-    fields = {"presets": ("tiny",), "overrides": {"mode": "both"}, "implementations": ("zigzag",)}
+    fields = {"presets": ("tiny",), "overrides": {"mode": "forward"}, "implementations": ("zigzag",)}
     single, outside = cases_of(catalogue, **fields)
     _, inside = cases_of(catalogue, **fields, options={"sharding": "inside"})
     assert not outside.case.optimizations.sharding_inside
@@ -89,7 +101,7 @@ def test_sharding_is_outside_unless_asked_for(catalogue):
 
 def test_a_projected_ring_stands_beside_itself_on_one_device(catalogue):
     cases = cases_of(
-        catalogue, presets=("tiny",), overrides={"mode": "both"}, implementations=("ring", "ring-multihead")
+        catalogue, presets=("tiny",), overrides={"mode": "forward"}, implementations=("ring", "ring-multihead")
     )
     found = [(one.case.implementation, one.case.world_size) for one in cases]
     assert found == [

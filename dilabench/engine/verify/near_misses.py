@@ -141,6 +141,8 @@ class _Part:
             yield "keys that several branches give counted once", once
         yield f"causal={str(not workload.causal).lower()}", workload.model_copy(update={"causal": not workload.causal})
         if workload.causal:
+            for name, pattern in workload.pattern.near_misses_unmasked().items():
+                yield name, workload.model_copy(update={"pattern": pattern, "causal": False})
             strict = workload.model_copy(update={"pattern": StrictlyEarlier(inner=workload.pattern)})
             yield "a strict causal mask (no row sees its own position)", strict
         if workload.causal and workload.window[1] < 1:

@@ -14,7 +14,7 @@ from typing import Any
 from dilabench.engine.worker.client import Worker, WorkerFailure
 from dilabench.engine.worker.launcher import Launcher, ThisMachine
 from dilabench.engine.worker.protocol import CommandName, IsolatedResult, Prepared, RankState, Reply, WorkerSettings
-from dilabench.record import Diagnostic, Slot
+from dilabench.record import Diagnostic, Note, Slot
 
 GRACE_S = 5.0
 
@@ -160,13 +160,15 @@ def _first_cause(failures: dict[int, tuple[float, WorkerFailure]], everyone: boo
 def _merged(replies: Sequence[Reply]) -> Reply:
     """All ranks' replies as one: times and memory the largest, verification the first that failed."""
     first = replies[0]
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"notes": _merged_notes([reply.notes for reply in replies])}
     if first.prepared is not None:
         changes["prepared"] = _slowest([reply.prepared for reply in replies if reply.prepared is not None])
     if first.warmed_up is not None:
-        unusable = [reply.warmed_up for reply in replies if reply.warmed_up is not None and reply.warmed_up.unusable]
+        warmed = [reply.warmed_up for reply in replies if reply.warmed_up is not None]
+        unusable = [rank_warmed for rank_warmed in warmed if rank_warmed.unusable]
+        notes = _merged_notes([rank_warmed.notes for rank_warmed in warmed])
         # A timer that one rank cannot use is used by none.
-        changes["warmed_up"] = unusable[0] if unusable else first.warmed_up
+        changes["warmed_up"] = unusable[0] if unusable else first.warmed_up.model_copy(update={"notes": notes})
     if first.slot is not None:
         slots = [reply.slot for reply in replies if reply.slot is not None]
         changes["slot"] = _slowest_samples(slots)
@@ -186,6 +188,20 @@ def _merged(replies: Sequence[Reply]) -> Reply:
         changes["verification"] = wrong.verification
         changes["why"] = f"rank {rank}: {wrong.why}" if wrong is not first else first.why
     return first.model_copy(update=changes)
+
+
+def _merged_notes(ranks: Sequence[tuple[Note, ...]]) -> tuple[Note, ...]:
+    """One note of each code: the one that observed most, with its rank unless all ranks say the same."""
+    by_code: dict[str, dict[int, Note]] = {}
+    for rank, notes in enumerate(ranks):
+        for note in notes:
+            by_code.setdefault(note.code, {}).setdefault(rank, note)
+    merged = []
+    for noted in by_code.values():
+        rank, note = max(noted.items(), key=lambda item: (item[1].observed or 0.0, -item[0]))
+        same = len(noted) == len(ranks) and len({rank_note.message for rank_note in noted.values()}) == 1
+        merged.append(note if same else note.model_copy(update={"message": f"rank {rank}: {note.message}"}))
+    return tuple(merged)
 
 
 def _merged_isolated(results: Sequence[IsolatedResult]) -> IsolatedResult:

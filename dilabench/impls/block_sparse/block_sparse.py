@@ -11,15 +11,18 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.impls.block_sparse.on_cpu import blocked_backward, blocked_forward, listed_backward, listed_forward
+from dilabench.impls.block_sparse.packed import InWholeBlocks, packed_union
 from dilabench.impls.block_sparse.union import BlockBackward, BlockForward, BlockUnion, block_union
+from dilabench.impls.packed import Packed
 from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.cpu import flash
 from dilabench.workload.spec import Workload
 
 
-def build(workload: Workload, context: BuildContext) -> BlockUnion:
+def build(workload: Workload, context: BuildContext) -> BlockUnion | InWholeBlocks | Packed:
     """Kernels by the kind of device. Raises ConfigError when a mask file does not fit."""
-    return block_union(workload, context, *kernels_for(context.device))
+    make = block_union if workload.layout == "padded" else packed_union
+    return make(workload, context, *kernels_for(context.device))
 
 
 def kernels_for(device: torch.device) -> tuple[str, BlockForward, BlockBackward]:

@@ -132,7 +132,7 @@ def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..
 
 def _has_flash4() -> bool:
     try:
-        return importlib.util.find_spec("flash_attn.cute") is not None
+        return all(map(importlib.util.find_spec, ("flash_attn.cute", "cutlass")))
     except ImportError:
         return False
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dilabench.compare.view import measured_view, peak_of, speedup
+from dilabench.compare.view import measured_view, peak_of
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Row, RunRecord
 from dilabench.report.columns import ABSENT
@@ -13,7 +13,7 @@ from dilabench.suites.findings.crossings import crossover_section
 from dilabench.suites.findings.series import VARIES_ALONG_A_RANGE, series_of
 from dilabench.suites.ring import findings as parallel
 from dilabench.suites.ring.findings import namer, section, workload_text
-from dilabench.units import format_bytes, format_latency, format_rate, format_ratio
+from dilabench.units import format_bytes, format_latency, format_rate, format_ratio, speedup
 
 MIB = 2**20
 STRONG_MEANING = "Strong scaling: the same workload on more ranks. Speed-up over one device, and that per rank."
@@ -53,7 +53,7 @@ def _crossovers(record: RunRecord) -> Iterator[Section]:
     """The crossovers of the implementations on each number of ranks."""
     for ranks in sorted({row.case.world_size for row in record.rows} - {1}):
         rows = tuple(row for row in record.rows if row.case.world_size == ranks)
-        crossings = crossover_section(series_of(record.model_copy(update={"rows": rows})))
+        crossings = crossover_section(series_of(record.model_copy(update={"rows": rows})), record.device)
         if crossings is not None:
             yield replace(crossings, title=f"{crossings.title} on {ranks} ranks")
 

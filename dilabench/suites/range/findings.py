@@ -30,7 +30,7 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
     series = [member for member in series_of(record) if member.measured]
     if len({view.row.case.workload.seq_len for member in series for view in member.measured}) < 2:
         return ()
-    sections = (_by_length(series, record.device), _growth(series), crossover_section(series))
+    sections = (_by_length(series, record.device), _growth(series), crossover_section(series, record.device))
     return tuple(section for section in sections if section)
 
 

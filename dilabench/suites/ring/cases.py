@@ -1,6 +1,7 @@
-"""Suite `ring`: the speed-up of several ranks over one device, compared with the ideal."""
+"""Suite `ring`: the speed-up of several ranks over one device."""
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from dilabench.patterns.dense import DENSE
 from dilabench.plugins.builtin.suites import RingOptions
@@ -42,11 +43,9 @@ def ranks_here(planner: Planner) -> int:
 
 
 def in_modes(workload: WorkloadRequest, planner: Planner) -> Iterator[WorkloadRequest]:
-    """Forward, backward and both, or the mode that the user chose."""
-    if "mode" in planner.request.overrides:
-        yield workload
-        return
-    for mode in MODES:
+    """Forward, backward and both; only the first or the second if the user chose that."""
+    chosen = planner.request.overrides.get("mode", "both")
+    for mode in MODES if chosen == "both" else (chosen,):
         yield workload.model_copy(update={"mode": mode})
 
 
@@ -57,30 +56,36 @@ def beside_one_device(workload: WorkloadRequest, planner: Planner, ranks: int) -
     default = planner.over_ranks(workload, ranks)
     implementations = parallel.implementations(default)
     # An implementation with projections is compared with itself on one rank, which is the plain module.
-    beside = _on_one_device(planner, workload, default)
-    alone = dict.fromkeys(beside if sharded.takes == "heads" else sharded for sharded in implementations)
+    first, *others = _on_one_device(planner, workload, default)
+    alone = dict.fromkeys(first if sharded.takes == "heads" else sharded for sharded in implementations)
     cases = [case for implementation in alone for case in single.plan(implementation, workload)]
+    if first in alone:
+        # These make the base faster where they run, and say nothing where they do not.
+        planned = (case for implementation in others for case in single.plan(implementation, workload))
+        cases += [case for case in planned if case.skip is None]
     inside = validated(RingOptions, planner.request.options).sharding == "inside"
     for implementation in implementations:
         cases += parallel.plan(implementation, workload, sharding_inside=inside)
     return cases
 
 
-def _on_one_device(planner: Planner, workload: WorkloadRequest, over_ranks: Sequence[str]) -> Implementation:
-    """The implementation of the single device: the best of those that call a backend if those over ranks do.
+def _on_one_device(planner: Planner, workload: WorkloadRequest, over_ranks: Sequence[str]) -> list[Implementation]:
+    """The implementations of the single device: the best that calls a backend, and the best that does not.
 
-    If there is none, the first of those over ranks, on one rank.
+    The first is of the same kind as those over ranks; if there is none, the first of those over ranks, on one rank.
     """
     registry = planner.catalogue.implementations
-    first = registry.get(over_ranks[0])
+    sharded = registry.get(over_ranks[0])
     names = planner.where(
         lambda known: (
             known.supports.max_world_size == 1
             and known.takes == "heads"
             and known.role == "method"
-            and known.uses_backend == first.uses_backend
             and workload.pattern in known.supports.patterns
             and workload.layout in known.supports.layouts
         )
     )
-    return max(map(registry.get, names), key=lambda known: known.priority, default=first)
+    ranked = sorted(map(registry.get, names), key=lambda known: -known.priority)
+    first = next((known for known in ranked if known.uses_backend == sharded.uses_backend), sharded)
+    other = (known for known in ranked if known.uses_backend != first.uses_backend and known.priority)
+    return [first, *islice(other, 1)]

@@ -1,0 +1,144 @@
+"""Tile shapes of the kernels over token selections, which form a pass takes, and how much memory partial results get.
+
+None of these numbers was measured: they are estimates from bytes and products, to be replaced by a sweep on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import triton
+
+from dilabench.kernels.tuning import TileConfig, padded_dim
+
+Kernel = Literal[
+    "query_forward", "query_gradient", "gathered_forward", "gathered_gradient", "key_gradient", "token_gradient"
+]
+"""query_*: the heads of a group are the rows of a tile. gathered_*: queries that selected a block are. key_gradient: dK
+and dV of blocks; token_gradient: of single tokens."""
+
+Form = Literal["query", "gathered"]
+Direction = Literal["forward", "gradient"]
+
+
+class Rule(NamedTuple):
+    """``tiles`` of a kernel for head dims up to ``dim`` and numbers of up to ``itemsize`` bytes."""
+
+    dim: int
+    itemsize: int
+    tiles: TileConfig
+
+
+# block_m: rows, each a query head of a token; block_n: keys. The first rule that holds.
+RULES: Mapping[Kernel, Sequence[Rule]] = {
+    # Rows are those of `query_rows`, so block_m is the least: what a product needs. Two stages of K and V take 64 KiB
+    # at D128, so that three programs share a multiprocessor.
+    "query_forward": (
+        Rule(128, 2, TileConfig(16, 64, 4, 2)),
+        Rule(256, 2, TileConfig(16, 32, 4, 2)),
+        Rule(256, 4, TileConfig(16, 32, 4, 1)),
+    ),
+    "query_gradient": (
+        Rule(128, 2, TileConfig(16, 64, 4, 2)),
+        Rule(256, 2, TileConfig(16, 32, 4, 2)),
+        Rule(256, 4, TileConfig(16, 32, 4, 1)),
+    ),
+    # K and V of a block stay while its queries pass by.
+    "gathered_forward": (
+        Rule(64, 2, TileConfig(128, 128, 8, 2)),
+        Rule(128, 2, TileConfig(128, 128, 8, 2)),
+        Rule(256, 2, TileConfig(64, 64, 8, 1)),
+        Rule(256, 4, TileConfig(64, 32, 4, 1)),
+    ),
+    "gathered_gradient": (
+        Rule(64, 2, TileConfig(64, 64, 4, 2)),
+        Rule(128, 2, TileConfig(64, 64, 4, 2)),
+        Rule(256, 2, TileConfig(64, 32, 8, 1)),
+        Rule(256, 4, TileConfig(32, 32, 4, 1)),
+    ),
+    # As `tuning.RULES` has backward_key over block masks.
+    "key_gradient": (
+        Rule(64, 2, TileConfig(64, 64, 4, 3)),
+        Rule(128, 2, TileConfig(64, 64, 4, 2)),
+        Rule(256, 2, TileConfig(64, 64, 8, 1)),
+        Rule(256, 4, TileConfig(32, 32, 4, 1)),
+    ),
+    "token_gradient": (
+        Rule(128, 2, TileConfig(16, 64, 4, 2)),
+        Rule(256, 2, TileConfig(16, 32, 4, 2)),
+        Rule(256, 4, TileConfig(16, 32, 4, 1)),
+    ),
+}
+
+# Rows of a tile of one token's heads at most: wider groups are several tiles, each of which reads K and V.
+MOST_QUERY_ROWS = 64
+
+# A program of gathered queries passes over so many tiles of rows, to read K and V once for all of them.
+TILES_OF_A_BLOCK = 8
+
+# Lists by key that are longer are shared by programs, as `tuning.SHARING_PROGRAMS` and `tuning.LEAST_SHARED_STEPS`.
+SHARING_PROGRAMS = 528
+LEAST_SHARED_STEPS = 64
+
+# Partial results of a pass at a time. Tokens are taken in parts that need no more.
+PARTIAL_BYTES = 1 << 30
+
+
+def tiles_of(kernel: Kernel, head_dim: int, itemsize: int) -> TileConfig:
+    """The tiles of a kernel; raises ValueError for a head dim above 256."""
+    for rule in RULES[kernel]:
+        if head_dim <= rule.dim and itemsize <= rule.itemsize:
+            return rule.tiles
+    raise ValueError(f"head dim {head_dim} has no kernel: it is above 256")
+
+
+class QueryRows(NamedTuple):
+    """A tile of ``queries`` tokens times ``heads`` query heads of a group, of which ``parts`` cover the group."""
+
+    queries: int
+    heads: int
+    parts: int
+
+
+def query_rows(group: int, tiles: TileConfig) -> QueryRows:
+    """Rows of a tile of tokens: ``tiles.block_m`` of them, or as many as the group has, up to `MOST_QUERY_ROWS`."""
+    padded = triton.next_power_of_2(group)
+    rows = max(tiles.block_m, min(padded, MOST_QUERY_ROWS))
+    heads = min(padded, rows)
+    return QueryRows(rows // heads, heads, -(-group // heads))
+
+
+def token_rows(group: int, tiles: TileConfig) -> QueryRows:
+    """As `query_rows` for one token: its keys are no other's."""
+    heads = max(tiles.block_m, min(triton.next_power_of_2(group), MOST_QUERY_ROWS))
+    return QueryRows(1, heads, -(-group // heads))
+
+
+# Of one H200: bytes per second from the L2 cache and from memory, and products per second of tiles of 16 rows, which
+# Hopper's wide instructions do not take, and of taller ones.
+_L2_BYTES, _MEMORY_BYTES = 6e12, 4.2e12
+_NARROW_FLOPS, _WIDE_FLOPS = 250e12, 450e12
+_ROWS_OF_WIDE = 64
+
+
+def select_form(direction: Direction, group: int, block: int, head_dim: int, itemsize: int) -> Form:
+    """The form that takes less time, by bytes and products of one token, key/value head and selected block.
+
+    The query form reads K and V of the block from the L2 cache for each token, whatever the neighbours select. The
+    gathered form reads and writes rows of each query head: q, and a partial result, which is then read once more.
+    Single tokens have no gathered form.
+    """
+    if block < 16:
+        return "query"
+    row = padded_dim(head_dim) * itemsize
+    tiles = query_rows(group, tiles_of(f"query_{direction}", head_dim, itemsize))
+    rows = tiles.heads * tiles.parts
+    # A tile of several tokens reads the blocks of all and multiplies all rows with each.
+    padded = rows * tiles.queries
+    products = (4 if direction == "forward" else 6) * block * padded_dim(head_dim)
+    flops = _WIDE_FLOPS if padded >= _ROWS_OF_WIDE else _NARROW_FLOPS
+    by_query = max(2 * block * row * tiles.parts / _L2_BYTES, products * padded / flops)
+    read = 1 if direction == "forward" else 2
+    gathered = max((read + 2) * group * row / _MEMORY_BYTES, products * group / _WIDE_FLOPS)
+    return "query" if by_query <= gathered else "gathered"
