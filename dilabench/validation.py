@@ -160,6 +160,10 @@ def check_depth(document: Any) -> None:
         raise ValueError(f"it is nested more than {deepest} levels deep; {DEPTH_VARIABLE}=100, say, reads more")
 
 
+# No shorter than any text that is counted.
+_MOST_MARK = 16
+
+
 class OverLimitError(ValueError):
     """A record has more of something than its limit."""
 
@@ -186,7 +190,7 @@ def counted_chunks(chunks: Iterable[bytes]) -> Iterator[bytes]:
             counts[at] += chunk.count(mark) + border.count(mark)
             if counts[at] > most:
                 raise OverLimitError(f"it has over {most} {what}, the limit; {variable}={2 * most}, say, reads more")
-        end = chunk[-16:]
+        end = (end + chunk)[-_MOST_MARK:] if len(chunk) < _MOST_MARK else chunk[-_MOST_MARK:]
         yield chunk
 
 
