@@ -27,7 +27,7 @@ from dilabench.units import parse_count
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
-# What pydantic adds to a place for the arms of a union.
+# Parts that pydantic adds to a location for the arms of a union.
 _TYPE_TAG = re.compile(r"tuple\[|literal\[|function-|(int|float|str|bool)$")
 _RULE = "should be "
 # Limits of a record. The largest that was met has 20 million values in 10,000 rows.
@@ -35,9 +35,9 @@ DEPTH_VARIABLE, MAX_DEPTH = "DILABENCH_MAX_DEPTH", 64
 ROWS_VARIABLE, MAX_ROWS = "DILABENCH_MAX_ROWS", 200_000
 VALUES_VARIABLE, MAX_VALUES = "DILABENCH_MAX_VALUES", 64_000_000
 _CONTAINERS = frozenset({dict, list})
-# Of 64-bit integers, with the sign.
+# Digits of 64-bit integers, with the sign.
 MAX_DIGITS = 20
-# No float of ours has as many digits after its point; one that has is read like a long integer.
+# No float of a record has as many digits after its point; one that has is read like a long integer.
 MAX_FRACTION = 64
 # A search for a run of digits takes ten times as long as one for a run of zeros.
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
@@ -104,7 +104,7 @@ def defined(function: Any) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in a message, short, whatever its `__repr__` does."""
+    """A value in a message, shortened, even if its `__repr__` fails."""
     try:
         return f"{value!r:.80}"
     # The `__repr__` may be a plug-in's.
@@ -131,7 +131,7 @@ def _read_counts(value: Any, info: ValidationInfo) -> Any:
 
 
 # A size may be written as '4K', a list of sizes as '2K,4K', [2048, '4K'] or, when there is one, 2048; None and 'auto'
-# stay as they are, for fields that take them besides.
+# stay as they are, for fields that also take them.
 READ_COUNT, READ_COUNTS = BeforeValidator(_read_count), BeforeValidator(_read_counts)
 Size = Annotated[int, READ_COUNT]
 Sizes = Annotated[tuple[int, ...], READ_COUNTS]
@@ -139,7 +139,7 @@ SizesOrAuto = Annotated[tuple[int, ...] | Literal["auto"], READ_COUNTS]
 
 
 def read_json(text: str | bytes) -> Any:
-    """A JSON document of a record. Raises ValueError for what is none, or holds what no record of ours ever holds."""
+    """A JSON document of a record. Raises ValueError for other texts or for content that no record holds."""
     document = parsed(text)
     check_depth(document)
     return document
@@ -242,7 +242,7 @@ KindT = TypeVar("KindT", bound=type)
 
 
 def refused(text: str) -> PydanticCustomError:
-    """What a check of one field of a descriptor raises; the text follows the field's name."""
+    """The error of a check of one field of a descriptor; the text follows the field's name."""
     # A brace would be a place for a value.
     return PydanticCustomError("descriptor", "{text}", {"text": text})
 

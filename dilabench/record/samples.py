@@ -108,9 +108,9 @@ Times = Annotated[tuple[int, ...], Nanoseconds]
 
 
 class Slot(Model):
-    """Consecutive samples of one case: one turn in one round. The device state is read at the slot's end.
+    """Consecutive samples of one case in one round. The device state is read at the slot's end.
 
-    Over ranks `samples_ns` are the slowest rank's, `rank_samples_ns` those of each. `renewed`: samples on new inputs.
+    Over ranks `samples_ns` are the slowest rank's, `rank_samples_ns` each rank's. `renewed`: samples on new inputs.
     """
 
     session: int = 0

@@ -1,7 +1,7 @@
 """A record as tidy tables: one line per case, or one per sample, with plain values under fixed names and in raw units.
 
-Times are in nanoseconds and sizes in bytes; None stands where there is nothing. `label_*` columns are there for the
-labels that the record has. CSV, Parquet (extra `data`) and data frames are written here.
+Times are in nanoseconds and sizes in bytes; None marks a missing value. The record's labels have `label_*` columns.
+CSV, Parquet (extra `data`) and data frames are written here.
 """
 
 import csv
@@ -44,7 +44,7 @@ def cases(record: RunRecord) -> list[Line]:
 
 
 def samples(record: RunRecord) -> list[Line]:
-    """One line per sample of every timer, in the order taken, with the device's state at the end of its turn."""
+    """One line per sample of every timer, in the order taken, with the device's state at the end of its slot."""
     return [
         {**about, **dict(zip(TURN, turn, strict=True)), "sample": index, "time_ns": time_ns}
         for about, timing in _timings(record)
@@ -70,7 +70,7 @@ def render_csv(record: RunRecord, folder: Path | None) -> str | None:
 
 
 def render_csv_samples(record: RunRecord, folder: Path | None) -> Iterator[str] | None:
-    """As `render_csv`, one line per sample, in samples.csv; it is written, or its text comes, turn by turn."""
+    """As `render_csv`, one line per sample, in samples.csv; it is written, or its text is yielded, slot by slot."""
     if folder is None:
         return _samples_text(record)
     write_bytes(folder / "samples.csv", (text.encode() for text in _samples_text(record)))
@@ -78,7 +78,7 @@ def render_csv_samples(record: RunRecord, folder: Path | None) -> Iterator[str] 
 
 
 def render_parquet(record: RunRecord, folder: Path | None) -> None:
-    """Write cases.parquet into `folder`; without one there is nothing to do. Raises EnvironmentNotReady."""
+    """Write cases.parquet into `folder`; without one, do nothing. Raises EnvironmentNotReady."""
     _parquet(lambda: cases(record), folder, "cases.parquet")
 
 

@@ -45,7 +45,7 @@ class Archive:
 
     @property
     def folder(self) -> Path:
-        """Where the run files are."""
+        """The folder of the run files."""
         return self.root / "runs"
 
     def add(self, record: RunRecord) -> str:
@@ -132,7 +132,7 @@ def stamp(started_at: str) -> str:
 
 
 def moment_of(text: str | None) -> datetime | None:
-    """A time of ISO 8601, taken as UTC where it names no zone; None when it cannot be read."""
+    """A time of ISO 8601, taken as UTC if it names no zone; None if it cannot be read."""
     try:
         moment = datetime.fromisoformat(text or "")
         return moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC)
@@ -155,7 +155,7 @@ def read_row_by_row(chunks: Iterable[bytes]) -> RunRecord | None:
     The text is one record exactly if each part is valid JSON and so is the text with an empty list of rows. No more of
     the text than a row and a chunk is in memory at a time.
     """
-    # Nothing that is made here refers to itself: a collector of cycles would walk through all of it, again and again.
+    # The objects made here have no cycles, so the garbage collector would scan them repeatedly without effect.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -217,7 +217,7 @@ def _row(text: bytes, names: dict[frozenset[str], set[str]]) -> Row:
     document = parsed(text)
     # The rest of a row has no fields of any depth.
     check_depth(document["planned"])
-    # What `report --json` printed; it follows from the samples.
+    # Figures of `report --json`, which follow from the samples.
     document.pop(SUMMARY, None)
     row = Row.model_validate(document)
     _share_names(row, names)

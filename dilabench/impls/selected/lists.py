@@ -6,7 +6,6 @@ A tile's rows are the query heads of one token that share their keys, so that ea
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 
 import numpy as np
 import torch
@@ -73,9 +72,7 @@ class Listed(SelectedAttention):
         queries, lists = _by_group(q, k.shape[2]), self._lists(q.shape[2] // k.shape[2])
         if len(lists) == 1:
             return [((queries, k, v), lists[0])]
-        return [
-            ((queries[at : at + 1], k[at : at + 1], v[at : at + 1]), blocks) for at, blocks in enumerate(lists)
-        ]
+        return [((queries[at : at + 1], k[at : at + 1], v[at : at + 1]), blocks) for at, blocks in enumerate(lists)]
 
     def _lists(self, group: int) -> list[Blocks]:
         if group not in self._kept:

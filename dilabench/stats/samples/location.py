@@ -87,7 +87,7 @@ def checked_samples(samples_ns: ArrayLike) -> NDArray[np.float64]:
     # A NaN makes the minimum NaN, which is not positive.
     if not (values.min() > 0 and values.max() < np.inf):
         bad = values[~(np.isfinite(values) & (values > 0))][0]
-        raise ConfigError(f"sample {bad} ns is not positive and finite, so it is no time; leave it out of the record")
+        raise ConfigError(f"sample {bad} ns is not a positive, finite time; remove it from the record")
     return values
 
 
@@ -265,7 +265,7 @@ def flatten_slots(slots: Sequence[Sequence[float]]) -> Slots:
 def checked_slots(slots: Slots) -> Slots:
     """The slots. Raises ConfigError for an empty slot or a sample that is not a positive finite time."""
     if slots.sizes.size == 0 or slots.sizes.min() == 0:
-        raise ConfigError("a slot (one turn of a case) holds no samples; leave it out of the record")
+        raise ConfigError("a slot (the samples of one case in one round) is empty; remove it from the record")
     return Slots(checked_samples(slots.samples_ns), slots.sizes)
 
 
