@@ -193,6 +193,10 @@ ADDED_QUERIES = (
     "it in no fixed order; torch.use_deterministic_algorithms(True) asks for the slower way"
 )
 
+_TOKENS_ON_CUDA = Capabilities(
+    patterns=PER_TOKEN, layouts=BOTH_LAYOUTS, dtypes=HALF | {"float32"}, window=False, max_head_dim=256
+)
+
 IMPLEMENTATIONS = (
     Implementation(
         "reference",
@@ -351,16 +355,18 @@ IMPLEMENTATIONS = (
     ),
     Implementation(
         "selected-blocks",
-        "blocks selected per token: our own kernel in C++ over lists of each token's keys on a CPU",
+        "blocks selected per token: our own kernels over lists, in C++ on a CPU and in Triton on CUDA",
         "dilabench.impls.selected.selected_blocks:build",
-        supports=Capabilities(patterns=PER_TOKEN, devices=CPU, layouts=BOTH_LAYOUTS),
+        supports=Capabilities(patterns=PER_TOKEN, layouts=BOTH_LAYOUTS, on_cuda=_TOKENS_ON_CUDA),
+        requires=("triton>=3.6|cpu",),
         priority=10,
     ),
     Implementation(
         "selected-blocks-planned",
         "selected-blocks that makes the lists in every call",
         "dilabench.impls.selected.selected_blocks:build_planned",
-        supports=Capabilities(patterns=PER_TOKEN, devices=CPU, layouts=BOTH_LAYOUTS),
+        supports=Capabilities(patterns=PER_TOKEN, layouts=BOTH_LAYOUTS, on_cuda=_TOKENS_ON_CUDA),
+        requires=("triton>=3.6|cpu",),
         every_call=("plan", "attend"),
         steps_of="selected-blocks",
     ),
@@ -368,7 +374,13 @@ IMPLEMENTATIONS = (
         "selected-blocks-selected",
         "selected-blocks that selects the blocks and makes their lists in every call: end to end",
         "dilabench.impls.selected.selected_blocks:build_selected",
-        supports=Capabilities(patterns=PER_TOKEN, devices=CPU, layouts=BOTH_LAYOUTS, check=_no_token_selector),
+        supports=Capabilities(
+            patterns=PER_TOKEN,
+            layouts=BOTH_LAYOUTS,
+            check=_no_token_selector,
+            on_cuda=replace(_TOKENS_ON_CUDA, check=_no_token_selector),
+        ),
+        requires=("triton>=3.6|cpu",),
         every_call=("select", "plan", "attend"),
         steps_of="selected-blocks",
     ),

@@ -33,6 +33,10 @@ class Listed(SelectedAttention):
     def __post_init__(self) -> None:
         register(self.number, self)
 
+    def part(self, first: int, last: int) -> Listed:
+        """Over some tokens."""
+        return Listed(self.selection.part(first, last), self.scale)
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse, summed in float32."""
         check(self.selection, q, k, v)

@@ -18,12 +18,15 @@ from dilabench.impls.selected.gather import Gathered
 from dilabench.impls.selected.lists import Listed
 from dilabench.impls.selected.selection import Make, SelectedAttention, over_sequences
 from dilabench.impls.selected.stand_ins import selecting_all, selection_of
+from dilabench.impls.selected.tiled import serves, tiled
 from dilabench.kernels.cpu import flash
 from dilabench.workload.spec import Workload
 
 
 def kernel_for(device: torch.device, dtype: torch.dtype) -> Make:
-    """The computation for a kind of device and a dtype: our own kernel where it can run, else torch's by gathering."""
+    """The computation for a kind of device and a dtype: our own kernel if it can run, else torch's by gathering."""
+    if serves(device, dtype):
+        return tiled
     return Listed if device.type == "cpu" and flash.serves(dtype) else Gathered
 
 

@@ -74,6 +74,16 @@ class SelectedAttention(ABC):
         out, lse = differentiable(self, self.number, q[None], k[None], v[None])
         return out[0], lse[0]
 
+    def over(self, bounds: Sequence[int]) -> SelectedAttention:
+        """Over packed sequences from each bound to before the next, one after another, whose indices count in each
+        from 0."""
+        spans = [(first, last) for first, last in pairwise(bounds) if first < last]
+        return PackedSequences([(first, last, self.part(first, last)) for first, last in spans])
+
+    def part(self, first: int, last: int) -> SelectedAttention:
+        """Over some tokens as if they were the sequence. Raises NotImplementedError if there is no such form."""
+        raise NotImplementedError(f"{type(self).__name__} has no form for a part of its tokens")
+
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out in q's dtype and lse; a row that sees no key has out 0 and lse -inf."""
@@ -122,10 +132,8 @@ class PackedSequences(SelectedAttention):
 
 def over_sequences(make: Make, selection: Selection, scale: float, bounds: Sequence[int] = ()) -> SelectedAttention:
     """The computation of a selection over one sequence, or over packed ones, whose indices count in each from 0."""
-    if not bounds:
-        return make(selection, scale)
-    spans = [(first, last) for first, last in pairwise(bounds) if first < last]
-    return PackedSequences([(first, last, make(selection.part(first, last), scale)) for first, last in spans])
+    whole = make(selection, scale)
+    return whole.over(bounds) if bounds else whole
 
 
 def check(selection: Selection, q: Tensor, k: Tensor, v: Tensor) -> None:
