@@ -126,6 +126,11 @@ FLEX_ON_CUDA = Capabilities(
 )
 
 
+SELECTED_ON_CUDA = Capabilities(
+    patterns=PER_TOKEN, dtypes=HALF | {"float32"}, layouts=BOTH_LAYOUTS, window=False, max_head_dim=256
+)
+
+
 def no_block_tiles(workload: Workload) -> str | None:
     """Return why the kernels cannot cut a block size into tiles, or None."""
     size = workload.pattern.block_length
@@ -189,12 +194,8 @@ def _no_room_for_a_mask(workload: Workload) -> str | None:
 
 # A property of `kernels.fused.sm90.backward`.
 ADDED_QUERIES = (
-    "on a Hopper GPU the last bits of dq may differ from call to call at head dims of 33 to 128, where programs add to "
-    "it in no fixed order; torch.use_deterministic_algorithms(True) asks for the slower way"
-)
-
-_TOKENS_ON_CUDA = Capabilities(
-    patterns=PER_TOKEN, layouts=BOTH_LAYOUTS, dtypes=HALF | {"float32"}, window=False, max_head_dim=256
+    "on a Hopper GPU at head dims of 33 to 128, programs add to dq in no fixed order, so its last bits may differ "
+    "between calls; torch.use_deterministic_algorithms(True) selects a slower, reproducible kernel"
 )
 
 IMPLEMENTATIONS = (
@@ -223,7 +224,7 @@ IMPLEMENTATIONS = (
     ),
     Implementation(
         "dense-masked",
-        "full attention with log C as its bias: what a mask costs that skips nothing",
+        "full attention with log C as its bias: the cost of a mask that skips no work",
         "dilabench.impls.dense_masked:build",
         supports=Capabilities(patterns=SPARSE, check=_no_room_for_a_mask),
         role="yardstick",
@@ -262,7 +263,8 @@ IMPLEMENTATIONS = (
     ),
     Implementation(
         "library",
-        "what `dilabench.attention.dilated_attention` takes by itself, measured at the first call where that is a GPU",
+        "what `dilabench.attention.dilated_attention` chooses by default; on a GPU it measures candidates at the "
+        "first call",
         "dilabench.attention.chosen:build",
         supports=Capabilities(patterns=DILATED, layouts=BOTH_LAYOUTS, merge_grads=BOTH_MERGES, zero_keys=True),
         chooses=True,
@@ -355,18 +357,20 @@ IMPLEMENTATIONS = (
     ),
     Implementation(
         "selected-blocks",
-        "blocks selected per token: our own kernels over lists, in C++ on a CPU and in Triton on CUDA",
+        "blocks selected per token: Triton kernels on CUDA, our own in C++ over lists of each token's keys on a CPU",
         "dilabench.impls.selected.selected_blocks:build",
-        supports=Capabilities(patterns=PER_TOKEN, layouts=BOTH_LAYOUTS, on_cuda=_TOKENS_ON_CUDA),
+        supports=Capabilities(patterns=PER_TOKEN, layouts=BOTH_LAYOUTS, on_cuda=SELECTED_ON_CUDA),
         requires=("triton>=3.6|cpu",),
+        deterministic=True,
         priority=10,
     ),
     Implementation(
         "selected-blocks-planned",
         "selected-blocks that makes the lists in every call",
         "dilabench.impls.selected.selected_blocks:build_planned",
-        supports=Capabilities(patterns=PER_TOKEN, layouts=BOTH_LAYOUTS, on_cuda=_TOKENS_ON_CUDA),
+        supports=Capabilities(patterns=PER_TOKEN, layouts=BOTH_LAYOUTS, on_cuda=SELECTED_ON_CUDA),
         requires=("triton>=3.6|cpu",),
+        deterministic=True,
         every_call=("plan", "attend"),
         steps_of="selected-blocks",
     ),
@@ -378,9 +382,10 @@ IMPLEMENTATIONS = (
             patterns=PER_TOKEN,
             layouts=BOTH_LAYOUTS,
             check=_no_token_selector,
-            on_cuda=replace(_TOKENS_ON_CUDA, check=_no_token_selector),
+            on_cuda=replace(SELECTED_ON_CUDA, check=_no_token_selector),
         ),
         requires=("triton>=3.6|cpu",),
+        deterministic=True,
         every_call=("select", "plan", "attend"),
         steps_of="selected-blocks",
     ),

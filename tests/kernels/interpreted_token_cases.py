@@ -18,7 +18,7 @@ from torch import Tensor
 from dilabench.impls.reference import Reference
 from dilabench.impls.selected.selection import over_sequences
 from dilabench.impls.selected.stand_ins import selection_of
-from dilabench.impls.selected.tiled import tiled
+from dilabench.impls.selected.tiles import Tiled
 from dilabench.kernels.launch_cache import LaunchCache
 from dilabench.kernels.selected import lists, tiles
 from dilabench.kernels.selected.attention import selected_backward, selected_forward
@@ -231,12 +231,12 @@ WORKLOADS: dict[str, dict[str, object]] = {
 
 
 def against_the_oracle(fields: dict[str, object]) -> dict[str, float]:
-    """`impls.selected.tiled` of a workload, twice: the second pass has the lists of the first."""
+    """`impls.selected.tiles` of a workload, called twice."""
     pattern = {"kind": "selected_blocks", "block_size": 16, "top_k": 2}
     shape = {"batch_size": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mode": "both", "dtype": "float32"}
     workload = Workload.model_validate({"pattern": pattern, **shape, **fields})
     selection = selection_of(workload, torch.device("cpu"))
-    mine = over_sequences(tiled, selection, workload.softmax_scale, workload.cu_seqlens or ())
+    mine = over_sequences(Tiled, selection, workload.softmax_scale, workload.cu_seqlens or ())
     lead = () if workload.layout == "packed" else (workload.batch_size,)
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(*lead, workload.seq_len, n, 16, generator=generator) for n in (4, 2, 2, 4))

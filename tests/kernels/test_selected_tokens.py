@@ -8,10 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from dilabench.impls.selected.gather import Gathered
-from dilabench.impls.selected.selection import Selection, over_sequences
-from dilabench.impls.selected.tiled import Tiled, tiled
-
 pytest.importorskip("triton", reason="Triton is not installed: its interpreter runs these kernels on the CPU")
 
 from dilabench.kernels.selected import tiles
@@ -183,25 +179,3 @@ def test_the_gathered_form_is_taken_while_a_group_is_narrow() -> None:
     """One head reads a block for itself alone by query; the 128 of multi-query attention share it."""
     assert tiles.select_form("forward", 1, 64, 128, 2) == "gathered"
     assert tiles.select_form("forward", 128, 64, 128, 2) == "query"
-
-
-def selection(length: int = 50, **changes: Any) -> Selection:
-    return Selection(
-        **{"indices": torch.zeros(1, length, 2, 3, dtype=torch.int32), "block": 16, "causal": True} | changes
-    )
-
-
-def test_windows_are_left_to_gathering() -> None:
-    assert isinstance(tiled(selection(), 0.3), Tiled)
-    assert isinstance(tiled(selection(window=(-1, 0)), 0.3), Tiled)
-    assert isinstance(tiled(selection(window=(20, -1)), 0.3), Gathered)
-    assert isinstance(tiled(selection(window=(-1, 5), causal=False), 0.3), Gathered)
-
-
-def test_tokens_behind_the_last_bound_select_nothing() -> None:
-    function = over_sequences(tiled, selection(), 0.3, (0, 20, 45))
-    assert isinstance(function, Tiled)
-    assert function.bounds is not None
-    assert function.bounds.tolist() == [0, 20, 45, 50]
-    assert (function.selection.indices[:, 45:] == -1).all()
-    assert not function.selection.indices[:, :45].any()

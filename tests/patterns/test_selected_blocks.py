@@ -46,9 +46,7 @@ def test_given_indices_are_in_any_order_count_once_and_may_be_absent(tmp_path: P
 
 @pytest.mark.parametrize("window", [(-1, -1), (5, 0)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_given_indices_are_counted_and_covered_by_pairs(
-    causal: bool, window: tuple[int, int], tmp_path: Path
-) -> None:
+def test_given_indices_are_counted_and_covered_by_pairs(causal: bool, window: tuple[int, int], tmp_path: Path) -> None:
     indices = np.random.default_rng(0).integers(-1, 3, (N, 1, 2))
     pattern, shape = from_file(tmp_path, indices), SequenceShape(N, 4, 2, causal, window)
     visible = (j <= i) | (not causal)

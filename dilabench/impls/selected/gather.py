@@ -48,10 +48,6 @@ class Gathered(SelectedAttention):
     def __post_init__(self) -> None:
         register(self.number, self)
 
-    def part(self, first: int, last: int) -> Gathered:
-        """Over some tokens."""
-        return Gathered(self.selection.part(first, last), self.scale)
-
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse, in at least float32."""
         check(self.selection, q, k, v)

@@ -6,7 +6,6 @@ A tile's rows are the query heads of one token that share their keys, so that ea
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 
 import numpy as np
 import torch
@@ -32,10 +31,6 @@ class Listed(SelectedAttention):
 
     def __post_init__(self) -> None:
         register(self.number, self)
-
-    def part(self, first: int, last: int) -> Listed:
-        """Over some tokens."""
-        return Listed(self.selection.part(first, last), self.scale)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse, summed in float32."""
@@ -77,9 +72,7 @@ class Listed(SelectedAttention):
         queries, lists = _by_group(q, k.shape[2]), self._lists(q.shape[2] // k.shape[2])
         if len(lists) == 1:
             return [((queries, k, v), lists[0])]
-        return [
-            ((queries[at : at + 1], k[at : at + 1], v[at : at + 1]), blocks) for at, blocks in enumerate(lists)
-        ]
+        return [((queries[at : at + 1], k[at : at + 1], v[at : at + 1]), blocks) for at, blocks in enumerate(lists)]
 
     def _lists(self, group: int) -> list[Blocks]:
         if group not in self._kept:
