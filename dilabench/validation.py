@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
-# What pydantic adds to a place for the arms of a union.
+# Parts that pydantic adds to a location for the arms of a union.
 _TYPE_TAG = re.compile(r"tuple\[|literal\[|function-|(int|float|str|bool)$")
 _RULE = "should be "
 # Limits of a record. The largest that was met has 20 million values in 10,000 rows.
@@ -41,9 +41,9 @@ DEPTH_VARIABLE, MAX_DEPTH = "DILABENCH_MAX_DEPTH", 64
 ROWS_VARIABLE, MAX_ROWS = "DILABENCH_MAX_ROWS", 200_000
 VALUES_VARIABLE, MAX_VALUES = "DILABENCH_MAX_VALUES", 64_000_000
 _CONTAINERS = frozenset({dict, list})
-# Of 64-bit integers, with the sign.
+# Digits of 64-bit integers, with the sign.
 MAX_DIGITS = 20
-# No float of ours has as many digits after its point; one that has is read like a long integer.
+# No float of a record has as many digits after its point; one that has is read like a long integer.
 MAX_FRACTION = 64
 # A search for a run of digits takes ten times as long as one for a run of zeros.
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
@@ -110,7 +110,7 @@ def defined(function: Any) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in a message, short, whatever its `__repr__` does."""
+    """A value in a message, shortened, even if its `__repr__` fails."""
     try:
         return f"{value!r:.80}"
     # The `__repr__` may be a plug-in's.
@@ -137,7 +137,7 @@ def _read_counts(value: Any, info: ValidationInfo) -> Any:
 
 
 # A size may be written as '4K', a list of sizes as '2K,4K', [2048, '4K'] or, when there is one, 2048; None and 'auto'
-# stay as they are, for fields that take them besides.
+# stay as they are, for fields that also take them.
 READ_COUNT, READ_COUNTS = BeforeValidator(_read_count), BeforeValidator(_read_counts)
 Size = Annotated[int, READ_COUNT]
 Sizes = Annotated[tuple[int, ...], READ_COUNTS]
@@ -145,7 +145,7 @@ SizesOrAuto = Annotated[tuple[int, ...] | Literal["auto"], READ_COUNTS]
 
 
 def read_json(text: str | bytes) -> Any:
-    """A JSON document of a record. Raises ValueError for what is none, or holds what no record of ours ever holds."""
+    """A JSON document of a record. Raises ValueError for other texts or for content that no record holds."""
     document = parsed(text)
     check_depth(document)
     return document
@@ -223,7 +223,7 @@ KindT = TypeVar("KindT", bound=type)
 
 
 def refused(text: str) -> PydanticCustomError:
-    """What a check of one field of a descriptor raises; the text follows the field's name."""
+    """The error of a check of one field of a descriptor; the text follows the field's name."""
     # A brace would be a place for a value.
     return PydanticCustomError("descriptor", "{text}", {"text": text})
 
@@ -356,7 +356,7 @@ class Nanoseconds(Sequence[int]):
         try:
             self._values = array("q", values)
         except OverflowError:
-            raise ValueError("a sample has more than 64 bits, which no time in ns has; leave it out") from None
+            raise ValueError("a sample has more than 64 bits, so it is no time in ns; remove it") from None
 
     def __len__(self) -> int:
         return len(self._values)
@@ -389,7 +389,7 @@ class Nanoseconds(Sequence[int]):
         return repr(tuple(self._values))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray[Any, Any]":
-        """What numpy makes an array of: a copy, so that the samples stay as they are."""
+        """The data for a numpy array: a copy, so that the samples stay unchanged."""
         import numpy as np
 
         if copy is False:
@@ -404,7 +404,7 @@ class Nanoseconds(Sequence[int]):
 
 
 def _samples(value: Any, handler: ValidatorFunctionWrapHandler) -> Nanoseconds:
-    """A list of integers as it is; whatever else the handler takes for one, by its rules."""
+    """A list of integers as it is; other values by the handler's rules."""
     if isinstance(value, Nanoseconds):
         return value
     if type(value) is list:

@@ -88,7 +88,7 @@ RINGS = (
     ),
     Implementation(
         "fused-sharded",
-        "whole segments on every rank, fused on each: nothing is sent",
+        "whole segments on every rank, fused on each: no messages",
         "dilabench.impls.ring.fused_sharded:build",
         supports=replace(
             FUSED,
@@ -173,7 +173,7 @@ RINGS = (
     ),
     Implementation(
         "block-sparse-ring",
-        "block-sparse over ranks: only blocks that a local query sees travel, with the heads that see them",
+        "block-sparse over ranks: only the blocks that a local query sees are sent, with the heads that see them",
         "dilabench.impls.ring.block_sparse:build",
         supports=BLOCKS_OVER_RANKS,
         requires=("triton>=3.6|cpu",),

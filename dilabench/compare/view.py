@@ -116,7 +116,7 @@ class RowView:
 
     @property
     def memory(self) -> Memory | None:
-        """The memory of one call, where it was measured."""
+        """The memory of one call; None if it was not measured."""
         return memory_of(self.row)
 
     @property
@@ -163,9 +163,9 @@ def is_impossible(row: Row) -> bool:
 
 
 def lengths_without_rows(record: RunRecord) -> tuple[int, ...]:
-    """The lengths in tokens, in ascending order, of which a record has no measured row.
+    """The lengths in tokens, in ascending order, without a measured row in the record.
 
-    The lengths of a search (label `way`) do not count: it goes on until one is too long.
+    The lengths of a search (label `way`) do not count: it continues until one is too long.
     """
     planned = {row.case.workload.seq_len for row in record.rows if WAY.of(row.planned) is None}
     measured = {row.case.workload.seq_len for row in record.rows if isinstance(row.outcome, Measured)}
@@ -193,7 +193,7 @@ def peak_of(row: Row) -> int | None:
 def verified_text(outcome: Measured) -> str:
     """How far a row was checked: every output row, those compared with a built-in, or the number sampled.
 
-    'timed' counts the timed calls of which rows were checked; records of before have none.
+    'timed' counts timed calls whose rows were checked; older records have none.
     """
     verification = outcome.verification
     if not verification.passed:

@@ -22,13 +22,13 @@ from dilabench.record import (
     Verification,
 )
 
-# What the resident set of a process wanders by: threads' heaps, pages of libraries, fragments.
+# The variation of a process's resident set: threads' heaps, pages of libraries, fragments.
 WANDERS_BYTES, WANDERS_SHARE = 8 * 2**20, 0.25
 
 
 @dataclass(slots=True)
 class TimerRun:
-    """What one timer saw of one case."""
+    """The samples of one case by one timer."""
 
     timer: TimerSpec
     slots: list[Slot] = field(default_factory=list)

@@ -435,7 +435,8 @@ def _warn_of_packings(cu_seqlens: tuple[int, ...]) -> None:
         _packings.add(cu_seqlens)
         if len(_packings) == limit:
             logger.warning(
-                "%d lists cu_seqlens are compiled, each a graph of its own, and torch compiles a function so often: "
+                "%d lists cu_seqlens are compiled, each as a separate graph, and torch limits the number of graphs "
+                "per function: "
                 "for another list it raises FailOnRecompileLimitHit with fullgraph=True, and runs the function "
                 "uncompiled without. Give cu_seqlens as a tensor, which one graph takes any bounds in, or raise "
                 "torch._dynamo.config.recompile_limit",

@@ -92,8 +92,8 @@ def first_derivatives(gradients: Callable[..., tuple[Tensor, ...]], dout: Tensor
 
 
 _FIRST_ONLY = (
-    "attention has first derivatives only; where gradients are differentiated in turn (create_graph=True), as in a "
-    "penalty on them, write attention in plain PyTorch"
+    "attention has first derivatives only; for second derivatives (create_graph=True, a gradient penalty) use an "
+    "implementation in plain PyTorch"
 )
 
 

@@ -1,4 +1,5 @@
-"""What every report says of a run record: tables of its rows, rows without a time, notes, the machine, the command.
+"""The content of every report on a run record: tables of its rows, rows without a time, notes, the machine, the
+command.
 
 A table holds the rows of one effective workload. Inside it a section holds rows that may be ranked against each other;
 a speed-up exists only inside a section, against the plain method or else the section's first measured row.
@@ -28,11 +29,12 @@ from dilabench.units import counted, format_bytes, format_count
 ESTIMATES = f"time: the {ESTIMATOR}; speed-up: from common rounds, else from the times"
 FOOTNOTES = {
     "*": "chosen by auto",
-    "†": "too few independent turns for 95 %: the interval is the whole range of the samples",
+    "†": "too few independent rounds for 95 %: the interval is the whole range of the samples",
     "‡": "not to be quoted, and not ranked: the note on this row says why its time cannot be true",
-    "✓": "its output was verified before timing: all rows, or a sample of that many",
-    "timed": "calls: of so many of them, while the clock ran, rows of the output were checked as well",
-    "all vs": "a built-in: every row was compared with that built-in's, of which the oracle had confirmed a sample",
+    "✓": "its output was verified before timing: all rows, or that many sampled rows",
+    "timed": "calls: rows of the output of this many timed calls were checked as well",
+    "all vs": "a built-in: every row was compared with this implementation, of which the oracle had confirmed "
+    "sampled rows",
 }
 UNVERIFIED: frozenset[FailureCode] = frozenset({"wrong_output", "backend_not_proven"})
 
@@ -41,7 +43,7 @@ UNVERIFIED: frozenset[FailureCode] = frozenset({"wrong_output", "backend_not_pro
 class Section:
     """Rows that compute the same thing from the same inputs. `title` is None for the table's own subject.
 
-    `ranking` is None if no row was measured, and for yardsticks, which are never ranked.
+    `ranking` is None if no row was measured, and for unranked references.
     """
 
     title: str | None
@@ -70,8 +72,8 @@ _last: list[tuple[RunRecord, tuple["WorkloadTable", ...]]] = []
 def workload_tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
     """One table per effective workload and world size, in the order of the record.
 
-    A yardstick (a row with that role) computes another function of the same shape; it stands in the
-    table of that shape, in a section of its own and without a speed-up.
+    A yardstick (an unranked reference) computes another function of the same shape. It is in the table of this shape,
+    in a separate section and without a speed-up.
     """
     # By identity: to hash or compare a record takes longer than to make its tables.
     if not _last or _last[0][0] is not record:
@@ -152,7 +154,7 @@ def _section(title: str | None, rows: Sequence[Row], device: str) -> Section:
 class Unmeasured:
     """Rows that have no time for one reason, named with their workloads. `status` is 'skipped' or 'failed'.
 
-    `code`: what kind of reason it is; `count`: how many rows have it.
+    `code`: the kind of reason; `count`: its number of rows.
     """
 
     status: str
@@ -237,7 +239,7 @@ def _gathered(labels: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoteGroup:
-    """The notes of one kind: what the kind means, the texts of all of its rows, and what to do.
+    """The notes of one kind: its meaning, the texts of all its rows, and advice.
 
     `brief`: one line for all of them. `severe`: the times of these rows cannot be true.
     """
@@ -250,7 +252,7 @@ class NoteGroup:
 
     @property
     def brief(self) -> str:
-        """The note itself where it is alone, else what the kind means and the number of rows."""
+        """The note itself if it is the only one, else the meaning of its kind and the number of rows."""
         if len(self.texts) == 1:
             return self.texts[0]
         return f"{self.kind} ({len(self.texts)} rows): {self.meaning}" + (f"; {self.hint}" if self.hint else "")

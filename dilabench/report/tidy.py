@@ -1,7 +1,7 @@
 """A record as tidy tables: one line per case, or one per sample, with plain values under fixed names and in raw units.
 
-Times are in nanoseconds and sizes in bytes; None stands where there is nothing. `label_*` columns are there for the
-labels that the record has. CSV, Parquet (extra `data`) and data frames are written here.
+Times are in nanoseconds and sizes in bytes; None marks a missing value. The record's labels have `label_*` columns.
+CSV, Parquet (extra `data`) and data frames are written here.
 """
 
 import csv
@@ -42,7 +42,7 @@ def cases(record: RunRecord) -> list[Line]:
 
 
 def samples(record: RunRecord) -> list[Line]:
-    """One line per sample of every timer, in the order taken, with the device's state at the end of its turn."""
+    """One line per sample of every timer, in the order taken, with the device's state at the end of its slot."""
     return [
         {**turn, "sample": index, "time_ns": time_ns}
         for turn, times in _turns(record)
@@ -67,7 +67,7 @@ def render_csv(record: RunRecord, folder: Path | None) -> str | None:
 
 
 def render_csv_samples(record: RunRecord, folder: Path | None) -> Iterator[str] | None:
-    """As `render_csv`, one line per sample, in samples.csv; it is written, or its text comes, turn by turn."""
+    """As `render_csv`, one line per sample, in samples.csv; it is written, or its text is yielded, slot by slot."""
     if folder is None:
         return _samples_text(record)
     write_bytes(folder / "samples.csv", (text.encode() for text in _samples_text(record)))
@@ -75,7 +75,7 @@ def render_csv_samples(record: RunRecord, folder: Path | None) -> Iterator[str] 
 
 
 def render_parquet(record: RunRecord, folder: Path | None) -> None:
-    """Write cases.parquet into `folder`; without one there is nothing to do. Raises EnvironmentNotReady."""
+    """Write cases.parquet into `folder`; without one, do nothing. Raises EnvironmentNotReady."""
     _parquet(lambda: cases(record), folder, "cases.parquet")
 
 
@@ -124,7 +124,7 @@ def _case(row: Row) -> Line:
 
 
 def _turns(record: RunRecord) -> Iterator[tuple[Line, Sequence[int]]]:
-    """For each turn of every timer: what its lines share, and the times in ns."""
+    """For each slot of every timer: the values that its lines share, and the times in ns."""
     for row in record.rows:
         for timing in row.outcome.timings if isinstance(row.outcome, Measured) else ():
             for slot in timing.slots:
@@ -148,7 +148,7 @@ def _turns(record: RunRecord) -> Iterator[tuple[Line, Sequence[int]]]:
 
 
 def _samples_text(record: RunRecord) -> Iterator[str]:
-    """The CSV of all samples in parts: what the lines of a turn share is written once and repeated."""
+    """The CSV of all samples in parts: the shared values of a slot are formatted once and repeated."""
     for number, (turn, times) in enumerate(_turns(record)):
         if number == 0:
             yield f"{','.join(turn)},sample,time_ns\n"

@@ -43,7 +43,7 @@ class Archive:
 
     @property
     def folder(self) -> Path:
-        """Where the run files are."""
+        """The folder of the run files."""
         return self.root / "runs"
 
     def add(self, record: RunRecord) -> str:
@@ -130,7 +130,7 @@ def stamp(started_at: str) -> str:
 
 
 def moment_of(text: str | None) -> datetime | None:
-    """A time of ISO 8601, taken as UTC where it names no zone; None when it cannot be read."""
+    """A time of ISO 8601, taken as UTC if it names no zone; None if it cannot be read."""
     try:
         moment = datetime.fromisoformat(text or "")
         return moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC)
@@ -156,7 +156,7 @@ def read_row_by_row(text: bytes) -> RunRecord | None:
     found = _FIRST_ROW.search(text)
     if found is None:
         return None
-    # Nothing that is made here refers to itself: a collector of cycles would walk through all of it, again and again.
+    # The objects made here have no cycles, so the garbage collector would scan them repeatedly without effect.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -177,7 +177,7 @@ def read_row_by_row(text: bytes) -> RunRecord | None:
 
 
 def _starts(text: bytes, first: int) -> Iterator[int]:
-    """Where rows begin: each `{` behind a comma that "planned" follows. Texts inside a row only make it no JSON."""
+    """The start of each row: `{` after a comma and before "planned". Texts inside a row only make it no JSON."""
     yield first
     place = text.find(_PLANNED, first) + len(_PLANNED)
     while (place := text.find(_PLANNED, place)) >= 0:
@@ -189,12 +189,12 @@ def _starts(text: bytes, first: int) -> Iterator[int]:
 
 def _row(text: bytes) -> Row:
     document = parsed(text)
-    # Of fixed depth, and most of a row.
+    # The samples: of fixed depth, and the largest part of a row.
     timings = document["outcome"].pop("timings", None)
     check_depth(document)
     if timings is not None:
         document["outcome"]["timings"] = timings
-    # What `report --json` printed; it follows from the samples.
+    # Figures of `report --json`, which follow from the samples.
     document.pop(SUMMARY, None)
     row = Row.model_validate(document)
     for timing in row.outcome.timings if isinstance(row.outcome, Measured) else ():

@@ -89,7 +89,7 @@ def slow(*values: object) -> object:
         ("lazy_by_dispatch", {}, "intact: after a timed call a TorchDispatchMode (_Dispatch) was entered and not left"),
         ("lazy_by_function", {}, "intact: after a timed call a TorchFunctionMode (_Function) was entered and not left"),
         ("slow_clock", {}, "intact: after a timed call time.perf_counter_ns was replaced"),
-        ("with_an_attribute", {}, "the first call returned a tensor with attributes of its own (lse)"),
+        ("with_an_attribute", {}, "the first call returned a tensor with extra attributes (lse)"),
     ],
 )
 def test_a_wrong_output_gets_no_time(outcome, name, workload, why):
@@ -145,7 +145,7 @@ def test_a_verification_that_hangs_has_its_own_code(outcome):
     [
         ("Averages", "called its attribute 'attention' never"),
         ("Inlines", "called its attribute 'attention' never"),
-        ("ScalesTwice", "q is 0.204124 times a projection of the input: 'attention' scales by itself"),
+        ("ScalesTwice", "q is 0.204124 times a projection of the input: 'attention' already scales"),
         ("SwapsKeysAndValues", "k is 1.5 times a projection"),
         ("AddsAMean", "with 'attention' replaced by a constant, position "),
         ("IgnoresItsCore", "with 'attention' replaced by a constant, position "),

@@ -12,7 +12,11 @@ SuiteName = Annotated[str, typer.Argument(metavar="SUITE", help="The question; s
 Implementations = Annotated[
     list[str] | None,
     typer.Option(
-        "--implementations", "--implementation", "-i", metavar="NAME...", help="What to run, or all. Repeatable."
+        "--implementations",
+        "--implementation",
+        "-i",
+        metavar="NAME...",
+        help="Implementation to run, or all. Repeatable.",
     ),
 ]
 Lengths = Annotated[
@@ -82,7 +86,7 @@ Budget = Annotated[
 ]
 AllowIncomplete = Annotated[
     bool,
-    typer.Option("--allow-incomplete", help="No exit code 9 for a length of which no row was measured."),
+    typer.Option("--allow-incomplete", help="Exit with 0, not 9, if a length has no measured row."),
 ]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the inputs and of the order.")]
 ShardOption = Annotated[
@@ -103,6 +107,6 @@ Output = Annotated[
 ]
 Formats = Annotated[
     list[str] | None,
-    typer.Option("--format", "-f", metavar="FORMAT", help="What to print (default table). Repeatable."),
+    typer.Option("--format", "-f", metavar="FORMAT", help="Output format (default table). Repeatable."),
 ]
 KeepInStore = Annotated[bool, typer.Option("--store/--no-store", help="Keep the record for history and baselines.")]

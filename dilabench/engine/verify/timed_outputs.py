@@ -1,10 +1,10 @@
-"""Are results of timed calls right? Rows of random ones, and all of the last one's, on the very numbers that they had.
+"""The check of timed calls: rows of random calls, and the whole last call, on their own inputs.
 
 For 8 to 16 random calls, the first included (timed_calls.py), two rows of out and dq are compared with the oracle: the
-one whose query was changed just before the call, and a random one; batch items and head groups alternate. Of some
-of these calls dk and dv of a key are, too, from all rows that see it. Each must leave its inputs as they were.
+one whose query was changed just before the call, and a random one; batch items and head groups alternate. For some of
+these calls, dk and dv of a key are compared, too, from all rows that see it.
 
-last_call.py says what is checked of the last one.
+Each call must leave its inputs unchanged. last_call.py has the checks of the last one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from dilabench.impls.summed import parts_of
 from dilabench.record import Check, CheckName, Verification
 from dilabench.workload.visibility import seen_by
 
-# dk and dv of a key take a pass over all rows that see it, and modules project all rows: of at least LEAST_WHOLE calls,
-# and of more as long as they take no more than this share of the time in which samples were taken.
+# dk and dv of a key take a pass over all rows that see it, and modules project all rows. At least LEAST_WHOLE calls are
+# checked so, and more within this share of the sampling time.
 WHOLE_SHARE, LEAST_WHOLE = 0.01, 2
 # The least tolerance of dk and dv of a key, as of any gradient of few terms (tolerance.py).
 KEY_ULPS = 6.0
@@ -62,7 +62,7 @@ class TimedOutputs:
         checks = list(last_checks(self._call, last, self._tolerances, self._call.spec.seed + 1 + last.number))
         rows: list[tuple[int, int, int, int]] = []
         for number, call in enumerate(kept):
-            # Over ranks all of them reach the same verdict, and by no clock of their own.
+            # All ranks must reach the same verdict, so none decides by its own clock.
             whole = number < LEAST_WHOLE or (
                 self._call.world is None and time.perf_counter_ns() - started < WHOLE_SHARE * self._sampled_ns
             )
@@ -79,7 +79,7 @@ class TimedOutputs:
 
 
 def _worst(checks: Sequence[Check]) -> Iterator[Check]:
-    """Of each name the check that failed first, or else the one with the largest share of its tolerance."""
+    """For each name the check that failed first, or else the one with the largest share of its tolerance."""
     for name in dict.fromkeys(check.name for check in checks):
         of_name = [check for check in checks if check.name == name]
         failed = (check for check in of_name if not check.passed)
@@ -87,7 +87,7 @@ def _worst(checks: Sequence[Check]) -> Iterator[Check]:
 
 
 def kept_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, float], whole: bool) -> Iterator[Check]:
-    """The checks of a call of which rows were kept. whole: also those that take a pass over all rows."""
+    """The checks of a call with kept rows. whole: also those that take a pass over all rows."""
     of = f"of timed call {kept.number + 1}"
     sound = kept.form is None
     if call.world is not None and not call.takes_whole:
@@ -179,12 +179,12 @@ class _Past:
         return row.to(self.device)
 
     def oracle(self, batch: int, head: int, rows: Tensor, keys: Tensor) -> _PastOracle:
-        """What is right for `head` at these rows, and at these keys from them."""
+        """The right values of `head` at these rows, and at these keys from the rows."""
         return _PastOracle(self, batch, head, rows, keys)
 
 
 class _PastOracle(Oracle):
-    """The oracle of one head of one batch item; other heads of what it gives mean nothing."""
+    """The oracle of one head of one batch item; other heads of its result are undefined."""
 
     def __init__(self, past: _Past, batch: int, head: int, rows: Tensor, keys: Tensor) -> None:
         self._past, self._batch, self._head = past, batch, head
@@ -207,7 +207,7 @@ class _PastOracle(Oracle):
         only = int(self.sample.rows[0]) if len(self.sample.rows) == 1 else None
         q = self._past.head(0, self._batch, self._head, only)
         k, v = (self._past.head(index, self._batch, group) for index in (1, 2))
-        # Views that have the one head in the place of each, and the one row in that of all.
+        # Views that repeat the one head for each head, and the one row for all rows.
         q = q[None, :, None].expand(1, workload.seq_len, workload.num_heads, -1)
         k, v = (x[None, :, None].expand(1, -1, workload.num_kv_heads, -1) for x in (k, v))
         return q, k, v
@@ -306,7 +306,7 @@ def _gradients_of_key(past: _Past, row: KeptRow, head: int) -> Tensor:
     doubt = (q.square() @ key.square()).sqrt() * workload.softmax_scale + scores.abs()
     doubt = doubt.square().add_(1.0).sqrt_()
     mean = (dout * out[:, head]).sum(-1)
-    # Terms of the mean over keys, each about as large as those of an average key.
+    # Terms of the mean over keys, each about as large as the terms of an average key.
     sizes = (dout.square() @ value.square()).sqrt() + (dout @ value).abs()
     sizes += 2 * (dout.square() @ v.to(wide).square().mean(0)).sqrt()
     smallest = torch.finfo(k.dtype).tiny if k.dtype == torch.float16 else 0.0

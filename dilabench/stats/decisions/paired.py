@@ -65,7 +65,7 @@ class Estimate:
     """ln(candidate / baseline) with its error; positive means that the candidate is slower.
 
     The squared standard error is `reducible_variance / units + fixed_variance`: more units (independent rounds, or
-    sessions) shrink the first term. Nothing on the candidate's side shrinks the second.
+    sessions) shrink the first term. More candidate samples do not shrink the second.
 
     log_ratio, se: natural-log units. df: degrees of freedom of the t interval; each further unit brings one more.
     interval: of `log_ratio`, None when the evidence is too thin for one. units, unit: how many independent repetitions
@@ -128,7 +128,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Which rounds belong to which session and pair; everything lies in order, one after the other."""
+    """Which rounds belong to which session and pair; all are stored in order."""
 
     sessions: Counts  # [pairs] sessions of each pair
     rounds: Counts  # [all sessions] rounds of each session
@@ -250,8 +250,8 @@ def _layout(pairs: Sequence[PairedRounds]) -> _Layout:
 def _slot_levels(slots: Slots, layout: _Layout, statistic: SlotStatistic) -> Floats:
     """Level at which every slot is read.
 
-    "min" reads both slots of a pair at the level of the smallest sample of the smaller one, 2 / (3 n + 1), so that
-    the side with more samples gains nothing from having them.
+    "min" reads both slots of a pair at the level of the smallest sample of the smaller one, 2 / (3 n + 1), so that more
+    samples on one side are no advantage.
     """
     smaller = slots.sizes.reshape(-1, 2).min(axis=1)
     if statistic in _LEVELS:

@@ -76,7 +76,7 @@ def checked_samples(samples_ns: ArrayLike) -> NDArray[np.float64]:
     # A NaN makes the minimum NaN, which is not positive.
     if not (values.min() > 0 and values.max() < np.inf):
         bad = values[~(np.isfinite(values) & (values > 0))][0]
-        raise ConfigError(f"sample {bad} ns is not positive and finite, so it is no time; leave it out of the record")
+        raise ConfigError(f"sample {bad} ns is not a positive, finite time; remove it from the record")
     return values
 
 
@@ -248,7 +248,7 @@ def flatten_slots(slots: Sequence[Sequence[float]]) -> Slots:
     """Lay the slots out flat. Raises ConfigError for an empty slot or a sample that is not a positive finite time."""
     sizes = np.fromiter(map(len, slots), np.intp, len(slots))
     if sizes.size == 0 or sizes.min() == 0:
-        raise ConfigError("a slot (one turn of a case) holds no samples; leave it out of the record")
+        raise ConfigError("a slot (the samples of one case in one round) is empty; remove it from the record")
     return Slots(checked_samples(np.fromiter(chain.from_iterable(slots), np.float64, int(sizes.sum()))), sizes)
 
 

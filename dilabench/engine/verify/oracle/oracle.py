@@ -57,7 +57,7 @@ class Oracle:
         self.dtype = TORCH_DTYPE[workload.dtype]
         self.sample = sample or choose_sample(workload, seed)
         self.inputs: tuple[Tensor, ...] = self._draw_inputs()
-        # What is expected of a module around an attention, for the next that is the same (embeddings.py).
+        # The expected results of a module around an attention, for the next equal module (embeddings.py).
         self.around: tuple[Shell, dict[str, Expected]] | None = None
 
     def restore(self) -> None:
@@ -73,7 +73,7 @@ class Oracle:
 
     @property
     def out_shape(self) -> torch.Size:
-        """Shape that the function's out must have: that of its first input."""
+        """Shape that the function's out must have: the shape of its first input."""
         return self.inputs[0].shape
 
     @cached_property
@@ -86,8 +86,8 @@ class Oracle:
     def sampled_dout(self) -> Tensor:
         """`full_dout` on the sampled rows, zero elsewhere.
 
-        The gradient is linear in dout: with this one, dq, dk and dv follow exactly from the sampled rows alone, also
-        where the keys of all rows are out of reach.
+        The gradient is linear in dout: with this one, dq, dk and dv follow exactly from the sampled rows, even if all
+        rows would be too many.
         """
         if self.sample.complete:
             return self.full_dout
@@ -101,7 +101,7 @@ class Oracle:
         return tensor[None] if self.workload.layout == "packed" else tensor
 
     def chosen(self, tensor: Tensor) -> Tensor:
-        """The sampled batches of a tensor of any of these shapes; where they are all, the tensor and no copy of it."""
+        """The sampled batches of a tensor of any of these shapes; the tensor itself if all are sampled."""
         tensor, batches = self.batched(tensor), self.sample.batches
         return tensor if len(batches) == tensor.shape[0] else tensor[batches.to(self.device)]
 

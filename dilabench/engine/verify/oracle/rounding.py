@@ -29,11 +29,11 @@ def sized_rows(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor
     """`attend_rows` in float64 and, from the same pass, its natural sizes.
 
     Of out: sqrt(sum_j (doubt P v)²) + |out| + weight_ulps · (size of a branch's own out). Of lse:
-    sqrt(sum_j (doubt P)²) + |lse| + 1: it moves by the mean of what its scores are off by.
+    sqrt(sum_j (doubt P)²) + |lse| + 1: it changes by the mean error of its scores.
 
-    Branches may be computed apart and merged by weights, which are rounded absolutely: next to a large share, a small
-    one is known to eps and no better. `weight_ulps` is the eps of those weights (the accumulation dtype's) over that of
-    out. Of a sum of attentions the sizes add up.
+    Branches may be computed separately and merged by weights, which are rounded absolutely: next to a large share, a
+    small one is known to eps and no better. `weight_ulps` is the eps of those weights (the accumulation dtype's) over
+    that of out. Of a sum of attentions the sizes add up.
     """
     parts = list(parts_of(workload, q.device, torch.float64))
     if parts:
@@ -81,8 +81,8 @@ def _shares(block: Block, q: Tensor, k: Tensor, lse: Tensor, workload: Workload)
 def _doubt(block: Block, q: Tensor, k: Tensor, scores: Tensor, workload: Workload) -> Tensor:
     """By how many eps P is in doubt: sqrt(1 + s²), s the size of its score, [B, R, M].
 
-    exp turns an absolute error of the score into a relative one of P, and the score is rounded in its own size:
-    scale · sqrt(sum_d q² k²) + |score|.
+    exp makes an absolute error of the score a relative error of P, and the score is rounded in its own size: scale ·
+    sqrt(sum_d q² k²) + |score|.
     """
     doubt = q[:, block.rows, block.head].double().square_() @ block.take(k, workload, torch.float64).square_().mT
     doubt = doubt.sqrt_().mul_(workload.softmax_scale).add_(scores.abs().masked_fill_(~block.seen, 0.0))
@@ -92,8 +92,8 @@ def _doubt(block: Block, q: Tensor, k: Tensor, scores: Tensor, workload: Workloa
 def alike_weights(q: Tensor, k: Tensor, lse: Tensor, workload: Workload, rows: Tensor) -> float:
     """How alike the fractions of the weights P are, 0 to 1: |sum P² exp(2 pi i log2 P)| / sum P².
 
-    Rounding has no side on average where they differ. Where all weights are equal, as where a row sees one key several
-    times, all are rounded to the same side, in any kernel that rounds them.
+    If they differ, rounding is unbiased on average. If all weights are equal, for example because a row sees one key
+    several times, any kernel rounds all to the same side.
     """
     parts = list(parts_of(workload, q.device, torch.float64))
     if parts:
@@ -159,13 +159,13 @@ def gradient_sizes(
 
 
 def _kept(terms: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-    """Terms of P or dS, each at least as large as what its rounding is the eps of.
+    """Terms of P or dS, each at least so large that its rounding is relative.
 
     Below the smallest normal number rounding is absolute, eps of that number, and branches that see the key may each
     have rounded their share, all to the same side. It counts in float16, whose smallest is 6e-5: a P of 16,000 keys.
     """
     smallest = torch.finfo(dtype).tiny
-    # In dtypes with the exponents of float32 these numbers are nothing beside any gradient.
+    # In dtypes with the exponents of float32 these numbers are negligible next to any gradient.
     if smallest < eps(torch.float64):
         return terms
     shares = (block.counts > 0).sum(0) * block.seen
