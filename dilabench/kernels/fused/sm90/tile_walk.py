@@ -24,12 +24,12 @@ _SPAN_COLUMNS = gl.constexpr(SPAN_COLUMNS)
 
 @lru_cache(maxsize=64)
 def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """How a tile lies in shared memory: the widest swizzle that its rows allow."""
+    """The layout of a tile in shared memory: the widest swizzle that its rows allow."""
     return gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENTS[dtype])
 
 
 def tile_descriptor(x: torch.Tensor, view: tuple[list[int], list[int]], tile: tuple[int, ...]) -> TensorDescriptor:
-    """What a ``view`` (shape, strides) shows of ``x``, in tiles whose sides before those of ``tile`` are 1."""
+    """A descriptor of a ``view`` (shape, strides) of ``x``, in tiles whose leading sides are 1."""
     shape, strides = view
     block = [*[1] * (len(shape) - len(tile)), *tile]
     return TensorDescriptor(x, shape, strides, block, shared_layout(tuple(block), x.dtype))
@@ -43,7 +43,7 @@ def tiles_of(count, sides, rows, columns):
 
 @gluon.jit
 def view_place(batch, row, column, BATCHED: gl.constexpr):
-    """Where a tile begins in what `row_layout.residue_view` shows."""
+    """The place of a tile in `row_layout.residue_view`."""
     of_one = (row, column)
     return (batch, row, column) if BATCHED else of_one
 
