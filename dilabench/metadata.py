@@ -172,6 +172,7 @@ INTERFERENCE = NoteKind("interference", "measured alone, its time differs from t
 NOT_INTERLEAVED = NoteKind(
     "not_interleaved", "timed alone because memory or the budget did not suffice, so without pairs"
 )
+BUDGET_EXCEEDED = NoteKind("budget_exceeded", "the budget was exceeded so that its length has a row", "ns")
 INTERRUPTED = NoteKind("interrupted", "Ctrl-C came after its timing")
 NO_MEMORY_PASS = NoteKind("no_memory_pass", "the budget was used up before memory was measured")
 NO_LEDGER = NoteKind("no_ledger", "the profiler saw no kernel, so the backend is claimed, not shown")
@@ -185,6 +186,7 @@ NO_FLUSH = NoteKind("no_flush", "inputs are so large that the L2 cache was not f
 BATCHED = NoteKind("batched", "a sample is the mean of this many calls", "count")
 CLOCK = NoteKind("clock", "samples taken again because the host clock did not advance", "count")
 FIRST_CALL = NoteKind("first_call", "the parts of the last first call")
+TRANSPORT = NoteKind("transport", "what carried the messages between ranks")
 MESSAGES_BY_KERNELS = NoteKind("messages_by_kernels", "messages between GPUs wait for attention kernels")
 OWN_TILES = NoteKind(
     "own_tiles",

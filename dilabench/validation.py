@@ -145,7 +145,7 @@ SizesOrAuto = Annotated[tuple[int, ...] | Literal["auto"], READ_COUNTS]
 
 
 def read_json(text: str | bytes) -> Any:
-    """A JSON document of a record. Raises ValueError for other texts, or for content that no record of dilabench holds."""
+    """A JSON document of a record. Raises ValueError for other texts or for content that no record holds."""
     document = parsed(text)
     check_depth(document)
     return document

@@ -126,6 +126,11 @@ FLEX_ON_CUDA = Capabilities(
 )
 
 
+SELECTED_ON_CUDA = Capabilities(
+    patterns=PER_TOKEN, dtypes=HALF | {"float32"}, layouts=BOTH_LAYOUTS, window=False, max_head_dim=256
+)
+
+
 def no_block_tiles(workload: Workload) -> str | None:
     """Return why the kernels cannot cut a block size into tiles, or None."""
     size = workload.pattern.block_length
@@ -352,16 +357,20 @@ IMPLEMENTATIONS = (
     ),
     Implementation(
         "selected-blocks",
-        "blocks selected per token: our own kernel in C++ over lists of each token's keys on a CPU",
+        "blocks selected per token: Triton kernels on CUDA, our own in C++ over lists of each token's keys on a CPU",
         "dilabench.impls.selected.selected_blocks:build",
-        supports=Capabilities(patterns=PER_TOKEN, devices=CPU, layouts=BOTH_LAYOUTS),
+        supports=Capabilities(patterns=PER_TOKEN, layouts=BOTH_LAYOUTS, on_cuda=SELECTED_ON_CUDA),
+        requires=("triton>=3.6|cpu",),
+        deterministic=True,
         priority=10,
     ),
     Implementation(
         "selected-blocks-planned",
         "selected-blocks that makes the lists in every call",
         "dilabench.impls.selected.selected_blocks:build_planned",
-        supports=Capabilities(patterns=PER_TOKEN, devices=CPU, layouts=BOTH_LAYOUTS),
+        supports=Capabilities(patterns=PER_TOKEN, layouts=BOTH_LAYOUTS, on_cuda=SELECTED_ON_CUDA),
+        requires=("triton>=3.6|cpu",),
+        deterministic=True,
         every_call=("plan", "attend"),
         steps_of="selected-blocks",
     ),
@@ -369,7 +378,14 @@ IMPLEMENTATIONS = (
         "selected-blocks-selected",
         "selected-blocks that selects the blocks and makes their lists in every call: end to end",
         "dilabench.impls.selected.selected_blocks:build_selected",
-        supports=Capabilities(patterns=PER_TOKEN, devices=CPU, layouts=BOTH_LAYOUTS, check=_no_token_selector),
+        supports=Capabilities(
+            patterns=PER_TOKEN,
+            layouts=BOTH_LAYOUTS,
+            check=_no_token_selector,
+            on_cuda=replace(SELECTED_ON_CUDA, check=_no_token_selector),
+        ),
+        requires=("triton>=3.6|cpu",),
+        deterministic=True,
         every_call=("select", "plan", "attend"),
         steps_of="selected-blocks",
     ),

@@ -28,6 +28,12 @@ def _mask_over_branches(workload: Workload) -> str | None:
     return None
 
 
+def _beyond_ring_attention(workload: Workload) -> str | None:
+    """Return the fields of a dilated pattern that `ring_attention` does not take, or None."""
+    given = workload.pattern.model_dump(exclude_defaults=True).keys() - {"kind", "segment_lengths", "dilation_rates"}
+    return f"ring_attention does not take {', '.join(sorted(given))}" if given else None
+
+
 def _over_ranks_on_cuda(workload: Workload) -> str | None:
     return _mask_over_branches(workload) or no_block_tiles(workload)
 
@@ -138,6 +144,13 @@ RINGS = (
         uses_backend=True,
         priority=20,
         sharding="dilabench.distributed.shardings:RING_VARLEN",
+    ),
+    Implementation(
+        "library-over-ranks",
+        "what `dilabench.attention.ring_attention` takes by itself, with the transport of its group",
+        "dilabench.attention.chosen:build_over_ranks",
+        supports=replace(OVER_RANKS, layouts=frozenset({"padded", "packed"}), check=_beyond_ring_attention),
+        chooses=True,
     ),
     Implementation(
         "ring-multihead",

@@ -63,7 +63,8 @@ class CaseState:
 
     `home` is the worker that has it prepared, `warm` the timers that are warmed up there. When the worker dies with
     another case, this one is prepared again elsewhere and a new session begins. `least`: the samples that it got before
-    the other cases of its length, which count if the budget allows no more.
+    the other cases of its length, which count if there is no time for more; `exceeded_s`: by how much they exceeded the
+    budget.
     """
 
     planned: PlannedCase
@@ -79,6 +80,7 @@ class CaseState:
     kernels: tuple[KernelUse, ...] = ()
     runs: dict[str, TimerRun] = field(default_factory=dict)
     least: dict[str, TimerRun] = field(default_factory=dict)
+    exceeded_s: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
     diagnostics: tuple[Diagnostic, ...] = ()
     memory: Memory | None = None

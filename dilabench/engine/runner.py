@@ -233,7 +233,8 @@ class _Run:
     def _take_least(self, groups: Sequence[WorkloadGroupRun]) -> None:
         """Take the least samples of one case of every length before any length gets its best; none without a budget.
 
-        Lengths with a row and a single length need none.
+        Lengths with a row and a single length need none. These samples may take as much time again as the budget: a
+        length without a row costs the user more than the wait.
         """
         lengths: dict[int, list[WorkloadGroupRun]] = {}
         for group in groups:
@@ -242,13 +243,14 @@ class _Run:
             return
         known = {row.case.workload.seq_len for row in self.rows.values() if isinstance(row.outcome, Measured)}
         open_lengths = sorted(lengths.keys() - known)
-        for place, length in enumerate(open_lengths):
-            self.driver.patience_s = self.driver.budget.remaining_s / (len(open_lengths) - place)
-            for group in sorted(lengths[length], key=lambda group: group.is_reference):
-                planned = [state.planned for state in group.states]
-                self.progress.group_started(planned[0].case.workload, planned)
-                if group.least():
-                    break
+        with self.driver.budget.for_least_rows():
+            for place, length in enumerate(open_lengths):
+                self.driver.patience_s = self.driver.budget.remaining_s / (len(open_lengths) - place)
+                for group in sorted(lengths[length], key=lambda group: group.is_reference):
+                    planned = [state.planned for state in group.states]
+                    self.progress.group_started(planned[0].case.workload, planned)
+                    if group.least():
+                        break
         self.driver.patience_s = 0.0
 
     def _rows_of(self, group: Sequence[PlannedCase], interleaved: WorkloadGroupRun | None) -> Iterator[Row]:

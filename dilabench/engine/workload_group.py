@@ -13,6 +13,7 @@ from dilabench.engine.second_implementation import BUILTIN
 from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.protocol import case_spec, worker_key
 from dilabench.metadata import (
+    BUDGET_EXCEEDED,
     FEW_SAMPLES,
     INTERRUPTED,
     LAUNCH_BOUND,
@@ -76,6 +77,7 @@ class WorkloadGroupRun:
             if state.running:
                 driver.release(state)
                 state.home, state.least, state.runs = None, state.runs, {}
+                state.exceeded_s = driver.budget.exceeded_s
                 if _samples(state.least):
                     return True
         return False
@@ -344,6 +346,9 @@ def _take_least(state: CaseState) -> None:
     state.outcome, state.runs, state.least = None, state.least, {}
     message = "measured alone: the budget was used up before it could be interleaved with its group"
     state.notes.append(NOT_INTERLEAVED.note(message))
+    if state.exceeded_s:
+        message = f"the budget was exceeded by {format_seconds(state.exceeded_s)} so that its length has a row"
+        state.notes.append(BUDGET_EXCEEDED.note(message, observed=state.exceeded_s * 1e9))
 
 
 def _undiagnosed(why: str) -> Note:

@@ -27,7 +27,7 @@ from dilabench.workload.visibility import alike_heads
 # Largest number of scores per matrix: 32 MiB in float64; about four such matrices are alive at a time.
 MAX_BLOCK_SCORES = 2**22
 # Limits of heads, rows and keys with cached blocks: megabytes at most.
-FEW_PAIRS = 2**20
+FEW_PAIRS = 2**22
 _keep: ContextVar[Callable[..., tuple[Block, ...]] | None] = ContextVar("keep", default=None)
 _heads: ContextVar[Sequence[int] | None] = ContextVar("heads", default=None)
 
@@ -69,14 +69,25 @@ class ReferenceOfSum:
         return differentiable_rows(q, k, v, self.workload, rows, torch.float64)[0].to(q.dtype)
 
 
+# Gets each block with its scores, their lse, softmax and values.
+EachBlock = Callable[["Block", Tensor, Tensor, Tensor, Tensor], None]
+
+
 def attend_rows(
-    q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor, dtype: torch.dtype = torch.float64
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    workload: Workload,
+    rows: Tensor,
+    dtype: torch.dtype = torch.float64,
+    each: EachBlock | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B, R, H, D] and lse [B, H, R] of the query rows at `rows` ([R] int64 on the CPU, ascending), all heads.
 
     q is [B, N, H, D], k and v are [B, N, K, D]. In float64 this is the oracle. In another `dtype` it is the plain
     computation that tolerances come from: matrix products rounded to it, softmax in at least float32. For a sum of
-    attentions, lse holds all of them, [B, parts·H, R].
+    attentions, lse holds all of them, [B, parts·H, R]. each: called with every block, without null masses; not for a
+    sum.
     """
     parts = list(parts_of(workload, q.device, dtype))
     if parts:
@@ -89,9 +100,12 @@ def attend_rows(
     for block in blocks(workload, rows, q):
         scores = block.scores(q, k, workload, dtype)
         block_lse = scores.logsumexp(-1)
-        share = scores.sub_(finite(block_lse)).exp_().to(dtype)
-        out[:, block.index, block.head] = share @ block.take(v, workload, dtype)
+        less = scores.sub_(finite(block_lse)) if each is None else scores.sub(finite(block_lse))
+        share, values = less.exp_().to(dtype), block.take(v, workload, dtype)
+        out[:, block.index, block.head] = share @ values
         lse[:, block.head, block.index] = block_lse
+        if each is not None:
+            each(block, scores, block_lse, share, values)
     zero_keys = log_zero_keys(workload, q.device, wide, rows=rows)
     if zero_keys is not None:
         add_null_mass_(out, lse, zero_keys)
@@ -260,13 +274,17 @@ def finite(lse: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some rows of one head and the keys that any of them may see; `index`: of the rows in the sample."""
+    """Some rows of one head and the keys that any of them may see; `index`: of the rows in the sample.
+
+    counts: [parts, M]. log_counts: [M], log of their sum, float64. seen: [R, M].
+    """
 
     head: int
     index: Tensor
     rows: Tensor
     keys: Tensor
     counts: Tensor
+    log_counts: Tensor
     seen: Tensor
 
     def take(self, x: Tensor, workload: Workload, dtype: torch.dtype) -> Tensor:
@@ -281,7 +299,7 @@ class Block:
     def scores(self, q: Tensor, k: Tensor, workload: Workload, dtype: torch.dtype) -> Tensor:
         """scale·q·k + log C, [B, R, M], in the accumulation dtype; -inf where a row does not see the key."""
         scores = q[:, self.rows, self.head].to(dtype) * workload.softmax_scale @ self.take(k, workload, dtype).mT
-        bias = self.counts.sum(0).to(accumulation_dtype(dtype)).log()
+        bias = self.log_counts.to(accumulation_dtype(dtype))
         return scores.to(bias.dtype).add_(bias).masked_fill_(~self.seen, -torch.inf)
 
 
@@ -363,6 +381,7 @@ def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) 
         for group in key_groups(workload, alike[0], rows, device) if heads else ():
             per_row = max(1, batch * len(group.keys))
             height = max(1, MAX_BLOCK_SCORES // per_row)
+            log_counts = group.counts.sum(0).double().log_()
             for at, part in zip(range(0, len(group.rows), height), group.rows.split(height), strict=True):
                 low = 0 if left is None else int(torch.searchsorted(group.keys, int(part[0]) - left))
                 high = (
@@ -377,5 +396,6 @@ def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) 
                 if group.own is not None:
                     seen &= group.own[at : at + height, low:high]
                 index, counts = torch.searchsorted(rows, part).to(device), group.counts[:, low:high]
+                logs = log_counts[low:high]
                 for head in heads:
-                    yield Block(head=head, index=index, rows=part_rows, keys=keys, counts=counts, seen=seen)
+                    yield Block(head, index, part_rows, keys, counts, logs, seen)

@@ -22,7 +22,7 @@ from dilabench.errors import ConfigError
 from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SequenceShape
 from dilabench.patterns.mask_files import mask_digest, mask_of_digest, read_array
 from dilabench.patterns.pattern import Pattern, group_rows
-from dilabench.patterns.token_selectors import TOKEN_SELECTORS, Tokens, select_rows, thresholds
+from dilabench.patterns.token_selectors import ABSENT, TOKEN_SELECTORS, Tokens, select_rows, thresholds
 from dilabench.units import format_count
 from dilabench.validation import Model, Size, validated
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     Indices = NDArray[np.int32]
 
 TokenSelectorName = Literal["mean_key", "compressed", "indexer", "random", "neighbours", "given"]
-ABSENT = -1
 MAX_BLOCK = 4096
 # Ranks of rows and blocks that are computed together: 2 MiB, which a cache holds.
 RANKS_AT_ONCE = 2**18
@@ -206,7 +205,8 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
         """
         if self.indices_file is not None:
             of_heads = _from_file(self, shape.length, shape.num_kv_heads)
-            return of_heads[rows, kv_head if of_heads.shape[1] > 1 else 0]
+            of_rows: Indices = of_heads[rows, kv_head if of_heads.shape[1] > 1 else 0]
+            return of_rows
         tokens, selector = self.tokens_of(shape), TOKEN_SELECTORS[self.selector]
         if shape.length * tokens.blocks <= KEPT_RANKS:
             return _whole_head(selector, tokens, kv_head)[rows]
@@ -340,7 +340,8 @@ class MistakenSelection(Pattern):
 
     def head_key(self, shape: SequenceShape, head: int) -> Hashable:
         """As of the right selection."""
-        return self.inner.head_key(shape, head)
+        right: SelectedBlocksPattern = self.inner
+        return right.head_key(shape, head)
 
 
 def _pieces(rows: Positions, columns: int) -> list[Positions]:

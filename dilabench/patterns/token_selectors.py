@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     Ranks = NDArray[np.int64]
 
+# Entries of a selection that are no block.
+ABSENT = -1
 STAND_IN_DIM = 16
 LARGEST = 127
 # A query is the sum of a part that this many neighbours share, and of a smaller one.
@@ -225,13 +227,11 @@ def thresholds(selector: TokenSelector, tokens: Tokens, kv_head: int, rows: Posi
     return _least_chosen(selector.all_ranks(tokens, kv_head, rows), tokens.top_k)
 
 
-def select_rows(
-    selector: TokenSelector, tokens: Tokens, kv_head: int, rows: Positions, absent: int = -1
-) -> NDArray[np.int32]:
-    """[R, min(top_k, n)]: the chosen blocks of each row, ascending, padded by `absent`."""
+def select_rows(selector: TokenSelector, tokens: Tokens, kv_head: int, rows: Positions) -> NDArray[np.int32]:
+    """[R, min(top_k, n)]: the chosen blocks of each row, ascending, padded by `ABSENT`."""
     ranks = selector.all_ranks(tokens, kv_head, rows)
     row, block = (ranks >= _least_chosen(ranks, tokens.top_k)[:, None]).nonzero()
-    selected = np.full((len(rows), min(tokens.top_k, tokens.blocks)), absent, dtype=np.int32)
+    selected = np.full((len(rows), min(tokens.top_k, tokens.blocks)), ABSENT, dtype=np.int32)
     selected[row, np.arange(len(row)) - np.searchsorted(row, row)] = block
     return selected
 

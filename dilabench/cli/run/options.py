@@ -77,7 +77,12 @@ Processes = Annotated[
 ]
 Budget = Annotated[
     str | None,
-    typer.Option("--budget", metavar="TIME", help="Time the run may take: 60s, 5m, none (default: the suite's own)."),
+    typer.Option(
+        "--budget",
+        metavar="TIME",
+        help="Time the run may take: 60s, 5m, none (default: the suite's own). The first row of each length may "
+        "exceed it by as much again.",
+    ),
 ]
 AllowIncomplete = Annotated[
     bool,

@@ -19,7 +19,7 @@ from dilabench.engine.verify.call import Call, Result, digest, form_checks, stre
 from dilabench.engine.verify.compare import compare_both_ways, locate, slope_on
 from dilabench.engine.verify.heads import NO_GRADIENT, how_many, repeat_checks
 from dilabench.engine.verify.oracle.oracle import Oracle
-from dilabench.engine.verify.oracle.rounding import forward_sizes, gradient_sizes
+from dilabench.engine.verify.oracle.rounding import gradient_sizes, sized_rows
 from dilabench.engine.verify.oracle.tolerance import (
     Expected,
     eps,
@@ -301,30 +301,32 @@ class _Yardstick:
         """The same for rounding of the attention's out: what moves 'out' and the gradients of parameters behind it."""
         if self._core.seen is None:
             return {}
-        q, k, v, out, lse = self._core.seen
+        q, k, v, out, _ = self._core.seen
         place, dtype = self._oracle.sample.rows.to(self._oracle.device), self._oracle.dtype
-        q, k, v, exact = (self._core.batched(x.detach()) for x in (q, k, v, out))
+        q, k, v = (self._core.batched(x.detach()) for x in (q, k, v))
         ulps = eps(accumulation_dtype(dtype)) / eps(dtype)
-        rows, at_rows = self._oracle.sample.rows, exact[:, place].double()
-        size, _ = forward_sizes(q, k, v, lse.double(), at_rows, self._core.workload, rows, ulps)
-        moved = torch.zeros_like(exact)
-        moved[:, place] = size.to(exact.dtype)
-        by_name = dict(self._module.named_parameters())
-        results = []
-        for added in (torch.zeros_like(out), self._signed([moved])[0].view_as(out)):
-            self._core.instead = out.detach() + added
-            with torch.set_grad_enabled(self._backward):
-                y = self._module(self._x, self._x, self._x)
-            found: dict[str, Tensor] = {CheckName.OUT: self._batched(y.detach())[:, place]}
-            if self._backward:
-                targets = [by_name[name] for name in names]
-                gradients = torch.autograd.grad(y, targets, self._dout, allow_unused=True)
-                found |= {
-                    name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None
-                }
-            results.append(found)
+        size = sized_rows(q, k, v, self._core.workload, self._oracle.sample.rows, ulps).size
+        moved = torch.zeros_like(self._core.batched(out.detach()))
+        moved[:, place] = size.to(moved.dtype)
+        # Without gradients, what the module gives around `out` is known.
+        unmoved = {CheckName.OUT: self._batched(self._out.detach())[:, place]}
+        before = self._behind(out.detach(), names) if self._backward else unmoved
+        after = self._behind(out.detach() + self._signed([moved])[0].view_as(out), names)
+        return {name: after[name] - value for name, value in before.items()}
+
+    def _behind(self, out: Tensor, names: list[str]) -> dict[str, Tensor]:
+        """'out' on the sampled rows and the gradients of parameters behind the attention, where it gives `out`."""
+        self._core.instead = out
+        with torch.set_grad_enabled(self._backward):
+            y = self._module(self._x, self._x, self._x)
         self._core.instead = None
-        return {name: results[1][name] - gradient for name, gradient in results[0].items()}
+        place = self._oracle.sample.rows.to(self._oracle.device)
+        found: dict[str, Tensor] = {CheckName.OUT: self._batched(y.detach())[:, place]}
+        if self._backward:
+            by_name = dict(self._module.named_parameters())
+            gradients = torch.autograd.grad(y, [by_name[name] for name in names], self._dout, allow_unused=True)
+            found |= {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
+        return found
 
     def _signed(self, sizes: list[Tensor]) -> list[Tensor]:
         """Each number with a random sign."""

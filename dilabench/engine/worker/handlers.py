@@ -50,7 +50,7 @@ from dilabench.engine.worker.protocol import (
     WorkerSettings,
 )
 from dilabench.errors import PluginError, encodable, first_line, text_of
-from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, refuse_unknown
+from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, TRANSPORT, refuse_unknown
 from dilabench.plugins.boundary import place
 from dilabench.record import Check, CheckName, Note, Slot, Verification
 
@@ -261,11 +261,13 @@ class Handlers:
         return self._world.max_over_ranks([secrets.randbits(SEED_BITS)])[0]
 
     def _notes(self, timer: SampleTimer) -> tuple[Note, ...]:
-        """The timer's notes, and one when messages take a slower path. Raises PluginError for unknown codes."""
+        """The timer's notes, and what carries messages. Raises PluginError for unknown codes."""
         notes, world = tuple(timer.notes()), self._world
         refuse_unknown("note", [note.code for note in notes])
-        if world is None or world.device.type != "cuda" or world.copies is not None:
+        if world is None:
             return notes
+        if world.device.type != "cuda" or world.copies is not None:
+            return *notes, TRANSPORT.note(f"messages go by {world.transport}")
         message = f"messages go by {world.transport}, whose kernels wait for attention kernels and slow them down"
         return *notes, MESSAGES_BY_KERNELS.note(message)
 

@@ -6,7 +6,6 @@ A tile's rows are the query heads of one token that share their keys, so that ea
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 
 import numpy as np
 import torch

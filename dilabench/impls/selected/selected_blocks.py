@@ -6,7 +6,7 @@ pattern's selector (`patterns.token_selectors`), so that the oracle knows which 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,40 +14,46 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.impls.one_operator import eager, outside_compilers
+from dilabench.impls.selected import tiles
 from dilabench.impls.selected.gather import Gathered
 from dilabench.impls.selected.lists import Listed
-from dilabench.impls.selected.selection import Make, SelectedAttention, over_sequences
+from dilabench.impls.selected.selection import SelectedAttention, Selection, over_sequences
 from dilabench.impls.selected.stand_ins import selecting_all, selection_of
 from dilabench.kernels.cpu import flash
 from dilabench.workload.spec import Workload
 
 
-def kernel_for(device: torch.device, dtype: torch.dtype) -> Make:
-    """The computation for a kind of device and a dtype: our own kernel where it can run, else torch's by gathering."""
-    return Listed if device.type == "cpu" and flash.serves(dtype) else Gathered
+def computation_for(q: Tensor, selection: Selection, scale: float, bounds: Sequence[int] = ()) -> SelectedAttention:
+    """The computation for a q [B, N, H, D]: our own kernel if it takes it, else torch's by gathering."""
+    kernel: type[SelectedAttention] = Gathered
+    if tiles.serves(q, selection):
+        kernel = tiles.Tiled
+    elif q.device.type == "cpu" and flash.serves(q.dtype):
+        kernel = Listed
+    return over_sequences(kernel, selection, scale, bounds)
 
 
 def build(workload: Workload, context: BuildContext) -> SelectedAttention:
     """Indices are made here, and plans at the first call. Raises ConfigError when a file of indices does not fit."""
-    return _make(workload, context)(selection_of(workload, context.device))
+    return _computation(workload, context, selection_of(workload, context.device))
 
 
 def build_planned(workload: Workload, context: BuildContext) -> Planning:
     """The indices are on the device when a call begins."""
-    selection, make = selection_of(workload, context.device), _make(workload, context)
-    return Planning(lambda: make(selection))
+    selection = selection_of(workload, context.device)
+    return Planning(lambda: _computation(workload, context, selection))
 
 
 def build_selected(workload: Workload, context: BuildContext) -> Planning:
     """The stand-ins are on the device when a call begins. Raises ValueError for a selector that reads no queries."""
-    select, make = selecting_all(workload, context.device), _make(workload, context)
-    return Planning(lambda: make(select()))
+    select = selecting_all(workload, context.device)
+    return Planning(lambda: _computation(workload, context, select()))
 
 
-def _make(workload: Workload, context: BuildContext) -> Callable[..., SelectedAttention]:
-    kernel = kernel_for(context.device, getattr(torch, workload.dtype))
-    bounds = workload.cu_seqlens or ()
-    return lambda selection: over_sequences(kernel, selection, workload.softmax_scale, bounds)
+def _computation(workload: Workload, context: BuildContext, selection: Selection) -> SelectedAttention:
+    shape = workload.batch_size, workload.seq_len, workload.num_heads, workload.head_dim
+    q = torch.empty((), dtype=getattr(torch, workload.dtype), device=context.device).expand(shape)
+    return computation_for(q, selection, workload.softmax_scale, workload.cu_seqlens or ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ class Compression:
 
 @torch.no_grad()
 def select_by_mean_key(q: Tensor, k: Tensor, choosing: Choosing) -> Tensor:
-    """By query times mean key of a block, queries summed over the heads that share keys. q [B, N, H, D], k [B, N, K, D].
+    """By query times mean key, queries summed over the heads that share keys. q [B, N, H, D], k [B, N, K, D].
 
     MoBA selects for each query head; with as many heads of keys as of queries this is the same.
     """

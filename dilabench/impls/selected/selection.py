@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -58,10 +59,14 @@ class Selection:
 
 
 class SelectedAttention(ABC):
-    """Attention over selected blocks as a `one_operator.Computation`, and as a function for autograd."""
+    """Attention over selected blocks as a `one_operator.Computation`, and as a function for autograd.
+
+    `takes_bounds`: it computes packed sequences by itself, from their bounds.
+    """
 
     __slots__ = ()
     number: int
+    takes_bounds: ClassVar[bool] = False
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; packed [T, H, D]; differentiable."""
@@ -83,10 +88,6 @@ class SelectedAttention(ABC):
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv in the dtypes of q, k, v, from an out and lse that may be those of a larger softmax."""
-
-
-Make = Callable[[Selection, float], SelectedAttention]
-"""A computation over one sequence with a scale."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -120,12 +121,21 @@ class PackedSequences(SelectedAttention):
         return dq, dk, dv
 
 
-def over_sequences(make: Make, selection: Selection, scale: float, bounds: Sequence[int] = ()) -> SelectedAttention:
-    """The computation of a selection over one sequence, or over packed ones, whose indices count in each from 0."""
+def over_sequences(
+    kernel: type[SelectedAttention], selection: Selection, scale: float, bounds: Sequence[int] = ()
+) -> SelectedAttention:
+    """A kernel's computation over one sequence, or over packed ones, in each of which indices count from 0."""
+    make: Any = kernel
     if not bounds:
-        return make(selection, scale)
-    spans = [(first, last) for first, last in pairwise(bounds) if first < last]
-    return PackedSequences([(first, last, make(selection.part(first, last), scale)) for first, last in spans])
+        computation: SelectedAttention = make(selection, scale)
+    elif kernel.takes_bounds:
+        computation = make(selection, scale, tuple(dict.fromkeys(bounds)))
+    else:
+        spans = [(first, last) for first, last in pairwise(bounds) if first < last]
+        computation = PackedSequences(
+            [(first, last, make(selection.part(first, last), scale)) for first, last in spans]
+        )
+    return computation
 
 
 def check(selection: Selection, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -18,8 +17,15 @@ from dilabench.impls.selected.selecting import (
 )
 from dilabench.impls.selected.selection import Selection
 from dilabench.patterns.answers import SequenceShape
-from dilabench.patterns.selected_blocks import ABSENT, SelectedBlocksPattern
-from dilabench.patterns.token_selectors import STAND_IN_DIM, TOKEN_SELECTORS, Tokens, indexer_stand_ins, stand_ins
+from dilabench.patterns.selected_blocks import SelectedBlocksPattern
+from dilabench.patterns.token_selectors import (
+    ABSENT,
+    STAND_IN_DIM,
+    TOKEN_SELECTORS,
+    Tokens,
+    indexer_stand_ins,
+    stand_ins,
+)
 from dilabench.workload.spec import Workload
 
 # Scores of stand-ins differ by 1 at least and by 2^19 at most: the shares of all of them are then different numbers.
@@ -69,7 +75,6 @@ def selecting(
     """The pattern's selector over its stand-ins, which are moved to the device here."""
     tokens, selector = pattern.tokens_of(shape), TOKEN_SELECTORS[pattern.selector]
     choosing = Choosing(pattern.block_size, pattern.top_k, shape.causal, selector.initial, selector.local_of(tokens))
-    # Of blocks before any that is local, initial ones are no more than others.
     return SELECTS[pattern.selector](tokens, choosing, partial(_moved, device=device, dtype=dtype, width=head_dim))
 
 

@@ -110,6 +110,7 @@ def _key_kernel(
     if CAUSAL:
         n_masked = tl.cdiv(tl.minimum(entries, tl.maximum(BLOCK - before, 0)) * GROUP, ROWS)
     for masked in tl.static_range(1 if CAUSAL else 0, -1, -1):
+        # Few tiles are masked: a second one in flight would take registers from the rest.
         for step in tl.range(
             0 if masked else n_masked, n_masked if masked else n_all, num_stages=1 if masked else STAGES
         ):

@@ -172,7 +172,10 @@ def _gathered_kernel(
             n_full = (tl.min(last, 0) + 1 - first) // KEYS
             n_all = tl.cdiv(tl.max(last, 0) + 1 - first, KEYS)
             for masked in tl.static_range(2):
-                for step in tl.range(n_full if masked else 0, n_all if masked else n_full, num_stages=STAGES):
+                # Few tiles are cut: a second one in flight would take registers from the rest.
+                for step in tl.range(
+                    n_full if masked else 0, n_all if masked else n_full, num_stages=1 if masked else STAGES
+                ):
                     row = first + step * KEYS + tl.arange(0, KEYS)
                     k = load_rows(k_ptr, row, k_token, kv_head, k_head, row < end, UNIT, HEAD_DIM, DIM, WIDE)
                     v = load_rows(v_ptr, row, v_token, kv_head, v_head, row < end, UNIT, HEAD_DIM, DIM, WIDE)

@@ -92,7 +92,9 @@ def _choosing(planner: Planner, asked: WorkloadRequest) -> Iterator[Implementati
     choosing = [
         implementation
         for implementation in planner.catalogue.implementations
-        if implementation.chooses and implementation.supports.computes(asked.pattern)
+        if implementation.chooses
+        and implementation.supports.max_world_size == 1
+        and implementation.supports.computes(asked.pattern)
     ]
     if not choosing:
         raise ConfigError(f"the library has no choice for pattern {asked.pattern!r}; leave it out")

@@ -98,14 +98,13 @@ def expect(
     alike: float = 0.0,
     summed: int = 0,
 ) -> Expected:
-    """The expectation for results of `dtype`; `plain` is the plain computation in `plain_dtype(dtype)`.
+    """The expectation for results of `dtype`; `plain` is the plain computation in `plain_dtype(dtype)`. `size` is
+    clamped in place.
 
     workload: for how many terms its sums have and how many branches are merged. alike: `rounding.alike_weights`.
     summed: of how many rows the gradient of a parameter is the sum.
     """
-    # Without terms the size is zero: there, every value but zero is wrong.
-    largest = float(size.max()) if size.numel() else 0.0
-    size = size.clamp_min(max(torch.finfo(dtype).tiny, eps(dtype) ** 2 * largest))
+    clamp_size_(size, dtype)
     error = float(errors(plain, value, size).max()) if value.numel() else 0.0
     # float64 has no plain computation that differs from the oracle; rounding is linear in eps.
     scaled = eps(dtype) / eps(plain.dtype) if dtype == torch.float64 else 1.0
@@ -122,6 +121,12 @@ def expect(
         slope_floor=_slope_floor(workload, dtype, alike),
         plain_rows=rows * scaled,
     )
+
+
+def clamp_size_(size: Tensor, dtype: torch.dtype) -> Tensor:
+    """Clamp natural sizes in place. Without terms the size is zero: there, every value but zero is wrong."""
+    largest = float(size.max()) if size.numel() else 0.0
+    return size.clamp_min_(max(torch.finfo(dtype).tiny, eps(dtype) ** 2 * largest))
 
 
 def _slope_floor(workload: Workload, dtype: torch.dtype, alike: float) -> float:

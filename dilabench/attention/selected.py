@@ -1,0 +1,244 @@
+"""Attention over key blocks that are selected per query token, for `attention.function`: one operator under compilers.
+
+Forward and backward are an operator each, which make their plan from the indices when they run; a plain call keeps it
+between the two.
+"""
+
+# The annotations of operators are evaluated by torch: no postponed evaluation in this module.
+
+import ast
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dilabench.attention import operands
+from dilabench.choice.ways import AUTO
+from dilabench.impls.no_pairs import SHAPES_ONLY
+from dilabench.impls.null_mass import sink_gradient
+from dilabench.impls.one_operator import (
+    Computation,
+    WithGradient,
+    contiguous_like,
+    empty_results,
+    is_plain_eager_call,
+)
+from dilabench.impls.operator_rules import differentiable_operator, first_derivatives, operator, refuse_forward_mode
+from dilabench.impls.selected.selected_blocks import computation_for
+from dilabench.impls.selected.selection import Selection
+from dilabench.kernels.lse import add_null_mass_
+from dilabench.patterns.selected_blocks import SelectedBlocksPattern
+from dilabench.workload.spec import Window
+
+
+class _Options(NamedTuple):
+    """What determines a computation besides its tensors."""
+
+    block: int
+    causal: bool
+    window: tuple[int, ...]
+    scale: float
+    cu_seqlens: tuple[int, ...]
+
+
+def selected_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor,
+    pattern: SelectedBlocksPattern,
+    *,
+    causal: bool,
+    window: Window,
+    scale: float | None,
+    sink: Tensor | None,
+    cu_seqlens: Sequence[int] | Tensor | None,
+    backend: Any,
+) -> tuple[Tensor, Tensor]:
+    """out and lse, which carries no gradient, of query [B, N, H, D] and key, value [B, N, K, D] (packed: [T, H, D]).
+
+    indices: integers [B, N, K, S] or [N, K, S] (packed: [T, K, S], counted in each sequence from 0). Raises ValueError
+    for what does not fit.
+    """
+    if backend != AUTO:
+        raise ValueError(f"backend {backend!r} with pattern {pattern.kind}, whose kernels call none; leave it out")
+    operands.check_are_tensors(query=query, key=key, value=value, indices=indices)
+    packed = cu_seqlens is not None
+    if packed:
+        operands.check_tokens(query, key, value)
+        query, key, value = query[None], key[None], value[None]
+    refuse_forward_mode(query, key, value)
+    if torch._C._is_any_autocast_enabled():
+        query, key, value = operands.as_autocast(query, key, value)
+    sides = operands.integers("window", window)
+    operands.refuse_types({"causal": causal, "window": sides, "scale": scale})
+    operands.check_operands(query.shape, key.shape, value.shape)
+    operands.check_kinds((x.dtype, x.device) for x in (query, key, value))
+    by_item = _checked(indices, query, key)
+    if sink is not None:
+        operands.check_is_tensor(sink)
+        operands.check_sink(sink, query, "exact")
+    # A compiled graph takes a tensor of bounds unread, and so serves every packing.
+    of_graph = cu_seqlens if isinstance(cu_seqlens, Tensor) and torch.compiler.is_compiling() else None
+    bounds = () if cu_seqlens is None or of_graph is not None else operands.bounds(cu_seqlens, query.shape[1])
+    _check_options(causal, sides, query.shape[1], bounds)
+    factor = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    options = (pattern.block_size, causal, sides, factor, bounds)
+    if sink is None and is_plain_eager_call(query, key, value, by_item):
+        computation = _computation(query, by_item, _Options(*options))
+        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+            out, lse = WithGradient.apply(computation, query, key, value)
+        else:
+            out, lse = computation.forward(query, key, value)
+    elif torch._C._are_functorch_transforms_active():
+        out, lse = _Differentiable.apply(query, key, value, by_item, sink, of_graph, _written(*options))
+    else:
+        out, lse = _selected_op(query, key, value, by_item, sink, of_graph, *options)
+    return (out[0], lse.detach()[0]) if packed else (out, lse.detach())
+
+
+def _checked(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The indices with an axis for batch items."""
+    batch, rows, kv_heads = query.shape[0], query.shape[1], key.shape[2]
+    by_item = indices[None] if indices.ndim == 3 else indices
+    wanted = f"integers [{rows}, {kv_heads}, S] or [{batch}, {rows}, {kv_heads}, S]: S key blocks for each of {rows} "
+    if indices.is_floating_point() or indices.dtype == torch.bool or by_item.ndim != 4:
+        raise ValueError(f"indices {indices.dtype} {tuple(indices.shape)} must be {wanted}tokens and {kv_heads} heads")
+    if by_item.shape[0] not in (1, batch) or tuple(by_item.shape[1:3]) != (rows, kv_heads) or not by_item.shape[3]:
+        raise ValueError(f"indices {tuple(indices.shape)} must be {wanted}tokens and {kv_heads} heads of keys")
+    if query.shape[2] % kv_heads:
+        raise ValueError(f"query has {query.shape[2]} heads, not a multiple of the {kv_heads} of key and value")
+    if indices.device != query.device:
+        raise ValueError(f"indices are on {indices.device} and query on {query.device}; move one of them")
+    return by_item
+
+
+def _check_options(causal: bool, window: tuple[int, ...], tokens: int, bounds: tuple[int, ...]) -> None:
+    if len(window) != 2 or min(window) < -1:
+        raise ValueError(f"window {list(window)} must be (left, right) with -1 for unbounded or at least 0")
+    if causal and window[1] > 0:
+        raise ValueError(f"window {list(window)} looks {window[1]} positions ahead, which causal=True forbids")
+    if bounds:
+        operands.without_empty(bounds, tokens)
+
+
+def _computation(query: Tensor, indices: Tensor, options: _Options) -> Computation:
+    if query.is_meta or not query.numel():
+        return SHAPES_ONLY
+    left, right = options.window
+    selection = Selection(indices, options.block, options.causal, (left, right))
+    return computation_for(query, selection, options.scale, options.cu_seqlens)
+
+
+def _written(block: int, causal: bool, window: Sequence[int], scale: float, cu_seqlens: Sequence[int]) -> str:
+    """As a text that means the same in every process, for the compiler keeps what it compiles on disk."""
+    return repr((int(block), causal, tuple(map(int, window)), scale, tuple(map(int, cu_seqlens))))
+
+
+@lru_cache(maxsize=256)
+def _read(asked: str) -> _Options:
+    return _Options._make(ast.literal_eval(asked))
+
+
+def _asked(asked: str, bounds: Tensor | None) -> _Options:
+    options = _read(asked)
+    return options if bounds is None else options._replace(cu_seqlens=operands.bounds(bounds, int(bounds[-1])))
+
+
+def _shapes_of_results(q: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
+    return empty_results(q)
+
+
+@operator("selected_forward", _shapes_of_results)
+def _forward_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor,
+    sink: Tensor | None,
+    bounds: Tensor | None,
+    asked: str,
+) -> tuple[Tensor, Tensor]:
+    """out and lse."""
+    out, lse, *_ = _computation(query, indices, _asked(asked, bounds)).forward(query, key, value)
+    if sink is not None:
+        add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
+    return out.contiguous(), lse.contiguous()
+
+
+def _shapes_of_gradients(_dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> tuple[Tensor, ...]:
+    return contiguous_like(q), contiguous_like(k), contiguous_like(v)
+
+
+@operator("selected_backward", _shapes_of_gradients)
+def _backward_op(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    indices: Tensor,
+    bounds: Tensor | None,
+    asked: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv from the results of the forward operator."""
+    computation = _computation(query, indices, _asked(asked, bounds))
+    dq, dk, dv = computation.backward(dout, query, key, value, out, lse)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+class _Differentiable(torch.autograd.Function):
+    """The operator with its derivative."""
+
+    @staticmethod
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        indices: Tensor,
+        sink: Tensor | None,
+        bounds: Tensor | None,
+        asked: str,
+    ) -> tuple[Tensor, Tensor]:
+        return _forward_op(query, key, value, indices, sink, bounds, asked)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        query, key, value, indices, sink, bounds, ctx.asked = inputs
+        ctx.save_for_backward(query, key, value, *output, indices, bounds, sink)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, sink = ctx.saved_tensors
+
+        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+            of_inputs = _backward_op(*tensors[:8], ctx.asked)
+            if sink is None:
+                return of_inputs
+            dout, _, _, _, out, lse, _, _, sinks = tensors
+            return *of_inputs, sink_gradient(dout, out, lse, sinks)
+
+        dq, dk, dv, *of_sink = first_derivatives(gradients, dout, *saved, *(() if sink is None else (sink,)))
+        return dq, dk, dv, None, of_sink[0] if of_sink else None, None, None
+
+
+@differentiable_operator("selected")
+def _selected_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor,
+    sink: Tensor | None,
+    bounds: Tensor | None,
+    block: int,
+    causal: bool,
+    window: Sequence[int],
+    scale: float,
+    cu_seqlens: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    asked = _written(block, causal, window, scale, cu_seqlens)
+    out, lse = _Differentiable.apply(query, key, value, indices, sink, bounds, asked)
+    return out, lse
