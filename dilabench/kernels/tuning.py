@@ -279,7 +279,7 @@ def heads_at_a_time(kv_heads: int, programs: int, head_dim: int) -> int:
     return next((n for n in range(1, kv_heads) if kv_heads % n == 0 and n * programs >= least), kv_heads)
 
 
-# From so many queries of a key and so many pairs on, to read and write keys once costs less than their rows do that
+# From this many queries of a key and this many pairs on, reading and writing keys once costs less than their rows that
 # cross memory lines.
 _MANY_QUERIES, _MANY_PAIRS = 2000, 700_000_000
 
@@ -323,7 +323,7 @@ def is_softmax_bound(head_dim: int) -> bool:
 L2_RESIDENT_BYTES = 24 << 20
 
 # A later group re-reads and re-writes the output rows it covers, and is further launches: of a row and of a group that
-# is about as much as so many pairs. Over the 91 random patterns of docs/figures/h100-cuts.json that have a choice,
+# is about as much as this many pairs. Over the 91 random patterns of docs/figures/h100-cuts.json that have a choice,
 # forward and backward take 1.035 times the best cut's time in the mean (1.045 at half the first alone).
 MERGE_COST_PAIRS, GROUP_COST_PAIRS = 128, 2_000_000
 
@@ -342,7 +342,7 @@ SHARING_PROGRAMS = 528
 # Shorter shares lose more in filling their pipelines than they gain.
 LEAST_SHARED_STEPS = 64
 
-# From so many tokens that are in the same branches on, branches by themselves are merged class by class: programs of
+# From this many tokens that are in the same branches on, separate branches are merged class by class: programs of
 # tokens that are in the same branches are few for fewer.
 MANY_TOKENS = 128
 

@@ -101,7 +101,7 @@ class BranchGroup:
         return self.heads_per_kv, len(self.kinds), self.is_shifted, self.is_windowed, self.documents > 0
 
     def sure_and_most(self, tokens: int) -> tuple[int, int]:
-        """Rows on a side on which a query sees so many tokens: in which it sees all keys, and beyond which none; of a
+        """Rows on a side on which a query sees this many tokens: in which it sees all keys, and beyond which none; of a
         class that may be another's where branches have different rates.
         """
         apart = self.modulus - 1 if len(set(self.rates)) > 1 else 0

@@ -193,7 +193,7 @@ _TablesT = TypeVar("_TablesT", bound=_Bytes)
 
 
 class _Kept:
-    """The latest tables, as many as fit into so many bytes of their device: many lengths share the
+    """The latest tables that fit into a number of bytes of their device: many lengths share the
     small ones.
 
     Safe to use from several threads, of which each may have made tables that another one had to make, too.
@@ -373,7 +373,7 @@ def _written_out(counts: Tensor, begins: Tensor, total: int) -> Tensor:
 
 def _on_device(device: torch.device, *arrays: npt.NDArray[Any]) -> list[Tensor]:
     """int32 tensors of these arrays, in one copy, each [row] of each at a multiple of 16 bytes: kernels are compiled
-    anew for others.
+    again for others.
     """
     rows = [x.reshape(len(x), -1) for x in arrays]
     widths = [x.shape[1] + -x.shape[1] % _ALIGNED for x in rows]

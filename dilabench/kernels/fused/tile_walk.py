@@ -154,7 +154,7 @@ def box_place(
 @triton.jit
 def load_tile(desc, tail_desc, batch, row, residue, head, HEAD: tl.constexpr, TAIL: tl.constexpr):
     """[rows, HEAD] of a descriptor over [B, places, H, rows, D] (`box_place`), and the TAIL columns behind them (where
-    there are none, the same again, for nobody to use); beyond the sequence and the head dim are zeros.
+    there are none, the same again, unused); beyond the sequence and the head dim are zeros.
     """
     tile = desc.load([batch, residue, head, row, 0]).reshape([desc.block_shape[3], HEAD])
     tail = tile

@@ -37,7 +37,7 @@ def tile_descriptor(x: torch.Tensor, view: tuple[list[int], list[int]], tile: tu
 
 @gluon.constexpr_function
 def tiles_of(count, sides, rows, columns):
-    """The shape of so many tiles of rows and columns, which descriptors show with more ``sides`` of 1 before those."""
+    """The shape of that many tiles of rows and columns, which descriptors show with leading ``sides`` of 1."""
     return [count, *[1] * sides, rows, columns]
 
 
@@ -183,7 +183,7 @@ def box_place(residue, row, box, R, ROWS: gl.constexpr, SHIFTED: gl.constexpr):
 
 @gluon.jit
 def entry_place(entry, route, ROWS: gl.constexpr, SHIFTED: gl.constexpr):
-    """`box_place` of the tile of so many rows that a list entry names. ``route``: first row of the super-segment, class
+    """`box_place` of the tile (this many rows) that a list entry names. ``route``: first row of the super-segment, class
     shift, `box_place`'s box, and R.
     """
     base_row, shift, box, R = route
