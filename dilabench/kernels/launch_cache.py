@@ -133,8 +133,8 @@ class LaunchCache:
                 self._known[name] = []
             else:
                 self._device = first.get_device()
-                repeated = [_repeated(*each, own) for each, own in zip(launched, tensors, strict=True)]
-                self._known[name] = [each for each in repeated if each] if all(repeated) else []
+                repeated = [_repeated(*launch, own) for launch, own in zip(launched, tensors, strict=True)]
+                self._known[name] = [launch for launch in repeated if launch] if all(repeated) else []
 
 
 def launch_once(kernel: Any, grid: tuple[int, ...], x: Tensor, *arguments: Any, **options: Any) -> None:

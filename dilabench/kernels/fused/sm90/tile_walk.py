@@ -183,7 +183,7 @@ def box_place(residue, row, box, R, ROWS: gl.constexpr, SHIFTED: gl.constexpr):
 
 @gluon.jit
 def entry_place(entry, route, ROWS: gl.constexpr, SHIFTED: gl.constexpr):
-    """`box_place` of the tile (this many rows) that a list entry names. ``route``: first row of the super-segment, class
+    """`box_place` of the tile (this many rows) in a list entry. ``route``: first row of the super-segment, class
     shift, `box_place`'s box, and R.
     """
     base_row, shift, box, R = route
