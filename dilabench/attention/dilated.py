@@ -118,7 +118,7 @@ def dilated_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LongNet's dilated attention: out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D], K dividing H.
 
-    With `cu_seqlens`, rising from 0: packed sequences, out [T, H, D] of query [T, H, D] and key, value [T, K, D].
+    With `cu_seqlens`, ascending from 0: packed sequences, out [T, H, D] of query [T, H, D] and key, value [T, K, D].
     Segments restart in each sequence. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. A
     list is better than a tensor, which has to be read from its device. B, N or T may be 0.
 

@@ -107,7 +107,7 @@ def _make_query_blocks(plan: Plan, q: Tensor, k: Tensor) -> Iterator[QueryBlock]
 
 
 def _key_rows(blocks: npt.NDArray[np.int64], size: int, rows: int) -> slice | Tensor:
-    """The rows of rising blocks: a slice, which copies nothing, where they are neighbours."""
+    """The rows of ascending blocks: a slice, without a copy, if they are neighbours."""
     if blocks[-1] - blocks[0] == len(blocks) - 1:
         return slice(int(blocks[0]) * size, min(rows, (int(blocks[-1]) + 1) * size))
     index = (torch.from_numpy(blocks).long()[:, None] * size + torch.arange(size)).flatten()

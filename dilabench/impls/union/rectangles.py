@@ -118,7 +118,7 @@ class Residue:
 
 
 def chains(branches: Sequence[Branch], seq_len: int, least_rows: int = LEAST_ROWS) -> list[Chain]:
-    """The branches of every head, by rising rate, cut into chains in which each nests in the one before.
+    """The branches of every head, by ascending rate, cut into chains in which each nests in the one before.
 
     A chain ends where fewer than `least_rows` rows of a branch would lie in one of its shortest segments.
     """

@@ -217,7 +217,7 @@ class _Problem:
 
 
 def _parts(selection: TokenSelection, bytes_of_slot: int) -> Iterator[tuple[int, TokenSelection]]:
-    """Parts of the tokens whose partial results, so many bytes for each block of a token, fit into `PARTIAL_BYTES`."""
+    """Parts of the tokens whose partial results, in bytes for each block of a token, fit into `PARTIAL_BYTES`."""
     rows, _, slots = selection.indices.shape
     at_a_time = max(1, tuned.PARTIAL_BYTES // (slots * bytes_of_slot))
     if at_a_time >= rows:
