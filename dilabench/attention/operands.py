@@ -17,7 +17,7 @@ from dilabench.workload.spec import Workload
 
 Kind = tuple[torch.Size, torch.dtype, torch.device]
 """Shape, dtype and device of a tensor."""
-# With so few tokens of so many heads, the axes are likely swapped.
+# With this few tokens of this many heads, the axes are likely swapped.
 FEW_TOKENS, MANY_HEADS = 64, 256
 
 

@@ -177,7 +177,7 @@ def _labels(firsts: Sequence[Row], values: Sequence[float], axis: Axis) -> list[
         seen: dict[float, set[str]] = {}
         for value, part in zip(values, parts, strict=True):
             seen.setdefault(value, set()).add(part[name])
-        if name != axis.name and any(len(found) > 1 for found in seen.values()):
+        if name != axis.name and any(len(values_seen) > 1 for values_seen in seen.values()):
             telling.append(name)
     return [" ".join(part[name] for name in telling) for part in parts]
 

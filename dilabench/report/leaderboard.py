@@ -134,7 +134,9 @@ def leaderboard(records: Sequence[RunRecord]) -> Leaderboard:
     boards = [
         # Sorting is stable: of one shape the newest run stays first.
         Board(
-            device=device, family=family, contests=tuple(board for _, board in sorted(listed, key=lambda each: each[0]))
+            device=device,
+            family=family,
+            contests=tuple(board for _, board in sorted(listed, key=lambda entry: entry[0])),
         )
         for (device, family), listed in sorted(found.items())
     ]

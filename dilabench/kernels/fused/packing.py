@@ -62,7 +62,7 @@ class ListRequest:
         return min(self.own, self.other)
 
     def stats_layout(self, block: int) -> StatsLayout:
-        """Of as many rows as documents have at most, in blocks of so many, which divide the tile."""
+        """The layout of as many rows as documents have at most, in blocks that divide the tile."""
         group = self.group
         rows = group.length // group.modulus + group.most_supers * self.stats_tile
         return StatsLayout(group.modulus, 1, group.length, -(-rows // block) * block, block)
@@ -203,7 +203,7 @@ class _Made(NamedTuple):
 
 
 def _copied(numbers: _Written, x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Numbers on the device of x, and when they are there if nobody waited."""
+    """Numbers on the device of x, and an event for their arrival unless it was waited for."""
     here = torch.from_numpy(numbers)
     if type(x) is not Tensor or not x.is_cuda or torch.cuda.is_current_stream_capturing():
         with on_a_stream_of_its_own(x.device):
@@ -230,7 +230,7 @@ class _Supers:
 
     @classmethod
     def of(cls, bounds: Integers, most: int, modulus: int) -> _Supers:
-        """Of so many tokens at most, in rows of so many."""
+        """The super-segments of documents, each of at most `most` tokens, in rows of `modulus` tokens."""
         lengths = bounds[1:] - bounds[:-1]
         supers = -(-lengths // most)
         document = np.arange(len(lengths)).repeat(supers)

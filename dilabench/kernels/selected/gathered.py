@@ -141,7 +141,7 @@ def _gathered_kernel(
     first, end = rows_of_block(bounds_ptr, number % n_blocks, length, blocks_each, BLOCK)
     WHOLE: tl.constexpr = BLOCK <= KEYS
     key = first + tl.arange(0, KEYS)
-    # Of a longer block the first tile, for nobody to use.
+    # For a longer block the first tile, which is not used.
     k = load_rows(k_ptr, key, k_token, kv_head, k_head, key < end, UNIT, HEAD_DIM, DIM, WIDE)
     v = load_rows(v_ptr, key, v_token, kv_head, v_head, key < end, UNIT, HEAD_DIM, DIM, WIDE)
     column = tl.arange(0, DIM)

@@ -80,7 +80,7 @@ RULES: Mapping[Kernel, Sequence[Rule]] = {
 # Rows of a tile of one token's heads at most: wider groups are several tiles, each of which reads K and V.
 MOST_QUERY_ROWS = 64
 
-# A program of gathered queries passes over so many tiles of rows, to read K and V once for all of them.
+# A program of gathered queries passes over this many tiles of rows, to read K and V once for all of them.
 TILES_OF_A_BLOCK = 8
 
 # Lists by key that are longer are shared by programs, as `tuning.SHARING_PROGRAMS` and `tuning.LEAST_SHARED_STEPS`.

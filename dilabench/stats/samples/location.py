@@ -1,6 +1,6 @@
 """The location of samples of times: quantiles, the median with its interval, and which of two is higher (A12).
 
-Times have a long right tail, so no mean is ever used. Quantiles are median-unbiased: whatever the distribution, the
+Times have a long right tail, so no mean is ever used. Quantiles are median-unbiased: for any distribution, the
 k-th of n samples lies as often above as below the level (k - 1/3) / (n + 1/3) (type 8 of Hyndman and Fan, "Sample
 quantiles in statistical packages", 1996). Medians over rounds of such quantiles make 20 samples comparable with 21.
 
