@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dilabench.errors import ConfigError
 from dilabench.patterns.answers import HiddenRows
 from dilabench.patterns.column_bounds import ColumnBoundsPattern
-from dilabench.patterns.native_sparse import NativeSparsePattern
+from dilabench.patterns.native_sparse import BlockwiseNativeSparsePattern
 from dilabench.patterns.pattern import Pattern, SequenceShape
 from dilabench.patterns.registry import pattern_type
 from dilabench.patterns.selectors import ABSENT, SELECTORS, Blocks, select, stand_ins
@@ -179,7 +179,7 @@ def test_a_prefix_under_a_causal_mask_is_refused_with_a_way_out() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_native_sparse_answers_by_itself_follows_from_its_counts(causal: bool) -> None:
-    pattern = NativeSparsePattern(block_size=6, top_k=2, window_size=4)
+    pattern = BlockwiseNativeSparsePattern(block_size=6, top_k=2, window_size=4)
     shape = SequenceShape(N, 4, 2, causal, (-1, -1))
     for head in (0, 3):
         assert pattern.covered(shape, head).tolist() == Pattern.covered(pattern, shape, head).tolist()
@@ -192,7 +192,7 @@ def test_what_native_sparse_answers_by_itself_follows_from_its_counts(causal: bo
     assert pairs.least == means + max(selected.attended, window.attended)
 
 
-@pytest.mark.parametrize("kind", ["topk_blocks", "native_sparse"])
+@pytest.mark.parametrize("kind", ["topk_blocks", "blockwise_native_sparse"])
 def test_what_shares_a_selection_is_said(kind):
     (summary,) = (known.summary for known in discover().catalogue.patterns if known.name == kind)
     assert "block of queries" in summary
