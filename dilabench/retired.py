@@ -1,4 +1,4 @@
-"""Names that dilabench had and has no more: the reason, and what to use instead.
+"""Names that dilabench has removed: the reason, and the replacement.
 
 A registry answers with these when a name is missing, so that a plug-in may register one of them again. Records keep
 the names as text and still load.
@@ -12,7 +12,7 @@ from dilabench.errors import ConfigError, unknown_name
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """`kind`: that of a registry (pattern, implementation, reporter, ...), or command, option, pytest fixture.
+    """`kind`: of a registry (pattern, implementation, reporter, ...), or command, option, pytest fixture.
 
     `instead`: what to use.
     """
@@ -83,6 +83,6 @@ def removed(kind: str, name: str) -> ConfigError | None:
 def no_such_name(kind: str, name: str, known: Iterable[str], left_out: Iterable[str] = ()) -> ConfigError:
     """The error for a name that is not registered: why it was retired, or else the nearest known names.
 
-    `kind` is that of a registry, or 'name' for all of them; `left_out`: plug-ins that could not be used.
+    `kind`: of a registry, or 'name' for all of them; `left_out`: plug-ins that could not be used.
     """
     return removed(kind, name) or unknown_name(kind, name, known, left_out=left_out)

@@ -57,6 +57,7 @@ class SequenceShards:
     def __init__(self, world: World, bounds: tuple[int, ...], packed: bool, order: Order, shards: Shards) -> None:
         self.world, self.bounds, self.packed, self.order, self.shards = world, bounds, packed, order, shards
         self._functions: dict[Any, ShardedAttention | ShapesOnly] = {}
+        self._worlds: dict[torch.device, World] = {}
         self._number = new_number()
         register(self._number, self)
 
@@ -125,7 +126,20 @@ class SequenceShards:
         dim %= x.ndim
         lead, rest = x.shape[:dim], x.shape[dim + 1 :]
         sizes = [(*lead, rows, *rest) for rows in self.shards.rows]
-        return self.shards.join(self.world.all_gather(x.detach(), sizes), dim)
+        return self.shards.join(self._world_on(x.device).all_gather(x.detach(), sizes), dim)
+
+    def transport(self, device: torch.device) -> str:
+        """What carries messages between tensors on a device: 'copy engines', 'gloo', or 'nccl (reason)'.
+
+        All ranks call it.
+        """
+        return self._world_on(device).transport
+
+    def _world_on(self, device: torch.device) -> World:
+        world = self._worlds.get(device)
+        if world is None:
+            world = self._worlds[device] = self.world.on(device)
+        return world
 
     @staticmethod
     def _check_axis(x: Tensor, dim: int, length: int, what: str) -> None:
@@ -160,7 +174,7 @@ def sequence_shards(
     window: Window = UNBOUNDED,
     group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> SequenceShards:
-    """How a sequence of `seq_len` tokens, or packed ones (`cu_seqlens`, rising from 0), lie on the ranks of a group.
+    """The cut of `seq_len` tokens, or of packed sequences (`cu_seqlens`, ascending from 0), over the ranks of a group.
     Either may have no tokens; equal bounds are empty sequences.
 
     All ranks of the group call it. `order`: 'zigzag' gives rank r of P the chunks r and 2P-1-r of 2P, which balances
@@ -181,9 +195,15 @@ def sequence_shards(
         if group.ndim != 1:
             raise ValueError(f"a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}: name one, mesh['cp']")
         group = group.get_group()
-    world = World.of_group(group)
+    return shards_in_world(World.of_group(group), bounds, order, window, packed=cu_seqlens is not None)
+
+
+def shards_in_world(
+    world: World, bounds: tuple[int, ...], order: Order, window: Window, packed: bool | None = None
+) -> SequenceShards:
+    """`sequence_shards` of ranks that have met; by default several sequences are packed."""
     shards = _cut(tuple(pairwise(bounds)), order, window, world.size)
-    return SequenceShards(world, bounds, cu_seqlens is not None, order, shards)
+    return SequenceShards(world, bounds, len(bounds) > 2 if packed is None else packed, order, shards)
 
 
 def _cut(sequences: tuple[tuple[int, int], ...], order: Order, window: Window, size: int) -> Shards:
@@ -294,7 +314,7 @@ def _function(
         usable = [way for way, _ in fastest_expected(usable, machine.device, ways)]
     for way in usable:
         loaded = backend_of(backend, way, device)
-        context = BuildContext(device=device, backend=loaded, world=shards.world.on(device))
+        context = BuildContext(device=device, backend=loaded, world=shards._world_on(device))
         built = load_target(over_ranks.get(way.implementation).target)(workload, context)
         if isinstance(built, ShardedAttention) and built.shards == shards.shards:
             return built

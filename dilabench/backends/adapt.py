@@ -216,7 +216,7 @@ def _run_backward(
 def _sequences(cu_seqlens: Tensor, longest: int, cu_seqlens_k: Tensor | None, longest_k: int | None) -> Sequences:
     """The sequences of queries and keys; raises ValueError if only one of the keys' two arguments is given."""
     if (cu_seqlens_k is None) != (longest_k is None):
-        raise ValueError("cu_seqlens_k and longest_k go together: give both where keys have sequences of their own")
+        raise ValueError("cu_seqlens_k and longest_k go together: give both if keys have separate sequences")
     if cu_seqlens_k is None or longest_k is None:
         return Sequences(cu_seqlens, longest, cu_seqlens, longest)
     return Sequences(cu_seqlens, longest, cu_seqlens_k, longest_k)

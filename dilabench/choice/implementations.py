@@ -194,8 +194,8 @@ def _no_room_for_a_mask(workload: Workload) -> str | None:
 
 # A property of `kernels.fused.sm90.backward`.
 ADDED_QUERIES = (
-    "on a Hopper GPU the last bits of dq may differ from call to call at head dims of 33 to 128, where programs add to "
-    "it in no fixed order; torch.use_deterministic_algorithms(True) asks for the slower way"
+    "on a Hopper GPU at head dims of 33 to 128, programs add to dq in no fixed order, so its last bits may differ "
+    "between calls; torch.use_deterministic_algorithms(True) selects a slower, reproducible kernel"
 )
 
 IMPLEMENTATIONS = (
@@ -224,7 +224,7 @@ IMPLEMENTATIONS = (
     ),
     Implementation(
         "dense-masked",
-        "full attention with log C as its bias: what a mask costs that skips nothing",
+        "full attention with log C as its bias: the cost of a mask that skips no work",
         "dilabench.impls.dense_masked:build",
         supports=Capabilities(patterns=SPARSE, check=_no_room_for_a_mask),
         role="yardstick",
@@ -263,7 +263,8 @@ IMPLEMENTATIONS = (
     ),
     Implementation(
         "library",
-        "what `dilabench.attention.dilated_attention` takes by itself, measured at the first call where that is a GPU",
+        "what `dilabench.attention.dilated_attention` chooses by default; on a GPU it measures candidates at the "
+        "first call",
         "dilabench.attention.chosen:build",
         supports=Capabilities(patterns=DILATED, layouts=BOTH_LAYOUTS, merge_grads=BOTH_MERGES, zero_keys=True),
         chooses=True,

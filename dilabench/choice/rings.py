@@ -28,6 +28,12 @@ def _mask_over_branches(workload: Workload) -> str | None:
     return None
 
 
+def _beyond_ring_attention(workload: Workload) -> str | None:
+    """Return the fields of a dilated pattern that `ring_attention` does not take, or None."""
+    given = workload.pattern.model_dump(exclude_defaults=True).keys() - {"kind", "segment_lengths", "dilation_rates"}
+    return f"ring_attention does not take {', '.join(sorted(given))}" if given else None
+
+
 def _over_ranks_on_cuda(workload: Workload) -> str | None:
     return _mask_over_branches(workload) or no_block_tiles(workload)
 
@@ -82,7 +88,7 @@ RINGS = (
     ),
     Implementation(
         "fused-sharded",
-        "whole segments on every rank, fused on each: nothing is sent",
+        "whole segments on every rank, fused on each: no messages",
         "dilabench.impls.ring.fused_sharded:build",
         supports=replace(
             FUSED,
@@ -140,6 +146,13 @@ RINGS = (
         sharding="dilabench.distributed.shardings:RING_VARLEN",
     ),
     Implementation(
+        "library-over-ranks",
+        "what `dilabench.attention.ring_attention` takes by itself, with the transport of its group",
+        "dilabench.attention.chosen:build_over_ranks",
+        supports=replace(OVER_RANKS, layouts=frozenset({"padded", "packed"}), check=_beyond_ring_attention),
+        chooses=True,
+    ),
+    Implementation(
         "ring-multihead",
         "projections around the ring",
         "dilabench.impls.ring.multihead:build",
@@ -160,7 +173,7 @@ RINGS = (
     ),
     Implementation(
         "block-sparse-ring",
-        "block-sparse over ranks: only blocks that a local query sees travel, with the heads that see them",
+        "block-sparse over ranks: only the blocks that a local query sees are sent, with the heads that see them",
         "dilabench.impls.ring.block_sparse:build",
         supports=BLOCKS_OVER_RANKS,
         requires=("triton>=3.6|cpu",),

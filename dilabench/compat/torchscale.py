@@ -58,7 +58,7 @@ class XPos(nn.Module):
     def __init__(self, head_dim: int, scale_base: float = 512) -> None:
         super().__init__()
         if head_dim % 2:
-            raise ValueError(f"xPos turns pairs of channels, and head_dim {head_dim} is odd; use an even one")
+            raise ValueError(f"xPos rotates pairs of channels, and head_dim {head_dim} is odd; use an even one")
         self.head_dim, self.scale_base = head_dim, scale_base
         self.register_buffer("scale", (torch.arange(0, head_dim, 2) + 0.4 * head_dim) / (1.4 * head_dim))
 

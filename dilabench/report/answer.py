@@ -1,7 +1,7 @@
-"""The answer of a run: who is fastest at each length (or density, rank count), and one sentence on it.
+"""The answer of a run: the fastest implementation at each length (or density, rank count), and one sentence on it.
 
 One rule decides on rivals, full attention and one device (`compare.view`). "Faster" means proven: the 95 % interval of
-the ratio over common rounds lies beyond the margin of `compare`; the interval is in the row. "Probably" means that the
+the ratio over common rounds is beyond the margin of `compare`; the interval is in the row. "Probably" means that the
 two shared too few rounds or none, and that the intervals of their medians do not overlap. Otherwise rows are tied.
 """
 
@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from dilabench.compare.view import PairView, Ranking, is_quotable, pair_views, rank, view_of
+from dilabench.compare.ranking import Ranking, rank
+from dilabench.compare.view import PairView, is_quotable, pair_views, view_of
 from dilabench.plugins.axis import Axis
 from dilabench.record import Failed, Measured, Row, RunRecord, SkipCode, Skipped
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name
@@ -31,13 +32,13 @@ MAX_WORKLOADS = 3
 MAX_WHY = 40
 WHY_NONE: dict[SkipCode, str] = {"budget": "time ran out", "does_not_fit": "does not fit into memory"}
 SAYS_NOTHING = {"", ABSENT}
-# Left out where a terminal is too narrow, the first one first.
+# Omitted if a terminal is too narrow, the first one first.
 SPARE = ("memory", "verified")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRow:
-    """Who is fastest for one workload.
+    """The fastest implementation of one workload.
 
     `value`: its place on the axis, `at` as a text; `workload`: what else distinguishes it from other workloads.
     `ranking` is None if no row has a time to quote, and `why_none` says why. The three views compare the fastest row
@@ -133,7 +134,7 @@ def winner_text(ranking: Ranking) -> str:
 
 
 def answer(record: RunRecord, axis: Axis) -> Answer:
-    """The answer of a record along an axis; a workload whose rows are all yardsticks is answered by these."""
+    """The answer of a record along an axis; if all rows of a workload are unranked references, these are ranked."""
     tables = [table for table in workload_tables(record) if table.members]
     firsts = [table.members[0] for table in tables]
     values = [axis.value(row.planned) for row in firsts]
@@ -148,7 +149,7 @@ def answer(record: RunRecord, axis: Axis) -> Answer:
     ]
     alone = {first.case.group_id: row.fastest for first, row in zip(firsts, rows, strict=True) if row.fastest}
     rows = [
-        # The group of the same workload on one device; the row's own where it is one of these.
+        # The group of the same workload on one device; for a row on one device, its own group.
         _against_one_device(row, alone.get(first.case.model_copy(update={"world_size": 1}).group_id), record.device)
         for first, row in zip(firsts, rows, strict=True)
     ]
@@ -176,7 +177,7 @@ def _labels(firsts: Sequence[Row], values: Sequence[float], axis: Axis) -> list[
         seen: dict[float, set[str]] = {}
         for value, part in zip(values, parts, strict=True):
             seen.setdefault(value, set()).add(part[name])
-        if name != axis.name and any(len(found) > 1 for found in seen.values()):
+        if name != axis.name and any(len(values_seen) > 1 for values_seen in seen.values()):
             telling.append(name)
     return [" ".join(part[name] for name in telling) for part in parts]
 
@@ -184,7 +185,7 @@ def _labels(firsts: Sequence[Row], values: Sequence[float], axis: Axis) -> list[
 def _answer_row(
     table: WorkloadTable, device: str, value: float, at: str, workload: str, dense_rows: Sequence[Row]
 ) -> AnswerRow:
-    """`dense_rows`: full attention of the table's shape, wherever in the record."""
+    """`dense_rows`: the record's rows of full attention with the table's shape."""
     own = next((section.ranking for section in table.sections if section.ranking is not None), None)
     if all(row.planned.role == "yardstick" for row in table.members):
         own, dense_rows = rank([row for row in table.members if row.case.workload.is_dense], device), ()
@@ -227,7 +228,7 @@ def _why_none(rows: Sequence[Row]) -> str:
         if isinstance(outcome, Failed):
             codes.setdefault("FAILED")
         elif isinstance(outcome, Skipped) and outcome.code == "unsupported":
-            # What stands in brackets is the cause, which the list of skipped rows has.
+            # The list of skipped rows has the cause, in brackets.
             why = outcome.why.partition(" (")[0]
             codes.setdefault(f"{row.case.implementation} {why}" if len(why) <= MAX_WHY else "unsupported")
         elif isinstance(outcome, Skipped):
@@ -279,10 +280,11 @@ def _dense_counts(rows: Sequence[AnswerRow]) -> Iterator[str]:
 
 
 def _in_short(rows: Sequence[AnswerRow], axis: str) -> str | None:
-    """What to use where, full attention among it: 'In short: dense up to length 4K, fused from length 8K on.'
+    """Return the recommendation per place, full attention included: 'In short: dense up to length 4K, fused from length
+    8K on.'
 
-    None unless every place has a choice, there are several, and none comes back after another. The text says
-    "probably" if full attention was measured separately.
+    None unless every place has a choice, the choices differ, and each covers one range. The text says "probably" if
+    full attention was measured separately.
     """
     names = [row_name(choice) if choice else None for choice in map(_choice, rows)]
     runs = [
@@ -307,7 +309,7 @@ def _choice(row: AnswerRow) -> Row | None:
 
 
 def _gathered(rows: Sequence[AnswerRow]) -> dict[tuple[str, str], list[int]]:
-    """The places on the axis of each name and what is claimed of it: nothing of those that are tied or alone."""
+    """The places on the axis by name and claim; tied or single rows have an empty claim."""
     found: dict[tuple[str, str], list[int]] = {}
     for place, row in enumerate(rows):
         claimed = row.ranking and (row.ranking.proven or _is_probable(row))

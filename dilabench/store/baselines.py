@@ -48,7 +48,7 @@ class Baselines:
         except (ValueError, RecursionError) as error:
             first = str(error).splitlines()[0]
             raise ConfigError(
-                f"{str(self.path)!r} cannot be understood ({first}); mend it, or remove it and save the baselines "
+                f"{str(self.path)!r} cannot be understood ({first}); repair it, or remove it and save the baselines "
                 "again (the runs themselves are kept)"
             ) from None
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dilabench.compare.view import measured_view, pair_views, rank, view_of
+from dilabench.compare.ranking import rank
+from dilabench.compare.view import measured_view, pair_views, view_of
 from dilabench.errors import listed
 from dilabench.machine import Machine
 from dilabench.plugins.axis import LENGTH as LENGTH_AXIS
@@ -212,7 +213,7 @@ def recommended(standings: Sequence[Standing]) -> Standing:
 
 
 def _subject(row: Row) -> str:
-    """What is computed, without the dtype: 'dense, 4x8K, both'."""
+    """The computation without its dtype: 'dense, 4x8K, both'."""
     workload = row.case.workload
     mode = "" if workload.mode == "forward" else f", {workload.mode}"
     shape = f"{workload.batch_size}x{format_count(workload.seq_len)}"
@@ -239,7 +240,7 @@ def _kernels(standings: Sequence[Standing]) -> Section:
     columns = ("implementation", "backend", "dtype", "longest kernel", "share of time", "launches", "kernels in all")
     return Section(
         title="Kernels that really ran",
-        sentence="From the profile of one call per row: what a backend's name stood for on this device.",
+        sentence="From the profile of one call per row: the kernels that each backend launched on this device.",
         columns=columns,
         rows=tuple(tuple(_kernel_row(row)) for row in rows),
         numeric=frozenset(columns[4:]),

@@ -61,7 +61,7 @@ def test_nothing_is_ever_written_over(cli, tmp_path):
     kept.write_text("mine")
     result = cli("plugin", "new", "my-thing")
     assert result.exit_code == 2
-    assert "'my-thing' exists, and nothing is written over; choose another name" in result.stderr
+    assert "'my-thing' exists, and files are never overwritten; choose another name" in result.stderr
     assert kept.read_text() == "mine"
     Path("file").write_text("")
     assert cli("plugin", "new", "my-thing", "-o", "file").exit_code in (2, 3)

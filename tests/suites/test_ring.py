@@ -13,6 +13,7 @@ ONE_GPU = Machine(device="cuda", gpus=(GpuInfo(name="a", compute_capability="9.0
 
 
 DENSE = ("zigzag-ring", "zigzag-allgather", "ring-overlap", "ring", "ulysses")
+LIBRARY = "library-over-ranks"
 DILATED = ("ring-allgather", "zigzag-ring", "ring-overlap", "ring", "ulysses")
 
 
@@ -30,17 +31,17 @@ def test_single_and_parallel_rows_stand_side_by_side_in_every_mode(catalogue):
     cases = cases_of(catalogue, presets=("qwen3_32b",), nproc=4)
     single = [one for one in cases if one.case.world_size == 1]
     parallel = [one for one in cases if one.case.world_size > 1]
-    assert [one.case.workload.mode for one in single] == ["forward", "backward", "both"]
+    assert [one.case.workload.mode for one in single] == ["both", "forward", "backward"]
     assert {one.case.world_size for one in single} == {1}
     assert {one.case.world_size for one in parallel} == {4}
-    assert {one.case.implementation for one in parallel} == set(DENSE)
+    assert {one.case.implementation for one in parallel} == {*DENSE, LIBRARY}
     # Grouped heads stay grouped.
     assert {one.case.workload.num_kv_heads for one in cases} == {8}
 
 
 @pytest.mark.parametrize(
     ("mode", "timed"),
-    [("both", ["forward", "backward", "both"]), ("forward", ["forward"]), ("backward", ["backward"])],
+    [("both", ["both", "forward", "backward"]), ("forward", ["forward"]), ("backward", ["backward"])],
 )
 def test_mode_both_also_times_its_parts_so_that_no_column_is_empty(catalogue, mode, timed):
     cases = cases_of(catalogue, presets=("tiny",), overrides={"mode": mode}, implementations=("zigzag",))
@@ -52,7 +53,8 @@ def test_mode_both_also_times_its_parts_so_that_no_column_is_empty(catalogue, mo
 def test_packed_presets_run_the_packed_ring(catalogue):
     overrides = {"layout": "packed", "batch_size": 1, "mode": "forward"}
     cases = cases_of(catalogue, presets=("tiny",), overrides=overrides)
-    assert [one.case.implementation for one in cases] == ["dense", "balanced-allgather", "ring-varlen", "ulysses"]
+    packed = ["dense", "balanced-allgather", "ring-varlen", "ulysses", LIBRARY]
+    assert [one.case.implementation for one in cases] == packed
     assert all(one.skip is None for one in cases)
 
 
@@ -65,7 +67,7 @@ def test_more_ranks_than_gpus_is_a_skipped_row_that_says_so(catalogue):
 
 def test_dilated_presets_compare_the_gather_with_the_rings(catalogue):
     cases = cases_of(catalogue, presets=("longnet_32k",), overrides={"mode": "forward"})
-    assert [one.case.implementation for one in cases] == ["strided", *DILATED]
+    assert [one.case.implementation for one in cases] == ["strided", *DILATED, LIBRARY]
 
 
 def test_fused_is_timed_on_one_device_where_it_runs(catalogue):
@@ -110,3 +112,19 @@ def test_a_projected_ring_stands_beside_itself_on_one_device(catalogue):
         ("ring", 2),
         ("ring-multihead", 2),
     ]
+
+
+def test_the_library_has_a_row_unless_implementations_are_named(catalogue):
+    """A row without a backend of its own: `ring_attention` takes one, whatever `-b` names for the others."""
+    fields = {"presets": ("tiny",), "overrides": {"mode": "forward"}}
+    cases = cases_of(catalogue, **fields, backends=("math",))
+    assert [(one.case.implementation, one.case.backend) for one in cases][-1] == (LIBRARY, None)
+    named = cases_of(catalogue, **fields, implementations=("zigzag",))
+    assert LIBRARY not in {one.case.implementation for one in named}
+    overrides = {"pattern": "dilated", "offset_by": "kv_head", "mode": "forward"}
+    (skipped,) = (
+        one
+        for one in cases_of(catalogue, presets=("longnet_32k",), overrides=overrides)
+        if one.case.implementation == LIBRARY
+    )
+    assert skipped.skip.why == "ring_attention does not take offset_by"

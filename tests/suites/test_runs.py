@@ -91,7 +91,7 @@ def test_optimization_counts_real_hits_and_requests(run, tmp_path):
     assert pool["buffer_pool_held_bytes"] <= pool["buffer_pool_peak_bytes"]
     held = pool["buffer_pool_held_bytes"] + pool["pattern_cache_bytes"]
     assert rows["buffer pool"].outcome.memory.workspace_bytes >= held
-    assert "What the buffer pool did" in done.stdout
+    assert "Use of the buffer pool" in done.stdout
 
 
 def test_field_sets_a_project_beside_ours_and_says_what_another_computes(run, tmp_path, monkeypatch):

@@ -65,7 +65,7 @@ class RunProgress:
 
     @property
     def left(self) -> str:
-        """'about 40 s left, 90 s of the budget left', or the known part of that."""
+        """Return 'about 40 s left, 90 s of the budget left', or the known part."""
         now = self._clock()
         budget_left = None if self._budget_s is None else max(0.0, self._budget_s - (now - self._started))
         texts = []
@@ -127,7 +127,7 @@ class ProgressReporter(Silent):
 
 
 class ProgressBar(ProgressReporter):
-    """One bar over all cases, with what goes on now beside it.
+    """One bar over all cases, followed by the current stage.
 
     It is drawn between measurements only: a thread that redraws it would take time from what is measured.
     """
@@ -152,7 +152,7 @@ class ProgressBar(ProgressReporter):
 
 
 class ProgressDisplay(ProgressReporter):
-    """One bar in the output of a notebook's cell, drawn anew in place, between measurements and not all the time."""
+    """One bar in the output of a notebook's cell, redrawn in place between measurements."""
 
     def __init__(
         self, progress: RunProgress, display: Callable[..., Any], clock: Callable[[], float] = time.monotonic

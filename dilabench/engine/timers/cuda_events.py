@@ -1,4 +1,4 @@
-"""What the CUDA timers share: events, the L2 flush, and a spacer that hides launches."""
+"""Common parts of the CUDA timers: events, the L2 flush, and a spacer that hides launches."""
 
 import time
 from collections.abc import Callable

@@ -10,7 +10,6 @@ two programs write the same memory and the merge adds in a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import triton
@@ -142,7 +141,7 @@ def _gathered_kernel(
     first, end = rows_of_block(bounds_ptr, number % n_blocks, length, blocks_each, BLOCK)
     WHOLE: tl.constexpr = BLOCK <= KEYS
     key = first + tl.arange(0, KEYS)
-    # Of a longer block the first tile, for nobody to use.
+    # For a longer block the first tile, which is not used.
     k = load_rows(k_ptr, key, k_token, kv_head, k_head, key < end, UNIT, HEAD_DIM, DIM, WIDE)
     v = load_rows(v_ptr, key, v_token, kv_head, v_head, key < end, UNIT, HEAD_DIM, DIM, WIDE)
     column = tl.arange(0, DIM)
@@ -172,7 +171,10 @@ def _gathered_kernel(
             n_full = (tl.min(last, 0) + 1 - first) // KEYS
             n_all = tl.cdiv(tl.max(last, 0) + 1 - first, KEYS)
             for masked in tl.static_range(2):
-                for step in tl.range(n_full if masked else 0, n_all if masked else n_full, num_stages=STAGES):
+                # Few tiles are cut: a second one in flight would take registers from the rest.
+                for step in tl.range(
+                    n_full if masked else 0, n_all if masked else n_full, num_stages=1 if masked else STAGES
+                ):
                     row = first + step * KEYS + tl.arange(0, KEYS)
                     k = load_rows(k_ptr, row, k_token, kv_head, k_head, row < end, UNIT, HEAD_DIM, DIM, WIDE)
                     v = load_rows(v_ptr, row, v_token, kv_head, v_head, row < end, UNIT, HEAD_DIM, DIM, WIDE)
@@ -256,13 +258,13 @@ def gathered_form(
     shares: Shares,
     tiles: TileConfig,
     cache: LaunchCache,
-    name: Hashable,
 ) -> None:
     """Write the partial results of a selection, and merge them to the rows of its tokens.
 
     ``partial`` [K, tokens, S, G, D] of ``tensors``. Forward: with ``partial_lse`` [K, tokens, S, G] float32, which is
     lse * log2(e), to ``out`` [T, H, D] and ``lse`` [B, H, N]. With ``dout``: to ``dq`` [T, H, D].
     """
+    tokens = selection.first_row, len(selection.indices)
     own = {"places": lists.places, "starts": lists.starts, "lists": shares.lists, "share": shares.first}
     arguments = {
         **given,
@@ -272,7 +274,7 @@ def gathered_form(
         "KEYS": keys_of_tile(selection.block, tiles),
     }
     operands = tensors | own | selection.tensors
-    launch(_gathered_kernel, len(shares.lists), operands, arguments, tiles, cache, ("gathered", name))
+    launch(_gathered_kernel, len(shares.lists), operands, arguments, tiles, cache, ("gathered", *tokens))
     forward = "dout" not in tensors
     result = tensors["out" if forward else "dq"]
     merged = {"partial": tensors["partial"], "counts": lists.counts, "result": result}
@@ -282,4 +284,4 @@ def gathered_form(
     at_a_time = rows_of_a_program("combine", padded_dim(result.shape[-1]))
     arguments |= {"WIDTH": triton.next_power_of_2(slots), "ROWS": at_a_time}
     programs = triton.cdiv(rows * given["GROUP"], at_a_time) * kv_heads
-    launch(_merge_kernel, programs, merged, arguments, _MERGE, cache, ("merge", name))
+    launch(_merge_kernel, programs, merged, arguments, _MERGE, cache, ("merge", *tokens))

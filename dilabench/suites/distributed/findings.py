@@ -18,8 +18,8 @@ from dilabench.units import format_bytes, format_latency, format_rate, format_ra
 MIB = 2**20
 STRONG_MEANING = "Strong scaling: the same workload on more ranks. Speed-up over one device, and that per rank."
 WEAK_MEANING = (
-    "Weak scaling: as many tokens on each rank. Longer sequences are more work per token wherever attention reaches "
-    "across ranks, so the efficiency is useful FLOP/s per rank against those of one device at its own length."
+    "Weak scaling: the same number of tokens on each rank. If attention crosses ranks, longer sequences need more "
+    "work per token, so the efficiency is useful FLOP/s per rank over those of one device."
 )
 MEMORY_MEANING = "Peak memory of the rank that needs most, in one call."
 

@@ -51,7 +51,7 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
 
 
 def _against_ours(row: Row, ours: Sequence[Row], device: str) -> tuple[str, ...]:
-    """A peer's row and dilabench's fastest row of the same workload on as many ranks."""
+    """A peer's row and dilabench's fastest row of the same workload and number of ranks."""
     case, theirs = row.case, measured_view(row)
     rivals = [
         view
@@ -75,7 +75,7 @@ def _against_ours(row: Row, ours: Sequence[Row], device: str) -> tuple[str, ...]
 def _elsewhere(rows: Sequence[Row]) -> Iterator[Section]:
     if rows:
         lines = tuple((row.case.implementation, _workload_text(row), _why(row)) for row in rows)
-        sentence = "Workloads whose function is not theirs, or that they cannot run here; no time is shown for those."
+        sentence = "Workloads that a project does not compute, or cannot run here; they have no time."
         yield Section(title=ELSEWHERE, sentence=sentence, columns=WHY, rows=lines)
 
 
@@ -86,7 +86,7 @@ def _missing(peers: Sequence[Implementation], rows: Sequence[Row]) -> Iterator[S
         lines = dict.fromkeys(
             (str(peer.project), whys.get(peer.name) or _unasked(peer), peer.install or ABSENT) for peer in peers
         )
-        sentence = "Public projects that dilabench has an adapter for and that nothing could be measured of."
+        sentence = "Public projects that have an adapter in dilabench and no measured row."
         yield Section(title="Not in this run", sentence=sentence, columns=TO_GET, rows=tuple(lines))
 
 

@@ -62,7 +62,7 @@ def crossover_section(series: Sequence[Series], device: str) -> Section | None:
             texts.append(" ".join(_wins(ratios)))
     return Section(
         title="Crossover lengths",
-        sentence=" ".join(texts) or "None provably overtakes another along these lengths.",
+        sentence=" ".join(texts) or "No implementation is proven to overtake another along these lengths.",
         columns=COLUMNS if crossings else (),
         rows=tuple(tuple(_row(crossing)) for crossing in crossings),
         numeric=frozenset({"crossover length", "95 % CI"}),
@@ -87,7 +87,7 @@ def _against_dense(series: Sequence[Series], device: str) -> Iterator[str]:
         elif winners == {best.label}:
             yield f"{best.label} {is_} faster than {dense.label} at every length measured."
         elif best.label not in winners:
-            yield f"{best.label} is neither proven nor probable to be faster than {dense.label} at any length measured."
+            yield f"{best.label} is not shown to be faster than {dense.label} at any length measured."
         else:
             yield " ".join(_wins(ratios, is_))
 

@@ -1,10 +1,11 @@
 """Suite `ring`: the speed-up of several ranks over one device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from dilabench.patterns.dense import DENSE
 from dilabench.plugins.builtin.suites import RingOptions
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase
 from dilabench.request import RunRequest
@@ -12,7 +13,8 @@ from dilabench.suites.planner import Planner
 from dilabench.validation import validated
 from dilabench.workload.spec import WorkloadRequest
 
-MODES = ("forward", "backward", "both")
+# Efficiency is that of both: a budget that ends early has spent its time on it.
+MODES = ("both", "forward", "backward")
 RANKS_ON_A_CPU = 2
 ON_CUDA = ("performance", "large_seq", "qwen3_32b")
 ON_CPU: tuple[dict[str, object], ...] = (
@@ -22,7 +24,7 @@ ON_CPU: tuple[dict[str, object], ...] = (
 
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """One device, then all ranks, for forward, backward and both, on each workload.
+    """One device, then all ranks, for forward, backward and both, on each workload; last what the library takes.
 
     Without presets: the largest dense ones on GPUs, two small ones on a CPU. Without `--nproc`: every GPU, or two
     processes.
@@ -34,6 +36,9 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     for workload in planner.workload_requests(ON_CPU):
         for in_mode in in_modes(workload, planner):
             cases += beside_one_device(in_mode, planner, ranks)
+            if not request.implementations:
+                parallel = planner.asking(nproc=ranks)
+                cases += _over_ranks(parallel, _library(planner.catalogue, in_mode), in_mode)
     return tuple(cases)
 
 
@@ -43,7 +48,7 @@ def ranks_here(planner: Planner) -> int:
 
 
 def in_modes(workload: WorkloadRequest, planner: Planner) -> Iterator[WorkloadRequest]:
-    """Forward, backward and both; only the first or the second if the user chose that."""
+    """Both, forward and backward; only one of the latter if the user chose that."""
     chosen = planner.request.overrides.get("mode", "both")
     for mode in MODES if chosen == "both" else (chosen,):
         yield workload.model_copy(update={"mode": mode})
@@ -60,13 +65,27 @@ def beside_one_device(workload: WorkloadRequest, planner: Planner, ranks: int) -
     alone = dict.fromkeys(first if sharded.takes == "heads" else sharded for sharded in implementations)
     cases = [case for implementation in alone for case in single.plan(implementation, workload)]
     if first in alone:
-        # These make the base faster where they run, and say nothing where they do not.
+        # These make the base faster if they run; without them it is unchanged.
         planned = (case for implementation in others for case in single.plan(implementation, workload))
         cases += [case for case in planned if case.skip is None]
-    inside = validated(RingOptions, planner.request.options).sharding == "inside"
+    return [*cases, *_over_ranks(parallel, implementations, workload)]
+
+
+def _over_ranks(
+    parallel: Planner, implementations: Iterable[Implementation], workload: WorkloadRequest
+) -> Iterator[PlannedCase]:
+    inside = validated(RingOptions, parallel.request.options).sharding == "inside"
     for implementation in implementations:
-        cases += parallel.plan(implementation, workload, sharding_inside=inside)
-    return cases
+        yield from parallel.plan(implementation, workload, sharding_inside=inside)
+
+
+def _library(catalogue: Catalogue, workload: WorkloadRequest) -> tuple[Implementation, ...]:
+    """What the library takes over ranks by itself."""
+    return tuple(
+        known
+        for known in catalogue.implementations
+        if known.chooses and known.supports.max_world_size != 1 and known.supports.computes(workload.pattern)
+    )
 
 
 def _on_one_device(planner: Planner, workload: WorkloadRequest, over_ranks: Sequence[str]) -> list[Implementation]:

@@ -143,6 +143,7 @@ def waiting(tmp_path, monkeypatch):
     (tmp_path / "waiting_plugin.py").write_text("import time\ndef build(workload, context):\n    time.sleep(600)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(plan, "_hung", {})
+    monkeypatch.setattr(plan, "_cache", TraceCache())
     catalogue = Catalogue()
     dense = Capabilities(patterns=frozenset({"dense"}))
     catalogue.implementations.add(Implementation("waits", "", "waiting_plugin:build", supports=dense), "theirs")
