@@ -157,11 +157,13 @@ class NativeSparsePattern(GatedSumPattern):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.compression_length % self.compression_stride:
+        length, stride = self.compression
+        if length % stride:
             raise ValueError(
-                f"compression_length {self.compression_length} is not a multiple of compression_stride "
-                f"{self.compression_stride}; use {self.compression_stride * (self.compression_length // self.compression_stride + 1)}"
+                f"compression_length {length} is not a multiple of compression_stride {stride}; use "
+                f"{-(-length // stride) * stride}"
             )
+        # Its own fields are checked, too.
         assert self.selected
         return self
 
@@ -181,6 +183,11 @@ class NativeSparsePattern(GatedSumPattern):
         """With and without a causal mask."""
         fields = {"block_size": 32, "top_k": 4, "window_size": 50, "compression_length": 24, "compression_stride": 8}
         return {"native-sparse": fields, "native-sparse-full": {**fields, "causal": False}}
+
+    @classmethod
+    def densities(cls, length: int) -> tuple[Mapping[str, Any], ...]:
+        """An eighth and a 32nd of the blocks; the window and the means stay."""
+        return SelectedBlocksPattern.densities(length)
 
     @property
     def compression(self) -> tuple[int, int]:
