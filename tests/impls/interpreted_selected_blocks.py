@@ -6,6 +6,7 @@ Prints the largest difference of out, lse and gradients of each case as one line
 from __future__ import annotations
 
 import json
+import sys
 
 import torch
 
@@ -38,4 +39,4 @@ def largest_difference(bounds: tuple[int, ...], block: int, batch: int, items: i
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: largest_difference(*case) for name, case in CASES.items()}))
+    sys.stdout.write(json.dumps({name: largest_difference(*case) for name, case in CASES.items()}) + "\n")
