@@ -45,11 +45,7 @@ def slow(*values: object) -> object:
         slow("out_1_002", {"dtype": "float16"}, "out is the right one scaled by 1.002"),
         ("dk_1_06", {"dtype": "bfloat16", "mode": "both"}, "dk is the right one scaled by 1.06"),
         slow("dk_1_005", {"dtype": "float16", "mode": "both"}, "dk is the right one scaled by 1.005"),
-        (
-            "takes_dout_to_lie_as_out",
-            {"mode": "both"},
-            "gradients are right only if dout has the memory layout of out: ",
-        ),
+        ("takes_dout_to_lie_as_out", {"mode": "both"}, "right only if dout has the memory layout of out: "),
         ("shifted_by_one", {}, "out is that of the position one earlier (shifted by one)"),
         ("not_causal", {}, "out is that of causal=false"),
         slow("without_scale", {}, "out is that of scale=1 (no scale)"),
