@@ -18,7 +18,7 @@ BLOCK_SPARSE = frozenset({"block_sparse"})
 # Masks of whole blocks, and masks that also have bounds of columns.
 SELECTED = frozenset({"topk_blocks"})
 PER_TOKEN = frozenset({"selected_blocks"})
-SUMS = frozenset({"native_sparse"})
+SUMS = frozenset({"native_sparse", "blockwise_native_sparse"})
 COLUMNS = frozenset({"window_sink", "column_bounds"})
 BLOCKS = BLOCK_SPARSE | SELECTED
 SPARSE = BLOCKS | COLUMNS
@@ -391,8 +391,8 @@ IMPLEMENTATIONS = (
     ),
     Implementation(
         "native-sparse",
-        "means, blocks selected per block of queries and a window through the block-sparse kernels, summed with gates",
-        "dilabench.impls.block_sparse.native_sparse:build",
+        "means, selected blocks and a window, each by kernels with its own softmax, summed with gates (NSA)",
+        "dilabench.impls.native_sparse:build",
         supports=Capabilities(
             patterns=SUMS,
             on_cuda=Capabilities(patterns=SUMS, dtypes=HALF | {"float32"}, max_head_dim=256, check=no_block_tiles),
