@@ -197,8 +197,10 @@ def key_gradients(
     own = {"places": lists.places, "starts": lists.starts, "lists": shares.lists, "share": shares.first}
     own |= {"slot": slot, "slots": sums} | selection.tensors
     arguments = given | selection.arguments | {"ENTRIES": shares.entries, "ROWS": tiles.block_m, "KEYS": keys}
-    launch(_key_kernel, len(shares.lists) * key_tiles, tensors | own, arguments, tiles, cache, "by key")
-    launch(_sum_kernel, len(slot) * key_tiles, tensors | own, arguments, tiles, cache, "sums of shares")
+    launch(
+        _key_kernel, len(shares.lists) * key_tiles, tensors | own, arguments, tiles, cache, ("by key", shares.entries)
+    )
+    launch(_sum_kernel, len(slot) * key_tiles, tensors | own, arguments, tiles, cache, ("sums", shares.entries))
 
 
 def entries_of_share(selection: TokenSelection, group: int, tiles: TileConfig) -> int:

@@ -264,7 +264,7 @@ def gathered_form(
     ``partial`` [K, tokens, S, G, D] of ``tensors``. Forward: with ``partial_lse`` [K, tokens, S, G] float32, which is
     lse * log2(e), to ``out`` [T, H, D] and ``lse`` [B, H, N]. With ``dout``: to ``dq`` [T, H, D].
     """
-    tokens = selection.first_row, len(selection.indices)
+    tokens = selection.first_row, len(selection.indices), shares.entries
     own = {"places": lists.places, "starts": lists.starts, "lists": shares.lists, "share": shares.first}
     arguments = {
         **given,
