@@ -66,8 +66,8 @@ def quick(interpreted: Callable[..., Errors]) -> Errors:
 @pytest.fixture(scope="module")
 def found(interpreted: Callable[..., Errors]) -> Errors:
     names, errors = (*MORE, *HALF, *WORKLOADS), {}
-    for first in range(0, len(names), 9):
-        some = names[first : first + 9]
+    for first in range(0, len(names), 6):
+        some = names[first : first + 6]
         errors |= interpreted("kernels/interpreted_token_cases.py", "-W", "ignore::RuntimeWarning", arguments=some)
     return errors
 

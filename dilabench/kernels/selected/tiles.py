@@ -57,7 +57,10 @@ RULES: Mapping[Kernel, Sequence[Rule]] = {
         Rule(256, 2, TileConfig(64, 64, 8, 1)),
         Rule(256, 4, TileConfig(64, 32, 4, 1)),
     ),
+    # Blocks of 65 to 128 keys stay, too, with eight warps; two tiles of 64 spill.
     "gathered_gradient": (
+        Rule(128, 2, TileConfig(64, 64, 4, 2), least_block=129),
+        Rule(128, 2, TileConfig(64, 128, 8, 2), least_block=65),
         Rule(128, 2, TileConfig(64, 64, 4, 2)),
         Rule(256, 2, TileConfig(64, 32, 8, 1)),
         Rule(256, 4, TileConfig(32, 32, 4, 1)),
