@@ -110,7 +110,7 @@ def attention(
     scale: factor of the scores; 1/sqrt(D) by default.
     sink: [H], per head the logit of one more key whose value is 0 (gpt-oss); gets a gradient. inf: out and gradients 0.
     cu_seqlens: packed sequences, bounds that rise from 0; out [T, H, D] of query [T, H, D] and key, value
-        [T, K, D]. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. The pattern begins anew
+        [T, K, D]. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. The pattern restarts
         in each. Not for NativeSparsePattern.
     indices: integers on the tensors' device; they replace the pattern's selector and top_k. For SelectedBlocksPattern
         [B, N, K, S] or [N, K, S] (packed: [T, K, S], counted in each sequence from 0): the S key blocks of each query
@@ -157,7 +157,7 @@ def attention(
         )
     elif indices is not None and (selected := SelectedBlocksPattern.match(pattern)) is not None:
         given: Any = {"causal": causal, "window": window, "scale": scale, "sink": sink, "cu_seqlens": cu_seqlens}
-        out, lse = selected_attention(query, key, value, indices, selected, backend=backend, **given)
+        out, lse = selected_attention(query, key, value, indices, selected.block_size, backend=backend, **given)
     else:
         if sink is not None:
             operands.check_is_tensor(sink)

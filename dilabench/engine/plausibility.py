@@ -139,7 +139,7 @@ def interference(together_ns: Sequence[float], isolated: Sequence[Slot]) -> Note
         return None
     direction = "slower" if change > 0 else "faster"
     return INTERFERENCE.note(
-        f"alone it is {abs(change):.1%} {direction} than in turns with the others of its group",
+        f"alone it is {abs(change):.1%} {direction} than interleaved with its group",
         observed=change,
         threshold=threshold,
         hint="neighbours share caches, clocks or threads; compare runs of this implementation alone (-i NAME)",

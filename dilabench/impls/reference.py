@@ -24,9 +24,9 @@ from dilabench.kernels.lse import add_null_mass_
 from dilabench.workload.spec import Workload
 from dilabench.workload.visibility import alike_heads
 
-# Scores held at once, per matrix: 32 MiB in float64; about four such matrices live at a time.
+# Largest number of scores per matrix: 32 MiB in float64; about four such matrices are alive at a time.
 MAX_BLOCK_SCORES = 2**22
-# Of heads, rows and keys, of which blocks are kept: megabytes at most.
+# Limits of heads, rows and keys with cached blocks: megabytes at most.
 FEW_PAIRS = 2**22
 _keep: ContextVar[Callable[..., tuple[Block, ...]] | None] = ContextVar("keep", default=None)
 _heads: ContextVar[Sequence[int] | None] = ContextVar("heads", default=None)
@@ -85,9 +85,9 @@ def attend_rows(
     """out [B, R, H, D] and lse [B, H, R] of the query rows at `rows` ([R] int64 on the CPU, ascending), all heads.
 
     q is [B, N, H, D], k and v are [B, N, K, D]. In float64 this is the oracle. In another `dtype` it is the plain
-    computation that tolerances come from: matrix products rounded to it, softmax in at least float32. Of a sum of
-    attentions, lse has those of all of them, [B, parts·H, R]. each: called with every block, null masses aside; not
-    of a sum.
+    computation that tolerances come from: matrix products rounded to it, softmax in at least float32. For a sum of
+    attentions, lse holds all of them, [B, parts·H, R]. each: called with every block, without null masses; not for a
+    sum.
     """
     parts = list(parts_of(workload, q.device, dtype))
     if parts:
@@ -164,7 +164,7 @@ def _attend_part(
 
 
 class ShareOfSum(NamedTuple):
-    """One attention of a sum in the backward pass. `own`: k and v as it has them. `gated`: dout times its gates.
+    """One attention of a sum in the backward pass. `own`: its k and v. `gated`: dout times its gates.
 
     `gradients`: dq, and dk and dv of its own keys and values.
     """
@@ -186,7 +186,7 @@ def shares_of_sum(
     rows: Tensor,
     dtype: torch.dtype,
 ) -> Iterator[ShareOfSum]:
-    """What `attend_rows_backward` gives for each attention of a sum; lse [B, parts·H, R]."""
+    """The results of `attend_rows_backward` for each attention of a sum; lse [B, parts·H, R]."""
     for part, part_lse in zip(parts, lse.split(q.shape[2], 1), strict=True):
         own = part.keys(k.to(dtype)), part.keys(v.to(dtype))
         out = attend_rows(q, *own, part.workload, rows, dtype)[0]
@@ -259,7 +259,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def key_slots(keys: Tensor | None, length: int, device: torch.device) -> Tensor:
-    """Where each of `length` positions stands in `keys` (None: all of them), -1 where it does not."""
+    """The index of each of `length` positions in `keys` (None: all of them), -1 if absent."""
     if keys is None:
         return torch.arange(length, device=device)
     slots = torch.full((length,), -1, device=device)
@@ -274,7 +274,7 @@ def finite(lse: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some rows of one head and the keys that any of them may see; `index` is where the rows stand in the sample.
+    """Some rows of one head and the keys that any of them may see; `index`: of the rows in the sample.
 
     counts: [parts, M]. log_counts: [M], log of their sum, float64. seen: [R, M].
     """
@@ -359,7 +359,7 @@ def only_heads(heads: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def blocks_kept() -> Iterator[None]:
-    """Find the blocks of small workloads once for all who ask for them inside: it takes longer than to use them."""
+    """Inside, cache the blocks of small workloads: finding them takes longer than using them."""
 
     @lru_cache(maxsize=4)
     def found(workload: Workload, rows: bytes, batch: int, device: torch.device) -> tuple[Block, ...]:
@@ -377,7 +377,7 @@ def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) 
     wanted = _heads.get()
     for alike in alike_heads(workload):
         heads = alike if wanted is None else [head for head in alike if head in wanted]
-        # What heads with one selection see is found once for all of them: it may take longer than to attend.
+        # Heads with one selection share its visible keys, because finding them may take longer than attention.
         for group in key_groups(workload, alike[0], rows, device) if heads else ():
             per_row = max(1, batch * len(group.keys))
             height = max(1, MAX_BLOCK_SCORES // per_row)

@@ -52,7 +52,7 @@ def block_means_backward(gradient: Tensor, pool: int) -> Tensor:
 def parts_of(workload: Workload, device: torch.device, dtype: torch.dtype) -> Iterator[Part]:
     """The attentions whose sum is the workload, empty if it is one softmax; gates in `dtype`.
 
-    Raises ValueError for packed sequences, over which blocks would begin anew.
+    Raises ValueError for packed sequences, in which blocks would restart.
     """
     shapes = workload.shapes
     if not workload.pattern.summands(shapes[0]):

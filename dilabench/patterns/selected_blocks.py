@@ -37,7 +37,7 @@ TokenSelectorName = Literal["mean_key", "compressed", "indexer", "random", "neig
 MAX_BLOCK = 4096
 # Ranks of rows and blocks that are computed together: 2 MiB, which a cache holds.
 RANKS_AT_ONCE = 2**18
-# Up to so many, the selection of a head is kept.
+# Up to this many, the selection of a head is cached.
 KEPT_RANKS = 2**22
 # More (row, block) pairs of a head would take minutes to rank.
 MAX_RANKS = 2**34

@@ -121,7 +121,7 @@ def guarded(plugin: str, what: str = "") -> Iterator[None]:
     `what` names the request. Its prints go to stderr, because stdout may carry JSON. Refusals for the user
     (ConfigError, EnvironmentNotReady) and Ctrl-C pass through; the latter names the interrupted request.
     """
-    running = f"while plug-in {plugin!r} was {f'asked for: {what}' if what else 'loaded'}"
+    running = f"while plug-in {plugin!r} was {f'running: {what}' if what else 'loaded'}"
     _outside.enter(running)
     try:
         yield

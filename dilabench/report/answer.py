@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from dilabench.compare.view import PairView, Ranking, is_quotable, pair_views, rank, view_of
+from dilabench.compare.ranking import Ranking, rank
+from dilabench.compare.view import PairView, is_quotable, pair_views, view_of
 from dilabench.plugins.axis import Axis
 from dilabench.record import Failed, Measured, Row, RunRecord, SkipCode, Skipped
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name
@@ -176,7 +177,7 @@ def _labels(firsts: Sequence[Row], values: Sequence[float], axis: Axis) -> list[
         seen: dict[float, set[str]] = {}
         for value, part in zip(values, parts, strict=True):
             seen.setdefault(value, set()).add(part[name])
-        if name != axis.name and any(len(found) > 1 for found in seen.values()):
+        if name != axis.name and any(len(values_seen) > 1 for values_seen in seen.values()):
             telling.append(name)
     return [" ".join(part[name] for name in telling) for part in parts]
 

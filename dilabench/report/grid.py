@@ -50,7 +50,7 @@ def grid(
         for form in _narrower(columns, rows, spare):
             if (widths := form.widths(right, width, whole=whole)) is not None:
                 left_out = [name for name in spare[: form.left_out] if name in columns]
-                below = [Text(f"left out at {width} columns: {', '.join(left_out)}", style="dim")] if left_out else []
+                below = [Text(f"omitted at {width} columns: {', '.join(left_out)}", style="dim")] if left_out else []
                 return Group(form.drawn(widths, right), *below)
     return Group(*_as_lists(columns, rows))
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dilabench.compare.view import is_quotable, measured_view, rank
+from dilabench.compare.ranking import rank
+from dilabench.compare.view import is_quotable, measured_view
 from dilabench.record import Row, RunRecord
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name
 from dilabench.report.content import environment_rows, reproduce_command, workload_tables
@@ -133,7 +134,9 @@ def leaderboard(records: Sequence[RunRecord]) -> Leaderboard:
     boards = [
         # Sorting is stable: of one shape the newest run stays first.
         Board(
-            device=device, family=family, contests=tuple(board for _, board in sorted(listed, key=lambda each: each[0]))
+            device=device,
+            family=family,
+            contests=tuple(board for _, board in sorted(listed, key=lambda entry: entry[0])),
         )
         for (device, family), listed in sorted(found.items())
     ]

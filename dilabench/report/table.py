@@ -106,7 +106,7 @@ def _print_table(console: Console, table: WorkloadTable, wanted: Sequence[Column
         console.print(_drawn(section, columns, widths, gap, header=index == 0))
     left_out = [column.name for column in wanted if column not in columns]
     if left_out:
-        console.print(Text(f"left out at {console.width} columns: {', '.join(left_out)}", style="dim"))
+        console.print(Text(f"omitted at {console.width} columns: {', '.join(left_out)}", style="dim"))
     return columns
 
 

@@ -161,7 +161,7 @@ class HistoryIndex:
                 cells = [(file, row.case.case_id, searchable(row.case), *_row_fields(row)) for row in record.rows]
             except (DilabenchError, ArithmeticError, ValueError) as error:
                 # An unknown pattern or impossible numbers: this file is skipped, the others are shown.
-                self._tell(f"run file {file!r} is left out: {error}")
+                self._tell(f"run file {file!r} is skipped: {error}")
                 continue
             _insert(connection, "runs", [_run_fields(file, record)])
             _insert(connection, "cells", cells)

@@ -46,7 +46,7 @@ def test_where_that_is_not_enough_rows_stand_under_their_name_and_spare_columns_
     printed = capsys.readouterr().out
     assert printed.startswith("aaaaaaaa\n")
     assert "0.1" not in printed
-    assert printed.endswith("left out at 24 columns:\nA12-of-samples\n")
+    assert printed.endswith("omitted at 24 columns:\nA12-of-samples\n")
     assert printed.count("21.5") == 2
 
 

@@ -96,7 +96,7 @@ def _uncompared(cases: Sequence["Uncompared"]) -> Iterator[str]:
     for case in cases:
         alike.setdefault((case.lack, case.baseline, case.candidate), []).append(case)
     for (lack, baseline, candidate), members in alike.items():
-        names = "; ".join(name(one.case) for one in members)
+        names = "; ".join(name(member.case) for member in members)
         ended = f"both sides {baseline}" if baseline == candidate else f"baseline {baseline}; candidate {candidate}"
         yield f"{lack}: {names}: {ended}"
 

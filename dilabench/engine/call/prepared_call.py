@@ -237,7 +237,7 @@ class PreparedCall:
         return other
 
     def rotate(self) -> int:
-        """Rotate so many input sets that none is still in the GPU's L2 at its next use; return their number.
+        """Rotate enough input sets that none is still in the GPU's L2 at its next use; return their number.
 
         Bounded by `MAX_INPUT_SETS` and a quarter of the free memory; then calls may be warm, and `is_cold` says so.
         """

@@ -152,7 +152,7 @@ class TimedCalls:
                 batch, position = self._touch(inputs)
         for call in self._waiting:
             if call.inputs is inputs:
-                self._digest(call, anew=True)
+                self._digest(call, again=True)
         self._calls += 1
         if not self._keeps:
             return None
@@ -163,7 +163,7 @@ class TimedCalls:
                 changes.holders.add(self)
                 self._logs.add(changes)
             self._waiting.append(kept)
-            self._digest(kept, anew=True)
+            self._digest(kept, again=True)
             if len(self._kept) + len(self._waiting) > MOST_KEPT:
                 self._thin_out()
         elif not self._last:
@@ -311,9 +311,9 @@ class TimedCalls:
             self._choice.shuffle(self._deck)
         return self._deck.pop()
 
-    def _digest(self, call: KeptCall, anew: bool = False) -> None:
-        """Digest the inputs; before the call, recompute the digest (`anew`) if they have changed."""
-        if anew:
+    def _digest(self, call: KeptCall, again: bool = False) -> None:
+        """Digest the inputs; before the call, recompute the digest (`again`) if they have changed."""
+        if again:
             if call.digested_at == call.inputs.changes.now and call.digests:
                 return
             call.digests.clear()

@@ -116,7 +116,7 @@ class HeldTimer:
         if not whole or len(times) != count or len(enqueued) not in (0, count):
             raise PluginError(
                 f"timer {self._target} took {shown(times)}, enqueued in {shown(enqueued)}; "
-                f"{count} whole numbers of at least 1 ns were asked for"
+                f"{count} whole numbers of at least 1 ns were requested"
             )
         return samples
 

@@ -19,7 +19,7 @@ from dilabench.workload.spec import Workload
 
 # Of oracles that are kept while other workloads are verified and timed, the bytes of their inputs. What they expect of
 # a complete sample takes some ten times as much.
-KEPT_BYTES = 2**25
+KEPT_BYTES = 2**26
 
 
 @dataclass(slots=True)

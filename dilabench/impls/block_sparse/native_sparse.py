@@ -57,7 +57,7 @@ class PlannedPart:
 
 @dataclass(frozen=True, slots=True)
 class GatedSum:
-    """out = sum_p gates[p] · attention_p(q, k, v). `gates` [parts, N, H]: those of the pattern."""
+    """out = sum_p gates[p] · attention_p(q, k, v). `gates` [parts, N, H]: the pattern's."""
 
     parts: tuple[PlannedPart, ...]
     gates: Tensor
@@ -123,7 +123,7 @@ class _GatedSum(torch.autograd.Function):
 def _gradients(
     function: GatedSum, of_gates: bool, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *results: Tensor
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv, and that of the gates where it is asked for."""
+    """dq, dk, dv, and the gradient of the gates if requested."""
     outs, lses = results[: len(results) // 2], results[len(results) // 2 :]
     wide = torch.promote_types(q.dtype, torch.float32)
     dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))

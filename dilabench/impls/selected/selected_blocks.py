@@ -58,7 +58,7 @@ def _computation(workload: Workload, context: BuildContext, selection: Selection
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """Attention that is planned anew in each forward pass; its backward pass has the plan of its forward."""
+    """Attention that is planned in each forward pass; its backward pass has the plan of its forward."""
 
     make: Callable[[], SelectedAttention]
 

@@ -58,7 +58,7 @@ def as_selection(workload: Workload, of_sequences: list[Tensor]) -> Selection:
 
 
 def selecting_all(workload: Workload, device: torch.device) -> Callable[[], Selection]:
-    """What selects for every sequence anew in each call, from tensors of the workload's dtype and head dim.
+    """A selector for every sequence in each call, from tensors of the workload's dtype and head dim.
 
     Raises ValueError for a selector that reads no queries.
     """

@@ -183,7 +183,7 @@ def key_lists(selection: TokenSelection, cache: LaunchCache, name: Hashable) -> 
 
 
 def shares_of(lists: KeyLists, entries: int) -> Shares:
-    """Lists in shares of up to so many queries."""
+    """Lists in shares of at most this many queries."""
     ends = (-(-lists.starts.diff() // entries)).cumsum(0)
     programs = len(lists.places) // entries + len(ends)
     program = torch.arange(programs, device=ends.device)

@@ -69,7 +69,7 @@ def launch(
     cache: LaunchCache,
     name: Hashable,
 ) -> None:
-    """Launch a kernel, which has a name in its cache, on ``tensors``: x is x_ptr, None where there is no x.
+    """Launch a kernel, which has a name in its cache, on ``tensors``: x is x_ptr, None without an x.
 
     It is given those of the ``arguments`` that it takes, and the warps and stages of ``tiles``.
     """

@@ -86,7 +86,7 @@ MOST_QUERY_ROWS = 64
 # Indices of neighbouring tokens that are sorted together at most; of one token as many as it has.
 MOST_SORTED = 1024
 
-# A program of gathered queries passes over so many tiles of rows, to read K and V once for all of them.
+# A program of gathered queries passes over this many tiles of rows, to read K and V once for all of them.
 TILES_OF_A_BLOCK = 8
 
 # Lists by key that are longer are shared by programs, as `tuning.SHARING_PROGRAMS` and `tuning.LEAST_SHARED_STEPS`.

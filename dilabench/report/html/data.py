@@ -115,8 +115,10 @@ class PageData:
             details["code"] = outcome.code
         if isinstance(outcome, Failed):
             details["stage"] = outcome.stage
-            broken = [one for one in outcome.verification.checks if not one.passed] if outcome.verification else []
-            details["checks"] = [one.text for one in broken]
+            broken = (
+                [check for check in outcome.verification.checks if not check.passed] if outcome.verification else []
+            )
+            details["checks"] = [check.text for check in broken]
             if outcome.traceback:
                 details["traceback"] = self._text(outcome.traceback)
         if isinstance(outcome, Measured):
@@ -150,7 +152,7 @@ def _turn(slot: Slot, form: str) -> list[Any]:
 
 def _facts(outcome: Measured) -> list[tuple[str, str]]:
     verification = outcome.verification
-    checks = f"{sum(one.passed for one in verification.checks)} of {len(verification.checks)} checks passed"
+    checks = f"{sum(check.passed for check in verification.checks)} of {len(verification.checks)} checks passed"
     rows = "all rows" if verification.sampled_rows is None else f"{verification.sampled_rows} sampled rows"
     against = f", every row against {verification.against}" if verification.against else ""
     facts = [("verified", f"{checks}, {rows}{against}")]
@@ -162,7 +164,7 @@ def _facts(outcome: Measured) -> list[tuple[str, str]]:
     for key, count in outcome.counters.items():
         facts.append((key, COUNTERS[key].shown(count) if key in COUNTERS else str(count)))
     facts += [
-        ("kernel", f"{one.name} ({one.count} x, {format_seconds(one.duration_ns * 1e-9)})") for one in outcome.kernels
+        ("kernel", f"{use.name} ({use.count} x, {format_seconds(use.duration_ns * 1e-9)})") for use in outcome.kernels
     ]
     return facts
 
@@ -171,7 +173,7 @@ def _ceilings(record: RunRecord) -> dict[str, Any]:
     """FLOP/s by dtype and bytes/s of a copy, as this device reached them in this run."""
     dtypes = {row.case.workload.dtype for row in record.rows}
     return {
-        "flops": {one: peak for one in sorted(dtypes) if (peak := peak_flops(record.ceilings, one)) is not None},
+        "flops": {dtype: peak for dtype in sorted(dtypes) if (peak := peak_flops(record.ceilings, dtype)) is not None},
         "bytes": record.ceilings.get(COPY_KEY),
     }
 
@@ -196,9 +198,9 @@ def _plain(value: Any) -> Any:
     """A plot as JSON: fields without a value are omitted, numbers are rounded to the precision of a drawing."""
     if is_dataclass(value):
         named = {field.name: getattr(value, field.name) for field in fields(value)}
-        return {name: _plain(one) for name, one in named.items() if one is not None}
+        return {name: _plain(entry) for name, entry in named.items() if entry is not None}
     if isinstance(value, tuple | list):
-        return [_plain(one) for one in value]
+        return [_plain(entry) for entry in value]
     return _short(value) if isinstance(value, float) else value
 
 

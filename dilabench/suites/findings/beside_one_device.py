@@ -53,7 +53,7 @@ class Comparison:
 
 
 def comparisons(record: RunRecord) -> tuple[Comparison, ...]:
-    """Every parallel implementation per workload (whatever the mode) and number of ranks, in the record's order.
+    """Every parallel implementation per workload (in any mode) and number of ranks, in the record's order.
 
     A single-device row whose time cannot be true is never the base.
     """

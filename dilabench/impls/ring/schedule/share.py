@@ -27,9 +27,9 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Share(Calls):
-    """What rank `world.rank` computes.
+    """The computation of rank `world.rank`.
 
-    local: branches whose segments all lie on this rank, as one union of strided calls. own: the other calls on its own
+    local: branches whose segments are all on this rank, as one union of strided calls. own: the other calls on its own
     keys. reads: calls on the keys of each other rank, which `exchange` brings.
     """
 
@@ -46,7 +46,7 @@ class Share(Calls):
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """What dK and dV travel in: a kernel's own result as it is, a sum over branches in float32."""
+        """The dtype of sent dK and dV: a kernel's own result as it is, a sum over branches in float32."""
         dtype: torch.dtype = getattr(torch, self.workload.dtype)
         if not self.workload.is_dense and dtype != torch.float64:
             return torch.float32
@@ -116,7 +116,9 @@ def share_of(workload: Workload, context: BuildContext, sharding: Cut) -> Share:
 
 
 def _lies_inside(workload: Workload, branch: Branch, shards: Shards, rank: int) -> bool:
-    """Every segment of a dilated branch that touches this rank lies on it, and segments start where the rank does."""
+    """Return True if every segment of a dilated branch that touches this rank is wholly on it, and segments start at
+    the rank's first row.
+    """
     spans = shards.parts[rank]
     if workload.is_dense or workload.pattern.has_grouped_heads or workload.layout == "packed":
         return False

@@ -1,8 +1,8 @@
 # Triton types kernel arguments itself and reads annotations as its own.
 # mypy: disable-error-code="no-untyped-def"
-"""What a consumer of the Hopper backward multiplies at a step, and how it hands on what it found.
+"""The products of a consumer of the Hopper backward at a step, and how it passes on the results.
 
-``form`` is what is compiled in (`backward._Form`).
+``form``: compile-time constants (`backward._Form`).
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def sums_of(dv, dk, form: gl.constexpr):
 
 @gluon.jit
 def add_queries(half: gl.constexpr, dq, sums, at, dq_smem, form: gl.constexpr):
-    """Begin to add a share of dQ to what is in memory; nothing may still be on its way from this buffer. ``sums``:
-    their descriptor, and `corner`'s steps; ``at``: batch item, class, head and row.
+    """Begin to add a share of dQ to memory; no earlier copy from this buffer may be in flight. ``sums``: their
+    descriptor, and `corner`'s steps; ``at``: batch item, class, head and row.
     """
     BLOCK_M: gl.constexpr = form.value.BLOCK_M
     HEAD: gl.constexpr = form.value.HEAD
@@ -138,7 +138,7 @@ def add_queries(half: gl.constexpr, dq, sums, at, dq_smem, form: gl.constexpr):
     if form.value.HELD:
         share.reshape([BLOCK_M // 2, HEAD]).permute((1, 0)).store(dq)
     else:
-        # Columns behind are beyond DIM, where nothing is added.
+        # Later columns are beyond DIM and not added.
         share.reshape([BLOCK_M, HEAD // 2]).slice(0, share_columns(half, HEAD, form.value.REST), dim=1).store(dq)
     fence_async_shared()
     gl.thread_barrier()

@@ -116,7 +116,7 @@ def walk(
     """Take all steps of a list but the first; ``STEP`` is given its number and whether it masks and renews the maximum.
 
     Up to ``kept`` steps leave the running maximum before one renews it. In float16, where weights overflow soon, they
-    become so many by and by, for it is the first keys after which a maximum still rises much.
+    increase to this number, because the maximum still rises much after the first keys.
     """
     CAUSAL: gl.constexpr = form.value.CAUSAL
     LARGEST: gl.constexpr = form.value.LARGEST
