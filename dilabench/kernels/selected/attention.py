@@ -58,7 +58,7 @@ def selected_forward(
     q [B, N, H, D]; k, v [B, N, K, D] with H a multiple of K; ``indices`` int32 [B, N, K, S]: blocks of ``block`` keys
     in any order, of which one outside of the sequence stands for none and a repeated one counts once. ``cu_seqlens``
     int [documents + 1] on the device, from 0 to T: q [T, H, D], k, v [T, K, D], indices [T, K, S] count from the first
-    block of each document, and results are [T, H, D] and [H, T]. ``form``, ``tiles``: instead of those of `tiles`.
+    block of each document, and results are [T, H, D] and [H, T]. ``form``, ``tiles``: override `tiles`.
     ``kept``: lists that an earlier pass over these indices left there, or that this one leaves.
 
     Raises ValueError on shapes, dtypes, blocks and scales that the kernels do not take.
@@ -118,7 +118,7 @@ def selected_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     operands = {name: in_rows(x) for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items()}
     rows, heads, dim = operands["q"].shape
-    # Rows of a token follow each other: those of a group are read together.
+    # The rows of a token are adjacent, so that the rows of a group are read together.
     in_order = lse.transpose(-1, -2).reshape(1, 1, -1)
     flat, flat_dout = (x.reshape(1, rows * heads, 1, dim) for x in (out, dout))
     cache = problem.cache("backward", operands | {"out": flat, "flat dout": flat_dout, "lse": in_order})
@@ -156,8 +156,8 @@ class _Problem:
     causal: bool
     scale: float
     documents: int | None
-    asked_form: Form | None
-    asked_tiles: tuple[tuple[Kernel, TileConfig], ...]
+    requested_form: Form | None
+    requested_tiles: tuple[tuple[Kernel, TileConfig], ...]
     group: int
     indices: tuple[object, ...]
 
@@ -208,8 +208,8 @@ class _Problem:
                 f"indices {tuple(indices.shape)} pass the 2^31 of one call: give fewer batch items at a time"
             )
         documents = None if cu_seqlens is None else len(cu_seqlens) - 1
-        asked = tuple((tiles or {}).items())
-        return cls(block, causal, scale, documents, form, asked, heads // kv_heads, layout(indices))
+        requested = tuple((tiles or {}).items())
+        return cls(block, causal, scale, documents, form, requested, heads // kv_heads, layout(indices))
 
     def cache(self, name: str, operands: Mapping[str, Tensor]) -> LaunchCache:
         """That of a pass over operands of these layouts."""
@@ -226,12 +226,12 @@ class _Problem:
         return kept.once(indices.device, "selection", make)
 
     def form(self, direction: tuned.Direction, q: Tensor) -> Form:
-        """The form asked for, or the cheaper one."""
-        return self.asked_form or select_form(direction, self.group, self.block, q.shape[-1], q.element_size())
+        """The requested form, or the cheaper one."""
+        return self.requested_form or select_form(direction, self.group, self.block, q.shape[-1], q.element_size())
 
     def tiles(self, kernel: Kernel, q: Tensor) -> TileConfig:
-        """The tiles asked for, or those of the table."""
-        return dict(self.asked_tiles).get(kernel) or tiles_of(kernel, self.block, q.shape[-1], q.element_size())
+        """The requested tiles, or the table's."""
+        return dict(self.requested_tiles).get(kernel) or tiles_of(kernel, self.block, q.shape[-1], q.element_size())
 
 
 @dataclass(frozen=True)

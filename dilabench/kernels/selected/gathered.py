@@ -26,7 +26,7 @@ from dilabench.kernels.softmax import finite
 from dilabench.kernels.tuning import TileConfig, padded_dim, rows_of_a_program
 
 _STATS_BLOCK = tl.constexpr(STATS_BLOCK)
-# A pass over memory, without tiles of its own.
+# A pass over memory, which has no tiles.
 _MERGE = TileConfig(0, 0, 4, 1)
 
 

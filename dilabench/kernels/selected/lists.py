@@ -49,7 +49,7 @@ class QueryLists(NamedTuple):
 
 
 class KeyLists(NamedTuple):
-    """The queries that selected each block, ascending; blocks of one key/value head follow those of another.
+    """The queries that selected each block, ascending; the lists of one key/value head are adjacent.
 
     ``places`` int32 [K * T * S]: (kv head * T + token) * S + n for the n-th block of a token. ``starts`` int32
     [K * n_blocks + 1]: where in places the list of a block begins. ``counts`` int32 [T, K]: blocks of a token.

@@ -36,7 +36,7 @@ class Rule(NamedTuple):
 # block_m: rows, each a query head of a token; block_n: keys. The first rule that holds. Registers and spills are of
 # kernels compiled for sm_90a.
 RULES: Mapping[Kernel, Sequence[Rule]] = {
-    # Rows are those of `query_rows`, so block_m is the least: what a product needs. Three stages of K and V take about
+    # `query_rows` gives the rows; block_m is the fewest that a product takes. Three stages of K and V take about
     # 70 KiB at D128, so that three programs share a multiprocessor.
     "query_forward": (
         Rule(128, 2, TileConfig(16, 64, 4, 3)),
