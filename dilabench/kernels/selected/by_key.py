@@ -39,7 +39,7 @@ def _store(dk, dv, dk_ptr, dv_ptr, row, end, kv_head, scale, n_kv_heads, HEAD_DI
 
 @triton.jit
 def _slots_of_list(slots_ptr, slot, tile, KEYS: tl.constexpr, TILES: tl.constexpr, DIM: tl.constexpr):
-    """Addresses [KEYS, DIM] of the sums of dK / scale of a slot and a tile of keys; the sums of dV follow one tile later."""
+    """Addresses [KEYS, DIM] of the sums of dK / scale of a slot and a tile of keys, and one tile later of dV."""
     at = (slot * TILES + tile).to(tl.int64) * (2 * KEYS * DIM)
     return slots_ptr + at + tl.arange(0, KEYS)[:, None] * DIM + tl.arange(0, DIM)[None, :]
 
