@@ -20,7 +20,7 @@ SLOWDOWN = {"float64": 16.0, "float32": 8.0, "float16": 1.0, "bfloat16": 1.0}
 OVERHEAD_S = 5.0
 # The same in a worker that has had other cases.
 CASE_OVERHEAD_S = 1.0
-# Sampling of a short call without a budget, which a budget shortens: a case takes 1 to 5 s in the records of docs/results.
+# Sampling of a short call without a budget: a case takes 1 to 5 s in the records of docs/results. A budget shortens it.
 SAMPLING_S = 2.0
 CALLS_PER_CASE = 10
 SECONDS_PER_HOUR = 3600
