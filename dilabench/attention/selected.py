@@ -34,7 +34,7 @@ from dilabench.workload.spec import Window
 
 
 class _Options(NamedTuple):
-    """What determines a computation besides its tensors."""
+    """The options of a computation besides its tensors."""
 
     block: int
     causal: bool

@@ -88,7 +88,7 @@ class WholeBlocksPattern(Pattern):
         return Pairs(pairs, pairs)
 
     def edges(self, shape: SequenceShape) -> Positions:
-        """Where blocks begin."""
+        """The starts of blocks."""
         return np.arange(0, shape.length, self.whole_blocks(shape).block_size)
 
     def shares(self, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ from dilabench.impls.selected.selection import SelectedAttention, Selection, che
 from dilabench.kernels.lse import has_kernel
 from dilabench.workload.spec import UNBOUNDED
 
-# Of the kernels' rows.
+# Options for the kernels' rows.
 LARGEST_HEAD_DIM = 256
 
 

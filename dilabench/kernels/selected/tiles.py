@@ -115,8 +115,8 @@ def token_rows(group: int, tiles: TileConfig) -> QueryRows:
     return QueryRows(1, heads, -(-group // heads))
 
 
-# Of one H200: bytes per second from the L2 cache and from memory, and products per second of tiles of 16 rows, which
-# Hopper's wide instructions do not take, and of taller ones.
+# Rates of one H200: bytes per second from the L2 cache and from memory, and products per second of tiles of 16 rows,
+# which Hopper's wide instructions do not take, and of taller ones.
 _L2_BYTES, _MEMORY_BYTES = 6e12, 4.2e12
 _NARROW_FLOPS, _WIDE_FLOPS = 250e12, 450e12
 _ROWS_OF_WIDE = 64
