@@ -28,21 +28,26 @@ _CHUNK = 1 << 20
 
 
 def read_file(path: Path, *, pipe: bool = False) -> bytes:
-    """The bytes of a plain file or, with `pipe`, of any file that ends.
+    """The bytes of a plain file or, with `pipe`, of any file that ends; raises OSError as `file_chunks`."""
+    # A plain file is read in one piece, which needs its memory once.
+    return b"".join(file_chunks(path, pipe=pipe, size=most_bytes()))
+
+
+def file_chunks(path: Path, *, pipe: bool = False, size: int = _CHUNK) -> Iterator[bytes]:
+    """The parts of a file of `size` bytes, or less.
 
     Raises OSError with the reason: no plain file, more bytes than `most_bytes`, or a pipe that is silent for SILENCE_S.
     """
     # Without O_NONBLOCK a pipe without a writer would be waited for, for ever.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
-        mode = os.fstat(file.fileno()).st_mode
-        if stat.S_ISDIR(mode):
+        state = os.fstat(file.fileno())
+        if stat.S_ISDIR(state.st_mode):
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
-        plain = stat.S_ISREG(mode)
+        plain = stat.S_ISREG(state.st_mode)
         if not plain and not pipe:
             raise OSError(errno.EINVAL, "it is no plain file")
-        # A plain file is read in one piece, which needs its memory once.
-        size = min(os.fstat(file.fileno()).st_size, most_bytes()) if plain else 0
-        return b"".join(limited(_chunks(file, max(_CHUNK, size + 1), waiting=not plain)))
+        # A buffer of the whole size is made first.
+        yield from limited(_chunks(file, min(size, max(_CHUNK, state.st_size + 1)), waiting=not plain))
 
 
 def most_bytes() -> int:

@@ -7,29 +7,23 @@ import hashlib
 import json
 import os
 import re
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints, overload
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    GetCoreSchemaHandler,
     ValidationError,
     ValidationInfo,
-    ValidatorFunctionWrapHandler,
     create_model,
 )
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_json
+from pydantic_core import PydanticCustomError, from_json
 
 from dilabench.errors import ConfigError, PluginError, said
 from dilabench.units import parse_count
-
-if TYPE_CHECKING:
-    import numpy as np
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -156,6 +150,8 @@ def check_depth(document: Any) -> None:
     deepest = _limit(DEPTH_VARIABLE, MAX_DEPTH)
     level = [document] if type(document) in _CONTAINERS else []
     for _ in range(deepest):
+        if not level:
+            return
         inner = (container.values() if type(container) is dict else container for container in level)
         # Most containers are lists of numbers, passed over without a look at each.
         nested = (several for several in inner if not _CONTAINERS.isdisjoint(map(type, several)))
@@ -164,15 +160,38 @@ def check_depth(document: Any) -> None:
         raise ValueError(f"it is nested more than {deepest} levels deep; {DEPTH_VARIABLE}=100, say, reads more")
 
 
+# No shorter than any text that is counted.
+_MOST_MARK = 16
+
+
+class OverLimitError(ValueError):
+    """A record has more of something than its limit."""
+
+
 def check_counts(text: bytes) -> None:
-    """Raise ValueError for the JSON text of a record with more rows, or more values (of all kinds), than the limits."""
+    """Raise OverLimitError for the JSON text of a record with more rows, or values of all kinds, than the limits."""
+    for _ in counted_chunks([text]):
+        pass
+
+
+def counted_chunks(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The parts of such a text; raises OverLimitError at the one in which a limit is passed."""
     # Each value but the first of a list or object has a comma before it.
-    for what, mark, variable, default in (
-        ("rows", b'"planned"', ROWS_VARIABLE, MAX_ROWS),
-        ("values", b",", VALUES_VARIABLE, MAX_VALUES),
-    ):
-        if (count := text.count(mark)) > (most := _limit(variable, default)):
-            raise ValueError(f"it has {count} {what}, over the limit of {most}; {variable}={2 * count}, say, reads it")
+    limits = (
+        ("rows", b'"planned"', ROWS_VARIABLE, _limit(ROWS_VARIABLE, MAX_ROWS)),
+        ("values", b",", VALUES_VARIABLE, _limit(VALUES_VARIABLE, MAX_VALUES)),
+    )
+    counts = [0, 0]
+    end = b""
+    for chunk in chunks:
+        for at, (what, mark, variable, most) in enumerate(limits):
+            # A mark may lie on the border of two chunks.
+            border = end[len(end) - len(mark) + 1 :] + chunk[: len(mark) - 1] if len(mark) > 1 else b""
+            counts[at] += chunk.count(mark) + border.count(mark)
+            if counts[at] > most:
+                raise OverLimitError(f"it has over {most} {what}, the limit; {variable}={2 * most}, say, reads more")
+        end = (end + chunk)[-_MOST_MARK:] if len(chunk) < _MOST_MARK else chunk[-_MOST_MARK:]
+        yield chunk
 
 
 def _limit(variable: str, default: int) -> int:
@@ -341,81 +360,3 @@ def targets_of(descriptor: object) -> dict[str, str | None]:
     """The fields of a descriptor that name code ('package.module:name'), in alphabetical order."""
     hints = sorted(get_type_hints(type(descriptor), include_extras=True).items())
     return {name: getattr(descriptor, name) for name, hint in hints if Target in (hint, *get_args(hint))}
-
-
-class Nanoseconds(Sequence[int]):
-    """Times in ns in one block of memory: equal to the tuple of the same integers, in a quarter of its memory.
-
-    Slices and sums are tuples. A pydantic field of `Times` is read from, and written as, a list of integers.
-    """
-
-    __slots__ = ("_values",)
-
-    def __init__(self, values: Iterable[int] = ()) -> None:
-        """Raises ValueError for an integer of more than 64 bits."""
-        try:
-            self._values = array("q", values)
-        except OverflowError:
-            raise ValueError("a sample has more than 64 bits, so it is no time in ns; remove it") from None
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._values)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
-    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
-        return tuple(self._values[index]) if isinstance(index, slice) else self._values[index]
-
-    def __add__(self, other: Sequence[int]) -> tuple[int, ...]:
-        return (*self, *other)
-
-    def __radd__(self, other: Sequence[int]) -> tuple[int, ...]:
-        return (*other, *self)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Nanoseconds):
-            return self._values == other._values
-        return tuple(self._values) == other if isinstance(other, tuple) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self._values))
-
-    def __repr__(self) -> str:
-        return repr(tuple(self._values))
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray[Any, Any]":
-        """The data for a numpy array: a copy, so that the samples stay unchanged."""
-        import numpy as np
-
-        if copy is False:
-            raise ValueError("samples are not shared; leave out copy=False")
-        return np.array(self._values, dtype=dtype)
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: type, handler: GetCoreSchemaHandler) -> CoreSchema:
-        integers = handler.generate_schema(tuple[int, ...])
-        written = core_schema.plain_serializer_function_ser_schema(tuple, return_schema=integers)
-        return core_schema.no_info_wrap_validator_function(_samples, integers, serialization=written)
-
-
-def _samples(value: Any, handler: ValidatorFunctionWrapHandler) -> Nanoseconds:
-    """A list of integers as it is; other values by the handler's rules."""
-    if isinstance(value, Nanoseconds):
-        return value
-    if type(value) is list:
-        try:
-            return Nanoseconds(value) if value else NO_SAMPLES
-        except TypeError:
-            # A float of an integer's value, say.
-            pass
-    return Nanoseconds(handler(value))
-
-
-NO_SAMPLES = Nanoseconds()
-# A field of samples; to a type checker it is the tuple that it equals.
-Times = Annotated[tuple[int, ...], Nanoseconds]

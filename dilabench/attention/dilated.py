@@ -13,7 +13,7 @@ torch.compile without graph breaks: forward and backward are one custom operator
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from operator import sub
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -353,7 +353,7 @@ def _of_documents(tensors: tuple[operands.Kind, ...], options: Options) -> Compu
     bounds = operands.without_empty(options.cu_seqlens, tokens)
     if len(bounds) < 3 or bounds[-1] < tokens:
         return None
-    longest = max(stop - start for start, stop in pairwise(bounds))
+    longest = max(map(sub, bounds[1:], bounds))
     rounded = min([1 << (longest - 1).bit_length(), *(w for w in options.segment_lengths if w >= longest)])
     doublings = doublings_of_mean(tokens, len(bounds) - 1)
     packings = _packings(tensors, options._replace(cu_seqlens=()), min(rounded, tokens - 1), doublings)

@@ -157,7 +157,7 @@ def attention(
         )
     elif indices is not None and (selected := SelectedBlocksPattern.match(pattern)) is not None:
         given: Any = {"causal": causal, "window": window, "scale": scale, "sink": sink, "cu_seqlens": cu_seqlens}
-        out, lse = selected_attention(query, key, value, indices, selected, backend=backend, **given)
+        out, lse = selected_attention(query, key, value, indices, selected.block_size, backend=backend, **given)
     else:
         if sink is not None:
             operands.check_is_tensor(sink)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from itertools import pairwise
+from operator import le
 from typing import Any, Protocol
 
 import torch
@@ -77,7 +77,7 @@ def without_empty(cu_seqlens: Sequence[int], tokens: int) -> tuple[int, ...]:
     """Strictly ascending bounds of the same sequences without empty ones. Raises ValueError if they descend, do not
     begin at 0 or end beyond the tokens.
     """
-    rising = all(start <= stop for start, stop in pairwise(cu_seqlens))
+    rising = all(map(le, cu_seqlens, cu_seqlens[1:]))
     if not rising or cu_seqlens[0] != 0 or cu_seqlens[-1] > tokens:
         several = [*cu_seqlens] if len(cu_seqlens) < 8 else [*cu_seqlens[:3], "...", cu_seqlens[-1]]
         raise ValueError(
@@ -162,7 +162,8 @@ def integers(name: str, value: Any) -> tuple[int, ...]:
     """An option that is a sequence of integers. Raises ValueError for texts, tensors and other values."""
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Tensor):
         numbers = tuple(value)
-        if not any(isinstance(x, str | Tensor) for x in numbers):
+        # Bounds may be thousands, and nearly always are plain integers.
+        if {*map(type, numbers)} <= {int} or not any(isinstance(x, str | Tensor) for x in numbers):
             return numbers
         if all(isinstance(x, str) and len(x) == 1 for x in numbers):
             # A text that was split into characters.

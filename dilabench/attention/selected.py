@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dilabench.attention import operands
 from dilabench.choice.ways import AUTO
-from dilabench.impls.no_pairs import SHAPES_ONLY
+from dilabench.impls.no_pairs import NOTHING_SEEN, SHAPES_ONLY
 from dilabench.impls.null_mass import sink_gradient
 from dilabench.impls.one_operator import (
     Computation,
@@ -26,21 +26,24 @@ from dilabench.impls.one_operator import (
     is_plain_eager_call,
 )
 from dilabench.impls.operator_rules import differentiable_operator, first_derivatives, operator, refuse_forward_mode
+from dilabench.impls.selected.compressed import CompressedAttention
 from dilabench.impls.selected.selected_blocks import computation_for
+from dilabench.impls.selected.selecting import Choosing, Compression, select_by_compression
 from dilabench.impls.selected.selection import Selection
 from dilabench.kernels.lse import add_null_mass_
-from dilabench.patterns.selected_blocks import SelectedBlocksPattern
+from dilabench.patterns.selected_blocks import MAX_BLOCK
 from dilabench.workload.spec import Window
 
 
 class _Options(NamedTuple):
-    """The options of a computation besides its tensors."""
+    """The options of a computation besides its tensors. `compression`: length and stride, if keys are compressed."""
 
     block: int
     causal: bool
     window: tuple[int, ...]
     scale: float
     cu_seqlens: tuple[int, ...]
+    compression: tuple[int, ...]
 
 
 def selected_attention(
@@ -48,14 +51,14 @@ def selected_attention(
     key: Tensor,
     value: Tensor,
     indices: Tensor,
-    pattern: SelectedBlocksPattern,
+    block_size: int,
     *,
     causal: bool,
     window: Window,
     scale: float | None,
     sink: Tensor | None,
     cu_seqlens: Sequence[int] | Tensor | None,
-    backend: Any,
+    backend: Any = AUTO,
 ) -> tuple[Tensor, Tensor]:
     """out and lse, which carries no gradient, of query [B, N, H, D] and key, value [B, N, K, D] (packed: [T, H, D]).
 
@@ -63,7 +66,7 @@ def selected_attention(
     for what does not fit.
     """
     if backend != AUTO:
-        raise ValueError(f"backend {backend!r} with pattern {pattern.kind}, whose kernels call none; leave it out")
+        raise ValueError(f"backend {backend!r} with pattern selected_blocks, whose kernels call none; leave it out")
     operands.check_are_tensors(query=query, key=key, value=value, indices=indices)
     packed = cu_seqlens is not None
     if packed:
@@ -83,20 +86,51 @@ def selected_attention(
     # A compiled graph takes a tensor of bounds unread, and so serves every packing.
     of_graph = cu_seqlens if isinstance(cu_seqlens, Tensor) and torch.compiler.is_compiling() else None
     bounds = () if cu_seqlens is None or of_graph is not None else operands.bounds(cu_seqlens, query.shape[1])
-    _check_options(causal, sides, query.shape[1], bounds)
+    _check_options(block_size, causal, sides, query.shape[1], bounds)
     factor = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    options = (pattern.block_size, causal, sides, factor, bounds)
-    if sink is None and is_plain_eager_call(query, key, value, by_item):
-        computation = _computation(query, by_item, _Options(*options))
+    out, lse = _attend(query, key, value, by_item, sink, of_graph, (block_size, causal, sides, factor, bounds))
+    return (out[0], lse.detach()[0]) if packed else (out, lse.detach())
+
+
+def compressed_attention(
+    query: Tensor, keys: Tensor, values: Tensor, compression: Compression, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out and lse of query [B, N, H, D] over compressed keys and values [B, C, K, D], each seen from its last token on.
+
+    Raises ValueError for another number of keys.
+    """
+    wanted = compression.count(query.shape[1])
+    if keys.shape != values.shape or keys.shape[1] != wanted or keys.shape[::3] != query.shape[::3]:
+        raise ValueError(
+            f"compressed keys {tuple(keys.shape)} and values {tuple(values.shape)} must be [B, C, K, D] with C = "
+            f"{wanted} for query {tuple(query.shape)}, {compression}"
+        )
+    spans = (compression.length, compression.stride)
+    return _attend(query, keys, values, None, None, None, (1, True, (-1, -1), scale, (), spans))
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor | None,
+    sink: Tensor | None,
+    bounds: Tensor | None,
+    options: tuple[Any, ...],
+) -> tuple[Tensor, Tensor]:
+    """out and lse, by operators unless nobody looks at them."""
+    options = options if len(options) == len(_Options._fields) else (*options, ())
+    if sink is None and is_plain_eager_call(query, key, value, *(() if indices is None else (indices,))):
+        computation = _computation(query, key, indices, _Options(*options))
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
             out, lse = WithGradient.apply(computation, query, key, value)
         else:
-            out, lse = computation.forward(query, key, value)
+            out, lse, *_ = computation.forward(query, key, value)
     elif torch._C._are_functorch_transforms_active():
-        out, lse = _Differentiable.apply(query, key, value, by_item, sink, of_graph, _written(*options))
+        out, lse = _Differentiable.apply(query, key, value, indices, sink, bounds, _written(*options))
     else:
-        out, lse = _selected_op(query, key, value, by_item, sink, of_graph, *options)
-    return (out[0], lse.detach()[0]) if packed else (out, lse.detach())
+        out, lse = _selected_op(query, key, value, indices, sink, bounds, *options)
+    return out, lse
 
 
 def _checked(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -115,7 +149,11 @@ def _checked(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return by_item
 
 
-def _check_options(causal: bool, window: tuple[int, ...], tokens: int, bounds: tuple[int, ...]) -> None:
+def _check_options(
+    block_size: int, causal: bool, window: tuple[int, ...], tokens: int, bounds: tuple[int, ...]
+) -> None:
+    if block_size != 1 and (block_size % 16 or not 0 < block_size <= MAX_BLOCK):
+        raise ValueError(f"block_size {block_size} is neither 1 nor a multiple of 16 up to {MAX_BLOCK}")
     if len(window) != 2 or min(window) < -1:
         raise ValueError(f"window {list(window)} must be (left, right) with -1 for unbounded or at least 0")
     if causal and window[1] > 0:
@@ -124,17 +162,27 @@ def _check_options(causal: bool, window: tuple[int, ...], tokens: int, bounds: t
         operands.without_empty(bounds, tokens)
 
 
-def _computation(query: Tensor, indices: Tensor, options: _Options) -> Computation:
+def _computation(query: Tensor, key: Tensor, indices: Tensor | None, options: _Options) -> Computation:
     if query.is_meta or not query.numel():
         return SHAPES_ONLY
+    if indices is None:
+        return CompressedAttention(Compression(*options.compression), options.scale) if key.numel() else NOTHING_SEEN
     left, right = options.window
     selection = Selection(indices, options.block, options.causal, (left, right))
     return computation_for(query, selection, options.scale, options.cu_seqlens)
 
 
-def _written(block: int, causal: bool, window: Sequence[int], scale: float, cu_seqlens: Sequence[int]) -> str:
+def _written(
+    block: int,
+    causal: bool,
+    window: Sequence[int],
+    scale: float,
+    cu_seqlens: Sequence[int],
+    compression: Sequence[int] = (),
+) -> str:
     """As a text that means the same in every process, for the compiler keeps what it compiles on disk."""
-    return repr((int(block), causal, tuple(map(int, window)), scale, tuple(map(int, cu_seqlens))))
+    sides, bounds, spans = (tuple(map(int, numbers)) for numbers in (window, cu_seqlens, compression))
+    return repr((int(block), causal, sides, scale, bounds, spans))
 
 
 @lru_cache(maxsize=256)
@@ -156,13 +204,13 @@ def _forward_op(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     sink: Tensor | None,
     bounds: Tensor | None,
     asked: str,
 ) -> tuple[Tensor, Tensor]:
     """out and lse."""
-    out, lse, *_ = _computation(query, indices, _asked(asked, bounds)).forward(query, key, value)
+    out, lse, *_ = _computation(query, key, indices, _asked(asked, bounds)).forward(query, key, value)
     if sink is not None:
         add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
     return out.contiguous(), lse.contiguous()
@@ -180,12 +228,12 @@ def _backward_op(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     bounds: Tensor | None,
     asked: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from the results of the forward operator."""
-    computation = _computation(query, indices, _asked(asked, bounds))
+    computation = _computation(query, key, indices, _asked(asked, bounds))
     dq, dk, dv = computation.backward(dout, query, key, value, out, lse)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
@@ -198,7 +246,7 @@ class _Differentiable(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        indices: Tensor,
+        indices: Tensor | None,
         sink: Tensor | None,
         bounds: Tensor | None,
         asked: str,
@@ -230,7 +278,7 @@ def _selected_op(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     sink: Tensor | None,
     bounds: Tensor | None,
     block: int,
@@ -238,7 +286,26 @@ def _selected_op(
     window: Sequence[int],
     scale: float,
     cu_seqlens: Sequence[int],
+    compression: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    asked = _written(block, causal, window, scale, cu_seqlens)
+    asked = _written(block, causal, window, scale, cu_seqlens, compression)
     out, lse = _Differentiable.apply(query, key, value, indices, sink, bounds, asked)
     return out, lse
+
+
+def _shapes_of_indices(
+    q: Tensor, keys: Tensor, _spans: Sequence[int], _scale: float, choosing: Sequence[int]
+) -> Tensor:
+    block, top_k, _, _ = choosing
+    width = torch.sym_min(top_k, -(-q.shape[1] // block))
+    return q.new_empty((q.shape[0], q.shape[1], keys.shape[2], width), dtype=torch.int32)
+
+
+@operator("select_by_compression", _shapes_of_indices)
+def selected_by_compression(
+    query: Tensor, keys: Tensor, compression: Sequence[int], scale: float, choosing: Sequence[int]
+) -> Tensor:
+    """Indices int32 [B, N, K, S] of `selecting.select_by_compression`; choosing: block, top_k, initial, local."""
+    block, top_k, initial, local = choosing
+    of_blocks = Choosing(block, top_k, causal=True, initial=initial, local=local)
+    return select_by_compression(query.detach(), keys.detach(), Compression(*compression), scale, of_blocks)

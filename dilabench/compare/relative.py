@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from dilabench.compare.comparison import is_measured
 from dilabench.compare.fingerprint import soft_mismatches
-from dilabench.compare.view import matched
+from dilabench.compare.pairing import matched
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.record import Measured, RunRecord, Timing
 
@@ -66,8 +66,9 @@ def _turns(record: RunRecord, name: str) -> Turns:
 def _scaled(timing: Timing, reference: Timing, typical_ns: float) -> Timing:
     """Scale every slot by the reference's time in the same round."""
     slots = []
-    for turn, slot in (pair for session in matched(reference, timing) for pair in session):
-        factor = typical_ns / _quartile_ns(turn.samples_ns)
+    for turn, own in (turns for session in matched(reference, timing) for turns in session.tolist()):
+        slot = timing.slots[own]
+        factor = typical_ns / _quartile_ns(reference.slots[turn].samples_ns)
         slots.append(slot.model_copy(update={"samples_ns": tuple(round(ns * factor) for ns in slot.samples_ns)}))
     return timing.model_copy(update={"slots": tuple(slots)})
 

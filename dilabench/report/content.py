@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from dilabench.compare.view import Ranking, lengths_without_rows, rank, view_of
+from dilabench.compare.ranking import Ranking, rankings
+from dilabench.compare.view import lengths_without_rows, view_of
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import (
     ESTIMATOR,
@@ -93,7 +94,17 @@ def _tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
     for row in yardsticks:
         cell = shape_owner.setdefault(shape_id(row.case), row.case.group_id)
         groups.setdefault(cell, []).append(row)
-    return tuple(_table(rows, record.device) for rows in groups.values())
+    sections = [_by_title(rows) for rows in groups.values()]
+    every = [rows for titled in sections for rows in titled.values()]
+    ranked = iter(rankings([() if _is_unranked(rows) else rows for rows in every], record.device))
+    return tuple(
+        WorkloadTable(
+            title=workload_title(rows[0].case),
+            members=tuple(rows),
+            sections=tuple(_section(title, members, next(ranked)) for title, members in titled.items()),
+        )
+        for rows, titled in zip(groups.values(), sections, strict=True)
+    )
 
 
 def footnotes(tables: Iterable[WorkloadTable], columns: Sequence[Column] = ()) -> tuple[str, ...]:
@@ -116,16 +127,15 @@ def shape_id(case: Case) -> str:
     return case.model_copy(update={"workload": case.workload.as_dense()}).group_id
 
 
-def _table(rows: Sequence[Row], device: str) -> WorkloadTable:
-    case = rows[0].case
+def _by_title(rows: Sequence[Row]) -> dict[str | None, list[Row]]:
     sections: dict[str | None, list[Row]] = {}
     for row in rows:
         sections.setdefault(_section_title(row), []).append(row)
-    return WorkloadTable(
-        title=workload_title(case),
-        members=tuple(rows),
-        sections=tuple(_section(title, members, device) for title, members in sections.items()),
-    )
+    return sections
+
+
+def _is_unranked(rows: Sequence[Row]) -> bool:
+    return rows[0].planned.role == "yardstick"
 
 
 def _section_title(row: Row) -> str | None:
@@ -135,8 +145,7 @@ def _section_title(row: Row) -> str | None:
     return None if takes == "heads" else f"takes {takes}: not comparable with the rows above"
 
 
-def _section(title: str | None, rows: Sequence[Row], device: str) -> Section:
-    ranking = None if rows[0].planned.role == "yardstick" else rank(rows, device)
+def _section(title: str | None, rows: Sequence[Row], ranking: Ranking | None) -> Section:
     shown = [
         DisplayRow(
             row=row,

@@ -20,7 +20,7 @@ from dilabench.plugins.axis import LENGTH, Axis
 from dilabench.plugins.boundary import answered, guarded, shown
 from dilabench.plugins.catalogue import BUILTIN, OWN, Catalogue
 from dilabench.plugins.descriptors import Reporter
-from dilabench.record import RunRecord
+from dilabench.record import Measured, RunRecord, Timing
 from dilabench.units import printable
 
 INTERVALS = ", with 95 % intervals"
@@ -167,8 +167,7 @@ class Section:
 # How JSON writes control characters; a backslash before such a letter looks the same, and only costs time.
 _ESCAPED = re.compile(r"\\[bfru]")
 
-_SAMPLES = {"samples_ns", "rank_samples_ns", "enqueue_ns", "renewed"}
-_NUMBERS: Any = {"rows": {"__all__": {"outcome": {"timings": {"__all__": {"slots": {"__all__": _SAMPLES}}}}}}}
+_SLOTS: Any = {"rows": {"__all__": {"outcome": {"timings": {"__all__": {"slots"}}}}}}
 
 # Analyses of what any suite's record may hold.
 FOR_EVERY_SUITE = ("dilabench.report.findings:_pictures_of",)
@@ -342,13 +341,20 @@ def _facts_for(plugin: str, facts: FactsT) -> FactsT:
 
 def _printable(record: RunRecord) -> RunRecord:
     """The record without control characters in its texts, which a terminal would obey; mostly the record itself."""
-    # Numbers are no texts, and most of a record.
-    text = record.model_dump_json(exclude=_NUMBERS)
+    # Slots are most of a record, and hold no other texts than these.
+    reasons = {reason for timing in _timings_of(record) for reason in timing.columns.texts}
+    text = "".join([record.model_dump_json(exclude=_SLOTS), *sorted(reasons)])
     if not _ESCAPED.search(text) and (text.isprintable() or printable(text) == text):
         return record
     document = record.model_dump(mode="json")
     safe = _walked(document)
     return record if safe == document else RunRecord.model_validate(safe)
+
+
+def _timings_of(record: RunRecord) -> Iterator[Timing]:
+    for row in record.rows:
+        if isinstance(row.outcome, Measured):
+            yield from row.outcome.timings
 
 
 def _walked(value: Any) -> Any:

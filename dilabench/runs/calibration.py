@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from dilabench.compare.fingerprint import hard_fields, machine_key
-from dilabench.compare.view import pair
+from dilabench.compare.pairing import pair
 from dilabench.engine import calibration
 from dilabench.engine.calibration import BASELINE, EFFECTS
 from dilabench.engine.device.environment import with_torch

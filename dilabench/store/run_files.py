@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from dilabench.atomic_file import read_file, write_text
+from dilabench.atomic_file import file_chunks, read_file, write_text
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
 from dilabench.record import SCHEMA_VERSION, Row, RunHeader, RunRecord, Skipped
 from dilabench.report.json import SUMMARY, to_text
 from dilabench.store.archive import is_past, read_row_by_row
 from dilabench.store.migrations import migrated, migrated_row
-from dilabench.validation import describe, read_json
+from dilabench.validation import check_counts, describe, read_json
 from dilabench.workload.spec import Workload
 
 RECORD_NAME = "run.json"
@@ -174,10 +174,14 @@ def read_record(run: Path) -> RunRecord:
     if path.name.endswith(".jsonl"):
         header, rows = read_rows(path)
         return RunRecord.model_validate({**header.model_dump(), "rows": rows, "status": "interrupted"})
-    data = _data(path, pipe=path == run)
+    # A pipe can be read only once.
+    plain = os.path.isfile(path)
+    data = None if plain else _data(path, pipe=path == run)
     try:
-        if (record := read_row_by_row(data)) is not None:
+        if (record := read_row_by_row([data] if data is not None else _chunks(path))) is not None:
             return record
+        data = _data(path) if data is None else data
+        check_counts(data)
         document = read_json(_decoded(data, path))
     except ValueError as error:
         beside = path.parent / ROWS_NAME
@@ -296,6 +300,13 @@ def _end_last_line(path: Path) -> None:
 def _data(path: Path, *, pipe: bool = False) -> bytes:
     try:
         return read_file(path, pipe=pipe)
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from None
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    try:
+        yield from file_chunks(path)
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from None
 

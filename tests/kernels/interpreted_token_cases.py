@@ -15,11 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dilabench.impls.reference import Reference
+from dilabench.impls.selected.selection import over_sequences
+from dilabench.impls.selected.stand_ins import selection_of
+from dilabench.impls.selected.tiles import Tiled
 from dilabench.kernels.launch_cache import LaunchCache
 from dilabench.kernels.selected import lists, tiles
 from dilabench.kernels.selected.attention import selected_backward, selected_forward
 from dilabench.kernels.selected.selection import TokenSelection
 from dilabench.kernels.tuning import TileConfig
+from dilabench.workload.spec import Workload
 
 
 @dataclass(frozen=True)
@@ -128,12 +133,10 @@ def indices_of(case: Case, random: np.random.Generator) -> Tensor:
     return torch.from_numpy(np.concatenate(rows)).int()
 
 
-def expected(
-    case: Case, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse) [rows, H, D] and [rows, H], sequence by sequence, and lse without the mass."""
+def expected(case: Case, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """out [rows, H, D], sequence by sequence, and lse [rows, H] without the mass."""
     group = case.heads // case.kv_heads
-    outs, lses, own = [], [], []
+    outs, lses = [], []
     first = 0
     for length in case.lengths * case.batch:
         rows = slice(first, first + length)
@@ -145,14 +148,14 @@ def expected(
         keys, values = (x[rows].repeat_interleave(group, 1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->ihj", q[rows], keys) * scale
         scores = scores.masked_fill(~seen.repeat_interleave(group, 1), -torch.inf)
-        own.append(scores.logsumexp(-1))
+        lses.append(scores.logsumexp(-1))
         if case.mass is not None:
             scores = torch.cat((scores, torch.full_like(scores[..., :1], case.mass)), -1)
             values = torch.cat((values, torch.zeros_like(values[:1])), 0) if length else values
-        lses.append(scores.logsumexp(-1))
-        weights = torch.exp(scores - lses[-1].masked_fill(lses[-1] == -torch.inf, 0.0)[..., None])
+        lse = scores.logsumexp(-1, keepdim=True)
+        weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0))
         outs.append(torch.einsum("ihj,jhd->ihd", weights, values))
-    return torch.cat(outs), torch.cat(lses), torch.cat(own)
+    return torch.cat(outs), torch.cat(lses)
 
 
 def errors(case: Case, seed: int = 0) -> dict[str, float]:
@@ -164,7 +167,7 @@ def errors(case: Case, seed: int = 0) -> dict[str, float]:
     q, k, v, dout = (part if case.packed else part.contiguous() for part in x.split(heads, 1))
     indices, scale = indices_of(case, np.random.default_rng(seed)), case.dim**-0.5
     wide = [x.double().requires_grad_() for x in (q, k, v)]
-    out, lse, own_lse = expected(case, *wide, indices, scale)
+    out, own_lse = expected(case, *wide, indices, scale)
     gradients = torch.autograd.grad(out, wide, dout.double())
     cu_seqlens = None
     if case.documents:
@@ -217,11 +220,44 @@ def sorted_by_many_blocks() -> dict[str, float]:
     return found
 
 
+WORKLOADS: dict[str, dict[str, object]] = {
+    "implementation": {"batch_size": 2, "seq_len": 50},
+    "implementation, packed": {"layout": "packed", "cu_seqlens": (0, 1, 30, 49), "seq_len": 49, "causal": False},
+    "implementation, single tokens": {
+        "pattern": {"kind": "selected_blocks", "block_size": 1, "top_k": 5, "selector": "indexer"},
+        "seq_len": 40,
+    },
+}
+
+
+def against_the_oracle(fields: dict[str, object]) -> dict[str, float]:
+    """`impls.selected.tiles` of a workload, called twice."""
+    pattern = {"kind": "selected_blocks", "block_size": 16, "top_k": 2}
+    shape = {"batch_size": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mode": "both", "dtype": "float32"}
+    workload = Workload.model_validate({"pattern": pattern, **shape, **fields})
+    selection = selection_of(workload, torch.device("cpu"))
+    mine = over_sequences(Tiled, selection, workload.softmax_scale, workload.cu_seqlens or ())
+    lead = () if workload.layout == "packed" else (workload.batch_size,)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(*lead, workload.seq_len, n, 16, generator=generator) for n in (4, 2, 2, 4))
+    found = {}
+    for function in (Reference(workload), mine, mine):
+        operands = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = function.with_lse(*operands)
+        results = out, lse, *torch.autograd.grad(out, operands, dout)
+        wanted = found.setdefault("wanted", results)
+        errors = [float((a - b).detach().abs().max()) for a, b in zip(results, wanted, strict=True)]
+        found["errors"] = [max(pair) for pair in zip(errors, found.get("errors", errors), strict=True)]
+    return dict(zip(("out", "lse", "dq", "dk", "dv"), found["errors"], strict=True))
+
+
 if __name__ == "__main__":
     results = {}
     for name in sys.argv[2:]:
         if name == "many blocks":
             results[name] = sorted_by_many_blocks()
+        elif name in WORKLOADS:
+            results[name] = against_the_oracle(WORKLOADS[name])
         else:
             results[name] = errors(random_case(int(name)), int(name)) if name.isdigit() else errors(CASES[name])
     print(json.dumps(results))  # noqa: T201 - the parent process reads it

@@ -19,7 +19,7 @@ from dilabench.workload.spec import Workload
 
 # Bytes of the inputs of oracles that are kept while other workloads are verified and timed. Their expected results of a
 # complete sample take about ten times as much.
-KEPT_BYTES = 2**25
+KEPT_BYTES = 2**26
 
 
 @dataclass(slots=True)

@@ -307,11 +307,11 @@ class _Yardstick:
         ulps = eps(accumulation_dtype(dtype)) / eps(dtype)
         size = sized_rows(q, k, v, self._core.workload, self._oracle.sample.rows, ulps).size
         moved = torch.zeros_like(self._core.batched(out.detach()))
-        moved[:, place] = size.to(moved.dtype)
+        moved[:, place] = self._signed([size.to(moved.dtype)])[0]
         # Without gradients, what the module gives around `out` is known.
         unmoved = {CheckName.OUT: self._batched(self._out.detach())[:, place]}
         before = self._behind(out.detach(), names) if self._backward else unmoved
-        after = self._behind(out.detach() + self._signed([moved])[0].view_as(out), names)
+        after = self._behind(out.detach() + moved.view_as(out), names)
         return {name: after[name] - value for name, value in before.items()}
 
     def _behind(self, out: Tensor, names: list[str]) -> dict[str, Tensor]:

@@ -115,8 +115,8 @@ class PackedSequences(SelectedAttention):
         """dq, dk, dv [1, T, ·, D]; 0 for tokens of no sequence."""
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         for first, last, part in self.parts:
-            tensors = (x[:, first:last] for x in (dout, q, k, v, out))
-            gradients = part.backward(*tensors, lse[..., first:last])
+            results = [x[:, first:last] for x in (dout, q, k, v, out)]
+            gradients = part.backward(*results, lse[..., first:last])  # type: ignore[call-arg]
             dq[:, first:last], dk[:, first:last], dv[:, first:last] = gradients
         return dq, dk, dv
 

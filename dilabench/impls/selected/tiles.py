@@ -39,13 +39,13 @@ class Tiled(SelectedAttention):
         from dilabench.kernels.selected.attention import selected_forward
 
         check(self.selection, q, k, v)
-        options = self.selection.block, self.selection.causal, self.scale
+        block, causal, scale, indices = self.selection.block, self.selection.causal, self.scale, self._indices(q)
         if not self.bounds:
-            return selected_forward(q, k, v, self._indices(q), *options)
-        rows = self.bounds[-1]
-        documents = (x[0, :rows] for x in (q, k, v))
-        out, lse = selected_forward(*documents, self._indices(q)[0, :rows], *options, cu_seqlens=self._bounds(q))
-        missing = q.shape[1] - rows
+            return selected_forward(q, k, v, indices, block, causal, scale)
+        rows, bounds = self.bounds[-1], self._bounds(q)
+        q, k, v, indices = (x[0, :rows] for x in (q, k, v, indices))
+        out, lse = selected_forward(q, k, v, indices, block, causal, scale, cu_seqlens=bounds)
+        missing = self.selection.length - rows
         return pad(out, (0, 0, 0, 0, 0, missing))[None], pad(lse, (0, missing), value=-torch.inf)[None]
 
     def backward(
@@ -55,14 +55,15 @@ class Tiled(SelectedAttention):
         from dilabench.kernels.selected.attention import selected_backward
 
         check(self.selection, q, k, v)
-        options = self.selection.block, self.selection.causal, self.scale
+        block, causal, scale, indices = self.selection.block, self.selection.causal, self.scale, self._indices(q)
         if not self.bounds:
-            return selected_backward(dout, q, k, v, out, lse, self._indices(q), *options)
-        rows = self.bounds[-1]
-        documents = (x[0, :rows] for x in (dout, q, k, v, out))
-        results = lse[0, :, :rows], self._indices(q)[0, :rows]
-        gradients = selected_backward(*documents, *results, *options, cu_seqlens=self._bounds(q))
-        dq, dk, dv = (pad(x, (0, 0, 0, 0, 0, q.shape[1] - rows))[None] for x in gradients)
+            return selected_backward(dout, q, k, v, out, lse, indices, block, causal, scale)
+        rows, bounds = self.bounds[-1], self._bounds(q)
+        dout, q, k, v, out, indices = (x[0, :rows] for x in (dout, q, k, v, out, indices))
+        lse = lse[0, :, :rows]
+        gradients = selected_backward(dout, q, k, v, out, lse, indices, block, causal, scale, cu_seqlens=bounds)
+        missing = self.selection.length - rows
+        dq, dk, dv = (pad(x, (0, 0, 0, 0, 0, missing))[None] for x in gradients)
         return dq, dk, dv
 
     def _indices(self, q: Tensor) -> Tensor:

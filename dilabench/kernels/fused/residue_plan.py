@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
+from operator import sub
 from typing import Any, NamedTuple
 
 from dilabench.kernels.fused.branch_group import (
@@ -132,15 +133,14 @@ def document_plan(
     The plan of many packings of as many tokens: it knows by rounded numbers how many documents there are, and how long
     they are. ``shape``: what `residue_plan` takes behind the length.
     """
-    lengths = [stop - start for start, stop in pairwise(bounds)]
-    longest, most = max(lengths), max(segment_lengths)
+    count, longest, most = len(bounds) - 1, max(map(sub, bounds[1:], bounds)), max(segment_lengths)
     doublings = (longest - 1).bit_length()
     # Every second power of two: each has separate lists.
     rounded = max(_SHORTEST_DOCUMENTS, 1 << doublings + (doublings + 1) % 2)
     # Lengths above all segments have the same lists.
     rounded = rounded if rounded <= most else 2 * most
-    step = 1 << max(0, len(lengths).bit_length() - 3)
-    documents = -(-len(lengths) // step) * step
+    step = 1 << max(0, count.bit_length() - 3)
+    documents = -(-count // step) * step
     tokens = bounds[-1]
     try:
         return _document_plan(segment_lengths, dilation_rates, rounded, tokens, documents, *shape, **options)

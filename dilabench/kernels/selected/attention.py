@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -16,11 +17,19 @@ from torch import Tensor
 from dilabench.kernels.bwd_preprocess import StatsLayout, bwd_preprocess
 from dilabench.kernels.launch_cache import LaunchCache, layout
 from dilabench.kernels.selected import tiles as tuned
-from dilabench.kernels.selected.by_key import key_gradients
+from dilabench.kernels.selected.by_key import entries_of_share, key_gradients
 from dilabench.kernels.selected.by_query import query_form_forward, query_form_gradient
 from dilabench.kernels.selected.by_token import add_token_gradients
 from dilabench.kernels.selected.gathered import gathered_form, keys_of_tile
-from dilabench.kernels.selected.lists import KeyLists, key_lists, query_lists, shares_of
+from dilabench.kernels.selected.lists import (
+    KeptLists,
+    KeyLists,
+    QueryLists,
+    Shares,
+    key_lists,
+    query_lists,
+    shares_of,
+)
 from dilabench.kernels.selected.operands import in_rows, operand_arguments
 from dilabench.kernels.selected.selection import TokenSelection
 from dilabench.kernels.selected.tiles import Form, Kernel, query_rows, select_form, tiles_of, token_rows
@@ -42,6 +51,7 @@ def selected_forward(
     cu_seqlens: Tensor | None = None,
     form: Form | None = None,
     tiles: Mapping[Kernel, TileConfig] | None = None,
+    kept: KeptLists | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(out [B, N, H, D], lse [B, H, N] float32)``: lse is natural; a row that sees nothing has out 0 and lse -inf.
 
@@ -49,9 +59,11 @@ def selected_forward(
     in any order, of which one outside of the sequence stands for none and a repeated one counts once. ``cu_seqlens``
     int [documents + 1] on the device, from 0 to T: q [T, H, D], k, v [T, K, D], indices [T, K, S] count from the first
     block of each document, and results are [T, H, D] and [H, T]. ``form``, ``tiles``: instead of those of `tiles`.
+    ``kept``: lists that an earlier pass over these indices left there, or that this one leaves.
 
     Raises ValueError on shapes, dtypes, blocks and scales that the kernels do not take.
     """
+    kept = kept or KeptLists()
     problem = _Problem.of(q, k, v, indices, block, causal, scale, cu_seqlens, form, tiles)
     operands = {"q": in_rows(q), "k": in_rows(k), "v": in_rows(v)}
     rows, heads, dim = operands["q"].shape
@@ -61,19 +73,19 @@ def selected_forward(
         return out.zero_(), lse.fill_(float("-inf"))
     cache = problem.cache("forward", operands)
     given = cache.once("operands", lambda: operand_arguments(operands, scale))
-    selection = problem.selection(indices, cu_seqlens)
+    lists = _Lists(problem.selection(indices, cu_seqlens, kept), kept, cache)
     results = operands | {"out": out.view(rows, heads, dim), "lse": lse}
     if problem.form("forward", q) == "query":
-        shape = query_rows(given["GROUP"], problem.tiles("query_forward", q))
-        lists = query_lists(selection, shape.queries, cache, "lists by query")
-        query_form_forward(results, given, selection, lists, shape, problem.tiles("query_forward", q), cache)
+        config = problem.tiles("query_forward", q)
+        shape = query_rows(given["GROUP"], config)
+        listed = lists.by_query(lists.selection, shape.queries)
+        query_form_forward(results, given, lists.selection, listed, shape, config, cache)
         return out, lse
     config = problem.tiles("gathered_forward", q)
-    for first, part in _parts(selection, heads * (dim * q.element_size() + 4)):
+    entries = _entries(block, given["GROUP"], config)
+    for part in _parts(lists.selection, heads * (dim * q.element_size() + 4)):
         own = results | _partials(operands["q"], part, with_lse=True)
-        listed = key_lists(part, cache, ("lists by key", first))
-        shares = shares_of(listed, _entries(block, given["GROUP"], config))
-        gathered_form(own, given, part, listed, shares, config, cache, first)
+        gathered_form(own, given, part, lists.by_key(part), lists.shares(part, entries), config, cache)
     return out, lse
 
 
@@ -92,12 +104,14 @@ def selected_backward(
     cu_seqlens: Tensor | None = None,
     form: Form | None = None,
     tiles: Mapping[Kernel, TileConfig] | None = None,
+    kept: KeptLists | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` in the shapes and dtypes of q, k, v.
 
     ``out`` and ``lse`` are of `selected_forward`, or of a larger softmax. A row with lse -inf has zero gradient.
     ``form``: of dq; the rest as there. Raises ValueError as it does.
     """
+    kept = kept or KeptLists()
     problem = _Problem.of(q, k, v, indices, block, causal, scale, cu_seqlens, form, tiles)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if indices.numel() == 0:
@@ -106,33 +120,31 @@ def selected_backward(
     rows, heads, dim = operands["q"].shape
     cache = problem.cache("backward", operands)
     given = cache.once("operands", lambda: operand_arguments(operands, scale))
-    selection = problem.selection(indices, cu_seqlens)
+    lists = _Lists(problem.selection(indices, cu_seqlens, kept), kept, cache)
     # Rows of a token follow each other: those of a group are read together.
     in_order = lse.transpose(-1, -2).reshape(1, 1, -1)
-    flat = (x.reshape(1, rows * heads, 1, dim) for x in (out, dout))
-    stats = bwd_preprocess(*flat, in_order, StatsLayout.of(rows * heads), cache, "row sums")
+    flat, flat_dout = (x.reshape(1, rows * heads, 1, dim) for x in (out, dout))
+    stats = bwd_preprocess(flat, flat_dout, in_order, StatsLayout.of(rows * heads), cache, "row sums")
     tensors = operands | {"stats": stats, "dq": dq.view(rows, heads, dim)}
     if block == 1:
-        _token_gradients(tensors, dk, dv, given, selection, problem, cache)
+        _token_gradients(tensors, dk, dv, given, lists, problem)
         return dq, dk, dv
-    everything: KeyLists | None = None
     if problem.form("gradient", q) == "query":
         config = problem.tiles("query_gradient", q)
         shape = query_rows(given["GROUP"], config)
-        lists = query_lists(selection, shape.queries, cache, "lists by query")
-        query_form_gradient(tensors, given, selection, lists, shape, config, cache)
+        listed = lists.by_query(lists.selection, shape.queries)
+        query_form_gradient(tensors, given, lists.selection, listed, shape, config, cache)
     else:
         config = problem.tiles("gathered_gradient", q)
-        for first, part in _parts(selection, heads * dim * q.element_size()):
+        entries = _entries(block, given["GROUP"], config)
+        for part in _parts(lists.selection, heads * dim * q.element_size()):
             own = tensors | _partials(operands["q"], part, with_lse=False)
-            listed = key_lists(part, cache, ("lists by key", first))
-            shares = shares_of(listed, _entries(block, given["GROUP"], config))
-            gathered_form(own, given, part, listed, shares, config, cache, first)
-            everything = listed if part is selection else None
-    if everything is None:
-        everything = key_lists(selection, cache, "lists by key")
+            gathered_form(own, given, part, lists.by_key(part), lists.shares(part, entries), config, cache)
     tensors |= {"dk": dk.view(rows, -1, dim), "dv": dv.view(rows, -1, dim)}
-    key_gradients(tensors, given, selection, everything, problem.tiles("key_gradient", q), cache)
+    config = problem.tiles("key_gradient", q)
+    entries = entries_of_share(lists.selection, given["GROUP"], config)
+    shares = lists.shares(lists.selection, entries)
+    key_gradients(tensors, given, lists.selection, lists.by_key(lists.selection), shares, config, cache)
     return dq, dk, dv
 
 
@@ -187,6 +199,8 @@ class _Problem:
             raise ValueError(f"q is {q.dtype}: it must be bfloat16, float16 or float32")
         if not scale > 0:
             raise ValueError(f"scale {scale} must be positive: fold the sign into q")
+        if form is not None and form not in get_args(Form):
+            raise ValueError(f"form {form!r} must be one of {', '.join(get_args(Form))}, or None for the cheaper one")
         if form == "gathered" and block == 1:
             raise ValueError("blocks of one token have no gathered form: give a block of 16 or more, or form='query'")
         if max(indices.numel(), 16 * q.numel() // max(1, heads * dim)) >= 2**31:
@@ -201,11 +215,15 @@ class _Problem:
         """The launch cache of a pass over operands of these layouts."""
         return LaunchCache.of(f"selected {name}", self, tuned.PARTIAL_BYTES, *map(layout, operands.values()))
 
-    def selection(self, indices: Tensor, cu_seqlens: Tensor | None) -> TokenSelection:
+    def selection(self, indices: Tensor, cu_seqlens: Tensor | None, kept: KeptLists) -> TokenSelection:
         """The selection of a call."""
-        if cu_seqlens is None:
-            return TokenSelection.of_batch(indices, self.block, self.causal)
-        return TokenSelection.of_documents(indices, self.block, self.causal, cu_seqlens)
+
+        def make() -> TokenSelection:
+            if cu_seqlens is None:
+                return TokenSelection.of_batch(indices, self.block, self.causal)
+            return TokenSelection.of_documents(indices, self.block, self.causal, cu_seqlens)
+
+        return kept.once(indices.device, "selection", make)
 
     def form(self, direction: tuned.Direction, q: Tensor) -> Form:
         """The form asked for, or the cheaper one."""
@@ -213,18 +231,43 @@ class _Problem:
 
     def tiles(self, kernel: Kernel, q: Tensor) -> TileConfig:
         """The tiles asked for, or those of the table."""
-        return dict(self.asked_tiles).get(kernel) or tiles_of(kernel, q.shape[-1], q.element_size())
+        return dict(self.asked_tiles).get(kernel) or tiles_of(kernel, self.block, q.shape[-1], q.element_size())
 
 
-def _parts(selection: TokenSelection, bytes_of_slot: int) -> Iterator[tuple[int, TokenSelection]]:
-    """Parts of the tokens whose partial results, in bytes for each block of a token, fit into `PARTIAL_BYTES`."""
+@dataclass(frozen=True)
+class _Lists:
+    """Lists of a pass: those that are kept, or made now."""
+
+    selection: TokenSelection
+    kept: KeptLists
+    cache: LaunchCache
+
+    def by_query(self, part: TokenSelection, queries: int) -> QueryLists:
+        name = ("by query", queries, *_tokens(part))
+        return self.kept.once(
+            part.indices.device, name, lambda: query_lists(part, queries, self.cache, ("lists", *name))
+        )
+
+    def by_key(self, part: TokenSelection) -> KeyLists:
+        name = ("by key", *_tokens(part))
+        return self.kept.once(part.indices.device, name, lambda: key_lists(part, self.cache, ("lists", *name)))
+
+    def shares(self, part: TokenSelection, entries: int) -> Shares:
+        name = ("shares", entries, *_tokens(part))
+        return self.kept.once(part.indices.device, name, lambda: shares_of(self.by_key(part), entries))
+
+
+def _tokens(part: TokenSelection) -> tuple[int, int]:
+    """Of the tokens of a part which is the first, and how many they are."""
+    return part.first_row, len(part.indices)
+
+
+def _parts(selection: TokenSelection, bytes_of_slot: int) -> Iterator[TokenSelection]:
+    """Parts of the tokens whose partial results, so many bytes for each block of a token, fit into `PARTIAL_BYTES`."""
     rows, _, slots = selection.indices.shape
     at_a_time = max(1, tuned.PARTIAL_BYTES // (slots * bytes_of_slot))
-    if at_a_time >= rows:
-        yield 0, selection
-        return
     for first in range(0, rows, at_a_time):
-        yield first, selection.part(first, at_a_time)
+        yield selection.part(first, at_a_time)
 
 
 def _partials(q: Tensor, part: TokenSelection, with_lse: bool) -> dict[str, Tensor]:
@@ -243,27 +286,20 @@ def _entries(block: int, group: int, config: TileConfig) -> int:
 
 
 def _token_gradients(
-    tensors: dict[str, Tensor],
-    dk: Tensor,
-    dv: Tensor,
-    given: dict[str, object],
-    selection: TokenSelection,
-    problem: _Problem,
-    cache: LaunchCache,
+    tensors: dict[str, Tensor], dk: Tensor, dv: Tensor, given: dict[str, Any], lists: _Lists, problem: _Problem
 ) -> None:
     """Write dq, dk and dv of blocks of one key."""
     q, k = tensors["q"], tensors["k"]
     rows, kv_heads, dim = k.shape
     config = problem.tiles("token_gradient", q)
     shape = token_rows(problem.group, config)
-    sums = torch.zeros((kv_heads, selection.n_blocks, 2, dim), dtype=torch.float32, device=q.device)
-    for first, part in _parts(selection, kv_heads * shape.parts * 2 * dim * q.element_size()):
+    sums = torch.zeros((kv_heads, lists.selection.n_blocks, 2, dim), dtype=torch.float32, device=q.device)
+    for part in _parts(lists.selection, kv_heads * shape.parts * 2 * dim * q.element_size()):
         tokens, _, slots = part.indices.shape
         parts = q.new_empty((kv_heads, tokens, slots, shape.parts, 2, dim))
-        lists = query_lists(part, 1, cache, ("lists by query", first))
-        query_form_gradient(tensors | {"parts": parts}, given, part, lists, shape, config, cache, ("tokens", first))
-        listed = key_lists(part, cache, ("lists by key", first))
-        add_token_gradients(parts, sums, listed, cache, ("sums of tokens", first))
+        own = tensors | {"parts": parts}
+        query_form_gradient(own, given, part, lists.by_query(part, 1), shape, config, lists.cache)
+        add_token_gradients(parts, sums, lists.by_key(part), lists.cache)
     gradient_k, gradient_v = sums[:, :rows].transpose(0, 1).unbind(2)
     dk.view(rows, kv_heads, dim).copy_(gradient_k * problem.scale)
     dv.view(rows, kv_heads, dim).copy_(gradient_v)

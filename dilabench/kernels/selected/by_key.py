@@ -20,7 +20,7 @@ from dilabench.kernels.launch_cache import LaunchCache
 from dilabench.kernels.selected import tiles as tuned
 from dilabench.kernels.selected.by_query import stats_at
 from dilabench.kernels.selected.gathered import keys_of_tile, rows_of_entries, share_of_list, token_of_place
-from dilabench.kernels.selected.lists import KeyLists, shares_of
+from dilabench.kernels.selected.lists import KeyLists, Shares
 from dilabench.kernels.selected.operands import PER_LENGTH, launch
 from dilabench.kernels.selected.selection import TokenSelection, load_rows, rows_of_block, tile_at
 from dilabench.kernels.tuning import TileConfig
@@ -180,30 +180,29 @@ def key_gradients(
     given: dict[str, Any],
     selection: TokenSelection,
     lists: KeyLists,
+    shares: Shares,
     tiles: TileConfig,
     cache: LaunchCache,
 ) -> None:
     """Write ``dk`` and ``dv`` [T, K, D] of ``tensors``; ``given``: `operands.operand_arguments`."""
     keys = keys_of_tile(selection.block, tiles)
     key_tiles = triton.cdiv(selection.block, keys)
-    entries = _entries_of_share(len(lists.places), given["GROUP"], key_tiles, tiles.block_m)
-    shares = shares_of(lists, entries)
     # A list in one share writes its result; an empty one has no share, and its sum of no slots is 0.
-    parts = -(-lists.starts.diff() // entries)
-    is_shared = parts > 1
-    taken = torch.where(is_shared, parts, 0)
+    parts = -(-lists.starts.diff() // shares.entries)
+    taken = torch.where(parts > 1, parts, 0)
     slot = torch.where(parts == 1, -1, taken.cumsum(0) - taken).int()
-    dim = given["DIM"]
-    most = 2 * len(lists.places) // entries
-    slots = tensors["k"].new_empty((max(1, most), key_tiles, 2, keys, dim), dtype=torch.float32)
+    # A list in several shares has more than half of `entries` in each, in the mean.
+    slots = max(1, 2 * len(lists.places) // shares.entries)
+    sums = tensors["k"].new_empty((slots, key_tiles, 2, keys, given["DIM"]), dtype=torch.float32)
     own = {"places": lists.places, "starts": lists.starts, "lists": shares.lists, "share": shares.first}
-    own |= {"slot": slot, "slots": slots} | selection.tensors
-    arguments = given | selection.arguments | {"ENTRIES": entries, "ROWS": tiles.block_m, "KEYS": keys}
+    own |= {"slot": slot, "slots": sums} | selection.tensors
+    arguments = given | selection.arguments | {"ENTRIES": shares.entries, "ROWS": tiles.block_m, "KEYS": keys}
     launch(_key_kernel, len(shares.lists) * key_tiles, tensors | own, arguments, tiles, cache, "by key")
     launch(_sum_kernel, len(slot) * key_tiles, tensors | own, arguments, tiles, cache, "sums of shares")
 
 
-def _entries_of_share(entries: int, group: int, key_tiles: int, rows: int) -> int:
-    """How many queries of a list a program takes at most: enough programs for a GPU, and enough steps for a program."""
-    steps = max(tuned.LEAST_SHARED_STEPS, entries * group * key_tiles // (rows * tuned.SHARING_PROGRAMS))
-    return max(1, steps * rows // group)
+def entries_of_share(selection: TokenSelection, group: int, tiles: TileConfig) -> int:
+    """How many queries of a list a program takes at most: enough programs for a GPU, and enough steps for each."""
+    key_tiles = triton.cdiv(selection.block, keys_of_tile(selection.block, tiles))
+    steps = selection.indices.numel() * group * key_tiles // (tiles.block_m * tuned.SHARING_PROGRAMS)
+    return max(1, max(tuned.LEAST_SHARED_STEPS, steps) * tiles.block_m // group)

@@ -9,7 +9,6 @@ as many short blocks as fill a tile, so that blocks of one token are gathered ro
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import triton
@@ -269,7 +268,7 @@ def query_form_forward(
     cache: LaunchCache,
 ) -> None:
     """Write ``out`` [T, H, D] and ``lse`` [B, H, N] of ``tensors``; ``given``: `operands.operand_arguments`."""
-    _launch(_forward_kernel, tensors, given, selection, lists, shape, tiles, cache, "by query")
+    _launch(_forward_kernel, tensors, given, selection, lists, shape, tiles, cache)
 
 
 def query_form_gradient(
@@ -280,12 +279,11 @@ def query_form_gradient(
     shape: QueryRows,
     tiles: TileConfig,
     cache: LaunchCache,
-    name: Hashable = "dq by query",
 ) -> None:
     """Write ``dq`` [T, H, D] of ``tensors``, and ``parts`` [K, tokens, S, shape.parts, 2, D], if it is there: what each
     token adds to dK / scale and dV of the keys in its list.
     """
-    _launch(_gradient_kernel, tensors, given, selection, lists, shape, tiles, cache, name)
+    _launch(_gradient_kernel, tensors, given, selection, lists, shape, tiles, cache)
 
 
 def _launch(
@@ -297,9 +295,9 @@ def _launch(
     shape: QueryRows,
     tiles: TileConfig,
     cache: LaunchCache,
-    name: Hashable,
 ) -> None:
     own = {"QUERIES": shape.queries, "HEADS": shape.heads, "PARTS": shape.parts, "BLOCK_N": tiles.block_n}
     tensors = tensors | lists.tensors | selection.tensors
     arguments = given | selection.arguments | own
+    name = ("by query", selection.first_row, lists.counts.shape)
     launch(kernel, lists.counts.numel() * shape.parts, tensors, arguments, tiles, cache, name)

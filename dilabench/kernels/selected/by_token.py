@@ -8,9 +8,6 @@ program per key then sums its list in order. Tokens are taken in parts, as many 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -52,14 +49,14 @@ def _sum_kernel(
     tl.store(sums_ptr, total, column < COLUMNS)
 
 
-def add_token_gradients(parts: Tensor, sums: Tensor, lists: KeyLists, cache: LaunchCache, name: Hashable) -> None:
+def add_token_gradients(parts: Tensor, sums: Tensor, lists: KeyLists, cache: LaunchCache) -> None:
     """Add ``parts`` [K, tokens, S, PARTS, 2, D] of the tokens of ``lists`` to ``sums`` [K, T, 2, D] float32."""
     columns = 2 * sums.shape[-1]
-    arguments: dict[str, Any] = {
+    arguments = {
         "PARTS": parts.shape[3],
         "ROWS": _ROWS,
         "COLUMNS": columns,
         "WIDTH": triton.next_power_of_2(columns),
     }
     tensors = {"parts": parts, "sums": sums, "places": lists.places, "starts": lists.starts}
-    launch(_sum_kernel, len(lists.starts) - 1, tensors, arguments, _SUM, cache, name)
+    launch(_sum_kernel, len(lists.starts) - 1, tensors, arguments, _SUM, cache, ("sums", parts.shape))

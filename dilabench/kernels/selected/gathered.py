@@ -10,7 +10,6 @@ two programs write the same memory and the merge adds in a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import triton
@@ -259,13 +258,13 @@ def gathered_form(
     shares: Shares,
     tiles: TileConfig,
     cache: LaunchCache,
-    name: Hashable,
 ) -> None:
     """Write the partial results of a selection, and merge them to the rows of its tokens.
 
     ``partial`` [K, tokens, S, G, D] of ``tensors``. Forward: with ``partial_lse`` [K, tokens, S, G] float32, which is
     lse * log2(e), to ``out`` [T, H, D] and ``lse`` [B, H, N]. With ``dout``: to ``dq`` [T, H, D].
     """
+    tokens = selection.first_row, len(selection.indices)
     own = {"places": lists.places, "starts": lists.starts, "lists": shares.lists, "share": shares.first}
     arguments = {
         **given,
@@ -275,7 +274,7 @@ def gathered_form(
         "KEYS": keys_of_tile(selection.block, tiles),
     }
     operands = tensors | own | selection.tensors
-    launch(_gathered_kernel, len(shares.lists), operands, arguments, tiles, cache, ("gathered", name))
+    launch(_gathered_kernel, len(shares.lists), operands, arguments, tiles, cache, ("gathered", *tokens))
     forward = "dout" not in tensors
     result = tensors["out" if forward else "dq"]
     merged = {"partial": tensors["partial"], "counts": lists.counts, "result": result}
@@ -285,4 +284,4 @@ def gathered_form(
     at_a_time = rows_of_a_program("combine", padded_dim(result.shape[-1]))
     arguments |= {"WIDTH": triton.next_power_of_2(slots), "ROWS": at_a_time}
     programs = triton.cdiv(rows * given["GROUP"], at_a_time) * kv_heads
-    launch(_merge_kernel, programs, merged, arguments, _MERGE, cache, ("merge", name))
+    launch(_merge_kernel, programs, merged, arguments, _MERGE, cache, ("merge", *tokens))

@@ -8,8 +8,9 @@ meets a repeated or an absent index. Sizes follow from shapes alone: the host wa
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -20,6 +21,8 @@ from dilabench.kernels.launch_cache import LaunchCache
 from dilabench.kernels.selected.operands import launch
 from dilabench.kernels.selected.selection import PER_SELECTION, TokenSelection, sequence_of_row
 from dilabench.kernels.tuning import TileConfig
+
+ListsT = TypeVar("ListsT")
 
 # Elements that a program of four warps sorts at a time.
 _ELEMENTS = 1024
@@ -55,6 +58,24 @@ class KeyLists(NamedTuple):
     places: Tensor
     starts: Tensor
     counts: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class KeptLists:
+    """Lists of one selection that passes make when they first need them, for as long as its indices do not change.
+
+    Each stream has its own: nothing orders the work of two.
+    """
+
+    _lists: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def once(self, device: torch.device, name: Hashable, make: Callable[[], ListsT]) -> ListsT:
+        """What `make` gives at the first call on the current stream."""
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        if (name, stream) not in self._lists:
+            self._lists[name, stream] = make()
+        lists: ListsT = self._lists[name, stream]
+        return lists
 
 
 class Shares(NamedTuple):

@@ -73,10 +73,16 @@ def launch(
 
     It is given those of the ``arguments`` that it takes, and the warps and stages of ``tiles``.
     """
-    own = {f"{x}_ptr": tensor for x, tensor in tensors.items()} | arguments | {"STAGES": tiles.num_stages}
-    names = kernel.arg_names
-    given = {name: own.get(name) if name.endswith("_ptr") else own[name] for name in names}
-    given |= {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    if tiles.max_registers is not None:
-        given["maxnreg"] = tiles.max_registers
-    cache.launch(name, [tensors], lambda: [Launch(kernel, lambda _: ((programs,), given))])
+
+    def prepare() -> list[Launch]:
+        pointers = {f"{x}_ptr": tensor for x, tensor in tensors.items()}
+        own: dict[str, Any] = {**pointers, **arguments, "STAGES": tiles.num_stages}
+        given = {
+            argument: own.get(argument) if argument.endswith("_ptr") else own[argument] for argument in kernel.arg_names
+        }
+        given |= {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        if tiles.max_registers is not None:
+            given["maxnreg"] = tiles.max_registers
+        return [Launch(kernel, lambda _: ((programs,), given))]
+
+    cache.launch(name, [tensors], prepare)

@@ -23,43 +23,49 @@ Direction = Literal["forward", "gradient"]
 
 
 class Rule(NamedTuple):
-    """``tiles`` of a kernel for head dims up to ``dim`` and numbers of up to ``itemsize`` bytes."""
+    """``tiles`` of a kernel for head dims up to ``dim``, numbers of up to ``itemsize`` bytes and blocks of at least
+    ``least_block`` keys.
+    """
 
     dim: int
     itemsize: int
     tiles: TileConfig
+    least_block: int = 1
 
 
-# block_m: rows, each a query head of a token; block_n: keys. The first rule that holds.
+# block_m: rows, each a query head of a token; block_n: keys. The first rule that holds. Registers and spills are of
+# kernels compiled for sm_90a.
 RULES: Mapping[Kernel, Sequence[Rule]] = {
-    # Rows are those of `query_rows`, so block_m is the least: what a product needs. Two stages of K and V take 64 KiB
-    # at D128, so that three programs share a multiprocessor.
+    # Rows are those of `query_rows`, so block_m is the least: what a product needs. Three stages of K and V take about
+    # 70 KiB at D128, so that three programs share a multiprocessor.
     "query_forward": (
-        Rule(128, 2, TileConfig(16, 64, 4, 2)),
+        Rule(128, 2, TileConfig(16, 64, 4, 3)),
         Rule(256, 2, TileConfig(16, 32, 4, 2)),
         Rule(256, 4, TileConfig(16, 32, 4, 1)),
     ),
     "query_gradient": (
-        Rule(128, 2, TileConfig(16, 64, 4, 2)),
+        Rule(128, 2, TileConfig(16, 64, 4, 3)),
         Rule(256, 2, TileConfig(16, 32, 4, 2)),
         Rule(256, 4, TileConfig(16, 32, 4, 1)),
     ),
-    # K and V of a block stay while its queries pass by.
+    # A block of up to 128 keys is one tile, which stays while its queries pass by: of 64 keys three programs share a
+    # multiprocessor (164 registers, 74 KiB), of 128 two (254 registers, 107 KiB). 128 rows read K and V of longer ones
+    # half as often as 64; with four warps they spill.
     "gathered_forward": (
-        Rule(64, 2, TileConfig(128, 128, 8, 2)),
-        Rule(128, 2, TileConfig(128, 128, 8, 2)),
+        Rule(128, 2, TileConfig(128, 64, 8, 3), least_block=129),
+        Rule(128, 2, TileConfig(64, 128, 4, 2)),
         Rule(256, 2, TileConfig(64, 64, 8, 1)),
         Rule(256, 4, TileConfig(64, 32, 4, 1)),
     ),
     "gathered_gradient": (
-        Rule(64, 2, TileConfig(64, 64, 4, 2)),
         Rule(128, 2, TileConfig(64, 64, 4, 2)),
         Rule(256, 2, TileConfig(64, 32, 8, 1)),
         Rule(256, 4, TileConfig(32, 32, 4, 1)),
     ),
     # As `tuning.RULES` has backward_key over block masks.
     "key_gradient": (
-        Rule(64, 2, TileConfig(64, 64, 4, 3)),
+        Rule(64, 2, TileConfig(64, 64, 4, 2)),
+        Rule(128, 2, TileConfig(64, 128, 8, 2), least_block=128),
         Rule(128, 2, TileConfig(64, 64, 4, 2)),
         Rule(256, 2, TileConfig(64, 64, 8, 1)),
         Rule(256, 4, TileConfig(32, 32, 4, 1)),
@@ -85,10 +91,10 @@ LEAST_SHARED_STEPS = 64
 PARTIAL_BYTES = 1 << 30
 
 
-def tiles_of(kernel: Kernel, head_dim: int, itemsize: int) -> TileConfig:
+def tiles_of(kernel: Kernel, block: int, head_dim: int, itemsize: int) -> TileConfig:
     """The tiles of a kernel; raises ValueError for a head dim above 256."""
     for rule in RULES[kernel]:
-        if head_dim <= rule.dim and itemsize <= rule.itemsize:
+        if head_dim <= rule.dim and itemsize <= rule.itemsize and block >= rule.least_block:
             return rule.tiles
     raise ValueError(f"head dim {head_dim} has no kernel: it is above 256")
 
@@ -132,7 +138,8 @@ def select_form(direction: Direction, group: int, block: int, head_dim: int, ite
     if block < 16:
         return "query"
     row = padded_dim(head_dim) * itemsize
-    tiles = query_rows(group, tiles_of(f"query_{direction}", head_dim, itemsize))
+    kernel: Kernel = "query_forward" if direction == "forward" else "query_gradient"
+    tiles = query_rows(group, tiles_of(kernel, block, head_dim, itemsize))
     rows = tiles.heads * tiles.parts
     # A tile of several tokens reads the blocks of all and multiplies all rows with each.
     padded = rows * tiles.queries

@@ -6,7 +6,9 @@ from statistics import fmean, median
 from typing import Any
 
 from dilabench.choice.ways import way_name
-from dilabench.compare.view import common_timings, is_quotable, measured_view, pair, rank
+from dilabench.compare.pairing import common_timings, pair
+from dilabench.compare.ranking import rank
+from dilabench.compare.view import is_quotable, measured_view
 from dilabench.metadata import CHOSEN, INTERFERENCE, LAUNCH_BOUND, SHAPE
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.time import budget_option, elapsed_seconds

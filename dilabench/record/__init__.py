@@ -6,6 +6,7 @@ The JSON form of RunRecord is the one file format; its JSON Schema is docs/refer
 
 import importlib
 from collections import Counter
+from collections.abc import Sequence
 from enum import StrEnum
 from itertools import chain
 from statistics import median
@@ -17,8 +18,10 @@ from dilabench.choice.descriptors import Role as Role
 from dilabench.choice.descriptors import Takes as Takes
 from dilabench.machine import GpuInfo as GpuInfo
 from dilabench.metadata import Note as Note
-from dilabench.validation import NO_SAMPLES as NO_SAMPLES
-from dilabench.validation import Model, Times, content_hash
+from dilabench.record.samples import NO_SAMPLES as NO_SAMPLES
+from dilabench.record.samples import Slot as Slot
+from dilabench.record.samples import SlotColumns, Slots, Times
+from dilabench.validation import Model, content_hash
 from dilabench.workload.spec import Workload, WorkloadRequest
 
 if TYPE_CHECKING:
@@ -232,54 +235,38 @@ class Verification(Model):
         return bool(self.checks) and all(check.passed for check in self.checks)
 
 
-class Slot(Model):
-    """Consecutive samples of one case in one round. The device state is read at the slot's end.
-
-    Over ranks `samples_ns` are the slowest rank's, `rank_samples_ns` each rank's. `renewed`: samples on new inputs.
-    """
-
-    session: int = 0
-    round: int = 0
-    position: int = 0
-    samples_ns: Times
-    renewed: tuple[int, ...] = ()
-    rank_samples_ns: tuple[Times, ...] = ()
-    enqueue_ns: Times = ()
-    sm_clock_mhz: int | None = None
-    power_mw: int | None = None
-    temperature_c: int | None = None
-    throttle: tuple[str, ...] = ()
-
-
 class Timing(Model):
     """All samples that one timer took of one case."""
 
     timer: str
     proves: str
-    slots: tuple[Slot, ...]
+    slots: Slots
     warmup_ns: Times = ()
 
     @property
-    def samples_ns(self) -> tuple[int, ...]:
+    def columns(self) -> SlotColumns:
+        """The slots by column."""
+        return self.slots if isinstance(self.slots, SlotColumns) else SlotColumns(self.slots)
+
+    @property
+    def samples_ns(self) -> Sequence[int]:
         """The samples of all slots, in the order taken."""
-        return tuple(chain.from_iterable(slot.samples_ns for slot in self.slots))
+        return self.columns.samples_ns
 
     @property
     def rank_medians_ns(self) -> tuple[float, ...]:
         """The median of each rank, in the order of ranks; empty for one device and for records without them."""
-        slots = [slot.rank_samples_ns for slot in self.slots if slot.rank_samples_ns]
+        slots = [ranks for ranks in self.columns.column("rank_samples_ns") if ranks]
         return tuple(median(chain.from_iterable(samples)) for samples in zip(*slots, strict=True))
 
     @property
     def has_samples(self) -> bool:
-        """Whether any sample was taken, without gathering them."""
-        return any(slot.samples_ns for slot in self.slots)
+        """Whether any sample was taken."""
+        return len(self.columns.samples_ns) > 0
 
 
 class Diagnostic(Model):
-    """Samples of a call over ranks, or of a part alone, which computes something wrong; samples with the same index are
-    of one round.
-    """
+    """Samples of a call over ranks, or of a part alone, whose result is wrong; equal indices are of one round."""
 
     part: Part
     samples_ns: Times
