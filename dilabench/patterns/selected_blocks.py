@@ -391,7 +391,7 @@ def _from_file(pattern: SelectedBlocksPattern, length: int, kv_heads: int) -> In
         row, head, place = (int(at[0]) for at in wrong.nonzero())
         raise ConfigError(
             f"indices file {name!r}, token {row}, head {head}: key block {indices[row, head, place]} is not in "
-            f"0..{blocks - 1}; -1 stands for none"
+            f"0..{blocks - 1}; -1 means none"
         )
     # Repeated and absent entries go to the end.
     ordered = np.sort(np.where(indices == ABSENT, blocks, indices), axis=2)

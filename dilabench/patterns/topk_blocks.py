@@ -276,7 +276,7 @@ def _from_file(pattern: TopKBlocksPattern, name: str, blocks: int, kv_heads: int
         head, row, place = (int(at[0]) for at in wrong.nonzero())
         raise ConfigError(
             f"indices file {name!r}, head {head}, row {row}: key block {indices[head, row, place]} is not in "
-            f"0..{blocks - 1}; -1 stands for none"
+            f"0..{blocks - 1}; -1 means none"
         )
     # Sorted and distinct: repeated and absent entries go to the end.
     ordered = np.sort(np.where(indices == ABSENT, blocks, indices), axis=2)
