@@ -118,7 +118,7 @@ def _attend(
     bounds: Tensor | None,
     options: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:
-    """out and lse, by operators unless nobody looks at them."""
+    """out and lse: of eager tensors directly, of others by operators."""
     options = options if len(options) == len(_Options._fields) else (*options, ())
     if sink is None and is_plain_eager_call(query, key, value, *(() if indices is None else (indices,))):
         computation = _computation(query, key, indices, _Options(*options))

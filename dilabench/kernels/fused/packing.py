@@ -53,7 +53,7 @@ class ListRequest:
         if group.one_frame_per_kv_head or not self.by_key:
             classes = max(sum(bool(group.active(k, u)) for u in range(classes)) for k in range(len(group.kinds)))
         most = classes * (group.length // (group.modulus * self.own) + group.most_supers)
-        # Two visits are 16 bytes: kernels are compiled anew for lists that begin elsewhere.
+        # Two visits are 16 bytes: kernels are compiled again for lists that begin elsewhere.
         return most + most % 2
 
     @property

@@ -263,7 +263,7 @@ def _tokens(part: TokenSelection) -> tuple[int, int]:
 
 
 def _parts(selection: TokenSelection, bytes_of_slot: int) -> Iterator[TokenSelection]:
-    """Parts of the tokens whose partial results, so many bytes for each block of a token, fit into `PARTIAL_BYTES`."""
+    """Parts of the tokens whose partial results, in bytes for each block of a token, fit into `PARTIAL_BYTES`."""
     rows, _, slots = selection.indices.shape
     at_a_time = max(1, tuned.PARTIAL_BYTES // (slots * bytes_of_slot))
     for first in range(0, rows, at_a_time):
