@@ -129,7 +129,7 @@ class SequenceShards:
         return self.shards.join(self._world_on(x.device).all_gather(x.detach(), sizes), dim)
 
     def transport(self, device: torch.device) -> str:
-        """What carries messages between tensors on a device: 'copy engines', 'gloo', or 'nccl (reason)'.
+        """The transport of messages between tensors on a device: 'copy engines', 'gloo', or 'nccl (reason)'.
 
         All ranks call it.
         """

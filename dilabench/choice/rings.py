@@ -157,7 +157,7 @@ RINGS = (
     ),
     Implementation(
         "library-over-ranks",
-        "what `dilabench.attention.ring_attention` takes by itself, with the transport of its group",
+        "what `dilabench.attention.ring_attention` chooses by default, with the transport of its group",
         "dilabench.attention.chosen:build_over_ranks",
         supports=replace(OVER_RANKS, layouts=frozenset({"padded", "packed"}), check=_beyond_ring_attention),
         chooses=True,

@@ -17,7 +17,7 @@ from dilabench.workload.spec import UNBOUNDED
 if TYPE_CHECKING:
     from dilabench.kernels.selected.lists import KeptLists
 
-# Of the kernels' rows.
+# Of the rows that the kernels read.
 LARGEST_HEAD_DIM = 256
 
 

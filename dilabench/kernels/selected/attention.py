@@ -150,7 +150,7 @@ def selected_backward(
 
 @dataclass(frozen=True)
 class _Problem:
-    """What a pass depends on besides its tensors."""
+    """The options of a pass besides its tensors."""
 
     block: int
     causal: bool
@@ -212,7 +212,7 @@ class _Problem:
         return cls(block, causal, scale, documents, form, requested, heads // kv_heads, layout(indices))
 
     def cache(self, name: str, operands: Mapping[str, Tensor]) -> LaunchCache:
-        """That of a pass over operands of these layouts."""
+        """The launch cache of a pass over operands of these layouts."""
         return LaunchCache.of(f"selected {name}", self, *map(layout, operands.values()))
 
     def selection(self, indices: Tensor, cu_seqlens: Tensor | None, kept: KeptLists) -> TokenSelection:

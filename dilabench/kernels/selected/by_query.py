@@ -245,7 +245,7 @@ def _gradient_kernel(
         ds = (p * (dp - delta[:, None])).to(k.dtype)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
         if parts_ptr is not None:
-            # Of single tokens: what this one adds to dK / scale and dV of each key, for `by_token` to sum.
+            # For single tokens: the addends of this token to dK / scale and dV of each key, which `by_token` sums.
             slot = step * BLOCK_N + tl.arange(0, BLOCK_N)
             at = ((kv_head * rows + tile).to(tl.int64) * SLOTS + slot) * PARTS + part
             at = parts_ptr + at[:, None] * (2 * HEAD_DIM) + column[None, :]

@@ -30,8 +30,8 @@ def in_rows(x: Tensor) -> Tensor:
 
 
 def operand_arguments(operands: Mapping[str, Tensor], scale: float) -> dict[str, Any]:
-    """What every kernel takes besides a selection; ``operands``: q, k, v and, of a backward pass, dout, each [T, H, D]
-    of `in_rows`.
+    """The arguments of every kernel besides a selection; ``operands``: q, k, v and, of a backward pass, dout, each [T,
+    H, D] of `in_rows`.
     """
     q, k = operands["q"], operands["k"]
     unit = stride_unit(*operands.values())

@@ -125,8 +125,8 @@ def query_rows(group: int, slots: int, tiles: TileConfig, most_queries: int = MO
     return QueryRows(queries, rows // queries, -(-group // (rows // queries)))
 
 
-# Of one H200: bytes per second from the L2 cache and from memory, and products per second of tiles of 16 rows, which
-# Hopper's wide instructions do not take, and of taller ones.
+# Rates of one H200: bytes per second from the L2 cache and from memory, and products per second of tiles of 16 rows,
+# which Hopper's wide instructions do not take, and of taller ones.
 _L2_BYTES, _MEMORY_BYTES = 6e12, 4.2e12
 _NARROW_FLOPS, _WIDE_FLOPS = 250e12, 450e12
 _ROWS_OF_WIDE = 64
