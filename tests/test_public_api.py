@@ -24,6 +24,7 @@ PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 MODULES = (
     "dilabench.attention",
     "dilabench.compat.torchscale",
+    "dilabench.compat.transformers",
     "dilabench.contracts",
     "dilabench.distributed.model",
     "dilabench.engine.timers",

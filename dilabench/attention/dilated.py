@@ -13,7 +13,7 @@ torch.compile without graph breaks: forward and backward are one custom operator
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from operator import sub
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
@@ -118,8 +118,8 @@ def dilated_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LongNet's dilated attention: out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D], K dividing H.
 
-    With `cu_seqlens`, rising from 0: packed sequences, out [T, H, D] of query [T, H, D] and key, value [T, K, D].
-    Segments begin anew in each sequence. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. A
+    With `cu_seqlens`, ascending from 0: packed sequences, out [T, H, D] of query [T, H, D] and key, value [T, K, D].
+    Segments restart in each sequence. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. A
     list is better than a tensor, which has to be read from its device. B, N or T may be 0.
 
     `segment_lengths` and `dilation_rates` pair up to branches; any sizes work, also segments that do not divide N or
@@ -135,7 +135,7 @@ def dilated_attention(
     gradient. `backend` is a name of `dilabench list backends`, or a function `(q, k, v, *, causal, window, scale) ->
     (out, lse)` of dense attention (`contracts.Attend`); 'auto' takes the fastest way: on a GPU it measures them all at
     the first call of a configuration, which takes seconds once per machine (`choice.first_use`). The last bits of the
-    query's gradient may differ from call to call, as FlashAttention's do, unless torch is asked for deterministic
+    query's gradient may differ from call to call, as FlashAttention's do, unless torch is set to deterministic
     algorithms (`torch.use_deterministic_algorithms`). `return_lse`: also return lse [B, H, N] (packed: [H, T]), as
     `attention` does. NaN or inf in the value of a key that a row does not see may make that row NaN, as in torch's own
     attention.
@@ -155,9 +155,7 @@ def dilated_attention(
     if sink is not None:
         operands.check_is_tensor(sink)
     if cu_seqlens is not None:
-        if query.ndim != 3 or key.ndim != 3 or value.ndim != 3:
-            shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-            raise ValueError(f"{shapes} with cu_seqlens must be [T, H, D] and [T, K, D]; leave out the batch axis")
+        operands.check_tokens(query, key, value)
         query, key, value = query[None], key[None], value[None]
     # A compiled graph takes a tensor of bounds unread, and so serves every packing.
     of_graph = cu_seqlens if isinstance(cu_seqlens, Tensor) and torch.compiler.is_compiling() else None
@@ -355,7 +353,7 @@ def _of_documents(tensors: tuple[operands.Kind, ...], options: Options) -> Compu
     bounds = operands.without_empty(options.cu_seqlens, tokens)
     if len(bounds) < 3 or bounds[-1] < tokens:
         return None
-    longest = max(stop - start for start, stop in pairwise(bounds))
+    longest = max(map(sub, bounds[1:], bounds))
     rounded = min([1 << (longest - 1).bit_length(), *(w for w in options.segment_lengths if w >= longest)])
     doublings = doublings_of_mean(tokens, len(bounds) - 1)
     packings = _packings(tensors, options._replace(cu_seqlens=()), min(rounded, tokens - 1), doublings)

@@ -3,7 +3,6 @@
     from dilabench.attention import attention
     from dilabench.patterns import WindowSinkPattern
 
-    out = attention(q, k, v, causal=True)                                     # dense
     out = attention(q, k, v, pattern=WindowSinkPattern(sinks=4, window_size=1024), causal=True)
 
 Patterns are the objects that the benchmark's workloads use (`dilabench.patterns`).
@@ -21,17 +20,19 @@ from torch import Tensor
 
 from dilabench.attention import operands
 from dilabench.attention.dilated import IN_PATTERN, dilated_attention
+from dilabench.attention.selected import selected_attention
 from dilabench.choice.computation import backend_of, implementation_of
 from dilabench.choice.descriptors import load_target
 from dilabench.choice.ways import AUTO, Way
 from dilabench.contracts import Attend, AttendBackward, AttentionFn, BuildContext, LoadedBackend, WithLse
 from dilabench.errors import ConfigError
-from dilabench.impls.no_pairs import SHAPES_ONLY
+from dilabench.impls.no_pairs import NOTHING_SEEN, SHAPES_ONLY, FirstRows
 from dilabench.impls.null_mass import sink_gradient
 from dilabench.impls.one_operator import (
     Computation,
     Kept,
     as_one_operator,
+    eager,
     forward_before_backward,
     materialised,
     outside_compilers,
@@ -42,12 +43,14 @@ from dilabench.kernels.lse import add_null_mass_
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.pattern import Pattern
+from dilabench.patterns.selected_blocks import SelectedBlocksPattern
 from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
 
 __all__ = ["attention", "block_sparse_attention"]
 
-# Fields of dense attention in place of those of a dilated pattern.
+# Dense attention's fields of a dilated pattern.
 NO_BRANCHES: dict[str, Any] = {"segment_lengths": (), "dilation_rates": ()}
+SELECTED_BY_INDICES = "pattern=SelectedBlocksPattern(block_size=...), per token, or TopKBlocksPattern, per query block"
 
 
 class CallOptions(TypedDict, total=False):
@@ -99,31 +102,29 @@ def attention(
     """Exact attention of any pattern: out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D].
 
     K divides H: each key/value head serves H/K query heads. Gradients of query, key, value and sink are exact.
-
     pattern: which query attends to which key; None is every one (dense). The objects of `dilabench.patterns`:
-        DilatedPattern (LongNet), BlockSparsePattern, TopKBlocksPattern (VSA), WindowSinkPattern (StreamingLLM),
-        ColumnBoundsPattern (FlashMask), NativeSparsePattern (NSA, but selecting per block of queries).
+        DilatedPattern (LongNet), BlockSparsePattern, SelectedBlocksPattern (NSA, MoBA, DSA, MSA: per token),
+        TopKBlocksPattern (VSA), WindowSinkPattern (StreamingLLM), ColumnBoundsPattern (FlashMask), NativeSparsePattern.
     causal: a query attends only to keys up to its own position.
     window: (left, right) in positions, -1 unbounded: (1023, 0) is a causal window of 1024 keys.
     scale: factor of the scores; 1/sqrt(D) by default.
     sink: [H], per head the logit of one more key whose value is 0 (gpt-oss); gets a gradient. inf: out and gradients 0.
     cu_seqlens: packed sequences, bounds that rise from 0; out [T, H, D] of query [T, H, D] and key, value
-        [T, K, D]. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. For dense and dilated
-        patterns.
-    indices: [n, k] or [K, n, k] integers on the tensors' device, for TopKBlocksPattern: the k key blocks of each of n
-        query blocks, for all key/value heads or each. Order does not matter, -1 means no block. They replace the
-        pattern's selector and top_k.
+        [T, K, D]. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. The pattern restarts
+        in each. Not for NativeSparsePattern.
+    indices: integers on the tensors' device; they replace the pattern's selector and top_k. For SelectedBlocksPattern
+        [B, N, K, S] or [N, K, S] (packed: [T, K, S], counted in each sequence from 0): the S key blocks of each query
+        token and key/value head. For TopKBlocksPattern [n, k] or [K, n, k]: the k key blocks of each of n query blocks,
+        for all key/value heads or each. Order does not matter, a repeated index counts once, -1 means no block.
     return_lse: also return lse [B, H, N], the natural logarithm of each query's sum of exponentials (packed: [H, T]),
         without a gradient. A query that attends to no key has out 0 and lse -inf.
     backend: for dense and dilated patterns a name of `dilabench list backends`, or a function
         `(q, k, v, *, causal, window, scale) -> (out, lse)` of dense attention; 'auto' is the fastest way known.
 
-    Dense and dilated patterns work under torch.compile without a graph break; others break the graph at the call.
-    A hidden key may hold any finite numbers, but NaN or inf in its value may make rows NaN that do not see it, as in
-    torch's attention (docs/explanation/semantics.md). torch.func is refused for NativeSparsePattern. Under
-    torch.autocast query, key and value are cast first.
-
-    Raises ValueError for shapes, patterns or options that do not fit together.
+    Dense and dilated patterns, and SelectedBlocksPattern with indices, work under torch.compile without a graph break;
+    others break the graph at the call. NaN or inf in the value of a hidden key may make rows NaN that do not see it, as
+    in torch's attention (docs/explanation/semantics.md). torch.func is refused for NativeSparsePattern. Under autocast
+    query, key and value are cast first. Raises ValueError for shapes, patterns or options that do not fit together.
 
     >>> import torch
     >>> from dilabench.attention import attention
@@ -139,7 +140,7 @@ def attention(
     dilated = None if pattern is None else DilatedPattern.match(pattern)
     if pattern is None or pattern == DENSE or dilated is not None:
         if indices is not None:
-            raise ValueError("indices are blocks of pattern=TopKBlocksPattern(block_size=...); give that pattern")
+            raise ValueError(f"indices are blocks of {SELECTED_BY_INDICES}; give that pattern")
         fields = NO_BRANCHES if dilated is None else {name: getattr(dilated, name) for name in IN_PATTERN}
         out, lse = dilated_attention(
             query,
@@ -154,14 +155,21 @@ def attention(
             return_lse=True,
             **fields,
         )
+    elif indices is not None and (selected := SelectedBlocksPattern.match(pattern)) is not None:
+        given: Any = {"causal": causal, "window": window, "scale": scale, "sink": sink, "cu_seqlens": cu_seqlens}
+        out, lse = selected_attention(query, key, value, indices, selected.block_size, backend=backend, **given)
     else:
-        if cu_seqlens is not None:
-            raise ValueError(f"cu_seqlens with pattern {pattern.kind}: packed sequences are for dense and dilated ones")
         if sink is not None:
             operands.check_is_tensor(sink)
         if backend != AUTO:
             raise ValueError(f"backend {backend!r} with pattern {pattern.kind}, whose kernels call none; leave it out")
         operands.check_are_tensors(query=query, key=key, value=value)
+        bounds: tuple[int, ...] = ()
+        if cu_seqlens is not None:
+            if indices is not None:
+                raise ValueError(f"indices with cu_seqlens and pattern {pattern.kind}: leave one of them out")
+            bounds = operands.bounds(cu_seqlens, operands.check_tokens(query, key, value))
+            query, key, value = query[None], key[None], value[None]
         refuse_forward_mode(query, key, value)
         if torch._C._is_any_autocast_enabled():
             query, key, value = operands.as_autocast(query, key, value)
@@ -170,8 +178,10 @@ def attention(
         )
         sides = operands.integers("window", window)
         operands.refuse_types({"causal": causal, "window": sides, "scale": scale})
-        options = _Options(causal, sides, scale, (), wants_gradient)  # type: ignore[arg-type]
+        options = _Options(causal, sides, scale, bounds, wants_gradient)  # type: ignore[arg-type]
         out, lse = outside_compilers(_attend, pattern, options, query, key, value, sink, indices, return_lse)
+        if cu_seqlens is not None:
+            out, lse = out[0], lse[0]
     return (out, lse.detach()) if return_lse else out
 
 
@@ -298,6 +308,8 @@ def _attend(
             raise ValueError(f"sink with pattern {pattern.kind}, a sum of several softmaxes; leave it out")
         out, lse = _WithSink.apply(function, query, key, value, sink)
         return out, lse
+    if options.cu_seqlens:
+        return eager(function, query, key, value)
     if isinstance(function, WithLse):
         return function.with_lse(query, key, value)
     if needs_lse:
@@ -324,13 +336,18 @@ def _by_operators(
 
 
 @lru_cache(maxsize=64)
-def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Options) -> AttentionFn:
+def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Options) -> Any:
     """The function for tensors of these shapes, made once."""
     device = tensors[0][2]
     try:
         workload = operands.workload_of(pattern, tensors, options)
         if device.type == "meta" or workload is None:
-            return SHAPES_ONLY
+            return SHAPES_ONLY if device.type == "meta" or 0 in tensors[0][0] else NOTHING_SEEN
+        if workload.seq_len < tensors[0][0][1]:
+            # The rows of the sequences are computed, and zeros follow them.
+            inside = tuple(((1, workload.seq_len, *shape[2:]), *kind) for shape, *kind in tensors)
+            options = options._replace(cu_seqlens=workload.cu_seqlens or ())
+            return FirstRows(workload.seq_len, _function(pattern, cast(Any, inside), options))
         implementation = implementation_of(workload, device)
         way = Way(implementation.name, None, workload)
         backend = backend_of(AUTO, way, device) if implementation.uses_backend else None
@@ -348,7 +365,7 @@ def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
 
     selection = TopKBlocksPattern.match(pattern)
     if selection is None:
-        raise ValueError(f"indices with pattern {pattern.kind}: they are blocks of pattern=TopKBlocksPattern(...)")
+        raise ValueError(f"indices with pattern {pattern.kind}: they are blocks of {SELECTED_BY_INDICES}")
     (_, length, _, _), size, heads = tensors[0][0], selection.block_size, tensors[1][0][2]
     blocks = -(-length // size)
     shape = tuple(indices.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from itertools import pairwise
+from operator import le
 from typing import Any, Protocol
 
 import torch
@@ -17,12 +17,12 @@ from dilabench.workload.spec import Workload
 
 Kind = tuple[torch.Size, torch.dtype, torch.device]
 """Shape, dtype and device of a tensor."""
-# With so few tokens of so many heads, the axes are likely swapped.
+# With this few tokens of this many heads, the axes are likely swapped.
 FEW_TOKENS, MANY_HEADS = 64, 256
 
 
 class Options(Protocol):
-    """What determines a workload besides its pattern and tensors."""
+    """The options of a workload besides its pattern and tensors."""
 
     @property
     def causal(self) -> bool: ...
@@ -77,7 +77,7 @@ def without_empty(cu_seqlens: Sequence[int], tokens: int) -> tuple[int, ...]:
     """Strictly ascending bounds of the same sequences without empty ones. Raises ValueError if they descend, do not
     begin at 0 or end beyond the tokens.
     """
-    rising = all(start <= stop for start, stop in pairwise(cu_seqlens))
+    rising = all(map(le, cu_seqlens, cu_seqlens[1:]))
     if not rising or cu_seqlens[0] != 0 or cu_seqlens[-1] > tokens:
         several = [*cu_seqlens] if len(cu_seqlens) < 8 else [*cu_seqlens[:3], "...", cu_seqlens[-1]]
         raise ValueError(
@@ -99,6 +99,14 @@ def check_operands(query: torch.Size, key: torch.Size, value: torch.Size) -> Non
         raise ValueError(f"query {tuple(query)} has a head dim of 0; give at least one channel")
     if (key[0], key[1], key[3]) != (B, N, D):
         raise ValueError(f"key {tuple(key)} must agree with query {tuple(query)} in batch, length and head dim")
+
+
+def check_tokens(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """The number of packed tokens. Refuse tensors with a batch axis."""
+    if query.ndim != 3 or key.ndim != 3 or value.ndim != 3:
+        shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
+        raise ValueError(f"{shapes} with cu_seqlens must be [T, H, D] and [T, K, D]; leave out the batch axis")
+    return query.shape[0]
 
 
 def check_are_tensors(**operands: object) -> None:
@@ -154,7 +162,8 @@ def integers(name: str, value: Any) -> tuple[int, ...]:
     """An option that is a sequence of integers. Raises ValueError for texts, tensors and other values."""
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Tensor):
         numbers = tuple(value)
-        if not any(isinstance(x, str | Tensor) for x in numbers):
+        # Bounds may be thousands, and nearly always are plain integers.
+        if {*map(type, numbers)} <= {int} or not any(isinstance(x, str | Tensor) for x in numbers):
             return numbers
         if all(isinstance(x, str) and len(x) == 1 for x in numbers):
             # A text that was split into characters.

@@ -129,7 +129,7 @@ class SequenceShards:
         return self.shards.join(self._world_on(x.device).all_gather(x.detach(), sizes), dim)
 
     def transport(self, device: torch.device) -> str:
-        """What carries messages between tensors on a device: 'copy engines', 'gloo', or 'nccl (reason)'.
+        """The transport of messages between tensors on a device: 'copy engines', 'gloo', or 'nccl (reason)'.
 
         All ranks call it.
         """
@@ -174,7 +174,7 @@ def sequence_shards(
     window: Window = UNBOUNDED,
     group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> SequenceShards:
-    """How a sequence of `seq_len` tokens, or packed ones (`cu_seqlens`, rising from 0), lie on the ranks of a group.
+    """The cut of `seq_len` tokens, or of packed sequences (`cu_seqlens`, ascending from 0), over the ranks of a group.
     Either may have no tokens; equal bounds are empty sequences.
 
     All ranks of the group call it. `order`: 'zigzag' gives rank r of P the chunks r and 2P-1-r of 2P, which balances

@@ -105,7 +105,7 @@ RINGS = (
     ),
     Implementation(
         "fused-sharded",
-        "whole segments on every rank, fused on each: nothing is sent",
+        "whole segments on every rank, fused on each: no messages",
         "dilabench.impls.ring.fused_sharded:build",
         supports=replace(FUSED_BESIDE_MESSAGES, parts_apart=True),
         requires=("cuda>=sm80", "triton>=3.6"),
@@ -157,7 +157,7 @@ RINGS = (
     ),
     Implementation(
         "library-over-ranks",
-        "what `dilabench.attention.ring_attention` takes by itself, with the transport of its group",
+        "what `dilabench.attention.ring_attention` chooses by default, with the transport of its group",
         "dilabench.attention.chosen:build_over_ranks",
         supports=replace(OVER_RANKS, layouts=frozenset({"padded", "packed"}), check=_beyond_ring_attention),
         chooses=True,
@@ -183,7 +183,7 @@ RINGS = (
     ),
     Implementation(
         "block-sparse-ring",
-        "block-sparse over ranks: only blocks that a local query sees travel, with the heads that see them",
+        "block-sparse over ranks: only the blocks that a local query sees are sent, with the heads that see them",
         "dilabench.impls.ring.block_sparse:build",
         supports=BLOCKS_OVER_RANKS,
         requires=("triton>=3.6|cpu",),

@@ -26,8 +26,8 @@ SHOWN = 5
 LEAST_CHANGE = 0.03
 ISOLATED_SLOTS = 3
 SPREADS = 3.0
-# How many times as long samples on wholly new inputs may take, for what caches hold, and how rarely chance may make
-# as many of them longer.
+# Samples on wholly new inputs may take this many times as long, because caches are cold. The second value: the
+# probability that chance makes as many of them longer.
 KEPT_FACTOR, KEPT_CHANCE = 1.5, 1e-5
 # How many times the median of the others' time the slowest rank may take.
 SLOW_RANK_FACTOR = 2.0
@@ -36,9 +36,8 @@ SLOW_RANK_FACTOR = 2.0
 def suspicions(row: Row, ceilings: Mapping[str, float], device: str) -> tuple[Note, ...]:
     """Notes on a measured row, from the ceilings measured on this device.
 
-    Other lengths of the same implementation say nothing more. Of a shorter call, launches, half-empty tiles or a cold
-    cache may take all but the share b in which the device is busy, and a longer one may get rid of all that: W times
-    the work takes W b times as long at least, which is the ceiling again.
+    Other lengths of the same implementation give no tighter bound. If the device is busy in a share b of a shorter
+    call, W times the work takes at least W b times as long, which is the ceiling again.
     """
     if not isinstance(row.outcome, Measured) or not row.outcome.timings:
         return ()
@@ -89,10 +88,10 @@ def _slow_rank(timing: Timing) -> Iterator[Note]:
 
 
 def _work_kept(timing: Timing) -> Iterator[Note]:
-    """A note if samples on wholly new inputs take longer than those beside them, which had one new row at most.
+    """A note if samples on wholly new inputs take longer than their neighbours, which had at most one new row.
 
-    A sample is compared with the longer of its neighbours in the slot, for load comes and goes. Of three alike samples
-    the one in the middle is the longest once in three times.
+    A sample is compared with the longer of its neighbours in the slot, because the load varies. If all three are alike,
+    the middle one is the longest in a third of cases.
     """
     factors = [
         slot.samples_ns[at] / max(slot.samples_ns[at - 1], slot.samples_ns[at + 1])
@@ -115,7 +114,7 @@ def _work_kept(timing: Timing) -> Iterator[Note]:
 def unproven_backend(backend: Backend, kernels: Iterable[KernelUse], notes: Iterable[Note] = ()) -> str | None:
     """Why the kernels that ran do not show this backend at work; None when one does, or when it names no kernels.
 
-    Where a note of the row says that others compute in its place, it is these that must show.
+    If a note of the row says that other kernels compute in its place, these must show.
     """
     names = [use.name for use in kernels]
     instead = [kind for note in notes if (kind := NOTES.get(note.code)) is not None and kind.kernels]
@@ -140,7 +139,7 @@ def interference(together_ns: Sequence[float], isolated: Sequence[Slot]) -> Note
         return None
     direction = "slower" if change > 0 else "faster"
     return INTERFERENCE.note(
-        f"alone it is {abs(change):.1%} {direction} than in turns with the others of its group",
+        f"alone it is {abs(change):.1%} {direction} than interleaved with its group",
         observed=change,
         threshold=threshold,
         hint="neighbours share caches, clocks or threads; compare runs of this implementation alone (-i NAME)",

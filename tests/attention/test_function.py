@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from dilabench.choice.ways import Way, own_ways
 from dilabench.contracts import BuildContext
 from dilabench.impls import reference
 from dilabench.patterns.block_sparse import BlockSparsePattern
+from dilabench.patterns.column_bounds import ColumnBoundsPattern
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.native_sparse import NativeSparsePattern
@@ -30,6 +32,12 @@ from dilabench.workload.spec import Workload
 N, H, K, D, BLOCK = 96, 4, 2, 16, 16
 DILATED = DilatedPattern(segment_lengths=(24, 96), dilation_rates=(1, 4))
 SELECTION = TopKBlocksPattern(selector="random", block_size=BLOCK, top_k=1)
+SPARSE = (
+    WindowSinkPattern(sinks=2, window_size=9),
+    BlockSparsePattern(mask="random", block_size=BLOCK, sparsity=0.5),
+    TopKBlocksPattern(block_size=8, top_k=2),
+    ColumnBoundsPattern(document_lengths=(7, 4)),
+)
 # Of each block of queries: itself, the first one twice, and none.
 INDICES = torch.tensor([[block, 0, 0, -1] for block in range(N // BLOCK)])
 
@@ -135,6 +143,33 @@ def test_shorthands_are_calls_of_it() -> None:
     assert torch.equal(selected, attention(*inputs, pattern=SELECTION, indices=INDICES, causal=True))
 
 
+@pytest.mark.parametrize("with_sink", [False, True])
+@pytest.mark.parametrize("pattern", SPARSE, ids=lambda pattern: pattern.kind)
+def test_patterns_begin_anew_in_packed_sequences(pattern: Pattern, with_sink: bool) -> None:
+    """Out, lse and gradients of each sequence alone; an empty one, one of a single token, tokens behind the last."""
+    bounds, last, tokens = (0, 20, 20, 21, 55), 55, 60
+    sinks = [torch.randn(4, dtype=torch.float64, requires_grad=True)] if with_sink else []
+    options: dict[str, Any] = {"pattern": pattern, "causal": True, "sink": sinks[0] if sinks else None}
+    q, k, v = (torch.randn(tokens, n, 8, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
+    out, lse = attention(q, k, v, cu_seqlens=bounds, return_lse=True, **options)
+    parts = [slice(start, stop) for start, stop in pairwise(bounds) if stop > start]
+    alone = [attention(q[None, at], k[None, at], v[None, at], return_lse=True, **options) for at in parts]
+    expected = torch.cat([result[0] for result, _ in alone])
+    torch.testing.assert_close(out[:last], expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(lse[:, :last], torch.cat([result[0] for _, result in alone], 1), rtol=0, atol=1e-14)
+    assert not out[last:].any()
+    dout = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, (q, k, v, *sinks), dout)
+    wanted = torch.autograd.grad(expected, (q, k, v, *sinks), dout[:last])
+    torch.testing.assert_close(gradients, wanted, rtol=0, atol=1e-13)
+    with pytest.raises(ValueError, match=r"with cu_seqlens must be \[T, H, D\]"):
+        attention(q[None], k[None], v[None], cu_seqlens=bounds, **options)
+    with pytest.raises(ValueError, match="must rise from 0 to 60"):
+        attention(q, k, v, cu_seqlens=(0, 61), **options)
+    assert not attention(q, k, v, cu_seqlens=(0, 0), **options).any()
+    assert attention(*(x.to("meta") for x in (q, k, v)), pattern=pattern, cu_seqlens=bounds).shape == out.shape
+
+
 def test_packed_sequences_have_an_lse_for_each_token() -> None:
     q, k, v = (x[0] for x in operands())
     out, lse = attention(q, k, v, cu_seqlens=(0, 40, N), causal=True, return_lse=True)
@@ -178,14 +213,14 @@ def test_other_patterns_break_the_graph_and_are_right() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"indices": INDICES}, "indices are blocks of pattern=TopKBlocksPattern"),
+        ({"indices": INDICES}, "indices are blocks of pattern=SelectedBlocksPattern"),
         ({"indices": INDICES, "pattern": WindowSinkPattern(sinks=4)}, "indices with pattern window_sink"),
         ({"indices": INDICES[:3], "pattern": SELECTION}, r"must be integers \[6, k\] or \[2, 6, k\]"),
         ({"indices": INDICES.double(), "pattern": SELECTION}, "must be integers"),
         ({"pattern": NativeSparsePattern.examples()[0], "return_lse": True}, "a sum of several softmaxes"),
         ({"pattern": NativeSparsePattern.examples()[0], "sink": torch.zeros(H)}, "a sum of several softmaxes"),
         ({"pattern": WindowSinkPattern(sinks=4), "backend": "math"}, "whose kernels call none"),
-        ({"pattern": WindowSinkPattern(sinks=4), "cu_seqlens": (0, N)}, "for dense and dilated ones"),
+        ({"pattern": SELECTION, "indices": INDICES, "cu_seqlens": (0, N)}, "indices with cu_seqlens"),
         ({"backend": "mth"}, "did you mean"),
         ({"sink": torch.zeros(3)}, "must be one logit per query head"),
     ],
@@ -193,6 +228,12 @@ def test_other_patterns_break_the_graph_and_are_right() -> None:
 def test_what_does_not_fit_is_refused_with_a_way_out(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attention(*operands(), **options)
+
+
+def test_sums_of_attentions_take_no_packings() -> None:
+    q, k, v = (x[0] for x in operands())
+    with pytest.raises(ValueError, match="native-sparse: layout packed is not supported"):
+        attention(q, k, v, pattern=NativeSparsePattern.examples()[0], cu_seqlens=(0, 40, N))
 
 
 def test_dilated_attention_without_a_branch_is_dense() -> None:

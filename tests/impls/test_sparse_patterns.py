@@ -12,12 +12,12 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.engine.verify.verification import verify
-from dilabench.impls import dense_masked
-from dilabench.impls.block_sparse import block_sparse, native_sparse, selected
+from dilabench.impls import dense_masked, native_sparse
+from dilabench.impls.block_sparse import block_sparse, selected
 from dilabench.impls.block_sparse.union import require_whole_plan
 from dilabench.impls.reference import Reference, ReferenceOfSum
 from dilabench.kernels.block_sparse.plan import BlockPlan
-from dilabench.patterns.native_sparse import NativeSparsePattern
+from dilabench.patterns.native_sparse import BlockwiseNativeSparsePattern
 from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.patterns.window_sink import WindowSinkPattern
 from dilabench.workload.spec import Workload
@@ -63,7 +63,8 @@ def bounded(draw: st.DrawFn) -> tuple[int, np.ndarray, dict[str, Any]]:
 
 def results(function: Any, workload: Workload) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    lead, dim = (workload.batch_size, workload.seq_len), workload.head_dim
+    batch = () if workload.layout == "packed" else (workload.batch_size,)
+    lead, dim = (*batch, workload.seq_len), workload.head_dim
     heads = (workload.num_heads, workload.num_kv_heads, workload.num_kv_heads)
     q, k, v = (torch.randn(*lead, n, dim, generator=generator, dtype=torch.float64).requires_grad_() for n in heads)
     dout = torch.randn(q.shape, generator=generator, dtype=torch.float64)
@@ -99,6 +100,55 @@ def test_any_bounds_equal_the_oracle(case: Any, tmp_path_factory: pytest.TempPat
     np.save(path, bounds)
     pattern = {"kind": "column_bounds", "bounds": "file", "bounds_file": str(path)}
     assert_equal_to_the_oracle(Workload.model_validate({"pattern": pattern, "seq_len": length, **shape}))
+
+
+def packed(random: np.random.Generator) -> Workload:
+    """Documents of one token up: windows with sinks, bounds of columns, blocks of any size, also over branches."""
+    lengths = random.choice((1, 2, 7, 15, 16, 17, 33, 64, 95), random.integers(1, 7))
+    size, seed = int(random.choice((1, 7, 16, 32))), int(random.integers(99))
+    branches = {"kind": "dilated", "segment_lengths": (16, 48), "dilation_rates": (1, 3)}
+    masks = {"kind": "block_sparse", "mask": "random", "block_size": size, "sparsity": 0.6, "seed": seed}
+    patterns: tuple[dict[str, Any], ...] = (
+        {"kind": "window_sink", "sinks": int(random.integers(0, 20)), "window_size": int(random.integers(1, 40))},
+        {"kind": "column_bounds", "document_lengths": (23, 5, 40)},
+        {"kind": "column_bounds", "bounds": "shared_question", "document_lengths": (31, 9), "lead": 4, "answers": 3},
+        {"kind": "topk_blocks", "selector": "random", "block_size": size, "top_k": 2, "selection_seed": seed},
+        {"kind": "topk_blocks", "selector": "mean_key", "block_size": size, "top_k": 1},
+        masks | {"per_head": bool(random.integers(2))},
+        masks | {"per_head": bool(random.integers(2)), "branches": branches},
+    )
+    kv_heads, causal = int(random.integers(1, 3)), bool(random.integers(2))
+    window = int(random.choice((-1, 0, 20))), int(random.choice((-1, 0) if causal else (-1, 0, 9)))
+    return Workload.model_validate(
+        {
+            "pattern": patterns[random.integers(len(patterns))],
+            "batch_size": 1,
+            "seq_len": int(lengths.sum()),
+            "layout": "packed",
+            "cu_seqlens": tuple(np.cumsum([0, *lengths]).tolist()),
+            "num_heads": kv_heads * int(random.integers(1, 3)),
+            "num_kv_heads": kv_heads,
+            "head_dim": 4,
+            "dtype": "float64",
+            "causal": causal,
+            "window": window,
+            "mode": "both",
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "last"), [(0, 30), *(pytest.param(at, at + 50, marks=pytest.mark.slow) for at in range(0, 300, 50))]
+)
+def test_random_packings_equal_the_oracle(first: int, last: int) -> None:
+    for number in range(first, last):
+        workload = packed(np.random.default_rng(number))
+        oracle = results(Reference(workload), workload)
+        for name, mine in results(block_sparse.build(workload, CONTEXT), workload).items():
+            message = f"{number}: {name} of {workload}"
+            torch.testing.assert_close(
+                mine, oracle[name], rtol=1e-10, atol=1e-11, msg=lambda text, at=message: at + text
+            )
 
 
 SHAPE = {"batch_size": 1, "seq_len": 391, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "causal": True}
@@ -158,7 +208,7 @@ def test_what_is_selected_in_every_call_is_what_the_oracle_takes(selector: str) 
 
 def by_definition(workload: Workload, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
     """NSA by whole matrices: the masks of its three attentions from their own rules."""
-    pattern, group = NativeSparsePattern.of(workload), workload.group_size
+    pattern, group = BlockwiseNativeSparsePattern.of(workload), workload.group_size
     size, length = pattern.block_size, workload.seq_len
     (shape,) = workload.shapes
     i, j = torch.arange(length)[:, None], torch.arange(length)[None]
@@ -182,7 +232,7 @@ def by_definition(workload: Workload, q: Tensor, k: Tensor, v: Tensor, gates: Te
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_native_sparse_and_the_oracle_are_its_definition_with_gradients_of_gates(causal: bool) -> None:
-    pattern = {"kind": "native_sparse", "block_size": 7, "top_k": 3, "window_size": 12}
+    pattern = {"kind": "blockwise_native_sparse", "block_size": 7, "top_k": 3, "window_size": 12}
     workload = Workload.model_validate(
         {"pattern": pattern, **SHAPE, "seq_len": 61, "num_heads": 6, "causal": causal, "dtype": "float64"}
     )
@@ -204,7 +254,7 @@ def test_native_sparse_and_the_oracle_are_its_definition_with_gradients_of_gates
 
 @pytest.mark.parametrize("left_out", [0, 1, 2])
 def test_a_missing_part_of_native_sparse_is_caught(left_out: int) -> None:
-    pattern = {"kind": "native_sparse", "block_size": 8, "top_k": 1, "window_size": 5}
+    pattern = {"kind": "blockwise_native_sparse", "block_size": 8, "top_k": 1, "window_size": 5}
     workload = Workload.model_validate({"pattern": pattern, **SHAPE, "seq_len": 61, "head_dim": 16, "mode": "both"})
     function = native_sparse.build(workload, CONTEXT)
     function.gates[left_out] = 0.0
@@ -212,7 +262,7 @@ def test_a_missing_part_of_native_sparse_is_caught(left_out: int) -> None:
 
 
 def test_where_no_block_is_whole_nothing_is_compressed() -> None:
-    pattern = {"kind": "native_sparse", "block_size": 64, "top_k": 1, "window_size": 5}
+    pattern = {"kind": "blockwise_native_sparse", "block_size": 64, "top_k": 1, "window_size": 5}
     workload = Workload.model_validate({"pattern": pattern, **SHAPE, "seq_len": 37, "mode": "both"})
     assert verify(native_sparse.build(workload, CONTEXT), workload).passed
 

@@ -56,6 +56,17 @@ def test_float32_is_masked_softmax(errors: dict[str, dict[str, float]], case: st
 
 
 @pytest.mark.slow
+def test_packed_documents_are_each_by_itself(interpreted: Callable[..., dict[str, dict[str, float]]]) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: its interpreter runs these kernels on the CPU")
+    found = interpreted("kernels/interpreted_block_packings.py", "-W", "ignore::RuntimeWarning")
+    assert len(found) == 5
+    for name, errors in found.items():
+        errors.pop("number of empty rows")
+        assert errors["empty rows"] == 0, name
+        assert max(errors.values()) < 2e-6, (name, errors)
+
+
+@pytest.mark.slow
 def test_gates_are_products_with_every_part(errors: dict[str, dict[str, float]]) -> None:
     assert max(errors["gates"].values()) == 0.0, errors["gates"]
 

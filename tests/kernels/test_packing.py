@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections.abc import Callable
 from random import Random
 
@@ -10,9 +12,12 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed: its interpreter runs these kernels on the CPU")
 
+from dilabench.contracts import BuildContext
+from dilabench.impls.fused import Packings
 from dilabench.kernels.fused.packing import ListRequest, Packing
 from dilabench.kernels.fused.residue_plan import document_plan, residue_plan
 from dilabench.kernels.fused.tile_tables import TileTables, tile_tables
+from dilabench.workload.spec import Workload
 
 PARTS = {"out", "lse", "dq", "dk", "dv", "empty rows"}
 AT_ONCE = 50
@@ -65,3 +70,51 @@ def test_launches_of_one_packing_serve_every_other(causal: bool) -> None:
             # Each item of each super-segment once, no more than there is room for.
             assert len(visited) == len(visited.unique(dim=0)) <= request.most_visits
     assert len(plans) == len(shapes) == 1
+
+
+def random_bounds(seed: int, tokens: int = 65536) -> tuple[int, ...]:
+    random = Random(seed)
+    return (0, *sorted(random.sample(range(1, tokens), random.randint(18, 34))), tokens)
+
+
+def test_any_number_of_packings_takes_the_same_memory() -> None:
+    """Plans, tables and lists of packings that were are gone, or those of all."""
+    workload = Workload.model_validate(
+        {
+            "pattern": {"kind": "dilated", "segment_lengths": (2048, 8192), "dilation_rates": (1, 4)},
+            "batch_size": 1,
+            "seq_len": 65536,
+            "layout": "packed",
+            "cu_seqlens": (0, 65536),
+            "num_heads": 8,
+            "num_kv_heads": 8,
+            "head_dim": 64,
+            "dtype": "bfloat16",
+            "mode": "both",
+        }
+    )
+    packings, x = Packings(workload, BuildContext(device=torch.device("cpu"))), torch.empty(0)
+    requests: dict[int, tuple[ListRequest, ...]] = {}
+
+    def lists_of(seed: int) -> None:
+        computation = packings.of(random_bounds(seed))
+        assert computation.packing is not None
+        made = requests.setdefault(
+            id(computation.plan), tuple(ListRequest(group, 64, 64) for group in computation.plan.groups)
+        )
+        computation.packing.lists(made, workload.causal, x)
+
+    tracemalloc.start()
+    try:
+        for seed in range(150):
+            lists_of(seed)
+        gc.collect()
+        before, _ = tracemalloc.get_traced_memory()
+        for seed in range(150, 450):
+            lists_of(seed)
+        gc.collect()
+        after, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 32 << 10
+    assert peak - before < 4 << 20

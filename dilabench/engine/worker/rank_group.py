@@ -1,9 +1,8 @@
 """P worker processes that compute one case together, with the interface of a single worker. No torch.
 
-Every command goes to all ranks at once, and what they answer becomes one answer: times and memory are the largest over
-ranks, verification is the first that failed, everything else is rank 0's. When a rank fails or dies, the others are
-waiting for it in a collective; they get a moment to report their own failures, then they are ended, and the first
-reason is reported.
+Every command goes to all ranks, whose answers become one: times and memory are the largest over ranks, verification is
+the first that failed, other fields are rank 0's. If a rank fails or dies, the others wait for it in a collective. They
+get a moment to report their own failures, then they are killed, and the first reason is reported.
 """
 
 import time
@@ -64,7 +63,7 @@ class GroupWorker(Worker):
             failures = self._wait(answers)
         states = [_state_of(answer) for answer in answers]
         if why := out_of_step(states):
-            # From here on a rank would take a message of one call for that of another.
+            # From here on a rank could mistake a message of one call for a message of another.
             self._end()
         if failures:
             cause = _first_cause(failures, everyone=len(self._ranks) == len(failures))
@@ -75,7 +74,7 @@ class GroupWorker(Worker):
         return _merged([answer.result() for answer in answers])
 
     def kill(self) -> None:
-        """End all ranks and everything they started, at once."""
+        """Kill all ranks and all that they started."""
         self._end()
         self._launcher.close_store(self._store)
 
@@ -112,7 +111,7 @@ class GroupWorker(Worker):
 
 
 def out_of_step(states: Sequence[RankState | None]) -> str:
-    """What ranks disagree on that they must share: draws and calls, or the messages of a pair; empty if nothing.
+    """The disagreement of ranks on draws and calls, or on the messages of a pair; empty if none.
 
     Ranks that have not met have no state, and so have those that died.
     """

@@ -1,6 +1,6 @@
 """`block-sparse`: attention over lists of visible blocks, forward and backward; on CUDA by Triton kernels.
 
-With branches, the mask lies over the rows that each dilated branch keeps, read in place, and results merge as in
+With branches, the mask applies to the rows that each dilated branch keeps, read in place, and results merge as in
 `strided`.
 """
 
@@ -11,15 +11,18 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.impls.block_sparse.on_cpu import blocked_backward, blocked_forward, listed_backward, listed_forward
+from dilabench.impls.block_sparse.packed import InWholeBlocks, packed_union
 from dilabench.impls.block_sparse.union import BlockBackward, BlockForward, BlockUnion, block_union
+from dilabench.impls.packed import Packed
 from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.cpu import flash
 from dilabench.workload.spec import Workload
 
 
-def build(workload: Workload, context: BuildContext) -> BlockUnion:
+def build(workload: Workload, context: BuildContext) -> BlockUnion | InWholeBlocks | Packed:
     """Kernels by the kind of device. Raises ConfigError when a mask file does not fit."""
-    return block_union(workload, context, *kernels_for(context.device))
+    make = block_union if workload.layout == "padded" else packed_union
+    return make(workload, context, *kernels_for(context.device))
 
 
 def kernels_for(device: torch.device) -> tuple[str, BlockForward, BlockBackward]:
@@ -30,7 +33,7 @@ def kernels_for(device: torch.device) -> tuple[str, BlockForward, BlockBackward]
 
 
 def cpu_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float) -> tuple[Tensor, Tensor]:
-    """`BlockForward` on a CPU: by our own kernel where it can run, else by torch's."""
+    """`BlockForward` on a CPU: by dilabench's kernel if it can run, else by torch's."""
     forward = listed_forward if flash.serves(q.dtype) else blocked_forward
     return forward(q, k, v, plan, scale=scale)
 

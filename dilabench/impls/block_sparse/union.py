@@ -64,16 +64,38 @@ def block_union(
     Plans are made here, tables by the first call. Raises ConfigError when a mask file does not fit.
     """
     plan = whole_plan(workload)
-    rows = planned_rows(workload) if plan is None else planned_over_everything(workload, plan)
-    under = _without_mask(workload) if plan is None else workload.as_dense()
+    if plan is not None:
+        return union_over_everything(workload, context, plan, name, forward, backward)
+    rows = planned_rows(workload)
     return BlockUnion(
         backend=LoadedBackend(name, cast(Attend, forward), cast(AttendBackward, backward)),
         rows=lambda _device: context.patterns.get(("block rows", workload), lambda: rows),
-        covered=covers_every_row(branches_of(under)),
+        covered=covers_every_row(branches_of(_without_mask(workload))),
         causal=workload.causal,
         window=workload.window,
         scale=workload.softmax_scale,
         detached=workload.detaches_merge,
+    )
+
+
+def union_over_everything(
+    workload: Workload,
+    context: BuildContext,
+    plan: Plan,
+    name: str,
+    forward: BlockForward,
+    backward: BlockBackward,
+) -> BlockUnion:
+    """The union of one call, with a plan over all its rows."""
+    as_one = {"seq_len": plan.rows, "layout": "padded", "cu_seqlens": None}
+    rows = planned_over_everything(workload.model_copy(update=as_one), plan)
+    return BlockUnion(
+        backend=LoadedBackend(name, cast(Attend, forward), cast(AttendBackward, backward)),
+        rows=lambda _device: context.patterns.get(("block rows", workload), lambda: rows),
+        covered=True,
+        causal=workload.causal,
+        window=workload.window,
+        scale=workload.softmax_scale,
     )
 
 

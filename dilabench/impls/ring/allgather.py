@@ -1,8 +1,8 @@
 """`ring-allgather`, `fused-allgather`: one exchange of all that ranks need of each other, beside the local branches.
 
 LongNet's own distributed algorithm. Each rank's K and V on the rows and heads that another rank sees, all branches
-together and each vector once, go out in one collective; behind a causal mask or beyond a window nothing is sent. What
-arrives is constant in N and kept for the backward pass, which returns dK and dV in one collective (the reduce-scatter),
+together and each vector once, go out in one collective; hidden rows (causal mask, window) are not sent. The received
+rows are constant in N and kept for the backward pass, which returns dK and dV in one collective (the reduce-scatter),
 summed by their owner.
 """
 
@@ -28,7 +28,7 @@ from dilabench.workload.spec import Workload
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    """`function.Algorithm` with one collective per pass. zero_keys: those of own rows (`null_mass.log_zero_keys`)."""
+    """`function.Algorithm` with one collective per pass. zero_keys: of own rows (`null_mass.log_zero_keys`)."""
 
     share: Share
     zero_keys: Tensor | None
@@ -89,7 +89,7 @@ def _built(
     zero_keys = log_zero_keys(workload, context.device, rows=torch.cat([torch.arange(0), *rows]))
     algorithm: Algorithm
     if silent and share.local is not None and not share.own and zero_keys is None:
-        # There is nothing to send or to merge, so that a call costs what it costs without ranks.
+        # Without messages and merges, a call costs the same as without ranks.
         algorithm = LocalOnly(share.local)
     else:
         algorithm = AllGather(replace(share, exchange=replace(share.exchange, silent=silent)), zero_keys)

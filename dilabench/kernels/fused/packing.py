@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
-from itertools import accumulate
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -53,28 +52,35 @@ class ListRequest:
         classes = group.modulus
         if group.one_frame_per_kv_head or not self.by_key:
             classes = max(sum(bool(group.active(k, u)) for u in range(classes)) for k in range(len(group.kinds)))
-        return classes * (group.length // (group.modulus * self.own) + group.most_supers)
+        most = classes * (group.length // (group.modulus * self.own) + group.most_supers)
+        # Two visits are 16 bytes: kernels are compiled again for lists that begin elsewhere.
+        return most + most % 2
+
+    @property
+    def tile(self) -> int:
+        """The rows by whose number lists of shorter super-segments differ."""
+        return min(self.own, self.other)
 
     def stats_layout(self, block: int) -> StatsLayout:
-        """Of as many rows as documents have at most, in blocks of so many, which divide the tile."""
+        """The layout of as many rows as documents have at most, in blocks that divide the tile."""
         group = self.group
         rows = group.length // group.modulus + group.most_supers * self.stats_tile
         return StatsLayout(group.modulus, 1, group.length, -(-rows // block) * block, block)
 
-    def tables(self, needed: Integers, causal: bool, x: Tensor) -> DocumentTables:
-        """Lists for super-segments of documents that end as `needed` says (`document_tables`), on the device of x."""
+    def tables(self, tails: Integers, causal: bool, x: Tensor) -> DocumentTables:
+        """Lists for super-segments of documents with these tails (`document_tables`), on the device of x."""
         where = causal, x.device, type(x)
         found = self._tables.get(where)
         if found is None:
             tiles = self.group, self.own, self.other, causal, self.by_key
-            found = document_tables(*tiles, x, np.unique(needed[needed >= 0]))
+            found = document_tables(*tiles, x, np.unique(tails[tails >= 0]))
             if found.serve_all:
                 self._tables[where] = found
         return found
 
 
 class DocumentLists(NamedTuple):
-    """What a launch over documents is given.
+    """The lists for a launch over documents.
 
     visits: int32 [n, 2], of each program its super-segment and its item among those of the super-segment's variant.
     spans: int32 [n, `SPAN_COLUMNS`], of each super-segment its first token, tokens, variant of lists, and first row
@@ -117,7 +123,8 @@ class Packing:
         self.bounds = tuple(bounds)
         self._made: dict[int, _Made] = {}
         # Passes and groups of branches share them.
-        self._supers = cache(partial(_Supers.of, np.array(self.bounds)))
+        self._ends: Integers | None = None
+        self._supers: dict[tuple[int, int], _Supers] = {}
 
     def lists(self, requests: tuple[ListRequest, ...], causal: bool, x: Tensor) -> PassLists:
         """For each request of a pass, on the device of x; made once for the same object."""
@@ -125,7 +132,7 @@ class Packing:
         if made is None:
             while len(self._made) >= _MOST_PASSES:
                 del self._made[next(iter(self._made))]
-            made = self._made[id(requests)] = _Made.of(self._supers, requests, causal, x)
+            made = self._made[id(requests)] = _Made.of(self.supers, requests, causal, x)
         if x.is_cuda and made.streams is not None:
             stream = torch.cuda.current_stream(x.device)
             if stream.cuda_stream not in made.streams:
@@ -137,6 +144,16 @@ class Packing:
                     x for lists in made.lists.of_groups for x in (*lists.by_query.values(), *lists.by_key().values())
                 )
         return made.lists
+
+    def supers(self, group: BranchGroup) -> _Supers:
+        """The super-segments of a group, made once for groups that cut documents alike."""
+        key = group.super_tokens, group.modulus
+        found = self._supers.get(key)
+        if found is None:
+            if self._ends is None:
+                self._ends = np.array(self.bounds)
+            found = self._supers[key] = _Supers.of(self._ends, *key)
+        return found
 
 
 class _Made(NamedTuple):
@@ -153,42 +170,40 @@ class _Made(NamedTuple):
     @classmethod
     def of(
         cls,
-        of_documents: Callable[[int, int], _Supers],
+        of_documents: Callable[[BranchGroup], _Supers],
         requests: tuple[ListRequest, ...],
         causal: bool,
         x: Tensor,
     ) -> _Made:
         """A row of numbers with all of them is copied at once."""
         most = max(request.group.most_supers for request in requests)
-        sizes = [len(requests) * most * SPAN_COLUMNS, *(2 * request.most_visits for request in requests)]
-        # Each at a multiple of 16 bytes: kernels are compiled anew for others.
-        *begins, total = accumulate((size + -size % 4 for size in sizes), initial=0)
-        numbers = np.zeros(total, np.int32)
-        spans = numbers[: sizes[0]].reshape(len(requests), most, SPAN_COLUMNS)
-        spans[:] = _NEVER
+        visits = [request.most_visits for request in requests]
+        numbers_of_spans = len(requests) * most * SPAN_COLUMNS
+        numbers = np.empty(numbers_of_spans + 2 * sum(visits), np.int32)
+        spans = numbers[:numbers_of_spans].reshape(len(requests), most, SPAN_COLUMNS)
+        spans.fill(_NEVER)
+        pairs, stop = numbers[numbers_of_spans:].reshape(-1, 2), 0
         tables = []
-        for request, own, begin, size in zip(requests, spans, begins[1:], sizes[1:], strict=True):
-            supers = of_documents(request.group.super_tokens, request.group.modulus)
-            needed = write_spans(supers, request, own)
-            lists = request.tables(needed, causal, x)
-            variants = np.where(needed < 0, 0, 1 + lists.tails.searchsorted(needed))
-            own[: len(needed), 2] = variants
-            of_variant = lists.by_key if request.by_key else lists.by_query
+        for request, own, count in zip(requests, spans, visits, strict=True):
+            supers = of_documents(request.group)
+            lists = request.tables(supers.tails(request), causal, x)
+            variants = supers.variants(request, lists)
+            own[: len(variants), :5] = supers.spans(request, lists)
+            own[:, 5] = request.group.stored_rows
             own[:, 6] = listed = (lists.tables.order if request.by_key else lists.tables.items).shape[-2]
-            visits = numbers[begin : begin + size].reshape(-1, 2)
-            write_visits(variants, supers.order, of_variant, listed - 1, visits)
+            of_variant = lists.by_key if request.by_key else lists.by_query
+            write_visits(variants, supers.order, of_variant, listed - 1, pairs[stop : stop + count])
+            stop += count
             tables.append(lists)
         there, copied = _copied(numbers, x)
-        spans_there = there[: sizes[0]].view(len(requests), most, SPAN_COLUMNS)
-        visits_there = (
-            there[begin : begin + size].view(-1, 2) for begin, size in zip(begins[1:], sizes[1:], strict=True)
-        )
+        spans_there = there[:numbers_of_spans].view(len(requests), most, SPAN_COLUMNS)
+        visits_there = there[numbers_of_spans:].view(-1, 2).split(visits)
         of_groups = tuple(map(DocumentLists, tables, visits_there, spans_there.unbind()))
         return cls(requests, PassLists(of_groups, spans_there), copied, set() if x.is_cuda else None)
 
 
 def _copied(numbers: _Written, x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Numbers on the device of x, and when they are there if nobody waited."""
+    """Numbers on the device of x, and an event for their arrival unless it was waited for."""
     here = torch.from_numpy(numbers)
     if type(x) is not Tensor or not x.is_cuda or torch.cuda.is_current_stream_capturing():
         with on_a_stream_of_its_own(x.device):
@@ -198,43 +213,62 @@ def _copied(numbers: _Written, x: Tensor) -> tuple[Tensor, torch.cuda.Event | No
     return there, copied
 
 
-class _Supers(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _Supers:
     """Super-segments of documents in the order of their tokens: first token, tokens, and the rows that the longest
-    classes and all of them have; then the numbers of the longest first.
+    classes and all of them have; then the numbers of the longest first. What requests share of them is kept.
     """
 
+    most: int
+    modulus: int
     first: Integers
     tokens: Integers
     rows: Integers
     sure: Integers
     order: Integers
+    _kept: dict[tuple[int | str, ...], Integers] = field(default_factory=dict)
 
     @classmethod
     def of(cls, bounds: Integers, most: int, modulus: int) -> _Supers:
-        """Of so many tokens at most, in rows of so many."""
+        """The super-segments of documents, each of at most `most` tokens, in rows of `modulus` tokens."""
         lengths = bounds[1:] - bounds[:-1]
         supers = -(-lengths // most)
         document = np.arange(len(lengths)).repeat(supers)
         inside = (np.arange(len(document)) - (supers.cumsum() - supers).repeat(supers)) * most
         tokens = np.minimum(most, lengths[document] - inside)
         order = np.argsort(-tokens, kind="stable")
-        return cls(bounds[document] + inside, tokens, -(-tokens // modulus), tokens // modulus, order)
+        return cls(most, modulus, bounds[document] + inside, tokens, -(-tokens // modulus), tokens // modulus, order)
 
+    def tails(self, request: ListRequest) -> Integers:
+        """The tail of each super-segment's lists (`BranchGroup.tails_in_tiles`), -1 for a whole one."""
+        key = "tails", request.tile
+        found = self._kept.get(key)
+        if found is None:
+            tile = request.tile
+            in_tiles = -(-self.rows // tile) * tile
+            tails = np.minimum(self.modulus * in_tiles - (self.sure < in_tiles), self.most - 1)
+            found = self._kept[key] = np.where(self.tokens < self.most, tails, -1)
+        return found
 
-def write_spans(supers: _Supers, request: ListRequest, spans: _Written) -> Integers:
-    """Write `DocumentLists.spans` without variants and items. Returns of each super-segment the tail of its lists
-    (`BranchGroup.tails_in_tiles`), -1 for a whole one.
-    """
-    group, tile = request.group, min(request.own, request.other)
-    first, tokens, rows, sure, _ = supers
-    in_tiles = -(-rows // tile) * tile
-    tails = np.minimum(group.modulus * in_tiles - (sure < in_tiles), group.super_tokens - 1)
-    there = spans[: len(tokens)]
-    there[:, 0], there[:, 1] = first, tokens
-    stats = rows if request.stats_tile == 1 else -(-rows // request.stats_tile) * request.stats_tile
-    there[:, 3], there[:, 4] = stats.cumsum() - stats, rows.cumsum() - rows
-    spans[:, 5] = group.stored_rows
-    return np.where(tokens < group.super_tokens, tails, -1)
+    def variants(self, request: ListRequest, lists: DocumentTables) -> Integers:
+        """The variant of each super-segment's lists: 0 of a whole one."""
+        key = "variants", request.tile, lists.serve_all
+        found = self._kept.get(key)
+        if found is None:
+            # No tail is below 0, so that a whole one comes first.
+            found = self._kept[key] = lists.tails.searchsorted(self.tails(request)) + (self.tokens < self.most)
+        return found
+
+    def spans(self, request: ListRequest, lists: DocumentTables) -> Integers:
+        """The first columns of `DocumentLists.spans`: [n, 5]."""
+        key = "spans", request.tile, lists.serve_all, request.stats_tile
+        found = self._kept.get(key)
+        if found is None:
+            rows, stats = self.rows, request.stats_tile
+            of_stats = rows if stats == 1 else -(-rows // stats) * stats
+            columns = self.first, self.tokens, self.variants(request, lists), of_stats.cumsum() - of_stats
+            found = self._kept[key] = np.stack((*columns, rows.cumsum() - rows), 1)
+        return found
 
 
 def write_visits(variants: Integers, order: Integers, items_of_variant: Integers, none: int, visits: _Written) -> None:
@@ -244,6 +278,7 @@ def write_visits(variants: Integers, order: Integers, items_of_variant: Integers
     total = int(stop[-1])
     visits[:total, 0] = order.repeat(items)
     visits[:total, 1] = np.arange(total) - (stop - items).repeat(items)
+    visits[total:, 0] = 0
     visits[total:, 1] = none
 
 

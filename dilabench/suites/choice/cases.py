@@ -97,5 +97,5 @@ def _choosing(planner: Planner, asked: WorkloadRequest) -> Iterator[Implementati
         and implementation.supports.computes(asked.pattern)
     ]
     if not choosing:
-        raise ConfigError(f"nothing in the library chooses for pattern {asked.pattern!r}; leave it out")
+        raise ConfigError(f"the library has no choice for pattern {asked.pattern!r}; leave it out")
     yield from choosing

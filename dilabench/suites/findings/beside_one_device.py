@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.view import is_quotable, measured_view, speedup, view_of
+from dilabench.compare.view import is_quotable, measured_view, view_of
 from dilabench.record import Row, RunRecord
+from dilabench.units import speedup
 
 MODES = ("forward", "backward", "both")
 
@@ -52,7 +53,7 @@ class Comparison:
 
 
 def comparisons(record: RunRecord) -> tuple[Comparison, ...]:
-    """Every parallel implementation per workload (whatever the mode) and number of ranks, in the record's order.
+    """Every parallel implementation per workload (in any mode) and number of ranks, in the record's order.
 
     A single-device row whose time cannot be true is never the base.
     """

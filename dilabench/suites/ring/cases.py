@@ -65,7 +65,7 @@ def beside_one_device(workload: WorkloadRequest, planner: Planner, ranks: int) -
     alone = dict.fromkeys(first if sharded.takes == "heads" else sharded for sharded in implementations)
     cases = [case for implementation in alone for case in single.plan(implementation, workload)]
     if first in alone:
-        # These make the base faster where they run, and say nothing where they do not.
+        # These make the base faster if they run; without them it is unchanged.
         planned = (case for implementation in others for case in single.plan(implementation, workload))
         cases += [case for case in planned if case.skip is None]
     return [*cases, *_over_ranks(parallel, implementations, workload)]
@@ -80,7 +80,7 @@ def _over_ranks(
 
 
 def _library(catalogue: Catalogue, workload: WorkloadRequest) -> tuple[Implementation, ...]:
-    """What the library takes over ranks by itself."""
+    """The library's default choice over ranks."""
     return tuple(
         known
         for known in catalogue.implementations

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from dilabench.compare.view import gigabytes_per_second, measured_view
+from dilabench.compare.view import measured_view
 from dilabench.metadata import CHOSEN_BY, RECEIVED_BYTES
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Measured, Row, RunRecord
@@ -11,7 +11,7 @@ from dilabench.report.findings import BarPlot, Bars, Plot, Section
 from dilabench.suites.findings.beside_one_device import MODES, Comparison, comparisons
 from dilabench.suites.findings.exposure import expected_bytes, exposure, modelled
 from dilabench.suites.findings.series import NS_PER_MS
-from dilabench.units import format_bytes, format_latency, format_rate, format_ratio, significant
+from dilabench.units import format_bytes, format_latency, format_rate, format_ratio, gigabytes_per_second, significant
 
 TEXT_COLUMNS = ("workload", "mode", "implementation")
 # The columns of each mode, and its word among speed-ups.
@@ -40,15 +40,16 @@ BALANCE = (
     "peak per rank",
 )
 MODEL_MEANING = (
-    "Parts were timed in turns with the whole call. Exposed communication = whole call - computation alone; overlap is "
+    "Parts were timed interleaved with the whole call. Exposed communication = whole call - computation alone; "
+    "overlap is "
     "the share of communication alone that this leaves hidden. Modelled efficiency = λ · T_comp / (T_comp + "
     "T_exposed), T_comp = T_single / P, T_exposed = max(0, V/B - T_local): V the received bytes by formula, B those "
-    "counted over communication alone, T_local the part of T_comp that needs no key still under way. The model is no "
+    "counted over communication alone, T_local the part of T_comp that waits for no key. The model is no "
     "bound: ranks may compute at another rate than one device, and communication alone includes packing and launches."
 )
 BALANCE_MEANING = (
-    "λ is mean over maximum of the ranks' work: the efficiency that free communication would leave. Bytes are those of "
-    "one call at the rank that receives most; GB/s are those bytes over communication alone."
+    "λ is the mean over the maximum of the ranks' work: the efficiency with free communication. Bytes are received "
+    "in one call by the rank that receives most; GB/s divides them by the time of communication alone."
 )
 # Columns that a narrow terminal may drop, in this order, because other columns or the record hold their figures.
 SPARE = (
@@ -64,7 +65,7 @@ SPARE = (
 )
 NONE = ABSENT
 ABOVE_ONE = "‡ An efficiency above 100 % is not to be quoted: the one device was slower than it can be."
-SHARED_CORES = "Ranks share this processor, so that their efficiency says nothing about devices of their own."
+SHARED_CORES = "Ranks share this processor, so their efficiency does not predict that of separate devices."
 OUTSIDE = "cutting whole tensors into shards and joining results is outside the timed call"
 INSIDE = "each timed call begins and ends with whole tensors on every rank: cutting and joining are inside"
 

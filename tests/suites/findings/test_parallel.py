@@ -76,7 +76,7 @@ def test_at_80_columns_each_implementation_has_one_line_below_its_workload(recor
         (line,) = (one for one in findings if one.startswith(name))
         assert line.count(" ms") == 3
     assert sum(one.startswith("zigzag-ring ") for one in findings) == 2
-    assert "left out at 80 columns: tok/s, devices, efficiency" in findings
+    assert "omitted at 80 columns: tok/s, devices, efficiency" in findings
     for text in (findings, markdown(found, sections).splitlines()):
         assert sum(one.startswith(workload_text(rows[0])) for one in text) == len(sections)
 

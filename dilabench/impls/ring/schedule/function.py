@@ -19,8 +19,8 @@ from dilabench.workload.spec import Workload
 class Algorithm(Protocol):
     """Forward and backward on local shards [B, N_local, ·, D], all ranks together.
 
-    `forward` gives out, lse and what the backward pass wants kept, each in memory of its own. How many tensors these
-    are, and their shapes and dtypes, are the same for all q, k and v of the same shapes and dtypes.
+    `forward` gives out, lse and the tensors that the backward pass needs, each in separate memory. How many tensors
+    these are, and their shapes and dtypes, are the same for all q, k and v of the same shapes and dtypes.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]: ...
@@ -30,7 +30,7 @@ class Algorithm(Protocol):
 
 
 class Local(Protocol):
-    """Attention on one device, outside autograd; `forward` gives out and lse first, and `backward` needs no more."""
+    """Attention on one device, outside autograd; `forward` gives out and lse first, and `backward` needs only these."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]: ...
     def backward(
@@ -45,7 +45,7 @@ class LocalOnly:
     local: Local
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """out and lse; nothing else is kept."""
+        """out and lse, the only kept tensors."""
         out, lse, *_ = self.local.forward(q, k, v)
         return out, lse, ()
 
@@ -57,12 +57,12 @@ class LocalOnly:
 
 
 class ShardedAttention:
-    """An AttentionFn of local shards, with lse. `shards` tells which positions they are.
+    """An AttentionFn of local shards, with lse. `shards` gives their positions.
 
-    The first call compares the shapes of all ranks; each later one looks at its own only.
+    The first call compares the shapes of all ranks; later ones check only their own.
     """
 
-    # All ranks exchange gradients, also those on which nothing depends on out.
+    # All ranks exchange gradients, also ranks whose loss does not depend on out.
     exchanges = True
 
     def __init__(
@@ -111,7 +111,7 @@ class ShardedAttention:
         return dq[0], dk[0], dv[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedAttention:
-        """Itself: ranks and their connections cannot be copied, and there is nothing else in it that changes."""
+        """Itself: ranks and their connections cannot be copied, and the object has no other mutable state."""
         return self
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:

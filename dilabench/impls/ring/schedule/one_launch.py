@@ -1,8 +1,8 @@
-"""All that a rank computes of packed sequences as one launch.
+"""A rank's whole computation of packed sequences as one launch.
 
-A piece of a document is a sequence of its own, whose last row stands at its last key: the kernel for packed sequences
-must take fewer queries than keys. A document that a rank holds in several pieces has its keys there several times.
-Keys are selected, and their gradients summed, by index tensors that are made once for a packing.
+A piece of a document is a separate sequence, whose last row is at the position of its last key: the kernel for packed
+sequences must take fewer queries than keys. A document that a rank holds in several pieces has its keys there several
+times. Keys are selected, and their gradients summed, by index tensors that are made once for a packing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dilabench.workload.spec import Workload
 
 @dataclass(frozen=True, slots=True)
 class Occurrences:
-    """Where rows occur in a launch that has some of them several times.
+    """The places of rows in a launch that has some of them several times.
 
     index: [T_k] the row at each place of the launch. layers: (rows, places) of the first occurrences of all rows, in
     ascending order, of the second ones of those that have one, and so on.
@@ -36,10 +36,10 @@ class Occurrences:
 
     @classmethod
     def of(cls, first: Intervals, rows: int, device: torch.device) -> Occurrences:
-        """Of intervals of rows, one after the other, that together have each of `rows` rows at least once."""
+        """The places of rows in successive intervals, which together have each of `rows` rows at least once."""
         index = expanded(first, device)
         edges, coverage = _coverage(first)
-        # How many rows occur more than 0, 1, ... times: known here, so that nothing waits for the device.
+        # The numbers of rows that occur more than 0, 1, ... times: known here, without waiting for the device.
         sizes = [int(np.diff(edges)[coverage > times].sum()) for times in range(int(coverage.max()))]
         counts = torch.zeros(rows, dtype=torch.int64, device=device).scatter_add_(0, index, torch.ones_like(index))
         places = torch.argsort(index, stable=True)
@@ -105,13 +105,13 @@ class InOneLaunch:
 
 
 def in_one_launch(workload: Workload, context: BuildContext, assignment: RowAssignment) -> Algorithm | None:
-    """For packed sequences, where the backend's kernel takes what the mask makes of a piece; None elsewhere."""
+    """For packed sequences, if the backend's kernel supports the pieces under the mask; else None."""
     kernel, world = context.require_backend().packed, context.world or World.single(context.device)
     left, right = assignment.reach
     masked = (left, right) != (None, None)
     if kernel is None or context.device.type not in kernel.devices or workload.layout != "packed":
         return None
-    # The last row of a piece stands at its last key unless rows see keys behind them.
+    # The last row of a piece is at the position of its last key unless rows see later keys.
     if (masked and not (kernel.aligns_ends and right == 0)) or not assignment.held[world.rank]:
         return None
     rows, keys = map(lengths, assignment.pieces[world.rank])

@@ -27,7 +27,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Share(Calls):
-    """What rank `world.rank` computes.
+    """The computation of rank `world.rank`.
 
     local: branches whose segments all lie on this rank, as one computation. own: the other calls on its own keys.
     reads: calls on the keys of each other rank, which `exchange` brings. gradient_dtype: of dK and dV that are sent.
@@ -124,7 +124,9 @@ def _gradient_dtype(workload: Workload) -> torch.dtype:
 
 
 def _lies_inside(workload: Workload, branch: Branch, shards: Shards, rank: int) -> bool:
-    """Every segment of a dilated branch that touches this rank lies on it, and segments start where the rank does."""
+    """Return True if every segment of a dilated branch that touches this rank is wholly on it, and segments start at
+    the rank's first row.
+    """
     spans = shards.parts[rank]
     if workload.is_dense or workload.pattern.has_grouped_heads or workload.layout == "packed":
         return False

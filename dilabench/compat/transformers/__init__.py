@@ -1,0 +1,39 @@
+"""dilabench's attention in models of transformers (Llama, Qwen, Mistral, gpt-oss and others with its interface).
+
+    from dilabench.compat.transformers import register
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="dilabench")
+
+Batches are plain, padded, or packed by `DataCollatorWithFlattening`.
+"""
+
+from dilabench.contracts import Attend
+from dilabench.patterns.pattern import Pattern
+
+__all__ = ["register"]
+
+
+def register(name: str = "dilabench", *, pattern: Pattern | None = None, backend: str | Attend = "auto") -> str:
+    """Add dilabench to the attention interface of transformers as `name`, which is returned.
+
+    `pattern` None is dense attention; another, such as `DilatedPattern`, restarts in each document and in each row of a
+    padded batch. `backend` is that of `dilabench.attention.attention`. Causality, sliding windows, grouped heads, sinks
+    (gpt-oss) and scales come from the model, documents from `cu_seq_lens_q` or from position ids that restart. Rows of
+    padding are 0.
+
+    Masks of other forms, keys that outnumber the queries (a cache), dropout and position biases go to torch's SDPA,
+    which a warning of the logger `dilabench.compat.transformers` says once; with a `pattern` or sinks, which SDPA does
+    not compute, they raise ValueError. Softcaps raise ValueError. Under torch.compile padding, windows and position ids
+    that restart go to SDPA, too; with `cu_seq_lens_q` they are computed, and any packing is the same graph.
+
+    Raises ImportError without transformers (extra `transformers`).
+    """
+    try:
+        from dilabench.compat.transformers.interface import add
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "transformers":
+            raise
+        raise ImportError(f"{error}; install dilabench with its extra: pip install 'dilabench[transformers]'") from None
+    add(name, pattern, backend)
+    return name

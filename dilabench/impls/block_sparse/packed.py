@@ -1,0 +1,132 @@
+"""Packed sequences over lists of blocks: one plan for all of them, and one launch for each pass.
+
+Bounds of columns hide each key from the other sequences. A mask of blocks restarts in each sequence, so it applies to
+rows in which every sequence fills whole blocks. Masks over dilated branches are computed sequence by sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dilabench.contracts import BuildContext
+from dilabench.impls.block_sparse.union import (
+    COLUMN_BLOCK,
+    BlockBackward,
+    BlockForward,
+    BlockUnion,
+    block_union,
+    union_over_everything,
+)
+from dilabench.impls.packed import OverTokens, Packed, build_packed
+from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.patterns.answers import HiddenRows, Positions
+from dilabench.workload.spec import Workload
+
+
+def packed_union(
+    workload: Workload, context: BuildContext, name: str, forward: BlockForward, backward: BlockBackward
+) -> InWholeBlocks | Packed:
+    """The same as `union.block_union` for a packed workload."""
+    kernels = name, forward, backward
+    hidden = _hidden_rows(workload)
+    if hidden is not None:
+        count = -(-workload.seq_len // COLUMN_BLOCK)
+        everything = np.broadcast_to(np.True_, (1, count, count))
+        plan = BlockPlan(everything, COLUMN_BLOCK, workload.seq_len, workload.causal, workload.window, hidden=hidden)
+        return InWholeBlocks(union_over_everything(workload, context, plan, *kernels), None, plan.rows)
+    found = _whole_blocks(workload)
+    if found is None:
+        return build_packed(partial(_padded, kernels), workload, context)
+    plan, places = found
+    there = None if len(places) == plan.rows else torch.from_numpy(places).to(context.device)
+    return InWholeBlocks(union_over_everything(workload, context, plan, *kernels), there, plan.rows)
+
+
+def _padded(kernels: tuple[str, BlockForward, BlockBackward], workload: Workload, context: BuildContext) -> BlockUnion:
+    return block_union(workload, context, *kernels)
+
+
+def _hidden_rows(workload: Workload) -> HiddenRows | None:
+    """Bounds of columns over all tokens, that hide a sequence's keys from the others, too; None if there are none."""
+    tokens, found = workload.seq_len, []
+    for (start, stop), shape in zip(workload.sequences, workload.shapes, strict=True):
+        hidden = workload.pattern.hidden_rows(shape)
+        if hidden is None:
+            return None
+        found.append((start, stop, hidden))
+    count = max(len(hidden.starts) for _, _, hidden in found)
+    # A range behind these before each sequence, and one after it; starts that equal stops are no range.
+    ranges = np.zeros((2, count + 2, tokens), np.int64)
+    for start, stop, hidden in found:
+        here = ranges[:, :, start:stop]
+        there = hidden.starts < hidden.stops
+        at_start, at_stop = there & (hidden.starts == 0), there & (hidden.stops == stop - start)
+        # A range at the edge of a sequence extends to the edge of all tokens.
+        here[0, : len(there)] = np.where(at_start, 0, hidden.starts + start)
+        here[1, : len(there)] = np.where(at_stop, tokens, hidden.stops + start)
+        if not workload.causal:
+            here[1, count] = np.where(at_start.any(0), 0, start)
+        here[0, count + 1], here[1, count + 1] = np.where(at_stop.any(0), tokens, stop), tokens
+    return HiddenRows.of(tokens, *zip(*ranges, strict=True))
+
+
+def _whole_blocks(workload: Workload) -> tuple[BlockPlan, Positions] | None:
+    """A plan over rows in which sequences begin at whole blocks, and the row of each token; None if the pattern is no
+    mask of blocks.
+    """
+    found = [workload.pattern.whole_blocks(shape) for shape in workload.shapes]
+    masks = [blocks.mask for blocks in found if blocks is not None]
+    size = workload.pattern.block_length
+    if len(masks) < len(found) or size is None:
+        return None
+    begins = np.cumsum([0, *(len(mask[0]) for mask in masks)])
+    whole = np.zeros((max(map(len, masks)), begins[-1], begins[-1]), bool)
+    for mask, begin, stop in zip(masks, begins, begins[1:], strict=False):
+        whole[:, begin:stop, begin:stop] = mask
+    bounds = np.array(workload.cu_seqlens)
+    places = np.arange(workload.seq_len) + (begins[:-1] * size - bounds[:-1]).repeat(np.diff(bounds))
+    rows = int(places[-1]) + 1
+    hidden = None
+    if len(places) < rows:
+        filled = np.zeros(rows, bool)
+        filled[places] = True
+        hidden = HiddenRows.of(rows, (np.zeros(rows, np.int64), np.where(filled, 0, rows)))
+    return BlockPlan(whole, size, rows, workload.causal, workload.window, hidden=hidden), places
+
+
+@dataclass(frozen=True, slots=True)
+class InWholeBlocks(OverTokens):
+    """All sequences in one launch. places: int64 [T], the row of each token among `rows`; None if they are the same."""
+
+    union: BlockUnion
+    places: Tensor | None
+    rows: int
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self.union.forward(*map(self._placed, (q, k, v)))
+        return self._taken(out, 1), self._taken(lse, 2)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.places is not None:
+            # A weight of exp(-inf) is 0 in rows that only fill blocks.
+            infinite = lse.new_full((*lse.shape[:2], self.rows), torch.inf)
+            lse = infinite.index_copy_(2, self.places, lse)
+        dout, q, k, v, out = map(self._placed, (dout, q, k, v, out))
+        dq, dk, dv = self.union.backward(dout, q, k, v, out, lse)
+        return self._taken(dq, 1), self._taken(dk, 1), self._taken(dv, 1)
+
+    def _placed(self, x: Tensor) -> Tensor:
+        """[1, rows, ·, D] of x [1, T, ·, D]."""
+        if self.places is None:
+            return x
+        return x.new_zeros(1, self.rows, *x.shape[2:]).index_copy_(1, self.places, x)
+
+    def _taken(self, x: Tensor, dim: int) -> Tensor:
+        return x if self.places is None else x.index_select(dim, self.places)

@@ -1,0 +1,336 @@
+"""dilabench in models of transformers: logits and gradients of their own attention, and clear refusals."""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install '.[transformers]'"
+)
+
+from dilabench.attention import attention  # noqa: E402
+from dilabench.compat.transformers import interface, register  # noqa: E402
+from dilabench.patterns import DilatedPattern, WindowSinkPattern  # noqa: E402
+
+LONGNET = DilatedPattern(segment_lengths=(4, 8), dilation_rates=(1, 2))
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+N = 20
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    register()
+    register("dilabench-longnet", pattern=LONGNET)
+    interface._warn_once.cache_clear()
+    yield
+    for name in ("dilabench", "dilabench-longnet"):
+        del interface.ALL_ATTENTION_FUNCTIONS._global_mapping[name]
+        del interface.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping[name]
+
+
+def _config(model: str, **fields: Any) -> Any:
+    kind = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}[model]
+    windows = WINDOW if model.startswith("qwen") else {}
+    heads = {"head_dim": 8} if model == "qwen3" else {}
+    return getattr(transformers, kind)(**SIZES, **windows, **heads, **fields)
+
+
+def _pair(config: Any, other: str = "sdpa", name: str = "dilabench") -> tuple[nn.Module, nn.Module]:
+    """The same model of random weights, in float64 and in training, by transformers' own attention and by dilabench."""
+    torch.manual_seed(0)
+    kind = transformers.AutoModelForCausalLM
+    theirs = kind.from_config(copy.deepcopy(config), attn_implementation=other).double()
+    ours = kind.from_config(copy.deepcopy(config), attn_implementation=name).double()
+    ours.load_state_dict(theirs.state_dict())
+    return theirs.train(), ours.train()
+
+
+def _step(model: nn.Module, **batch: Any) -> tuple[Tensor, list[Tensor]]:
+    """The logits and the gradients of all parameters of a training step."""
+    model.zero_grad()
+    result = model(**batch)
+    result.loss.backward()
+    return result.logits, [p.grad.clone() for p in model.parameters()]
+
+
+def _assert_same_step(theirs: nn.Module, ours: nn.Module, rows: Any = ..., **batch: Any) -> None:
+    expected, found = _step(theirs, **batch), _step(ours, **batch)
+    torch.testing.assert_close(found[0][rows], expected[0][rows], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-10, atol=1e-10)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of dilabench's own calls."""
+    seen: list[dict[str, Any]] = []
+
+    def noted(*tensors: Tensor, **options: Any) -> Any:
+        seen.append(options)
+        return attention(*tensors, **options)
+
+    monkeypatch.setattr(interface, "attention", noted)
+    return seen
+
+
+def _ids(rows: int = 3) -> Tensor:
+    return torch.randint(1, 64, (rows, N), generator=torch.Generator().manual_seed(1))
+
+
+def _padding(side: str) -> Tensor:
+    mask = torch.ones(3, N, dtype=torch.long)
+    if side == "left":
+        mask[0, :7] = mask[1, :2] = 0
+    elif side == "right":
+        mask[0, 7:] = mask[1, 18:] = 0
+    elif side == "both":
+        mask[0, :3] = mask[0, 18:] = mask[2, 1:] = 0
+    return mask
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right", "both"])
+@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3"])
+def test_padded_batches_have_sdpas_logits_and_gradients(model: str, side: str, calls: list[dict[str, Any]]) -> None:
+    """The queries of a group share a key head, and every second layer of Qwen has a window of 5."""
+    mask = _padding(side)
+    labels = torch.where(mask.bool() & mask.roll(1, 1).bool(), _ids(), -100)
+    given = {"attention_mask": mask} if side != "none" else {}
+    _assert_same_step(*_pair(_config(model)), mask.bool(), input_ids=_ids(), labels=labels, **given)
+    windows = [(-1, -1), (-1, -1) if model == "llama" else (4, -1)]
+    assert [call["window"] for call in calls] == windows
+    assert all(("cu_seqlens" in call) == (side != "none") for call in calls)
+
+
+def _documents(*lengths: int, bounds: bool) -> dict[str, Any]:
+    """What transformers' collator makes of documents of these lengths."""
+    numbers = torch.Generator().manual_seed(2)
+    documents = [{"input_ids": torch.randint(1, 64, (n,), generator=numbers).tolist()} for n in lengths]
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=bounds)
+    batch: dict[str, Any] = collator(documents, return_tensors="pt")
+    return batch
+
+
+@pytest.mark.parametrize("bounds", [False, True], ids=["by position_ids", "by cu_seq_lens_q"])
+@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3"])
+def test_packed_documents_have_sdpas_logits_and_gradients(
+    model: str, bounds: bool, calls: list[dict[str, Any]]
+) -> None:
+    batch = _documents(1, 7, 12, 3, 19, bounds=bounds)
+    _assert_same_step(*_pair(_config(model)), use_cache=False, **batch)
+    assert [call["cu_seqlens"] for call in calls] == [(0, 1, 8, 20, 23, 42)] * 2
+
+
+def test_bounds_hold_where_a_cache_hides_restarting_positions() -> None:
+    """transformers finds documents by their positions without a cache only."""
+    theirs, ours = _pair(_config("qwen3"))
+    batch = _documents(5, 9, 4, bounds=True)
+    expected, found = _step(theirs, **batch, use_cache=False), _step(ours, **batch, use_cache=True)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_rows_of_a_batch_may_each_hold_documents() -> None:
+    positions = torch.tensor([[*range(N)], [*range(6), *range(N - 6)], [0, *range(N - 2), 0]])
+    batch = {"input_ids": _ids(), "labels": _ids(), "position_ids": positions, "use_cache": False}
+    _assert_same_step(*_pair(_config("qwen3")), **batch)
+
+
+def test_bounds_changed_in_place_are_read_again() -> None:
+    _, ours = _pair(_config("llama"))
+    batch = _documents(8, 12, bounds=True)
+    ours(**batch)
+    fresh = _documents(5, 15, bounds=True)
+    batch["cu_seq_lens_q"].copy_(fresh["cu_seq_lens_q"])
+    batch["cu_seq_lens_k"].copy_(fresh["cu_seq_lens_q"])
+    batch["position_ids"] = fresh["position_ids"]
+    expected = ours(**{**batch, "cu_seq_lens_q": fresh["cu_seq_lens_q"], "cu_seq_lens_k": fresh["cu_seq_lens_k"]})
+    torch.testing.assert_close(ours(**batch).logits, expected.logits, rtol=0, atol=0)
+
+
+def test_sinks_are_those_of_eager_attention() -> None:
+    config = transformers.GptOssConfig(
+        **SIZES,
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=5,
+        experts_implementation="eager",
+    )
+    theirs, ours = _pair(config, "eager")
+    mask = _padding("left")
+    labels = torch.where(mask.bool() & mask.roll(1, 1).bool(), _ids(), -100)
+    _assert_same_step(theirs, ours, mask.bool(), input_ids=_ids(), labels=labels, attention_mask=mask)
+
+
+def test_encoders_are_not_causal(calls: list[dict[str, Any]]) -> None:
+    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    config = transformers.ModernBertConfig(
+        **sizes, local_attention=8, global_attn_every_n_layers=2, pad_token_id=0, reference_compile=False
+    )
+    torch.manual_seed(0)
+    theirs = transformers.ModernBertModel._from_config(config, attn_implementation="sdpa").double().eval()
+    ours = transformers.ModernBertModel._from_config(copy.deepcopy(config), attn_implementation="dilabench")
+    ours.double().eval().load_state_dict(theirs.state_dict())
+    mask = _padding("right")
+    expected, found = (model(_ids(), attention_mask=mask).last_hidden_state for model in (theirs, ours))
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-10, atol=1e-10)
+    assert [call["causal"] for call in calls] == [False, False]
+    assert [call["window"] for call in calls] == [(-1, -1), (4, 4)]
+
+
+@pytest.mark.parametrize("form", ["packed", "left"])
+def test_a_pattern_restarts_in_each_document(form: str, calls: list[dict[str, Any]]) -> None:
+    """Each document alone gives the same logits."""
+    _, ours = _pair(_config("llama"), name="dilabench-longnet")
+    ours.eval()
+    if form == "packed":
+        batch = _documents(9, 12, bounds=True)
+        (together,) = ours(**batch).logits
+        ids, parts = batch["input_ids"], (slice(0, 9), slice(9, 21))
+    else:
+        mask = _padding("left")
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        together = ours(_ids(), attention_mask=mask, position_ids=positions).logits[0]
+        ids, parts = _ids()[:1], (slice(7, N),)
+    assert {call["pattern"] for call in calls} == {LONGNET}
+    for part in parts:
+        torch.testing.assert_close(together[part], ours(ids[:, part]).logits[0], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("other", [lambda row: row % 3, lambda row: 7], ids=["holes", "custom mask"])
+def test_masks_that_are_not_computed_go_to_sdpa_and_are_said_once(
+    other: Callable[[int], int], caplog: pytest.LogCaptureFixture, calls: list[dict[str, Any]]
+) -> None:
+    theirs, ours = _pair(_config("qwen3"))
+    mask = torch.ones(3, N, dtype=torch.long)
+    if other(4) == 1:
+        mask[0, 8:10] = 0
+    else:
+        mask = torch.rand(3, 1, N, N, generator=torch.Generator().manual_seed(3)).gt(0.3) | torch.eye(N).bool()
+    rows = mask.bool() if mask.ndim == 2 else ...
+    with caplog.at_level(logging.WARNING, "dilabench"):
+        for _ in range(2):
+            expected, found = (model(_ids(), attention_mask=mask).logits[rows] for model in (theirs, ours))
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    assert len([record for record in caplog.records if "scaled_dot_product" in record.message]) == 1
+    # Holes only count where there is a window.
+    assert len(calls) == (2 if mask.ndim == 2 else 0)
+
+
+def test_generation_goes_on_by_sdpa(caplog: pytest.LogCaptureFixture, calls: list[dict[str, Any]]) -> None:
+    theirs, ours = _pair(_config("llama"))
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with caplog.at_level(logging.WARNING, "dilabench"):
+        expected, found = (model.eval().generate(_ids(), **options) for model in (theirs, ours))
+    assert torch.equal(found, expected)
+    assert len(calls) == 2
+    assert [record.message for record in caplog.records if "cache" in record.message]
+
+
+def test_a_pattern_generates_without_a_cache() -> None:
+    ours = _pair(_config("llama"))[1].eval()
+    ours.set_attn_implementation("dilabench-longnet")
+    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    with pytest.raises(ValueError, match=r"a cache.*with pattern dilated"):
+        ours.generate(_ids(), **options)
+    found = ours.generate(_ids(), **options, use_cache=False)
+    assert torch.equal(found[:, -1], ours(found[:, :-1]).logits[:, -1].argmax(-1))
+
+
+def _call(module: Any = None, name: str = "dilabench", **options: Any) -> Any:
+    q, k, v = (torch.randn(1, heads, 6, 8) for heads in (4, 2, 2))
+    function = interface.ALL_ATTENTION_FUNCTIONS[name]
+    return function(nn.Module() if module is None else module, q, k, v, options.pop("attention_mask", None), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "message"),
+    [
+        ({"softcap": 30.0}, "dilabench", "softcap 30.0 is not computed"),
+        ({"dropout": 0.1}, "dilabench-longnet", "dropout 0.1 .* with pattern dilated"),
+        ({"dropout": 0.1, "s_aux": torch.zeros(4)}, "dilabench", "dropout 0.1 .* with sinks"),
+        ({"dropout": 0.1, "sliding_window": 3}, "dilabench", "dropout 0.1 .* with sliding_window 3"),
+        ({"dropout": 0.1, "cu_seq_lens_q": torch.tensor([0, 2, 6])}, "dilabench", "dropout 0.1 .* with cu_seq_lens_q"),
+        ({"attention_mask": torch.ones(1, 1, 6, 6).bool()}, "dilabench-longnet", "attention_mask is a tensor"),
+        ({"position_bias": torch.zeros(1, 4, 6, 6)}, "dilabench-longnet", "position_bias"),
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 2, 6]), "cu_seq_lens_k": torch.tensor([0, 3, 6])},
+            "dilabench",
+            "cu_seq_lens_k differs",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_sdpa_lacks_too_is_refused(options: dict[str, Any], name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _call(name=name, **options)
+
+
+def test_padding_with_bounds_is_refused() -> None:
+    _, ours = _pair(_config("llama"))
+    batch = _documents(8, 12, bounds=True)
+    with pytest.raises(ValueError, match="padding, and cu_seq_lens_q"):
+        ours(**batch, attention_mask=_padding("left")[:1])
+
+
+def test_dropout_goes_to_sdpa(calls: list[dict[str, Any]]) -> None:
+    """With the window and the padding of the mask."""
+    theirs, ours = _pair(_config("qwen3", attention_dropout=0.5))
+    results = []
+    for model in (theirs, ours):
+        torch.manual_seed(4)
+        results.append(model(_ids(), attention_mask=_padding("left")).logits[_padding("left").bool()])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
+    assert not calls
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    """As in multi-head latent attention."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 9, 16), torch.randn(2, 4, 9, 16), torch.randn(2, 4, 9, 8)
+    out, weights = interface.ALL_ATTENTION_FUNCTIONS["dilabench"](nn.Module(), q, k, v, None, scaling=0.3)
+    expected = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    assert weights is None
+
+
+def test_a_compiled_model_takes_any_packing_in_one_graph() -> None:
+    _, ours = _pair(_config("qwen3"))
+    ours.eval()
+    graphs = 0
+
+    def counted(graph: Any, _inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(ours.forward, backend=counted, fullgraph=True)
+    for lengths in ((9, 12), (20, 1), (3, 18)):
+        batch = {**_documents(*lengths, bounds=True), "use_cache": False}
+        batch.pop("labels")
+        torch.testing.assert_close(compiled(**batch).logits, ours(**batch).logits, rtol=1e-10, atol=1e-10)
+    assert graphs == 1
+    torch._dynamo.reset()
+
+
+def test_windows_with_sinks_restart_in_each_document() -> None:
+    register("dilabench-longnet", pattern=WindowSinkPattern(sinks=1, window_size=4))
+    _, ours = _pair(_config("llama"), name="dilabench-longnet")
+    batch = _documents(9, 12, bounds=True)
+    (together,) = ours(**batch).logits
+    for part in (slice(0, 9), slice(9, 21)):
+        alone = ours(batch["input_ids"][:, part]).logits[0]
+        torch.testing.assert_close(together[part], alone, rtol=1e-10, atol=1e-10)
