@@ -142,7 +142,7 @@ PATTERN_CACHE_ENTRIES = Counter("pattern_cache_entries", "patterns held")
 PATTERN_CACHE_BYTES = Counter("pattern_cache_bytes", "what their tensors take", "bytes")
 BUFFER_POOL_REQUESTS = Counter("buffer_pool_requests", "buffers requested")
 BUFFER_POOL_REUSES = Counter("buffer_pool_reuses", "requests served from a buffer that was given back")
-BUFFER_POOL_REUSED_BYTES = Counter("buffer_pool_reused_bytes", "bytes of those requests", "bytes")
+BUFFER_POOL_REUSED_BYTES = Counter("buffer_pool_reused_bytes", "bytes of these requests", "bytes")
 BUFFER_POOL_PEAK_BYTES = Counter("buffer_pool_peak_bytes", "peak size of the pool, used and free", "bytes")
 BUFFER_POOL_HELD_BYTES = Counter("buffer_pool_held_bytes", "what the pool keeps between calls", "bytes")
 COMPILE_GRAPHS = Counter("compile_graphs", "graphs that torch.compile made")
@@ -192,6 +192,11 @@ OWN_TILES = NoteKind(
     "own_tiles",
     "the backend has no kernel for packed sequences, which dilabench's own tiles computed in its place",
     kernels=(r"_(block_query|block_key|forward)_kernel",),
+)
+FUSED_BRANCHES = NoteKind(
+    "fused_branches",
+    "over ranks, branches whose segments lie on a rank are computed by fused in the backend's place",
+    kernels=(r"_(query|key|narrow|backward|forward)_kernel",),
 )
 UNTUNED_DEVICE = NoteKind("untuned_device", "no kernel of dilabench is tuned for this device")
 MEMORY_LIMIT = NoteKind("memory_limit", "what the process of an isolated case was allowed", "bytes")

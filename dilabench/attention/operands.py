@@ -22,7 +22,7 @@ FEW_TOKENS, MANY_HEADS = 64, 256
 
 
 class Options(Protocol):
-    """What determines a workload besides its pattern and tensors."""
+    """The options of a workload besides its pattern and tensors."""
 
     @property
     def causal(self) -> bool: ...

@@ -36,7 +36,7 @@ from dilabench.workload.spec import Window
 
 
 class _Options(NamedTuple):
-    """What determines a computation besides its tensors. `compression`: length and stride, if keys are compressed."""
+    """The options of a computation besides its tensors. `compression`: length and stride, if keys are compressed."""
 
     block: int
     causal: bool

@@ -41,7 +41,7 @@ from dilabench.workload.spec import DEFAULT_PATTERN, DType, Layout, Mode, Worklo
 
 # The role of a row among the others of its workload; explained at `Implementation`.
 Role = Literal["oracle", "plain", "method", "yardstick"]
-# What a call receives: q, k, v of heads, or embeddings.
+# Inputs of a call: q, k, v of heads, or embeddings.
 Takes = Literal["heads", "embeddings"]
 
 # The patterns of implementations that work from `Pattern.counts` alone.
@@ -95,7 +95,7 @@ Devices = Annotated[frozenset[str], among(WORDS)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an implementation or backend computes; `reasons` lists which needs of a workload exceed it.
+    """The workloads that an implementation or backend computes; `reasons` lists the needs of a workload that exceed it.
 
     `check` may add a rule: it takes the workload and returns the reason against it, or None. `check_ranks` is a rule
     that also takes the number of ranks. `parts_apart`: the part of each rank must need no keys of another

@@ -90,7 +90,7 @@ def _too_wide_in_float32(workload: Workload) -> str | None:
     return f"a head dim of {workload.head_dim} in float32 does not fit into registers" if wide else None
 
 
-def _better_branch_by_branch(workload: Workload) -> str | None:
+def better_branch_by_branch(workload: Workload) -> str | None:
     """Return why a dense kernel, branch by branch, is known to be faster than `fused`, or None.
 
     The kernels of `fused` compute a pair once that several branches share. If no pairs are shared, the rate of its
@@ -263,7 +263,7 @@ IMPLEMENTATIONS = (
         supports=FUSED,
         requires=("cuda>=sm80", "triton>=3.6"),
         priority=20,
-        preferred_for=replace(FUSED, check=_better_branch_by_branch),
+        preferred_for=replace(FUSED, check=better_branch_by_branch),
         tried_for=replace(FUSED, check=_too_wide_in_float32),
         quirks=(ADDED_QUERIES,),
         tiles="dilabench.kernels.tuning:candidates",

@@ -28,7 +28,7 @@ def relative_to(name: str, baseline: Sequence[RunRecord], candidate: Sequence[Ru
     if differing or len(versions) > 1:
         changed = differing[0] if differing else f"dilabench: {' against '.join(sorted(versions))}"
         raise ConfigError(
-            f"{name} cannot be the reference, because it may have changed as well ({changed}); measure the baseline "
+            f"{name} cannot be the reference, because it may have changed, too ({changed}); measure the baseline "
             "again, or omit the reference"
         )
     known = {row.case.implementation for record in baseline for row in record.rows if is_measured(row)}

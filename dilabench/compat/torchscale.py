@@ -214,7 +214,7 @@ class DilatedAttention(nn.Module):
         if getattr(self.args, "seq_parallel", False) and max(self.args.segment_length) > length and _ranks() > 1:
             return (
                 f"seq_parallel over {_ranks()} ranks is not supported: segments reach beyond the {length} positions of "
-                "one, and a causal mask leaves out the rank's own keys in torchscale; give each rank whole sequences "
+                "one, and a causal mask in torchscale hides the rank's own keys; give each rank whole sequences "
                 "and set seq_parallel=False"
             )
         return None

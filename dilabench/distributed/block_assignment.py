@@ -51,8 +51,8 @@ class BlockAssignment(Assignment):
         blocks = workload.pattern.whole_blocks(shape)
         if blocks is None:
             raise ValueError(
-                f"{workload.pattern.label()} is no mask of whole blocks: under dilated branches, the rows of a block "
-                "are scattered over ranks; use block-sparse on one device"
+                f"{workload.pattern.label()} is no mask of whole blocks: a block mask over dilated branches "
+                "scatters the rows of a block over ranks; use block-sparse on one device"
             )
         size, mask = blocks.block_size, blocks.mask
         parts = 1 if len(mask) == 1 else workload.num_kv_heads

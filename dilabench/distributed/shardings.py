@@ -214,11 +214,11 @@ class HeadsInRing:
         return self.ring.load_balance(workload, usp_degrees(ranks)[1])
 
     def overlapping_share(self, workload: Workload, ranks: int) -> float | None:
-        """Of the ring."""
+        """As for the ring."""
         return self.ring.overlapping_share(workload, usp_degrees(ranks)[1])
 
     def sums_hops(self, workload: Workload, ranks: int) -> bool:
-        """Of the ring."""
+        """As for the ring."""
         return self.ring.sums_hops(workload, usp_degrees(ranks)[1])
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:

@@ -9,7 +9,7 @@ from dilabench.record import Case
 from dilabench.workload.spec import flops
 
 Clock = Callable[[], float]
-# Of the limit: what the least rows of all lengths together may take beyond it. A busy machine takes so much longer.
+# Share of the limit by which the first rows of all lengths together may exceed it, because a busy machine takes longer.
 LEAST_ROWS_OVERRUN = 1.0
 
 

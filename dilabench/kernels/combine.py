@@ -244,5 +244,5 @@ def _check(result: Tensor, parts: Sequence[RowSum]) -> None:
     for x, first in parts:
         if x.dim() != 4 or (x.shape[0], *x.shape[2:]) != (B, H, D) or not 0 <= first <= first + x.shape[1] <= N:
             raise ValueError(
-                f"a part {tuple(x.shape)} on rows from {first} does not lie in the result {tuple(result.shape)}"
+                f"a part {tuple(x.shape)} on rows from {first} is outside of the result {tuple(result.shape)}"
             )

@@ -144,7 +144,7 @@ def launch_once(kernel: Any, grid: tuple[int, ...], x: Tensor, *arguments: Any, 
 
 
 _Recorded = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""What Triton's launcher takes before and behind the stream."""
+"""Arguments of Triton's launcher before and after the stream."""
 
 # Each takes a few kilobytes; enough for the layers of a model.
 _MOST_RECORDED = 128

@@ -85,7 +85,7 @@ class Selected(NamedTuple):
 
 RULES: Mapping[Direction, Sequence[Rule]] = {
     "forward": (
-        # Where lists have few steps, programs of the warp-specialised kernel, alone on a multiprocessor, wait more than
+        # If lists have few steps, programs of the warp-specialised kernel, alone on a multiprocessor, wait more than
         # they compute, and smaller ones of the plain kernel win. Microseconds of both on one H100, 2x16384, H8, bf16,
         # rate 1. D80: window 128 152 to 93, 512 200 to 157, segments of 512 155 to 148, causal ones of 1024 192 to 162.
         Rule((80, 80), "plain", TileConfig(64, 64, 4, 2), hopper=True, least_tile=128, most_keys=Keys(512, 1024, 1024)),

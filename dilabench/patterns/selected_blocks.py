@@ -228,7 +228,7 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
             indices[:, head] = self.selected(shape, head, rows)
         return indices
 
-    # What follows.
+    # Derived answers.
 
     def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:
         """Rows with equal indices together."""
@@ -272,7 +272,7 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
         return Pairs(seen, seen)
 
     def keys_per_row(self, length: int) -> int:
-        """Those of all chosen blocks."""
+        """The keys of all chosen blocks."""
         return min(length, self.top_k * self.block_size) if self.indices_file is None else length
 
     def edges(self, shape: SequenceShape) -> Positions:
@@ -396,7 +396,7 @@ def _from_file(pattern: SelectedBlocksPattern, length: int, kv_heads: int) -> In
         row, head, place = (int(at[0]) for at in wrong.nonzero())
         raise ConfigError(
             f"indices file {name!r}, token {row}, head {head}: key block {indices[row, head, place]} is not in "
-            f"0..{blocks - 1}; -1 stands for none"
+            f"0..{blocks - 1}; -1 means none"
         )
     # Repeated and absent entries go to the end.
     ordered = np.sort(np.where(indices == ABSENT, blocks, indices), axis=2)

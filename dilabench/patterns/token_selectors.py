@@ -28,7 +28,7 @@ STAND_IN_DIM = 16
 LARGEST = 127
 # A query is the sum of a part that this many neighbours share, and of a smaller one.
 DRIFT, SHARED, OWN = 64, 96, 31
-# Of the indexer, whose scores are sums over heads.
+# For the indexer, whose scores are sums over heads.
 LARGEST_INDEXED, LARGEST_WEIGHT = 31, 7
 # Ranks of blocks that are always chosen are raised by these, so that the token's own block is the best.
 LOCAL, OWN_BLOCK = 2**60, 2**61
@@ -84,7 +84,7 @@ class TokenSelector:
         """[R, C] for ascending blocks: distinct in each row, higher is better; `HIDDEN` where a causal mask hides."""
         own = rows // tokens.block
         ranks = self.scores(tokens, kv_head, rows, blocks)
-        # Of equal scores the earlier block is better.
+        # At equal scores the earlier block is better.
         ranks *= tokens.blocks
         ranks += tokens.blocks - 1 - blocks
         local = self.local_of(tokens)

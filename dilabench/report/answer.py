@@ -233,7 +233,7 @@ def _why_none(rows: Sequence[Row]) -> str:
             codes.setdefault(f"{row.case.implementation} {why}" if len(why) <= MAX_WHY else "unsupported")
         elif isinstance(outcome, Skipped):
             codes.setdefault(WHY_NONE.get(outcome.code, outcome.code.replace("_", " ")))
-    return ", ".join(codes) or "no time that can be true"
+    return ", ".join(codes) or "every time is impossible"
 
 
 def _sentences(rows: Sequence[AnswerRow], workload: str, axis: str) -> Iterator[str]:

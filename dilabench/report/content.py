@@ -33,7 +33,7 @@ FOOTNOTES = {
     "†": "too few independent rounds for 95 %: the interval is the whole range of the samples",
     "‡": "not to be quoted, and not ranked: the note on this row says why its time cannot be true",
     "✓": "its output was verified before timing: all rows, or that many sampled rows",
-    "timed": "calls: rows of the output of this many timed calls were checked as well",
+    "timed": "calls: rows of the output of this many timed calls were checked, too",
     "all vs": "a built-in: every row was compared with this implementation, of which the oracle had confirmed "
     "sampled rows",
 }

@@ -85,7 +85,7 @@ class SessionBudget:
         option = budget_option(self.clock() - self.started_s + more_s)
         return (
             f"{len(undecided)} of {len(final.pairs)} cases are undecided: {option} should suffice ({needed} sessions "
-            f"of {format_seconds(session_s)}, verification included, and as many again where a change shows)"
+            f"of {format_seconds(session_s)}, verification included, and the same again if a change shows)"
         )
 
 

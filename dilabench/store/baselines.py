@@ -67,7 +67,7 @@ class Baselines:
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{name!r} is not a baseline name; use letters, digits, '-', '_' and '.'")
         if name == "latest":
-            raise ConfigError("'latest' is not a baseline name: it stands for the newest run; use another")
+            raise ConfigError("'latest' is not a baseline name: it means the newest run; use another")
         with locked(self.path):
             known = self.all()
             old = known.get(name)

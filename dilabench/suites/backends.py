@@ -143,7 +143,7 @@ def _families(record: RunRecord, standings: Sequence[Standing], catalogue: Catal
         missing = "".join(f" {name} did not run: {why}." for name, why in whys.items())
         yield Section(
             title=f"{family}: {', '.join(names)}",
-            sentence=f"Fastest of those that ran: {', '.join(first)}.{missing}",
+            sentence=f"Fastest of the backends that ran: {', '.join(first)}.{missing}",
             columns=("attention", "dtype", "fastest", "the others"),
             rows=tuple(table),
         )

@@ -45,7 +45,7 @@ def test_there_is_a_template_for_every_kind_of_thing():
         ("json", "a word or a module of Python's own"),
         ("numpy", "module 'numpy' is there already"),
         ("gather", "implementation 'gather' is already registered by plug-in 'builtin'"),
-        ("auto", "stands for several names"),
+        ("auto", "means several names"),
     ],
 )
 def test_a_name_that_could_not_be_used_is_refused(cli, tmp_path, name, why):

@@ -60,7 +60,7 @@ def test_given_indices_are_counted_and_covered_by_pairs(causal: bool, window: tu
 @pytest.mark.parametrize(
     ("indices", "message"),
     [
-        (np.full((N, 1), 3), "token 0, head 0: key block 3 is not in 0..2; -1 stands for none"),
+        (np.full((N, 1), 3), "token 0, head 0: key block 3 is not in 0..2; -1 means none"),
         (np.full((N, 2, 1), -2), "key block -2 is not in 0..2"),
         (np.zeros((7, 1), int), f"has 7 tokens; the sequence has {N}"),
         (np.zeros((N, 3, 1), int), "has 3 heads; the workload has 2 key/value heads; give 1 or 2"),

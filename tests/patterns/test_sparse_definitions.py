@@ -140,7 +140,7 @@ def test_given_indices_in_any_order_count_once_and_may_be_absent(tmp_path: Path)
 @pytest.mark.parametrize(
     ("indices", "message"),
     [
-        ([[0], [1], [2], [6], [4], [5]], "head 0, row 3: key block 6 is not in 0..5; -1 stands for none"),
+        ([[0], [1], [2], [6], [4], [5]], "head 0, row 3: key block 6 is not in 0..5; -1 means none"),
         ([[0], [1], [-2], [3], [4], [5]], "head 0, row 2: key block -2 is not in 0..5"),
         ([[0], [1]], "has 2 query blocks; the workload needs 6 blocks of 8"),
         ([[[0]] * 6] * 3, "has 3 heads; the workload has 2 key/value heads; give 1 or 2"),

@@ -60,7 +60,7 @@ def test_what_is_expected_stands_against_the_budget(make_row):
     seconds = expected_seconds(cases, CPU, 2)
     # Dense attention over 32K tokens takes longer than what surrounds it, and half as long on twice the cores.
     assert seconds > 20
-    assert expected_seconds(cases, CPU, 4) - 8 == pytest.approx((seconds - 8) / 2)
+    assert expected_seconds(cases, CPU, 4) - 6 == pytest.approx((seconds - 6) / 2)
     assert expected_time(cases, CPU, 2, None).endswith("no limit")
     assert "at most" in expected_time(cases, CPU, 2, 2 * seconds)
     assert "the cases that it skips are listed at the end" in expected_time(cases, CPU, 2, seconds / 2)

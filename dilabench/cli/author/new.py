@@ -94,7 +94,7 @@ def _package_name(name: str, kind: Kind) -> str:
             f"{kind} {name!r} is already registered by plug-in {registry.origin(name)!r}; choose another name"
         )
     if name in RESERVED:
-        raise ConfigError(f"{name!r} stands for several names on the command line; choose another name")
+        raise ConfigError(f"{name!r} means several names on the command line; choose another name")
     return package
 
 

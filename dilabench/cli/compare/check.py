@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dilabench.store.lookup import Store
 
 DEFAULT_BUDGET = "5m"
-# Of a baseline that updates itself: enough for a gate, and young enough to follow the machine.
+# Most sessions of a baseline with --update: enough for a gate, and recent enough to follow the machine.
 MOST_SESSIONS = 10
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LEGEND = (
     "baseline, candidate: the median of all samples; ratio: the candidate's time over the baseline's, from the lower "
-    "samples of each turn, and its interval (CI); MDE: the smallest slow-down that would "
+    "samples of each slot, and its interval (CI); MDE: the smallest slow-down that would "
     "have been found four times in five; A12: how often a call of the candidate takes longer than one of the baseline, "
     "0.50 where neither does"
 )

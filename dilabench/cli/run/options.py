@@ -81,7 +81,7 @@ Budget = Annotated[
         "--budget",
         metavar="TIME",
         help="Time the run may take: 60s, 5m, none (default: the suite's own). The first row of each length may "
-        "exceed it by as much again.",
+        "together exceed it by the same time.",
     ),
 ]
 AllowIncomplete = Annotated[

@@ -186,8 +186,8 @@ def show_predictions(planned: Sequence[PlannedCase], planner: Planner, as_json: 
     there = "unknown" if capacity is None else format_bytes(capacity)
     fits = f"each fits into {there}" if "fits" in dull else f"this machine has {there}"
     say_folded(
-        f"Predicted, not measured; nothing was run. Memory is what tracing the code shows: {fits}. Time is that of one "
-        f"call of each case at an assumed {assumed} GFLOP/s, {duration} in all; a run verifies each and calls "
+        f"Predicted, not measured; nothing was run. Memory is what tracing the code shows: {fits}. Time: one call of "
+        f"each case at an assumed {assumed} GFLOP/s, {duration} in all; a run verifies each and calls "
         "it often."
     )
     say("* chosen by auto")

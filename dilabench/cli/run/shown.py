@@ -114,6 +114,6 @@ def together(folders: Sequence[str]) -> str:
     """The commands that read several sessions of one request."""
     runs = " ".join(folders)
     return (
-        f"{len(folders)} sessions. What they say together: `dilabench compare {runs} --by implementation`; "
+        f"{len(folders)} sessions. To evaluate them together: `dilabench compare {runs} --by implementation`; "
         f"as a baseline for `check`: `dilabench baseline save NAME {runs}`"
     )

@@ -1,4 +1,4 @@
-"""What carries the messages of a process group: the GPUs' copy engines where all ranks reach each other, else NCCL.
+"""The transport of a process group's messages: the GPUs' copy engines if all ranks reach each other, else NCCL.
 
 The benchmark's ranks and a program's (`sequence_shards`) are served by this one function, so that a measured time is
 one that a program gets.
@@ -26,7 +26,7 @@ TRIAL_TIMEOUT_S = 20.0
 
 
 class Transport(NamedTuple):
-    """What carries messages: as text, and the copy engines if it is these."""
+    """The transport as text, and the copy engines if it is these."""
 
     name: str
     copies: Copies | None = None

@@ -29,12 +29,12 @@ class Call(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device of the call."""
         ...
 
     @property
     def workload(self) -> Workload:
-        """What it computes."""
+        """The workload of the call."""
         ...
 
     @property

@@ -17,8 +17,8 @@ from dilabench.engine.worker.protocol import SecondSpec
 from dilabench.record import Verification
 from dilabench.workload.spec import Workload
 
-# Of oracles that are kept while other workloads are verified and timed, the bytes of their inputs. What they expect of
-# a complete sample takes some ten times as much.
+# Bytes of the inputs of oracles that are kept while other workloads are verified and timed. Their expected results of a
+# complete sample take about ten times as much.
 KEPT_BYTES = 2**26
 
 

@@ -28,7 +28,7 @@ CAUSE = CheckName.DEPENDENCY
 CORES_PER_WORKER = 4
 
 Outcome = Verification | Skipped | Failed
-"""What the checks found, or why they could not be made."""
+"""The result of the checks, or why they could not be made."""
 Result = Literal["right", "wrong", "failed", "skipped"]
 
 

@@ -78,7 +78,7 @@ class Gathered(SelectedAttention):
             slopes = gradients @ values.mT
             slopes.sub_((gradients * outs).sum(-1, keepdim=True)).mul_(shares).mul_(self.scale)
             dq[:, piece.rows] = (slopes @ keys).flatten(2, 3).to(dq.dtype)
-            # Those that are not seen go to a last row, which is dropped: they would spread a NaN of dout.
+            # Hidden keys are added to a last row, which is dropped: they would spread a NaN of dout.
             place = piece.place.where(piece.seen, len(dk) - 1).flatten()
             dk.index_add_(0, place, (slopes.mT @ queries).flatten(0, 3))
             dv.index_add_(0, place, (shares.mT @ gradients).flatten(0, 3))

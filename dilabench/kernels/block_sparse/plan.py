@@ -261,8 +261,8 @@ class BlockPlan(ListedPlan):
     def __post_init__(self) -> None:
         if self.key_rows is not None and (self.causal or self.window != (-1, -1)):
             raise ValueError(
-                f"causal={self.causal} and window {self.window} measure distances between rows, which keys of their "
-                "own rows do not have: leave them out, or leave key_rows out"
+                f"causal={self.causal} and window {self.window} measure distances between rows, which separate key "
+                "rows do not have: omit them, or omit key_rows"
             )
 
     @property

@@ -80,7 +80,7 @@ class ListRequest:
 
 
 class DocumentLists(NamedTuple):
-    """What a launch over documents is given.
+    """The lists for a launch over documents.
 
     visits: int32 [n, 2], of each program its super-segment and its item among those of the super-segment's variant.
     spans: int32 [n, `SPAN_COLUMNS`], of each super-segment its first token, tokens, variant of lists, and first row

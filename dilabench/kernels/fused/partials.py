@@ -44,7 +44,7 @@ class Partials(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialPlaces:
-    """Where the rows of groups of a single branch are in `Partials`: n rows (`BranchGroup.stored_rows`) of each head in
+    """The places of rows of groups of a single branch in `Partials`: n rows (`BranchGroup.stored_rows`) of each head in
     out [B, n, H, D] and lse [B, H, n].
 
     shape: of all rows, [B, N, H, D]. outs, lses: where groups begin, and the end. table: int32, of each group the units
@@ -96,7 +96,7 @@ class PartialPlaces:
 
     def merge(self, tensors: dict[str, Tensor]) -> Launch:
         """The launch that merges outs and lses to out [B, N, H, D] and lse [B, H, N]: 0 and -inf in rows that no branch
-        covers. Of documents, spans [groups, n, columns] say where rows of each group are (`packing.DocumentLists`).
+        covers. For documents, spans [groups, n, columns] say where rows of each group are (`packing.DocumentLists`).
         """
         batch, length, heads, dim = self.shape
         columns = triton.next_power_of_2(dim)

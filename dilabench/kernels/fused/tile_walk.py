@@ -40,8 +40,8 @@ def split_block(block, n_supers, n_heads):
 
 @triton.jit
 def find_work(visits_ptr, spans_ptr, n_items, n_blocks, item_major, n_supers, full_supers, n_heads):
-    """(item, super-segment, head, batch element, variant of lists, items of a variant) of this program. Of documents
-    a visit names the first two (`packing`).
+    """(item, super-segment, head, batch element, variant of lists, items of a variant) of this program. For documents a
+    visit names the first two (`packing`).
     """
     item, block = split_program(n_items, n_blocks, item_major)
     super_index, head, batch = split_block(block, n_supers, n_heads)
@@ -136,7 +136,7 @@ def stats_row(super_index, spans_ptr, stats_rows):
 def box_place(
     residue, row, first_place, whole_rows, left_over, R, ROWS: tl.constexpr, CUT: tl.constexpr, SHIFTED: tl.constexpr
 ):
-    """Where a tile of ROWS rows of a class stands in the box of `row_layout.residue_rows`: (place among the tokens of a
+    """The place of a tile of ROWS rows of a class in the box of `row_layout.residue_rows`: (place among the tokens of a
     row, row). CUT: ``left_over`` tokens may stand behind the whole rows. SHIFTED: classes count from ``first_place``.
     """
     if SHIFTED:

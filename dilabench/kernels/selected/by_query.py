@@ -245,7 +245,7 @@ def _gradient_kernel(
         ds = (p * (dp - delta[:, None])).to(k.dtype)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
         if parts_ptr is not None:
-            # Of single tokens: what this one adds to dK / scale and dV of each key, for `by_token` to sum.
+            # For single tokens: the addends of this token to dK / scale and dV of each key, which `by_token` sums.
             slot = step * BLOCK_N + tl.arange(0, BLOCK_N)
             at = ((kv_head * rows + tile).to(tl.int64) * SLOTS + slot) * PARTS + part
             at = parts_ptr + at[:, None] * (2 * HEAD_DIM) + column[None, :]
@@ -299,5 +299,5 @@ def _launch(
     own = {"QUERIES": shape.queries, "HEADS": shape.heads, "PARTS": shape.parts, "BLOCK_N": tiles.block_n}
     tensors = tensors | lists.tensors | selection.tensors
     arguments = given | selection.arguments | own
-    name = ("by query", selection.first_row, lists.counts.shape)
+    name = ("by query", selection.first_row, len(selection.indices), shape)
     launch(kernel, lists.counts.numel() * shape.parts, tensors, arguments, tiles, cache, name)

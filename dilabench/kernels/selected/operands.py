@@ -30,8 +30,8 @@ def in_rows(x: Tensor) -> Tensor:
 
 
 def operand_arguments(operands: Mapping[str, Tensor], scale: float) -> dict[str, Any]:
-    """What every kernel takes besides a selection; ``operands``: q, k, v and, of a backward pass, dout, each [T, H, D]
-    of `in_rows`.
+    """The arguments of every kernel besides a selection; ``operands``: q, k, v and, of a backward pass, dout, each [T,
+    H, D] of `in_rows`.
     """
     q, k = operands["q"], operands["k"]
     unit = stride_unit(*operands.values())
@@ -71,7 +71,7 @@ def launch(
 ) -> None:
     """Launch a kernel, which has a name in its cache, on ``tensors``: x is x_ptr, None without an x.
 
-    It is given those of the ``arguments`` that it takes, and the warps and stages of ``tiles``.
+    It gets the ``arguments`` that it takes, and the warps and stages of ``tiles``.
     """
 
     def prepare() -> list[Launch]:

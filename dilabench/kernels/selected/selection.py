@@ -1,9 +1,9 @@
 # Triton types kernel arguments itself and reads annotations as its own.
 # mypy: disable-error-code="no-untyped-def"
-"""What each query token selects, and the device functions that turn a token or a block into rows.
+"""The selection of each query token, and the device functions that map a token or a block to rows.
 
 Batch items and packed documents are sequences that follow each other in T rows. Blocks are numbered over all
-sequences: those of sequence 0, then those of sequence 1. Batch items have one length, so that arithmetic finds a row's
+sequences, in their order. Batch items have one length, so that arithmetic finds a row's
 sequence; of documents two tables have it.
 """
 
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# What changes with a sequence or a selection compiles nothing.
+# Values that change with a sequence or a selection cause no compilation.
 PER_SELECTION = ("rows", "first_row", "length", "blocks_each", "n_blocks", "n_kv_heads")
 
 
@@ -42,14 +42,14 @@ class TokenSelection:
 
     @classmethod
     def of_batch(cls, indices: Tensor, block: int, causal: bool) -> TokenSelection:
-        """Of ``indices`` int32 [B, N, K, S]."""
+        """The selection of ``indices`` int32 [B, N, K, S]."""
         batch, length = indices.shape[:2]
         return cls(indices.flatten(0, 1).contiguous(), block, length, causal, batch * -(-length // block))
 
     @classmethod
     def of_documents(cls, indices: Tensor, block: int, causal: bool, cu_seqlens: Tensor) -> TokenSelection:
-        """Of ``indices`` int32 [T, K, S] and ``cu_seqlens`` int [documents + 1] on their device, from 0 to T; the host
-        waits for nothing.
+        """The selection of ``indices`` int32 [T, K, S] and ``cu_seqlens`` int [documents + 1] on their device, from 0
+        to T; the host waits for nothing.
         """
         rows, documents = len(indices), len(cu_seqlens) - 1
         bounds = cu_seqlens.long()
@@ -79,7 +79,7 @@ class TokenSelection:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What every kernel over a selection takes."""
+        """The arguments of every kernel over a selection."""
         rows, kv_heads, slots = self.indices.shape
         return {
             "rows": rows,

@@ -330,7 +330,7 @@ def holm(p_values: ArrayLike) -> NDArray[np.float64]:
     """Holm's step-down adjusted p-values, in the given order. Raises ConfigError for a p outside [0, 1]."""
     p = np.asarray(p_values, np.float64)
     if not np.all((p >= 0) & (p <= 1)):
-        raise ConfigError(f"p-values must lie in [0, 1], got {p[~((p >= 0) & (p <= 1))][0]}; pass raw p-values")
+        raise ConfigError(f"p-values must be in [0, 1], got {p[~((p >= 0) & (p <= 1))][0]}; pass raw p-values")
     order, m = np.argsort(p, kind="stable"), len(p)
     adjusted = np.empty(m)
     adjusted[order] = np.minimum(1.0, np.maximum.accumulate(p[order] * (m - np.arange(m))))
@@ -391,7 +391,9 @@ class DetectionRate:
 def binomial_interval(hits: int, trials: int, confidence: float = 0.95) -> Interval:
     """Exact interval of a proportion (Clopper and Pearson, 1934). Raises ConfigError unless 0 <= hits <= trials."""
     if not 0 <= hits <= trials or trials == 0:
-        raise ConfigError(f"{hits} hits of {trials} trials; hits must lie between 0 and the trials, which must exist")
+        raise ConfigError(
+            f"{hits} hits of {trials} trials; hits must be between 0 and the number of trials, which must be positive"
+        )
     tail = (1 - confidence) / 2
     low = float(betaincinv(hits, trials - hits + 1, tail)) if hits > 0 else 0.0
     high = float(betaincinv(hits + 1, trials - hits, 1 - tail)) if hits < trials else 1.0

@@ -6,11 +6,11 @@ In session k and round r both sides run one slot in random order. With L the slo
     SE^2 = s^2(D) / K                  for K >= 3 sessions, with K - 1 degrees of freedom
     SE^2 = s^2(y) / R + sigma_AA^2     for K < 3, with s^2(y) pooled within sessions over R rounds
 
-Drift, clocks and load that last longer than a round hit both sides alike and cancel in y. What is left of
-autocorrelation between rounds makes R smaller (`_effective_rounds`). With few sessions the fastest sample of a slot is
-the sharpest location, with three or more the lower quartile is.
+Drift, clocks and load that last longer than a round hit both sides alike and cancel in y. Remaining autocorrelation
+between rounds makes R smaller (`_effective_rounds`). With few sessions the fastest sample of a slot is the sharpest
+location, with three or more the lower quartile is.
 
-The error for K < 3 is that of a mean: on normal noise and without a noise floor its nominal 95 % cover 91 %, which
+The error for K < 3 is the error of a mean: on normal noise and without a noise floor its nominal 95 % cover 91 %, which
 the margin makes up for. For K >= 3 the intervals cover what they say.
 """
 

@@ -149,7 +149,7 @@ def _speedup_text(row: Row, single: Row) -> str:
 
 def _speedup_plot(workload: str, several: Sequence[_Scaling]) -> CurvePlot:
     most = max(ranks for scaling in several for ranks in scaling.by_ranks)
-    ideal = Curve(label="as many times one device", points=(Point(1, 1), Point(most, most)))
+    ideal = Curve(label="ideal: P times one device", points=(Point(1, 1), Point(most, most)))
     curves = _curves(
         several, lambda row, single: speedup(measured_view(single).median_ns, measured_view(row).median_ns)
     )

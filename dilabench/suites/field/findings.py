@@ -18,7 +18,7 @@ TITLE = "The field"
 COLUMNS = ("workload", "peer", "ranks", "median", "fastest of ours", "median of ours", "theirs / ours")
 MEANING = (
     "Public projects' own code on the workloads that it computes, verified and timed in the same rounds as dilabench. "
-    "theirs / ours above 1 means that dilabench is faster; its 95 % interval is that over common rounds."
+    "theirs / ours above 1 means that dilabench is faster; the 95 % interval is over common rounds."
 )
 NONE = "No public project was measured."
 ELSEWHERE = "Without a time"

@@ -80,7 +80,7 @@ def _over_ranks(
 
 
 def _library(catalogue: Catalogue, workload: WorkloadRequest) -> tuple[Implementation, ...]:
-    """What the library takes over ranks by itself."""
+    """The library's default choice over ranks."""
     return tuple(
         known
         for known in catalogue.implementations

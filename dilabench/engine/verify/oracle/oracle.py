@@ -212,15 +212,16 @@ class Oracle:
 
 
 def exact_rows(heads: tuple[Tensor, Tensor, Tensor], workload: Workload, rows: Tensor, dtype: torch.dtype) -> Rows:
-    """What out and lse are at `rows`, from q, k, v of [B, N, ·, D], and the natural sizes of results of `dtype`."""
+    """The out and lse at `rows`, from q, k, v of [B, N, ·, D], and the natural sizes of results of `dtype`."""
     return sized_rows(*heads, workload, rows, weight_ulps=eps(accumulation_dtype(dtype)) / eps(dtype))
 
 
 def expected_rows(
     exact: Rows, workload: Workload, dtype: torch.dtype, plain: tuple[Tensor, Tensor], alike: float = 0.0
 ) -> tuple[Expected, Expected]:
-    """What out and lse must be. plain: those of `attend_rows` in `plain_dtype(dtype)`. alike:
-    `rounding.alike_weights`."""
+    """The right out and lse. plain: the results of `attend_rows` in `plain_dtype(dtype)`. alike:
+    `rounding.alike_weights`.
+    """
     plain_out, plain_lse = plain
     lse_dtype = accumulation_dtype(dtype)
     lse = expect(exact.lse, exact.lse_size, plain_lse, workload, lse_dtype, LSE_FLOOR_ULPS)

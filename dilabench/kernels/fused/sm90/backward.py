@@ -60,9 +60,9 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 class _Form(NamedTuple):
-    """What is compiled in. HEAD: columns of the tiles, those beyond DIM are zeros; FIRST and REST: those that products
-    over columns take. HELD: what all steps multiply of keys and values is in registers; MORE: the last columns of dK
-    and dV, sums of their own (with HELD that is 5 % slower), behind SUMS.
+    """Compile-time constants. HEAD: columns of the tiles, zeros beyond DIM; FIRST and REST: those that products over
+    columns take. HELD: what all steps multiply of keys and values is in registers; MORE: the last columns of dK and dV,
+    sums of their own (with HELD that is 5 % slower), behind SUMS.
     """
 
     DIM: int
@@ -485,9 +485,9 @@ def _backward_kernel(
 
 
 def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int, config: TileConfig) -> dict[str, Any]:
-    """What a launch is given of tensors by their names: q, k, v and dout as `residue_view` or `residue_box` shows them,
-    with where tiles are found in those, stats, dk, dv, and sums [B, N', H', D], to which that many heads, the first
-    those of ``first_kv_head``, add their shares of dq / scale.
+    """The arguments of a launch for tensors, by their names: q, k, v and dout as `residue_view` or `residue_box` shows
+    them, with where tiles are found in those, stats, dk, dv, and sums [B, N', H', D], to which that many heads, the
+    first those of ``first_kv_head``, add their shares of dq / scale.
     """
     q, keys, sums, stats = (tensors[name] for name in ("q", "k", "sums", "stats"))
     dim, head, (first, rest) = q.shape[-1], padded_dim(q.shape[-1]), product_columns(q.shape[-1])

@@ -34,14 +34,14 @@ def add_shared_to_global(tensor_desc, coord, src, _semantic=None):
 
 @gluon.constexpr_function
 def share_columns(half, head, rest):
-    """Of K, those that a consumer multiplies with all of dS, unless HELD."""
+    """The columns of K that a consumer multiplies with all of dS, unless HELD."""
     return rest if half == 1 and rest else head // 2
 
 
 @gluon.jit
 def corner(batch, place, head, row, column, steps, form: gl.constexpr):
-    """Where a tile begins in what `residue_box` shows, or `residue_view` if no columns of zeros are needed: at D128
-    fewer numbers are 4 % faster. ``steps``: columns from a place and from a head to the next.
+    """The place of a tile in `residue_box`, or in `residue_view` if no columns of zeros are needed: at D128 fewer
+    numbers are 4 % faster. ``steps``: columns from a place and from a head to the next.
     """
     class_step, head_step = steps
     boxed = (batch, place, head, row, column)

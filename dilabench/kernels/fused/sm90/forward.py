@@ -50,9 +50,9 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 class _Form(NamedTuple):
-    """What is compiled in. HEAD: columns of DIM but for the last ones, TAIL, tiles of their own; ROWS: the queries of a
-    consumer, half of a tile; BATCHED: there are several batch elements; RANGES of rows that hide each key; TAKE_TURNS:
-    the consumers issue their products one after the other.
+    """Compile-time constants. HEAD: columns of DIM without the last ones, TAIL, which are separate tiles; ROWS: the
+    queries of a consumer, half of a tile; BATCHED: there are several batch elements; RANGES of rows that hide each key;
+    TAKE_TURNS: the consumers issue their products one after the other.
     """
 
     DIM: int

@@ -46,8 +46,8 @@ _TILE_BITS = gl.constexpr(TILE_BITS)
 
 
 class _Form(NamedTuple):
-    """What is compiled in. HEAD: columns of the tiles, those beyond DIM are zeros; REST: the last of those that q.k is
-    multiplied over, in a product of their own. Sums of values apart would be 2 % slower.
+    """Compile-time constants. HEAD: columns of the tiles, zeros beyond DIM; REST: the last columns of q.k, in a
+    separate product. Separate sums of values would be 2 % slower.
     """
 
     DIM: int
