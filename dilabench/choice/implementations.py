@@ -39,8 +39,8 @@ def _too_long_to_count(workload: Workload) -> str | None:
         return f"the blocks of {workload.seq_len} positions are too many to count; it takes at most {LONGEST_COUNTED}"
     if workload.pattern.differs_by_token and workload.seq_len > LONGEST_BY_TOKEN:
         return (
-            f"the keys of {workload.seq_len} tokens, each with its own, are too many to keep as blocks; it takes at most "
-            f"{LONGEST_BY_TOKEN}"
+            f"the keys of {workload.seq_len} tokens, each with its own, are too many to keep as blocks; it takes at "
+            f"most {LONGEST_BY_TOKEN}"
         )
     return None
 
