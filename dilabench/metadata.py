@@ -193,6 +193,11 @@ OWN_TILES = NoteKind(
     "the backend has no kernel for packed sequences, which dilabench's own tiles computed in its place",
     kernels=(r"_(block_query|block_key|forward)_kernel",),
 )
+FUSED_BRANCHES = NoteKind(
+    "fused_branches",
+    "over ranks, branches whose segments lie on a rank are computed by fused in the backend's place",
+    kernels=(r"_(query|key|narrow|backward|forward)_kernel",),
+)
 UNTUNED_DEVICE = NoteKind("untuned_device", "no kernel of dilabench is tuned for this device")
 MEMORY_LIMIT = NoteKind("memory_limit", "what the process of an isolated case was allowed", "bytes")
 STREAMED = NoteKind("streamed", "old records: pieces, each a separate sequence; a sample is one piece")

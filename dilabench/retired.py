@@ -29,7 +29,6 @@ NO_NEIGHBORHOOD = "the peer that it was for, NATTEN, never ran here"
 ONE_FLEX = "`flex` computes every pattern"
 PYTEST_BENCHMARK = "pytest-benchmark, or `dilabench compare` on two runs"
 A_CALL = "one call of your configuration, or `dilabench verify -i fused --head-dim 96`, which makes one"
-PER_TOKEN = "selects per query token, where the workload selects per block of queries"
 NPROC = "`run billion --nproc N` for ranks, or `run billion` for every GPU or one device"
 
 RETIRED = (
@@ -53,8 +52,6 @@ RETIRED = (
     Retired("reporter", "flashinfer-bench", "its datasets never ran in FlashInfer-Bench here", "csv, parquet or json"),
     Retired("pytest fixture", "dilabench_benchmark", "it timed as pytest-benchmark does", PYTEST_BENCHMARK),
     Retired("pytest option", "--dilabench-json", "pytest-benchmark could not compare its files", PYTEST_BENCHMARK),
-    Retired("workload", "moba_64k", f"MoBA {PER_TOKEN}", "blockwise_moba_64k, the same workload"),
-    Retired("workload", "nsa_64k", f"NSA {PER_TOKEN}", "blockwise_nsa_64k, the same workload"),
     Retired("command", "leaderboard", "`report` of several runs shows the same", "`dilabench report RUN...`"),
     Retired("option", "run --form", "the pieces of a stream were separate sequences, never one", NPROC),
     Retired(

@@ -22,6 +22,7 @@ from dilabench.attention import operands
 from dilabench.attention.dilated import dilated_attention
 from dilabench.attention.selected import compressed_attention, selected_attention, selected_by_compression
 from dilabench.impls.selected.selecting import Compression
+from dilabench.impls.summed import block_means
 from dilabench.patterns.token_selectors import TOKEN_SELECTORS
 
 __all__ = ["BlockCompression", "NativeSparseAttention", "native_sparse_attention"]
@@ -74,13 +75,14 @@ def native_sparse_attention(
         raise ValueError(f"gates {tuple(gates.shape)} must be {(*query.shape[:3], BRANCHES)}: one for each branch")
     if window < 1:
         raise ValueError(f"window {window} must be at least 1, the token itself")
-    compression = Compression(compression_length, compression_stride)
+    spans = compression_length, compression_stride
+    compression = Compression(*spans)
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    keys = block_means(key, compression) if compressed_key is None else compressed_key
-    values = block_means(value, compression) if compressed_value is None else compressed_value
+    keys = block_means(key, *spans) if compressed_key is None else compressed_key
+    values = block_means(value, *spans) if compressed_value is None else compressed_value
     compressed, _ = compressed_attention(query, keys, values, compression, factor)
     if indices is None:
-        spans, blocks = (compression_length, compression_stride), (block_size, top_k, _BLOCKS.initial, _BLOCKS.local)
+        blocks = block_size, top_k, _BLOCKS.initial, _BLOCKS.local
         indices = selected_by_compression(query, keys, spans, factor, blocks)
     unbounded = {"window": (-1, -1), "sink": None, "cu_seqlens": None}
     selected, _ = selected_attention(query, key, value, indices, block_size, causal=True, scale=factor, **unbounded)  # type: ignore[arg-type]
@@ -97,13 +99,6 @@ def native_sparse_attention(
     parts = zip((compressed, selected, near), gates.unbind(-1), strict=True)
     first, *others = (part * gate[..., None] for part, gate in parts)
     return sum(others, start=first)
-
-
-def block_means(x: Tensor, compression: Compression) -> Tensor:
-    """[B, C, K, D]: the means of compressed blocks of x [B, N, K, D]; differentiable."""
-    if not compression.count(x.shape[1]):
-        return x[:, :0]
-    return x.unfold(1, compression.length, compression.stride).mean(-1)
 
 
 class BlockCompression(nn.Module):

@@ -300,8 +300,7 @@ def _function(
     for name in names:
         way = Way(name, None, workload, size)
         reasons = ways.reasons_against(way, machine)
-        # Algorithms without a backend compute whole segments on each rank, which these shards are not.
-        if not over_ranks.get(name).uses_backend:
+        if over_ranks.get(name).chooses or (backend != AUTO and not over_ranks.get(name).uses_backend):
             reasons = ("it calls no backend",)
         if not reasons and algorithm == AUTO and _in_another_order(way, shards, ways):
             reasons = (f"it takes tokens in another order than {shards.order}{_hint(shards)}",)
@@ -309,11 +308,13 @@ def _function(
             against.append(f"{name}: {', '.join(reasons)}")
         else:
             usable.append(way)
+    if algorithm == AUTO:
+        usable = [way for way in usable if not ways.reasons_unasked(way, machine)] or usable
     # A prediction counts the pairs of every rank, which of a new packing takes longer than a call.
     if len(usable) > 1:
         usable = [way for way, _ in fastest_expected(usable, machine.device, ways)]
     for way in usable:
-        loaded = backend_of(backend, way, device)
+        loaded = backend_of(backend, way, device) if over_ranks.get(way.implementation).uses_backend else None
         context = BuildContext(device=device, backend=loaded, world=shards._world_on(device))
         built = load_target(over_ranks.get(way.implementation).target)(workload, context)
         if isinstance(built, ShardedAttention) and built.shards == shards.shards:

@@ -18,7 +18,7 @@ BLOCK_SPARSE = frozenset({"block_sparse"})
 # Masks of whole blocks, and masks that also have bounds of columns.
 SELECTED = frozenset({"topk_blocks"})
 PER_TOKEN = frozenset({"selected_blocks"})
-SUMS = frozenset({"native_sparse"})
+SUMS = frozenset({"native_sparse", "blockwise_native_sparse"})
 COLUMNS = frozenset({"window_sink", "column_bounds"})
 BLOCKS = BLOCK_SPARSE | SELECTED
 SPARSE = BLOCKS | COLUMNS
@@ -83,7 +83,7 @@ def _too_wide_in_float32(workload: Workload) -> str | None:
     return f"a head dim of {workload.head_dim} in float32 does not fit into registers" if wide else None
 
 
-def _better_branch_by_branch(workload: Workload) -> str | None:
+def better_branch_by_branch(workload: Workload) -> str | None:
     """Return why a dense kernel, branch by branch, is known to be faster than `fused`, or None.
 
     The kernels of `fused` compute a pair once that several branches share. If no pairs are shared, the rate of its
@@ -256,7 +256,7 @@ IMPLEMENTATIONS = (
         supports=FUSED,
         requires=("cuda>=sm80", "triton>=3.6"),
         priority=20,
-        preferred_for=replace(FUSED, check=_better_branch_by_branch),
+        preferred_for=replace(FUSED, check=better_branch_by_branch),
         tried_for=replace(FUSED, check=_too_wide_in_float32),
         quirks=(ADDED_QUERIES,),
         tiles="dilabench.kernels.tuning:candidates",
@@ -391,8 +391,8 @@ IMPLEMENTATIONS = (
     ),
     Implementation(
         "native-sparse",
-        "means, blocks selected per block of queries and a window through the block-sparse kernels, summed with gates",
-        "dilabench.impls.block_sparse.native_sparse:build",
+        "means, selected blocks and a window, each by kernels with its own softmax, summed with gates (NSA)",
+        "dilabench.impls.native_sparse:build",
         supports=Capabilities(
             patterns=SUMS,
             on_cuda=Capabilities(patterns=SUMS, dtypes=HALF | {"float32"}, max_head_dim=256, check=no_block_tiles),

@@ -10,6 +10,7 @@ from dilabench.choice.implementations import (
     DILATED,
     FUSED,
     HALF,
+    better_branch_by_branch,
     no_block_tiles,
 )
 from dilabench.workload.spec import Workload
@@ -54,6 +55,10 @@ BLOCKS_OVER_RANKS = Capabilities(
     ),
 )
 
+FUSED_BESIDE_MESSAGES = replace(
+    FUSED, layouts=frozenset({"padded"}), merge_grads=frozenset({"exact"}), max_world_size=None, zero_keys=False
+)
+
 RINGS = (
     Implementation(
         "ring",
@@ -87,17 +92,22 @@ RINGS = (
         preferred_for=Capabilities(max_world_size=None, zero_keys=True),
     ),
     Implementation(
+        "fused-allgather",
+        "the same exchange, with branches whose segments lie on a rank in one launch of fused",
+        "dilabench.impls.ring.allgather:build_fused",
+        supports=FUSED_BESIDE_MESSAGES,
+        requires=("cuda>=sm80", "triton>=3.6"),
+        uses_backend=True,
+        quirks=(ADDED_QUERIES,),
+        priority=65,
+        sharding="dilabench.distributed.shardings:RING_ALLGATHER",
+        preferred_for=replace(FUSED_BESIDE_MESSAGES, check=better_branch_by_branch),
+    ),
+    Implementation(
         "fused-sharded",
         "whole segments on every rank, fused on each: no messages",
         "dilabench.impls.ring.fused_sharded:build",
-        supports=replace(
-            FUSED,
-            layouts=frozenset({"padded"}),
-            merge_grads=frozenset({"exact"}),
-            max_world_size=None,
-            parts_apart=True,
-            zero_keys=False,
-        ),
+        supports=replace(FUSED_BESIDE_MESSAGES, parts_apart=True),
         requires=("cuda>=sm80", "triton>=3.6"),
         quirks=(ADDED_QUERIES,),
         priority=70,

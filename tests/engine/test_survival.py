@@ -124,8 +124,8 @@ class Counting(Silent):
     def __init__(self):
         self.measured, self.totals = [], []
 
-    def run_started(self, total):
-        self.totals.append(total)
+    def run_started(self, expected_s):
+        self.totals.append(len(expected_s))
 
     def row_done(self, row):
         self.measured.append(row.case.workload.seq_len)

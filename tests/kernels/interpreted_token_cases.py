@@ -31,7 +31,7 @@ from dilabench.workload.spec import Workload
 class Case:
     """Tensors of ``lengths`` (one number: of each of ``batch`` items) and how they are computed.
 
-    ``rows``, ``keys``: of every tile. ``tuned``: constants of `tiles` instead of its own. ``mass``: the logarithm of a
+    ``rows``, ``keys``: of every tile. ``tuned``: constants that replace those in `tiles`. ``mass``: the logarithm of a
     mass that the softmax has besides, None for none. ``packed``: q, k, v are views of one tensor.
     """
 

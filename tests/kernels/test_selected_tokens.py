@@ -66,8 +66,8 @@ def quick(interpreted: Callable[..., Errors]) -> Errors:
 @pytest.fixture(scope="module")
 def found(interpreted: Callable[..., Errors]) -> Errors:
     names, errors = (*MORE, *HALF, *WORKLOADS), {}
-    for first in range(0, len(names), 9):
-        some = names[first : first + 9]
+    for first in range(0, len(names), 6):
+        some = names[first : first + 6]
         errors |= interpreted("kernels/interpreted_token_cases.py", "-W", "ignore::RuntimeWarning", arguments=some)
     return errors
 
@@ -146,21 +146,27 @@ def test_without_indices_nothing_is_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "rows", "shape"),
+    ("group", "slots", "rows", "shape"),
     [
-        (16, 16, (1, 16, 1)),
-        (4, 16, (4, 4, 1)),
-        (1, 16, (16, 1, 1)),
-        (6, 16, (2, 8, 1)),
-        (128, 16, (1, 64, 2)),
-        (16, 64, (4, 16, 1)),
+        (16, 16, 16, (1, 16, 1)),
+        (4, 16, 16, (4, 4, 1)),
+        (1, 16, 16, (16, 1, 1)),
+        (6, 16, 16, (2, 8, 1)),
+        (128, 16, 16, (1, 64, 2)),
+        (16, 16, 64, (4, 16, 1)),
+        (1, 100, 16, (8, 2, 1)),
+        (4, 2048, 16, (1, 16, 1)),
     ],
 )
-def test_rows_of_a_tile_cover_a_group(group: int, rows: int, shape: tuple[int, int, int]) -> None:
-    found = tiles.query_rows(group, TileConfig(rows, 64, 4, 2))
+def test_rows_of_a_tile_cover_a_group(group: int, slots: int, rows: int, shape: tuple[int, int, int]) -> None:
+    found = tiles.query_rows(group, slots, TileConfig(rows, 64, 4, 2))
     assert found == shape
     assert found.heads * found.parts >= group
     assert found.queries * found.heads >= 16
+
+
+def test_tiles_of_one_token_are_padded() -> None:
+    assert tiles.query_rows(4, 16, TileConfig(16, 64, 4, 2), most_queries=1) == (1, 16, 1)
 
 
 @pytest.mark.parametrize("dim", [16, 64, 128, 256])

@@ -1,7 +1,5 @@
 """Quantiles, intervals of the median, spread, autocorrelation, the stop rule."""
 
-from time import process_time
-
 import numpy as np
 import pytest
 import scipy.stats
@@ -136,9 +134,7 @@ def test_autocorrelation_is_the_same_by_products_and_by_fourier_transform(monkey
     assert autocorrelation(series, 199) == pytest.approx(by_products, abs=1e-12)
 
 
-def test_a_quarter_of_a_million_slots_take_no_minutes():
-    """Of that many, the products of all lags are 3 x 10^10: ten seconds and more on any machine."""
-    series = ar1(0.5, 2**18, 2)
-    begin = process_time()
-    assert effective_size(series) == pytest.approx(2**18 / 3, rel=0.1)
-    assert process_time() - begin < 3
+def test_a_long_series_is_not_correlated_by_products(monkeypatch):
+    """The products of all lags of 2^18 values are 3 x 10^10."""
+    monkeypatch.setattr(np, "correlate", None)
+    assert effective_size(ar1(0.5, 2**18, 2)) == pytest.approx(2**18 / 3, rel=0.1)

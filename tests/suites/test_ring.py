@@ -14,7 +14,7 @@ ONE_GPU = Machine(device="cuda", gpus=(GpuInfo(name="a", compute_capability="9.0
 
 DENSE = ("zigzag-ring", "zigzag-allgather", "ring-overlap", "ring", "ulysses")
 LIBRARY = "library-over-ranks"
-DILATED = ("ring-allgather", "zigzag-ring", "ring-overlap", "ring", "ulysses")
+DILATED = ("fused-allgather", "ring-allgather", "zigzag-ring", "ring-overlap", "ring", "ulysses")
 
 
 @pytest.fixture(scope="module")

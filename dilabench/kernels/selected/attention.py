@@ -32,7 +32,7 @@ from dilabench.kernels.selected.lists import (
 )
 from dilabench.kernels.selected.operands import in_rows, operand_arguments
 from dilabench.kernels.selected.selection import TokenSelection
-from dilabench.kernels.selected.tiles import Form, Kernel, query_rows, select_form, tiles_of, token_rows
+from dilabench.kernels.selected.tiles import Form, Kernel, query_rows, select_form, tiles_of
 from dilabench.kernels.tuning import TileConfig
 
 LARGEST_BLOCK = 4096
@@ -58,7 +58,7 @@ def selected_forward(
     q [B, N, H, D]; k, v [B, N, K, D] with H a multiple of K; ``indices`` int32 [B, N, K, S]: blocks of ``block`` keys
     in any order, of which one outside of the sequence stands for none and a repeated one counts once. ``cu_seqlens``
     int [documents + 1] on the device, from 0 to T: q [T, H, D], k, v [T, K, D], indices [T, K, S] count from the first
-    block of each document, and results are [T, H, D] and [H, T]. ``form``, ``tiles``: instead of those of `tiles`.
+    block of each document, and results are [T, H, D] and [H, T]. ``form``, ``tiles``: override `tiles`.
     ``kept``: lists that an earlier pass over these indices left there, or that this one leaves.
 
     Raises ValueError on shapes, dtypes, blocks and scales that the kernels do not take.
@@ -77,13 +77,13 @@ def selected_forward(
     results = operands | {"out": out.view(rows, heads, dim), "lse": lse}
     if problem.form("forward", q) == "query":
         config = problem.tiles("query_forward", q)
-        shape = query_rows(given["GROUP"], config)
+        shape = query_rows(given["GROUP"], indices.shape[-1], config)
         listed = lists.by_query(lists.selection, shape.queries)
         query_form_forward(results, given, lists.selection, listed, shape, config, cache)
         return out, lse
     config = problem.tiles("gathered_forward", q)
     entries = _entries(block, given["GROUP"], config)
-    for part in _parts(lists.selection, heads * (dim * q.element_size() + 4)):
+    for part in _parts(lists.selection, _partial_bytes(operands["q"])):
         own = results | _partials(operands["q"], part, with_lse=True)
         gathered_form(own, given, part, lists.by_key(part), lists.shares(part, entries), config, cache)
     return out, lse
@@ -118,12 +118,12 @@ def selected_backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     operands = {name: in_rows(x) for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items()}
     rows, heads, dim = operands["q"].shape
-    cache = problem.cache("backward", operands)
-    given = cache.once("operands", lambda: operand_arguments(operands, scale))
-    lists = _Lists(problem.selection(indices, cu_seqlens, kept), kept, cache)
-    # Rows of a token follow each other: those of a group are read together.
+    # The rows of a token are adjacent, so that the rows of a group are read together.
     in_order = lse.transpose(-1, -2).reshape(1, 1, -1)
     flat, flat_dout = (x.reshape(1, rows * heads, 1, dim) for x in (out, dout))
+    cache = problem.cache("backward", operands | {"out": flat, "flat dout": flat_dout, "lse": in_order})
+    given = cache.once("operands", lambda: operand_arguments(operands, scale))
+    lists = _Lists(problem.selection(indices, cu_seqlens, kept), kept, cache)
     stats = bwd_preprocess(flat, flat_dout, in_order, StatsLayout.of(rows * heads), cache, "row sums")
     tensors = operands | {"stats": stats, "dq": dq.view(rows, heads, dim)}
     if block == 1:
@@ -131,13 +131,13 @@ def selected_backward(
         return dq, dk, dv
     if problem.form("gradient", q) == "query":
         config = problem.tiles("query_gradient", q)
-        shape = query_rows(given["GROUP"], config)
+        shape = query_rows(given["GROUP"], indices.shape[-1], config)
         listed = lists.by_query(lists.selection, shape.queries)
         query_form_gradient(tensors, given, lists.selection, listed, shape, config, cache)
     else:
         config = problem.tiles("gathered_gradient", q)
         entries = _entries(block, given["GROUP"], config)
-        for part in _parts(lists.selection, heads * dim * q.element_size()):
+        for part in _parts(lists.selection, _partial_bytes(operands["q"])):
             own = tensors | _partials(operands["q"], part, with_lse=False)
             gathered_form(own, given, part, lists.by_key(part), lists.shares(part, entries), config, cache)
     tensors |= {"dk": dk.view(rows, -1, dim), "dv": dv.view(rows, -1, dim)}
@@ -156,8 +156,8 @@ class _Problem:
     causal: bool
     scale: float
     documents: int | None
-    asked_form: Form | None
-    asked_tiles: tuple[tuple[Kernel, TileConfig], ...]
+    requested_form: Form | None
+    requested_tiles: tuple[tuple[Kernel, TileConfig], ...]
     group: int
     indices: tuple[object, ...]
 
@@ -208,12 +208,12 @@ class _Problem:
                 f"indices {tuple(indices.shape)} pass the 2^31 of one call: give fewer batch items at a time"
             )
         documents = None if cu_seqlens is None else len(cu_seqlens) - 1
-        asked = tuple((tiles or {}).items())
-        return cls(block, causal, scale, documents, form, asked, heads // kv_heads, layout(indices))
+        requested = tuple((tiles or {}).items())
+        return cls(block, causal, scale, documents, form, requested, heads // kv_heads, layout(indices))
 
     def cache(self, name: str, operands: Mapping[str, Tensor]) -> LaunchCache:
         """The launch cache of a pass over operands of these layouts."""
-        return LaunchCache.of(f"selected {name}", self, tuned.PARTIAL_BYTES, *map(layout, operands.values()))
+        return LaunchCache.of(f"selected {name}", self, *map(layout, operands.values()))
 
     def selection(self, indices: Tensor, cu_seqlens: Tensor | None, kept: KeptLists) -> TokenSelection:
         """The selection of a call."""
@@ -226,12 +226,12 @@ class _Problem:
         return kept.once(indices.device, "selection", make)
 
     def form(self, direction: tuned.Direction, q: Tensor) -> Form:
-        """The form asked for, or the cheaper one."""
-        return self.asked_form or select_form(direction, self.group, self.block, q.shape[-1], q.element_size())
+        """The requested form, or the cheaper one."""
+        return self.requested_form or select_form(direction, self.group, self.block, q.shape[-1], q.element_size())
 
     def tiles(self, kernel: Kernel, q: Tensor) -> TileConfig:
-        """The tiles asked for, or those of the table."""
-        return dict(self.asked_tiles).get(kernel) or tiles_of(kernel, self.block, q.shape[-1], q.element_size())
+        """The requested tiles, or the table's."""
+        return dict(self.requested_tiles).get(kernel) or tiles_of(kernel, self.block, q.shape[-1], q.element_size())
 
 
 @dataclass(frozen=True)
@@ -270,6 +270,11 @@ def _parts(selection: TokenSelection, bytes_of_slot: int) -> Iterator[TokenSelec
         yield selection.part(first, at_a_time)
 
 
+def _partial_bytes(q: Tensor) -> int:
+    """Of the results of one block of a token: the same in both passes, so that they share lists."""
+    return q.shape[1] * (q.shape[2] * q.element_size() + 4)
+
+
 def _partials(q: Tensor, part: TokenSelection, with_lse: bool) -> dict[str, Tensor]:
     rows, kv_heads, slots = part.indices.shape
     shape = (kv_heads, rows, slots, q.shape[1] // kv_heads)
@@ -292,7 +297,7 @@ def _token_gradients(
     q, k = tensors["q"], tensors["k"]
     rows, kv_heads, dim = k.shape
     config = problem.tiles("token_gradient", q)
-    shape = token_rows(problem.group, config)
+    shape = query_rows(problem.group, 1, config, most_queries=1)
     sums = torch.zeros((kv_heads, lists.selection.n_blocks, 2, dim), dtype=torch.float32, device=q.device)
     for part in _parts(lists.selection, kv_heads * shape.parts * 2 * dim * q.element_size()):
         tokens, _, slots = part.indices.shape

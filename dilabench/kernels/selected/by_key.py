@@ -39,7 +39,7 @@ def _store(dk, dv, dk_ptr, dv_ptr, row, end, kv_head, scale, n_kv_heads, HEAD_DI
 
 @triton.jit
 def _slots_of_list(slots_ptr, slot, tile, KEYS: tl.constexpr, TILES: tl.constexpr, DIM: tl.constexpr):
-    """Addresses [KEYS, DIM] of the sums of dK / scale of a slot and a tile of keys; those of dV are one tile behind."""
+    """Addresses [KEYS, DIM] of the sums of dK / scale of a slot and a tile of keys, and one tile later of dV."""
     at = (slot * TILES + tile).to(tl.int64) * (2 * KEYS * DIM)
     return slots_ptr + at + tl.arange(0, KEYS)[:, None] * DIM + tl.arange(0, DIM)[None, :]
 
@@ -197,8 +197,10 @@ def key_gradients(
     own = {"places": lists.places, "starts": lists.starts, "lists": shares.lists, "share": shares.first}
     own |= {"slot": slot, "slots": sums} | selection.tensors
     arguments = given | selection.arguments | {"ENTRIES": shares.entries, "ROWS": tiles.block_m, "KEYS": keys}
-    launch(_key_kernel, len(shares.lists) * key_tiles, tensors | own, arguments, tiles, cache, "by key")
-    launch(_sum_kernel, len(slot) * key_tiles, tensors | own, arguments, tiles, cache, "sums of shares")
+    launch(
+        _key_kernel, len(shares.lists) * key_tiles, tensors | own, arguments, tiles, cache, ("by key", shares.entries)
+    )
+    launch(_sum_kernel, len(slot) * key_tiles, tensors | own, arguments, tiles, cache, ("sums", shares.entries))
 
 
 def entries_of_share(selection: TokenSelection, group: int, tiles: TileConfig) -> int:

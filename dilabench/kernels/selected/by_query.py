@@ -299,5 +299,5 @@ def _launch(
     own = {"QUERIES": shape.queries, "HEADS": shape.heads, "PARTS": shape.parts, "BLOCK_N": tiles.block_n}
     tensors = tensors | lists.tensors | selection.tensors
     arguments = given | selection.arguments | own
-    name = ("by query", selection.first_row, lists.counts.shape)
+    name = ("by query", selection.first_row, len(selection.indices), shape)
     launch(kernel, lists.counts.numel() * shape.parts, tensors, arguments, tiles, cache, name)

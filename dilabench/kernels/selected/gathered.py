@@ -26,7 +26,7 @@ from dilabench.kernels.softmax import finite
 from dilabench.kernels.tuning import TileConfig, padded_dim, rows_of_a_program
 
 _STATS_BLOCK = tl.constexpr(STATS_BLOCK)
-# A pass over memory, without tiles of its own.
+# A pass over memory, which has no tiles.
 _MERGE = TileConfig(0, 0, 4, 1)
 
 
@@ -141,9 +141,9 @@ def _gathered_kernel(
     first, end = rows_of_block(bounds_ptr, number % n_blocks, length, blocks_each, BLOCK)
     WHOLE: tl.constexpr = BLOCK <= KEYS
     key = first + tl.arange(0, KEYS)
-    # For a longer block the first tile, which is not used.
-    k = load_rows(k_ptr, key, k_token, kv_head, k_head, key < end, UNIT, HEAD_DIM, DIM, WIDE)
-    v = load_rows(v_ptr, key, v_token, kv_head, v_head, key < end, UNIT, HEAD_DIM, DIM, WIDE)
+    if WHOLE:
+        k = load_rows(k_ptr, key, k_token, kv_head, k_head, key < end, UNIT, HEAD_DIM, DIM, WIDE)
+        v = load_rows(v_ptr, key, v_token, kv_head, v_head, key < end, UNIT, HEAD_DIM, DIM, WIDE)
     column = tl.arange(0, DIM)
     for tile in tl.range(0, tl.cdiv(entries * GROUP, ROWS), num_stages=STAGES if WHOLE else 1):
         place, head, there = rows_of_entries(places_ptr, tile, entries, first_entry, GROUP, ROWS)
@@ -176,14 +176,16 @@ def _gathered_kernel(
                     n_full if masked else 0, n_all if masked else n_full, num_stages=1 if masked else STAGES
                 ):
                     row = first + step * KEYS + tl.arange(0, KEYS)
-                    k = load_rows(k_ptr, row, k_token, kv_head, k_head, row < end, UNIT, HEAD_DIM, DIM, WIDE)
-                    v = load_rows(v_ptr, row, v_token, kv_head, v_head, row < end, UNIT, HEAD_DIM, DIM, WIDE)
+                    keys = load_rows(k_ptr, row, k_token, kv_head, k_head, row < end, UNIT, HEAD_DIM, DIM, WIDE)
+                    values = load_rows(v_ptr, row, v_token, kv_head, v_head, row < end, UNIT, HEAD_DIM, DIM, WIDE)
                     seen = row[None, :] <= last[:, None]
                     if dout_ptr is None:
-                        top, total, result = _add_keys(q, k, v, top, total, result, seen, scale_log2, masked, PRECISION)
+                        top, total, result = _add_keys(
+                            q, keys, values, top, total, result, seen, scale_log2, masked, PRECISION
+                        )
                     else:
                         result = _add_gradient(
-                            q, dout, k, v, result, log2_lse, delta, seen, scale_log2, masked, PRECISION
+                            q, dout, keys, values, result, log2_lse, delta, seen, scale_log2, masked, PRECISION
                         )
         if dout_ptr is None:
             result = result / total[:, None]
@@ -229,7 +231,8 @@ def _merge_kernel(
         top = finite(tl.max(lse, 1))
         total = tl.sum(tl.math.exp2(lse - top[:, None]), 1)
     result = tl.zeros([ROWS, DIM], tl.float32)
-    for slot in range(tl.max(count, 0)):
+    # Several reads in flight: nothing else hides how long one takes.
+    for slot in tl.range(0, tl.max(count, 0), loop_unroll_factor=4):
         read = slot < count
         at = partial_row + slot * GROUP
         part = tl.load(partial_ptr + at[:, None] * HEAD_DIM + column[None, :], read[:, None] & inside, 0.0)
@@ -264,7 +267,7 @@ def gathered_form(
     ``partial`` [K, tokens, S, G, D] of ``tensors``. Forward: with ``partial_lse`` [K, tokens, S, G] float32, which is
     lse * log2(e), to ``out`` [T, H, D] and ``lse`` [B, H, N]. With ``dout``: to ``dq`` [T, H, D].
     """
-    tokens = selection.first_row, len(selection.indices)
+    tokens = selection.first_row, len(selection.indices), shares.entries
     own = {"places": lists.places, "starts": lists.starts, "lists": shares.lists, "share": shares.first}
     arguments = {
         **given,

@@ -49,7 +49,7 @@ class QueryLists(NamedTuple):
 
 
 class KeyLists(NamedTuple):
-    """The queries that selected each block, ascending; blocks of one key/value head follow those of another.
+    """The queries that selected each block, ascending; the lists of one key/value head are adjacent.
 
     ``places`` int32 [K * T * S]: (kv head * T + token) * S + n for the n-th block of a token. ``starts`` int32
     [K * n_blocks + 1]: where in places the list of a block begins. ``counts`` int32 [T, K]: blocks of a token.
@@ -71,7 +71,9 @@ class KeptLists:
 
     def once(self, device: torch.device, name: Hashable, make: Callable[[], ListsT]) -> ListsT:
         """What `make` gives at the first call on the current stream."""
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        # Where memory is only traced there is no stream.
+        on_gpu = device.type == "cuda" and torch.cuda.is_initialized()
+        stream = torch.cuda.current_stream(device) if on_gpu else None
         if (name, stream) not in self._lists:
             self._lists[name, stream] = make()
         lists: ListsT = self._lists[name, stream]

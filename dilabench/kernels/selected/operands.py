@@ -71,7 +71,7 @@ def launch(
 ) -> None:
     """Launch a kernel, which has a name in its cache, on ``tensors``: x is x_ptr, None without an x.
 
-    It is given those of the ``arguments`` that it takes, and the warps and stages of ``tiles``.
+    It gets the ``arguments`` that it takes, and the warps and stages of ``tiles``.
     """
 
     def prepare() -> list[Launch]:

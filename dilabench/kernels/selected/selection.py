@@ -3,7 +3,7 @@
 """The selection of each query token, and the device functions that map a token or a block to rows.
 
 Batch items and packed documents are sequences that follow each other in T rows. Blocks are numbered over all
-sequences: those of sequence 0, then those of sequence 1. Batch items have one length, so that arithmetic finds a row's
+sequences, in their order. Batch items have one length, so that arithmetic finds a row's
 sequence; of documents two tables have it.
 """
 

@@ -36,7 +36,7 @@ class Rule(NamedTuple):
 # block_m: rows, each a query head of a token; block_n: keys. The first rule that holds. Registers and spills are of
 # kernels compiled for sm_90a.
 RULES: Mapping[Kernel, Sequence[Rule]] = {
-    # Rows are those of `query_rows`, so block_m is the least: what a product needs. Three stages of K and V take about
+    # `query_rows` gives the rows; block_m is the fewest that a product takes. Three stages of K and V take about
     # 70 KiB at D128, so that three programs share a multiprocessor.
     "query_forward": (
         Rule(128, 2, TileConfig(16, 64, 4, 3)),
@@ -57,7 +57,10 @@ RULES: Mapping[Kernel, Sequence[Rule]] = {
         Rule(256, 2, TileConfig(64, 64, 8, 1)),
         Rule(256, 4, TileConfig(64, 32, 4, 1)),
     ),
+    # Blocks of 65 to 128 keys stay, too, with eight warps; two tiles of 64 spill.
     "gathered_gradient": (
+        Rule(128, 2, TileConfig(64, 64, 4, 2), least_block=129),
+        Rule(128, 2, TileConfig(64, 128, 8, 2), least_block=65),
         Rule(128, 2, TileConfig(64, 64, 4, 2)),
         Rule(256, 2, TileConfig(64, 32, 8, 1)),
         Rule(256, 4, TileConfig(32, 32, 4, 1)),
@@ -79,6 +82,9 @@ RULES: Mapping[Kernel, Sequence[Rule]] = {
 
 # Rows of a tile of one token's heads at most: wider groups are several tiles, each of which reads K and V.
 MOST_QUERY_ROWS = 64
+
+# Indices of neighbouring tokens that are sorted together at most; of one token as many as it has.
+MOST_SORTED = 1024
 
 # A program of gathered queries passes over this many tiles of rows, to read K and V once for all of them.
 TILES_OF_A_BLOCK = 8
@@ -107,18 +113,16 @@ class QueryRows(NamedTuple):
     parts: int
 
 
-def query_rows(group: int, tiles: TileConfig) -> QueryRows:
-    """Rows of a tile of tokens: ``tiles.block_m`` of them, or as many as the group has, up to `MOST_QUERY_ROWS`."""
+def query_rows(group: int, slots: int, tiles: TileConfig, most_queries: int = MOST_SORTED) -> QueryRows:
+    """Rows of a tile of tokens: ``tiles.block_m`` of them, or as many as the group has, up to `MOST_QUERY_ROWS`.
+
+    Tokens are fewer, and some rows of no head, where their ``slots`` would be more than `MOST_SORTED` together.
+    """
     padded = triton.next_power_of_2(group)
     rows = max(tiles.block_m, min(padded, MOST_QUERY_ROWS))
-    heads = min(padded, rows)
-    return QueryRows(rows // heads, heads, -(-group // heads))
-
-
-def token_rows(group: int, tiles: TileConfig) -> QueryRows:
-    """As `query_rows` for one token: its keys are no other's."""
-    heads = max(tiles.block_m, min(triton.next_power_of_2(group), MOST_QUERY_ROWS))
-    return QueryRows(1, heads, -(-group // heads))
+    most = min(most_queries, max(1, MOST_SORTED // slots))
+    queries = min(rows // min(padded, rows), 1 << (most.bit_length() - 1))
+    return QueryRows(queries, rows // queries, -(-group // (rows // queries)))
 
 
 # Rates of one H200: bytes per second from the L2 cache and from memory, and products per second of tiles of 16 rows,
@@ -139,7 +143,7 @@ def select_form(direction: Direction, group: int, block: int, head_dim: int, ite
         return "query"
     row = padded_dim(head_dim) * itemsize
     kernel: Kernel = "query_forward" if direction == "forward" else "query_gradient"
-    tiles = query_rows(group, tiles_of(kernel, block, head_dim, itemsize))
+    tiles = query_rows(group, 1, tiles_of(kernel, block, head_dim, itemsize))
     rows = tiles.heads * tiles.parts
     # A tile of several tokens reads the blocks of all and multiplies all rows with each.
     padded = rows * tiles.queries

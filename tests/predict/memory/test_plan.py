@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from dilabench.patterns.selected_blocks import SelectedBlocksPattern
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Capabilities, Implementation
 from dilabench.predict.memory import each_traced, longest_that_fits, plan, plan_memory, tracer, why_no_plan
@@ -99,6 +100,16 @@ def test_block_lists_on_cuda_add_little_to_the_minimum(peaks):
         plan = peaks.plan(case, "cuda")
         assert plan.peak_bytes - plan.tables_bytes == pytest.approx(minimum[0] * unit + minimum[1] * lse, rel=0.01)
         assert 0 < plan.tables_bytes < 0.02 * unit
+
+
+def test_selected_blocks_on_cuda_hold_a_partial_result_of_each_block(peaks):
+    pytest.importorskip("triton", reason="Triton is not installed: on CUDA nothing else runs them")
+    # A group of one head is gathered: out and lse of each selected block of a token, which are then merged.
+    pattern = SelectedBlocksPattern(selector="random", block_size=64, top_k=8)
+    case = peaks.case_of("selected-blocks", pattern=pattern, dtype="bfloat16", mode="forward")
+    unit, lse = units(case.workload)
+    plan = peaks.plan(case, "cuda")
+    assert plan.peak_bytes - plan.tables_bytes == pytest.approx((4 + 8) * unit + (1 + 8) * lse, rel=0.02)
 
 
 # MiB, as measured on an H200 (torch 2.11; docs/figures/h200-memory.json).

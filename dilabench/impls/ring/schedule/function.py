@@ -12,6 +12,7 @@ from torch import Tensor
 from dilabench.distributed.sharding import Shards
 from dilabench.distributed.world import World
 from dilabench.impls.one_operator import eager
+from dilabench.metadata import Note
 from dilabench.workload.spec import Workload
 
 
@@ -64,8 +65,10 @@ class ShardedAttention:
     # All ranks exchange gradients, also ranks whose loss does not depend on out.
     exchanges = True
 
-    def __init__(self, workload: Workload, shards: Shards, world: World, algorithm: Algorithm) -> None:
-        self.workload, self.shards, self.world = workload, shards, world
+    def __init__(
+        self, workload: Workload, shards: Shards, world: World, algorithm: Algorithm, notes: tuple[Note, ...] = ()
+    ) -> None:
+        self.workload, self.shards, self.world, self.notes = workload, shards, world, notes
         self._algorithm = algorithm
         self._compared = False
         # Shapes and dtypes of what the forward pass keeps, for an operator that hands it on as bytes.
