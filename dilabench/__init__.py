@@ -8,8 +8,8 @@ import importlib
 
 from dilabench.version import __version__
 
-# Of the module `typing`, and without it: `python -m dilabench` reads this file while the working folder, which may hold
-# a typing.py, still comes first on the path.
+# Without an import of `typing`: `python -m dilabench` reads this file while the working folder, which may hold a
+# typing.py, is still first on the path.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any

@@ -1,4 +1,4 @@
-"""Files that others write, read or wait for: read within limits, written so that nobody sees half of one, or locked."""
+"""Files that other processes use: read within limits, written atomically, or locked."""
 
 import contextlib
 import errno
@@ -17,9 +17,9 @@ from dilabench.units import format_bytes, parse_bytes
 
 OTHER_FOLDER = "choose another folder with -o"
 _RETRY_S = 0.05
-# What file systems without hard links answer.
+# Errors of file systems without hard links.
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
-# Of a file that is read whole, unpacked. The largest record that was met has a third of it.
+# Largest size of a file that is read whole, unpacked. The largest known record has a third of it.
 LIMIT_VARIABLE = "DILABENCH_MAX_FILE"
 MOST_BYTES = 512 << 20
 # So long a pipe may be silent.
@@ -28,21 +28,26 @@ _CHUNK = 1 << 20
 
 
 def read_file(path: Path, *, pipe: bool = False) -> bytes:
-    """The bytes of a plain file or, with `pipe`, of whatever can be read to an end.
+    """The bytes of a plain file or, with `pipe`, of any file that ends; raises OSError as `file_chunks`."""
+    # A plain file is read in one piece, which needs its memory once.
+    return b"".join(file_chunks(path, pipe=pipe, size=most_bytes()))
+
+
+def file_chunks(path: Path, *, pipe: bool = False, size: int = _CHUNK) -> Iterator[bytes]:
+    """The parts of a file of `size` bytes, or less.
 
     Raises OSError with the reason: no plain file, more bytes than `most_bytes`, or a pipe that is silent for SILENCE_S.
     """
     # Without O_NONBLOCK a pipe without a writer would be waited for, for ever.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
-        mode = os.fstat(file.fileno()).st_mode
-        if stat.S_ISDIR(mode):
+        state = os.fstat(file.fileno())
+        if stat.S_ISDIR(state.st_mode):
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
-        plain = stat.S_ISREG(mode)
+        plain = stat.S_ISREG(state.st_mode)
         if not plain and not pipe:
             raise OSError(errno.EINVAL, "it is no plain file")
-        # A plain file is read in one piece, which needs its memory once.
-        size = min(os.fstat(file.fileno()).st_size, most_bytes()) if plain else 0
-        return b"".join(limited(_chunks(file, max(_CHUNK, size + 1), waiting=not plain)))
+        # A buffer of the whole size is made first.
+        yield from limited(_chunks(file, min(size, max(_CHUNK, state.st_size + 1)), waiting=not plain))
 
 
 def most_bytes() -> int:
@@ -64,7 +69,7 @@ def limited(chunks: Iterable[bytes]) -> Iterator[bytes]:
 def _chunks(file: io.FileIO, size: int, waiting: bool) -> Iterator[bytes]:
     while True:
         if waiting and not select.select([file], [], [], SILENCE_S)[0]:
-            raise TimeoutError(errno.ETIMEDOUT, f"nothing came from it within {SILENCE_S:g} s")
+            raise TimeoutError(errno.ETIMEDOUT, f"it sent no data within {SILENCE_S:g} s")
         chunk = file.read(size)
         if not chunk:
             return
@@ -83,7 +88,7 @@ def write_bytes(
     """Write a file in one step, from bytes or their parts: a full disk or a kill leaves the old file or none.
 
     Without `replace` an existing file stays, and the answer is False. Raises EnvironmentNotReady, which ends with
-    `way_out`, when the folder cannot be made or written; nothing is left behind then.
+    `way_out`, if the folder cannot be made or written; then no file remains.
     """
     temporary: Path | None = None
     try:
@@ -111,7 +116,7 @@ def write_bytes(
 
 
 def _put_in_place(temporary: Path, path: Path) -> None:
-    """Give a file its name; raises FileExistsError where that is taken, by a writer who was faster, say."""
+    """Give a file its name; raises FileExistsError if the name is taken, by a faster writer, say."""
     try:
         os.link(temporary, path)
     except OSError as error:
@@ -123,9 +128,9 @@ def _put_in_place(temporary: Path, path: Path) -> None:
 
 
 def open_lock(path: Path, flags: int = 0) -> int:
-    """A descriptor of a lock file, to read and write, which is made where there is none; it is not locked yet.
+    """A descriptor of a lock file, to read and write, which is created if missing; it is not locked yet.
 
-    Raises OSError when it cannot be opened or is no plain file: a pipe of that name would be waited for, for ever.
+    Raises OSError if it cannot be opened or is no plain file: a pipe would block for ever.
     """
     flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
     try:
@@ -141,10 +146,10 @@ def open_lock(path: Path, flags: int = 0) -> int:
 
 @contextlib.contextmanager
 def locked(path: Path, way_out: str, timeout_s: float | None = None) -> Iterator[None]:
-    """Hold the lock file beside `path` while it is read, changed and written; others wait.
+    """Hold the lock file next to `path` while it is read, changed and written; others wait.
 
-    After `timeout_s` seconds, and on a file system without locks if there is such a limit, it goes on without the lock.
-    Raises EnvironmentNotReady, which ends with `way_out`, when the lock file cannot be made.
+    After `timeout_s` seconds, and with such a limit on a file system without locks, continue without the lock. Raises
+    EnvironmentNotReady, which ends with `way_out`, when the lock file cannot be made.
     """
     lock = path.with_name(f".{path.name}.lock")
     try:

@@ -29,7 +29,7 @@ def cache_folder() -> Path:
 
 
 def compiled_folder() -> Path:
-    """Of C++ that was compiled for this machine: $DILABENCH_COMPILED, else a part of the cache folder."""
+    """The folder of C++ code compiled for this machine: $DILABENCH_COMPILED, else a part of the cache folder."""
     base = os.environ.get(COMPILED_VARIABLE)
     return Path(base) if base else cache_folder() / "cpu"
 
@@ -49,7 +49,7 @@ def _without_home() -> Path:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Why no file can be written to a folder, which is made if it is not there; None if one can."""
+    """Why no file can be written to a folder, which is created if missing; None if one can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:

@@ -1,8 +1,8 @@
-"""What an implementation and a backend are, as call signatures (torch).
+"""Implementations and backends as call signatures (torch).
 
-An implementation module has `build(workload, context) -> AttentionFn`. Building is set-up and never timed; the
-returned call is. A backend module has `attend` and, where it can, `attend_backward`. Implementations reach backends
-only through the context, so that any implementation runs over any backend.
+An implementation module has `build(workload, context) -> AttentionFn`. Building is set-up and never timed; the returned
+call is. A backend module has `attend` and, if possible, `attend_backward`. Implementations reach backends only through
+the context, so that any implementation runs over any backend.
 """
 
 import threading
@@ -64,7 +64,7 @@ class Attend(Protocol):
 
 
 class AttendBackward(Protocol):
-    """Exact backward of dense attention from a *given* out and lse, which may be those of a larger softmax.
+    """Exact backward of dense attention from a *given* out and lse, which may come from a larger softmax.
 
     With the global out and lse of a union of key sets this gives this set's share of dq, dk, dv (semantics.md §1).
     Shapes as in `Attend`; lse [B, H, M]. Returns dq, dk, dv in the shapes and dtype of q, k, v.
@@ -86,7 +86,7 @@ class AttendBackward(Protocol):
 
 
 class Merge(Protocol):
-    """As `Attend`, but the results are merged into `out` and `lse`, which hold those of other keys, in place.
+    """As `Attend`, but the results are merged into `out` and `lse`, which hold the results of other keys, in place.
 
     Both have any outer strides, and no two numbers of theirs are at one place. lse is [S, G, H, M] where S times G are
     the batch: its two axes need not be one. `fresh`: they hold nothing yet. `count`: each key counts as often.
@@ -131,8 +131,8 @@ class AddGradients(Protocol):
 
 
 class MergingKernel(NamedTuple):
-    """What a backend calls where results belong among those of other keys. `dtypes`: of what is given; `results`: of
-    the results and gradients that are there, but for lse.
+    """The kernel of a backend that merges results with the results of other keys. `dtypes`: of the inputs; `results`:
+    of existing results and gradients, without lse.
     """
 
     merge: Merge
@@ -147,9 +147,9 @@ class AttendPacked(Protocol):
     q [T, H, D]; k, v [T, K, D]. `cu_seqlens` int32 [S + 1] on their device: where each sequence starts, and T at the
     end; none is empty and `longest` is the length of the longest. Returns out [T, H, D] and lse [H, T].
 
-    Where keys and values [T_k, K, D] have sequences of their own, `cu_seqlens_k` and `longest_k` say the same of them.
-    Under a causal mask or a window the last query of a sequence then stands at its last key, no sequence has more
-    queries than keys, and a kernel that does not align ends (`PackedKernel.aligns_ends`) raises ValueError.
+    If keys and values [T_k, K, D] have other sequences, `cu_seqlens_k` and `longest_k` describe them. Under a causal
+    mask or a window, the last query of a sequence then has the position of its last key, no sequence has more queries
+    than keys, and a kernel that does not align ends (`PackedKernel.aligns_ends`) raises ValueError.
     """
 
     def __call__(
@@ -191,9 +191,10 @@ class AttendPackedBackward(Protocol):
 
 
 class PackedKernel(NamedTuple):
-    """What a backend calls for packed sequences, all in one launch, and on which kinds of device.
+    """The kernel of a backend for packed sequences, all in one launch, and its kinds of device.
 
-    aligns_ends: under a mask it takes sequences of fewer queries than keys, the last query standing at the last key.
+    aligns_ends: under a mask it takes sequences of fewer queries than keys, the last query at the position of the last
+    key.
     """
 
     attend: AttendPacked
@@ -206,13 +207,13 @@ class PackedKernel(NamedTuple):
 class LoadedBackend:
     """A backend ready to be called. `attend_backward` is None if the library has no such entry.
 
-    packed: its kernel for packed sequences, if it has one. Without it dilabench's own tiles compute them on CUDA, where
-    Triton runs, and elsewhere they are called one by one: on a CPU there is no launch to save.
+    packed: its kernel for packed sequences, if it has one. Without it dilabench's own tiles compute them on CUDA with
+    Triton; elsewhere sequences are called one by one, because a CPU has no launches to save.
 
     aligns_ends: under a causal mask it takes fewer queries than keys, the last query seeing the last key.
     places_results: `attend` also takes `out`, and `attend_backward` takes `dq`, with the shape of q, the last dim
-    contiguous and any outer strides: where to write what it then returns.
-    merging: its kernel that merges results and adds gradients in place, if it has one.
+    contiguous and any outer strides: where to write the results, which it also returns. merging: its kernel that merges
+    results and adds gradients in place, if it has one.
     """
 
     name: str
@@ -233,9 +234,9 @@ class LoadedBackend:
 class PatternCache:
     """Index tensors and tables that are expensive to build, kept on their device, bounded by a number of entries.
 
-    Size zero keeps nothing: every `get` builds. The counters land in the measurement. Safe to use from several threads:
-    nothing is built under the lock, so that building one pattern may ask for another; two threads that miss the same
-    one both build it, and the first to end has built the entry of both.
+    Size zero: every `get` builds. The counters are part of the measurement. Safe to use from several threads: entries
+    are built outside the lock, so building one pattern may request another. If two threads miss the same entry, both
+    build it and the first to finish stores it.
     """
 
     def __init__(self, max_entries: int = 64) -> None:
@@ -263,7 +264,7 @@ class PatternCache:
         return value
 
     def clear(self) -> None:
-        """Forget every entry, as after a reset of the device that they lie on."""
+        """Forget every entry, as after a reset of their device."""
         with self._lock:
             self._entries.clear()
 
@@ -307,7 +308,7 @@ class BufferPool(Protocol):
         ...
 
     def clear(self) -> None:
-        """Forget every buffer, as after a reset of the device that they lie on."""
+        """Forget every buffer, as after a reset of their device."""
         ...
 
     def counters(self) -> dict[str, int]:
@@ -335,9 +336,9 @@ class NoPool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildContext:
-    """What `build` may use: device, backend, ranks, pattern cache and buffer pool.
+    """The context of `build`: device, backend, ranks, pattern cache and buffer pool.
 
-    `tiles`: shapes for its kernels instead of its own, in its own words (`Implementation.tiles`); empty for its own.
+    `tiles`: tile shapes for its kernels, named as in `Implementation.tiles`; empty for its defaults.
     """
 
     device: torch.device

@@ -1,4 +1,4 @@
-"""What can go wrong, and the exit code each kind ends the command with.
+"""The errors of dilabench, and the exit code of each kind.
 
 DilabenchError
 ├── ConfigError        the request cannot be carried out as asked (2)
@@ -29,7 +29,7 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
-# What a command that did several things ends with: the first of these that one of them ended with.
+# The exit code of a command with several steps: the first of these that one step had.
 GRAVEST_FIRST = (
     ExitCode.INTERRUPTED,
     ExitCode.WRONG_OUTPUT,
@@ -53,7 +53,7 @@ def exit_code_for(
     nothing: bool = False,
     incomplete: bool = False,
 ) -> ExitCode:
-    """The exit code for what a command found: the gravest of what holds; OK where nothing does.
+    """The exit code of a command: the gravest condition that holds; OK if none does.
 
     wrong: an output. failed: a case, in another way. slower: a time, or a peak that is larger. broken: a plug-in, or
     the environment. nothing: no case was measured, verified or compared. incomplete: none of some length was measured.
@@ -101,12 +101,12 @@ class Ended(KeyboardInterrupt):
 
 
 def encodable(text: str) -> str:
-    """A text whose halves of surrogate pairs, which no UTF-8 has, are spelt out."""
+    """The text with lone surrogates, which UTF-8 lacks, escaped."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception says, as UTF-8 can hold it, also of one whose text cannot be had."""
+    """The text of an exception in valid UTF-8, also if its `__str__` fails."""
     try:
         return encodable(str(error))
     # Its `__str__` is foreign code.
@@ -115,12 +115,12 @@ def text_of(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says; empty where it says nothing."""
+    """The first line of an exception's text; empty if it has none."""
     return (text_of(error).strip().splitlines() or [""])[0]
 
 
 def said(error: BaseException) -> str:
-    """Type and text of an exception, on one line; the type alone where there is no text."""
+    """Type and text of an exception, on one line; only the type if it has no text."""
     text = " ".join(text_of(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -148,5 +148,5 @@ def unknown_name(
     )
     hint = f"did you mean {listed(near, 'or')}?" if near else known_names
     lacking = ", ".join(dict.fromkeys(map(repr, left_out)))
-    missing = f"; left out, for it is broken: plug-in {lacking}" if lacking else ""
+    missing = f"; ignored because it is broken: plug-in {lacking}" if lacking else ""
     return ConfigError(f"unknown {kind} {name!r}; {hint}{missing} (see `{command}`)")

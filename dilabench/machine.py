@@ -1,6 +1,6 @@
-"""What this machine has, and what is known of each kind of device, without torch: `engine/device` has what calls it.
+"""The hardware of this machine, and the facts on each kind of device, without torch (`engine/device` has the calls).
 
-NVML tells of GPUs, package metadata of torch.
+NVML describes GPUs, package metadata the torch build.
 """
 
 import functools
@@ -30,7 +30,7 @@ OWN_GROUPS, GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 NO_LIMIT = 2**60
 
 
-# How large the workloads are that suites ask for unless told: a processor's, or those that fill a data-centre GPU.
+# The default size of a suite's workloads: for a processor, or large enough to fill a data-centre GPU.
 Size = Literal["small", "large"]
 # In descriptors (`Capabilities.devices`), any device that torch.accelerator knows besides CUDA.
 ACCELERATOR: Final = "accelerator"
@@ -69,7 +69,7 @@ class DeviceFacts:
 
     @property
     def warning(self) -> str | None:
-        """What a run on a device without kernels of dilabench says of it; None for any other."""
+        """The note of a run on a device without dilabench's kernels; None on others."""
         if self.tuned:
             return None
         return f"no kernel of dilabench is tuned for {self.name}: torch's own kernels run, timed by the host's clock"
@@ -115,11 +115,11 @@ CUDA = DeviceFacts(
     # About ten seconds.
     affordable_flops=4e15,
     matmul_size=8192,
-    # It multiplies float64, and float32 without tensor cores, far slower; a smaller matrix tells as much.
+    # It multiplies float64, and float32 without tensor cores, far slower; a smaller matrix suffices.
     wide_matmul_size=4096,
     copy_bytes=1 << 30,
 )
-# Nothing was measured on such a device: times are those of the host's clock, with the margins of a processor.
+# Such devices are untested: times come from the host's clock, with the margins of a processor.
 _OTHER = replace(
     CPU,
     name=ACCELERATOR,
@@ -139,7 +139,7 @@ WORDS = frozenset({CPU.word, CUDA.word, ACCELERATOR})
 
 @functools.cache
 def device_named(name: str) -> DeviceFacts:
-    """The facts of 'cpu', 'cuda:1' or 'mps': of any name that is not dilabench's, those of an untuned accelerator."""
+    """The facts of 'cpu', 'cuda:1' or 'mps'; an unknown name has the facts of an untuned accelerator."""
     kind = name.partition(":")[0]
     for device in TUNED:
         if device.name == kind:
@@ -148,7 +148,7 @@ def device_named(name: str) -> DeviceFacts:
 
 
 class GpuInfo(Model):
-    """One GPU as NVML shows it; None if the driver does not tell."""
+    """One GPU as NVML shows it; None if the driver does not report it."""
 
     name: str
     uuid_hash: str | None = None
@@ -163,7 +163,7 @@ class GpuInfo(Model):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The device that a run will use by its name in torch, the GPUs, and why CUDA is not used where it is not.
+    """The device that a run will use by its name in torch, the GPUs, and why CUDA is not used, if so.
 
     These give `facts`, what is known about this kind of device; `used_gpus`, those that a run can use, none on any
     device but CUDA; `compute_capability` of the first of them, 90 for 9.0 (0 without one); `device_class`, for which
@@ -202,7 +202,7 @@ def detect(device: str = "auto") -> Machine:
     """The machine as a run with `device` sees it: 'auto' (CUDA, else the CPU), 'cpu', 'cuda', or the name of another
     device that `torch.accelerator` finds here.
 
-    Raises EnvironmentNotReady for a device that is asked for by name and cannot be used.
+    Raises EnvironmentNotReady for a device that is requested by name and cannot be used.
     """
     if device not in ("auto", *(tuned.name for tuned in TUNED)):
         return _with_accelerator(device)
@@ -226,7 +226,7 @@ def _with_accelerator(device: str) -> Machine:
 def accelerator() -> str | None:
     """The name of the device that `torch.accelerator` finds here ('mps', 'xpu', 'cuda'), None without one.
 
-    Where torch is not loaded, a process is started that loads it: this one may have to stay without.
+    If torch is not loaded, another process loads it, because this one may have to stay without.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -241,7 +241,7 @@ def python_command(*arguments: str) -> list[str]:
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """Variables for a `python_command`: those of this process with `changes`; modules found here are found there."""
+    """Variables for a `python_command`: this process's with `changes`; it finds the same modules."""
     path = dict.fromkeys((*filter(None, sys.path), str(Path(__file__).resolve().parents[1])))
     return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path), **changes}
 
@@ -272,7 +272,7 @@ def _first_working(named: str | None, _path: str | None) -> str | None:
 
 
 def _compiles_cxx(compiler: str) -> bool:
-    """A command of that name may be a stub that says what to install, only preprocess, or lack headers."""
+    """A command with this name may be a stub that says what to install, only preprocess, or lack headers."""
     compiling = [compiler, "-std=c++17", "-S", "-o", "-", "-x", "c++", "-"]
     try:
         done = subprocess.run(compiling, input=b"#include <vector>", capture_output=True, timeout=10, check=False)
@@ -283,7 +283,7 @@ def _compiles_cxx(compiler: str) -> bool:
 
 @functools.cache
 def cpuinfo() -> str:
-    """/proc/cpuinfo; empty where there is none."""
+    """/proc/cpuinfo; empty if there is none."""
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -296,7 +296,7 @@ def multiplies_bfloat16_tiles() -> bool:
 
 
 def _gpus() -> tuple[tuple[GpuInfo, ...], tuple[GpuInfo, ...]]:
-    """The GPUs that NVML shows, and those of them that CUDA will see."""
+    """The GPUs that NVML shows, and the subset that CUDA will see."""
     installed = _nvml_gpus()
     return installed, _visible(installed)
 
@@ -396,7 +396,7 @@ def memory_bytes(machine: Machine) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class GroupLimits:
-    """What control groups allow this process: memory, and processors as a share of time; None without a limit."""
+    """The limits of control groups on this process: memory, and processors as a share of time; None without a limit."""
 
     memory_bytes: int | None = None
     cpus: float | None = None
@@ -405,7 +405,7 @@ class GroupLimits:
 def group_limits(own: Path | None = None, root: Path | None = None) -> GroupLimits:
     """The smallest limits along the path of this process's control groups, of version 1 and 2.
 
-    `own`: a file as /proc/self/cgroup; `root`: a tree as /sys/fs/cgroup. What is no number there limits nothing.
+    `own`: a file as /proc/self/cgroup; `root`: a tree as /sys/fs/cgroup. Other values than numbers are no limit.
     """
     memory: list[int] = []
     cpus: list[float] = []
@@ -419,7 +419,7 @@ def group_limits(own: Path | None = None, root: Path | None = None) -> GroupLimi
 
 
 def group_folders(own: Path | None = None, root: Path | None = None) -> Iterator[Path]:
-    """The folders of each group and of those above it, from the root: a container may see its own group there."""
+    """The folders of each group and its ancestors, from the root: a container may see its own group there."""
     try:
         lines = (own or OWN_GROUPS).read_text(errors="replace").splitlines()
     except OSError:
@@ -444,6 +444,6 @@ def _numbers(path: Path, count: int) -> list[int]:
 
 
 def rank_memory_bytes(machine: Machine, ranks: int) -> int | None:
-    """What each of several ranks has: a GPU of its own, or its part of the host."""
+    """The resources of each of several ranks: a separate GPU, or its part of the host."""
     found = memory_bytes(machine)
     return found if found is None or machine.facts.own_memory else found // ranks

@@ -43,7 +43,7 @@ class Note(Model):
 
 
 class Labelled(Protocol):
-    """What carries labels: a planned case."""
+    """The carrier of labels: a planned case."""
 
     @property
     def labels(self) -> Mapping[str, str]: ...
@@ -51,7 +51,7 @@ class Labelled(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Label(Generic[ValueT]):
-    """A label of a planned case. It stands in the record as text: `write` makes it, `read` takes it apart."""
+    """A label of a planned case. The record holds it as text: `write` makes it, `read` parses it."""
 
     key: str
     meaning: str
@@ -89,11 +89,11 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class NoteKind:
-    """A kind of note; `unit` is that of what was observed and of its threshold.
+    """A kind of note; `unit`: of the observed value and its threshold.
 
     `disqualifies`: the time of a row with such a note cannot be true; it is neither ranked nor quoted. `at_start`: a
-    run that starts shows it, as it does what else works on the machine. `kernels`: regular expressions,
-    one of which a kernel of such a row must match in place of those of the backend that it names.
+    run shows it at its start, for example a busy machine. `kernels`: regular expressions; a kernel of such a row must
+    match one of them instead of the backend's.
     """
 
     key: str
@@ -119,7 +119,7 @@ FORM = Label("form", "old records of suite `billion`: one sequence in memory, on
 PART = Label("part", "old records of suite `billion`: the tokens requested, and which part of 2^30 that is", str)
 SCALING = Label("scaling", "suite `distributed`: 'strong' (same length) or 'weak' (same length per rank)", str)
 VARIANT = Label("variant", "suite `optimization`: what is switched on", str)
-SUITE = Label("suite", "suite `all`: the suite that asked for the case", str)
+SUITE = Label("suite", "suite `all`: the suite that the case belongs to", str)
 PRESET = Label("workload", "the name of the preset that the workload came from", str)
 CHOSEN_BY = Label("chosen_by", "what `-i auto` decided on: a tuned choice, a measured one, or the rule", str)
 SHAPE = Label("shape", "suite `choice`: the number of the shape among those drawn with the run's seed", int)
@@ -132,15 +132,18 @@ SPARSITY_REACHED = Label(
 STEPS = Label("steps", "suite `block-sparse`: the steps of a call, as 'select plan attend'", str)
 STEPS_OF = Label("steps_of", "suite `block-sparse`: the implementation whose calls have these steps, all or some", str)
 SELECTION = Label("selection", "SHA-256 (16 hex digits) of the indices of the key blocks that were selected", str)
+OVERLAP = Label(
+    "overlap", "share of a token's selected key blocks that the token before it selected, too", float, "{:.2f}".format
+)
 
 PATTERN_CACHE_HITS = Counter("pattern_cache_hits", "patterns taken from the cache")
 PATTERN_CACHE_MISSES = Counter("pattern_cache_misses", "patterns that were built")
 PATTERN_CACHE_ENTRIES = Counter("pattern_cache_entries", "patterns held")
 PATTERN_CACHE_BYTES = Counter("pattern_cache_bytes", "what their tensors take", "bytes")
-BUFFER_POOL_REQUESTS = Counter("buffer_pool_requests", "buffers asked for")
+BUFFER_POOL_REQUESTS = Counter("buffer_pool_requests", "buffers requested")
 BUFFER_POOL_REUSES = Counter("buffer_pool_reuses", "requests served from a buffer that was given back")
-BUFFER_POOL_REUSED_BYTES = Counter("buffer_pool_reused_bytes", "bytes of those requests", "bytes")
-BUFFER_POOL_PEAK_BYTES = Counter("buffer_pool_peak_bytes", "most that the pool had at once, in use and free", "bytes")
+BUFFER_POOL_REUSED_BYTES = Counter("buffer_pool_reused_bytes", "bytes of these requests", "bytes")
+BUFFER_POOL_PEAK_BYTES = Counter("buffer_pool_peak_bytes", "peak size of the pool, used and free", "bytes")
 BUFFER_POOL_HELD_BYTES = Counter("buffer_pool_held_bytes", "what the pool keeps between calls", "bytes")
 COMPILE_GRAPHS = Counter("compile_graphs", "graphs that torch.compile made")
 COMPILE_BREAKS = Counter("compile_breaks", "breaks between them")
@@ -154,7 +157,7 @@ RECEIVED_BYTES = Counter("received_bytes", "received from other ranks in one cal
 # Among a record's ceilings.
 COPY_KEY = "copy_bytes_per_s"
 
-# What travels between ranks. Each has two counters of its own beside the sums, 'sent_keys_bytes' and so on.
+# Kinds of messages between ranks. Each has two counters in addition to the sums, 'sent_keys_bytes' and so on.
 TRAFFIC: Mapping[str, str] = {
     "keys": "K and V",
     "gradients": "dK and dV",
@@ -165,14 +168,16 @@ TRAFFIC: Mapping[str, str] = {
 
 FEW_SAMPLES = NoteKind("few_samples", "the budget ended before the least number of samples", "count")
 THROTTLED = NoteKind("throttled", "heat or power delivery slowed the GPU down; share of slots", "share")
-INTERFERENCE = NoteKind("interference", "alone it takes another time than in turns with others", "share")
+INTERFERENCE = NoteKind("interference", "measured alone, its time differs from that in interleaved rounds", "share")
 NOT_INTERLEAVED = NoteKind(
     "not_interleaved", "timed alone because memory or the budget did not suffice, so without pairs"
 )
+BUDGET_EXCEEDED = NoteKind("budget_exceeded", "the budget was exceeded so that its length has a row", "ns")
 INTERRUPTED = NoteKind("interrupted", "Ctrl-C came after its timing")
-NO_MEMORY_PASS = NoteKind("no_memory_pass", "no time was left to measure memory")
+NO_MEMORY_PASS = NoteKind("no_memory_pass", "the budget was used up before memory was measured")
 NO_LEDGER = NoteKind("no_ledger", "the profiler saw no kernel, so the backend is claimed, not shown")
-UNDIAGNOSED = NoteKind("undiagnosed", "communication and computation were not timed apart")
+SLOW_RANK = NoteKind("slow_rank", "one rank takes at least twice as long as the median of the others", "times")
+UNDIAGNOSED = NoteKind("undiagnosed", "communication and computation were not timed separately")
 CHANGED_SETTINGS = NoteKind("changed_settings", "its code changed torch's settings for every other; they were put back")
 TIMER_UNUSABLE = NoteKind("timer_unusable", "a timer cannot time this call")
 LAUNCH_BOUND = NoteKind("launch_bound", "the host takes longer to launch a call than the GPU to compute it", "ns")
@@ -181,11 +186,17 @@ NO_FLUSH = NoteKind("no_flush", "inputs are so large that the L2 cache was not f
 BATCHED = NoteKind("batched", "a sample is the mean of this many calls", "count")
 CLOCK = NoteKind("clock", "samples taken again because the host clock did not advance", "count")
 FIRST_CALL = NoteKind("first_call", "the parts of the last first call")
+TRANSPORT = NoteKind("transport", "what carried the messages between ranks")
 MESSAGES_BY_KERNELS = NoteKind("messages_by_kernels", "messages between GPUs wait for attention kernels")
 OWN_TILES = NoteKind(
     "own_tiles",
     "the backend has no kernel for packed sequences, which dilabench's own tiles computed in its place",
     kernels=(r"_(block_query|block_key|forward)_kernel",),
+)
+FUSED_BRANCHES = NoteKind(
+    "fused_branches",
+    "over ranks, branches whose segments lie on a rank are computed by fused in the backend's place",
+    kernels=(r"_(query|key|narrow|backward|forward)_kernel",),
 )
 UNTUNED_DEVICE = NoteKind("untuned_device", "no kernel of dilabench is tuned for this device")
 MEMORY_LIMIT = NoteKind("memory_limit", "what the process of an isolated case was allowed", "bytes")
@@ -212,7 +223,7 @@ WORK_KEPT = NoteKind(
 CHOSEN = NoteKind("chosen", "what the library took, and how long it took to choose, before any timed call", "ns")
 UNCHECKED = NoteKind("unchecked", "the pattern's plug-in failed to give the figures that the time is checked against")
 
-# What `dilabench doctor` says of a machine; no row carries these.
+# Notes of `dilabench doctor` on a machine; no row has these.
 GPU_SHARED = NoteKind("gpu_shared", "other processes use the GPU", "count", at_start=True)
 GPU_BUSY = NoteKind("gpu_busy", "the GPU is busy", "percent", at_start=True)
 GPU_HOT = NoteKind("gpu_hot", "the GPU is hot before anything has run", "°C")
@@ -231,7 +242,7 @@ LOW_MEMORY = NoteKind("low_memory", "little memory is free", "bytes")
 SWAP = NoteKind("swap", "memory has been swapped out", "bytes")
 
 
-# What tensor cores multiply, whose rate bounds that of float32 where there are some.
+# The dtypes of tensor cores. If a device has them, their rate bounds that of float32.
 TENSOR_CORE_DTYPE = "bfloat16"
 
 
@@ -241,17 +252,17 @@ def matmul_key(dtype: str) -> str:
 
 
 def peak_flops(ceilings: Mapping[str, float], dtype: str) -> float | None:
-    """What attention in a dtype can take of a device, by a record's ceilings; None if they do not tell.
+    """The highest FLOP/s of attention in a dtype, by a record's ceilings; None if unknown.
 
-    Tensor cores take float32 apart: at the least into two numbers of half precision, whose products of two such are
-    three above float32's last bits, and Triton's bf16x6 takes six of three.
+    Tensor cores split float32 into at least two numbers of half precision, which takes three products; Triton's bf16x6
+    takes six products of three numbers.
     """
     own, half = ceilings.get(matmul_key(dtype)), ceilings.get(matmul_key(TENSOR_CORE_DTYPE))
     return own if dtype != "float32" or half is None else max(own or 0.0, half / 3)
 
 
 def traffic_key(direction: Literal["sent", "received"], kind: str) -> str:
-    """The key of a counter of what travels: 'sent_keys_bytes'; 'plugin:sent_rows_bytes' for a kind 'plugin:rows'."""
+    """The key of a counter of messages: 'sent_keys_bytes'; 'plugin:sent_rows_bytes' for a kind 'plugin:rows'."""
     plugin, colon, name = kind.rpartition(":")
     return f"{plugin}{colon}{direction}_{name}_bytes"
 

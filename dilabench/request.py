@@ -41,7 +41,7 @@ class RunRequest(Model):
     """A complete request of `dilabench run`; the keys of a TOML file's [run] table except `suite` and `overrides`.
 
     `presets` names workloads. `overrides` are the workload fields that the user set by hand (TOML, `--set`, short
-    options): a suite that varies a field by itself (lengths, say) leaves alone what is named here.
+    options): a suite that varies a field (lengths, say) does not change these.
     """
 
     suite: str
@@ -106,9 +106,9 @@ class RunRequest(Model):
         return read_budget(value) if isinstance(value, str) else value
 
     def command_line(self) -> tuple[str, ...]:
-        """The arguments after `dilabench` that come to the same request, as `run_request` reads them.
+        """The arguments after `dilabench` that give the same request, as `run_request` reads them.
 
-        All that a suite has a default for stands there, whether or not it differs.
+        Values with a default of the suite are always included.
         """
         words = ["run", self.suite]
         named = {"-i": self.implementations, "-b": self.backends, "--config": self.presets}
@@ -128,7 +128,7 @@ class RunRequest(Model):
         return (*words, *measuring_options(self.model_dump()))
 
 
-# What `--set` may give of a request itself; presets, options and overrides are given as what they hold.
+# Fields of a request that `--set` may give; for presets, options and overrides, their content.
 BY_SET = RunRequest.model_fields.keys() - {"suite", "presets", "options", "overrides"}
 
 
@@ -143,9 +143,9 @@ def shard_of(config: Mapping[str, Any]) -> Shard | None:
 
 
 def measuring_options(config: Mapping[str, Any]) -> Iterator[str]:
-    """Options of `dilabench run` for how a request (its fields by name) is measured, where that is not the default.
+    """Options of `dilabench run` for how a request (its fields by name) is measured, if that is not the default.
 
-    The budget always stands there: a suite has one unless told that there is none.
+    The budget is always included, because a suite has one by default.
     """
     for name in ("timing", "seed", "warmup_runs", "timing_runs"):
         if (value := config.get(name)) is not None and value != RunRequest.model_fields[name].default:
@@ -159,7 +159,7 @@ def measuring_options(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def resume_command(suite: str, run: str, budget: str = "") -> str:
-    """The command line that goes on with a run: its id, id and -o, or folder; `budget` is an option, or empty."""
+    """The command line that continues a run: its id, id and -o, or folder; `budget` is an option, or empty."""
     return f"dilabench run {suite} --resume {run} {budget}".rstrip()
 
 
@@ -175,8 +175,8 @@ def run_request(
     """Bring together presets and TOML files (`configs`), `--set` texts and options; the later of these wins.
 
     `assignments` may also be fields by name. Each is one of the suite's options, of the request or of the workload.
-    `workload` and `run` hold the fields given as options of their own; a workload field that is None is not given.
-    Raises ConfigError for an unknown name or key, a wrong value, or one field given two ways that differ.
+    `workload` and `run` hold the fields given as separate options; a workload field that is None is not given. Raises
+    ConfigError for an unknown name or key, a wrong value, or one field given two ways that differ.
     """
     try:
         descriptor = catalogue.suites.get(suite)
@@ -220,7 +220,8 @@ def run_request(
 
 
 def checked_options(catalogue: Catalogue, suite: Suite, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a suite as its model reads them, as plain data; of one without a model, as those of the others do.
+    """The options of a suite as its model reads them, as plain data; for a suite without a model, by the models of
+    other suites.
 
     Raises ConfigError for an option that the suite does not have, or a wrong value; PluginError if a model fails.
     """
@@ -232,7 +233,7 @@ def checked_options(catalogue: Catalogue, suite: Suite, options: Mapping[str, An
                 have = "suite {} has" if len(having) == 1 else "suites {} have"
                 hint = f"{have.format(listed(having, 'and'))} it: `dilabench run {having[0]}`, or leave it out"
             else:
-                hint = f"it has {known}" if known else "it has no options of its own, leave it out"
+                hint = f"it has {known}" if known else "it has no such options, omit it"
             raise ConfigError(f"suite {suite.name!r} has no option {name!r} (given as {options[name]!r}); {hint}")
     checked = dict(options)
     for taker in [suite] if suite.options else catalogue.suites:
@@ -265,7 +266,7 @@ def _check_names(catalogue: Catalogue, request: RunRequest) -> None:
 
 
 def read_assignments(assignments: Sequence[str]) -> dict[str, Any]:
-    """Turn `--set key=value` texts into fields; values are read as TOML where they are TOML, else kept as text."""
+    """Parse `--set key=value` texts into fields; values are read as TOML if possible, else kept as text."""
     fields: dict[str, Any] = {}
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
@@ -287,7 +288,7 @@ def _read_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
-        # No TOML, or a number or nesting beyond what Python reads: the field says what it may be.
+        # No TOML, or a number or nesting beyond Python's limits: the error of the field says what it may be.
         return text
 
 

@@ -1,4 +1,4 @@
-"""Names that dilabench had and has no more: the reason, and what to use instead.
+"""Names that dilabench has removed: the reason, and the replacement.
 
 A registry answers with these when a name is missing, so that a plug-in may register one of them again. Records keep
 the names as text and still load.
@@ -12,7 +12,7 @@ from dilabench.errors import ConfigError, unknown_name
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """`kind`: that of a registry (pattern, implementation, reporter, ...), or command, option, pytest fixture.
+    """`kind`: of a registry (pattern, implementation, reporter, ...), or command, option, pytest fixture.
 
     `instead`: what to use.
     """
@@ -29,7 +29,6 @@ NO_NEIGHBORHOOD = "the peer that it was for, NATTEN, never ran here"
 ONE_FLEX = "`flex` computes every pattern"
 PYTEST_BENCHMARK = "pytest-benchmark, or `dilabench compare` on two runs"
 A_CALL = "one call of your configuration, or `dilabench verify -i fused --head-dim 96`, which makes one"
-PER_TOKEN = "selects per query token, where the workload selects per block of queries"
 NPROC = "`run billion --nproc N` for ranks, or `run billion` for every GPU or one device"
 
 RETIRED = (
@@ -53,8 +52,6 @@ RETIRED = (
     Retired("reporter", "flashinfer-bench", "its datasets never ran in FlashInfer-Bench here", "csv, parquet or json"),
     Retired("pytest fixture", "dilabench_benchmark", "it timed as pytest-benchmark does", PYTEST_BENCHMARK),
     Retired("pytest option", "--dilabench-json", "pytest-benchmark could not compare its files", PYTEST_BENCHMARK),
-    Retired("workload", "moba_64k", f"MoBA {PER_TOKEN}", "blockwise_moba_64k, the same workload"),
-    Retired("workload", "nsa_64k", f"NSA {PER_TOKEN}", "blockwise_nsa_64k, the same workload"),
     Retired("command", "leaderboard", "`report` of several runs shows the same", "`dilabench report RUN...`"),
     Retired("option", "run --form", "the pieces of a stream were separate sequences, never one", NPROC),
     Retired(
@@ -86,6 +83,6 @@ def removed(kind: str, name: str) -> ConfigError | None:
 def no_such_name(kind: str, name: str, known: Iterable[str], left_out: Iterable[str] = ()) -> ConfigError:
     """The error for a name that is not registered: why it was retired, or else the nearest known names.
 
-    `kind` is that of a registry, or 'name' for all of them; `left_out`: plug-ins that could not be used.
+    `kind`: of a registry, or 'name' for all of them; `left_out`: plug-ins that could not be used.
     """
     return removed(kind, name) or unknown_name(kind, name, known, left_out=left_out)

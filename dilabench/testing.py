@@ -1,4 +1,4 @@
-"""The kit for authors: `check_plugin` holds anything that is registered to all that dilabench asks of its kind.
+"""The kit for authors: `check_plugin` runs every conformance check on a registered component.
 
     from dilabench.testing import check_implementation, check_plugin
 
@@ -40,12 +40,12 @@ __all__ = ["check_implementation", "check_plugin", "odd_workloads", "poisoned", 
 
 
 def check_plugin(name: str, *, kind: str | None = None, device: str = "auto") -> tuple[Scorecard, ...]:
-    """Hold everything of this name that is registered to all that is asked of its kind (`dilabench plugin check`).
+    """Run every conformance check on all registered components of this name (`dilabench plugin check`).
 
-    `kind`: 'implementation', 'backend', 'pattern', 'suite', 'reporter', 'timer' or 'workload', where a name stands for
-    several things. device: 'cpu', 'cuda' or 'auto'. What can be tried only on another machine is skipped.
+    `kind`: 'implementation', 'backend', 'pattern', 'suite', 'reporter', 'timer' or 'workload', if several things have
+    the name. device: 'cpu', 'cuda' or 'auto'. Checks that need another machine are skipped.
 
-    Raises AssertionError with every failure, or when nothing could be tried; ConfigError for an unknown name.
+    Raises AssertionError with every failure, or if no check could run; ConfigError for an unknown name.
     """
     found, machine = discover(), detect(device)
     cards = tuple(
@@ -53,7 +53,7 @@ def check_plugin(name: str, *, kind: str | None = None, device: str = "auto") ->
     )
     for card in cards:
         if not card.passed:
-            failures = "\n".join(card.failures()) or "nothing of what it does could be tried here"
+            failures = "\n".join(card.failures()) or "none of its features could be tried here"
             raise AssertionError(f"{card.kind} {card.name} does not conform:\n{failures}")
     return cards
 
@@ -69,12 +69,13 @@ def check_implementation(
     deterministic: bool = False,
     seed: int = 0,
 ) -> tuple[Verification, ...]:
-    """Build the implementation for each workload and hold it to the oracle; one Verification per workload that ran.
+    """Build the implementation for each workload and check it against the oracle; one Verification per workload that
+    ran.
 
-    By name, the descriptor says what it takes, supports and promises; `takes`, `supports` and `deterministic` are for
-    a bare build function, checked on dilated patterns if it states nothing. `backend`: the name of the dense kernel it
-    is built over; where one is needed and none is named, the one of lowest priority, which takes most. Workloads that
-    it does not support are left out; in mode forward where only the gradient is not.
+    By name, the descriptor says what it takes, supports and promises; `takes`, `supports` and `deterministic` are for a
+    bare build function, checked on dilated patterns if it states nothing. `backend`: the name of the dense kernel it is
+    built over; if one is needed and none is named, the one of lowest priority, which supports most. Unsupported
+    workloads are skipped; if only the gradient is unsupported, they run in mode forward.
 
     Raises AssertionError with the failing check, or when no workload is supported; ConfigError for an unknown name.
     Exceptions of building or calling pass through.
@@ -155,7 +156,7 @@ def _loaded(backend: Backend | None) -> LoadedBackend | None:
 
 
 def _supported(workload: Workload, implementation: Implementation, device: str) -> Workload | None:
-    """The workload, in mode forward where it supports only that; None when it is not supported."""
+    """The workload, in mode forward if only that is supported; None if it is not supported."""
     for mode in (workload.mode, "forward"):
         trial = workload.replace(mode=mode)
         if not implementation.supports.reasons(trial, torch.device(device).type):

@@ -21,7 +21,7 @@ _DURATION_SECONDS = {"ms": 1e-3, "s": 1.0, None: 1.0, "m": 60.0, "min": 60.0, "h
 _ABOVE = "is above 2^48, which no machine can hold; use a smaller one"
 # A terminal is narrower; a table of this width is memory that is filled with blanks.
 MAX_WIDTH = 10_000
-# Longer numbers are no counts, and Python does not turn any length of digits into an integer.
+# Longer numbers are no counts, and Python limits the number of digits of an integer.
 MAX_DIGITS = 40
 _TIME_UNITS = (("s", 1e9), ("ms", 1e6), ("µs", 1e3), ("ns", 1.0))
 _DECIMAL_SUFFIXES = (("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))
@@ -58,7 +58,8 @@ def parse_count(text: str | int, what: str = "value") -> int:
     return int(count)
 
 
-# Control characters but for tab and line feed, and what turns the direction of writing: a terminal would obey them.
+# Control characters except tab and line feed, and marks that change the direction of writing: a terminal would obey
+# them.
 _UNPRINTABLE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 
 
@@ -76,7 +77,7 @@ def terminal_width(text: str) -> int:
 
 
 def output_width(stream: IO[str], piped: int) -> int:
-    """The width for a stream: TERMINAL_WIDTH or COLUMNS where they say, the terminal's own, or `piped` in a pipe."""
+    """The width for a stream: TERMINAL_WIDTH or COLUMNS if set, else the terminal's own, or `piped` in a pipe."""
     if pinned := os.environ.get("TERMINAL_WIDTH"):
         return terminal_width(pinned)
     asked = os.environ.get("COLUMNS", "")
@@ -130,7 +131,7 @@ def format_seconds(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        # What rounds to a whole unit is one: "1e+03 ms" is no duration.
+        # A value that rounds to the next unit is shown in it: "1e+03 ms" is no duration.
         if seconds >= 0.9995 * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e9:.3g} ns"
@@ -176,3 +177,29 @@ def format_rate(value: float) -> str:
 def format_ratio(value: float) -> str:
     """A speed-up: 1.23x."""
     return f"{value:.2f}x" if value < 100 else f"{value:.0f}x"
+
+
+def tokens_per_second(tokens: int, time_ns: float) -> float:
+    """Tokens (batch x length) per second. Raises ConfigError for a time that is not positive."""
+    return tokens * 1e9 / _positive(time_ns)
+
+
+def tflops_per_second(flops: float, time_ns: float) -> float:
+    """10^12 floating-point operations per second; useful or dense-equivalent is the caller's choice of `flops`."""
+    return flops / _positive(time_ns) / 1e3
+
+
+def gigabytes_per_second(traffic_bytes: float, time_ns: float) -> float:
+    """10^9 bytes per second."""
+    return traffic_bytes / _positive(time_ns)
+
+
+def speedup(baseline_ns: float, candidate_ns: float) -> float:
+    """Baseline time / candidate time: above one the candidate is faster."""
+    return _positive(baseline_ns) / _positive(candidate_ns)
+
+
+def _positive(value: float) -> float:
+    if not value > 0:
+        raise ConfigError(f"{value} is not positive; a time or ratio that was not measured has no derived figures")
+    return value

@@ -7,33 +7,27 @@ import hashlib
 import json
 import os
 import re
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints, overload
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    GetCoreSchemaHandler,
     ValidationError,
     ValidationInfo,
-    ValidatorFunctionWrapHandler,
     create_model,
 )
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema, from_json
+from pydantic_core import PydanticCustomError, from_json
 
 from dilabench.errors import ConfigError, PluginError, said
 from dilabench.units import parse_count
 
-if TYPE_CHECKING:
-    import numpy as np
-
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
-# What pydantic adds to a place for the arms of a union.
+# Parts that pydantic adds to a location for the arms of a union.
 _TYPE_TAG = re.compile(r"tuple\[|literal\[|function-|(int|float|str|bool)$")
 _RULE = "should be "
 # Limits of a record. The largest that was met has 20 million values in 10,000 rows.
@@ -41,9 +35,9 @@ DEPTH_VARIABLE, MAX_DEPTH = "DILABENCH_MAX_DEPTH", 64
 ROWS_VARIABLE, MAX_ROWS = "DILABENCH_MAX_ROWS", 200_000
 VALUES_VARIABLE, MAX_VALUES = "DILABENCH_MAX_VALUES", 64_000_000
 _CONTAINERS = frozenset({dict, list})
-# Of 64-bit integers, with the sign.
+# Digits of 64-bit integers, with the sign.
 MAX_DIGITS = 20
-# No float of ours has as many digits after its point; one that has is read like a long integer.
+# No float of a record has as many digits after its point; one that has is read like a long integer.
 MAX_FRACTION = 64
 # A search for a run of digits takes ten times as long as one for a run of zeros.
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
@@ -110,7 +104,7 @@ def defined(function: Any) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in a message, short, whatever its `__repr__` does."""
+    """A value in a message, shortened, even if its `__repr__` fails."""
     try:
         return f"{value!r:.80}"
     # The `__repr__` may be a plug-in's.
@@ -137,7 +131,7 @@ def _read_counts(value: Any, info: ValidationInfo) -> Any:
 
 
 # A size may be written as '4K', a list of sizes as '2K,4K', [2048, '4K'] or, when there is one, 2048; None and 'auto'
-# stay as they are, for fields that take them besides.
+# stay as they are, for fields that also take them.
 READ_COUNT, READ_COUNTS = BeforeValidator(_read_count), BeforeValidator(_read_counts)
 Size = Annotated[int, READ_COUNT]
 Sizes = Annotated[tuple[int, ...], READ_COUNTS]
@@ -145,7 +139,7 @@ SizesOrAuto = Annotated[tuple[int, ...] | Literal["auto"], READ_COUNTS]
 
 
 def read_json(text: str | bytes) -> Any:
-    """A JSON document of a record. Raises ValueError for what is none, or holds what no record of ours ever holds."""
+    """A JSON document of a record. Raises ValueError for other texts or for content that no record holds."""
     document = parsed(text)
     check_depth(document)
     return document
@@ -156,6 +150,8 @@ def check_depth(document: Any) -> None:
     deepest = _limit(DEPTH_VARIABLE, MAX_DEPTH)
     level = [document] if type(document) in _CONTAINERS else []
     for _ in range(deepest):
+        if not level:
+            return
         inner = (container.values() if type(container) is dict else container for container in level)
         # Most containers are lists of numbers, passed over without a look at each.
         nested = (several for several in inner if not _CONTAINERS.isdisjoint(map(type, several)))
@@ -164,15 +160,38 @@ def check_depth(document: Any) -> None:
         raise ValueError(f"it is nested more than {deepest} levels deep; {DEPTH_VARIABLE}=100, say, reads more")
 
 
+# No shorter than any text that is counted.
+_MOST_MARK = 16
+
+
+class OverLimitError(ValueError):
+    """A record has more of something than its limit."""
+
+
 def check_counts(text: bytes) -> None:
-    """Raise ValueError for the JSON text of a record with more rows, or more values (of all kinds), than the limits."""
+    """Raise OverLimitError for the JSON text of a record with more rows, or values of all kinds, than the limits."""
+    for _ in counted_chunks([text]):
+        pass
+
+
+def counted_chunks(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The parts of such a text; raises OverLimitError at the one in which a limit is passed."""
     # Each value but the first of a list or object has a comma before it.
-    for what, mark, variable, default in (
-        ("rows", b'"planned"', ROWS_VARIABLE, MAX_ROWS),
-        ("values", b",", VALUES_VARIABLE, MAX_VALUES),
-    ):
-        if (count := text.count(mark)) > (most := _limit(variable, default)):
-            raise ValueError(f"it has {count} {what}, over the limit of {most}; {variable}={2 * count}, say, reads it")
+    limits = (
+        ("rows", b'"planned"', ROWS_VARIABLE, _limit(ROWS_VARIABLE, MAX_ROWS)),
+        ("values", b",", VALUES_VARIABLE, _limit(VALUES_VARIABLE, MAX_VALUES)),
+    )
+    counts = [0, 0]
+    end = b""
+    for chunk in chunks:
+        for at, (what, mark, variable, most) in enumerate(limits):
+            # A mark may lie on the border of two chunks.
+            border = end[len(end) - len(mark) + 1 :] + chunk[: len(mark) - 1] if len(mark) > 1 else b""
+            counts[at] += chunk.count(mark) + border.count(mark)
+            if counts[at] > most:
+                raise OverLimitError(f"it has over {most} {what}, the limit; {variable}={2 * most}, say, reads more")
+        end = (end + chunk)[-_MOST_MARK:] if len(chunk) < _MOST_MARK else chunk[-_MOST_MARK:]
+        yield chunk
 
 
 def _limit(variable: str, default: int) -> int:
@@ -223,7 +242,7 @@ KindT = TypeVar("KindT", bound=type)
 
 
 def refused(text: str) -> PydanticCustomError:
-    """What a check of one field of a descriptor raises; the text follows the field's name."""
+    """The error of a check of one field of a descriptor; the text follows the field's name."""
     # A brace would be a place for a value.
     return PydanticCustomError("descriptor", "{text}", {"text": text})
 
@@ -341,81 +360,3 @@ def targets_of(descriptor: object) -> dict[str, str | None]:
     """The fields of a descriptor that name code ('package.module:name'), in alphabetical order."""
     hints = sorted(get_type_hints(type(descriptor), include_extras=True).items())
     return {name: getattr(descriptor, name) for name, hint in hints if Target in (hint, *get_args(hint))}
-
-
-class Nanoseconds(Sequence[int]):
-    """Times in ns in one block of memory: equal to the tuple of the same integers, in a quarter of its memory.
-
-    Slices and sums are tuples. A pydantic field of `Times` is read from, and written as, a list of integers.
-    """
-
-    __slots__ = ("_values",)
-
-    def __init__(self, values: Iterable[int] = ()) -> None:
-        """Raises ValueError for an integer of more than 64 bits."""
-        try:
-            self._values = array("q", values)
-        except OverflowError:
-            raise ValueError("a sample has more than 64 bits, which no time in ns has; leave it out") from None
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._values)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
-    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
-        return tuple(self._values[index]) if isinstance(index, slice) else self._values[index]
-
-    def __add__(self, other: Sequence[int]) -> tuple[int, ...]:
-        return (*self, *other)
-
-    def __radd__(self, other: Sequence[int]) -> tuple[int, ...]:
-        return (*other, *self)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Nanoseconds):
-            return self._values == other._values
-        return tuple(self._values) == other if isinstance(other, tuple) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self._values))
-
-    def __repr__(self) -> str:
-        return repr(tuple(self._values))
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> "np.ndarray[Any, Any]":
-        """What numpy makes an array of: a copy, so that the samples stay as they are."""
-        import numpy as np
-
-        if copy is False:
-            raise ValueError("samples are not shared; leave out copy=False")
-        return np.array(self._values, dtype=dtype)
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: type, handler: GetCoreSchemaHandler) -> CoreSchema:
-        integers = handler.generate_schema(tuple[int, ...])
-        written = core_schema.plain_serializer_function_ser_schema(tuple, return_schema=integers)
-        return core_schema.no_info_wrap_validator_function(_samples, integers, serialization=written)
-
-
-def _samples(value: Any, handler: ValidatorFunctionWrapHandler) -> Nanoseconds:
-    """A list of integers as it is; whatever else the handler takes for one, by its rules."""
-    if isinstance(value, Nanoseconds):
-        return value
-    if type(value) is list:
-        try:
-            return Nanoseconds(value) if value else NO_SAMPLES
-        except TypeError:
-            # A float of an integer's value, say.
-            pass
-    return Nanoseconds(handler(value))
-
-
-NO_SAMPLES = Nanoseconds()
-# A field of samples; to a type checker it is the tuple that it equals.
-Times = Annotated[tuple[int, ...], Nanoseconds]

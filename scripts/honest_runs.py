@@ -5,6 +5,7 @@ backend, and calls of its timed sequence are checked. Writes counts, and each fa
 
     python scripts/honest_runs.py --processes 8 --device cuda --out honest.json
     python scripts/honest_runs.py --first-seed 1234 --seeds 1          # one workload again
+    python scripts/honest_runs.py --ranks 2                            # rings over two processes, by gloo
 """
 
 import argparse
@@ -13,6 +14,7 @@ import dataclasses
 import gc
 import json
 import multiprocessing
+import os
 import random
 import tempfile
 import time
@@ -23,6 +25,8 @@ from typing import Any
 
 import torch
 
+from dilabench.distributed.launch import meeting_store
+from dilabench.distributed.world import World
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.verify import summary
@@ -39,6 +43,8 @@ HEAD_DIMS = (1, 2, 3, 7, 8, 16, 24, 32, 33, 48, 64, 80, 96, 128, 200, 256)
 MASKS = ("local_window", "global_local", "dilated_sparse", "strided", "hierarchical", "random")
 # B·N·H·D: verifying twice as much takes twice as long and shows no more.
 MOST_VALUES = 2**19
+# How long a case may go on after the time is over. One that was ended then has no result.
+GRACE_S = 60.0
 # In each of two slots.
 TIMED_CALLS = 5
 
@@ -105,32 +111,37 @@ def _branches(draw: random.Random, length: int) -> dict[str, Any]:
     }
 
 
-def cases_of(workload: Workload, catalogue: Catalogue, machine: Machine, compiled: bool) -> Iterator[Case]:
-    """Every implementation for one device and backend that nothing known speaks against."""
+def cases_of(
+    workload: Workload, catalogue: Catalogue, machine: Machine, compiled: bool, ranks: int = 1
+) -> Iterator[Case]:
+    """Every implementation for one device, or for several ranks, and backend that nothing known speaks against."""
     for implementation in catalogue.implementations:
-        if implementation.sharding is not None or (implementation.compiles and not compiled):
+        if (implementation.sharding is None) != (ranks == 1) or (implementation.compiles and not compiled):
             continue
         names = [one.name for one in catalogue.backends if compiled or not one.compiles]
         for backend in names if implementation.uses_backend else (None,):
-            case = Case(implementation=implementation.name, backend=backend, workload=workload)
+            case = Case(implementation=implementation.name, backend=backend, workload=workload, world_size=ranks)
             if not catalogue.reasons_against(case, machine):
                 yield case
 
 
-def failures_of(case: Case, seed: int, verifier: CaseVerifier, catalogue: Catalogue, machine: Machine) -> list[str]:
+def failures_of(
+    case: Case, seed: int, verifier: CaseVerifier, catalogue: Catalogue, machine: Machine, world: World | None = None
+) -> list[str]:
     """What verification and the checks of timed calls say against a case; empty where it passes both."""
     device = torch.device(machine.device)
-    call = PreparedCall(case_spec(case, catalogue, seed, machine), device, InputStore(device))
+    call = PreparedCall(case_spec(case, catalogue, seed, machine), device, InputStore(device), world)
     verification, why = verifier.verify(call)
     outputs = TimedOutputs(call)
     outputs.know(verification)
     for last in (False, True):
-        call.timed_calls.begin(last)
+        call.timed_calls.begin(last, seed=seed)
         for _ in range(TIMED_CALLS):
             call.fresh()()
         kept = call.timed_calls.end()
     timed = outputs.check(kept) if kept is not None else verification
-    return [*([] if verification.passed else [why]), *([] if timed.passed else [summary(timed)])]
+    failed = [*([] if verification.passed else [why]), *([] if timed.passed else [summary(timed)])]
+    return failed if world is None else list(dict.fromkeys(why for of_rank in world.share(failed) for why in of_rank))
 
 
 @dataclasses.dataclass
@@ -143,22 +154,32 @@ class Found:
     failures: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
-def work(asked: argparse.Namespace, first: int, until: float, path: Path) -> None:
+def work_as_rank(asked: argparse.Namespace, rank: int, store: str, until: float, path: Path) -> None:
+    """The same as one of the ranks, all of which go through all seeds; rank 0 keeps the time and writes."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    with World.join(meeting_store(store, asked.ranks), rank, asked.ranks, torch.device("cpu")) as world:
+        work(asked, asked.first_seed, until, path, world)
+
+
+def work(asked: argparse.Namespace, first: int, until: float, path: Path, world: World | None = None) -> None:
     """Every `processes`-th seed from the first on, until the time `until` (of time.time). `path` gets what is found."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     catalogue, machine = discover().catalogue, detect(asked.device)
+    stride = asked.processes if world is None else 1
     found = Found(first)
-    for found.seed in range(first, asked.first_seed + asked.seeds, asked.processes):
+    for found.seed in range(first, asked.first_seed + asked.seeds, stride):
         workload, verifier = random_workload(found.seed, asked.longest), CaseVerifier(torch.device(asked.device))
-        for case in cases_of(workload, catalogue, machine, asked.compiled):
+        for case in cases_of(workload, catalogue, machine, asked.compiled, asked.ranks):
             path.write_text(json.dumps(vars(found)))
-            if time.time() > until:
+            over = time.time() > until
+            if over if world is None else world.share(over)[0]:
                 return
             name = f"{case.implementation} {case.backend or ''}".strip()
             found.counts[name] += 1
             try:
-                why = failures_of(case, found.seed, verifier, catalogue, machine)
+                why = failures_of(case, found.seed, verifier, catalogue, machine, world)
             except Exception as error:  # noqa: BLE001 (a case that raises is a finding, the others go on)
                 why = [f"{type(error).__name__}: {error}"]
             if why:
@@ -181,22 +202,29 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=3000, help="tokens; part of what repeats a seed")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1, help="verify rings over so many processes instead (CPU)")
     parser.add_argument("--compiled", action="store_true", help="also what compiles for seconds at its first call")
     parser.add_argument("--out", type=Path, default=Path("honest_runs.json"))
     asked = parser.parse_args()
     until, context = time.time() + asked.seconds, multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / str(index) for index in range(asked.processes)]
-        firsts = range(asked.first_seed, asked.first_seed + asked.processes)
+        count = asked.processes if asked.ranks == 1 else asked.ranks
+        paths = [Path(folder) / str(index) for index in range(count)]
+        firsts = range(asked.first_seed, asked.first_seed + count)
+        store = str(Path(folder) / "store")
         running = [
             context.Process(target=work, args=(asked, first, until, path))
-            for first, path in zip(firsts, paths, strict=True)
+            if asked.ranks == 1
+            else context.Process(target=work_as_rank, args=(asked, index, store, until, path))
+            for index, (first, path) in enumerate(zip(firsts, paths, strict=True))
         ]
         for process in running:
             process.start()
+        ended = []
         for process in running:
-            process.join(max(0.0, until + 60 - time.time()))
+            process.join(max(0.0, until + GRACE_S - time.time()))
             if process.is_alive():
+                ended.append(process)
                 process.kill()
                 process.join()
         nothing = [vars(Found(first)) for first in firsts]
@@ -206,8 +234,10 @@ def main() -> None:
     died = [
         {"seed": result["seed"], "why": [f"its process ended with {process.exitcode}"]}
         for process, result in zip(running, results, strict=True)
-        if process.exitcode
+        if process.exitcode and process not in ended
     ]
+    # All ranks have seen the same cases.
+    results = results if asked.ranks == 1 else results[:1]
     counts = sum((collections.Counter(one["counts"]) for one in results), collections.Counter())
     failures = [*died, *(failure for one in results for failure in one["failures"])]
     totals = {

@@ -111,7 +111,7 @@ def test_the_history(damage, tmp_path, make_row, make_record):
     messages = []
     assert runs(messages.append) == expected
     assert len(messages) == 1, messages
-    assert "made anew from the run files" in messages[0]
+    assert "rebuilt from the run files" in messages[0]
     assert runs(pytest.fail) == expected
 
 

@@ -75,7 +75,7 @@ def test_what_a_user_names_may_be_a_pipe(tmp_path: Path, monkeypatch: pytest.Mon
     assert read(fifo) == read(plain)
     writer.join()
     monkeypatch.setattr(atomic_file, "SILENCE_S", 0.05)
-    with pytest.raises(ConfigError, match=r"nothing came from it within 0\.05 s"):
+    with pytest.raises(ConfigError, match=r"it sent no data within 0\.05 s"):
         read(fifo)
     monkeypatch.setenv(atomic_file.LIMIT_VARIABLE, "4K")
     with pytest.raises(ConfigError, match=r"it has over 4\.0 KiB"):

@@ -16,24 +16,31 @@ from dilabench.attention.dilated import DilatedAttention, MultiheadDilatedAttent
 
 if TYPE_CHECKING:
     from dilabench.attention.function import attention, block_sparse_attention
+    from dilabench.attention.native_sparse import BlockCompression, NativeSparseAttention, native_sparse_attention
     from dilabench.attention.over_ranks import SequenceShards, ring_attention, sequence_shards
 
 __all__ = [
+    "BlockCompression",
     "DilatedAttention",
     "MultiheadDilatedAttention",
+    "NativeSparseAttention",
     "SequenceShards",
     "attention",
     "block_sparse_attention",
     "dilated_attention",
+    "native_sparse_attention",
     "ring_attention",
     "sequence_shards",
 ]
 
 
 _LATER = {
+    "BlockCompression": "native_sparse",
+    "NativeSparseAttention": "native_sparse",
     "SequenceShards": "over_ranks",
     "attention": "function",
     "block_sparse_attention": "function",
+    "native_sparse_attention": "native_sparse",
     "ring_attention": "over_ranks",
     "sequence_shards": "over_ranks",
 }

@@ -118,8 +118,8 @@ def dilated_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """LongNet's dilated attention: out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D], K dividing H.
 
-    With `cu_seqlens`, rising from 0: packed sequences, out [T, H, D] of query [T, H, D] and key, value [T, K, D].
-    Segments begin anew in each sequence. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. A
+    With `cu_seqlens`, ascending from 0: packed sequences, out [T, H, D] of query [T, H, D] and key, value [T, K, D].
+    Segments restart in each sequence. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. A
     list is better than a tensor, which has to be read from its device. B, N or T may be 0.
 
     `segment_lengths` and `dilation_rates` pair up to branches; any sizes work, also segments that do not divide N or
@@ -135,7 +135,7 @@ def dilated_attention(
     gradient. `backend` is a name of `dilabench list backends`, or a function `(q, k, v, *, causal, window, scale) ->
     (out, lse)` of dense attention (`contracts.Attend`); 'auto' takes the fastest way: on a GPU it measures them all at
     the first call of a configuration, which takes seconds once per machine (`choice.first_use`). The last bits of the
-    query's gradient may differ from call to call, as FlashAttention's do, unless torch is asked for deterministic
+    query's gradient may differ from call to call, as FlashAttention's do, unless torch is set to deterministic
     algorithms (`torch.use_deterministic_algorithms`). `return_lse`: also return lse [B, H, N] (packed: [H, T]), as
     `attention` does. NaN or inf in the value of a key that a row does not see may make that row NaN, as in torch's own
     attention.

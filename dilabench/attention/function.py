@@ -3,7 +3,6 @@
     from dilabench.attention import attention
     from dilabench.patterns import WindowSinkPattern
 
-    out = attention(q, k, v, causal=True)                                     # dense
     out = attention(q, k, v, pattern=WindowSinkPattern(sinks=4, window_size=1024), causal=True)
 
 Patterns are the objects that the benchmark's workloads use (`dilabench.patterns`).
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast, overload
 
 import torch
@@ -21,10 +20,11 @@ from torch import Tensor
 
 from dilabench.attention import operands
 from dilabench.attention.dilated import IN_PATTERN, dilated_attention
+from dilabench.attention.selected import selected_attention
 from dilabench.choice.computation import backend_of, implementation_of
 from dilabench.choice.descriptors import load_target
 from dilabench.choice.ways import AUTO, Way
-from dilabench.contracts import Attend, AttendBackward, AttentionFn, BuildContext, LoadedBackend, WithLse
+from dilabench.contracts import Attend, AttendBackward, BuildContext, LoadedBackend, WithLse
 from dilabench.errors import ConfigError
 from dilabench.impls.no_pairs import NOTHING_SEEN, SHAPES_ONLY, FirstRows
 from dilabench.impls.null_mass import sink_gradient
@@ -43,12 +43,14 @@ from dilabench.kernels.lse import add_null_mass_
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.pattern import Pattern
+from dilabench.patterns.selected_blocks import SelectedBlocksPattern
 from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
 
 __all__ = ["attention", "block_sparse_attention"]
 
-# Fields of dense attention in place of those of a dilated pattern.
+# Dense attention's fields of a dilated pattern.
 NO_BRANCHES: dict[str, Any] = {"segment_lengths": (), "dilation_rates": ()}
+SELECTED_BY_INDICES = "pattern=SelectedBlocksPattern(block_size=...), per token, or TopKBlocksPattern, per query block"
 
 
 class CallOptions(TypedDict, total=False):
@@ -100,30 +102,29 @@ def attention(
     """Exact attention of any pattern: out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D].
 
     K divides H: each key/value head serves H/K query heads. Gradients of query, key, value and sink are exact.
-
     pattern: which query attends to which key; None is every one (dense). The objects of `dilabench.patterns`:
-        DilatedPattern (LongNet), BlockSparsePattern, TopKBlocksPattern (VSA), WindowSinkPattern (StreamingLLM),
-        ColumnBoundsPattern (FlashMask), NativeSparsePattern (NSA, but selecting per block of queries).
+        DilatedPattern (LongNet), BlockSparsePattern, SelectedBlocksPattern (NSA, MoBA, DSA, MSA: per token),
+        TopKBlocksPattern (VSA), WindowSinkPattern (StreamingLLM), ColumnBoundsPattern (FlashMask), NativeSparsePattern.
     causal: a query attends only to keys up to its own position.
     window: (left, right) in positions, -1 unbounded: (1023, 0) is a causal window of 1024 keys.
     scale: factor of the scores; 1/sqrt(D) by default.
     sink: [H], per head the logit of one more key whose value is 0 (gpt-oss); gets a gradient. inf: out and gradients 0.
     cu_seqlens: packed sequences, bounds that rise from 0; out [T, H, D] of query [T, H, D] and key, value
-        [T, K, D]. Equal bounds are empty sequences, rows beyond the last get 0. Not for NativeSparsePattern.
-    indices: [n, k] or [K, n, k] integers on the tensors' device, for TopKBlocksPattern: the k key blocks of each of n
-        query blocks, for all key/value heads or each. Order does not matter, -1 means no block. They replace the
-        pattern's selector and top_k.
+        [T, K, D]. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. The pattern restarts
+        in each. Not for NativeSparsePattern.
+    indices: integers on the tensors' device; they replace the pattern's selector and top_k. For SelectedBlocksPattern
+        [B, N, K, S] or [N, K, S] (packed: [T, K, S], counted in each sequence from 0): the S key blocks of each query
+        token and key/value head. For TopKBlocksPattern [n, k] or [K, n, k]: the k key blocks of each of n query blocks,
+        for all key/value heads or each. Order does not matter, a repeated index counts once, -1 means no block.
     return_lse: also return lse [B, H, N], the natural logarithm of each query's sum of exponentials (packed: [H, T]),
         without a gradient. A query that attends to no key has out 0 and lse -inf.
     backend: for dense and dilated patterns a name of `dilabench list backends`, or a function
         `(q, k, v, *, causal, window, scale) -> (out, lse)` of dense attention; 'auto' is the fastest way known.
 
-    Dense and dilated patterns work under torch.compile without a graph break; others break the graph at the call.
-    A hidden key may hold any finite numbers, but NaN or inf in its value may make rows NaN that do not see it, as in
-    torch's attention (docs/explanation/semantics.md). torch.func is refused for NativeSparsePattern. Under
-    torch.autocast query, key and value are cast first.
-
-    Raises ValueError for shapes, patterns or options that do not fit together.
+    Dense and dilated patterns, and SelectedBlocksPattern with indices, work under torch.compile without a graph break;
+    others break the graph at the call. NaN or inf in the value of a hidden key may make rows NaN that do not see it, as
+    in torch's attention (docs/explanation/semantics.md). torch.func is refused for NativeSparsePattern. Under autocast
+    query, key and value are cast first. Raises ValueError for shapes, patterns or options that do not fit together.
 
     >>> import torch
     >>> from dilabench.attention import attention
@@ -139,7 +140,7 @@ def attention(
     dilated = None if pattern is None else DilatedPattern.match(pattern)
     if pattern is None or pattern == DENSE or dilated is not None:
         if indices is not None:
-            raise ValueError("indices are blocks of pattern=TopKBlocksPattern(block_size=...); give that pattern")
+            raise ValueError(f"indices are blocks of {SELECTED_BY_INDICES}; give that pattern")
         fields = NO_BRANCHES if dilated is None else {name: getattr(dilated, name) for name in IN_PATTERN}
         out, lse = dilated_attention(
             query,
@@ -154,6 +155,9 @@ def attention(
             return_lse=True,
             **fields,
         )
+    elif indices is not None and (selected := SelectedBlocksPattern.match(pattern)) is not None:
+        given: Any = {"causal": causal, "window": window, "scale": scale, "sink": sink, "cu_seqlens": cu_seqlens}
+        out, lse = selected_attention(query, key, value, indices, selected.block_size, backend=backend, **given)
     else:
         if sink is not None:
             operands.check_is_tensor(sink)
@@ -163,7 +167,7 @@ def attention(
         bounds: tuple[int, ...] = ()
         if cu_seqlens is not None:
             if indices is not None:
-                raise ValueError("indices with cu_seqlens: they are blocks of a single sequence; leave one out")
+                raise ValueError(f"indices with cu_seqlens and pattern {pattern.kind}: leave one of them out")
             bounds = operands.bounds(cu_seqlens, operands.check_tokens(query, key, value))
             query, key, value = query[None], key[None], value[None]
         refuse_forward_mode(query, key, value)
@@ -284,11 +288,8 @@ def _attend(
         )
     query, key, value = materialised(query), materialised(key), materialised(value)
     tensors = tuple((x.shape, x.dtype, x.device) for x in (query, key, value))
-    function: Any
-    if indices is None:
-        function = (_of_packing if options.cu_seqlens else _function)(pattern, tensors, options)
-    else:
-        function = _selected(pattern, tensors, options, indices)
+    make: Any = partial(_selected, indices=indices) if indices is not None else _function
+    function = (_of_packing if options.cu_seqlens else make)(pattern, tensors, options)
     transformed = torch._C._are_functorch_transforms_active()
     by_modes = torch._C._len_torch_dispatch_stack() > 0
     if isinstance(function, Computation) and (transformed or by_modes):
@@ -342,16 +343,15 @@ def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
         if workload.seq_len < shape[1]:
             # The rows of the sequences are computed, and zeros follow them.
             inside = tuple((torch.Size((1, workload.seq_len, *shape[2:])), *kind) for shape, *kind in tensors)
-            options = options._replace(cu_seqlens=workload.cu_seqlens or ())
-            return FirstRows(workload.seq_len, _of_packing(pattern, cast(Any, inside), options))
+            within = options._replace(cu_seqlens=workload.cu_seqlens or ())
+            return FirstRows(workload.seq_len, _of_packing(pattern, inside, within))
         implementation = implementation_of(workload, device)
         way = Way(implementation.name, None, workload)
         backend = backend_of(AUTO, way, device) if implementation.uses_backend else None
         build = load_target(implementation.target)
-        function: AttentionFn = build(workload, BuildContext(device=device, backend=backend))
+        return build(workload, BuildContext(device=device, backend=backend))
     except ConfigError as error:
         raise ValueError(str(error)) from None
-    return function
 
 
 # For packed sequences, whose lists grow with the tokens: those of the latest few stay.
@@ -365,7 +365,7 @@ def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
 
     selection = TopKBlocksPattern.match(pattern)
     if selection is None:
-        raise ValueError(f"indices with pattern {pattern.kind}: they are blocks of pattern=TopKBlocksPattern(...)")
+        raise ValueError(f"indices with pattern {pattern.kind}: they are blocks of {SELECTED_BY_INDICES}")
     (_, length, _, _), size, heads = tensors[0][0], selection.block_size, tensors[1][0][2]
     blocks = -(-length // size)
     shape = tuple(indices.shape)

@@ -17,12 +17,12 @@ from dilabench.workload.spec import Workload
 
 Kind = tuple[torch.Size, torch.dtype, torch.device]
 """Shape, dtype and device of a tensor."""
-# With so few tokens of so many heads, the axes are likely swapped.
+# With this few tokens of this many heads, the axes are likely swapped.
 FEW_TOKENS, MANY_HEADS = 64, 256
 
 
 class Options(Protocol):
-    """What determines a workload besides its pattern and tensors."""
+    """The options of a workload besides its pattern and tensors."""
 
     @property
     def causal(self) -> bool: ...

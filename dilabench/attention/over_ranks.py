@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,9 @@ from dilabench.choice.computation import backend_of, check_backend, machine_of, 
 from dilabench.choice.descriptors import load_target
 from dilabench.choice.over_ranks import fastest_expected
 from dilabench.choice.rules import by_priority
-from dilabench.choice.ways import AUTO, Way, own_ways
+from dilabench.choice.ways import AUTO, Way, Ways, own_ways
 from dilabench.contracts import Attend, BuildContext
+from dilabench.distributed.model import Order
 from dilabench.distributed.row_assignment import balanced_rows
 from dilabench.distributed.sharding import Shards, contiguous, shards_of, zigzag
 from dilabench.distributed.world import World
@@ -45,8 +46,6 @@ from dilabench.patterns.dilated import DilatedPattern
 from dilabench.validation import validated
 from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
 
-Order = Literal["zigzag", "contiguous", "balanced"]
-
 
 class SequenceShards:
     """The tokens that each rank of a group owns, and the cached functions that attend over them.
@@ -58,6 +57,7 @@ class SequenceShards:
     def __init__(self, world: World, bounds: tuple[int, ...], packed: bool, order: Order, shards: Shards) -> None:
         self.world, self.bounds, self.packed, self.order, self.shards = world, bounds, packed, order, shards
         self._functions: dict[Any, ShardedAttention | ShapesOnly] = {}
+        self._worlds: dict[torch.device, World] = {}
         self._number = new_number()
         register(self._number, self)
 
@@ -126,7 +126,20 @@ class SequenceShards:
         dim %= x.ndim
         lead, rest = x.shape[:dim], x.shape[dim + 1 :]
         sizes = [(*lead, rows, *rest) for rows in self.shards.rows]
-        return self.shards.join(self.world.all_gather(x.detach(), sizes), dim)
+        return self.shards.join(self._world_on(x.device).all_gather(x.detach(), sizes), dim)
+
+    def transport(self, device: torch.device) -> str:
+        """The transport of messages between tensors on a device: 'copy engines', 'gloo', or 'nccl (reason)'.
+
+        All ranks call it.
+        """
+        return self._world_on(device).transport
+
+    def _world_on(self, device: torch.device) -> World:
+        world = self._worlds.get(device)
+        if world is None:
+            world = self._worlds[device] = self.world.on(device)
+        return world
 
     @staticmethod
     def _check_axis(x: Tensor, dim: int, length: int, what: str) -> None:
@@ -161,7 +174,7 @@ def sequence_shards(
     window: Window = UNBOUNDED,
     group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> SequenceShards:
-    """How a sequence of `seq_len` tokens, or packed ones (`cu_seqlens`, rising from 0), lie on the ranks of a group.
+    """The cut of `seq_len` tokens, or of packed sequences (`cu_seqlens`, ascending from 0), over the ranks of a group.
     Either may have no tokens; equal bounds are empty sequences.
 
     All ranks of the group call it. `order`: 'zigzag' gives rank r of P the chunks r and 2P-1-r of 2P, which balances
@@ -182,9 +195,15 @@ def sequence_shards(
         if group.ndim != 1:
             raise ValueError(f"a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}: name one, mesh['cp']")
         group = group.get_group()
-    world = World.of_group(group)
+    return shards_in_world(World.of_group(group), bounds, order, window, packed=cu_seqlens is not None)
+
+
+def shards_in_world(
+    world: World, bounds: tuple[int, ...], order: Order, window: Window, packed: bool | None = None
+) -> SequenceShards:
+    """`sequence_shards` of ranks that have met; by default several sequences are packed."""
     shards = _cut(tuple(pairwise(bounds)), order, window, world.size)
-    return SequenceShards(world, bounds, cu_seqlens is not None, order, shards)
+    return SequenceShards(world, bounds, len(bounds) > 2 if packed is None else packed, order, shards)
 
 
 def _cut(sequences: tuple[tuple[int, int], ...], order: Order, window: Window, size: int) -> Shards:
@@ -281,20 +300,39 @@ def _function(
     for name in names:
         way = Way(name, None, workload, size)
         reasons = ways.reasons_against(way, machine)
-        # Algorithms without a backend compute whole segments on each rank, which these shards are not.
-        if not over_ranks.get(name).uses_backend:
+        if over_ranks.get(name).chooses or (backend != AUTO and not over_ranks.get(name).uses_backend):
             reasons = ("it calls no backend",)
+        if not reasons and algorithm == AUTO and _in_another_order(way, shards, ways):
+            reasons = (f"it takes tokens in another order than {shards.order}{_hint(shards)}",)
         if reasons:
             against.append(f"{name}: {', '.join(reasons)}")
         else:
             usable.append(way)
-    for way, _ in fastest_expected(usable, machine.device, ways):
-        loaded = backend_of(backend, way, device)
-        context = BuildContext(device=device, backend=loaded, world=shards.world.on(device))
+    if algorithm == AUTO:
+        usable = [way for way in usable if not ways.reasons_unasked(way, machine)] or usable
+    # A prediction counts the pairs of every rank, which of a new packing takes longer than a call.
+    if len(usable) > 1:
+        usable = [way for way, _ in fastest_expected(usable, machine.device, ways)]
+    for way in usable:
+        loaded = backend_of(backend, way, device) if over_ranks.get(way.implementation).uses_backend else None
+        context = BuildContext(device=device, backend=loaded, world=shards._world_on(device))
         built = load_target(over_ranks.get(way.implementation).target)(workload, context)
         if isinstance(built, ShardedAttention) and built.shards == shards.shards:
             return built
-        assigned = ": those were assigned for causal attention with the window that sequence_shards was given"
-        hint = assigned if shards.order == "balanced" else ""
-        against.append(f"{way.implementation}: it takes tokens in another order than {shards.order}{hint}")
+        against.append(f"{way.implementation}: it takes tokens in another order than {shards.order}{_hint(shards)}")
     raise ValueError(f"no algorithm over {size} ranks for {workload.label()}: {'; '.join(against)}")
+
+
+def _in_another_order(way: Way, shards: SequenceShards, ways: Ways) -> bool:
+    """Return True if an algorithm is known to take other shards; a single sequence is cut to find out."""
+    sharding, size = ways.sharding_of(way.implementation), shards.world.size
+    order = sharding.order(way.workload) if sharding is not None and size > 1 else None
+    if order is None or order == shards.order:
+        return False
+    return shards.packed or _cut(way.workload.sequences, order, way.workload.window, size) != shards.shards
+
+
+def _hint(shards: SequenceShards) -> str:
+    if shards.order != "balanced":
+        return ""
+    return ": those were assigned for causal attention with the window that sequence_shards was given"

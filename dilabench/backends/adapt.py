@@ -216,7 +216,7 @@ def _run_backward(
 def _sequences(cu_seqlens: Tensor, longest: int, cu_seqlens_k: Tensor | None, longest_k: int | None) -> Sequences:
     """The sequences of queries and keys; raises ValueError if only one of the keys' two arguments is given."""
     if (cu_seqlens_k is None) != (longest_k is None):
-        raise ValueError("cu_seqlens_k and longest_k go together: give both where keys have sequences of their own")
+        raise ValueError("cu_seqlens_k and longest_k go together: give both if keys have separate sequences")
     if cu_seqlens_k is None or longest_k is None:
         return Sequences(cu_seqlens, longest, cu_seqlens, longest)
     return Sequences(cu_seqlens, longest, cu_seqlens_k, longest_k)
@@ -227,8 +227,8 @@ def _packed_band(causal: bool, window: Window, sequences: Sequences, plain: Plai
     band = Band.of(causal, window, sequences.longest, sequences.longest_k)
     if sequences.cu_seqlens_k is not sequences.cu_seqlens and not (band.full or plain.aligns_ends):
         raise ValueError(
-            f"causal={causal} window={window} over keys with sequences of their own: this kernel does not let the last "
-            "query stand at the last key; use a backend whose packed kernel aligns ends"
+            f"causal={causal} window={window} over keys with separate sequences: this kernel does not align the last "
+            "query with the last key; use a backend whose packed kernel aligns ends"
         )
     return band
 
@@ -239,8 +239,8 @@ def _band(q: Tensor, k: Tensor, causal: bool, window: Window, plain: Plain) -> B
     aligned = plain.aligns_ends and num_queries < num_keys and band.causal and not band.windowed
     if num_queries != num_keys and not (band.full or aligned):
         raise ValueError(
-            f"causal={causal} window={window} with {num_queries} queries and {num_keys} keys: a mask needs as many "
-            "of one as of the other; use the backend math, where the last query stands at the last key"
+            f"causal={causal} window={window} with {num_queries} queries and {num_keys} keys: under a mask their "
+            "numbers must be equal; use the backend math, which aligns the last query with the last key"
         )
     return band
 

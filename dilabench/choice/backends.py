@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dilabench.choice.descriptors import Backend, Capabilities
+from dilabench.choice.descriptors import FLASH_4, Backend, Capabilities
 from dilabench.choice.implementations import CPU, CUDA, DENSE, HALF
 from dilabench.machine import ACCELERATOR, WORDS, multiplies_bfloat16_tiles
 from dilabench.workload.spec import UNBOUNDED, Workload
@@ -140,7 +140,7 @@ BACKENDS = (
         "dilabench.backends.flash4:attend_backward",
         packed_target="dilabench.backends.flash4:packed",
         supports=FLASH_ON_CUDA,
-        requires=("cuda>=sm90", "flash-attn-4"),
+        requires=("cuda>=sm90", *FLASH_4),
         kernels=(r"flash_attn.?cute",),
         compiles=True,
         aligns_ends=True,

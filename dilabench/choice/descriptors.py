@@ -41,7 +41,7 @@ from dilabench.workload.spec import DEFAULT_PATTERN, DType, Layout, Mode, Worklo
 
 # The role of a row among the others of its workload; explained at `Implementation`.
 Role = Literal["oracle", "plain", "method", "yardstick"]
-# What a call receives: q, k, v of heads, or embeddings.
+# Inputs of a call: q, k, v of heads, or embeddings.
 Takes = Literal["heads", "embeddings"]
 
 # The patterns of implementations that work from `Pattern.counts` alone.
@@ -85,6 +85,9 @@ def _is_expression(value: str) -> str:
     return value
 
 
+# FlashAttention 4 imports CUTLASS's DSL, a distribution that an installation without dependencies lacks.
+FLASH_4 = ("flash-attn-4", "cutlass")
+
 Requirement = Annotated[str, AfterValidator(_is_requirement)]
 Expression = Annotated[str, AfterValidator(_is_expression)]
 Devices = Annotated[frozenset[str], among(WORDS)]
@@ -92,7 +95,7 @@ Devices = Annotated[frozenset[str], among(WORDS)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an implementation or backend computes; `reasons` lists which needs of a workload exceed it.
+    """The workloads that an implementation or backend computes; `reasons` lists the needs of a workload that exceed it.
 
     `check` may add a rule: it takes the workload and returns the reason against it, or None. `check_ranks` is a rule
     that also takes the number of ranks. `parts_apart`: the part of each rank must need no keys of another
@@ -206,7 +209,9 @@ class Implementation:
     implementation with the highest. Over ranks, if that one has a `sharding`, `auto` takes the one that its sharding
     predicts to be fastest (`dilabench.choice.over_ranks`). 0 is never taken. Suites over ranks list higher ones first.
     `uses_backend`: it calls a dense kernel given by the context, so suites measure one row per backend; `backends`:
-    the only ones that it can call, if not any; `calls_window`: it calls them under a window, whatever the workload's.
+    the only ones that it can call, if not any; `one_launch`: packed sequences are one launch over a backend with a
+    packed kernel and many calls over any other, so that `-b auto` prefers these kernels; `calls_window`: it calls them
+    under a window, for any window of the workload.
     `takes` says what a call receives: 'heads' is q, k, v of [B, N, H, D]; 'embeddings' is [B, N, E], a module
     with projections around the attention. Rows with different inputs are never ranked together.
     `compiles`: the first call at each shape takes tens of seconds. Its cases are built last in their group, and a suite
@@ -233,6 +238,7 @@ class Implementation:
     aliases: tuple[Name, ...] = ()
     uses_backend: bool = False
     backends: tuple[str, ...] = ()
+    one_launch: bool = False
     calls_window: bool = False
     takes: Takes = "heads"
     deterministic: bool = False

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import lcm
 
-from dilabench.choice.descriptors import ANY_PATTERN, Capabilities, Implementation
+from dilabench.choice.descriptors import ANY_PATTERN, FLASH_4, Capabilities, Implementation
 from dilabench.machine import WORDS
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import UNBOUNDED, Workload
@@ -17,7 +17,8 @@ DILATED = frozenset({"dilated"})
 BLOCK_SPARSE = frozenset({"block_sparse"})
 # Masks of whole blocks, and masks that also have bounds of columns.
 SELECTED = frozenset({"topk_blocks"})
-SUMS = frozenset({"native_sparse"})
+PER_TOKEN = frozenset({"selected_blocks"})
+SUMS = frozenset({"native_sparse", "blockwise_native_sparse"})
 COLUMNS = frozenset({"window_sink", "column_bounds"})
 BLOCKS = BLOCK_SPARSE | SELECTED
 SPARSE = BLOCKS | COLUMNS
@@ -82,7 +83,7 @@ def _too_wide_in_float32(workload: Workload) -> str | None:
     return f"a head dim of {workload.head_dim} in float32 does not fit into registers" if wide else None
 
 
-def _better_branch_by_branch(workload: Workload) -> str | None:
+def better_branch_by_branch(workload: Workload) -> str | None:
     """Return why a dense kernel, branch by branch, is known to be faster than `fused`, or None.
 
     The kernels of `fused` compute a pair once that several branches share. If no pairs are shared, the rate of its
@@ -125,6 +126,11 @@ FLEX_ON_CUDA = Capabilities(
 )
 
 
+SELECTED_ON_CUDA = Capabilities(
+    patterns=PER_TOKEN, dtypes=HALF | {"float32"}, layouts=BOTH_LAYOUTS, window=False, max_head_dim=256
+)
+
+
 def no_block_tiles(workload: Workload) -> str | None:
     """Return why the kernels cannot cut a block size into tiles, or None."""
     size = workload.pattern.block_length
@@ -162,6 +168,19 @@ def _no_selector(workload: Workload) -> str | None:
     return None
 
 
+def _no_token_selector(workload: Workload) -> str | None:
+    """Return why a call cannot select for each token, or None."""
+    from dilabench.patterns.selected_blocks import SelectedBlocksPattern
+    from dilabench.patterns.token_selectors import STAND_IN_DIM
+
+    pattern = SelectedBlocksPattern.match(workload.pattern)
+    if pattern is not None and not pattern.reads_queries:
+        return f"selector={pattern.selector} reads no queries that a call could select from"
+    if workload.head_dim < STAND_IN_DIM:
+        return f"head_dim {workload.head_dim} is below {STAND_IN_DIM}, the numbers that a selector reads"
+    return None
+
+
 def _no_selector_or_tiles(workload: Workload) -> str | None:
     return _no_selector(workload) or no_block_tiles(workload)
 
@@ -175,8 +194,8 @@ def _no_room_for_a_mask(workload: Workload) -> str | None:
 
 # A property of `kernels.fused.sm90.backward`.
 ADDED_QUERIES = (
-    "on a Hopper GPU the last bits of dq may differ from call to call at head dims of 33 to 128, where programs add to "
-    "it in no fixed order; torch.use_deterministic_algorithms(True) asks for the slower way"
+    "on a Hopper GPU at head dims of 33 to 128, programs add to dq in no fixed order, so its last bits may differ "
+    "between calls; torch.use_deterministic_algorithms(True) selects a slower, reproducible kernel"
 )
 
 IMPLEMENTATIONS = (
@@ -205,7 +224,7 @@ IMPLEMENTATIONS = (
     ),
     Implementation(
         "dense-masked",
-        "full attention with log C as its bias: what a mask costs that skips nothing",
+        "full attention with log C as its bias: the cost of a mask that skips no work",
         "dilabench.impls.dense_masked:build",
         supports=Capabilities(patterns=SPARSE, check=_no_room_for_a_mask),
         role="yardstick",
@@ -237,14 +256,15 @@ IMPLEMENTATIONS = (
         supports=FUSED,
         requires=("cuda>=sm80", "triton>=3.6"),
         priority=20,
-        preferred_for=replace(FUSED, check=_better_branch_by_branch),
+        preferred_for=replace(FUSED, check=better_branch_by_branch),
         tried_for=replace(FUSED, check=_too_wide_in_float32),
         quirks=(ADDED_QUERIES,),
         tiles="dilabench.kernels.tuning:candidates",
     ),
     Implementation(
         "library",
-        "what `dilabench.attention.dilated_attention` takes by itself, measured at the first call where that is a GPU",
+        "what `dilabench.attention.dilated_attention` chooses by default; on a GPU it measures candidates at the "
+        "first call",
         "dilabench.attention.chosen:build",
         supports=Capabilities(patterns=DILATED, layouts=BOTH_LAYOUTS, merge_grads=BOTH_MERGES, zero_keys=True),
         chooses=True,
@@ -329,9 +349,50 @@ IMPLEMENTATIONS = (
         steps_of="block-sparse",
     ),
     Implementation(
+        "selected-gather",
+        "blocks selected per token: keys and values copied by index, some rows at a time (the plain method)",
+        "dilabench.impls.selected.gather:build",
+        supports=Capabilities(patterns=PER_TOKEN, layouts=BOTH_LAYOUTS),
+        role="plain",
+    ),
+    Implementation(
+        "selected-blocks",
+        "blocks selected per token: Triton kernels on CUDA, our own in C++ over lists of each token's keys on a CPU",
+        "dilabench.impls.selected.selected_blocks:build",
+        supports=Capabilities(patterns=PER_TOKEN, layouts=BOTH_LAYOUTS, on_cuda=SELECTED_ON_CUDA),
+        requires=("triton>=3.6|cpu",),
+        deterministic=True,
+        priority=10,
+    ),
+    Implementation(
+        "selected-blocks-planned",
+        "selected-blocks that makes the lists in every call",
+        "dilabench.impls.selected.selected_blocks:build_planned",
+        supports=Capabilities(patterns=PER_TOKEN, layouts=BOTH_LAYOUTS, on_cuda=SELECTED_ON_CUDA),
+        requires=("triton>=3.6|cpu",),
+        deterministic=True,
+        every_call=("plan", "attend"),
+        steps_of="selected-blocks",
+    ),
+    Implementation(
+        "selected-blocks-selected",
+        "selected-blocks that selects the blocks and makes their lists in every call: end to end",
+        "dilabench.impls.selected.selected_blocks:build_selected",
+        supports=Capabilities(
+            patterns=PER_TOKEN,
+            layouts=BOTH_LAYOUTS,
+            check=_no_token_selector,
+            on_cuda=replace(SELECTED_ON_CUDA, check=_no_token_selector),
+        ),
+        requires=("triton>=3.6|cpu",),
+        deterministic=True,
+        every_call=("select", "plan", "attend"),
+        steps_of="selected-blocks",
+    ),
+    Implementation(
         "native-sparse",
-        "means, blocks selected per block of queries and a window through the block-sparse kernels, summed with gates",
-        "dilabench.impls.block_sparse.native_sparse:build",
+        "means, selected blocks and a window, each by kernels with its own softmax, summed with gates (NSA)",
+        "dilabench.impls.native_sparse:build",
         supports=Capabilities(
             patterns=SUMS,
             on_cuda=Capabilities(patterns=SUMS, dtypes=HALF | {"float32"}, max_head_dim=256, check=no_block_tiles),
@@ -353,7 +414,7 @@ IMPLEMENTATIONS = (
             max_head_dim=128,
             check=_only_flash4_blocks,
         ),
-        requires=("cuda>=sm90", "flash-attn-4"),
+        requires=("cuda>=sm90", *FLASH_4),
         compiles=True,
     ),
 )

@@ -272,7 +272,9 @@ def package_versions() -> dict[str, str]:
 def _required() -> set[str]:
     """Names of the modules and distributions that descriptors of dilabench require."""
     described = (*BACKENDS, *IMPLEMENTATIONS)
-    alternatives = {part for each in described for required in each.requires for part in required.split("|")}
+    alternatives = {
+        part for descriptor in described for required in descriptor.requires for part in required.split("|")
+    }
     return {part.partition(">=")[0].strip() for part in alternatives} - NOT_PACKAGES
 
 

@@ -41,12 +41,14 @@ def expected_seconds(way: Candidate, device: str, ways: Ways) -> float | None:
     sharding, workload, ranks = ways.sharding_of(way.implementation), way.workload, way.world_size
     if sharding is None:
         return None
-    balance, meanwhile = sharding.load_balance(workload, ranks), sharding.overlapping_share(workload, ranks)
     received = sharding.received_bytes(workload, ranks)
     if received is None and workload.window != UNBOUNDED:
         # At most the bytes that full attention receives.
         received = sharding.received_bytes(workload.replace(window=UNBOUNDED), ranks)
-    if balance is None or meanwhile is None or received is None or not balance > 0:
+    if received is None:
+        return None
+    balance, meanwhile = sharding.load_balance(workload, ranks), sharding.overlapping_share(workload, ranks)
+    if balance is None or meanwhile is None or not balance > 0:
         return None
     computation_s, transfer_s = flops(workload) / ranks / rates.flops, received / rates.between
     hidden_s = min(meanwhile * computation_s, (1 - LEAST_EXPOSED) * transfer_s)

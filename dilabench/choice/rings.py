@@ -10,6 +10,7 @@ from dilabench.choice.implementations import (
     DILATED,
     FUSED,
     HALF,
+    better_branch_by_branch,
     no_block_tiles,
 )
 from dilabench.workload.spec import Workload
@@ -26,6 +27,12 @@ def _mask_over_branches(workload: Workload) -> str | None:
     if pattern is not None and pattern.branches is not None:
         return "a block mask over dilated branches has blocks of scattered rows, which no single rank owns"
     return None
+
+
+def _beyond_ring_attention(workload: Workload) -> str | None:
+    """Return the fields of a dilated pattern that `ring_attention` does not take, or None."""
+    given = workload.pattern.model_dump(exclude_defaults=True).keys() - {"kind", "segment_lengths", "dilation_rates"}
+    return f"ring_attention does not take {', '.join(sorted(given))}" if given else None
 
 
 def _over_ranks_on_cuda(workload: Workload) -> str | None:
@@ -46,6 +53,10 @@ BLOCKS_OVER_RANKS = Capabilities(
         max_world_size=None,
         check=_over_ranks_on_cuda,
     ),
+)
+
+FUSED_BESIDE_MESSAGES = replace(
+    FUSED, layouts=frozenset({"padded"}), merge_grads=frozenset({"exact"}), max_world_size=None, zero_keys=False
 )
 
 RINGS = (
@@ -81,17 +92,22 @@ RINGS = (
         preferred_for=Capabilities(max_world_size=None, zero_keys=True),
     ),
     Implementation(
+        "fused-allgather",
+        "the same exchange, with branches whose segments lie on a rank in one launch of fused",
+        "dilabench.impls.ring.allgather:build_fused",
+        supports=FUSED_BESIDE_MESSAGES,
+        requires=("cuda>=sm80", "triton>=3.6"),
+        uses_backend=True,
+        quirks=(ADDED_QUERIES,),
+        priority=65,
+        sharding="dilabench.distributed.shardings:RING_ALLGATHER",
+        preferred_for=replace(FUSED_BESIDE_MESSAGES, check=better_branch_by_branch),
+    ),
+    Implementation(
         "fused-sharded",
-        "whole segments on every rank, fused on each: nothing is sent",
+        "whole segments on every rank, fused on each: no messages",
         "dilabench.impls.ring.fused_sharded:build",
-        supports=replace(
-            FUSED,
-            layouts=frozenset({"padded"}),
-            merge_grads=frozenset({"exact"}),
-            max_world_size=None,
-            parts_apart=True,
-            zero_keys=False,
-        ),
+        supports=replace(FUSED_BESIDE_MESSAGES, parts_apart=True),
         requires=("cuda>=sm80", "triton>=3.6"),
         quirks=(ADDED_QUERIES,),
         priority=70,
@@ -113,6 +129,7 @@ RINGS = (
         supports=Capabilities(patterns=DENSE, layouts=frozenset({"padded", "packed"}), max_world_size=None),
         aliases=("llama3",),
         uses_backend=True,
+        one_launch=True,
         priority=40,
         sharding="dilabench.distributed.shardings:ZIGZAG_ALLGATHER",
         preferred_for=Capabilities(patterns=DENSE, max_world_size=None),
@@ -123,6 +140,7 @@ RINGS = (
         "dilabench.impls.ring.gathered:build_balanced",
         supports=Capabilities(patterns=DENSE, layouts=frozenset({"padded", "packed"}), max_world_size=None),
         uses_backend=True,
+        one_launch=True,
         priority=45,
         sharding="dilabench.distributed.shardings:BALANCED_ALLGATHER",
         preferred_for=Capabilities(patterns=DENSE, layouts=frozenset({"packed"}), max_world_size=None),
@@ -136,6 +154,13 @@ RINGS = (
         uses_backend=True,
         priority=20,
         sharding="dilabench.distributed.shardings:RING_VARLEN",
+    ),
+    Implementation(
+        "library-over-ranks",
+        "what `dilabench.attention.ring_attention` chooses by default, with the transport of its group",
+        "dilabench.attention.chosen:build_over_ranks",
+        supports=replace(OVER_RANKS, layouts=frozenset({"padded", "packed"}), check=_beyond_ring_attention),
+        chooses=True,
     ),
     Implementation(
         "ring-multihead",
@@ -152,12 +177,13 @@ RINGS = (
         supports=Capabilities(patterns=DENSE | DILATED, layouts=frozenset({"padded", "packed"}), max_world_size=None),
         aliases=("distributed",),
         uses_backend=True,
+        one_launch=True,
         priority=10,
         sharding="dilabench.distributed.shardings:ULYSSES",
     ),
     Implementation(
         "block-sparse-ring",
-        "block-sparse over ranks: only blocks that a local query sees travel, with the heads that see them",
+        "block-sparse over ranks: only the blocks that a local query sees are sent, with the heads that see them",
         "dilabench.impls.ring.block_sparse:build",
         supports=BLOCKS_OVER_RANKS,
         requires=("triton>=3.6|cpu",),

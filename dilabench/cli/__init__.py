@@ -54,10 +54,10 @@ def require_address_space(argv: Sequence[str]) -> None:
 
 
 def end_by_signals() -> None:
-    """From now on, have every signal that asks for an end do what Ctrl-C does.
+    """Make SIGTERM and SIGHUP do what Ctrl-C does, from now on.
 
-    What follows saves the results, so a second one waits. Signals that were ignored stay so (nohup). Where a library
-    keeps exceptions to itself, as pydantic does for those of isinstance, the interrupt comes again.
+    The command then saves its results, so a second signal is ignored. Ignored signals stay ignored (nohup). If a
+    library swallows the interrupt, as pydantic does inside `isinstance`, it is raised again.
     """
     from dilabench.errors import Ended
 
@@ -69,7 +69,7 @@ def end_by_signals() -> None:
         nonlocal came, last
         last = signaled
         if in_hook:
-            # What is raised in there is lost as well.
+            # An exception raised there would be lost, too.
             later()
             return
         came += 1

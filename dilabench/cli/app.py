@@ -72,7 +72,7 @@ def stopped(message: str, code: ExitCode) -> typer.Exit:
     try:
         say_folded(message, "  ", err=True)
     except ConfigError:
-        # The width that the environment asks for is none, which is what the message says.
+        # The width in the environment is invalid, as the message says.
         say(message, err=True)
     return typer.Exit(code)
 
@@ -94,13 +94,13 @@ class Answering(TyperCommand):
                     f"error: there is no {name}; write instead: {INSTEAD[name]}", ExitCode.BAD_REQUEST
                 ) from None
             if isinstance(message := getattr(error, "message", None), str):
-                # What pydantic puts before the words of a type, by which typer reads values.
+                # The prefix of pydantic for the names of a type, by which typer reads values.
                 error.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]
             _tell_defaults(context)
             raise
 
     def renamed(self, words: Sequence[str]) -> list[str]:
-        """The words with old names of options replaced by the first names of these options."""
+        """Return the arguments with old names of options replaced by their present names."""
         spelt = {name for option in self.params for name in option.opts}
         first = {option.name: option.opts[0] for option in self.params}
         parameters = inspect.signature(self.callback).parameters if self.callback else {}
@@ -144,7 +144,7 @@ def _tell_defaults(context: Any) -> None:
     used = {}
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name)
-        # By name, for typer may bring a click of its own.
+        # By name, because typer may bundle another version of click.
         if source is not None and source.name == "DEFAULT_MAP":
             option = next(option for option in parameter.opts if option.startswith("--"))
             used[option.lstrip("-")] = values[parameter.name]
@@ -162,9 +162,9 @@ def _load(target: str) -> Any:
 class Command:
     """A command by name: where it is, and what `--help` says of it in one line of 80 columns.
 
-    `prints`: what it prints is what it is for, not a record or the exit code, so that it fails where that cannot be
-    written. The target is a function, or a Typer application of its own whose commands are guarded already.
-    `signature` is a function of the arguments that returns the target's signature with further options.
+    `prints`: the command exists for its output, so it fails if that cannot be written. The target is a function, or a
+    Typer application whose commands are already guarded. `signature` is a function of the arguments that returns the
+    target's signature with further options.
     """
 
     name: str
@@ -174,7 +174,7 @@ class Command:
     signature: str | None = None
 
     def loaded(self, settings: MutableMapping[str, Any], arguments: Sequence[str] = ()) -> Any:
-        """The click command. `settings` are those of its context."""
+        """The click command; `settings` go to its context."""
         target = _load(self.target)
         if isinstance(target, typer.Typer):
             return typer.main.get_command(target)
@@ -196,14 +196,18 @@ COMMANDS = (
         prints=False,
         signature="dilabench.cli.run.command:signature",
     ),
-    Command("plan", "dilabench.cli.run.plan:plan", "What fits into memory; nothing is run."),
+    Command("plan", "dilabench.cli.run.plan:plan", "Predict what fits into memory, without running it."),
     Command(
         "verify",
         "dilabench.cli.verify.command:verify",
-        "Check outputs and gradients; nothing is timed.",
+        "Check outputs and gradients, without timing.",
         prints=False,
     ),
-    Command("list", "dilabench.cli.show.list:list_names", "What there is, and why something cannot be used here."),
+    Command(
+        "list",
+        "dilabench.cli.show.list:list_names",
+        "List implementations, backends and others, and why one cannot be used here.",
+    ),
     Command("describe", "dilabench.cli.show.describe:describe", "Everything known about one name."),
     Command("doctor", "dilabench.cli.show.doctor:doctor", "The machine, the packages, and what makes times noisy."),
     Command("report", "dilabench.cli.show.report:report", "Show a stored run again, or rank several."),
@@ -259,7 +263,7 @@ class Commands(TyperGroup):
         return super().resolve_command(context, args)
 
     def get_command(self, context: Any, name: str) -> Any:
-        """The command of that name, with the user's defaults for its options; None if there is none."""
+        """Return the named command with the user's defaults for its options; None if unknown."""
         entry = next((entry for entry in COMMANDS if entry.name == name), None)
         if entry is None:
             if refusal := removed("command", name):

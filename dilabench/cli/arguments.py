@@ -10,7 +10,7 @@ SEVERAL_VALUES = frozenset({"--implementations", "--sequence-lengths", "--custom
 class OldNames(tuple[str, ...]):
     """Names of an option in other benchmarks and older scripts: accepted, but not shown by --help.
 
-    They stand in the option's annotation: `Annotated[str, typer.Option("--dtype"), OldNames(["--precision"])]`.
+    They are part of the option's annotation: `Annotated[str, typer.Option("--dtype"), OldNames(["--precision"])]`.
     """
 
     __slots__ = ()
@@ -33,9 +33,9 @@ INSTEAD = {
     "--quick": "dilabench run quick",
     "--list-implementations": "dilabench list implementations",
     "--list-backends": "dilabench list backends",
-    "--save-results": "nothing: every run leaves run.json, report.md and report.html",
-    "--save": "nothing: every run leaves run.json, report.md and report.html",
-    "--plot": "nothing: every run leaves its plots",
+    "--save-results": "no option: every run writes run.json, report.md and report.html",
+    "--save": "no option: every run writes run.json, report.md and report.html",
+    "--plot": "no option: every run writes its plots",
     "--csv": "dilabench report latest -f csv",
     "--master-port": "torchrun ... -m dilabench run ring",
 }

@@ -1,14 +1,14 @@
 """Defaults of options from `dilabench.toml`, or `[tool.dilabench]` of a pyproject.toml.
 
-A key is an option's name without its dashes. What stands at the top is for every command that has the option, a table
-called like a command for that one only:
+A key is an option's name without its dashes. Top-level keys apply to every command with this option; the keys of a
+table apply to the command with its name:
 
     device = "cpu"
     [run]
     budget = "60s"
     implementations = ["gather", "strided"]
 
-The first such file counts, from the working folder upwards. What is given on the command line goes before it.
+The first such file counts, from the working folder upwards. Options on the command line take precedence.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ TOOL = "dilabench"
 
 
 def defaults_of(name: str, command: Any, commands: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """The defaults of a command by the names of its parameters; those of a group by the names of its commands.
+    """The defaults of a command by the names of its parameters; for a group, by the names of its commands.
 
     Raises ConfigError for a key that is no option of the command, or, at the top, of none of `commands`.
     """

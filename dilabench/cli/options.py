@@ -101,7 +101,7 @@ def require_one_format(as_json: bool, formats: Iterable[str]) -> None:
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """The values that were given: neither None nor an empty collection."""
+    """Return the values that are neither None nor an empty collection."""
     return {name: value for name, value in values.items() if value is not None and value not in ([], (), {})}
 
 
@@ -127,7 +127,7 @@ def workload_fields(
 
 
 def names(*options: Sequence[str] | None) -> list[str]:
-    """The names of repeatable options, each of which may also hold several with commas between them."""
+    """Return the names from a repeatable option, whose values may hold several names separated by commas."""
     return [part for option in options for text in option or () for part in re.split(r"[,\s]+", text) if part]
 
 
@@ -163,7 +163,7 @@ def discovered(strict: bool = False) -> "Found":
 def tell_of(problems: Iterable["Problem"]) -> None:
     """Print on stderr which plug-ins, or parts of them, failed, and why."""
     for problem in problems:
-        note(f"left out, plug-in {problem.plugin!r}: {problem.why}")
+        note(f"problem in plug-in {problem.plugin!r}: {problem.why}")
 
 
 def real_names(

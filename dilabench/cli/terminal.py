@@ -26,10 +26,10 @@ ROW_INDENT = "    "
 
 
 class Output(io.TextIOWrapper):
-    """A standard stream whose writing never fails, for the command's work and exit code still count.
+    """A standard stream whose writing never fails, because the command's work and exit code still count.
 
-    What cannot be written is dropped and `lost` says why; a reader that has gone (`| head`) has lost nothing. Letters
-    that the encoding lacks are spelt out as in JSON.
+    Text that cannot be written is dropped, and `lost` gives the reason, except for a reader that has gone (`| head`).
+    Characters that the encoding lacks are escaped as in JSON.
     """
 
     lost: OSError | None = None
@@ -57,7 +57,7 @@ class Output(io.TextIOWrapper):
     def _drop(self, error: OSError) -> None:
         if not isinstance(error, BrokenPipeError):
             self.lost = error
-        # What is buffered goes nowhere, now and at the exit.
+        # Buffered text is discarded, now and at the exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
 
 
@@ -80,7 +80,7 @@ def own_streams() -> None:
 
 
 def standard_output() -> TextIO:
-    """Where the command's answer goes, whatever a plug-in does to `sys.stdout` meanwhile."""
+    """The stream for the command's answer, even if a plug-in replaces `sys.stdout`."""
     # It comes with all of plug-ins, which --help should not wait for.
     from dilabench.plugins.boundary import standard_output as outside
 
@@ -88,7 +88,7 @@ def standard_output() -> TextIO:
 
 
 def output_lost() -> OSError | None:
-    """Why something could not be written to standard output; None when all was."""
+    """Return why text could not be written to standard output; None if all was written."""
     stream = standard_output()
     return stream.lost if isinstance(stream, Output) else None
 
@@ -107,7 +107,7 @@ def _spelt_out(error: UnicodeError) -> tuple[str, int]:
 
 
 def say_folded(text: str, indent: str = "", err: bool = False) -> None:
-    """Print lines as wide as the terminal; what goes on stands under what came before, behind `indent`."""
+    """Print lines folded to the terminal's width; continued lines begin with `indent`."""
     import textwrap
 
     width = output_width(sys.stderr if err else standard_output(), WIDE)
@@ -133,7 +133,7 @@ def say_text(text: str | Iterator[str]) -> None:
 
 
 def say_page(text: str, folder: Path | None, name: str) -> None:
-    """Print a page, or write it (`file_meant`) and say on stderr where it is."""
+    """Print a page, or write it (`file_meant`) and print its path on stderr."""
     from dilabench.atomic_file import write_text
 
     if folder is None:
@@ -145,13 +145,15 @@ def say_page(text: str, folder: Path | None, name: str) -> None:
 
 
 def file_meant(output: Path, name: str) -> Path:
-    """What `-o OUTPUT` means: a file if it ends like `name` and is no folder, else the folder of a file `name`."""
+    """Return the file that `-o OUTPUT` means: OUTPUT itself if it has the suffix of `name` and is no folder, else
+    `name` in it.
+    """
     is_file = output.suffix == Path(name).suffix != "" and not output.is_dir()
     return output if is_file else output / name
 
 
 def note(text: str) -> None:
-    """Print a line beside the answer, on stderr."""
+    """Print a line on stderr, separate from the answer."""
     say_folded(f"note: {text}", "  ", err=True)
 
 
@@ -173,7 +175,7 @@ def print_table(
 ) -> None:
     """A table without frame; `right` names the columns of numbers.
 
-    On a narrow terminal texts fold, and columns named in `spare` may be left out (`report.grid`).
+    On a narrow terminal texts fold, and columns named in `spare` may be omitted (`report.grid`).
     """
     from rich.text import Text
 
@@ -205,8 +207,8 @@ def print_items(title: str | None, columns: "Sequence[Column]", items: Iterable[
 class Lines:
     """A table that is printed line by line, as soon as each is known.
 
-    `known` are the first cells of all its rows, of which the first `names` name a row (by default all). Where the table
-    is wider than the terminal, each row is a sentence: its names, then every other column with its cell.
+    `known`: the first cells of all rows; the first `names` of them name the row (by default all). If the table is wider
+    than the terminal, each row is a sentence: its names, then every other column with its cell.
     """
 
     def __init__(self, columns: Sequence[str], known: Sequence[Sequence[str]], names: int | None = None) -> None:

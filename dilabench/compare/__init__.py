@@ -23,7 +23,7 @@ from typing import Any
 
 class _Callable(ModuleType):
     def __call__(self, *runs: Any, **settings: Any) -> Any:
-        # By name: the function lies above everything here.
+        # By name: the function is in a higher layer.
         return importlib.import_module("dilabench.api").compare(*runs, **settings)
 
 

@@ -17,17 +17,10 @@ from dilabench.compare.comparison import (
     uncompared,
 )
 from dilabench.compare.fingerprint import Mismatch, hard_mismatches, soft_warnings
+from dilabench.compare.pairing import common_timings, is_throttled
 from dilabench.compare.relative import relative_to
 from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
-from dilabench.compare.view import (
-    RowView,
-    common_timings,
-    is_quotable,
-    is_throttled,
-    measured_view,
-    median_over,
-    sessions_of,
-)
+from dilabench.compare.view import RowView, is_quotable, measured_view, median_over, sessions_of
 from dilabench.errors import DilabenchError
 from dilabench.record import Case, Measured, Row, RunRecord, Timing
 from dilabench.stats.decisions.decide import Policy, decide
@@ -82,7 +75,7 @@ def refuse_other_machine(
 
 
 def policy_for(records: Sequence[RunRecord], threshold: str | None, sigma_aa: float | None) -> Policy:
-    """How to decide on these records: the user's margin, and the machine's noise between sessions where it is known."""
+    """How to decide on these records: the user's margin, and the machine's noise between sessions if known."""
     margin = None if threshold is None else parse_fraction(threshold)
     return Policy.for_device(records[-1].device, user_margin=margin, sigma_aa=sigma_aa)
 
@@ -159,7 +152,7 @@ def _comparison(
         sessions = "session" if fewest == 1 else "sessions"
         warnings.append(
             f"the sides were measured at different times and the baseline has {fewest} {sessions}: verdicts on time "
-            f"are advisory and fail nothing (a gate rests on {SESSIONS_FOR_GATE}); memory and correctness count"
+            f"are advisory and never fail a gate (which needs {SESSIONS_FOR_GATE}); memory and correctness count"
         )
     of_reference = [pair for pair in pairs if pair.candidate.implementation == reference]
     if of_reference:
@@ -223,8 +216,8 @@ def _compared(match: _Match, verdict: Verdict) -> ComparedPair:
 class MachineRatio:
     """One implementation and workload on two machines, a CPU and a GPU for example, each over its fastest backend.
 
-    Times of different machines are not interleaved, and backends and drivers differ, so nothing is proven: only the
-    ratio of the medians is reported.
+    Times of different machines are not interleaved, and backends and drivers differ, so only the ratio of the medians
+    is reported, without a verdict.
     """
 
     base: Case

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from dilabench.compare.comparison import is_measured
 from dilabench.compare.fingerprint import soft_mismatches
-from dilabench.compare.view import matched
+from dilabench.compare.pairing import matched
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.record import Measured, RunRecord, Timing
 
@@ -28,7 +28,7 @@ def relative_to(name: str, baseline: Sequence[RunRecord], candidate: Sequence[Ru
     if differing or len(versions) > 1:
         changed = differing[0] if differing else f"dilabench: {' against '.join(sorted(versions))}"
         raise ConfigError(
-            f"{name} cannot be the reference, because it may have changed as well ({changed}); measure the baseline "
+            f"{name} cannot be the reference, because it may have changed, too ({changed}); measure the baseline "
             "again, or omit the reference"
         )
     known = {row.case.implementation for record in baseline for row in record.rows if is_measured(row)}
@@ -66,8 +66,9 @@ def _turns(record: RunRecord, name: str) -> Turns:
 def _scaled(timing: Timing, reference: Timing, typical_ns: float) -> Timing:
     """Scale every slot by the reference's time in the same round."""
     slots = []
-    for turn, slot in (pair for session in matched(reference, timing) for pair in session):
-        factor = typical_ns / _quartile_ns(turn.samples_ns)
+    for turn, own in (turns for session in matched(reference, timing) for turns in session.tolist()):
+        slot = timing.slots[own]
+        factor = typical_ns / _quartile_ns(reference.slots[turn].samples_ns)
         slots.append(slot.model_copy(update={"samples_ns": tuple(round(ns * factor) for ns in slot.samples_ns)}))
     return timing.model_copy(update={"slots": tuple(slots)})
 

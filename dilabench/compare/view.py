@@ -4,32 +4,45 @@ The time of a row is the median of all samples of its first timing (`record.ESTI
 for interleaved samples (`stats.samples.location`). Verdicts use sharper locations of slots, which are shown only as a
 ratio (`stats.decisions.paired`).
 
-Rows are ranked by the rule that `compare` decides with. The ratio of two rows comes from the rounds that both took part
-in, so that drift and load cancel; without common rounds it comes from their medians, which prove nothing. Rounds are
-compared by their undisturbed samples. If most rounds of a row are disturbed (kernel launches on a busy host, say),
-these samples differ from what its user sees: the row is proven faster only if its median is smaller, too.
+The ratio of two rows comes from their common rounds, so that drift and load cancel. One is proven faster if the
+interval of this ratio is beyond the margin of `compare`. Without common rounds the ratio of medians proves nothing.
+
+Rounds are compared by their undisturbed samples. If most rounds of a row are disturbed (kernel launches on a busy host,
+say), these samples differ from what its user sees: a row is proven faster only if its median is smaller, too.
 """
 
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import log
+from functools import partial
+from math import exp, log
 from statistics import fmean, stdev
+from typing import Literal
 
-from dilabench.errors import ConfigError
+import numpy as np
+
+from dilabench.compare.pairing import common_timings, pair, slots_of
 from dilabench.metadata import NOTES, WAY
-from dilabench.record import Measured, Memory, Row, RunRecord, Slot, Timing
-from dilabench.stats.decisions.decide import Policy, judge_many
-from dilabench.stats.decisions.paired import PairedRounds, estimate_many
+from dilabench.record import Measured, Memory, Row, RunRecord, Timing
+from dilabench.stats.decisions.decide import Policy, decide
+from dilabench.stats.decisions.paired import Estimate, estimate_many
 from dilabench.stats.decisions.verdicts import Cause, Code
-from dilabench.stats.samples.location import Interval, Location, locate_sessions, quantile
+from dilabench.stats.samples.location import (
+    Interval,
+    Location,
+    chosen_slots,
+    locate_sessions,
+    locate_slots,
+    quantile,
+)
+from dilabench.units import format_ratio, tflops_per_second, tokens_per_second
 from dilabench.workload.spec import flops
 
-# Thermal and hardware slow-downs are temporary faults; large GPUs normally run at their power limit under full load.
-FAULTS = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
-MAX_FAULTY_SHARE = 0.2
+# More pairs at once save no more time, and each takes memory.
+ESTIMATED_TOGETHER = 256
 
-SessionSlots = list[tuple[int, ...]]
+Side = Literal["baseline", "candidate"]
+SessionSlots = list[Sequence[int]]
 
 # Keyed by the identity of live timings: comparing thousands of samples would take longer than locating them.
 _LOCATIONS: dict[int, tuple[weakref.ref[Timing], Location]] = {}
@@ -66,7 +79,7 @@ class RowView:
     @property
     def sessions(self) -> int:
         """In how many sessions they were taken."""
-        return len({slot.session for slot in self.timing.slots})
+        return len(set(self.timing.columns.column("session")))
 
     @property
     def p25_ns(self) -> float:
@@ -113,7 +126,7 @@ class RowView:
 
     @property
     def memory(self) -> Memory | None:
-        """The memory of one call, where it was measured."""
+        """The memory of one call; None if it was not measured."""
         return memory_of(self.row)
 
     @property
@@ -160,9 +173,9 @@ def is_impossible(row: Row) -> bool:
 
 
 def lengths_without_rows(record: RunRecord) -> tuple[int, ...]:
-    """The lengths in tokens, in ascending order, of which a record has no measured row.
+    """The lengths in tokens, in ascending order, without a measured row in the record.
 
-    The lengths of a search (label `way`) do not count: it goes on until one is too long.
+    The lengths of a search (label `way`) do not count: it continues until one is too long.
     """
     planned = {row.case.workload.seq_len for row in record.rows if WAY.of(row.planned) is None}
     measured = {row.case.workload.seq_len for row in record.rows if isinstance(row.outcome, Measured)}
@@ -190,7 +203,7 @@ def peak_of(row: Row) -> int | None:
 def verified_text(outcome: Measured) -> str:
     """How far a row was checked: every output row, those compared with a built-in, or the number sampled.
 
-    'timed' counts the timed calls of which rows were checked; records of before have none.
+    'timed' counts timed calls whose rows were checked; older records have none.
     """
     verification = outcome.verification
     if not verification.passed:
@@ -204,12 +217,22 @@ def verified_text(outcome: Measured) -> str:
 
 def location_of(timing: Timing) -> Location:
     """Return median and interval of a timing's samples; cached, because tables, rankings and plots all use it."""
-    key = id(timing)
-    known = _LOCATIONS.get(key)
+    key, known = id(timing), _LOCATIONS.get(id(timing))
     if known is None or known[0]() is not timing:
-        known = weakref.ref(timing, lambda _: _LOCATIONS.pop(key, None)), locate_sessions(sessions_of([timing]))
+        known = weakref.ref(timing, lambda _: _LOCATIONS.pop(key, None)), _located(timing)
         _LOCATIONS[key] = known
     return known[1]
+
+
+def _located(timing: Timing) -> Location:
+    slots, sessions = slots_of(timing), np.asarray(timing.columns.column("session"))
+    if not slots.sizes.all() or (sessions != sessions[0]).any():
+        taken = np.flatnonzero(slots.sizes)
+        _, first, session = np.unique(sessions[taken], return_index=True, return_inverse=True)
+        # By session, in the order in which the sessions began.
+        order = taken[np.argsort(first[session], kind="stable")]
+        slots, sessions = chosen_slots(slots, order), sessions[order]
+    return locate_slots(slots, sessions)
 
 
 def median_over(timings: Sequence[Timing]) -> float:
@@ -222,171 +245,123 @@ def sessions_of(timings: Iterable[Timing]) -> list[SessionSlots]:
     sessions: list[SessionSlots] = []
     for timing in timings:
         by_session: dict[int, SessionSlots] = {}
-        for slot in timing.slots:
-            by_session.setdefault(slot.session, []).append(slot.samples_ns)
+        columns = timing.columns
+        for session, samples_ns in zip(columns.column("session"), columns.column("samples_ns"), strict=True):
+            by_session.setdefault(session, []).append(samples_ns)
         sessions += by_session.values()
     return sessions
 
 
-@dataclass(frozen=True, slots=True)
-class Pairing:
-    """The rounds of two cases. `rounds`: None if they were never interleaved. `throttled`: too many rounds were."""
-
-    rounds: PairedRounds | None
-    left_out: int = 0
-    throttled: bool = False
-
-
-def common_timings(baseline: Row, candidate: Row) -> tuple[Timing, Timing] | None:
-    """The timings of the first timer that took samples of both; None when they share none."""
-    assert isinstance(baseline.outcome, Measured)
-    assert isinstance(candidate.outcome, Measured)
-    others = {timing.timer: timing for timing in candidate.outcome.timings if timing.slots}
-    for timing in baseline.outcome.timings:
-        if timing.slots and timing.timer in others:
-            return timing, others[timing.timer]
-    return None
-
-
-def pair(timings: Iterable[tuple[Timing, Timing]]) -> Pairing:
-    """Pair the slots of two cases, (baseline, candidate) per record; each record adds its sessions.
-
-    Slots pair if they belong to one round and have different positions in it: equal positions mean that the cases were
-    measured one after the other, even if the round numbers agree. Rounds slowed down by heat are omitted while they
-    are few (a fifth at most).
-    """
-    sessions: list[list[tuple[Slot, Slot]]] = []
-    left_out = 0
-    for baseline, candidate in timings:
-        slot_pairs = matched(baseline, candidate)
-        left_out += max(len(baseline.slots), len(candidate.slots)) - sum(map(len, slot_pairs))
-        sessions += slot_pairs
-    count = sum(map(len, sessions))
-    if not count:
-        return Pairing(None, left_out)
-    sound = [
-        [turn for turn in session if all(FAULTS.isdisjoint(slot.throttle) for slot in turn)] for session in sessions
-    ]
-    faulty = count - sum(map(len, sound))
-    throttled = faulty > MAX_FAULTY_SHARE * count
-    if not throttled:
-        sessions, left_out = [session for session in sound if session], left_out + faulty
-    rounds = PairedRounds(
-        rounds=[[(a.samples_ns, b.samples_ns) for a, b in session] for session in sessions],
-        clocks_mhz=[[(a.sm_clock_mhz, b.sm_clock_mhz) for a, b in session] for session in sessions],
-    )
-    return Pairing(rounds, left_out, throttled)
-
-
-def is_throttled(timings: Sequence[Timing]) -> bool:
-    """More than a fifth of the slots were slowed down by heat or power delivery."""
-    slots = [slot for timing in timings for slot in timing.slots]
-    return sum(bool(FAULTS.intersection(slot.throttle)) for slot in slots) > MAX_FAULTY_SHARE * len(slots)
-
-
-def matched(baseline: Timing, candidate: Timing) -> list[list[tuple[Slot, Slot]]]:
-    """Pairs of slots by session.
-
-    If round numbers are unique, they alone decide: a case whose worker died continues in a new session, while the other
-    cases stay in the old one.
-    """
-    alone = _rounds_are_unique(baseline) and _rounds_are_unique(candidate)
-    partners = {slot.round if alone else (slot.session, slot.round): slot for slot in candidate.slots}
-    sessions: dict[tuple[int, int], list[tuple[Slot, Slot]]] = {}
-    for slot in baseline.slots:
-        partner = partners.get(slot.round if alone else (slot.session, slot.round))
-        if partner is not None and partner.position != slot.position:
-            sessions.setdefault((slot.session, partner.session), []).append((slot, partner))
-    return list(sessions.values())
-
-
-def _rounds_are_unique(timing: Timing) -> bool:
-    return len({slot.round for slot in timing.slots}) == len(timing.slots)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PairView:
-    """Time of a candidate / time of a baseline: from their common rounds, else from their medians.
+    """Two measured rows compared: time of the candidate / time of the baseline, and which of them is faster.
 
-    `interval`: of the ratio; None if there is too little evidence. `session_log_ratios`: ln(ratio) by session.
+    `ratio`: from their common rounds, else from their medians. `interval`: of the ratio over their common rounds; None
+    if fewer than five. `session_log_ratios`: ln(ratio) by session. `median_ratio`: by the medians of slots, not by
+    their undisturbed samples. `faster`: the side with the smaller time; None if undecided. `proven`: the interval lies
+    beyond the margin of `compare`, and the medians agree. Without such rounds `faster` is only probable: the intervals
+    of the two medians do not overlap. `too_few_rounds`: the common rounds are too few or too disturbed for a proof.
     """
 
     ratio: float
     interval: Interval | None
     session_log_ratios: tuple[float, ...]
+    median_ratio: float
+    faster: Side | None
+    proven: bool
+    too_few_rounds: bool
+
+    @property
+    def text(self) -> str:
+        """'1.35x (1.33–1.37)', or '1.35x' without an interval."""
+        if self.interval is None:
+            return format_ratio(self.ratio)
+        low, high = (format_ratio(end).removesuffix("x") for end in (self.interval.low, self.interval.high))
+        return f"{format_ratio(self.ratio)} ({low}–{high})"
 
 
-def pair_views(pairs: Sequence[tuple[Row, Row]]) -> list[PairView]:
-    """The view of each (baseline, candidate), both measured."""
-    timings = [None if old is new else common_timings(old, new) for old, new in pairs]
-    rounds = [pair([both]).rounds if both else None for both in timings]
-    estimated = iter(
-        PairView(estimate.ratio, estimate.interval and estimate.interval.as_ratio(), estimate.session_log_ratios)
-        for estimate in estimate_many([paired for paired in rounds if paired is not None], effect_size=False)
-    )
+def pair_views(pairs: Sequence[tuple[Row, Row]], device: str) -> list[PairView]:
+    """Compare each (baseline, candidate), both measured, by the rule of `compare` on that device."""
+    policy = Policy.for_device(device)
     return [
-        _of_medians(*both) if paired is None else next(estimated) for both, paired in zip(pairs, rounds, strict=True)
+        _of_medians(*both) if known.estimate is None else _of_rounds(*both, known.estimate, known.throttled, policy)
+        for both, known in zip(pairs, _estimated(pairs, policy.sigma_aa or 0.0), strict=True)
     ]
 
 
-def _of_medians(baseline: Row, candidate: Row) -> PairView:
-    """Return the ratio of the medians; its interval combines opposite ends of the two rows' intervals."""
-    if baseline is candidate:
-        return PairView(1.0, None, (0.0,))
-    old, new = measured_view(baseline), measured_view(candidate)
-    ratio, interval = new.median_ns / old.median_ns, None
-    if old.interval and new.interval:
-        low, high = new.interval.low / old.interval.high, new.interval.high / old.interval.low
-        interval = Interval(low, high, min(old.interval.confidence, new.interval.confidence))
-    return PairView(ratio, interval, (log(ratio),))
+@dataclass(frozen=True, slots=True)
+class _Estimated:
+    """What the common rounds of two rows say; None if there are none. `throttled`: too many were slowed down."""
+
+    estimate: Estimate | None = None
+    throttled: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ranking:
-    """Rows that compute the same function of the same inputs, compared.
-
-    `baseline`: the row that speed-ups refer to. `speedups`: by case id, time of the baseline / time of the row.
-    `tied`: rows that are not proven slower than the fastest; its median is the smallest of them.
-    `too_few_rounds`: all of `tied` shared too few rounds with the fastest to be decided. `probable`: then the intervals
-    of their medians do not overlap its own.
-    """
-
-    fastest: Row
-    baseline: Row
-    speedups: dict[str, float]
-    tied: tuple[Row, ...]
-    too_few_rounds: bool
-    probable: bool
-
-    @property
-    def proven(self) -> bool:
-        """Return True if every other row is proven to be slower by more than the margin."""
-        return not self.tied and len(self.speedups) > 1
+# As for `_LOCATIONS`: ranking, answer and findings compare the same rows.
+_ESTIMATED: dict[tuple[int, int, float], tuple[weakref.ref[Timing], weakref.ref[Timing], _Estimated]] = {}
 
 
-def rank(rows: Sequence[Row], device: str) -> Ranking | None:
-    """Rank the quotable rows; None if there is none. Speed-ups refer to the plain method, else to the first row.
+def _estimated(pairs: Sequence[tuple[Row, Row]], sigma_aa: float) -> list[_Estimated]:
+    """What the common rounds of each (baseline, candidate) say; the statistics of many pairs are computed together."""
+    timings = [None if old is new else common_timings(old, new) for old, new in pairs]
+    known = {(id(both[0]), id(both[1]), sigma_aa): both for both in timings if both is not None}
+    unknown = [(key, both) for key, both in known.items() if not _is_known(key, both)]
+    for first in range(0, len(unknown), ESTIMATED_TOGETHER):
+        batch = unknown[first : first + ESTIMATED_TOGETHER]
+        pairings = [pair([both]) for _, both in batch]
+        in_common = [pairing.rounds for pairing in pairings if pairing.rounds is not None]
+        estimates = iter(estimate_many(in_common, sigma_aa=sigma_aa, effect_size=False))
+        for (key, both), pairing in zip(batch, pairings, strict=True):
+            found = _Estimated(None if pairing.rounds is None else next(estimates), pairing.throttled)
+            # The dead reference is what `pop` answers with if the other side's was faster.
+            old, new = (weakref.ref(timing, partial(_ESTIMATED.pop, key)) for timing in both)
+            _ESTIMATED[key] = old, new, found
+    return [_Estimated() if both is None else _ESTIMATED[id(both[0]), id(both[1]), sigma_aa][2] for both in timings]
 
-    A row of a plug-in is the baseline only if no row of dilabench's has a time to quote.
-    """
-    quotable = [row for row in rows if is_quotable(row)]
-    if not quotable:
-        return None
-    baseline = min(quotable, key=lambda row: (row.planned.source is not None, row.planned.role != "plain"))
-    ratios = [view.ratio for view in pair_views([(baseline, row) for row in quotable])]
-    speedups = {row.case.case_id: 1 / ratio for row, ratio in zip(quotable, ratios, strict=True)}
-    fastest = quotable[ratios.index(min(ratios))]
-    others = [row for row in quotable if row is not fastest]
-    tied, unheard, ahead = _not_slower(fastest, others, device)
-    too_few_rounds = bool(tied) and tied == unheard
-    return Ranking(
-        fastest=ahead,
-        baseline=baseline,
-        speedups=speedups,
-        tied=tuple(row for row in (fastest, *tied) if row is not ahead),
-        too_few_rounds=too_few_rounds,
-        probable=too_few_rounds and all(_reach(ahead)[1] < _reach(row)[0] for row in tied),
+
+def _is_known(key: tuple[int, int, float], both: tuple[Timing, Timing]) -> bool:
+    known = _ESTIMATED.get(key)
+    return known is not None and all(ref() is timing for ref, timing in zip(known[:2], both, strict=True))
+
+
+def _of_rounds(baseline: Row, candidate: Row, estimate: Estimate, throttled: bool, policy: Policy) -> PairView:
+    verdict, by_median = decide(estimate, policy), estimate.median_log_ratio or 0.0
+    too_few = throttled or verdict.cause is Cause.TOO_FEW_ROUNDS
+    if too_few:
+        faster = disjoint(baseline, candidate)
+    elif verdict.code is Code.SLOWER and by_median >= 0:
+        faster = "baseline"
+    else:
+        faster = "candidate" if verdict.code is Code.FASTER and by_median <= 0 else None
+    return PairView(
+        ratio=estimate.ratio,
+        interval=None if too_few or estimate.interval is None else estimate.interval.as_ratio(),
+        session_log_ratios=estimate.session_log_ratios,
+        median_ratio=exp(by_median),
+        faster=faster,
+        proven=faster is not None and not too_few,
+        too_few_rounds=too_few,
     )
+
+
+def _of_medians(baseline: Row, candidate: Row) -> PairView:
+    """Compare two rows that were never interleaved, which proves nothing."""
+    ratio = measured_view(candidate).median_ns / measured_view(baseline).median_ns
+    return PairView(
+        ratio=ratio,
+        interval=None,
+        session_log_ratios=(log(ratio),),
+        median_ratio=ratio,
+        faster=disjoint(baseline, candidate),
+        proven=False,
+        too_few_rounds=True,
+    )
+
+
+def disjoint(baseline: Row, candidate: Row) -> Side | None:
+    """The side with the smaller median if the intervals of the two do not overlap."""
+    (old_low, old_high), (new_low, new_high) = _reach(baseline), _reach(candidate)
+    return "baseline" if old_high < new_low else "candidate" if new_high < old_low else None
 
 
 def _reach(row: Row) -> tuple[float, float]:
@@ -394,57 +369,3 @@ def _reach(row: Row) -> tuple[float, float]:
     view = measured_view(row)
     samples = view.timing.samples_ns
     return (view.interval.low, view.interval.high) if view.interval else (min(samples), max(samples))
-
-
-def _not_slower(fastest: Row, others: Sequence[Row], device: str) -> tuple[tuple[Row, ...], tuple[Row, ...], Row]:
-    """Return the rows that are not proven slower, those of them with too few common rounds for a proof, and the row
-    with the smallest medians in common rounds."""
-    compared, unheard, undecided = [], [], []
-    for row in others:
-        timings = common_timings(fastest, row)
-        pairing = pair([timings]) if timings else None
-        if pairing is None or pairing.rounds is None or pairing.throttled:
-            unheard.append(row)
-        else:
-            compared.append((row, pairing.rounds))
-    in_common = [rounds for _, rounds in compared]
-    verdicts = judge_many(in_common, Policy.for_device(device), effect_size=False)
-    medians = estimate_many(in_common, statistic="median", effect_size=False)
-    ahead, least = fastest, 1.0
-    for (row, _), verdict, by_median in zip(compared, verdicts, medians, strict=True):
-        if by_median.ratio < least:
-            ahead, least = row, by_median.ratio
-        if verdict.cause is Cause.TOO_FEW_ROUNDS:
-            unheard.append(row)
-        elif verdict.code is not Code.SLOWER or by_median.ratio < 1:
-            undecided.append(row)
-    # By identity: comparing rows is slow.
-    chosen = {id(row) for row in (*undecided, *unheard)}, {id(row) for row in unheard}
-    tied, alone = (tuple(row for row in others if id(row) in ids) for ids in chosen)
-    return tied, alone, ahead
-
-
-def tokens_per_second(tokens: int, time_ns: float) -> float:
-    """Tokens (batch x length) per second. Raises ConfigError for a time that is not positive."""
-    return tokens * 1e9 / _positive(time_ns)
-
-
-def tflops_per_second(flops: float, time_ns: float) -> float:
-    """10^12 floating-point operations per second; useful or dense-equivalent is the caller's choice of `flops`."""
-    return flops / _positive(time_ns) / 1e3
-
-
-def gigabytes_per_second(traffic_bytes: float, time_ns: float) -> float:
-    """10^9 bytes per second."""
-    return traffic_bytes / _positive(time_ns)
-
-
-def speedup(baseline_ns: float, candidate_ns: float) -> float:
-    """Baseline time / candidate time: above one the candidate is faster."""
-    return _positive(baseline_ns) / _positive(candidate_ns)
-
-
-def _positive(value: float) -> float:
-    if not value > 0:
-        raise ConfigError(f"{value} is not positive; a time or ratio that was not measured has no derived figures")
-    return value

@@ -58,7 +58,7 @@ class XPos(nn.Module):
     def __init__(self, head_dim: int, scale_base: float = 512) -> None:
         super().__init__()
         if head_dim % 2:
-            raise ValueError(f"xPos turns pairs of channels, and head_dim {head_dim} is odd; use an even one")
+            raise ValueError(f"xPos rotates pairs of channels, and head_dim {head_dim} is odd; use an even one")
         self.head_dim, self.scale_base = head_dim, scale_base
         self.register_buffer("scale", (torch.arange(0, head_dim, 2) + 0.4 * head_dim) / (1.4 * head_dim))
 
@@ -214,7 +214,7 @@ class DilatedAttention(nn.Module):
         if getattr(self.args, "seq_parallel", False) and max(self.args.segment_length) > length and _ranks() > 1:
             return (
                 f"seq_parallel over {_ranks()} ranks is not supported: segments reach beyond the {length} positions of "
-                "one, and a causal mask leaves out the rank's own keys in torchscale; give each rank whole sequences "
+                "one, and a causal mask in torchscale hides the rank's own keys; give each rank whole sequences "
                 "and set seq_parallel=False"
             )
         return None

@@ -55,7 +55,7 @@ def registries_with(name: str, catalogue: Catalogue, kind: str | None = None) ->
     asked = [
         registry_name for registry_name in REGISTRIES if kind is None or getattr(catalogue, registry_name).kind == kind
     ]
-    holding = [one for one in asked if name in getattr(catalogue, one)]
+    holding = [registry for registry in asked if name in getattr(catalogue, registry)]
     if not holding:
         known = {name_ for registry_name in asked for name_ in getattr(catalogue, registry_name).names}
         left_out = [problem.plugin for problem in catalogue.problems]

@@ -76,7 +76,7 @@ def _verified(
         for aspect in [aspect for aspect in waiting if aspect.has(planned_case.case)]:
             waiting[aspect] -= 1
             if not waiting[aspect]:
-                _judge(aspect.name, [each for each in tried if aspect.has(each[0].case)], named, findings)
+                _judge(aspect.name, [trial for trial in tried if aspect.has(trial[0].case)], named, findings)
     return tried
 
 

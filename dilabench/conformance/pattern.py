@@ -141,7 +141,7 @@ def _cut(pattern: Pattern, shape: SequenceShape) -> Iterator[str]:
 def _edges(pattern: Pattern, shape: SequenceShape) -> Iterator[str]:
     edges = pattern.edges(shape)
     if len(edges) and not 0 <= edges.min() <= edges.max() <= shape.length:
-        yield f"edges {edges.tolist()!r:.60} lie outside of the sequence"
+        yield f"edges {edges.tolist()!r:.60} are outside of the sequence"
 
 
 QUESTIONS: dict[str, Callable[[Pattern, SequenceShape], Iterator[str]]] = {

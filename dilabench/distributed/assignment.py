@@ -9,18 +9,17 @@ All counts are functions of the workload alone. No torch, no tensors.
 
 from __future__ import annotations
 
+import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dilabench.distributed.balance import StepPairs, by_step
 from dilabench.workload.spec import DTYPE_BYTES, Workload
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 # More chunks balance better but need more calls: the fewest chunks that bring λ this near to 1, of at least a kernel's
 # tile of rows.
@@ -30,9 +29,10 @@ ENOUGH, FEWEST_ROWS, MOST_PER_RANK = 0.99, 128, 64
 PAIRS_PER_KEY = 1000
 
 Runs = tuple[range, ...]
+Edges = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Assignment(ABC):
     """The rows that each rank owns, and the rows of K and V that it receives: each that some of its queries sees, once.
 
@@ -61,8 +61,6 @@ class Assignment(ABC):
         Forward: K and V. Backward: dK and dV of the rows it has sent, in the dtype of K; keys stay from the forward
         pass.
         """
-        import numpy as np
-
         everyone = range(len(self.held))
         moved = np.array([[self.moved(a, b) if a != b else 0 for b in everyone] for a in everyone], dtype=np.int64)
         keys, gradients = moved.sum(0), moved.sum(1)
@@ -78,67 +76,69 @@ class Sight(NamedTuple):
     sees the key. price: the number of pairs that take as long as receiving one position.
     """
 
-    keys: NDArray[np.int64]
-    seen_by: Callable[[Sequence[int]], NDArray[np.bool_]]
+    keys: Edges
+    seen_by: Callable[[Edges], NDArray[np.bool_]]
     price: float
 
-    def cost(self, edges: Sequence[int], owners: Sequence[int], ranks: int) -> float:
+    def cost(self, edges: Edges, owners: NDArray[np.int64], ranks: int) -> float:
         """Return the receive cost of the rank that receives the most keys, in (query, key) pairs."""
-        import numpy as np
-
-        owner = np.array(owners)
-        key_owner, seen = owner[np.searchsorted(edges, self.keys, side="right") - 1], self.seen_by(edges)
-        shares = [(seen[owner == rank].any(0) & (key_owner != rank)).mean() for rank in range(ranks)]
-        return self.price * edges[-1] * float(max(shares))
+        key_owner, seen = owners[np.searchsorted(edges, self.keys, side="right") - 1], self.seen_by(edges)
+        shares = [(seen[owners == rank].any(0) & (key_owner != rank)).mean() for rank in range(ranks)]
+        return self.price * int(edges[-1]) * float(max(shares))
 
 
 def balanced(
     length: int,
     ranks: int,
-    work_of: Callable[[Sequence[int]], Sequence[float]],
+    work_of: Callable[[Edges], NDArray[np.float64]],
     fewest: int = FEWEST_ROWS,
     sight: Sight | None = None,
 ) -> tuple[Runs, ...]:
     """Return the runs of positions of each rank, in ascending order.
 
-    work_of: edges of chunks to the pairs that the rows of each see. fewest: minimum rows of a chunk. sight: None
-    ignores the cost of sending.
+    work_of: edges of chunks to the pairs that are computed for the rows of each. fewest: minimum rows of a chunk.
+    sight: None ignores the cost of sending.
     """
-    best: tuple[float, tuple[Runs, ...]] | None = None
+    best: tuple[float, Edges, NDArray[np.int64]] | None = None
     per_rank, evenness = 1, 0.0
     while best is None or (evenness < ENOUGH and per_rank <= MOST_PER_RANK and length >= ranks * per_rank * fewest):
         chunks = ranks * per_rank
-        edges = [length * edge // chunks for edge in range(chunks + 1)]
+        edges = length * np.arange(chunks + 1) // chunks
         work = work_of(edges)
-        owners = heaviest_first(work, ranks)
-        loads = [sum(work[at] for at in range(chunks) if owners[at] == rank) for rank in range(ranks)]
-        evenness = sum(loads) / ranks / max(loads) if max(loads) else 1.0
-        cost = max(loads) + (sight.cost(edges, owners, ranks) if sight else 0.0)
+        owners = np.array(heaviest_first(work.tolist(), ranks))
+        loads = np.bincount(owners, weights=work, minlength=ranks)
+        evenness = float(loads.mean() / loads.max()) if loads.any() else 1.0
+        cost = float(loads.max()) + (sight.cost(edges, owners, ranks) if sight else 0.0)
         if best is None or cost < best[0]:
-            best = cost, _runs(edges, owners, ranks)
+            best = cost, edges, owners
         per_rank *= 2
-    return best[1]
+    return _runs(best[1], best[2], ranks)
 
 
 def heaviest_first(work: Sequence[float], ranks: int) -> list[int]:
     """The rank of each chunk: equally many chunks per rank; the number of ranks must divide theirs."""
     capacity = [len(work) // ranks] * ranks
-    loads, owners = [0.0] * ranks, [0] * len(work)
+    owners = [0] * len(work)
+    # The rank with the least work comes first; one without capacity leaves the heap.
+    loads = [(0.0, rank) for rank in range(ranks)]
     for chunk in sorted(range(len(work)), key=lambda at: (-work[at], at)):
-        owner = min((rank for rank in range(ranks) if capacity[rank]), key=lambda rank: (loads[rank], rank))
+        load, owner = loads[0]
         owners[chunk] = owner
-        loads[owner] += work[chunk]
         capacity[owner] -= 1
+        if capacity[owner]:
+            heapq.heapreplace(loads, (load + work[chunk], owner))
+        else:
+            heapq.heappop(loads)
     return owners
 
 
-def _runs(edges: Sequence[int], owners: Sequence[int], ranks: int) -> tuple[Runs, ...]:
+def _runs(edges: Edges, owners: NDArray[np.int64], ranks: int) -> tuple[Runs, ...]:
     """Join consecutive chunks of a rank into runs; ranks are renumbered in the order of their first rows."""
+    changes = np.flatnonzero(np.diff(owners)) + 1
+    starts = edges[np.concatenate([[0], changes])].tolist()
+    stops = [*starts[1:], int(edges[-1])]
     held: list[list[range]] = [[] for _ in range(ranks)]
-    for (start, stop), rank in zip(pairwise(edges), owners, strict=True):
-        of_rank = held[rank]
-        if of_rank and of_rank[-1].stop == start:
-            of_rank[-1] = range(of_rank[-1].start, stop)
-        elif start < stop:
-            of_rank.append(range(start, stop))
-    return tuple(sorted(map(tuple, held), key=lambda runs: runs[0].start if runs else edges[-1]))
+    for start, stop, rank in zip(starts, stops, owners[np.concatenate([[0], changes])].tolist(), strict=True):
+        if start < stop:
+            held[rank].append(range(start, stop))
+    return tuple(sorted(map(tuple, held), key=lambda runs: runs[0].start if runs else stops[-1]))

@@ -9,27 +9,26 @@ those whose queries see it. All counts are functions of the mask alone, the clos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dilabench.distributed.assignment import PAIRS_PER_KEY, Assignment, Sight, balanced
+import numpy as np
+from numpy.typing import NDArray
+
+from dilabench.distributed.assignment import PAIRS_PER_KEY, Assignment, Edges, Sight, balanced
 from dilabench.patterns.block_masks import needed_key_blocks
 from dilabench.workload.spec import Workload
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from dilabench.patterns.block_masks import Mask
 
-    Blocks = NDArray[np.int64]
-
+Blocks = NDArray[np.int64]
 # Parts of blocks that are sampled to compare assignments.
 SAMPLED_PARTS = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BlockAssignment(Assignment):
     """A mask [heads or 1, n, n] over blocks of `block_size` of `rows` rows, and the ranks that own and need each block.
 
@@ -52,8 +51,8 @@ class BlockAssignment(Assignment):
         blocks = workload.pattern.whole_blocks(shape)
         if blocks is None:
             raise ValueError(
-                f"{workload.pattern.label()} is no mask of whole blocks: those of a block mask over dilated branches "
-                "have scattered rows, which no single rank owns; use block-sparse on one device"
+                f"{workload.pattern.label()} is no mask of whole blocks: a block mask over dilated branches "
+                "scatters the rows of a block over ranks; use block-sparse on one device"
             )
         size, mask = blocks.block_size, blocks.mask
         parts = 1 if len(mask) == 1 else workload.num_kv_heads
@@ -78,14 +77,10 @@ class BlockAssignment(Assignment):
 
     def own(self, rank: int) -> Blocks:
         """The blocks that a rank holds, in ascending order."""
-        import numpy as np
-
         return np.array([block for run in self.held[rank] for block in run], dtype=np.int64)
 
     def sent(self, owner: int, reader: int) -> Blocks:
         """The parts of `owner` that some query of `reader` sees: each is sent once."""
-        import numpy as np
-
         needed = self.needed[reader]
         return needed[np.isin(needed // self.parts, self.own(owner))]
 
@@ -99,8 +94,6 @@ class BlockAssignment(Assignment):
 
     def pairs(self, reader: int, owner: int) -> float:
         """As `Assignment.pairs`."""
-        import numpy as np
-
         local, theirs, sizes = self.own(reader), self.own(owner), self.sizes
         seen = self.mask[:, local][:, :, theirs].sum(0)
         total = sizes[local] @ (seen @ sizes[theirs])
@@ -109,28 +102,19 @@ class BlockAssignment(Assignment):
         return self.mask_heads * int(total)
 
 
-def _work(mask: Mask, size: int, rows: int, causal: bool) -> Callable[[Sequence[int]], list[float]]:
+def _work(mask: Mask, size: int, rows: int, causal: bool) -> Callable[[Edges], NDArray[np.float64]]:
     """Edges of chunks of blocks to the pairs that their rows see, over the heads of the mask."""
-    import numpy as np
-
     sizes = _sizes(mask.shape[-1], size, rows)
     keys = mask.sum((0, 2)) * size - mask[:, :, -1].sum(0) * (size - sizes[-1])
     work = keys * sizes
     if causal:
         work -= np.diagonal(mask, axis1=1, axis2=2).sum(0) * (sizes * (sizes - 1) // 2)
-    before = np.concatenate([[0], np.cumsum(work)])
-
-    def of_chunks(edges: Sequence[int]) -> list[float]:
-        pairs: list[float] = np.diff(before[list(edges)]).tolist()
-        return pairs
-
-    return of_chunks
+    before = np.concatenate([[0], np.cumsum(work)]).astype(np.float64)
+    return lambda edges: np.diff(before[edges])
 
 
 def _sight(mask: Mask, parts: int, price: float) -> Sight:
     """The sight of sampled blocks, part by part."""
-    import numpy as np
-
     count = mask.shape[-1]
     blocks = np.unique(np.linspace(0, count - 1, max(64, SAMPLED_PARTS // parts)).astype(np.int64))
     # [blocks of queries + 1, parts, S]: how many query blocks before a block see each.
@@ -138,8 +122,8 @@ def _sight(mask: Mask, parts: int, price: float) -> Sight:
     seen: NDArray[np.bool_] = np.moveaxis(np.logical_or.reduce(of_heads, axis=1), 1, 0)
     before = np.concatenate([np.zeros_like(seen[:1], dtype=np.int32), seen.cumsum(0, dtype=np.int32)])
 
-    def seen_by(edges: Sequence[int]) -> NDArray[np.bool_]:
-        seen_by_chunk: NDArray[np.bool_] = (np.diff(before[list(edges)], axis=0) > 0).reshape(len(edges) - 1, -1)
+    def seen_by(edges: Edges) -> NDArray[np.bool_]:
+        seen_by_chunk: NDArray[np.bool_] = (np.diff(before[edges], axis=0) > 0).reshape(len(edges) - 1, -1)
         return seen_by_chunk
 
     return Sight(np.tile(blocks, parts), seen_by, price)
@@ -147,14 +131,10 @@ def _sight(mask: Mask, parts: int, price: float) -> Sight:
 
 def _needed(mask: Mask, parts: int, size: int, rows: list[range]) -> Blocks:
     """The numbers of parts that some of these query rows see, in ascending order."""
-    import numpy as np
-
     of_heads = mask.reshape(parts, -1, *mask.shape[1:])
     needed = [needed_key_blocks(head_mask, size, rows) * parts + head for head, head_mask in enumerate(of_heads)]
     return np.sort(np.concatenate(needed))
 
 
 def _sizes(count: int, size: int, rows: int) -> Blocks:
-    import numpy as np
-
     return np.minimum(size, rows - np.arange(count) * size)

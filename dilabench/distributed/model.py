@@ -4,9 +4,12 @@ Sources: docs/explanation of ring attention (`ring.md` §5.3). l = N/P rows per 
 most receives, which all others wait for.
 """
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from dilabench.workload.spec import DTYPE_BYTES, Workload
+
+# How a sequence is cut: chunks r and 2P-1-r of 2P, the r-th part, or chunks assigned by their work on rank r of P.
+Order = Literal["zigzag", "contiguous", "balanced"]
 
 
 class Sharding(Protocol):
@@ -24,6 +27,10 @@ class Sharding(Protocol):
         """Bytes that the rank with most receives in one call in the workload's mode."""
         ...
 
+    def order(self, workload: Workload) -> Order | None:
+        """The order of tokens on ranks; None for one that `sequence_shards` does not have. Optional."""
+        ...
+
     def sums_hops(self, workload: Workload, ranks: int) -> bool:
         """Return True if results of several steps are summed at the end, a second pass over the queries. Optional."""
         ...
@@ -33,6 +40,7 @@ def ideal_efficiency(balance: float, computation_ns: float, transfer_ns: float, 
     """E = λ · T_comp / (T_comp + T_exposed) with T_exposed = max(0, V/B - T_local) (ring.md §5.3).
 
     computation: T_comp = FLOPs / (P·F), of the mean rank. transfer: V/B. overlapping: T_local, the work meanwhile.
+    A measured efficiency may exceed it: F is the rate of another call, and B includes packing and launches.
     """
     exposed_ns = max(0.0, transfer_ns - overlapping_ns)
     return balance * computation_ns / (computation_ns + exposed_ns)

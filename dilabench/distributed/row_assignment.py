@@ -1,48 +1,44 @@
-"""Rows of dense sequences over several ranks, packed or padded: their owners, and the keys that a rank receives."""
+"""Rows of dense sequences over several ranks, packed or padded: their owners, and the keys that a rank receives.
+
+A packing has hundreds of sequences and is new in every step, so intervals are arrays [n, 2] of (start, stop).
+"""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cached_property, lru_cache
 
-from dilabench.distributed.assignment import PAIRS_PER_KEY, Assignment, Runs, Sight, balanced
+import numpy as np
+from numpy.typing import NDArray
+
+from dilabench.distributed.assignment import FEWEST_ROWS, PAIRS_PER_KEY, Assignment, Edges, Runs, Sight, balanced
 from dilabench.distributed.balance import Interval, cut_runs
-from dilabench.patterns.answers import Reach, visible_pairs
+from dilabench.patterns.answers import Reach, reach_of
 from dilabench.workload.spec import Workload
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 # Query heads per key/value head, as in large models, if tokens are assigned before their heads are known.
 USUAL_GROUP = 8
 # Keys that are sampled to compare assignments.
 SAMPLED_KEYS = 2048
+# Rows, and keys, that a kernel computes together, and most blocks of rows whose tiles are counted.
+TILE, MOST_BLOCKS = FEWEST_ROWS, 4096
+
+Intervals = NDArray[np.int64]
 
 
-class Piece(NamedTuple):
-    """Successive rows of one rank inside one sequence, and all keys that they see."""
-
-    rows: range
-    keys: range
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class RowAssignment(Assignment):
     """The owners of positions of consecutive `sequences`, under a mask's reach, with `num_heads` heads."""
 
-    sequences: Runs
+    sequences: Intervals
     reach: Reach
     num_heads: int
 
     @classmethod
     def of(cls, workload: Workload, ranks: int) -> RowAssignment:
         """Assign by the work of a dense workload, packed or padded, under its causal mask and window."""
-        return cls.over(balanced_rows(workload.sequences, workload.shapes[0].reach, ranks), workload)
+        return cls.over(balanced_rows(workload.sequences, reach_of(workload.window, workload.causal), ranks), workload)
 
     @classmethod
     def zigzag(cls, workload: Workload, ranks: int) -> RowAssignment:
@@ -52,84 +48,117 @@ class RowAssignment(Assignment):
     @classmethod
     def over(cls, held: tuple[Runs, ...], workload: Workload) -> RowAssignment:
         """The assignment of given runs."""
-        sequences = tuple(range(*bounds) for bounds in workload.sequences)
-        return cls(held, 1, sequences, workload.shapes[0].reach, workload.num_heads)
+        return cls(
+            held, 1, np.array(workload.sequences), reach_of(workload.window, workload.causal), workload.num_heads
+        )
 
-    def pieces(self, rank: int) -> list[Piece]:
-        """A rank's rows, run by run, sequence by sequence."""
-        left, right = self.reach
-        pieces = []
-        for run in self.held[rank]:
-            for sequence in overlapping(self.sequences, run):
-                rows = overlap(run, sequence)
-                first = sequence.start if left is None else max(sequence.start, rows.start - left)
-                stop = sequence.stop if right is None else min(sequence.stop, rows.stop + right)
-                pieces.append(Piece(rows, range(first, stop)))
-        return pieces
+    @cached_property
+    def own(self) -> tuple[Intervals, ...]:
+        """The rows of each rank."""
+        return tuple(intervals_of(runs) for runs in self.held)
 
-    def sent(self, owner: int, reader: int) -> Runs:
+    @cached_property
+    def pieces(self) -> tuple[tuple[Intervals, Intervals], ...]:
+        """By rank its rows, cut where sequences begin, and all keys that the rows of each piece see."""
+        return tuple(_pieces(own, self.sequences, self.reach) for own in self.own)
+
+    @cached_property
+    def seen(self) -> tuple[Intervals, ...]:
+        """By rank the keys that some of its rows see, in ascending order."""
+        return tuple(_joined(keys) for _, keys in self.pieces)
+
+    def sent(self, owner: int, reader: int) -> Intervals:
         """The keys of `owner` that some row of `reader` sees, each once, in ascending order."""
-        held, seen = self.held[owner], united([piece.keys for piece in self.pieces(reader)])
-        return tuple(overlap(run, keys) for run in held for keys in overlapping(seen, run))
+        return shared(self.own[owner], self.seen[reader])
 
     def moved(self, owner: int, reader: int) -> int:
         """Like `Assignment.moved`, also for a rank's local keys."""
-        return sum(map(len, self.sent(owner, reader)))
+        return int(lengths(self.sent(owner, reader)).sum())
 
     def pairs(self, reader: int, owner: int) -> float:
         """As `Assignment.pairs`."""
-        held = self.held[owner]
-        return float(self.num_heads) * sum(
-            visible_pairs(piece.rows, overlap(run, piece.keys), self.reach)
-            for piece in self.pieces(reader)
-            for run in overlapping(held, piece.keys)
-        )
+        rows, keys = self.pieces[reader]
+        at, keys = overlaps(keys, self.own[owner])
+        return float(self.num_heads) * int(_visible(rows[at], keys, self.reach).sum())
+
+    def tiles(self, rank: int) -> int:
+        """The tiles of `TILE` rows and keys that a kernel computes for a rank's pieces, of each head."""
+        return int(_tiles(self.own[rank], self.sequences, self.reach, TILE)[1].sum())
 
 
 @lru_cache(maxsize=64)
 def balanced_rows(bounds: tuple[Interval, ...], reach: Reach, ranks: int) -> tuple[Runs, ...]:
-    """The runs of each rank for consecutive dense sequences (start, stop) from 0."""
-    sequences = tuple(range(*bound) for bound in bounds)
+    """The runs of each rank for consecutive dense sequences (start, stop) from 0.
 
-    def work_of(edges: Sequence[int]) -> list[float]:
-        chunks = (range(*chunk) for chunk in pairwise(edges))
-        return [
-            float(sum(visible_pairs(overlap(chunk, keys), keys, reach) for keys in overlapping(sequences, chunk)))
-            for chunk in chunks
-        ]
+    Balanced are visible pairs; without a window the mean of them and the pairs in all tiles that a kernel computes,
+    which short documents fill badly.
+    """
+    sequences, length = np.array(bounds), bounds[-1][1]
+    block = TILE * -(-length // (TILE * MOST_BLOCKS))
+    sight = _sight(sequences, reach)
 
-    return balanced(sequences[-1].stop, ranks, work_of, sight=_sight(sequences, reach))
+    def work_of(edges: Edges) -> NDArray[np.float64]:
+        chunks = np.stack([edges[:-1], edges[1:]], axis=1)
+        rows, keys = _pieces(chunks, sequences, reach)
+        pairs = _by_chunk(edges, rows[:, 0], _visible(rows, keys, reach))
+        if sight is not None:
+            return pairs
+        return (pairs + float(block * block) * _by_chunk(edges, *_tiles(chunks, sequences, reach, block))) / 2
+
+    return balanced(length, ranks, work_of, sight=sight)
 
 
-def _sight(sequences: Runs, reach: Reach) -> Sight | None:
+def _by_chunk(edges: Edges, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The sum of counts in each chunk, given where they start."""
+    chunks = np.searchsorted(edges, starts, side="right") - 1
+    sums: NDArray[np.float64] = np.bincount(chunks, weights=counts, minlength=len(edges) - 1).astype(np.float64)
+    return sums
+
+
+def _sight(sequences: Intervals, reach: Reach) -> Sight | None:
     """The sight under a window. None without one: every chunk then sees far back, and balance alone decides."""
-    import numpy as np
-
     left, right = reach
     if left is None or right is None:
         return None
-    starts, stops = np.array([(sequence.start, sequence.stop) for sequence in sequences]).T
-    keys = np.unique(np.linspace(0, sequences[-1].stop - 1, SAMPLED_KEYS).astype(np.int64))
-    at = np.searchsorted(starts, keys, side="right") - 1
-    first, stop = np.maximum(starts[at], keys - right), np.minimum(stops[at], keys + left + 1)
+    keys = np.unique(np.linspace(0, sequences[-1, 1] - 1, SAMPLED_KEYS).astype(np.int64))
+    starts, stops = sequences[np.searchsorted(sequences[:, 0], keys, side="right") - 1].T
+    first, stop = np.maximum(starts, keys - right), np.minimum(stops, keys + left + 1)
 
-    def seen_by(edges: Sequence[int]) -> NDArray[np.bool_]:
-        low, high = (np.array(side)[:, None] for side in (edges[:-1], edges[1:]))
-        seen: NDArray[np.bool_] = np.maximum(first, low) < np.minimum(stop, high)
+    def seen_by(edges: Edges) -> NDArray[np.bool_]:
+        seen: NDArray[np.bool_] = np.maximum(first, edges[:-1, None]) < np.minimum(stop, edges[1:, None])
         return seen
 
     return Sight(keys, seen_by, PAIRS_PER_KEY / USUAL_GROUP)
 
 
-def overlap(run: range, other: range) -> range:
-    """The intersection of two runs."""
-    return range(max(run.start, other.start), min(run.stop, other.stop))
+def intervals_of(runs: Sequence[range]) -> Intervals:
+    """Runs as intervals."""
+    return np.array([(run.start, run.stop) for run in runs], dtype=np.int64).reshape(-1, 2)
 
 
-def overlapping(runs: Runs, other: range) -> Runs:
-    """The ascending runs that intersect another."""
-    first = bisect_right(runs, other.start, key=lambda run: run.stop)
-    return runs[first : bisect_left(runs, other.stop, lo=first, key=lambda run: run.start)]
+def lengths(intervals: Intervals) -> NDArray[np.int64]:
+    """The number of positions of each interval."""
+    return intervals[:, 1] - intervals[:, 0]
+
+
+def overlaps(intervals: Intervals, others: Intervals) -> tuple[NDArray[np.int64], Intervals]:
+    """Each overlap of an interval with one of ascending disjoint `others`: the interval's number, and the overlap."""
+    first = np.searchsorted(others[:, 1], intervals[:, 0], side="right")
+    count = np.maximum(0, np.searchsorted(others[:, 0], intervals[:, 1], side="left") - first)
+    at, nth = repeated(count)
+    other = others[first[at] + nth]
+    return at, np.stack([np.maximum(intervals[at, 0], other[:, 0]), np.minimum(intervals[at, 1], other[:, 1])], axis=1)
+
+
+def shared(intervals: Intervals, others: Intervals) -> Intervals:
+    """The overlaps of two sets of ascending disjoint intervals."""
+    return overlaps(intervals, others)[1]
+
+
+def repeated(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Each number i `counts[i]` times, and the numbers 0, 1, ... within each."""
+    at = np.repeat(np.arange(len(counts)), counts)
+    return at, np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def united(runs: Sequence[range]) -> Runs:
@@ -141,3 +170,53 @@ def united(runs: Sequence[range]) -> Runs:
         else:
             joined.append(run)
     return tuple(joined)
+
+
+def _joined(intervals: Intervals) -> Intervals:
+    """Intervals with ascending starts and stops; those that overlap or touch are one."""
+    apart = np.flatnonzero(intervals[1:, 0] > intervals[:-1, 1]) + 1
+    first, last = np.concatenate([[0], apart]), np.concatenate([apart, [len(intervals)]]) - 1
+    return np.stack([intervals[first, 0], intervals[last, 1]], axis=1) if len(intervals) else intervals
+
+
+def _pieces(own: Intervals, sequences: Intervals, reach: Reach) -> tuple[Intervals, Intervals]:
+    """Rows cut where sequences begin, and the keys that each piece sees."""
+    _, rows = overlaps(own, sequences)
+    return rows, _keys_of(rows, sequences, reach)
+
+
+def _keys_of(rows: Intervals, sequences: Intervals, reach: Reach) -> Intervals:
+    """The keys that rows of one sequence each see."""
+    left, right = reach
+    first, stop = sequences[np.searchsorted(sequences[:, 0], rows[:, 0], side="right") - 1].T
+    if left is not None:
+        first = np.maximum(first, rows[:, 0] - left)
+    if right is not None:
+        stop = np.minimum(stop, rows[:, 1] + right)
+    return np.stack([first, stop], axis=1)
+
+
+def _tiles(own: Intervals, sequences: Intervals, reach: Reach, size: int) -> tuple[NDArray[np.int64], Edges]:
+    """The first row of each block of at most `size` rows of a piece, and the tiles of `size` keys that it sees."""
+    _, rows = overlaps(own, sequences)
+    at, nth = repeated(-(-lengths(rows) // size))
+    starts = rows[at, 0] + size * nth
+    blocks = np.stack([starts, np.minimum(starts + size, rows[at, 1])], axis=1)
+    return starts, -(-lengths(_keys_of(blocks, sequences, reach)) // size)
+
+
+def _visible(rows: Intervals, keys: Intervals, reach: Reach) -> NDArray[np.int64]:
+    """As `answers.visible_pairs`, of arrays."""
+    left, right = reach
+    until = lengths(rows) * lengths(keys) if right is None else _up_to(rows, keys, right)
+    return until if left is None else until - _up_to(rows, keys, -left - 1)
+
+
+def _up_to(rows: Intervals, keys: Intervals, ahead: int) -> NDArray[np.int64]:
+    """Pairs with u <= t + ahead: the sum over rows of t + ahead + 1 - first key, clamped to [0, number of keys]."""
+    shifted, top = rows + (ahead + 1 - keys[:, :1]), lengths(keys)
+    # The sum of min(t, top) over 0 <= t < stop, at both ends.
+    stop = np.maximum(0, shifted)
+    rising = np.minimum(stop, top[:, None] + 1)
+    sums = rising * (rising - 1) // 2 + np.maximum(0, stop - top[:, None] - 1) * top[:, None]
+    return sums[:, 1] - sums[:, 0]

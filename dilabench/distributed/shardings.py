@@ -11,6 +11,7 @@ from typing import Literal
 from dilabench.distributed.assignment import Assignment
 from dilabench.distributed.balance import StepPairs, step_pairs
 from dilabench.distributed.block_assignment import BlockAssignment
+from dilabench.distributed.model import Order
 from dilabench.distributed.row_assignment import RowAssignment
 from dilabench.workload.equal_parts import usp_degrees
 from dilabench.workload.spec import DTYPE_BYTES, UNBOUNDED, Workload
@@ -59,9 +60,13 @@ class Steps(Counted):
     zigzag: bool | None
     kept: Literal["nothing", "last step", "all"]
 
+    def order(self, workload: Workload) -> Order:
+        """Zigzag or contiguous."""
+        return "zigzag" if (workload.causal if self.zigzag is None else self.zigzag) else "contiguous"
+
     def pairs(self, workload: Workload, ranks: int) -> StepPairs | None:
         """The pairs of dense and dilated patterns."""
-        return step_pairs(workload, ranks, workload.causal if self.zigzag is None else self.zigzag)
+        return step_pairs(workload, ranks, self.order(workload) == "zigzag")
 
     def _overlapping(self, slowest: tuple[float, ...]) -> float:
         """All but the last step's work, whose keys must have arrived; a backward pass that begins with this step has no
@@ -137,6 +142,10 @@ class WholeShards(Steps):
 class OneExchange(Counted):
     """Every row of nested branches that a rank sees, once, in one exchange."""
 
+    def order(self, _workload: Workload) -> Order:
+        """Contiguous."""
+        return "contiguous"
+
     def pairs(self, workload: Workload, ranks: int) -> StepPairs | None:
         """The pairs of sequences cut in order."""
         return step_pairs(workload, ranks, zigzag=False)
@@ -163,6 +172,10 @@ class HeadsForTokens:
     """Ranks exchange tokens for heads: whole sequences of some heads each. with_lse: lse is sent with out."""
 
     with_lse: bool = True
+
+    def order(self, _workload: Workload) -> Order:
+        """Contiguous."""
+        return "contiguous"
 
     def load_balance(self, workload: Workload, ranks: int) -> float | None:
         """λ of whole heads: if they do not divide, some ranks have one more."""
@@ -201,11 +214,11 @@ class HeadsInRing:
         return self.ring.load_balance(workload, usp_degrees(ranks)[1])
 
     def overlapping_share(self, workload: Workload, ranks: int) -> float | None:
-        """Of the ring."""
+        """As for the ring."""
         return self.ring.overlapping_share(workload, usp_degrees(ranks)[1])
 
     def sums_hops(self, workload: Workload, ranks: int) -> bool:
-        """Of the ring."""
+        """As for the ring."""
         return self.ring.sums_hops(workload, usp_degrees(ranks)[1])
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
@@ -248,6 +261,10 @@ class Blocks(Assigned):
 class Rows(Assigned):
     """Rows of dense patterns."""
 
+    def order(self, _workload: Workload) -> Order:
+        """Balanced."""
+        return "balanced"
+
     def _assignment(self, workload: Workload, ranks: int) -> Assignment | None:
         return RowAssignment.of(workload, ranks) if workload.is_dense else None
 
@@ -258,6 +275,10 @@ class Rows(Assigned):
 
 class ZigzagGather(Steps):
     """All keys that zigzag shards see, in one exchange."""
+
+    def pairs(self, workload: Workload, ranks: int) -> StepPairs | None:
+        """The pairs of dense patterns, exact under a window, too."""
+        return RowAssignment.zigzag(workload, ranks).step_pairs() if workload.is_dense else None
 
     def received_bytes(self, workload: Workload, ranks: int) -> int | None:
         """Each key once to the ranks that see it, for any lengths and windows."""

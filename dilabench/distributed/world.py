@@ -1,15 +1,13 @@
 """The ranks that compute one workload together, and how tensors get from one to another.
 
 All messages use torch.distributed (NCCL for CUDA, gloo for the CPU) and are counted; between the GPUs of one host they
-use the copy engines if possible. Point-to-point messages are always batched: a send before a receive on every rank
-would wait forever. A rank sends nothing to itself.
+use the copy engines if possible (`transport.selection`). Point-to-point messages are always batched: a send before a
+receive on every rank would wait forever. A rank sends nothing to itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,12 +22,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from dilabench.distributed.failures import RanksDisagreeError
 from dilabench.distributed.transport.copies import Copies
+from dilabench.distributed.transport.selection import transport_of
 from dilabench.metadata import RECEIVED_BYTES, SENT_BYTES, traffic_key
 
 DEFAULT_TIMEOUT_S = 120.0
-# "nccl" does not use the copy engines; any other value uses them if they work.
-TRANSPORT_VARIABLE = "DILABENCH_TRANSPORT"
-TRIAL_TIMEOUT_S = 20.0
 
 
 class Traffic:
@@ -157,14 +153,11 @@ class World:
             world_size=size,
             timeout=timeout,
             device_id=device if cuda else None,
-            pg_options=_prompt_nccl(timeout) if cuda else None,
         )
         try:
-            control = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
-            world = cls(rank, size, device, dist.group.WORLD, control, timeout_s=timeout_s)
+            world = cls.of_group()
             world._warm_up()
-            if cuda:
-                world = world._with_copies()
+            world = world.on(device)
         except BaseException:
             if not cuda:
                 # With NCCL this would wait for the missing ranks: see `close`.
@@ -177,8 +170,8 @@ class World:
         """The ranks of an existing process group, by default all ranks. Its creator ends it.
 
         With NCCL, on the device that the group is bound to (`device_id` of `init_process_group`), else on the current
-        one until tensors determine it (`on`). Worlds of one group share their control group. Raises RuntimeError if
-        there is no process group.
+        one until tensors determine it (`on`). Worlds of one group share their control group. Waits end after the
+        group's timeout. Raises RuntimeError if there is no process group.
         """
         if not dist.is_initialized():
             raise RuntimeError("there is no process group: call torch.distributed.init_process_group first")
@@ -188,20 +181,25 @@ class World:
         if cuda and group is not None:
             device = group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
             control = _control_of(group)
-        return cls(
-            dist.get_rank(group), dist.get_world_size(group), device, group, control, transport=dist.get_backend(group)
-        )
+        rank, size, name = dist.get_rank(group), dist.get_world_size(group), dist.get_backend(group)
+        return cls(rank, size, device, group, control, timeout_s=_timeout_s(group), transport=name)
 
     def on(self, device: torch.device) -> World:
-        """The same ranks for tensors on a device. Raises ValueError if the group is bound to another one."""
-        if device == self.device or self.device.type != "cuda":
+        """The same ranks for tensors on a device, with the transport of their group there. All ranks call it.
+
+        Raises ValueError if the group is bound to another device.
+        """
+        if self.device.type != "cuda":
             return self
-        if self.group is not None and self.group.bound_device_id is not None:
+        if device != self.device and self.group is not None and self.group.bound_device_id is not None:
             raise ValueError(
                 f"tensors are on {device} and the process group on {self.device}, the device_id that "
                 "init_process_group was given; move one of them"
             )
-        return replace(self, device=device)
+        transport = transport_of(replace(self, device=device))
+        if (device, transport) == (self.device, (self.transport, self.copies)):
+            return self
+        return replace(self, device=device, copies=transport.copies, transport=transport.name)
 
     def __enter__(self) -> Self:
         return self
@@ -333,41 +331,6 @@ class World:
     def _operations(self, operation: Any, tensors: Mapping[int, Sequence[Tensor]]) -> list[dist.P2POp]:
         return [dist.P2POp(operation, x, group=self.group, group_peer=peer) for peer in tensors for x in tensors[peer]]
 
-    def _with_copies(self) -> World:
-        """The same ranks with messages by copy engines if they work on all ranks; else `transport` gives the reason."""
-        assert self.group is not None
-        copies, why = None, self._hindrance()
-        if not why:
-            try:
-                region = min(self.share(Copies.most_bytes(self.device, self.size)))
-                copies = Copies(self.rank, self.device, self.group, region, TRIAL_TIMEOUT_S)
-                copies.try_out()
-                copies.timeout_s = self.timeout_s
-            # An older torch has no symmetric memory, or has it under other names.
-            except (ImportError, AttributeError, RuntimeError) as error:
-                why = f"rank {self.rank}: {next(iter(str(error).splitlines()), '')}"
-        why = next(filter(None, self.share(why)), "")
-        if copies is not None and why:
-            copies.close()
-        if why:
-            return replace(self, transport=f"nccl ({why})")
-        return replace(self, copies=copies, transport="copy engines")
-
-    def _hindrance(self) -> str:
-        """Return a known reason against copy engines, without trying them; the same on all ranks."""
-        if os.environ.get(TRANSPORT_VARIABLE) == "nccl":
-            return f"{TRANSPORT_VARIABLE}=nccl"
-        places = self.share((platform.node(), self.device.index))
-        if len({host for host, _ in places}) > 1:
-            return "ranks on several hosts"
-        unreachable = [
-            index
-            for _, index in places
-            if index != self.device.index and not torch.cuda.can_device_access_peer(self.device, index)
-        ]
-        obstacle = f"GPU {self.device.index} cannot reach the memory of GPU {unreachable[0]}" if unreachable else ""
-        return next(filter(None, self.share(obstacle)), "")
-
     def _warm_up(self) -> None:
         """Every kind of operation once, with every peer: NCCL connects at the first use."""
         if self.size == 1:
@@ -393,10 +356,19 @@ def _control_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     # Destroying all groups destroys this one, too, while other code may still reference the group.
     if control is None or not _is_alive(control):
         ranks = dist.get_process_group_ranks(group)
-        control = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        timeout = timedelta(seconds=_timeout_s(group))
+        control = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
         _controls[group] = control
         finalize(group, _end, control).atexit = False
     return control
+
+
+def _timeout_s(group: dist.ProcessGroup | None) -> float:
+    """The seconds after which a group's waits end, the default if this version of torch does not tell."""
+    devices = getattr(group, "_device_types", ())
+    options = (getattr(group._get_backend(device), "options", None) for device in devices) if group else ()
+    known = (getattr(option, "_timeout", None) for option in options)
+    return next((timeout.total_seconds() for timeout in known if timeout is not None), DEFAULT_TIMEOUT_S)
 
 
 def _is_alive(group: dist.ProcessGroup) -> bool:
@@ -410,18 +382,6 @@ def _end(group: dist.ProcessGroup) -> None:
     """End a group unless it was ended with all others."""
     with contextlib.suppress(AssertionError, ValueError, RuntimeError):
         dist.destroy_process_group(group)
-
-
-def _prompt_nccl(timeout: timedelta) -> Any:
-    """NCCL on a stream of high priority.
-
-    An attention kernel has more thread blocks than the GPU holds at once. On a stream of equal priority a transfer
-    waits until the last of them has started, and so overlaps with nothing.
-    """
-    options = dist.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream = True
-    options._timeout = timeout
-    return options
 
 
 def _alias(x: Tensor) -> Tensor:

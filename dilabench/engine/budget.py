@@ -1,13 +1,16 @@
 """Distributes a run's time limit among its cases. No torch."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from math import inf
 
 from dilabench.record import Case
 from dilabench.workload.spec import flops
 
 Clock = Callable[[], float]
+# Share of the limit by which the first rows of all lengths together may exceed it, because a busy machine takes longer.
+LEAST_ROWS_OVERRUN = 1.0
 
 
 def steady(clock: Clock = time.monotonic) -> Clock:
@@ -25,13 +28,15 @@ def steady(clock: Clock = time.monotonic) -> Clock:
 class Budget:
     """A total in seconds (None: no limit), from `start` on. Time that a case leaves unused goes to the remaining cases.
 
-    Half of the time is shared equally, half in proportion to the work, so that long sequences get more.
+    Half of the time is shared equally, half in proportion to the work, so that long sequences get more. The least rows
+    of lengths may exceed the limit (`for_least_rows`), by LEAST_ROWS_OVERRUN of it.
     """
 
     def __init__(self, total_s: float | None, cases: Iterable[Case], clock: Clock) -> None:
         self.total_s = total_s
         self.clock = clock
         self._work: dict[str, float] = {}
+        self._overrun = 0.0
         self.add(cases)
         self.start()
 
@@ -52,7 +57,21 @@ class Budget:
         """Seconds left; infinite without a limit, never negative."""
         if self.total_s is None:
             return inf
-        return max(0.0, self.total_s - (self.clock() - self._started))
+        return max(0.0, self.total_s * (1 + self._overrun) - (self.clock() - self._started))
+
+    @property
+    def exceeded_s(self) -> float:
+        """Seconds by which the limit is exceeded; 0 without one."""
+        return 0.0 if self.total_s is None else max(0.0, self.clock() - self._started - self.total_s)
+
+    @contextmanager
+    def for_least_rows(self) -> Iterator[None]:
+        """Inside, time is left until the limit is exceeded by LEAST_ROWS_OVERRUN of it."""
+        self._overrun = LEAST_ROWS_OVERRUN
+        try:
+            yield
+        finally:
+            self._overrun = 0.0
 
     @property
     def waiting(self) -> int:

@@ -21,7 +21,7 @@ from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import PlannedCase, Timing
 
 BASELINE = "same-1"
-# What each candidate is slower by than the baseline.
+# The slow-down of each candidate relative to the baseline.
 EFFECTS: Mapping[str, float] = MappingProxyType({"same-2": 0.0, "slower-2": 0.02, "slower-5": 0.05, "slower-10": 0.10})
 
 
@@ -43,7 +43,7 @@ def dilabench_register_implementations() -> list[Implementation]:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSession:
-    """What one session saw: the timing of each implementation by name, and the facts of the torch that ran it."""
+    """The result of one session: the timing of each implementation by name, and the facts of its torch."""
 
     timings: dict[str, Timing]
     torch: dict[str, str]
@@ -57,7 +57,7 @@ def measure_session(
     progress: Progress,
     seed: int,
 ) -> CalibrationSession:
-    """One session in fresh processes: the cases warmed up and timed in interleaved rounds, nothing else.
+    """One session in fresh processes: the cases are warmed up and timed in interleaved rounds, without verification.
 
     Raises EnvironmentNotReady when a case cannot be measured here.
     """

@@ -22,13 +22,13 @@ from dilabench.record import (
     Verification,
 )
 
-# What the resident set of a process wanders by: threads' heaps, pages of libraries, fragments.
+# The variation of a process's resident set: threads' heaps, pages of libraries, fragments.
 WANDERS_BYTES, WANDERS_SHARE = 8 * 2**20, 0.25
 
 
 @dataclass(slots=True)
 class TimerRun:
-    """What one timer saw of one case."""
+    """The samples of one case by one timer."""
 
     timer: TimerSpec
     slots: list[Slot] = field(default_factory=list)
@@ -63,7 +63,8 @@ class CaseState:
 
     `home` is the worker that has it prepared, `warm` the timers that are warmed up there. When the worker dies with
     another case, this one is prepared again elsewhere and a new session begins. `least`: the samples that it got before
-    the other cases of its length, which count if there is no time for more.
+    the other cases of its length, which count if there is no time for more; `exceeded_s`: by how much they exceeded the
+    budget.
     """
 
     planned: PlannedCase
@@ -79,6 +80,7 @@ class CaseState:
     kernels: tuple[KernelUse, ...] = ()
     runs: dict[str, TimerRun] = field(default_factory=dict)
     least: dict[str, TimerRun] = field(default_factory=dict)
+    exceeded_s: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
     diagnostics: tuple[Diagnostic, ...] = ()
     memory: Memory | None = None

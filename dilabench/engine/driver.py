@@ -27,9 +27,9 @@ OVERRUN_S = 1.0
 class Driver:
     """The shared state of a run's groups: method, budget, progress and the workers.
 
-    `next_round` numbers the rounds of the whole run: slots with the same number were interleaved. `machine`:
-    what chooses the built-ins that all rows are compared with; without one there are none. `patience_s`: seconds that a
-    worker may take for an answer, whatever the fair share of its case is.
+    `next_round` numbers the rounds of the whole run: slots with the same number were interleaved. `machine`: it decides
+    which built-ins all rows are compared with; None: no such comparison. `patience_s`: seconds that a worker may take
+    for an answer, independent of the fair share of its case.
     """
 
     catalogue: Catalogue
@@ -148,7 +148,7 @@ class Driver:
         return reply
 
     def diagnostics(self, state: CaseState, turns: int) -> tuple[Diagnostic, ...]:
-        """The parts of a call over ranks, timed in turns. Raises WorkerFailure, which is no failure of the case."""
+        """The parts of a call over ranks, timed interleaved. Raises WorkerFailure, which does not fail the case."""
         assert state.home is not None
         arguments = {"timer": self.method.timer.model_dump(), "turns": turns}
         timeout_s = self.stage_timeout_s(state)
@@ -167,7 +167,7 @@ class Driver:
     def stage_timeout_s(self, state: CaseState) -> float:
         """Longest wait for one answer: generous against the case's fair share, little beyond the budget.
 
-        Where other cases wait, half of what is left of the budget is theirs, unless `patience_s` shares it out.
+        If other cases wait, they keep half of the remaining budget, unless `patience_s` is set.
         """
         remaining = self.budget.remaining_s
         if remaining == inf:
@@ -184,7 +184,7 @@ class Driver:
     def budget_skip(self, when: str) -> Skipped:
         """The outcome of a case that the budget skipped."""
         total = format_seconds(self.budget.total_s or 0.0)
-        why = f"budget of {total} used up {when}; allow more with --budget, or go on with --resume"
+        why = f"budget of {total} used up {when}; raise --budget, or continue with --resume"
         return Skipped(code="budget", why=why)
 
     def fail(self, state: CaseState, stage: Stage, failure: WorkerFailure) -> None:
@@ -205,6 +205,6 @@ class Driver:
 
 
 def unverified_in_time(why: str, traceback: str | None) -> Failed:
-    """The outcome of a case whose verification took too long: nothing is known of its output."""
-    text = f"verification was not finished, so that its output is neither right nor wrong: {why}"
+    """The outcome of a case whose verification took too long, so that its output is unknown."""
+    text = f"verification was not finished, so it is unknown whether the output is right: {why}"
     return Failed(stage="verify", code="verification_timeout", why=text, traceback=traceback)

@@ -65,7 +65,7 @@ class IsolatedRun:
             if failure.code == "unusable_optimization":
                 return Skipped(code=failure.code, why=failure.why)
             if failure.code == "timeout" and self._timeout_s < self._driver.timeout_s:
-                # Not slow by any measure of its own: the budget allowed no more. `--resume` tries again.
+                # The case need not be slow: the budget allowed no more time. `--resume` tries again.
                 return self._driver.budget_skip("during its stage 'time'")
             return Failed(stage="time", code=failure.code, why=failure.why, traceback=failure.traceback)
 
@@ -76,7 +76,7 @@ class IsolatedRun:
         result = self._ask(worker, limit_bytes, seconds)
         if not result.verification.passed:
             return Failed(stage="verify", code="wrong_output", why=result.why, verification=result.verification)
-        # Its calls are timed by the host, as on a CPU, whatever the device.
+        # Its calls are timed by the host on every device.
         timer = default_timer(CPU.name, self._driver.catalogue)
         return Measured(
             verification=result.verification,
@@ -104,7 +104,7 @@ class IsolatedRun:
         return reply.isolated
 
     def _limit(self) -> tuple[int | None, Note | None]:
-        """What the process may allocate, and the note that says so; a device with memory of its own needs none."""
+        """The memory limit of the process, and the note on it; a device with separate memory needs none."""
         asked = self._planned.memory_limit_bytes
         if asked is not None:
             message = f"its process was allowed {format_bytes(asked)} by --memory-limit; the machine may have more"

@@ -1,4 +1,4 @@
-"""What no implementation can avoid: lower bounds on the FLOPs and bytes of one call. No torch."""
+"""Lower bounds on the FLOPs and bytes of one call of any implementation. No torch."""
 
 from dilabench.workload.spec import DTYPE_BYTES, Workload, flops, least_pairs, tensor_bytes
 

@@ -14,8 +14,8 @@ METHODS = ("simple", "warmup", "profiler")
 MIN_TURNS = 3
 # With a given number of samples, only the budget ends sampling earlier.
 UNLIMITED_S = 1e9
-# Where a suite is content with less sampling: verification has called each case by then, so that a tenth of it warms up
-# what is left, at most a third where a device asks for more; half as many turns again as intervals need at least
+# For a suite with less sampling: verification has already called each case, so a tenth of the sampling time suffices
+# for the warm-up, or a third at most on devices that need more. 1.5 times the fewest rounds for an interval
 # (measurement.md 5.1) are enough.
 SHORT_WARM_UP, MOST_WARM_UP, SHORT_ROUNDS = 0.1, 1 / 3, 1.5
 
@@ -23,10 +23,10 @@ SHORT_WARM_UP, MOST_WARM_UP, SHORT_ROUNDS = 0.1, 1 / 3, 1.5
 class Method(Model):
     """How a case is timed.
 
-    `sampling_s`: longest time in the rounds per case when no budget is set or the budget allows more.
-    `precision`: relative half width of the median's interval to stop at. `max_turns`: how often at most the parts of a
-    call over ranks are timed beside it; 0 is not at all. `far_slower`: times as long as a verified one that a case may
-    take, by a call in its preparation, to be timed at all.
+    `sampling_s`: longest time in the rounds per case when no budget is set or the budget allows more. `precision`:
+    relative half width of the median's interval to stop at. `max_turns`: largest number of rounds for the parts of a
+    call over ranks; 0: none. `far_slower`: a case is skipped if one call takes this many times as long as that of a
+    verified case.
     """
 
     timer: TimerSpec
@@ -66,8 +66,8 @@ def choose_method(
     """The method of a `--timing` value: simple, warmup, profiler, or a timer by name (timed as by warmup).
 
     `warmup_runs`: the exact number of calls before the first sample; `timing_runs`: of samples, one a round.
-    `sampling_s`: what a suite is content with, where that is less than the device's own; it warms up for less, too, and
-    takes fewer turns. `far_slower`: as in `Method`.
+    `sampling_s`: sampling time of a suite that needs less than the device's default; warm-up and rounds shrink, too.
+    `far_slower`: as in `Method`.
 
     Raises ConfigError for an unknown name or a timer that this device does not have.
     """
@@ -149,7 +149,7 @@ def _method_of(timing: str, timer: Timer, is_default: bool, device: str, catalog
         )
     if timer.fresh_process:
         never = WarmUpLimits(min_s=0.0, max_s=0.0)
-        # It makes its calls from the case's description, so nothing could be left out of them.
+        # It makes its calls from the case's description, so no part can be removed.
         changes = {"warm_up": never, "max_rounds": 5, "max_slot_samples": 1, "max_turns": 0, "recheck": False}
         return method.model_copy(update=changes)
     return method

@@ -14,33 +14,36 @@ from dilabench.metadata import (
     COPY_KEY,
     INTERFERENCE,
     NOTES,
+    SLOW_RANK,
     WORK_KEPT,
     peak_flops,
 )
 from dilabench.plugins.descriptors import Backend
 from dilabench.record import Case, KernelUse, Measured, Note, Row, Slot, Timing
+from dilabench.units import format_latency
 
 SHOWN = 5
 LEAST_CHANGE = 0.03
 ISOLATED_SLOTS = 3
 SPREADS = 3.0
-# How many times as long samples on wholly new inputs may take, for what caches hold, and how rarely chance may make
-# as many of them longer.
+# Samples on wholly new inputs may take this many times as long, because caches are cold. The second value: the
+# probability that chance makes as many of them longer.
 KEPT_FACTOR, KEPT_CHANCE = 1.5, 1e-5
+# How many times the median of the others' time the slowest rank may take.
+SLOW_RANK_FACTOR = 2.0
 
 
 def suspicions(row: Row, ceilings: Mapping[str, float], device: str) -> tuple[Note, ...]:
     """Notes on a measured row, from the ceilings measured on this device.
 
-    Other lengths of the same implementation say nothing more. Of a shorter call, launches, half-empty tiles or a cold
-    cache may take all but the share b in which the device is busy, and a longer one may get rid of all that: W times
-    the work takes W b times as long at least, which is the ceiling again.
+    Other lengths of the same implementation give no tighter bound. If the device is busy in a share b of a shorter
+    call, W times the work takes at least W b times as long, which is the ceiling again.
     """
     if not isinstance(row.outcome, Measured) or not row.outcome.timings:
         return ()
     seconds = typical_seconds(row.outcome)
     kept = (note for timing in row.outcome.timings for note in _work_kept(timing))
-    return (*_above_peak(row.case, seconds, ceilings, device), *kept)
+    return (*_above_peak(row.case, seconds, ceilings, device), *kept, *_slow_rank(row.outcome.timings[0]))
 
 
 def typical_seconds(measured: Measured) -> float:
@@ -67,11 +70,28 @@ def _above_peak(case: Case, seconds: float, ceilings: Mapping[str, float], devic
             )
 
 
-def _work_kept(timing: Timing) -> Iterator[Note]:
-    """A note if samples on wholly new inputs take longer than those beside them, which had one new row at most.
+def _slow_rank(timing: Timing) -> Iterator[Note]:
+    """A note if the slowest rank takes `SLOW_RANK_FACTOR` times the median of the other ranks."""
+    medians_ns = timing.rank_medians_ns
+    if len(medians_ns) < 2:
+        return
+    slowest = max(range(len(medians_ns)), key=medians_ns.__getitem__)
+    usual_ns = median(time_ns for rank, time_ns in enumerate(medians_ns) if rank != slowest)
+    factor = medians_ns[slowest] / usual_ns
+    if factor >= SLOW_RANK_FACTOR:
+        yield SLOW_RANK.note(
+            f"rank {slowest} takes {format_latency(medians_ns[slowest])}, the others {format_latency(usual_ns)}",
+            observed=factor,
+            threshold=SLOW_RANK_FACTOR,
+            hint="λ shows whether its work is larger; else its host launches more slowly or its device is busy",
+        )
 
-    A sample is compared with the longer of its neighbours in the slot, for load comes and goes. Of three alike samples
-    the one in the middle is the longest once in three times.
+
+def _work_kept(timing: Timing) -> Iterator[Note]:
+    """A note if samples on wholly new inputs take longer than their neighbours, which had at most one new row.
+
+    A sample is compared with the longer of its neighbours in the slot, because the load varies. If all three are alike,
+    the middle one is the longest in a third of cases.
     """
     factors = [
         slot.samples_ns[at] / max(slot.samples_ns[at - 1], slot.samples_ns[at + 1])
@@ -94,7 +114,7 @@ def _work_kept(timing: Timing) -> Iterator[Note]:
 def unproven_backend(backend: Backend, kernels: Iterable[KernelUse], notes: Iterable[Note] = ()) -> str | None:
     """Why the kernels that ran do not show this backend at work; None when one does, or when it names no kernels.
 
-    Where a note of the row says that others compute in its place, it is these that must show.
+    If a note of the row says that other kernels compute in its place, these must show.
     """
     names = [use.name for use in kernels]
     instead = [kind for note in notes if (kind := NOTES.get(note.code)) is not None and kind.kernels]
@@ -119,7 +139,7 @@ def interference(together_ns: Sequence[float], isolated: Sequence[Slot]) -> Note
         return None
     direction = "slower" if change > 0 else "faster"
     return INTERFERENCE.note(
-        f"alone it is {abs(change):.1%} {direction} than in turns with the others of its group",
+        f"alone it is {abs(change):.1%} {direction} than interleaved with its group",
         observed=change,
         threshold=threshold,
         hint="neighbours share caches, clocks or threads; compare runs of this implementation alone (-i NAME)",

@@ -1,22 +1,24 @@
 """Callbacks for the progress of a run, from which a command line draws a bar. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dilabench.record import Case, PlannedCase, Row, Verification
 from dilabench.workload.spec import Workload
 
 
 class Progress:
-    """Called by the runner between measurements, never inside one. Methods do nothing here, and must return quickly."""
+    """Called by the runner between measurements, never inside one. These methods are empty; overriding ones must return
+    quickly.
+    """
 
     def device_held(self) -> None:
-        """No other run holds the device any more; from now on the budget runs."""
+        """The device is locked for this run; from now on the budget runs."""
 
-    def run_started(self, total: int) -> None:
-        """`total` cases will end in a row; called again when a follow-up adds more."""
+    def run_started(self, expected_s: Mapping[str, float]) -> None:
+        """Cases by id with their expected seconds, 0 if skipped; called again when a follow-up adds more."""
 
     def waiting(self, why: str) -> None:
-        """Nothing is measured for now: another run holds the device, or it must cool down."""
+        """The run waits: another run holds the device, or it must cool down."""
 
     def group_started(self, workload: Workload, cases: Sequence[PlannedCase]) -> None:
         """The implementations of one workload are measured next, interleaved."""
@@ -28,11 +30,11 @@ class Progress:
         """The output of a case was checked (it may have failed)."""
 
     def slot_done(self, case: Case, round_index: int) -> None:
-        """A case had its turn in a round."""
+        """The samples of a case in one round are taken."""
 
     def row_done(self, row: Row) -> None:
-        """A case has ended, in whatever way; its row is already safe on disk."""
+        """A case has ended; its row is already on disk."""
 
 
 class Silent(Progress):
-    """A progress that shows nothing; subclass it to show some of it."""
+    """A progress without output; subclass it to show parts of it."""

@@ -13,11 +13,11 @@ from dilabench.stats.decisions.paired import MIN_ROUNDS
 from dilabench.stats.samples.location import relative_half_width
 
 MIN_SLOT_SAMPLES = 5
-# How well ratios must be known: to 1 % on a CPU, where measurement.md 5.1 stopped, which leaves room beside the margin
-# of a verdict, 2 %. At a distance of six standard errors, which equal rows do not reach, no more rounds are needed.
+# Required precision of ratios: 1 % on a CPU (measurement.md 5.1), below the margin of a verdict, 2 %. At a distance of
+# six standard errors, which equal rows do not reach, no more rounds are needed.
 SHARE_OF_PRECISION, SHARE_OF_DISTANCE = 0.5, 1 / 3
 COOL_DOWN_S = 1.0
-# How far clocks of a device and of the host may be apart.
+# Largest difference between the clocks of a device and of the host.
 CLOCKS_APART = 1.02
 MAX_COOL_DOWN_S = 10.0
 
@@ -34,9 +34,8 @@ class Rounds:
     def take(self, timer: TimerSpec, share_s: float, max_rounds: int | None = None) -> None:
         """Rounds until medians and ratios are known to the method's precision, or the share of time is used up.
 
-        Whatever the share, at least `min_samples` are taken of each case, and of several at least the rounds that an
-        interval of their ratios needs, unless the budget of the whole run ends. The
-        last round, which begins when one more is enough, is the one whose last call of each case is checked.
+        At least `min_samples` are taken of each case, and of several cases the rounds that an interval of their ratios
+        needs, unless the budget of the whole run ends. The last call of each case in the last round is checked.
         """
         method, clock = self._driver.method, self._driver.budget.clock
         deadline = clock() + share_s
@@ -62,11 +61,11 @@ class Rounds:
             is_last = taken + 1 == most or self._enough(running, timer, sizes, taken + 1, after_next_s, share_s)
 
     def _sizes(self, running: Sequence[CaseState], share_s: float) -> dict[int, int]:
-        """Samples per turn of each case, which share the time."""
+        """Samples per slot of each case, which share the time."""
         return {id(state): self.slot_samples(state, share_s / len(running)) for state in running}
 
     def slot_samples(self, state: CaseState, share_s: float) -> int:
-        """Samples per turn: about 10 ms of them, 5 to 20; fewer where `min_rounds` of such turns exceed the share."""
+        """Samples per slot: about 10 ms, 5 to 20 samples; fewer if `min_rounds` of such slots exceed the share."""
         method = self._driver.method
         if method.max_rounds == 1:
             return method.min_samples
@@ -90,7 +89,7 @@ class Rounds:
         if reply is None or reply.slot is None:
             return
         samples_s = sum(reply.slot.samples_ns) * 1e-9
-        # A clock that stood still (`steady` stops one that runs backwards) gives no time.
+        # A clock that did not advance (`steady` stops one that runs backwards) gives no time.
         if 0 < took_s * CLOCKS_APART < samples_s and not timer.fresh_process:
             why = f"timer {timer.name!r} took samples of {samples_s:.3g} s in {took_s:.3g} s by the runner's clock"
             state.outcome = Failed(stage="time", code="exception", why=why, verification=state.verification)
@@ -137,8 +136,9 @@ class Rounds:
 
 
 def are_precise(runs: Sequence[TimerRun], target: float) -> bool:
-    """The medians of the slot locations are known to a relative half width of `target`, and the ratios to the fastest,
-    that separates rows, to half of it, or to a third of the distance of rows that are far apart."""
+    """Return True if the medians of the slot locations are known to a relative half width of `target`. The ratios to
+    the fastest must be known to half of it, or to a third of their distance from 1.
+    """
     fastest = min(runs, key=lambda run: median(run.locations_ns))
     its_own = fastest.by_round
     if not all(_is_known(run.locations_ns, target) for run in runs):

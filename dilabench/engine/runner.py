@@ -1,5 +1,6 @@
 """From planned cases to a run record. No torch: everything that computes runs in worker processes."""
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -26,6 +27,7 @@ from dilabench.errors import PluginError
 from dilabench.machine import Machine
 from dilabench.metadata import UNCHECKED, matmul_key
 from dilabench.plugins.catalogue import Catalogue
+from dilabench.predict.time import case_expected_s
 from dilabench.record import Measured, PlannedCase, Row, RunHeader, RunRecord
 from dilabench.request import RunRequest
 
@@ -35,7 +37,7 @@ CEILINGS_TIMEOUT_S = 120.0
 
 
 class Sink(Protocol):
-    """Where rows go as soon as they are certain (`dilabench.store.run_files.RunFolder`, for one)."""
+    """The receiver of finished rows (`dilabench.store.run_files.RunFolder`, for one)."""
 
     def start(self, header: RunHeader) -> None:
         """Called once, before the first row, with everything that is known about the run."""
@@ -73,9 +75,9 @@ def run(
     `completed` are rows of an earlier part of the same run (`--resume`): they are kept and their cases not repeated.
     `follow_up` gets all rows when no case is left and may ask for more. With `--timing profiler`, a Chrome trace of
     every case goes to `trace_folder`. A worker that does not answer for `timeout_s` seconds is ended with its case.
-    `method`: how each case is timed, that of the request by default. `project` gets the record at its end and gives its
-    projections. `launcher`: where ranks run, this machine by default.
-    Ctrl-C ends the run with status 'interrupted' and the rows so far.
+    `method`: how each case is timed, by default as the request says. `project` gets the record at its end and gives its
+    projections. `launcher`: where ranks run, this machine by default. Ctrl-C ends the run with status 'interrupted' and
+    the rows so far.
 
     Raises ConfigError for an unknown `--timing`, EnvironmentNotReady when the device stays locked.
     """
@@ -99,7 +101,7 @@ def run(
 
 
 def _rounds_of(rows: Iterable[Row]) -> Iterator[int]:
-    """The numbers of the rounds in which rows of an earlier part took their turns."""
+    """The numbers of the rounds of an earlier part of the run."""
     for row in rows:
         if isinstance(row.outcome, Measured):
             yield from (slot.round for timing in row.outcome.timings for slot in timing.slots)
@@ -135,7 +137,7 @@ class _Run:
     def go(
         self, header: RunHeader, follow_up: FollowUp | None, gpus: Sequence[int], project: Project | None
     ) -> RunRecord:
-        """All groups, then what the follow-up asks for, then the record. Workers end last: one may be out of reach."""
+        """All groups, then the follow-up's cases, then the record. Workers end last, because one may not respond."""
         try:
             return self._go(header, follow_up, gpus, project)
         finally:
@@ -156,13 +158,13 @@ class _Run:
                 header = self._described(header)
                 self.sink.start(header)
                 started = True
-                self.progress.run_started(len(self.planned.keys() - self.completed))
+                self.progress.run_started(self._expected_s())
                 self._measure_all(follow_up)
             status = "complete"
         except KeyboardInterrupt:
             status = "interrupted"
         finally:
-            # Also where it goes on with an error: what was measured is worth its record.
+            # Also after an error: the measured rows are kept.
             record = self._record(header.model_copy(update={"ceilings": self.ceilings or header.ceilings}), status)
             if started:
                 try:
@@ -212,7 +214,16 @@ class _Run:
                 return
             self.planned |= {case.case.case_id: case for case in fresh}
             self.driver.budget.add([case.case for case in fresh if case.skip is None])
-            self.progress.run_started(len(self.planned.keys() - self.completed))
+            self.progress.run_started(self._expected_s())
+
+    def _expected_s(self) -> dict[str, float]:
+        """The cases that this part of the run ends, with their expected seconds; 0 for a skipped one."""
+        cores = os.cpu_count() or 1
+        return {
+            case_id: 0.0 if planned.skip is not None else case_expected_s(planned.case, self.machine, cores)
+            for case_id, planned in self.planned.items()
+            if case_id not in self.completed
+        }
 
     def _interleaved(self, group: Sequence[PlannedCase]) -> WorkloadGroupRun | None:
         """The part of a group that is measured in rounds; None if there is none."""
@@ -222,7 +233,8 @@ class _Run:
     def _take_least(self, groups: Sequence[WorkloadGroupRun]) -> None:
         """Take the least samples of one case of every length before any length gets its best; none without a budget.
 
-        Lengths that have a row already need none, nor does the only one.
+        Lengths with a row and a single length need none. These samples may take as much time again as the budget: a
+        length without a row costs the user more than the wait.
         """
         lengths: dict[int, list[WorkloadGroupRun]] = {}
         for group in groups:
@@ -231,24 +243,25 @@ class _Run:
             return
         known = {row.case.workload.seq_len for row in self.rows.values() if isinstance(row.outcome, Measured)}
         open_lengths = sorted(lengths.keys() - known)
-        for place, length in enumerate(open_lengths):
-            self.driver.patience_s = self.driver.budget.remaining_s / (len(open_lengths) - place)
-            for group in sorted(lengths[length], key=lambda group: group.is_reference):
-                planned = [state.planned for state in group.states]
-                self.progress.group_started(planned[0].case.workload, planned)
-                if group.least():
-                    break
+        with self.driver.budget.for_least_rows():
+            for place, length in enumerate(open_lengths):
+                self.driver.patience_s = self.driver.budget.remaining_s / (len(open_lengths) - place)
+                for group in sorted(lengths[length], key=lambda group: group.is_reference):
+                    planned = [state.planned for state in group.states]
+                    self.progress.group_started(planned[0].case.workload, planned)
+                    if group.least():
+                        break
         self.driver.patience_s = 0.0
 
     def _rows_of(self, group: Sequence[PlannedCase], interleaved: WorkloadGroupRun | None) -> Iterator[Row]:
-        """First the isolated cases, each in a process of its own, then the rest of the group in rounds."""
+        """First the isolated cases, each in a separate process, then the other cases of the group in rounds."""
         for isolated in [case for case in group if case.procedure == "isolated"]:
             yield IsolatedRun(self.driver, isolated).row()
         if interleaved is not None:
             yield from interleaved.rows()
 
     def _groups(self) -> list[list[PlannedCase]]:
-        """The cases that wait, those of one workload together, in the order planned."""
+        """The waiting cases, grouped by workload, in the order planned."""
         groups: dict[str, list[PlannedCase]] = {}
         for case in _waiting(self.planned.values(), self.rows.values()):
             groups.setdefault(case.case.group_id, []).append(case)
@@ -270,9 +283,9 @@ class _Run:
         self.progress.row_done(row)
 
     def _know_peak(self, group: Sequence[PlannedCase]) -> None:
-        """Measure the ceilings of a dtype that comes up for the first time, as with a follow-up or a run that goes on.
+        """Measure the ceilings of a new dtype, for example of a follow-up or a resumed run.
 
-        Where no worker starts, the row of each case says so.
+        If no worker starts, the row of each case says so.
         """
         running = [case.case for case in group if case.skip is None]
         if not running or matmul_key(running[0].workload.dtype) in self.ceilings:
@@ -284,8 +297,9 @@ class _Run:
             return
 
     def _ceilings_rose(self, row: Row) -> bool:
-        """Measure the ceilings once more before a row is called impossible, in a process in which nothing ran before:
-        other programs may have lowered them. What a second look has confirmed is not looked at again."""
+        """Measure the ceilings once more before a row is called impossible, in a new process: other programs may have
+        lowered them. A confirmed ceiling is not measured again.
+        """
         if self.confirmed:
             return False
         key, _, _ = worker_key(row.case, self.driver.catalogue).partition("@")
@@ -315,16 +329,16 @@ class _Run:
             header = header.model_copy(update={"environment": environment})
             self.ceilings = {**self.ceilings, **_measured_ceilings(worker, dtypes)}
         except WorkerFailure:
-            # Where no worker starts, the row of each case says so.
+            # If no worker starts, the row of each case says so.
             return header
         return header.model_copy(update={"ceilings": self.ceilings})
 
 
 def _measured_ceilings(worker: Worker, dtypes: Sequence[str]) -> Mapping[str, float]:
-    """What a worker's device can do at best in these dtypes. Raises WorkerFailure."""
+    """The highest rates of a worker's device in these dtypes. Raises WorkerFailure."""
     return worker.ask("ceilings", timeout_s=CEILINGS_TIMEOUT_S, dtypes=dtypes).ceilings
 
 
 def _higher(known: Mapping[str, float], again: Mapping[str, float]) -> dict[str, float]:
-    """What is above what was known, or was not: a run that goes on may know less than is measured today."""
+    """The ceilings that are new or higher than known: a resumed run may know lower ones."""
     return {key: value for key, value in again.items() if value > known.get(key, 0.0)}

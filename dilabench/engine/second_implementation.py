@@ -1,4 +1,4 @@
-"""Which built-in computes every row of a case by other means, for verification to compare with. No torch."""
+"""The choice of a built-in that computes every row of a case by other means, for verification. No torch."""
 
 from collections.abc import Iterator
 
@@ -17,9 +17,9 @@ def second_implementations(
 ) -> Iterator[tuple[Implementation, Backend | None]]:
     """At most three built-ins, with the dense kernel that each is built over, the best to compare with first.
 
-    Another implementation comes before another kernel below the same one, a plain method before others. None if a
-    call takes more work than is affordable, and for calls that take embeddings. Nothing that compiles at its first call
-    or brings a library of its own.
+    Another implementation comes before another kernel below the same one, a plain method before others. None if a call
+    takes more work than is affordable, and for calls that take embeddings. Implementations that compile at their first
+    call or need an extra library are excluded.
     """
     workload = case.workload
     takes = catalogue.implementations.get(case.implementation).takes
@@ -49,7 +49,7 @@ def _may_serve(implementation: Implementation, catalogue: Catalogue) -> bool:
 
 
 def _backends(implementation: Implementation, catalogue: Catalogue, machine: Machine) -> Iterator[Backend | None]:
-    """The built-in kernels that `auto` would choose from, the best first; None for who needs none."""
+    """The built-in kernels that `auto` would choose from, the best first; None if it needs none."""
     if not implementation.uses_backend:
         yield None
         return

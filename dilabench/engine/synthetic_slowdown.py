@@ -1,7 +1,7 @@
-"""Implementations that are known to be slower than another by a known share, to see what the engine finds (torch).
+"""Implementations that are slower than another by a known share, to test the engine's detection (torch).
 
-On a CPU the call is followed by a busy wait of that share of its own time, on CUDA by a spin of that share of the time
-that the call took when it was built.
+On a CPU a busy wait follows the call, for a share of its time. On CUDA a spin kernel follows it, for a share of the
+time measured when it was built.
 """
 
 import time

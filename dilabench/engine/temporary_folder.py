@@ -1,4 +1,4 @@
-"""Temporary folders that are gone when their process is: the next run removes those of a run that was killed."""
+"""Temporary folders that end with their process: the next run removes the folders of a killed run."""
 
 import contextlib
 import fcntl
@@ -16,7 +16,7 @@ LEAST_AGE_S = 60.0
 
 @contextlib.contextmanager
 def temporary_folder(purpose: str) -> Iterator[Path]:
-    """A folder of its own, removed at the end. A lock says that its process lives, in whatever container that is."""
+    """A separate folder, removed at the end. A lock shows that its process lives, also across containers."""
     path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-"))
     held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -13,6 +13,7 @@ from dilabench.engine.second_implementation import BUILTIN
 from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.protocol import case_spec, worker_key
 from dilabench.metadata import (
+    BUDGET_EXCEEDED,
     FEW_SAMPLES,
     INTERRUPTED,
     LAUNCH_BOUND,
@@ -36,7 +37,7 @@ CALLS_BEFORE_TURNS = 12
 
 
 class WorkloadGroupRun:
-    """Measures the cases of one group and makes their rows. A failing case ends by itself; the others go on."""
+    """Measures the cases of one group and makes their rows. A failing case ends alone; the others continue."""
 
     def __init__(self, driver: Driver, planned: Sequence[PlannedCase]) -> None:
         self._driver = driver
@@ -52,11 +53,11 @@ class WorkloadGroupRun:
 
     @property
     def is_reference(self) -> bool:
-        """Whether it has nothing but unranked references."""
+        """Return True if it has only unranked references."""
         return all(state.planned.role == "yardstick" for state in self.states)
 
     def least(self) -> bool:
-        """Verify one case and take its least samples, so that its length has a row whatever the others take.
+        """Verify one case and take its least samples, so that its length has a row, however long the others take.
 
         Returns False if none was measured. The first to be tried has the highest priority for `auto`.
         """
@@ -76,6 +77,7 @@ class WorkloadGroupRun:
             if state.running:
                 driver.release(state)
                 state.home, state.least, state.runs = None, state.runs, {}
+                state.exceeded_s = driver.budget.exceeded_s
                 if _samples(state.least):
                     return True
         return False
@@ -112,7 +114,7 @@ class WorkloadGroupRun:
         return self._driver.budget.remaining_s >= verifying_s + sampling_s
 
     def _in_turn(self) -> list[CaseState]:
-        """The cases in the order in which they are verified: where those far slower are left out, the fastest first."""
+        """The cases in the order in which they are verified: if far slower ones are skipped, the fastest first."""
         states = sorted(self.states, key=self._compiles)
         if self._driver.method.far_slower is None:
             return states
@@ -122,7 +124,7 @@ class WorkloadGroupRun:
         return sorted(states, key=lambda state: state.call_ns)
 
     def _far_slower(self, state: CaseState, ready: Sequence[CaseState]) -> Skipped | None:
-        """Why a case is not timed that cannot be the fastest, by a call of its own and one of a verified case."""
+        """Why a case that cannot be the fastest is not timed, by one call of it and one of a verified case."""
         limit = self._driver.method.far_slower
         chooses = self._driver.catalogue.implementations.get(state.case.implementation).chooses
         if limit is None or chooses or not ready or not state.running:
@@ -141,16 +143,16 @@ class WorkloadGroupRun:
         return case.optimizations.compile or kernel or catalogue.implementations.get(case.implementation).compiles
 
     def _crowded(self, state: CaseState) -> bool:
-        """Whether memory ran out while other cases of the group were in memory, too; then it is tried by itself."""
+        """Return True if memory ran out while other cases of the group were in memory, too; then it is tried alone."""
         ran_out = isinstance(state.outcome, Failed) and state.outcome.code == "out_of_memory"
         return ran_out and not state.isolated and len(self.states) > 1
 
     def _isolated(self, state: CaseState) -> Iterator[Row]:
-        """Measure again without the rest of the group in memory; only what does not fit then has failed."""
+        """Measure again without the other cases of the group in memory; a case fails only if it does not fit then."""
         self._driver.pool.close()
         state.home, state.outcome, state.isolated = None, None, True
         state.runs.clear()
-        message = "measured alone: beside the other cases of its group it does not fit into memory, so it has no pairs"
+        message = "measured alone: it does not fit into memory together with its group, so it has no paired samples"
         state.notes.append(NOT_INTERLEAVED.note(message))
         if state.verification is None and not self._qualify(state):
             yield self._row(state)
@@ -187,12 +189,12 @@ class WorkloadGroupRun:
         if state.case.backend is None or state.verification is None:
             return True
         if not reply.kernels:
-            message = "the profiler saw no kernel at all, so that the row's backend is claimed, not shown"
+            message = "the profiler saw no kernel, so the backend of this row is not proven"
             hint = "CUPTI is missing, not permitted, or in use by another profiler"
             state.notes.append(NO_LEDGER.note(message, hint=hint))
             return True
         catalogue = self._driver.catalogue
-        # That other kernels take a backend's place is for ours to say: a plug-in could claim any backend so.
+        # Only built-ins may declare that other kernels take a backend's place: a plug-in could claim any backend so.
         ours = catalogue.implementations.origin(state.case.implementation) == BUILTIN
         backend = catalogue.backends.get(state.case.backend)
         why = unproven_backend(backend, reply.kernels, state.notes if ours else ())
@@ -273,14 +275,14 @@ class WorkloadGroupRun:
             Rounds(self._driver, bound, self._random).take(timer, share_s / 4, GRAPH_ROUNDS)
 
     def _diagnose(self, states: Sequence[CaseState], share_s: float) -> None:
-        """Time the parts of calls over ranks. What goes wrong here is a note: the row was measured before."""
+        """Time the parts of calls over ranks. A failure here is a note, because the row was measured before."""
         driver = self._driver
         for state in states:
             seconds = min(share_s / len(states), driver.method.sampling_s)
             affordable = seconds * 1e9 / (CALLS_PER_TURN * state.call_ns)
             turns = int(min(driver.method.max_turns, max(MIN_TURNS, affordable)))
             if not self._affordable(state, CALLS_BEFORE_TURNS + CALLS_PER_TURN * turns):
-                state.notes.append(_undiagnosed("the budget left no time for it"))
+                state.notes.append(_undiagnosed("the budget was used up before it"))
                 continue
             driver.progress.stage_started(state.case, "time")
             try:
@@ -318,7 +320,7 @@ class WorkloadGroupRun:
         if state.memory is not None:
             return
         if not self._affordable(state, MEMORY_CALLS):
-            state.notes.append(NO_MEMORY_PASS.note("the budget left no time to measure memory"))
+            state.notes.append(NO_MEMORY_PASS.note("the budget was used up before its memory was measured"))
             return
         self._driver.progress.stage_started(state.case, "memory")
         reply = self._driver.ask(state, "memory", "memory") if self._driver.prepare(state) else None
@@ -342,8 +344,11 @@ def _samples(runs: Mapping[str, TimerRun]) -> int:
 def _take_least(state: CaseState) -> None:
     """Have the samples count that a case got before the others of its length."""
     state.outcome, state.runs, state.least = None, state.least, {}
-    message = "measured alone: the budget left no time to interleave it with the others of its group"
+    message = "measured alone: the budget was used up before it could be interleaved with its group"
     state.notes.append(NOT_INTERLEAVED.note(message))
+    if state.exceeded_s:
+        message = f"the budget was exceeded by {format_seconds(state.exceeded_s)} so that its length has a row"
+        state.notes.append(BUDGET_EXCEEDED.note(message, observed=state.exceeded_s * 1e9))
 
 
 def _undiagnosed(why: str) -> Note:

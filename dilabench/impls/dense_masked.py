@@ -1,4 +1,4 @@
-"""`dense-masked`: one dense softmax with log C as its bias. What a pattern costs where nothing is skipped."""
+"""`dense-masked`: one dense softmax with log C as its bias. The cost of a pattern without skipping."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def build(workload: Workload, context: BuildContext) -> DenseMasked:
     """The bias [1 or H, N, N] is made here, once."""
     rows = torch.arange(workload.seq_len)
     groups = alike_heads(workload)
-    # One bias serves all heads where they are alike.
+    # One bias serves all heads if they are alike.
     kinds = groups if len(groups) == 1 else [[head] for head in range(workload.num_heads)]
     counts = torch.stack([multiplicity(workload, heads[0], rows) for heads in kinds])
     empty = (counts == 0).all(-1)
-    # A softmax over nothing is not a number: such rows see everything, and their out is set to 0.
+    # A softmax over no key is NaN: such rows see every key, and their out is set to 0.
     bias = counts.masked_fill_(empty[..., None], 1).double().log().to(context.device, getattr(torch, workload.dtype))
     return DenseMasked(bias, empty.to(context.device) if empty.any() else None, workload.softmax_scale)
 

@@ -1,6 +1,6 @@
 """`fused`: one Triton kernel over the union of branches on residue-class tiles, each distinct pair computed once.
 
-With detached merge weights every branch is a launch by itself.
+With detached merge weights every branch is a separate launch.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def build(workload: Workload, context: BuildContext) -> Fused | FusedDetached:
     scale, tiles = workload.softmax_scale, read_tiles(context.tiles)
     if not detached:
         return Fused(plan, scale, zero_keys, tiles)
-    # Each at an address of its own, a multiple of what kernels are compiled for.
+    # Each at a separate address, a multiple of the alignment that kernels are compiled for.
     of_branches = () if zero_keys is None else tuple(branch.clone() for branch in zero_keys)
     return FusedDetached(plan, scale, of_branches, tiles)
 
 
 def _is_detached(workload: Workload, pattern: DilatedPattern) -> bool:
-    """Whether each branch is a launch by itself."""
-    # A head of one branch merges with nothing: its gradients are the exact ones. Forward alone, all merges are alike.
+    """Return True if each branch is a separate launch."""
+    # A head of one branch has no merge: its gradients are the exact ones. In the forward pass all merges are alike.
     return workload.detaches_merge and not pattern.has_grouped_heads and len(pattern.branches) > 1
 
 
 def _of_heads(workload: Workload, pattern: DilatedPattern) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What `residue_plan` takes behind the length, in order and by name."""
+    """The arguments of `residue_plan` after the length, positional and by name."""
     about = workload.num_heads, workload.num_kv_heads, workload.causal, pattern.offset, pattern.offset_by
     return about, {"branch_of_head": pattern.branch_of_head(workload.num_heads), "window": workload.window}
 
@@ -66,9 +66,10 @@ _PACKINGS_WITH_ZERO_KEYS = 2
 
 
 class Packings:
-    """What packings of one configuration have in common: a computation for another one takes microseconds per document.
+    """The shared part of packings of one configuration: a computation for another packing takes microseconds per
+    document.
 
-    Of the workload its bounds do not matter.
+    The workload's bounds do not matter.
     """
 
     def __init__(self, workload: Workload, context: BuildContext) -> None:
@@ -92,9 +93,9 @@ class Packings:
         return Fused(plan, self._scale, None, self._tiles, packing, self)
 
     def zero_keys(self, packing: Packing, x: Tensor) -> tuple[Tensor, ...]:
-        """Those of all branches together, or of each if merge weights are detached; empty if there can be none.
+        """Zero keys of all branches together, or of each if merge weights are detached; empty if there can be none.
 
-        They are as large as lse, so that only those of the latest packings stay, for the layers of a model.
+        They are as large as lse, so only the latest packings' are kept, for the layers of a model.
         """
         if self._zero_keys is None:
             return ()
@@ -114,8 +115,8 @@ class Fused:
     """All branches in one kernel.
 
     `zero_keys`: as `null_mass.log_zero_keys` gives them, added to the result of all branches. `tiles`: shapes of the
-    kernels by their names, where not their own. `packing`: the documents of a plan for some, whose tensors are [T, ·,
-    D]; `packings` gives computations for others.
+    kernels by their names, instead of the defaults. `packing`: the documents of a plan for documents, with tensors [T,
+    ·, D]; `packings` gives computations for others.
     """
 
     plan: ResiduePlan
@@ -141,7 +142,7 @@ class Fused:
         return out[0], lse[0]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None) -> tuple[Tensor, Tensor]:
-        """out and lse, outside autograd; `beside`: what is compiled with it."""
+        """out and lse, outside autograd; `beside`: launches to compile with it."""
         config, mass = self.tiles.get("forward"), self.zero_keys
         if mass is not None:
             record([mass])
@@ -172,7 +173,7 @@ class Fused:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class FusedDetached:
-    """Branches by themselves, merged with weights that count as constants in the backward pass.
+    """Separate branches, merged with weights that count as constants in the backward pass.
 
     Given its own out and the merged lse, the backward of a branch is its share of the detached gradient
     (`impls.union.union`). Each branch has its own zero keys, `zero_keys` by its index; no pair is shared. Else as
@@ -209,7 +210,7 @@ class FusedDetached:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """out and lse, outside autograd, and what every branch gives by itself; `beside`: what is compiled with it."""
+        """out and lse, outside autograd, and the results of every branch; `beside`: launches to compile with it."""
         out, lse, partials = self.with_branches(q, k, v, beside)
         return out, lse, [*partials]
 
@@ -220,7 +221,7 @@ class FusedDetached:
     def with_branches(
         self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None, cache: LaunchCache | None = None
     ) -> tuple[Tensor, Tensor, Partials]:
-        """out and lse, and what each branch gives by itself."""
+        """out and lse, and the results of each branch."""
         masses = self.zero_keys
         record(masses)
         if self.packing is not None and self.packings is not None:
@@ -248,7 +249,7 @@ class FusedDetached:
         lse: Tensor,
         kept: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv from the merged lse; what branches give by themselves is computed again where it is not `kept`."""
+        """dq, dk, dv from the merged lse; the results of branches are recomputed unless `kept`."""
         partials = Partials(*kept) if kept else self.with_branches(q, k, v)[2]
         return _backward(self, (dout, q, k, v, out, lse), partials)
 
@@ -256,7 +257,7 @@ class FusedDetached:
 def _backward_launches(of: Fused | FusedDetached, q: Tensor, k: Tensor, v: Tensor) -> list[Launch]:
     """The launches of the backward pass, on results that hold anything."""
     if not is_plain_eager_call(q, k, v):
-        # Memory that is traced is that of the forward pass.
+        # Traced memory belongs to the forward pass.
         return []
     noted: list[Launch] = []
     cache = LaunchCache(noted)

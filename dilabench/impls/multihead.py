@@ -70,9 +70,9 @@ class ProjectedAttention(nn.Module):
         *,
         cu_seqlens: Sequence[int] | Tensor | None = None,
     ) -> Tensor:
-        """[B, N, E] of query [B, N, E]; the key is the query and the value is the key where they are left out.
+        """[B, N, E] of query [B, N, E]; without a key it is the query, without a value it is the key.
 
-        With `cu_seqlens`, bounds of packed sequences that rise from 0: [T, E] of query [T, E].
+        With `cu_seqlens`, ascending bounds of packed sequences from 0: [T, E] of query [T, E].
         """
         key = query if key is None else key
         value = key if value is None else value

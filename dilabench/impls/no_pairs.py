@@ -17,7 +17,7 @@ from dilabench.impls.one_operator import Computation, contiguous_like, eager, em
 class ShapesOnly:
     """`Computation` of tensors without data or without elements: results of the right shapes, and no kernel runs."""
 
-    # Of what ranks keep, as `ShardedAttention.kept`.
+    # The kept tensors of ranks, as `ShardedAttention.kept`.
     kept: tuple[()] = ()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ NOTHING_SEEN = NothingSeen()
 
 @dataclass(frozen=True, slots=True)
 class FirstRows:
-    """`Computation` of the first `rows` tokens, by `inside`; those behind them neither see nor are seen."""
+    """`Computation` of the first `rows` tokens, by `inside`; later tokens see no key and are not seen."""
 
     rows: int
     inside: Computation

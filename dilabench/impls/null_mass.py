@@ -1,7 +1,7 @@
-"""Null masses: zero keys and sinks. They add to the denominator of a row's softmax and to nothing else.
+"""Null masses: zero keys and sinks. They add only to the denominator of a row's softmax.
 
-With a mass n beside its keys, a row's lse becomes log(exp(lse) + n) and its out shrinks by exp(lse - lse')
-(semantics.md §2). The standard backward from that out and lse is exact, for a null mass has no gradient.
+With a mass n in addition to its keys, a row's lse becomes log(exp(lse) + n) and its out shrinks by exp(lse - lse')
+(semantics.md §2). The standard backward from that out and lse is exact, because a null mass has no gradient.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ def log_zero_keys(
     rows: Tensor | None = None,
     apart: bool = False,
 ) -> Tensor | None:
-    """log of how many zero keys each row sees, [1, H, R], -inf for none; None if no row of the workload sees any.
+    """log of the number of zero keys that each row sees, [1, H, R], -inf for none; None if no row of the workload sees
+    any.
 
-    dtype: by default that of the workload's lse. rows: [R] positions on the CPU, by default all. apart: [parts, H, R],
-    of each part of the pattern by itself.
+    dtype: by default the dtype of the workload's lse. rows: [R] positions on the CPU, by default all. apart: [parts, H,
+    R], separately for each part of the pattern.
     """
     zero_keys = [
         (head, start, keys)
@@ -45,9 +46,9 @@ def log_zero_keys(
 
 
 class ZeroKeysOfDocuments:
-    """As `log_zero_keys` for packings of sequences where nothing is causal, made on the device without waiting for it.
+    """As `log_zero_keys` for packings of sequences without a causal mask, made on the device without waiting for it.
 
-    A row of a segment sees as many zero keys in every head that has it: only which heads these are differs.
+    A row of a segment sees the same number of zero keys in every head that has it: only the set of heads differs.
     """
 
     def __init__(self, pattern: DilatedPattern, num_heads: int, num_kv_heads: int, device: torch.device) -> None:
@@ -78,13 +79,13 @@ class ZeroKeysOfDocuments:
         kept = torch.minimum(segment, left)
         residue = inside % self._rates
         behind = self._rates - 1
-        # As many rows as a padded segment has on a residue, but for those that are there; where the rate divides the
-        # segment, only the last one of a sequence can lack some.
+        # The rows of a padded segment on a residue, minus the existing ones; if the rate divides the segment, only the
+        # last one of a sequence can lack rows.
         lacking = (segment + behind) // self._rates - (kept - residue + behind) // self._rates
         lacking.masked_fill_(self._divided & (kept < left), 0)
         of_branches = [*zip(residue, lacking.float(), self._offsets, strict=True)]
         if apart:
-            # Kernels are compiled for addresses that 16 bytes divide, as each has that is made by itself.
+            # Kernels are compiled for addresses that are multiples of 16 bytes, as separate allocations have.
             return tuple(torch.where(own == offsets, keys.log(), -torch.inf) for own, keys, offsets in of_branches)
         counts = torch.zeros((1, self._offsets.shape[1], bounds[-1]), device=edges.device)
         for own, keys, offsets in of_branches:
@@ -99,7 +100,7 @@ class ZeroKeysOfDocuments:
 
 
 def _places(seeing: range, start: int, rows: Tensor | None) -> slice | Tensor:
-    """Where the positions `seeing` of the sequence that begins at `start` stand among the rows."""
+    """The rows of the positions `seeing` of the sequence that begins at `start`."""
     if rows is None:
         return slice(start + seeing.start, start + seeing.stop, seeing.step)
     inside = rows - start

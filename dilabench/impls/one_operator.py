@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class Computation(Protocol):
-    """Attention outside autograd; the backward pass needs no more than out and lse of the forward pass.
+    """Attention outside autograd; the backward pass needs only out and lse of the forward pass.
 
     `forward` gives out [B, N, H, D] and lse [B, H, N] first, then perhaps a list of tensors, which `backward` takes
     last; `backward` gives dq, dk, dv. It may have `forward_before_backward`, too: `forward` that prepares for
-    `backward`. Where it has a true `exchanges`, its ranks exchange gradients also where nothing depends on out.
+    `backward`. If `exchanges` is true, its ranks exchange gradients even if no loss depends on out.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any: ...
@@ -53,7 +53,7 @@ class Computation(Protocol):
 
 
 class Options(NamedTuple):
-    """What determines a computation that is found by its options and the shapes of its tensors.
+    """The key of a computation, with the shapes of its tensors.
 
     As of `attention.dilated_attention`. `algorithm`: over ranks, by name; '' on one device.
     """
@@ -78,7 +78,7 @@ _NONE = Options()
 
 
 class FoundByOptions(Protocol):
-    """What makes computations for options and tensors."""
+    """The factory of computations for options and tensors."""
 
     def _computation_for(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Computation: ...
     def _pairs_for(self, query: torch.Size, key: torch.Size, options: Options) -> int:
@@ -102,9 +102,10 @@ class Kept(int):
 
 # An operator takes tensors and numbers, so that what computes goes by its number.
 _registered: WeakValueDictionary[int, Any] = WeakValueDictionary()
-# That of what stays for the whole process: the same in each, for the compiler keeps what it compiles on disk.
+# The number of a computation that stays for the whole process: equal in each process, because the compiler caches on
+# disk.
 DILATED = 1
-# From 2 on: the compiler holds 0 and 1 for constants, each of which it compiles for.
+# From 2 on: the compiler treats 0 and 1 as constants and compiles for each.
 new_number = itertools.count(2).__next__
 
 
@@ -130,8 +131,8 @@ def differentiable(
 ) -> tuple[Tensor, Tensor]:
     """out [B, N, H, D] and lse [B, H, N], which carries no gradient, by a registered computation; for autograd.
 
-    keeps_more: `forward` gives a list of tensors besides, which `backward` takes last. The operator does not hand these
-    on, so that the compiler leaves such a computation alone.
+    keeps_more: `forward` also gives a list of tensors, which `backward` takes last. The operator does not pass these
+    on, so the compiler does not handle such a computation.
     """
     if (torch.compiler.is_compiling() or torch._C._is_tracing()) and not keeps_more:
         return as_one_operator(number, q, k, v)
@@ -151,11 +152,10 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def is_plain_eager_call(*tensors: Tensor) -> bool:
-    """Whether a call is no more than a call: no compiler, tracer, mode or function transform that must see one
-    operator, and no negative view or zero tensor, whose memory does not hold its values: torch's dispatcher copies
-    those before an operator reads them.
+    """Return True if a call is plain: no compiler, tracer, mode or function transform that must see one operator.
+    Negative views and zero tensors are excluded, because torch's dispatcher copies them before an operator reads them.
 
-    An operator takes torch a hundred microseconds to call, and hands on only results of known number and shape.
+    torch takes a hundred microseconds to call an operator, which passes on only results of known number and shape.
     """
     looked_at = (
         torch.compiler.is_compiling()
@@ -185,7 +185,7 @@ def eager(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
 
 
 def forward_before_backward(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """`Computation.forward`, which `Computation.backward` follows: together with that, where it has such a form."""
+    """`Computation.forward` before `Computation.backward`: prepared together, if it has such a form."""
     return getattr(computation, "forward_before_backward", computation.forward)(q, k, v)
 
 
@@ -334,7 +334,7 @@ def _pairs(number: int, query: torch.Size, key: torch.Size, asked: str) -> int:
 if FLOP_COUNTER in sys.modules:
     let_flops_be_counted(_pairs)
 
-# Each tensor begins at a multiple of so many bytes, whatever its type.
+# Each tensor begins at a multiple of this many bytes, for any type.
 _ALIGNED = 16
 
 
@@ -429,13 +429,14 @@ _packings: set[tuple[int, ...]] = set()
 
 
 def _warn_of_packings(cu_seqlens: tuple[int, ...]) -> None:
-    """Log a warning when as many lists of bounds were compiled as torch keeps graphs of a function."""
+    """Log a warning when the number of compiled lists of bounds reaches torch's limit of graphs per function."""
     limit: int = getattr(torch._dynamo.config, "recompile_limit", 8)
     if len(_packings) < limit and cu_seqlens not in _packings:
         _packings.add(cu_seqlens)
         if len(_packings) == limit:
             logger.warning(
-                "%d lists cu_seqlens are compiled, each a graph of its own, and torch compiles a function so often: "
+                "%d lists cu_seqlens are compiled, each as a separate graph, and torch limits the number of graphs "
+                "per function: "
                 "for another list it raises FailOnRecompileLimitHit with fullgraph=True, and runs the function "
                 "uncompiled without. Give cu_seqlens as a tensor, which one graph takes any bounds in, or raise "
                 "torch._dynamo.config.recompile_limit",

@@ -23,7 +23,7 @@ ResultT = TypeVar("ResultT")
 
 LIBRARY = torch.library.Library("dilabench", "FRAGMENT")
 
-# It loads Triton, so that only who counts loads it.
+# It loads Triton, so it is imported only for counting.
 FLOP_COUNTER = "torch.utils.flop_counter"
 
 
@@ -44,10 +44,10 @@ def operator(name: str, shapes: Callable[..., Any]) -> Callable[[Callable[..., R
 
 
 def differentiable_operator(name: str) -> Callable[[Callable[..., ResultT]], Callable[..., ResultT]]:
-    """Make a function of operators and autograd functions the operator of this name: one node where a compiler looks
-    first, and nothing in the graph that runs, which has what the function calls instead.
+    """Make a function of operators and autograd functions the operator of this name: one node in the compiler's first
+    graph, which the final graph replaces by the function's own calls.
 
-    A derivative that is registered with an operator stays in that graph, and is asked, in Python, at every call.
+    A derivative that is registered with an operator stays in that graph, and runs in Python at every call.
     """
     return lambda function: _defined(name, function, function, "CompositeImplicitAutograd")
 
@@ -84,7 +84,7 @@ def first_derivatives(gradients: Callable[..., tuple[Tensor, ...]], dout: Tensor
     """
     if not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(dout):
         if torch.is_grad_enabled():
-            # Its results would carry no graph at all, not even one that refuses.
+            # Its results would carry no graph, not even one that raises an error.
             raise RuntimeError(_FIRST_ONLY)
         return _gradients_of_each(gradients, dout, *given)
     # Grad mode is off in a backward pass but for `create_graph` and torch.func.
@@ -92,8 +92,8 @@ def first_derivatives(gradients: Callable[..., tuple[Tensor, ...]], dout: Tensor
 
 
 _FIRST_ONLY = (
-    "attention has first derivatives only; where gradients are differentiated in turn (create_graph=True), as in a "
-    "penalty on them, write attention in plain PyTorch"
+    "attention has first derivatives only; for second derivatives (create_graph=True, a gradient penalty) use an "
+    "implementation in plain PyTorch"
 )
 
 
@@ -157,9 +157,8 @@ Rule = Callable[..., tuple[tuple[Tensor, ...], tuple[int, ...]]]
 def mapped(op: Callable[..., tuple[Tensor, ...]], batched: Sequence[int], is_alone: Callable[[int, str], bool]) -> Rule:
     """The rule by which `torch.func.vmap` maps an operator.
 
-    Samples become rows of one larger batch where only the arguments `batched`, which begin with a batch axis, differ
-    between them, and the last two, number and options, do not ask to compute each alone. Else they are computed one
-    after another.
+    Samples become rows of one larger batch if only the arguments `batched`, which begin with a batch axis, differ
+    between them, and the last two, number and options, allow it. Otherwise they are computed one after another.
     """
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
@@ -171,7 +170,7 @@ def mapped(op: Callable[..., tuple[Tensor, ...]], batched: Sequence[int], is_alo
             joined = [
                 _joined(x, dim, size) if at in batched else _sample(x, dim, 0) for at, (x, dim) in enumerate(of_tensors)
             ]
-            # What is kept for the backward pass, [0], has no batch axis.
+            # The tensors kept for the backward pass, [0], have no batch axis.
             results = tuple(
                 x.unflatten(0, (size, x.shape[0] // size)) if x.ndim > 1 else x.expand(size, 0)
                 for x in op(*joined, number, asked)

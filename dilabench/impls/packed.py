@@ -1,8 +1,8 @@
-"""Packed sequences: segments and zero keys begin anew in every one.
+"""Packed sequences: segments and zero keys restart in every one.
 
-All in one launch where rows see whole stretches of tokens: by the backend's kernel for that, or on CUDA by our own
-tiles where it has none. Other strided branches take a launch each, or few, over that kernel. Else sequences go by the
-computation for their own length, those of one length that follow each other as a batch.
+One launch computes all if rows see whole ranges of tokens: the backend's kernel for packed sequences or, on CUDA
+without one, dilabench's tiles. Other strided branches take one or a few launches each over that kernel. Otherwise each
+sequence uses the computation for its length; successive ones of equal length form a batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     # Triton is not installed everywhere.
     from dilabench.impls.fused import Fused, FusedDetached
 
-# Of our own tiles.
+# For dilabench's tiles.
 LARGEST_HEAD_DIM, ROW_BYTES = 256, 16
 # A CUDA grid's second and third axes end there, and kernels have sequences on one of them.
 MOST_SEQUENCES = 65535
@@ -39,7 +39,7 @@ MOST_SEQUENCES = 65535
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class OverTokens(ABC):
-    """What takes tokens [T, H, D], by a computation on [1, T, H, D]."""
+    """A function of tokens [T, H, D], from a computation on [1, T, H, D]."""
 
     number: int = field(default_factory=new_number, init=False, repr=False, compare=False)
 
@@ -67,7 +67,7 @@ class OverTokens(ABC):
 
 
 class _Run(NamedTuple):
-    """So many sequences of one length that follow each other: a batch of them, where they lie."""
+    """A number of successive sequences of one length: a batch of them, without a copy."""
 
     start: int
     batch: int
@@ -85,7 +85,7 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Packed(OverTokens):
-    """Sequences that follow each other along one axis, run by run of those of one length, and what computes each."""
+    """Sequences that follow each other along one axis, as runs of one length, with the computation of each run."""
 
     runs: tuple[tuple[_Run, Computation], ...]
 
@@ -116,7 +116,7 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 def build_packed(
     padded: Callable[[Workload, BuildContext], Computation], workload: Workload, context: BuildContext
 ) -> Packed:
-    """What `padded` builds for each run of sequences of one length in a packed workload."""
+    """The computations that `padded` builds for each run of sequences of one length in a packed workload."""
     computations: dict[tuple[int, int], Computation] = {}
     runs = []
     for length, sequences in groupby(workload.sequences, lambda ends: ends[1] - ends[0]):
@@ -131,8 +131,8 @@ def build_packed(
 
 @dataclass(frozen=True, slots=True)
 class OneLaunch(OverTokens):
-    """All sequences at once by a backend's kernel for packed ones. arguments: sequences, mask and scale, as it takes
-    them.
+    """All sequences in one launch by a backend's kernel for packed ones. arguments: sequences, mask and scale, as it
+    takes them.
     """
 
     kernel: PackedKernel
@@ -153,7 +153,7 @@ class OneLaunch(OverTokens):
 
 
 def in_one_launch(workload: Workload, context: BuildContext) -> OneLaunch | None:
-    """A packed workload whose rows all see whole stretches of tokens, where the backend has a kernel for that."""
+    """A packed workload whose rows all see whole ranges of tokens, if the backend has a kernel for that."""
     kernel = context.require_backend().packed
     if kernel is None or context.device.type not in kernel.devices:
         return None
@@ -162,7 +162,7 @@ def in_one_launch(workload: Workload, context: BuildContext) -> OneLaunch | None
 
 
 def _whole_stretches(workload: Workload, context: BuildContext) -> list[int] | None:
-    """Where the stretches of tokens begin that rows see, and the end; None if they see others."""
+    """The bounds of the ranges of tokens that rows see; None if rows see other sets."""
     branch, *others = branches_of(workload)
     whole = not others and branch.rate == 1 and len(branch.places) == workload.num_heads
     if not whole or log_zero_keys(workload, context.device) is not None:
@@ -173,8 +173,8 @@ def _whole_stretches(workload: Workload, context: BuildContext) -> list[int] | N
 
 @dataclass(frozen=True, slots=True)
 class InTiles(OverTokens):
-    """All sequences at once by our own tiles, of head dims with so many columns `behind` that bulk copies step over.
-    `notes`: that they take the backend's place.
+    """All sequences in one launch by dilabench's tiles, for head dims with this many columns `behind` that bulk copies
+    skip. `notes`: that they replace the backend.
     """
 
     tiles: Fused | FusedDetached
@@ -212,7 +212,7 @@ def in_tiles(workload: Workload, context: BuildContext) -> InTiles | None:
         return None
     message = f"{backend.name} has no kernel for packed sequences: dilabench's tiles compute them, all in one launch"
     note = OWN_TILES.note(message, hint="choose a backend that has one")
-    # A row sees its whole stretch, as one of a single branch of rate 1 does; lists are those of many packings.
+    # A row sees its whole range, as in a single branch of rate 1; many packings share the lists.
     from dilabench.impls.fused import Packings
 
     longest = max(stop - start for start, stop in pairwise(bounds))
@@ -224,7 +224,7 @@ def in_tiles(workload: Workload, context: BuildContext) -> InTiles | None:
 
 @dataclass(frozen=True, slots=True)
 class ByBranches(OverTokens):
-    """All sequences at once, branch by branch."""
+    """All sequences in one launch per branch."""
 
     union: PackedUnion
 

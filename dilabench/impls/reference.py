@@ -22,11 +22,12 @@ from dilabench.impls.summed import Part, parts_of
 from dilabench.impls.visible_keys import key_groups, visible
 from dilabench.kernels.lse import add_null_mass_
 from dilabench.workload.spec import Workload
+from dilabench.workload.visibility import alike_heads
 
-# Scores held at once, per matrix: 32 MiB in float64; about four such matrices live at a time.
+# Largest number of scores per matrix: 32 MiB in float64; about four such matrices are alive at a time.
 MAX_BLOCK_SCORES = 2**22
-# Of heads, rows and keys, of which blocks are kept: megabytes at most.
-FEW_PAIRS = 2**20
+# Limits of heads, rows and keys with cached blocks: megabytes at most.
+FEW_PAIRS = 2**22
 _keep: ContextVar[Callable[..., tuple[Block, ...]] | None] = ContextVar("keep", default=None)
 _heads: ContextVar[Sequence[int] | None] = ContextVar("heads", default=None)
 
@@ -68,14 +69,25 @@ class ReferenceOfSum:
         return differentiable_rows(q, k, v, self.workload, rows, torch.float64)[0].to(q.dtype)
 
 
+# Gets each block with its scores, their lse, softmax and values.
+EachBlock = Callable[["Block", Tensor, Tensor, Tensor, Tensor], None]
+
+
 def attend_rows(
-    q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor, dtype: torch.dtype = torch.float64
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    workload: Workload,
+    rows: Tensor,
+    dtype: torch.dtype = torch.float64,
+    each: EachBlock | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B, R, H, D] and lse [B, H, R] of the query rows at `rows` ([R] int64 on the CPU, ascending), all heads.
 
     q is [B, N, H, D], k and v are [B, N, K, D]. In float64 this is the oracle. In another `dtype` it is the plain
-    computation that tolerances come from: matrix products rounded to it, softmax in at least float32. Of a sum of
-    attentions, lse has those of all of them, [B, parts·H, R].
+    computation that tolerances come from: matrix products rounded to it, softmax in at least float32. For a sum of
+    attentions, lse holds all of them, [B, parts·H, R]. each: called with every block, without null masses; not for a
+    sum.
     """
     parts = list(parts_of(workload, q.device, dtype))
     if parts:
@@ -88,9 +100,12 @@ def attend_rows(
     for block in blocks(workload, rows, q):
         scores = block.scores(q, k, workload, dtype)
         block_lse = scores.logsumexp(-1)
-        share = scores.sub_(finite(block_lse)).exp_().to(dtype)
-        out[:, block.index, block.head] = share @ block.take(v, workload, dtype)
+        less = scores.sub_(finite(block_lse)) if each is None else scores.sub(finite(block_lse))
+        share, values = less.exp_().to(dtype), block.take(v, workload, dtype)
+        out[:, block.index, block.head] = share @ values
         lse[:, block.head, block.index] = block_lse
+        if each is not None:
+            each(block, scores, block_lse, share, values)
     zero_keys = log_zero_keys(workload, q.device, wide, rows=rows)
     if zero_keys is not None:
         add_null_mass_(out, lse, zero_keys)
@@ -149,7 +164,7 @@ def _attend_part(
 
 
 class ShareOfSum(NamedTuple):
-    """One attention of a sum in the backward pass. `own`: k and v as it has them. `gated`: dout times its gates.
+    """One attention of a sum in the backward pass. `own`: its k and v. `gated`: dout times its gates.
 
     `gradients`: dq, and dk and dv of its own keys and values.
     """
@@ -171,7 +186,7 @@ def shares_of_sum(
     rows: Tensor,
     dtype: torch.dtype,
 ) -> Iterator[ShareOfSum]:
-    """What `attend_rows_backward` gives for each attention of a sum; lse [B, parts·H, R]."""
+    """The results of `attend_rows_backward` for each attention of a sum; lse [B, parts·H, R]."""
     for part, part_lse in zip(parts, lse.split(q.shape[2], 1), strict=True):
         own = part.keys(k.to(dtype)), part.keys(v.to(dtype))
         out = attend_rows(q, *own, part.workload, rows, dtype)[0]
@@ -244,7 +259,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def key_slots(keys: Tensor | None, length: int, device: torch.device) -> Tensor:
-    """Where each of `length` positions stands in `keys` (None: all of them), -1 where it does not."""
+    """The index of each of `length` positions in `keys` (None: all of them), -1 if absent."""
     if keys is None:
         return torch.arange(length, device=device)
     slots = torch.full((length,), -1, device=device)
@@ -259,13 +274,17 @@ def finite(lse: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some rows of one head and the keys that any of them may see; `index` is where the rows stand in the sample."""
+    """Some rows of one head and the keys that any of them may see; `index`: of the rows in the sample.
+
+    counts: [parts, M]. log_counts: [M], log of their sum, float64. seen: [R, M].
+    """
 
     head: int
     index: Tensor
     rows: Tensor
     keys: Tensor
     counts: Tensor
+    log_counts: Tensor
     seen: Tensor
 
     def take(self, x: Tensor, workload: Workload, dtype: torch.dtype) -> Tensor:
@@ -280,7 +299,7 @@ class Block:
     def scores(self, q: Tensor, k: Tensor, workload: Workload, dtype: torch.dtype) -> Tensor:
         """scale·q·k + log C, [B, R, M], in the accumulation dtype; -inf where a row does not see the key."""
         scores = q[:, self.rows, self.head].to(dtype) * workload.softmax_scale @ self.take(k, workload, dtype).mT
-        bias = self.counts.sum(0).to(accumulation_dtype(dtype)).log()
+        bias = self.log_counts.to(accumulation_dtype(dtype))
         return scores.to(bias.dtype).add_(bias).masked_fill_(~self.seen, -torch.inf)
 
 
@@ -340,7 +359,7 @@ def only_heads(heads: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def blocks_kept() -> Iterator[None]:
-    """Find the blocks of small workloads once for all who ask for them inside: it takes longer than to use them."""
+    """Inside, cache the blocks of small workloads: finding them takes longer than using them."""
 
     @lru_cache(maxsize=4)
     def found(workload: Workload, rows: bytes, batch: int, device: torch.device) -> tuple[Block, ...]:
@@ -355,11 +374,14 @@ def blocks_kept() -> Iterator[None]:
 
 def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) -> Iterator[Block]:
     left, right = workload.shapes[0].reach
-    heads = _heads.get()
-    for head in range(workload.num_heads) if heads is None else heads:
-        for group in key_groups(workload, head, rows, device):
+    wanted = _heads.get()
+    for alike in alike_heads(workload):
+        heads = alike if wanted is None else [head for head in alike if head in wanted]
+        # Heads with one selection share its visible keys, because finding them may take longer than attention.
+        for group in key_groups(workload, alike[0], rows, device) if heads else ():
             per_row = max(1, batch * len(group.keys))
             height = max(1, MAX_BLOCK_SCORES // per_row)
+            log_counts = group.counts.sum(0).double().log_()
             for at, part in zip(range(0, len(group.rows), height), group.rows.split(height), strict=True):
                 low = 0 if left is None else int(torch.searchsorted(group.keys, int(part[0]) - left))
                 high = (
@@ -373,11 +395,7 @@ def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) 
                 seen = visible(workload, part_rows, keys)
                 if group.own is not None:
                     seen &= group.own[at : at + height, low:high]
-                yield Block(
-                    head=head,
-                    index=torch.searchsorted(rows, part).to(device),
-                    rows=part_rows,
-                    keys=keys,
-                    counts=group.counts[:, low:high],
-                    seen=seen,
-                )
+                index, counts = torch.searchsorted(rows, part).to(device), group.counts[:, low:high]
+                logs = log_counts[low:high]
+                for head in heads:
+                    yield Block(head, index, part_rows, keys, counts, logs, seen)

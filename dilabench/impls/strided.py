@@ -1,7 +1,7 @@
 """`strided`: branches as zero-copy strided and diagonal views, any dense backend, results merged in place.
 
-`dense` is the same on one segment with every row: one kernel call, whose own out and lse are the result; nothing is
-copied or merged. On a CPU, large workloads go by rectangles of such views where branches share pairs.
+`dense` is the same on one segment with every row: one kernel call, whose own out and lse are the result, without copies
+or merges. On a CPU, large workloads whose branches share pairs are computed as rectangles of such views.
 """
 
 from __future__ import annotations
@@ -29,5 +29,5 @@ def build(workload: Workload, context: BuildContext) -> Union | OneLaunch | InTi
 
 
 def padded(workload: Workload, context: BuildContext) -> Union:
-    """Of sequences of one length."""
+    """The computation for sequences of one length."""
     return in_rectangles(workload, context) or Union.of(workload, context, kept_rows(workload, context.patterns))

@@ -14,54 +14,63 @@ from dilabench.workload.visibility import covered
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One attention of a sum: its own workload, how many positions a key is the mean of, and its gates [N, H]."""
+    """One attention of a sum: its own workload, how many positions a key is the mean of, its gates [N, H], and
+    positions from one mean to the next."""
 
     workload: Workload
     pool: int
     gates: Tensor
+    stride: int
 
     def keys(self, x: Tensor) -> Tensor:
         """k or v [B, N, K, D] as this attention has them: means at the last position of each whole block, else 0."""
         if self.pool == 1:
             return x
         keys = x.new_zeros(x.shape)
-        keys[:, self.pool - 1 :: self.pool] = block_means(x, self.pool)
+        keys[:, self.pool - 1 :: self.stride] = block_means(x, self.pool, self.stride)
         return keys
 
     def keys_backward(self, gradient: Tensor) -> Tensor:
         """The transpose of `keys`: the gradient of x from that of `keys(x)`."""
         if self.pool == 1:
             return gradient
-        whole = block_means_backward(gradient[:, self.pool - 1 :: self.pool], self.pool)
+        whole = block_means_backward(gradient[:, self.pool - 1 :: self.stride], self.pool, self.stride)
         of_x = torch.zeros_like(gradient)
         of_x[:, : whole.shape[1]] = whole
         return of_x
 
 
-def block_means(x: Tensor, pool: int) -> Tensor:
-    """[B, N // pool, K, D]: the means of whole blocks of `pool` positions of x [B, N, K, D]."""
-    whole = x.shape[1] // pool
-    return x[:, : whole * pool].unflatten(1, (whole, pool)).mean(2)
+def block_means(x: Tensor, pool: int, stride: int) -> Tensor:
+    """[B, n, K, D]: the means of whole blocks of `pool` positions, one every `stride`, of x [B, N, K, D]."""
+    return x.unfold(1, pool, stride).mean(-1) if x.shape[1] >= pool else x[:, :0]
 
 
-def block_means_backward(gradient: Tensor, pool: int) -> Tensor:
-    """The transpose of `block_means`: [B, n, K, D] -> [B, n · pool, K, D]."""
-    return (gradient / pool).repeat_interleave(pool, 1)
+def block_means_backward(gradient: Tensor, pool: int, stride: int) -> Tensor:
+    """The transpose of `block_means`, for `pool` a multiple of `stride`: [B, n, K, D] gives the gradient of the first
+    (n - 1) · stride + pool positions.
+    """
+    count, overlap = gradient.shape[1], pool // stride
+    if not count:
+        return gradient
+    strips = gradient.new_zeros((gradient.shape[0], count + overlap - 1, *gradient.shape[2:]))
+    for shift in range(overlap):
+        strips[:, shift : shift + count] += gradient
+    return (strips / pool).repeat_interleave(stride, 1)
 
 
 def parts_of(workload: Workload, device: torch.device, dtype: torch.dtype) -> Iterator[Part]:
     """The attentions whose sum is the workload, empty if it is one softmax; gates in `dtype`.
 
-    Raises ValueError for packed sequences, over which blocks would begin anew.
+    Raises ValueError for packed sequences, in which blocks would restart.
     """
     shapes = workload.shapes
     if not workload.pattern.summands(shapes[0]):
         return
     if workload.layout == "packed":
         raise ValueError(f"{workload.pattern.label()} is not computed over packed sequences; use layout=padded")
-    for pattern, pool, gates in workload.pattern.summands(shapes[0]):
+    for pattern, pool, gates, stride in workload.pattern.summands(shapes[0]):
         alone = workload.model_copy(update={"pattern": pattern})
-        yield Part(alone, pool, torch.from_numpy(gates).to(device, dtype))
+        yield Part(alone, pool, torch.from_numpy(gates).to(device, dtype), stride)
 
 
 def sum_of_gates(parts: Sequence[Part]) -> Tensor:

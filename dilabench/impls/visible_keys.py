@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from dilabench.patterns.pattern import Positions
 
 
-# Groups of fewer rows are put together, so many at a time, where a key counts once at most.
+# Smaller groups are combined, this many rows at a time, if a key counts at most once.
 FEW_ROWS = 8
 GROUPS_TOGETHER = 64
-# Keys of longer groups are made where they are used, not on the CPU.
+# Keys of longer groups are made on the device that uses them, not on the CPU.
 MANY_KEYS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
 class KeyGroup:
-    """Rows of one head that have the same keys, causal mask and window aside.
+    """Rows of one head that have the same keys, apart from causal mask and window.
 
     rows: [R] positions, ascending, on the CPU. keys: [M] positions, ascending. counts: [parts, M], whether each part of
     the pattern gives each key; their sum over the parts is C[h, row, key] for every row of the group. own: [R, M],
@@ -48,9 +48,8 @@ def key_groups(
 ) -> Iterator[KeyGroup]:
     """The groups that cover the rows at `positions` ([R] int64, ascending, on the CPU) of head `head`.
 
-    Rows that see nothing are in no group or in one without keys. Positions count along the N axis (packed: T).
-    `device`: where keys and counts are made, for making long ones on the CPU and moving them takes longer than using
-    them on a GPU.
+    Rows that see no key are in no group or in one without keys. Positions count along the N axis (packed: T). `device`:
+    of keys and counts; making long ones on the CPU and copying them takes longer than using them on a GPU.
     """
     few: list[tuple[int, PatternGroup]] = []
     for start, group in visibility.key_groups(workload, head, positions.numpy()):

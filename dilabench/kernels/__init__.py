@@ -1,1 +1,1 @@
-"""Triton kernels on plain tensors, one idea per file; nothing else of dilabench is imported here."""
+"""Triton kernels on plain tensors, one idea per file, without imports from other parts of dilabench."""

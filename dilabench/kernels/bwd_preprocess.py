@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Row sums for the backward pass, in the order in which the fused kernels read rows: class by class.
 
-A row has two of them, lse and rowsum(out * dout). They stand in blocks of sixteen rows or more, first those of one
-kind, then those of the other: a kernel that reads both needs one address, the other is at a fixed distance, and it
-reads them without masks, since a tile begins with a block and rows that no token has hold `_NO_TOKEN`.
+A row has two of them, lse and rowsum(out * dout). They are stored in blocks of sixteen rows or more, first one kind,
+then the other. A kernel that reads both needs one address, because the other is at a fixed distance. It needs no masks:
+a tile begins with a block, and rows without a token hold `_NO_TOKEN`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dilabench.kernels.fused.tile_walk import find_span
 from dilabench.kernels.launch_cache import Launch, LaunchCache, stride_unit
 from dilabench.kernels.tuning import rows_of_a_program
 
-# Rows of a block, all of which are there: sixteen bytes and more are read at once.
+# Rows of a block, which is always complete, so that reads are of sixteen bytes or more.
 STATS_BLOCK = 16
 _BLOCK = tl.constexpr(STATS_BLOCK)
 _SPAN_COLUMNS = tl.constexpr(SPAN_COLUMNS)
@@ -52,7 +52,7 @@ class StatsLayout(NamedTuple):
         tile: int = STATS_BLOCK,
         block: int = STATS_BLOCK,
     ) -> StatsLayout:
-        """Of N tokens in segments of so many, all in one by default; each begins with a tile of its own."""
+        """The layout of N tokens in segments of that many, by default one; each begins with a new tile."""
         segment_tokens, tile = min(segment_tokens or length, length), max(tile, block)
         tiles = -(-segment_tokens // (modulus * tile))
         return cls(modulus, -(-length // segment_tokens), segment_tokens, tiles * tile, block)
@@ -63,8 +63,8 @@ class StatsLayout(NamedTuple):
 
 
 class OneClass(NamedTuple):
-    """Rows of one class of each head and no others: their own ``lse`` [B, H, n] float32, where others are merged into
-    the lse of all rows; the class of each head, [H] int32; and the rows of a segment.
+    """Only the rows of one class of each head: their own ``lse`` [B, H, n] float32, while other rows are merged into
+    the lse of all; the class of each head, [H] int32; and the rows of a segment.
     """
 
     lse: Tensor
@@ -74,8 +74,8 @@ class OneClass(NamedTuple):
 
 @triton.jit
 def stats_places(row):
-    """Where lse * log2(e) of rows stands, counted from the first row of a segment of a class; `STATS_BLOCK` further on
-    stands rowsum(out * dout).
+    """The offset of lse * log2(e) of rows from the first row of a segment of a class; rowsum(out * dout) is
+    `STATS_BLOCK` further.
     """
     return _places(row, _BLOCK)
 
@@ -142,7 +142,7 @@ def _bwd_preprocess_kernel(
     batch = (rest // blocks).to(tl.int64)
     valid = row < stored
     if spans_ptr is not None:
-        # Of documents, `segments` is 1.
+        # For documents, `segments` is 1.
         segment = find_span(spans_ptr, row, n_spans, 0 if classes_ptr is None else 4)
         span_ptr = spans_ptr + segment * _SPAN_COLUMNS
         first_token, first_stats = tl.load(span_ptr), tl.load(span_ptr + 3)
@@ -173,7 +173,7 @@ def _bwd_preprocess_kernel(
         delta = tl.load(delta_ptr + row_at, valid, 0.0)
     else:
         columns = tl.arange(0, DIM)[None, :]
-        # Of a row that sees no key out may hold anything.
+        # `out` is undefined in rows that see no key, so these rows are masked.
         there = (lse != float("-inf"))[:, None] & (columns < HEAD_DIM)
         out_at = (batch * out_b + head * out_h + row.to(tl.int64)[:, None] * out_n) * UNIT
         dout_at = (batch * dout_b + head * dout_h + at[:, None] * dout_n) * UNIT
@@ -205,10 +205,10 @@ def bwd_preprocess(
     """lse * log2(e) and rowsum(out * dout) of out, dout [B, N, H, D], lse [B, H, N]: float32
     ``[B, H, R, segments, rows / block, 2, block]``.
 
-    cache: that of the pass, in which this launch has a name. delta: room for rowsum(out * dout), like lse, for the
-    next of several layouts, which reads neither out nor dout once it is ``found``. one_class: of out [B, n, H, D],
-    which has no other rows; nothing is written of theirs. spans: where super-segments of documents lie
-    (`fused.packing.DocumentLists.spans`), whose rows the layout has one after another.
+    cache: of the pass, in which this launch has a name. delta: memory for rowsum(out * dout), like lse, for the next of
+    several layouts, which then reads neither out nor dout (``found``). one_class: out [B, n, H, D] has only rows of one
+    class, and only these are written. spans: the super-segments of documents (`fused.packing.DocumentLists.spans`),
+    whose rows follow each other in the layout.
     """
     batch, length, num_heads, _ = dout.shape
     out, dout = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, dout))

@@ -16,7 +16,7 @@ from dilabench.kernels.lse import by_row, has_kernel, share_of
 from dilabench.kernels.softmax import finite
 from dilabench.kernels.tuning import rows_of_a_program
 
-# Ranges go to the kernels in units of 1/16 row: Triton compiles anew for integers that are 1, a multiple of 16 or
+# Ranges go to the kernels in units of 1/16 row: Triton compiles again for integers that are 1, a multiple of 16 or
 # neither, in any combination of parts.
 UNIT: tl.constexpr = tl.constexpr(16)
 
@@ -109,7 +109,7 @@ def _combine_kernel(
     for part in tl.static_range(len(parts)):
         own = rows - firsts[part] // UNIT
         weight = tl.exp(_load_lse(lses[part], batch, own, head, counts[part] // UNIT, n_heads) - top)
-        # A row that holds nothing is not read: its memory may be uninitialised.
+        # An empty row is not read: its memory may be uninitialised.
         values = _load(parts[part], part_strides[part], batch, own, head, columns, weight > 0.0, DIM)
         out += values * weight[:, None]
         weights += weight
@@ -142,8 +142,8 @@ def combine_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
     """Overwrite out [B, N, H, D] and lse [B, H, N] with the attention over all key sets, given each set's own.
 
     parts: at least one (out, lse, first), out [B, R, H, D] and lse [B, H, R] (natural log), on rows [first, first + R).
-    Where lse is -inf a part counts as empty whatever its out holds; rows empty everywhere become 0 and -inf. `out` and
-    `lse` may be those of a part. Raises ValueError when a part does not fit.
+    If lse is -inf a part counts as empty for any out; rows empty in all parts become 0 and -inf. `out` and `lse` may
+    belong to a part. Raises ValueError when a part does not fit.
     """
     _check(out, [(x, first) for x, _, first in parts])
     for x, part_lse, _ in parts:
@@ -244,5 +244,5 @@ def _check(result: Tensor, parts: Sequence[RowSum]) -> None:
     for x, first in parts:
         if x.dim() != 4 or (x.shape[0], *x.shape[2:]) != (B, H, D) or not 0 <= first <= first + x.shape[1] <= N:
             raise ValueError(
-                f"a part {tuple(x.shape)} on rows from {first} does not lie in the result {tuple(result.shape)}"
+                f"a part {tuple(x.shape)} on rows from {first} is outside of the result {tuple(result.shape)}"
             )

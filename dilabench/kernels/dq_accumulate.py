@@ -1,6 +1,7 @@
-"""dQ where many programs add to it: float32 sums of dQ / scale.
+"""The sums of dQ that many programs add to: float32 sums of dQ / scale.
 
-All heads at once would take twice the bytes of q. A few keep a GPU busy, and the others follow in the same place.
+For all heads together they would take twice the bytes of q. A few heads keep a GPU busy, and the others follow in the
+same memory.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dilabench.kernels.tuning import TileConfig, heads_at_a_time
 
 
 def dq_accumulator(q: Tensor, k: Tensor, tiles: TileConfig, modulus: int = 1) -> Tensor | None:
-    """float32 zeros [B, N, H', D] for as few of the heads of q as have programs enough, each of ``tiles.block_n`` rows
-    of k: those of a divisor of the K/V heads. Rows behind make ``modulus`` divide N. None if there is no room.
+    """float32 zeros [B, N, H', D] for the fewest heads of q with enough programs, each of ``tiles.block_n`` rows of k:
+    a divisor of the K/V heads. Padding rows make ``modulus`` divide N. None if memory is too small.
     """
     batch, rows, heads, dim = q.shape
     rows += -rows % modulus

@@ -1,8 +1,8 @@
 """Launches of Triton kernels: compiled ahead side by side, and repeated for tensors of one layout.
 
-Triton binds the arguments of a launch, looks at each for what to specialise on and looks the compiled kernel up, and we
-make tables and descriptors for it: more than a small problem takes on a GPU. For tensors of equal shapes, strides,
-dtypes and alignment all of that comes out alike; what differs are the addresses.
+Triton binds the arguments of a launch, looks at each for what to specialise on and looks the compiled kernel up, and
+dilabench makes tables and descriptors for it: more than a small problem takes on a GPU. For tensors of equal shapes,
+strides, dtypes and alignment, only the addresses differ.
 
 Triton launches on the current device, torch's operators on that of their tensors: so do these, on its current stream.
 """
@@ -30,7 +30,7 @@ from triton.runtime.errors import OutOfResources
 
 from dilabench.kernels.streams import record
 
-# Bulk copies step in units of so many bytes, and Triton specialises on addresses that are a multiple of them.
+# Bulk copies step in units of this many bytes, and Triton specialises on addresses that are a multiple of them.
 COPY_BYTES = 16
 
 Arguments = tuple[tuple[int], dict[str, Any]]
@@ -41,10 +41,10 @@ Tensors = Mapping[str, Tensor]
 
 
 class Launch(NamedTuple):
-    """A kernel on its ``arguments(ragged)``, where tiles are cut or not.
+    """A kernel on its ``arguments(ragged)``, whether tiles are cut or not.
 
-    kind: all else that it is compiled for, so that both forms can be compiled ahead; None if Triton compiles it when
-    it runs.
+    kind: all other properties that it is compiled for, so that both forms can be compiled ahead; None if Triton
+    compiles it when it runs.
     """
 
     kernel: Any
@@ -54,12 +54,12 @@ class Launch(NamedTuple):
 
     @property
     def of(self) -> tuple[Hashable, ...]:
-        """What is compiled for it, both forms. By identity: to hash a kernel, Triton would name it."""
+        """The compiled kernels, both forms. By identity: to hash a kernel, Triton would name it."""
         return id(self.kernel), *(self.kind or ())
 
     @property
     def is_new(self) -> bool:
-        """Whether it is to be compiled ahead, and was not yet."""
+        """Return True if it must still be compiled ahead."""
         return self.kind is not None and self.of not in _compiled
 
 
@@ -68,11 +68,10 @@ Beside = Callable[[], Iterable[Launch]]
 
 
 class LaunchCache:
-    """What the launches of a pass need besides the addresses of its tensors, for tensors of one layout.
+    """The launches of a pass without the addresses of its tensors, for tensors of one layout.
 
-    Names tell launches and facts of a pass apart. A launch is remembered when it is made the second time: most layouts
-    of data whose length changes never come again, and would pay for what they do not use. noted: takes the launches, of
-    which none is made, for `compile_ahead`.
+    Launches and facts of a pass have names. A launch is remembered at its second use: most layouts of data with
+    changing lengths never recur. noted: collects the launches without making them, for `compile_ahead`.
     """
 
     def __init__(self, noted: list[Launch] | None = None) -> None:
@@ -87,11 +86,11 @@ class LaunchCache:
     # Each holds the tables of a length on the device for as long as it is here: few, for lengths change.
     @lru_cache(maxsize=32)
     def of(cls, *_key: Hashable) -> LaunchCache:
-        """That of this key: everything that the launches depend on, `layout` of each tensor included."""
+        """The cache of this key: everything that the launches depend on, `layout` of each tensor included."""
         return cls()
 
     def once(self, name: str, find: Callable[[], Any]) -> Any:
-        """What `find` gives, which depends on the layout alone: found at the first call."""
+        """The result of `find`, which depends only on the layout and is computed at the first call."""
         if name not in self._facts:
             self._facts[name] = find()
         return self._facts[name]
@@ -103,10 +102,10 @@ class LaunchCache:
         prepare: Callable[[], Iterable[Launch]],
         beside: Beside | None = None,
     ) -> None:
-        """Make the launches that `prepare` gives, one for each of ``tensors``; it is not asked for those that repeat.
+        """Make the launches that `prepare` gives, one for each of ``tensors``; it is not called for repeated ones.
 
-        Where the first of a kind has to be compiled, those of ``beside`` are compiled with it and not made. What fails
-        of them (out of memory, or the compiler refuses it) is left to when it is launched.
+        If the first of a kind must be compiled, the launches in ``beside`` are compiled with it, but not made. Their
+        failures (out of memory, or a compiler error) show when they are launched.
         """
         known = self._known.get(name)
         if known:
@@ -134,8 +133,8 @@ class LaunchCache:
                 self._known[name] = []
             else:
                 self._device = first.get_device()
-                repeated = [_repeated(*each, own) for each, own in zip(launched, tensors, strict=True)]
-                self._known[name] = [each for each in repeated if each] if all(repeated) else []
+                repeated = [_repeated(*launch, own) for launch, own in zip(launched, tensors, strict=True)]
+                self._known[name] = [launch for launch in repeated if launch] if all(repeated) else []
 
 
 def launch_once(kernel: Any, grid: tuple[int, ...], x: Tensor, *arguments: Any, **options: Any) -> None:
@@ -145,14 +144,14 @@ def launch_once(kernel: Any, grid: tuple[int, ...], x: Tensor, *arguments: Any, 
 
 
 _Recorded = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""What Triton's launcher takes before and behind the stream."""
+"""Arguments of Triton's launcher before and after the stream."""
 
 # Each takes a few kilobytes; enough for the layers of a model.
 _MOST_RECORDED = 128
 
 
 class _Repeated:
-    """A launch whose tensors are exchanged. It keeps none of them, only what else the launch was given (tables).
+    """A launch whose tensors are exchanged. It keeps none of them, only the other arguments (tables).
 
     exchanged: the place of a tensor among the values, its name, and the type and fields of its descriptor, if any.
     """
@@ -205,18 +204,19 @@ class _Repeated:
 
 
 def _launcher(compiled: Any, grid: tuple[int, ...]) -> tuple[Callable[..., object] | None, Callable[..., _Recorded]]:
-    """Triton's launcher in C, and what gives its arguments for the values of a launch, with tensors as addresses.
+    """Triton's launcher in C, and a function that gives its arguments for the values of a launch, with tensors as
+    addresses.
 
-    Triton 3.6 walks over all arguments in Python at each launch and encodes each tensor descriptor anew: 20
-    microseconds for forty arguments, of which the launcher takes two. Here a copy of ``compiled.run`` does that with
-    another function in the launcher's place, which keeps what it is given. The launcher is None if this Triton calls it
-    in another way, or allocates memory at each launch.
+    Triton 3.6 walks over all arguments in Python at each launch and encodes each tensor descriptor again: 20
+    microseconds for forty arguments, of which the launcher takes two. Here a copy of ``compiled.run`` does that with a
+    recording function in the launcher's place. The launcher is None if this Triton calls it in another way, or
+    allocates memory at each launch.
     """
     run: Any = getattr(compiled, "run", None)
     above: Any = getattr(run, "launch", None)
     launcher, cells = above, {}
     if isfunction(above):
-        # What expands descriptors, if there are any: the launcher is a variable of its closure.
+        # The function that expands descriptors, if any: the launcher is a variable of its closure.
         cells = dict(zip(above.__code__.co_freevars, above.__closure__ or (), strict=True))
         launcher = cells["launcher"].cell_contents if "launcher" in cells else None
     if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
@@ -263,8 +263,8 @@ _Launched = tuple[Launch, tuple[int], dict[str, Any], Any]
 
 
 def _launched(launches: Iterable[Launch], beside: Beside | None) -> list[_Launched]:
-    """Make launches one after another, each before the next one is asked for; with the first that is new all that
-    follow are compiled, both forms of each, so that no later length compiles anything.
+    """Make launches one after another, each before the next one is prepared. At the first new one, all following ones
+    are compiled, both forms of each, so that no later length compiles.
     """
     made: list[_Launched] = []
     remaining = iter(launches)
@@ -286,7 +286,7 @@ def _launched(launches: Iterable[Launch], beside: Beside | None) -> list[_Launch
 
 def _compile(launches: Sequence[Launch], beside: Beside | None) -> None:
     if beside is not None:
-        # What fails of that says so when it is called; out of memory and failed passes are RuntimeErrors, too.
+        # Failures show when the kernel is called; out of memory and failed passes are RuntimeErrors, too.
         with suppress(RuntimeError, triton.TritonError):
             compile_ahead([*launches, *beside()])
             return
@@ -301,7 +301,7 @@ def compile_ahead(launches: Iterable[Launch]) -> None:
     new = {launch.of: launch for launch in launches if launch.is_new}
     if not new:
         return
-    # In a context of its own, so that an interrupt leaves none of Triton's switches on.
+    # In a separate context, so that an interrupt leaves none of Triton's switches on.
     for compiled in copy_context().run(_warmed, [*new.values()]):
         compiled = compiled.result() if hasattr(compiled, "result") else compiled
         if isinstance(compiled, CompiledKernel):
@@ -329,7 +329,7 @@ def _warmed(launches: Sequence[Launch]) -> list[Any]:
         return warmed
 
 
-# What it holds on to leaves its identity to nobody else.
+# A held object keeps its id unique.
 _settled: dict[int, Any] = {}
 
 
@@ -337,8 +337,8 @@ def settle_key(function: Any) -> None:
     """Have Triton name a function in its cache on disk as it does in every other process.
 
     Triton 3.6 puts the constants of a function that this one calls into the name of this one only if it named that one
-    before, for the sake of another: what ran earlier decided whether a kernel was found on disk or compiled again. So
-    those that are called are named first. Nothing to do under the interpreter.
+    before, for another kernel. So earlier kernels decided whether one was found on disk or compiled again. Here called
+    functions are named first. Without effect under the interpreter.
     """
     if id(function) in _settled or not isinstance(function, JITFunction):
         return
@@ -352,15 +352,15 @@ def settle_key(function: Any) -> None:
 def stride_unit(*tensors: Tensor) -> int:
     """The most elements, 16 bytes at most, that divide every step of the tensors but that of the last dimension.
 
-    Strides are given to kernels in such units: the compiler knows what it can read at a time, and compiles nothing anew
-    for others.
+    Strides are given to kernels in such units: the compiler knows how much it can read at a time, and needs no other
+    kernel for other strides.
     """
     steps = (x.stride(axis) for x in tensors for axis in range(x.dim() - 1) if x.shape[axis] > 1)
     return math.gcd(COPY_BYTES // max(x.element_size() for x in tensors), *steps)
 
 
 def layout(x: Tensor) -> tuple[Hashable, ...]:
-    """What a launch depends on of a tensor, but for its address and contents.
+    """The properties of a tensor that a launch depends on, without its address and contents.
 
     Raises ValueError for one whose memory does not hold its values.
     """

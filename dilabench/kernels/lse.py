@@ -20,7 +20,8 @@ SLICE_ELEMENTS = 2**13
 SLICE_ELEMENTS_ON_CUDA = 2**24
 
 
-# That of torch 2.10, the first that our kernels ran with. Descriptors say so, too (`choice.implementations`).
+# The version of Triton in torch 2.10, the first that dilabench's kernels ran with. Descriptors require it, too
+# (`choice.implementations`).
 LEAST_TRITON = "3.6"
 
 
@@ -42,7 +43,7 @@ def share_of(lse: Tensor, union_lse: Tensor) -> Tensor:
 
 
 def share_of_two(lse: Tensor, other: Tensor) -> Tensor:
-    """The share of the first in the union of two results, whose lse is logaddexp(lse, other); 0 where it is -inf."""
+    """The share of the first in the union of two results, whose lse is logaddexp(lse, other); 0 if that is -inf."""
     return torch.sigmoid(lse - other).masked_fill_(lse == float("-inf"), 0.0)
 
 
@@ -79,7 +80,7 @@ def add_null_mass_(out: Tensor, lse: Tensor, log_mass: Tensor) -> None:
     if has_kernel(out.device, out.dtype):
         from dilabench.kernels.merge import merge_rows_ as merge_rows_fused_
 
-        # As the result of keys whose out is one row of zeros.
+        # Like keys whose out is a row of zeros.
         merge_rows_fused_(out, lse, out.new_zeros(out.shape[-1]).expand(out.shape), log_mass.expand(lse.shape))
         return
     share = share_of_two(lse, log_mass)

@@ -15,7 +15,7 @@ from dilabench.kernels.launch_cache import Launch, LaunchCache, layout, stride_u
 from dilabench.kernels.softmax import weights_of_two
 from dilabench.kernels.tuning import rows_of_a_program
 
-# No number is compiled in.
+# Integers are not specialised.
 _NUMBERS = (
     *(f"{side}_{axis}" for side in ("out", "lse", "part", "part_lse") for axis in "sgal"),
     *(f"n_{axis}" for axis in "gla"),
@@ -75,7 +75,7 @@ def _merge_rows_kernel(
     total = mine + theirs
     share = 1.0 / tl.where(total == 0.0, 1.0, total)
 
-    # A side that holds nothing is not read: its memory may be uninitialised.
+    # An empty side is not read: its memory may be uninitialised.
     inside = columns[None, :] < DIM
     out_row = (s * out_s + g * out_g + a * out_a + rows[:, None] * out_l) * UNIT
     part_row = (s * part_s + g * part_g + a * part_a + rows[:, None] * part_l) * UNIT
@@ -84,7 +84,7 @@ def _merge_rows_kernel(
     out = tl.load(out_at, mask=inside & (mine > 0.0)[:, None], other=0.0).to(tl.float32)
     part = tl.load(part_at, mask=inside & (theirs > 0.0)[:, None], other=0.0).to(tl.float32)
     merged = out * (mine * share)[:, None] + part * (theirs * share)[:, None]
-    # lse is read twice, by those who weigh a row and by the one who writes it: that one must not be the first.
+    # lse is read twice, by the programs that weigh a row and by the one that writes it, which must come last.
     tl.debug_barrier()
     tl.store(out_at, merged.to(out_ptr.dtype.element_ty), mask=inside & valid[:, None])
     tl.store(lse_at, (top + tl.log(total)).to(lse_ptr.dtype.element_ty), mask=valid)
@@ -94,9 +94,9 @@ def merge_rows_(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor
     """Merge ``(branch_out, branch_lse)`` into ``(out, lse)`` in place, as if both were one softmax over both key sets.
 
     ``out``, ``branch_out``: ``[G, L, A, D]`` views of any strides; ``lse``, ``branch_lse``: ``[G, A, L]`` views
-    (natural log). A leading fifth dimension ``[S, G, L, A, D]`` / ``[S, G, A, L]`` merges several groups of a branch
-    in one launch. The rows of ``out`` must not overlap. A side with lse -inf counts as empty whatever its ``out``
-    holds; rows empty on both sides become 0. Raises ValueError when shapes disagree.
+    (natural log). A leading fifth dimension ``[S, G, L, A, D]`` / ``[S, G, A, L]`` merges several groups of a branch in
+    one launch. The rows of ``out`` must not overlap. A side with lse -inf counts as empty for any ``out``; rows empty
+    on both sides become 0. Raises ValueError when shapes disagree.
     """
     _check_shapes(out, lse, branch_out, branch_lse)
     if out.numel():

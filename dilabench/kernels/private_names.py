@@ -25,9 +25,9 @@ PRIVATE: Mapping[str, str] = {
     "torch._C._len_torch_dispatch_stack": "a call under modes becomes an operator",
     "torch._C._len_torch_function_stack": "verification: whether a call changed it",
     "torch._C._set_grad_enabled": "verification: whether a call changed it",
-    "torch._dynamo.config.accumulated_recompile_limit": "the benchmark compiles as many shapes as it is asked for",
+    "torch._dynamo.config.accumulated_recompile_limit": "the benchmark compiles every requested shape",
     "torch._dynamo.config.recompile_limit": "how many packings torch compiles",
-    "torch._dynamo.exc.TorchDynamoException": "the benchmark tells why a call did not compile",
+    "torch._dynamo.exc.TorchDynamoException": "the benchmark prints why a call did not compile",
     "torch._dynamo.utils.counters": "the benchmark counts graph breaks",
     "torch._subclasses.fake_tensor.DataDependentOutputException": "memory is traced",
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": "memory is traced",
@@ -146,7 +146,7 @@ GLUON = tuple(
     for module, names in _GLUON.items()
     for name in names
 )
-# Of builds for CUDA alone.
+# Only in builds for CUDA.
 ON_CUDA = frozenset(
     {
         "torch.cuda._sleep",
@@ -157,7 +157,7 @@ ON_CUDA = frozenset(
 
 
 def gone(names: Iterable[str]) -> list[str]:
-    """Those that are not there; what holds them is imported."""
+    """The missing names; their modules are imported."""
     return [name for name in names if not _is_there(name)]
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def finite(top):
-    """A maximum to subtract: 0 where it is -inf, since -inf - (-inf) must not reach an exponential."""
+    """A maximum to subtract: 0 if it is -inf, because -inf - (-inf) must not reach an exponential."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 

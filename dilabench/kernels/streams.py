@@ -1,7 +1,8 @@
 """Tensors that are kept from call to call, and calls on any stream.
 
-What is kept is made on the host and copied by a call that waits, or waited for (`wait_for`), so that it is there for
-every stream. Its memory belongs to the stream that was current then: who reads it on another one records that.
+Kept tensors are made on the host and copied by a call that waits, or are waited for (`wait_for`), so that they are
+complete for every stream. Their memory belongs to the stream that was current then: a reader on another stream records
+that.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 
 def record(values: Iterable[Any]) -> None:
-    """Of the CUDA tensors among these, nobody else is given the memory before the current stream's work is done."""
+    """The memory of the CUDA tensors among these is not reused before the current stream's work is done."""
     for value in values:
         # One that is only traced may say that it is on a GPU.
         if type(value) is Tensor and value.is_cuda:

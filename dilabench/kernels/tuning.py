@@ -1,7 +1,7 @@
-"""Which kernel a launch takes, with which tiles: one table, measured, from which `select_kernel` reads.
+"""The kernel and tiles of a launch: one measured table, from which `select_kernel` reads.
 
-The reason of a rule stands above it. Figures are of one GPU in one session, so compare them only within a comment.
-Besides: when both passes of the backward go through one kernel, when heads get columns of zeros, and other thresholds.
+The reason for a rule is above it. Figures are of one GPU in one session, so compare them only within a comment. Further
+thresholds: one kernel for both passes of the backward, columns of zeros for heads, and others.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TileConfig:
 
     @property
     def longest(self) -> int:
-        """Rows of the longer side, of which the other is a divisor."""
+        """Rows of the longer side; the other divides it."""
         return max(self.block_m, self.block_n)
 
     def fitted(self, largest_tile: int) -> TileConfig:
@@ -85,7 +85,7 @@ class Selected(NamedTuple):
 
 RULES: Mapping[Direction, Sequence[Rule]] = {
     "forward": (
-        # Where lists have few steps, programs of the warp-specialised kernel, alone on a multiprocessor, wait more than
+        # If lists have few steps, programs of the warp-specialised kernel, alone on a multiprocessor, wait more than
         # they compute, and smaller ones of the plain kernel win. Microseconds of both on one H100, 2x16384, H8, bf16,
         # rate 1. D80: window 128 152 to 93, 512 200 to 157, segments of 512 155 to 148, causal ones of 1024 192 to 162.
         Rule((80, 80), "plain", TileConfig(64, 64, 4, 2), hopper=True, least_tile=128, most_keys=Keys(512, 1024, 1024)),
@@ -218,7 +218,7 @@ def select_kernel(
 # mean.
 _STEP_MS = {64: 0.00145, 128: 0.0024}
 _LAUNCH_MS = 0.0085
-# What a program does besides takes as long as so many steps. The longest one, begun first, can be waited for: a share
+# The other work of a program takes as long as this many steps. The longest one, begun first, can be waited for: a share
 # of the programs finish with it.
 _BESIDE_STEPS = 6.5
 _LONGEST_AT_ONCE, _LONGEST_OF_TWO = 0.66, 0.35
@@ -238,8 +238,8 @@ class WorkByKey(NamedTuple):
 def at_once_is_faster(
     groups: Sequence[WorkByKey], head_dim: int, *, causal: bool, grouped_queries: bool, sums: int, processors: int
 ) -> bool:
-    """Whether one launch of each group costs less than two of smaller tiles: those at once overlap, so that only the
-    longest program of all is waited for, and pay for sums of dQ.
+    """Return True if one launch of each group costs less than two of smaller tiles. Combined launches overlap, so only
+    the longest program is waited for, but they pay for sums of dQ.
 
     grouped_queries: several heads read the same keys. sums: how many numbers dQ has. processors: of the device.
     """
@@ -259,11 +259,11 @@ def at_once_is_faster(
 
 
 def blocks_at_once_are_faster(head_dim: int, programs: float, steps: float) -> bool:
-    """Whether both passes of the backward in one kernel beat two over a block mask, which has so many key tiles and so
-    many steps for each of them in the mean.
+    """Return True if one kernel for both passes of the backward is faster than two over a block mask, given its key
+    tiles and the mean number of steps for each.
 
     A program has a multiprocessor for itself: with fewer of them, or with shorter lists, two passes of smaller tiles
-    are faster. At D128 51 steps 1.14 times as fast at once, 26 steps 0.95 times; no narrower head gains.
+    are faster. At D128 one kernel is 1.14 times as fast with 51 steps, 0.95 times with 26; no narrower head gains.
     """
     return head_dim > 64 and programs >= 512 and steps >= 48
 
@@ -274,12 +274,12 @@ _PROGRAMS_OF_128_COLUMNS = 2048
 
 
 def heads_at_a_time(kv_heads: int, programs: int, head_dim: int) -> int:
-    """How many K/V heads, a divisor of all, share the sums of dQ, where each has so many programs."""
+    """The number of K/V heads, a divisor of all, that share the sums of dQ, given the programs of each."""
     least = _PROGRAMS_OF_128_COLUMNS * 128 // padded_dim(head_dim)
     return next((n for n in range(1, kv_heads) if kv_heads % n == 0 and n * programs >= least), kv_heads)
 
 
-# From so many queries of a key and so many pairs on, to read and write keys once costs less than their rows do that
+# From this many queries of a key and this many pairs on, reading and writing keys once costs less than their rows that
 # cross memory lines.
 _MANY_QUERIES, _MANY_PAIRS = 2000, 700_000_000
 
@@ -303,18 +303,18 @@ def columns_to_add(head_dim: int, itemsize: int, hopper: bool, queries: float = 
 
 
 def is_persistent(head_dim: int, causal: bool, more: bool) -> bool:
-    """Whether programs of the specialized forward stay on their multiprocessor and walk over many tiles.
+    """Return True if programs of the specialized forward stay on their multiprocessor and walk over many tiles.
 
     Longer lists gain from that (840 against 815 TFLOP/s effective, not causal), shorter causal ones lose (503 against
-    540). It costs the consumers registers, which spill beside accumulators of many columns and beside ``more``: a loop
-    over masked tiles or results that are merged. Below 128 columns a program may have to begin again.
+    540). It costs the consumers registers, which spill with accumulators of many columns and with ``more``: a loop over
+    masked tiles or results that are merged. Below 128 columns a program may have to begin again.
     """
     return head_dim == 128 and not causal and not more
 
 
 def is_softmax_bound(head_dim: int) -> bool:
-    """Whether the softmax of the specialized forward takes as long as its products: there alternating gains 5 to 10 %,
-    and so does leaving the running maximum in most steps.
+    """Return True if the softmax of the specialized forward takes as long as its products. Then alternating gains 5 to
+    10 %, and so does keeping the running maximum in most steps.
     """
     return head_dim < 128
 
@@ -323,32 +323,32 @@ def is_softmax_bound(head_dim: int) -> bool:
 L2_RESIDENT_BYTES = 24 << 20
 
 # A later group re-reads and re-writes the output rows it covers, and is further launches: of a row and of a group that
-# is about as much as so many pairs. Over the 91 random patterns of docs/figures/h100-cuts.json that have a choice,
+# is about as much as this many pairs. Over the 91 random patterns of docs/figures/h100-cuts.json that have a choice,
 # forward and backward take 1.035 times the best cut's time in the mean (1.045 at half the first alone).
 MERGE_COST_PAIRS, GROUP_COST_PAIRS = 128, 2_000_000
 
-# Lists of tiles (`fused.tile_tables`). Up to so many entries, and numbers that lead to them, are made on the host.
+# Lists of tiles (`fused.tile_tables`). Up to this many entries, and numbers for them, are made on the host.
 FEW_ENTRIES = 1 << 17
 # On a device entries are made for as many tiles at a time as need this many of the numbers that lead to them.
 NUMBERS_AT_ONCE = 1 << 23
-# Lists of all tails at once are made up to so many entries, and tiles of so many classes.
+# Lists of all tails are made together up to this many entries, and tiles of this many classes.
 TOGETHER_ENTRIES, TOGETHER_TILES = 1 << 20, 1 << 16
-# Documents end with many tails at once, and the next packing of them with others.
+# Documents end with many different tails, and the next packing with others.
 DOCUMENT_ENTRIES, DOCUMENT_TILES = 1 << 23, 1 << 18
 
 # Lists by key of a block mask that are far longer than others are shared by programs: as many as run at once on a GPU
 # of 132 multiprocessors, twice over, so that the last ones to end are short.
 SHARING_PROGRAMS = 528
-# Shorter shares would spend more on filling their pipelines than they save.
+# Shorter shares lose more in filling their pipelines than they gain.
 LEAST_SHARED_STEPS = 64
 
-# From so many tokens that are in the same branches on, branches by themselves are merged class by class: programs of
+# From this many tokens that are in the same branches on, separate branches are merged class by class: programs of
 # tokens that are in the same branches are few for fewer.
 MANY_TOKENS = 128
 
 # Kernels that pass over memory: numbers of a tensor that a program reads, and rows at most.
 _NUMBERS_AND_ROWS: Mapping[str, tuple[int, float]] = {
-    # Not fewer rows for short segments: the last one of a sequence is of any length.
+    # Short segments have no fewer rows: the last one of a sequence may have any length.
     "merge": (4096, 32),
     # Twice as many spill registers with four parts.
     "combine": (2048, 16),
@@ -361,7 +361,7 @@ _NUMBERS_AND_ROWS: Mapping[str, tuple[int, float]] = {
 
 
 def rows_of_a_program(kernel: str, columns: int) -> int:
-    """How many rows of so many columns a program of a kernel that passes over memory takes."""
+    """The rows per program of a kernel that passes over memory, for this many columns."""
     numbers, most = _NUMBERS_AND_ROWS[kernel]
     return max(1, int(min(most, numbers // columns)))
 
@@ -394,7 +394,7 @@ def padded_dim(dim: int) -> int:
     return max(_SMALLEST_DIM, 1 << (dim - 1).bit_length())
 
 
-# Of a Hopper multiprocessor, for one program.
+# Shared memory of a Hopper multiprocessor for one program.
 SHARED_BYTES = 227 * 1024
 KERNELS: tuple[Direction, ...] = ("forward", "backward_query", "backward_key")
 

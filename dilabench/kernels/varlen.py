@@ -1,6 +1,6 @@
-"""Packed sequences: every row sees one stretch of others, whose tiles need no mask but for the first and last ones.
+"""Packed sequences: every row sees one range of others, whose tiles need no mask except the first and last ones.
 
-Both ends of a stretch rise from row to row, so that a tile of rows is known by its first and its last one.
+Both ends of a range ascend from row to row, so the first and last row of a tile determine its range.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Reach(NamedTuple):
 
 
 def keys_seen(cu_seqlens: Tensor, cu_seqlens_k: Tensor, rows: int, left: int, right: int) -> Reach:
-    """The keys of each of so many queries, on the device of the bounds (int [S + 1]); the host waits for nothing.
+    """The keys of each query, on the device of the bounds (int [S + 1]); the host does not wait.
 
-    The last query of a sequence stands at its last key; a query sees `left` keys behind it and `right` ahead of it, -1
-    for all. Swapped (bounds, and left with right) it gives the queries that see each key.
+    The last query of a sequence is at the position of its last key; a query sees `left` keys behind it and `right`
+    ahead of it, -1 for all. Swapped (bounds, and left with right) it gives the queries that see each key.
     """
     row = torch.arange(rows, device=cu_seqlens.device)
     bounds, others = cu_seqlens.long(), cu_seqlens_k.long()
@@ -35,8 +35,9 @@ def keys_seen(cu_seqlens: Tensor, cu_seqlens_k: Tensor, rows: int, left: int, ri
 
 
 class TileReach(NamedTuple):
-    """Of each tile of rows the other tiles from `first` to before `stop` that it may see a row of, and those from
-    `full_first` to before `full_stop` of which every row of it sees every row. int64 [tiles] each."""
+    """For each tile of rows: the other tiles from `first` to before `stop` of which it may see a row, and those from
+    `full_first` to before `full_stop` that all its rows see completely. int64 [tiles] each.
+    """
 
     first: Tensor
     stop: Tensor
@@ -45,7 +46,7 @@ class TileReach(NamedTuple):
 
 
 def tiles_seen(reach: Reach, tile: int, other_tile: int) -> TileReach:
-    """By tiles of so many rows. A tile that is cut short counts as full by those it has."""
+    """By tiles of this many rows. A truncated tile counts as full by its existing rows."""
     rows = len(reach.first)
     starts = torch.arange(0, rows, tile, device=reach.first.device)
     lasts = (starts + tile).clamp(max=rows) - 1

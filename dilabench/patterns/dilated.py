@@ -69,7 +69,7 @@ class DilatedPattern(Pattern):
         if len(segments) != len(rates):
             raise ValueError(
                 f"{len(segments)} segment lengths {list(segments)} but {len(rates)} dilation rates {list(rates)}; "
-                "they pair up, give as many of one as of the other"
+                "they pair up, so give the same number of each"
             )
         if not segments:
             raise ValueError("a dilated pattern needs at least one branch; give for example segment_lengths=2K,4K")

@@ -83,6 +83,12 @@ class Pattern(Model, ABC):
         return cls.from_request({name: fields[name] for name in sorted(fields) if name in known})
 
     @classmethod
+    def kind_of(cls, value: Mapping[str, Any]) -> str:  # noqa: ARG003
+        """The kind of a pattern that was written under this kind's name: another one if the name has changed hands."""
+        kind: str = cls.model_fields["kind"].default
+        return kind
+
+    @classmethod
     def examples(cls) -> tuple[Self, ...]:
         """Small instances with odd sizes that test implementations, for sequences of up to a few hundred."""
         return (cls.from_request({}),)
@@ -279,6 +285,10 @@ class Pattern(Model, ABC):
         """
         return {}
 
+    def near_misses_unmasked(self) -> Mapping[str, Pattern]:
+        """Further ones that replace the causal mask too: they are computed without it. For causal workloads only."""
+        return {}
+
     # Pictures.
 
     def shares(self, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64] | None:
@@ -300,13 +310,14 @@ class Pattern(Model, ABC):
 class Summand(NamedTuple):
     """One attention of a sum, with its pattern. `gates` [N, H]: factors of its output.
 
-    `pool` above 1: keys and values are the means of whole blocks of `pool` positions, and each mean is at the last
-    position of its block.
+    `pool` above 1: keys and values are the means of whole blocks of `pool` positions, one every `stride`, and each mean
+    is at the last position of its block. `pool` is a multiple of `stride`.
     """
 
     pattern: Pattern
     pool: int
     gates: NDArray[np.float64]
+    stride: int = 1
 
 
 def hide_future(shares: NDArray[np.float64], causal: bool) -> tuple[tuple[float | None, ...], ...]:

@@ -55,9 +55,19 @@ OWN_KINDS = (
         "dilabench.patterns.topk_blocks:TopKBlocksPattern",
     ),
     PatternKind(
+        "selected_blocks",
+        "key blocks chosen per query token and key/value head, by a selector or given (NSA, MoBA, DSA, MSA)",
+        "dilabench.patterns.selected_blocks:SelectedBlocksPattern",
+    ),
+    PatternKind(
         "native_sparse",
-        "means of blocks, blocks selected per block of queries and a window, summed with gates (NSA: per query token)",
+        "means of blocks, blocks selected per query token and a window, summed with gates (NSA)",
         "dilabench.patterns.native_sparse:NativeSparsePattern",
+    ),
+    PatternKind(
+        "blockwise_native_sparse",
+        "NSA's three attentions, selecting per block of queries",
+        "dilabench.patterns.native_sparse:BlockwiseNativeSparsePattern",
     ),
 )
 
@@ -150,8 +160,10 @@ def read_pattern(value: Any) -> Pattern:
         raise ValueError(f"pattern {value!r:.80} has no kind; write for example {{'kind': '{known_kinds()[0]}'}}")
     kind = value["kind"]
     try:
-        retired = kind not in _types and is_retired("pattern", kind)
-        return (RetiredPattern if retired else pattern_type(kind)).model_validate(value)
+        if kind not in _types and is_retired("pattern", kind):
+            return RetiredPattern.model_validate(value)
+        present = pattern_type(kind).kind_of(value)
+        return pattern_type(present).model_validate({**value, "kind": present} if present != kind else value)
     except ConfigError as error:
         raise ValueError(str(error)) from None
 

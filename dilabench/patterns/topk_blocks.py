@@ -88,7 +88,7 @@ class WholeBlocksPattern(Pattern):
         return Pairs(pairs, pairs)
 
     def edges(self, shape: SequenceShape) -> Positions:
-        """Where blocks begin."""
+        """The starts of blocks."""
         return np.arange(0, shape.length, self.whole_blocks(shape).block_size)
 
     def shares(self, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64]:
@@ -276,7 +276,7 @@ def _from_file(pattern: TopKBlocksPattern, name: str, blocks: int, kv_heads: int
         head, row, place = (int(at[0]) for at in wrong.nonzero())
         raise ConfigError(
             f"indices file {name!r}, head {head}, row {row}: key block {indices[head, row, place]} is not in "
-            f"0..{blocks - 1}; -1 stands for none"
+            f"0..{blocks - 1}; -1 means none"
         )
     # Sorted and distinct: repeated and absent entries go to the end.
     ordered = np.sort(np.where(indices == ABSENT, blocks, indices), axis=2)

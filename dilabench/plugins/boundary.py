@@ -116,12 +116,12 @@ def watch() -> None:
 
 @contextlib.contextmanager
 def guarded(plugin: str, what: str = "") -> Iterator[None]:
-    """Run code of a plug-in: whatever it raises, sys.exit() included, becomes a PluginError with file and line.
+    """Run code of a plug-in: any exception, sys.exit() included, becomes a PluginError with file and line.
 
     `what` names the request. Its prints go to stderr, because stdout may carry JSON. Refusals for the user
     (ConfigError, EnvironmentNotReady) and Ctrl-C pass through; the latter names the interrupted request.
     """
-    running = f"while plug-in {plugin!r} was {f'asked for: {what}' if what else 'loaded'}"
+    running = f"while plug-in {plugin!r} was {f'running: {what}' if what else 'loaded'}"
     _outside.enter(running)
     try:
         yield
@@ -169,9 +169,9 @@ def standard_output() -> TextIO:
 
 
 def place(error: BaseException, *, also_ours: bool = True) -> str:
-    """' (file:line)' of the innermost line in the plug-in's folder, which is that of the first frame outside dilabench.
+    """' (file:line)' of the innermost line in the plug-in's folder, the folder of the first frame outside dilabench.
 
-    Without such a frame, the innermost line of ours, or '' if not `also_ours`.
+    Without such a frame, the innermost line of dilabench, or '' if not `also_ours`.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f" ({error.filename}:{error.lineno})"

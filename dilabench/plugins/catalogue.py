@@ -125,6 +125,9 @@ class HeldSharding:
         count = self._asked("received_bytes", workload, ranks)
         return None if count is None else int(count)
 
+    def order(self, _workload: Workload) -> None:
+        """None: `sequence_shards` cuts for dilabench's own algorithms."""
+
     def sums_hops(self, workload: Workload, ranks: int) -> bool:
         """Like `Sharding.sums_hops`; False for an older sharding without that method."""
         return hasattr(self.own, "sums_hops") and self._asked("sums_hops", workload, ranks, bool) is True

@@ -1,6 +1,6 @@
 """Descriptors of the other components that plug-ins register: workloads, suites, reporters and timers.
 
-Those of implementations and backends are the library's (`dilabench.choice.descriptors`).
+Descriptors of implementations and backends are the library's (`dilabench.choice.descriptors`).
 """
 
 from dataclasses import field
@@ -100,11 +100,11 @@ class Suite:
 class Reporter:
     """A rendering of a RunRecord. `target` is `render(record, folder) -> str | None`.
 
-    It returns the text to print; it may also write `filename` (and accompanying files) into `folder` if not None.
-    With `shows_sections` it is called as `render(record, folder, sections)`, with the sections of the suite's analysis;
+    It returns the text to print; it may also write `filename` (and accompanying files) into `folder` if not None. With
+    `shows_sections` it is called as `render(record, folder, sections)`, with the sections of the suite's analysis;
     `shows_plots=False`: it shows only their sentences and figures. One with `prints=False` only writes files: `report`
     passes the run's folder if none is named. `samples` names the reporter that shows single samples instead of cases
-    (`--samples`). `options`: the keywords that it takes from the command line: `details=True` (nothing folded),
+    (`--samples`). `options`: the keywords that it takes from the command line: `details=True` (nothing is folded),
     `columns` (names in that order).
     """
 

@@ -1,4 +1,4 @@
-"""The hooks. Each returns descriptors and changes nothing; each is called once, when the catalogue is built."""
+"""The hooks. Each returns descriptors without side effects; each is called once, when the catalogue is built."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ def dilabench_register_workloads() -> Sequence[WorkloadPreset]:  # type: ignore[
 
 @hookspec
 def dilabench_register_suites() -> Sequence[Suite]:  # type: ignore[empty-body]
-    """Suites for `dilabench run NAME`: each turns a request into cases."""
+    """Suites for `dilabench run NAME`: each expands a request into cases."""
 
 
 @hookspec

@@ -172,7 +172,7 @@ def _offered(manager: pluggy.PluginManager, kind_of_thing: str, *, third_party: 
                     raise PluginError(f"it returned {shown(descriptor)}, which is no {kind.__name__}")
                 if taken := sorted(reserved & {descriptor.name, *descriptor.aliases}):
                     where = f"{kind.__name__} {shown(descriptor.name)}"
-                    text = f"{taken[0]!r} stands for several names on the command line; choose another name"
+                    text = f"{taken[0]!r} means several names on the command line; choose another name"
                     raise PluginError(f"{where}: {text}")
             descriptors += result
     except PluginError as error:

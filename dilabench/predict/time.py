@@ -20,6 +20,8 @@ SLOWDOWN = {"float64": 16.0, "float32": 8.0, "float16": 1.0, "bfloat16": 1.0}
 OVERHEAD_S = 5.0
 # The same in a worker that has had other cases.
 CASE_OVERHEAD_S = 1.0
+# Sampling of a short call without a budget: a case takes 1 to 5 s in the records of docs/results. A budget shortens it.
+SAMPLING_S = 2.0
 CALLS_PER_CASE = 10
 SECONDS_PER_HOUR = 3600
 ROUND_TO_S = 10
@@ -51,6 +53,11 @@ def expected_seconds(cases: Sequence[Case], machine: Machine, cores: int) -> flo
     """Return the expected seconds of all cases together, builds and verification included."""
     calls_s = sum(CALLS_PER_CASE * plan_time(case, machine, cores).seconds for case in cases)
     return OVERHEAD_S + CASE_OVERHEAD_S * len(cases) + calls_s
+
+
+def case_expected_s(case: Case, machine: Machine, cores: int) -> float:
+    """Return the expected seconds of a case in a worker that has started, sampling included."""
+    return CASE_OVERHEAD_S + SAMPLING_S + CALLS_PER_CASE * plan_time(case, machine, cores).seconds
 
 
 def expected_time(cases: Sequence[Case], machine: Machine, cores: int, budget_s: float | None) -> str:

@@ -1,8 +1,8 @@
-"""The answer of a run: who is fastest at each length (or density, rank count), and one sentence on it.
+"""The answer of a run: the fastest implementation at each length (or density, rank count), and one sentence on it.
 
-"Fastest" means proven: the 95 % interval of the ratio to every rival lies beyond the margin of `compare`. The interval
-against the nearest rival is a column of the answer. "Probably" means that the rows shared too few rounds for that, and
-that the intervals of their medians do not overlap. Otherwise the tied rows are named.
+One rule decides on rivals, full attention and one device (`compare.view`). "Faster" means proven: the 95 % interval of
+the ratio over common rounds is beyond the margin of `compare`; the interval is in the row. "Probably" means that the
+two shared too few rounds or none, and that the intervals of their medians do not overlap. Otherwise rows are tied.
 """
 
 from collections import Counter
@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from dilabench.compare.view import PairView, Ranking, is_quotable, pair_views, rank, view_of
+from dilabench.compare.ranking import Ranking, rank
+from dilabench.compare.view import PairView, is_quotable, pair_views, view_of
 from dilabench.plugins.axis import Axis
 from dilabench.record import Failed, Measured, Row, RunRecord, SkipCode, Skipped
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name
 from dilabench.report.content import WorkloadTable, shape_id, workload_tables
 from dilabench.stats.decisions.paired import MIN_ROUNDS
-from dilabench.units import format_ratio
 
 TITLE = "Answer"
 # Before a ratio that is not proven to be another than 1.
@@ -25,25 +25,25 @@ ONE_DEVICE = "vs one device"
 NEXT = "next, 95 % CI"
 PROBABLY = "probably"
 HOW_TO_PROVE = f"fewer than {MIN_ROUNDS} rounds in common; a longer --budget decides it"
+SEPARATELY = "measured separately"
 # A sentence on each of more workloads than this would be no sentence any more.
 MAX_WORKLOADS = 3
 # A longer reason is left to the list of skipped rows.
 MAX_WHY = 40
 WHY_NONE: dict[SkipCode, str] = {"budget": "time ran out", "does_not_fit": "does not fit into memory"}
 SAYS_NOTHING = {"", ABSENT}
-# Left out where a terminal is too narrow, the first one first.
+# Omitted if a terminal is too narrow, the first one first.
 SPARE = ("memory", "verified")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRow:
-    """Who is fastest for one workload.
+    """The fastest implementation of one workload.
 
-    `value`: where it lies on the axis, `at` as a text; `workload`: what else tells it from the other workloads.
-    `ranking` is None if no row has a time to quote, and `why_none` says why. `nearest`: time of the nearest rival /
-    time of the fastest, None without a rival. `times_dense`: time of full attention / time of the fastest;
-    `dense_proven`: that one of the two is faster is proven. `times_one`, `one_proven`: the same of the fastest row on
-    one device, for one over ranks.
+    `value`: its place on the axis, `at` as a text; `workload`: what else distinguishes it from other workloads.
+    `ranking` is None if no row has a time to quote, and `why_none` says why. The three views compare the fastest row
+    (the baseline) with the nearest rival, with `dense` (full attention), and with the fastest row on one device if this
+    workload is over ranks. Each is None without such a row.
     """
 
     value: float
@@ -54,10 +54,8 @@ class AnswerRow:
     why_none: str = ""
     nearest: PairView | None = None
     dense: Row | None = None
-    times_dense: float | None = None
-    dense_proven: bool = False
-    times_one: float | None = None
-    one_proven: bool = False
+    versus_dense: PairView | None = None
+    versus_one: PairView | None = None
 
     @property
     def winner(self) -> str:
@@ -92,8 +90,8 @@ class Answer:
             for rows in by_workload
             for part in _sentences(rows, rows[0].workload if len(by_workload) > 1 else "", self.axis)
         ]
-        if any(row.times_one is not None and not row.one_proven for row in self.rows):
-            parts.append(f"{ABOUT}: not proven to be faster or slower than one device.")
+        if any(_is_undecided(row.versus_one) for row in self.rows):
+            parts.append(f"{ABOUT}: no difference from one device is proven or probable.")
         return " ".join(parts)
 
     def table(self) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], frozenset[str]]:
@@ -117,9 +115,9 @@ ANSWER_COLUMNS = (
     Column(name="workload", cell=lambda row: row.workload, right=False),
     Column(name="fastest", cell=lambda row: row.winner, right=False, spare=None),
     Column(name="time", cell=lambda row: _of_fastest("median", row), spare=None),
-    Column(name=NEXT, cell=lambda row: _nearest_text(row.nearest)),
-    Column(name="vs dense", cell=lambda row: _versus(row.times_dense, row.dense_proven)),
-    Column(name=ONE_DEVICE, cell=lambda row: _versus(row.times_one, row.one_proven)),
+    Column(name=NEXT, cell=lambda row: row.nearest and row.nearest.text),
+    Column(name="vs dense", cell=lambda row: _versus(row.versus_dense)),
+    Column(name=ONE_DEVICE, cell=lambda row: _versus(row.versus_one)),
     Column(name="memory", cell=lambda row: _of_fastest("peak mem.", row)),
     Column(name="verified", cell=lambda row: _of_fastest("verified", row), right=False, spare=None),
 )
@@ -136,7 +134,7 @@ def winner_text(ranking: Ranking) -> str:
 
 
 def answer(record: RunRecord, axis: Axis) -> Answer:
-    """The answer of a record along an axis; a workload whose rows are all yardsticks is answered by these."""
+    """The answer of a record along an axis; if all rows of a workload are unranked references, these are ranked."""
     tables = [table for table in workload_tables(record) if table.members]
     firsts = [table.members[0] for table in tables]
     values = [axis.value(row.planned) for row in firsts]
@@ -151,7 +149,7 @@ def answer(record: RunRecord, axis: Axis) -> Answer:
     ]
     alone = {first.case.group_id: row.fastest for first, row in zip(firsts, rows, strict=True) if row.fastest}
     rows = [
-        # The group of the same workload on one device; the row's own where it is one of these.
+        # The group of the same workload on one device; for a row on one device, its own group.
         _against_one_device(row, alone.get(first.case.model_copy(update={"world_size": 1}).group_id), record.device)
         for first, row in zip(firsts, rows, strict=True)
     ]
@@ -179,7 +177,7 @@ def _labels(firsts: Sequence[Row], values: Sequence[float], axis: Axis) -> list[
         seen: dict[float, set[str]] = {}
         for value, part in zip(values, parts, strict=True):
             seen.setdefault(value, set()).add(part[name])
-        if name != axis.name and any(len(found) > 1 for found in seen.values()):
+        if name != axis.name and any(len(values_seen) > 1 for values_seen in seen.values()):
             telling.append(name)
     return [" ".join(part[name] for name in telling) for part in parts]
 
@@ -187,7 +185,7 @@ def _labels(firsts: Sequence[Row], values: Sequence[float], axis: Axis) -> list[
 def _answer_row(
     table: WorkloadTable, device: str, value: float, at: str, workload: str, dense_rows: Sequence[Row]
 ) -> AnswerRow:
-    """`dense_rows`: full attention of the table's shape, wherever in the record."""
+    """`dense_rows`: the record's rows of full attention with the table's shape."""
     own = next((section.ranking for section in table.sections if section.ranking is not None), None)
     if all(row.planned.role == "yardstick" for row in table.members):
         own, dense_rows = rank([row for row in table.members if row.case.workload.is_dense], device), ()
@@ -196,19 +194,17 @@ def _answer_row(
         why = _why_none(table.members)
         return AnswerRow(value=value, at=at, batch=batch, workload=workload, ranking=None, why_none=why)
     found = AnswerRow(
-        value=value, at=at, batch=batch, workload=workload, ranking=own, nearest=_nearest(table.members, own)
+        value=value, at=at, batch=batch, workload=workload, ranking=own, nearest=_nearest(table.members, own, device)
     )
     return _against_dense(found, own.fastest, dense_rows, device)
 
 
-def _nearest(rows: Sequence[Row], ranking: Ranking) -> PairView | None:
-    """Time of the nearest of the other ranked rows / time of the fastest, with an interval if rounds give one."""
+def _nearest(rows: Sequence[Row], ranking: Ranking, device: str) -> PairView | None:
+    """Time of the nearest of the other ranked rows / time of the fastest."""
     ranked = [row for row in rows if row.case.case_id in ranking.speedups and isinstance(row.outcome, Measured)]
     others = [row for row in ranked if row is not ranking.fastest]
-    pairs = pair_views([(ranking.fastest, row) for row in others])
-    nearest = min(pairs, key=lambda pair: pair.ratio, default=None)
-    # That of medians decides nothing.
-    return replace(nearest, interval=None) if nearest and ranking.too_few_rounds else nearest
+    views = pair_views([(ranking.fastest, row) for row in others], device)
+    return min(views, key=lambda view: view.ratio, default=None)
 
 
 def _against_dense(line: AnswerRow, fastest: Row, rows: Sequence[Row], device: str) -> AnswerRow:
@@ -216,26 +212,13 @@ def _against_dense(line: AnswerRow, fastest: Row, rows: Sequence[Row], device: s
     if not timed:
         return line
     dense = min(timed, key=lambda pair: pair[0])[1]
-    ratio, proven = _times(fastest, dense, device)
-    return replace(line, dense=dense, times_dense=ratio, dense_proven=proven)
+    return replace(line, dense=dense, versus_dense=pair_views([(fastest, dense)], device)[0])
 
 
 def _against_one_device(line: AnswerRow, alone: Row | None, device: str) -> AnswerRow:
     if line.fastest is None or alone is None or alone is line.fastest:
         return line
-    ratio, proven = _times(line.fastest, alone, device)
-    return replace(line, times_one=ratio, one_proven=proven)
-
-
-def _times(fastest: Row, other: Row, device: str) -> tuple[float, bool]:
-    """Time of the other / time of the fastest, and whether that is proven to be another than 1."""
-    both = rank([fastest, other], device)
-    assert both is not None
-    ratio = both.speedups[fastest.case.case_id] / both.speedups[other.case.case_id]
-    # Rows that were not interleaved (most unranked references) allow no stronger test than that intervals are disjoint.
-    a, b = (view.interval if (view := view_of(row)) else None for row in (fastest, other))
-    apart = a is not None and b is not None and (a.high < b.low or b.high < a.low)
-    return ratio, both.proven or apart
+    return replace(line, versus_one=pair_views([(line.fastest, alone)], device)[0])
 
 
 def _why_none(rows: Sequence[Row]) -> str:
@@ -245,12 +228,12 @@ def _why_none(rows: Sequence[Row]) -> str:
         if isinstance(outcome, Failed):
             codes.setdefault("FAILED")
         elif isinstance(outcome, Skipped) and outcome.code == "unsupported":
-            # What stands in brackets is the cause, which the list of skipped rows has.
+            # The list of skipped rows has the cause, in brackets.
             why = outcome.why.partition(" (")[0]
             codes.setdefault(f"{row.case.implementation} {why}" if len(why) <= MAX_WHY else "unsupported")
         elif isinstance(outcome, Skipped):
             codes.setdefault(WHY_NONE.get(outcome.code, outcome.code.replace("_", " ")))
-    return ", ".join(codes) or "no time that can be true"
+    return ", ".join(codes) or "every time is impossible"
 
 
 def _sentences(rows: Sequence[AnswerRow], workload: str, axis: str) -> Iterator[str]:
@@ -271,35 +254,37 @@ def _sentences(rows: Sequence[AnswerRow], workload: str, axis: str) -> Iterator[
         texts.append(f"{' '.join(filter(None, (name, claim)))} at {where}{timed}{doubt if probable else ''}")
     yield f"{workload}: {'; '.join(texts)}." if workload else f"{'; '.join(texts)}."
     dense = next((row.dense for row in rows if row.dense), None)
-    proven = {place: row.times_dense > 1 for place, row in enumerate(rows) if row.times_dense and row.dense_proven}
     sides = [
         f"{side} at {axis} {_runs(places, rows)}"
-        for side, wins in (("faster", False), ("slower", True))
-        if (places := [place for place, won in proven.items() if won is wins])
+        for side, faster in (("faster", "candidate"), ("slower", "baseline"))
+        if (places := [at for at, row in enumerate(rows) if row.versus_dense and row.versus_dense.faster == faster])
     ]
     if dense and sides:
-        yield f"Full attention ({row_name(dense)}), another function, is {' and '.join(sides)}."
+        separately = any(row.versus_dense.faster and not row.versus_dense.proven for row in rows if row.versus_dense)
+        is_, why = (f"is {PROBABLY}", f" ({SEPARATELY})") if separately else ("is", "")
+        yield f"Full attention ({row_name(dense)}), another function, {is_} {' and '.join(sides)}{why}."
     if short := _in_short(rows, axis):
         yield short
-    if any(row.times_dense is not None and not row.dense_proven for row in rows):
-        yield f"{ABOUT}: not proven to be faster or slower than full attention."
+    if any(_is_undecided(row.versus_dense) for row in rows):
+        yield f"{ABOUT}: no difference from full attention is proven or probable."
 
 
 def _dense_counts(rows: Sequence[AnswerRow]) -> Iterator[str]:
-    """In how many workloads full attention is proven to be slower than the fastest, and in how many faster."""
-    known = [row for row in rows if row.times_dense is not None]
-    proven = Counter(
-        "slower" if row.times_dense > 1 else "faster" for row in known if row.times_dense and row.dense_proven
-    )
-    if proven:
-        sides = " and ".join(f"{side} in {proven[side]}" for side in ("slower", "faster") if proven[side])
-        yield f"Full attention, another function, is {sides} of the {len(known)} where it was measured."
+    """In how many workloads full attention is slower than the fastest, and in how many faster."""
+    views = [row.versus_dense for row in rows if row.versus_dense]
+    counts = Counter("slower" if view.faster == "baseline" else "faster" for view in views if view.faster)
+    if counts:
+        sides = " and ".join(f"{side} in {counts[side]}" for side in ("slower", "faster") if counts[side])
+        doubt = f"{PROBABLY} " if any(view.faster and not view.proven for view in views) else ""
+        yield f"Full attention, another function, is {doubt}{sides} of the {len(views)} where it was measured."
 
 
 def _in_short(rows: Sequence[AnswerRow], axis: str) -> str | None:
-    """What to use where, full attention among it: 'In short: dense up to length 4K, fused from length 8K on.'
+    """Return the recommendation per place, full attention included: 'In short: dense up to length 4K, fused from length
+    8K on.'
 
-    None unless every place has a proven choice, there are several, and none comes back after another.
+    None unless every place has a choice, the choices differ, and each covers one range. The text says "probably" if
+    full attention was measured separately.
     """
     names = [row_name(choice) if choice else None for choice in map(_choice, rows)]
     runs = [
@@ -310,20 +295,21 @@ def _in_short(rows: Sequence[AnswerRow], axis: str) -> str | None:
     texts = [f"{name} at {axis} {_runs(places, rows)}" for name, places in runs]
     texts[0] = f"{runs[0][0]} up to {axis} {rows[runs[0][1][-1]].at}"
     texts[-1] = f"{runs[-1][0]} from {axis} {rows[runs[-1][1][0]].at} on"
-    return f"In short: {', '.join(texts)}."
+    separately = any(row.versus_dense and not row.versus_dense.proven for row in rows)
+    return f"In short{f', {PROBABLY}' if separately else ''}: {', '.join(texts)}."
 
 
 def _choice(row: AnswerRow) -> Row | None:
-    """The fastest there, full attention among it; None if that is not proven."""
-    if row.ranking is None or (row.dense is not None and not row.dense_proven):
+    """The fastest row, full attention included; None if it is neither proven nor, for full attention, probable."""
+    if row.ranking is None or _is_undecided(row.versus_dense):
         return None
-    if row.times_dense is not None and row.times_dense < 1:
+    if row.versus_dense is not None and row.versus_dense.faster == "candidate":
         return row.dense
     return row.fastest if row.ranking.proven or len(row.ranking.speedups) == 1 else None
 
 
 def _gathered(rows: Sequence[AnswerRow]) -> dict[tuple[str, str], list[int]]:
-    """The places on the axis of each name and what is claimed of it: nothing of those that are tied or alone."""
+    """The places on the axis by name and claim; tied or single rows have an empty claim."""
     found: dict[tuple[str, str], list[int]] = {}
     for place, row in enumerate(rows):
         claimed = row.ranking and (row.ranking.proven or _is_probable(row))
@@ -352,15 +338,10 @@ def _of_fastest(name: str, row: AnswerRow) -> str | None:
     return COLUMNS[name].value_text(view) if view else None
 
 
-def _nearest_text(pair: PairView | None) -> str | None:
-    """'1.35x (1.33–1.37)', or without an interval '1.35x'."""
-    if pair is None:
-        return None
-    if pair.interval is None:
-        return format_ratio(pair.ratio)
-    low, high = (format_ratio(end).removesuffix("x") for end in (pair.interval.low, pair.interval.high))
-    return f"{format_ratio(pair.ratio)} ({low}–{high})"
+def _is_undecided(view: PairView | None) -> bool:
+    return view is not None and view.faster is None
 
 
-def _versus(times: float | None, proven: bool) -> str | None:
-    return None if times is None else ("" if proven else ABOUT) + format_ratio(times)
+def _versus(view: PairView | None) -> str | None:
+    """The ratio, after '≈' if neither side is faster."""
+    return None if view is None else (ABOUT if _is_undecided(view) else "") + view.text

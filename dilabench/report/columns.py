@@ -1,7 +1,7 @@
-"""The columns of tables and exports: one object each, which table, Markdown, HTML, CSV, Parquet and JSON read.
+"""The columns of tables and exports: one object each, read by table, Markdown, HTML, CSV, Parquet and JSON.
 
-A new column is one more object in `COLUMNS`: tables show it where it is asked for by its name, and with an `export`
-name CSV, Parquet, data frames and `report --json` hold its raw value.
+A new column is one more object in `COLUMNS`: tables show it if it is requested by name. With an `export` name, CSV,
+Parquet, data frames and `report --json` hold its raw value.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class DisplayRow:
 class Column:
     """A column. `cell`: its value in the view of a row or in a pair, None if there is none; `unit`: how to write it.
 
-    `shown`: its text where that is more than the value in its unit; asked of every row. `right`: a number, set to the
-    right. `spare`: when a narrow terminal leaves it out, the smallest first; None: never. `usual`: shown where no
-    columns are asked for. `export`: its name in CSV, Parquet and data frames; None: not there. `absent`: the text where
-    there is no value.
+    `shown`: its text if that is more than the value in its unit; called for every row. `right`: a number, aligned to
+    the right. `spare`: the order in which a narrow terminal omits columns, the smallest first; None: never. `usual`:
+    shown unless columns are requested. `export`: its name in CSV, Parquet and data frames; None: not there. `absent`:
+    the text for a missing value.
     """
 
     name: str
@@ -87,13 +87,13 @@ class Column:
         return ABSENT if line.view is None else self.value_text(line.view)
 
     def value_text(self, view: Any) -> str:
-        """The value in its unit: of a measured row, of a compared pair, or of whatever a line of the table shows."""
+        """The value in its unit, of a measured row, a compared pair, or another line of a table."""
         value = self.cell(view)
         return self.absent if value is None else _FORMATS[self.unit](value)
 
 
 def workload_title(case: Case) -> str:
-    """What a table is about: shape, pattern, mode and world size."""
+    """The title of a table: shape, pattern, mode and world size."""
     workload = case.workload
     world = f" · {case.world_size} devices" if case.world_size > 1 else ""
     return f"{workload.label()} · {workload.pattern.label()} · {workload.mode}{world}"
@@ -157,7 +157,7 @@ def _median(line: DisplayRow) -> str:
 def latency_interval(median_ns: float, interval: Interval | None) -> str:
     """The interval of a median in the median's unit and to its decimals; without one, the reason.
 
-    A dagger marks an interval of less than 95 %: the whole range of samples from too few turns for more.
+    A dagger marks an interval of less than 95 %: the whole range of samples from too few rounds.
     """
     if interval is None:
         return "n<5, no CI"
@@ -219,12 +219,12 @@ _COLUMNS = (
     Column(name="verified", cell=lambda view: view.verified, right=False, spare=9, usual=True),
 )
 COLUMNS = {column.name: column for column in _COLUMNS}
-# They tell which row it is, and are shown beside whatever columns are asked for.
+# They identify the row, so they are shown with any requested columns.
 NAMING_COLUMNS = ("implementation", "backend")
 
 
 def exported(view: RowView | None) -> dict[str, Any]:
-    """The raw figures of a row under their names in exports; None for each if the row was not measured."""
+    """The raw figures of a row by their export names; each is None if the row was not measured."""
     return {column.export: view and column.cell(view) for column in COLUMNS.values() if column.export}
 
 
@@ -239,7 +239,7 @@ def chosen_columns(wanted: Sequence[str] = ()) -> tuple[Column, ...]:
 
 
 def spared(columns: Sequence[Column]) -> list[Column]:
-    """Those that a narrow terminal leaves out, the first of them first."""
+    """The columns that a narrow terminal omits, the first one first."""
     return sorted((column for column in columns if column.spare is not None), key=lambda column: column.spare or 0)
 
 

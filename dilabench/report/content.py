@@ -1,4 +1,5 @@
-"""What every report says of a run record: tables of its rows, rows without a time, notes, the machine, the command.
+"""The content of every report on a run record: tables of its rows, rows without a time, notes, the machine, the
+command.
 
 A table holds the rows of one effective workload. Inside it a section holds rows that may be ranked against each other;
 a speed-up exists only inside a section, against the plain method or else the section's first measured row.
@@ -10,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from dilabench.compare.view import Ranking, lengths_without_rows, rank, view_of
+from dilabench.compare.ranking import Ranking, rankings
+from dilabench.compare.view import lengths_without_rows, view_of
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import (
     ESTIMATOR,
@@ -28,11 +30,12 @@ from dilabench.units import counted, format_bytes, format_count
 ESTIMATES = f"time: the {ESTIMATOR}; speed-up: from common rounds, else from the times"
 FOOTNOTES = {
     "*": "chosen by auto",
-    "†": "too few independent turns for 95 %: the interval is the whole range of the samples",
+    "†": "too few independent rounds for 95 %: the interval is the whole range of the samples",
     "‡": "not to be quoted, and not ranked: the note on this row says why its time cannot be true",
-    "✓": "its output was verified before timing: all rows, or a sample of that many",
-    "timed": "calls: of so many of them, while the clock ran, rows of the output were checked as well",
-    "all vs": "a built-in: every row was compared with that built-in's, of which the oracle had confirmed a sample",
+    "✓": "its output was verified before timing: all rows, or that many sampled rows",
+    "timed": "calls: rows of the output of this many timed calls were checked, too",
+    "all vs": "a built-in: every row was compared with this implementation, of which the oracle had confirmed "
+    "sampled rows",
 }
 UNVERIFIED: frozenset[FailureCode] = frozenset({"wrong_output", "backend_not_proven"})
 
@@ -41,7 +44,7 @@ UNVERIFIED: frozenset[FailureCode] = frozenset({"wrong_output", "backend_not_pro
 class Section:
     """Rows that compute the same thing from the same inputs. `title` is None for the table's own subject.
 
-    `ranking` is None if no row was measured, and for yardsticks, which are never ranked.
+    `ranking` is None if no row was measured, and for unranked references.
     """
 
     title: str | None
@@ -70,8 +73,8 @@ _last: list[tuple[RunRecord, tuple["WorkloadTable", ...]]] = []
 def workload_tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
     """One table per effective workload and world size, in the order of the record.
 
-    A yardstick (a row with that role) computes another function of the same shape; it stands in the
-    table of that shape, in a section of its own and without a speed-up.
+    A yardstick (an unranked reference) computes another function of the same shape. It is in the table of this shape,
+    in a separate section and without a speed-up.
     """
     # By identity: to hash or compare a record takes longer than to make its tables.
     if not _last or _last[0][0] is not record:
@@ -91,7 +94,17 @@ def _tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
     for row in yardsticks:
         cell = shape_owner.setdefault(shape_id(row.case), row.case.group_id)
         groups.setdefault(cell, []).append(row)
-    return tuple(_table(rows, record.device) for rows in groups.values())
+    sections = [_by_title(rows) for rows in groups.values()]
+    every = [rows for titled in sections for rows in titled.values()]
+    ranked = iter(rankings([() if _is_unranked(rows) else rows for rows in every], record.device))
+    return tuple(
+        WorkloadTable(
+            title=workload_title(rows[0].case),
+            members=tuple(rows),
+            sections=tuple(_section(title, members, next(ranked)) for title, members in titled.items()),
+        )
+        for rows, titled in zip(groups.values(), sections, strict=True)
+    )
 
 
 def footnotes(tables: Iterable[WorkloadTable], columns: Sequence[Column] = ()) -> tuple[str, ...]:
@@ -114,16 +127,15 @@ def shape_id(case: Case) -> str:
     return case.model_copy(update={"workload": case.workload.as_dense()}).group_id
 
 
-def _table(rows: Sequence[Row], device: str) -> WorkloadTable:
-    case = rows[0].case
+def _by_title(rows: Sequence[Row]) -> dict[str | None, list[Row]]:
     sections: dict[str | None, list[Row]] = {}
     for row in rows:
         sections.setdefault(_section_title(row), []).append(row)
-    return WorkloadTable(
-        title=workload_title(case),
-        members=tuple(rows),
-        sections=tuple(_section(title, members, device) for title, members in sections.items()),
-    )
+    return sections
+
+
+def _is_unranked(rows: Sequence[Row]) -> bool:
+    return rows[0].planned.role == "yardstick"
 
 
 def _section_title(row: Row) -> str | None:
@@ -133,8 +145,7 @@ def _section_title(row: Row) -> str | None:
     return None if takes == "heads" else f"takes {takes}: not comparable with the rows above"
 
 
-def _section(title: str | None, rows: Sequence[Row], device: str) -> Section:
-    ranking = None if rows[0].planned.role == "yardstick" else rank(rows, device)
+def _section(title: str | None, rows: Sequence[Row], ranking: Ranking | None) -> Section:
     shown = [
         DisplayRow(
             row=row,
@@ -152,7 +163,7 @@ def _section(title: str | None, rows: Sequence[Row], device: str) -> Section:
 class Unmeasured:
     """Rows that have no time for one reason, named with their workloads. `status` is 'skipped' or 'failed'.
 
-    `code`: what kind of reason it is; `count`: how many rows have it.
+    `code`: the kind of reason; `count`: its number of rows.
     """
 
     status: str
@@ -237,7 +248,7 @@ def _gathered(labels: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoteGroup:
-    """The notes of one kind: what the kind means, the texts of all of its rows, and what to do.
+    """The notes of one kind: its meaning, the texts of all its rows, and advice.
 
     `brief`: one line for all of them. `severe`: the times of these rows cannot be true.
     """
@@ -250,7 +261,7 @@ class NoteGroup:
 
     @property
     def brief(self) -> str:
-        """The note itself where it is alone, else what the kind means and the number of rows."""
+        """The note itself if it is the only one, else the meaning of its kind and the number of rows."""
         if len(self.texts) == 1:
             return self.texts[0]
         return f"{self.kind} ({len(self.texts)} rows): {self.meaning}" + (f"; {self.hint}" if self.hint else "")

@@ -1,4 +1,4 @@
-"""What a suite says about a record beside its tables: sentences, figures and plots, as plain data.
+"""The findings of a suite on a record: sentences, figures and plots, as plain data.
 
 A suite names its `analysis`, a function `analyse(record) -> Sequence[Section]`. It is called whenever a record
 is rendered, works on the raw samples, and its result is not stored.
@@ -20,16 +20,16 @@ from dilabench.plugins.axis import LENGTH, Axis
 from dilabench.plugins.boundary import answered, guarded, shown
 from dilabench.plugins.catalogue import BUILTIN, OWN, Catalogue
 from dilabench.plugins.descriptors import Reporter
-from dilabench.record import RunRecord
+from dilabench.record import Measured, RunRecord, Timing
 from dilabench.units import printable
 
 INTERVALS = ", with 95 % intervals"
-RANGES = ", of few turns the whole range"
+RANGES = "; with few rounds the whole range"
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A value over x, with its interval where there is one."""
+    """A value over x, with its interval if known."""
 
     x: float
     y: float
@@ -39,7 +39,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Points of one kind, by rising x. `fitted` marks a model beside measured points; it has their label."""
+    """Points of one kind, by ascending x. `fitted` marks a model of measured points, which has their label."""
 
     label: str
     points: tuple[Point, ...]
@@ -48,7 +48,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of x, from its first to its last point, over which something beside x is as `text` says."""
+    """A range of x, from its first to its last point, in which another quantity has the value `text`."""
 
     first: float
     last: float
@@ -59,8 +59,8 @@ class Span:
 class CurvePlot:
     """Curves over sequence length in tokens; both axes are logarithmic. `name` is the stem of its files.
 
-    `spans`: ranges of x with equal values of `span_label`, ascending; empty if it does not change. `ranges`:
-    some whiskers are the whole range of too few turns for an interval.
+    `spans`: ranges of x with equal values of `span_label`, ascending; empty if it does not change. `ranges`: some
+    whiskers are the whole range, because rounds are too few for an interval.
     """
 
     name: str
@@ -74,7 +74,7 @@ class CurvePlot:
 
     @property
     def caption(self) -> str:
-        """The title, and what whiskers are where there are any."""
+        """The title, with the meaning of the whiskers, if any."""
         whiskers = any(point.low is not None for curve in self.curves for point in curve.points)
         return self.title + INTERVALS * whiskers + RANGES * (whiskers and self.ranges)
 
@@ -91,7 +91,7 @@ class Bars:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarPlot:
-    """Groups of horizontal bars. With `reference`, bars begin there: what lies left of it is a loss.
+    """Groups of horizontal bars. With `reference`, bars begin there: a bar to the left is a loss.
 
     Their axis is linear: the lengths of bars on a logarithmic one would mean nothing.
     """
@@ -105,7 +105,7 @@ class BarPlot:
 
     @property
     def caption(self) -> str:
-        """The title, and what whiskers are where there are any."""
+        """The title, with the meaning of the whiskers, if any."""
         return self.title + INTERVALS * any(low is not None for bars in self.bars for low in bars.low)
 
 
@@ -136,10 +136,10 @@ Plot = CurvePlot | BarPlot | MaskPlot
 class Section:
     """One finding: the sentence that a reader needs, the figures behind it, and plots.
 
-    `rows` hold a text per column; columns in `numeric` are set to the right. `answers`: it is the answer to the suite's
-    question, which reports begin and end with; without one, that is who is fastest along the suite's axis. `headed`:
-    the first column is the heading of the rows below it (`tables`). `spare`: columns that a narrow terminal may leave
-    out, the first of them first.
+    `rows` hold a text per column; columns in `numeric` are aligned to the right. `answers`: it is the answer to the
+    suite's question, which begins and ends a report; without one, the fastest along the suite's axis is the answer.
+    `headed`: the first column is the heading of the rows below it (`tables`). `spare`: columns that a narrow terminal
+    may omit, the first one first.
     """
 
     title: str
@@ -167,12 +167,11 @@ class Section:
 # How JSON writes control characters; a backslash before such a letter looks the same, and only costs time.
 _ESCAPED = re.compile(r"\\[bfru]")
 
-_SAMPLES = {"samples_ns", "rank_samples_ns", "enqueue_ns", "renewed"}
-_NUMBERS: Any = {"rows": {"__all__": {"outcome": {"timings": {"__all__": {"slots": {"__all__": _SAMPLES}}}}}}}
+_SLOTS: Any = {"rows": {"__all__": {"outcome": {"timings": {"__all__": {"slots"}}}}}}
 
 # Analyses of what any suite's record may hold.
 FOR_EVERY_SUITE = ("dilabench.report.findings:_pictures_of",)
-# Beyond this a cell of a picture stands for several blocks.
+# Above this, a cell of a picture represents several blocks.
 MAX_CELLS = 256
 
 
@@ -197,7 +196,7 @@ def sections_of(record: RunRecord, catalogue: Catalogue, *, plots: bool = True) 
             with guarded(plugin, f"analysis {target}"):
                 found += _checked(target, load_target(target)(*facts))
         except (PluginError, ConfigError) as error:
-            # Refusals of an analysis are about this record; they take nothing else from it.
+            # If an analysis refuses a record, other findings on it remain.
             blamed = error if isinstance(error, PluginError) else PluginError(str(error), plugin)
             catalogue.blame(blamed)
             found.append(Section(title="Analysis failed", sentence=printable(str(blamed))))
@@ -207,21 +206,21 @@ def sections_of(record: RunRecord, catalogue: Catalogue, *, plots: bool = True) 
 
 
 def _without_controls(value: Any) -> Any:
-    """A section, or a part of one, whose texts hold no control characters of what a record or a plug-in says."""
+    """Return the section, or part, without control characters that texts of a record or plug-in may hold."""
     if isinstance(value, str):
         return printable(value)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(value, **{field.name: _without_controls(getattr(value, field.name)) for field in fields(value)})
-    # Of a picture's cells, which are many, none is a text.
+    # The cells of a picture are numbers, and many.
     if isinstance(value, tuple) and value and (isinstance(value[0], str | tuple) or is_dataclass(value[0])):
         return tuple(map(_without_controls, value))
     return value
 
 
 def _pictures_of(record: RunRecord) -> tuple[Section, ...]:
-    """A section of pictures; nothing for a record whose patterns have none.
+    """A section of pictures, if the record's patterns have any.
 
-    One whose file is gone or has changed is named in the sentence instead.
+    A picture whose file is missing or has changed is named in the sentence instead.
     """
     uses = dict.fromkeys(
         (row.case.workload.pattern, shape) for row in record.rows for shape in row.case.workload.shapes
@@ -248,7 +247,7 @@ def _unused(stem: str, taken: set[str]) -> str:
 
 
 def answer_section(record: RunRecord, axis: Axis) -> Section:
-    """Who is fastest along an axis, as every report closes."""
+    """The fastest implementation along an axis, at the end of every report."""
     # Its statistics need numpy, which --help should not wait for.
     from dilabench.report.answer import SPARE, TITLE, answer
 
@@ -336,19 +335,26 @@ FactsT = TypeVar("FactsT")
 
 
 def _facts_for(plugin: str, facts: FactsT) -> FactsT:
-    """What a plug-in's function is called with: a copy, so that nothing it changes is the run's."""
+    """The argument of a plug-in's function: a copy, so that the plug-in cannot change the run."""
     return facts if plugin in OWN else copy.deepcopy(facts)
 
 
 def _printable(record: RunRecord) -> RunRecord:
     """The record without control characters in its texts, which a terminal would obey; mostly the record itself."""
-    # Numbers are no texts, and most of a record.
-    text = record.model_dump_json(exclude=_NUMBERS)
+    # Slots are most of a record, and hold no other texts than these.
+    reasons = {reason for timing in _timings_of(record) for reason in timing.columns.texts}
+    text = "".join([record.model_dump_json(exclude=_SLOTS), *sorted(reasons)])
     if not _ESCAPED.search(text) and (text.isprintable() or printable(text) == text):
         return record
     document = record.model_dump(mode="json")
     safe = _walked(document)
     return record if safe == document else RunRecord.model_validate(safe)
+
+
+def _timings_of(record: RunRecord) -> Iterator[Timing]:
+    for row in record.rows:
+        if isinstance(row.outcome, Measured):
+            yield from row.outcome.timings
 
 
 def _walked(value: Any) -> Any:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 # Between two columns of a table without frame.
 GAP = 2
-# Cells that say nothing, in all rows not even once.
+# Cells without information; a column of only these is omitted.
 NOTHING = frozenset({"", "–", "—"})
 
 
@@ -40,25 +40,26 @@ def grid(
     width: int,
     spare: Sequence[str] = (),
 ) -> RenderableType:
-    """A table without frame; columns of numbers, named in `right`, stand to the right.
+    """A table without frame; columns of numbers, named in `right`, are aligned to the right.
 
-    Where it is wider than `width`, its widest texts fold. Where even words do not fit, what all rows have in common is
-    said above them, then rows stand under the name in their first column, then the columns in `spare` are left out, one
-    by one, which is said below them; then numbers fold. In the end each row becomes a list, a cell to a line.
+    If it is wider than `width`, its widest texts fold. If even words do not fit, these steps follow in order: columns
+    with one value move above the table; the first column becomes a heading of its rows; columns in `spare` are omitted,
+    one by one, and named below; numbers fold; each row becomes a list with a cell per line.
     """
     for whole in (True, False):
         for form in _narrower(columns, rows, spare):
             if (widths := form.widths(right, width, whole=whole)) is not None:
                 left_out = [name for name in spare[: form.left_out] if name in columns]
-                below = [Text(f"left out at {width} columns: {', '.join(left_out)}", style="dim")] if left_out else []
+                below = [Text(f"omitted at {width} columns: {', '.join(left_out)}", style="dim")] if left_out else []
                 return Group(form.drawn(widths, right), *below)
     return Group(*_as_lists(columns, rows))
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A table as it may be drawn, with a line above it. `headed`: rows stand under the name in their first column;
-    `left_out`: how many of the spare columns are."""
+    """A table in one form, with a line above it. `headed`: the first column is the heading of its rows; `left_out`:
+    number of omitted spare columns.
+    """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]

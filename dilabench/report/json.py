@@ -11,7 +11,7 @@ FILENAME = "run.json"
 # The key of a row's figures, which no record has.
 SUMMARY = "summary"
 
-# A raw newline never stands inside a JSON string, so this matches only lists of whole numbers laid out in lines.
+# A JSON string has no raw newline, so this matches only lists of whole numbers laid out in lines.
 _NUMBER_LIST = re.compile(r"\[\n\s+(-?\d+(?:,\n\s+-?\d+)*)\n\s+\]")
 
 

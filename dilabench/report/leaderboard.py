@@ -1,8 +1,8 @@
 """Leaderboards: from any number of records, one board per device and family of workloads.
 
 Only rows that passed verification and whose time may be quoted are on it. Places are given by the rule that `compare`
-decides with: rows share one if no difference is proven. That needs interleaved rows, so that the rows of each
-run have places among themselves, also where two runs measured the same workload.
+decides with: rows share one if no difference is proven. That needs interleaved rows, so each run is ranked separately,
+even if two runs measured the same workload.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dilabench.compare.view import is_quotable, measured_view, rank
+from dilabench.compare.ranking import rank
+from dilabench.compare.view import is_quotable, measured_view
 from dilabench.record import Row, RunRecord
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name
 from dilabench.report.content import environment_rows, reproduce_command, workload_tables
@@ -25,10 +26,10 @@ HTML_NAME = "leaderboard.html"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One row. `place`: 1 is the fastest; `tied`: others share it. `unproven`: too few rounds to tell them apart.
+    """One row. `place`: 1 is the fastest; `tied`: others share it. `unproven`: too few rounds to separate them.
 
-    `behind`: its time over that of the fastest. `command`: measures it again, alone; None if only a suite's own
-    search knows how the row came to be.
+    `behind`: its time / time of the fastest. `command`: measures it again, alone; None if only a suite's own search
+    knows how the row came to be.
     """
 
     place: int
@@ -44,7 +45,7 @@ class Entry:
 
     @property
     def place_text(self) -> str:
-        """'1', '1 =' where others have it too, '1 ?' where nothing is proven."""
+        """'1', '1 =' if others share it, '1 ?' if no difference could be proven."""
         return f"{self.place} {'?' if self.unproven else '='}" if self.tied else str(self.place)
 
 
@@ -93,7 +94,7 @@ BOARD_COLUMNS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Where entries come from: commit, machine and versions, and the command that made the whole record."""
+    """The source of entries: commit, machine and versions, and the command that made the whole record."""
 
     run_id: str
     started_at: str
@@ -133,7 +134,9 @@ def leaderboard(records: Sequence[RunRecord]) -> Leaderboard:
     boards = [
         # Sorting is stable: of one shape the newest run stays first.
         Board(
-            device=device, family=family, contests=tuple(board for _, board in sorted(listed, key=lambda each: each[0]))
+            device=device,
+            family=family,
+            contests=tuple(board for _, board in sorted(listed, key=lambda entry: entry[0])),
         )
         for (device, family), listed in sorted(found.items())
     ]
@@ -141,7 +144,7 @@ def leaderboard(records: Sequence[RunRecord]) -> Leaderboard:
 
 
 def to_html(found: Leaderboard) -> str:
-    """leaderboard.html: a board per device and family, with what is needed to repeat every row. It fetches nothing."""
+    """leaderboard.html: a board per device and family, with the commands that repeat every row. It needs no network."""
     return page(
         "leaderboard.html.j2",
         boards=found.boards,
@@ -153,7 +156,7 @@ def to_html(found: Leaderboard) -> str:
 
 
 def device_name(record: RunRecord) -> str:
-    """The kind of GPU, whatever number of them the host has, or of CPU."""
+    """The kind of GPU, regardless of their number, or of CPU."""
     environment = record.environment
     if record.device.startswith("cuda") and environment.gpus:
         return ", ".join(dict.fromkeys(gpu.name for gpu in environment.gpus))
@@ -161,7 +164,7 @@ def device_name(record: RunRecord) -> str:
 
 
 def family_text(workload: Workload) -> str:
-    """What is computed, whatever the shape: 'dilated w 2K,4K r 1,2, causal'."""
+    """The computation regardless of its shape: 'dilated w 2K,4K r 1,2, causal'."""
     parts = [workload.pattern.label(), "causal" if workload.causal else "not causal"]
     if workload.window != UNBOUNDED:
         parts.append(f"window {workload.window[0]},{workload.window[1]}")
@@ -171,14 +174,14 @@ def family_text(workload: Workload) -> str:
 
 
 def _shape_text(row: Row) -> str:
-    """What the family leaves open: shape, dtype, mode, devices, and what a call takes where that is not q, k, v."""
+    """The fields outside the family: shape, dtype, mode, devices, and the inputs of a call unless they are q, k, v."""
     case, takes = row.case, row.planned.takes
     world = f" · {case.world_size} devices" if case.world_size > 1 else ""
     return f"{case.workload.label()} · {case.workload.mode}{world}" + ("" if takes == "heads" else f" · takes {takes}")
 
 
 def _ranked_together(record: RunRecord) -> Iterator[list[Row]]:
-    """Rows that compute one function of the same inputs; yardsticks compute another one."""
+    """Rows that compute one function of the same inputs, so without unranked references."""
     for table in workload_tables(record):
         for section in table.sections:
             rows = [line.row for line in section.rows if is_quotable(line.row)]

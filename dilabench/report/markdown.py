@@ -30,7 +30,7 @@ def render(
 ) -> str | None:
     """Write report.md into `folder` and print nothing; without a folder, return the text to print.
 
-    Plots that lie in the folder are embedded. Raises EnvironmentNotReady when the file cannot be written.
+    Plots in the folder are embedded. Raises EnvironmentNotReady when the file cannot be written.
     """
     text = to_text(record, sections, folder, columns)
     if folder is None:
@@ -93,7 +93,7 @@ def tables_lines(record: RunRecord, columns: Sequence[Column]) -> Iterator[str]:
 
 
 def finding_lines(finding: Finding, folder: Path | None = None, heading: str = "##") -> Iterator[str]:
-    """Heading, sentence and table of a finding, and its plots where they lie in the folder."""
+    """Heading, sentence and table of a finding, and its plots if they are in the folder."""
     yield from ("", f"{heading} {escaped(finding.title)}", "", escaped(finding.sentence))
     for title, columns, rows in finding.tables() if finding.rows else ():
         rules = ["---:" if name in finding.numeric else "---" for name in columns]
@@ -106,7 +106,7 @@ def finding_lines(finding: Finding, folder: Path | None = None, heading: str = "
 
 
 def _notes(group: NoteGroup) -> Iterator[str]:
-    """One line for the notes of a kind; those of several rows stand folded below it."""
+    """One line for the notes of a kind; notes of several rows are folded below it."""
     yield from ("", f"- {escaped(group.brief)}")
     if len(group.texts) > 1:
         yield from ("", "  <details><summary>all rows</summary>", "")

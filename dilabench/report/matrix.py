@@ -1,6 +1,6 @@
 """A matrix of runs as rows of text, which the terminal and Markdown both show.
 
-A line per case and run: the time of that run, and to the right of it how each later run compares with it.
+A line per case and run: its time, then the comparison of each later run with it.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ CORNER = "base ↓ new →"
 ADVISORY = "*"
 HOW_TO_READ = (
     "Each cell: time of the run above / time of the run to the left, its interval, the verdict; above 1 is slower. "
-    "Where both are the same run: its time."
+    "If both are the same run: its time."
 )
 ADVISORY_MEANS = f"{ADVISORY} advisory: the base has too few sessions for a verdict that counts"
 
@@ -36,12 +36,12 @@ def rows(matrix: Matrix, case: CaseMatrix) -> Iterator[tuple[str, ...]]:
 
 
 def time_text(times_ns: dict[int, float], run: int) -> str:
-    """The time of the case in a run, a dash where it has none."""
+    """The time of the case in a run, or a dash."""
     return format_latency(times_ns[run]) if run in times_ns else ABSENT
 
 
 def pair_text(pair: ComparedPair | None) -> str:
-    """'1.052 (1.031–1.074) SLOWER*, LARGER', a dash where there is nothing to compare."""
+    """'1.052 (1.031–1.074) SLOWER*, LARGER', or a dash without a comparison."""
     if pair is None:
         return ABSENT
     memory = f", {pair.memory.code}" if pair.memory is not None and pair.memory.code != "SAME" else ""
@@ -49,7 +49,7 @@ def pair_text(pair: ComparedPair | None) -> str:
 
 
 def ratio_text(pair: ComparedPair) -> str:
-    """The ratio candidate / baseline and its interval, where there is one."""
+    """The ratio candidate / baseline with its interval, if known."""
     interval = ratio_interval(pair)
     return f"{pair.verdict.numbers.ratio:.3f}" + (f" ({interval})" if interval else "")
 

@@ -1,4 +1,4 @@
-"""Markdown to paste into a pull request, or for a job's summary: the answer or the verdict first, the rest folded."""
+"""Markdown to paste into a pull request, or for a job's summary: the answer or the verdict first, details folded."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -103,12 +103,12 @@ def _compared(pairs: Sequence[ComparedPair]) -> Iterator[str]:
 
 
 def _limited(lines: Sequence[str], folded: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """The lines, and the folded parts for which there is room; the others are said to be left out."""
+    """The lines, and the folded parts that fit; the others are named as omitted."""
     text = "\n".join(lines) + "\n"
     for title, part in folded:
         if not part:
             continue
         block = f"\n<details><summary>{title}</summary>\n\n" + "\n".join(part) + "\n\n</details>\n"
         room = len(text) + len(block) <= MOST_CHARACTERS
-        text += block if room else f"\n{title} left out: too long for a comment; report.md has it.\n"
+        text += block if room else f"\n{title} omitted: too long for a comment; report.md has it.\n"
     return text

@@ -23,7 +23,7 @@ def render_bencher(record: RunRecord, folder: Path | None) -> str | None:
 
 
 def render_github_action(record: RunRecord, folder: Path | None) -> str | None:
-    """What github-action-benchmark takes as `customSmallerIsBetter`: the time of each row, with half its interval."""
+    """The format `customSmallerIsBetter` of github-action-benchmark: the time of each row, with half its interval."""
     document = [
         {
             "name": name,
@@ -38,7 +38,7 @@ def render_github_action(record: RunRecord, folder: Path | None) -> str | None:
 
 
 def _quotable(record: RunRecord) -> Iterator[tuple[str, RowView]]:
-    """The rows whose time may be quoted, under names that differ and stay the same from run to run."""
+    """The rows whose time may be quoted, under names that are unique and stable between runs."""
     views = [view for row in record.rows if is_quotable(row) and (view := view_of(row))]
     names = [f"{row_name(view.row)} / {workload_title(view.row.case)}" for view in views]
     shared = Counter(names)

@@ -1,4 +1,4 @@
-"""The terminal report: findings, a table per workload, what has no time and why, notes, and last the answer."""
+"""The terminal report: findings, a table per workload, rows without a time and why, notes, and last the answer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ from dilabench.report.grid import grid, text_console
 from dilabench.units import counted, output_width
 
 PIPED_WIDTH = 120
-# More tables are left out of the terminal, more rows that share a reason are counted, longer reasons cut.
+# More tables are omitted, more rows with the same reason are counted, longer reasons are truncated.
 MAX_TABLES = 6
 MAX_TOLD = 3
 MAX_WHY = 240
@@ -62,7 +62,7 @@ def to_text(
 ) -> str:
     """The report for a terminal of `width` columns, which ends with the answer.
 
-    Without `details` many tables are left out, and what many rows share is said once. `columns`: of the tables.
+    Without `details` most tables are omitted, and notes shared by many rows are printed once. `columns`: of the tables.
     """
     console, out = text_console(width, colour)
     wanted = chosen_columns(columns)
@@ -78,7 +78,7 @@ def to_text(
             console.print(Text("; ".join(notes), style="dim"))
     elif tables:
         console.print()
-        console.print(Text(f"{len(tables)} tables, one of each workload, are left out; {DETAILS_HINT}", style="dim"))
+        console.print(Text(f"{len(tables)} tables, one per workload, are omitted; {DETAILS_HINT}", style="dim"))
     lines = [*_unmeasured_texts(record, details), *_note_texts(record, details)]
     if lines:
         console.print()
@@ -93,7 +93,7 @@ def to_text(
 
 
 def _print_table(console: Console, table: WorkloadTable, wanted: Sequence[Column]) -> list[Column]:
-    """Print a table with those of the wanted columns that there is room for, which it returns."""
+    """Print a table with the wanted columns that fit, and return them."""
     console.print()
     console.print(Text(table.title, style="bold"))
     cells = {column.name: [column.text(row) for row in table.rows] for column in wanted}
@@ -106,7 +106,7 @@ def _print_table(console: Console, table: WorkloadTable, wanted: Sequence[Column
         console.print(_drawn(section, columns, widths, gap, header=index == 0))
     left_out = [column.name for column in wanted if column not in columns]
     if left_out:
-        console.print(Text(f"left out at {console.width} columns: {', '.join(left_out)}", style="dim"))
+        console.print(Text(f"omitted at {console.width} columns: {', '.join(left_out)}", style="dim"))
     return columns
 
 
@@ -144,7 +144,9 @@ def _print_finding(console: Console, finding: Finding) -> None:
 
 
 def _unmeasured_texts(record: RunRecord, details: bool) -> Iterator[Text]:
-    """What has no time and why. Failures are told in full; without `details`, of skips of one kind only the first."""
+    """Print the rows without a time and why. Failures are printed in full; without `details`, only the first skip of
+    each kind.
+    """
     by_kind: dict[tuple[str, str], list[Unmeasured]] = {}
     for entry in unmeasured(record):
         by_kind.setdefault((entry.status, entry.code), []).append(entry)

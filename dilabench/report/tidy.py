@@ -1,10 +1,11 @@
 """A record as tidy tables: one line per case, or one per sample, with plain values under fixed names and in raw units.
 
-Times are in nanoseconds and sizes in bytes; None stands where there is nothing. `label_*` columns are there for the
-labels that the record has. CSV, Parquet (extra `data`) and data frames are written here.
+Times are in nanoseconds and sizes in bytes; None marks a missing value. The record's labels have `label_*` columns.
+CSV, Parquet (extra `data`) and data frames are written here.
 """
 
 import csv
+import functools
 import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dilabench.atomic_file import write_bytes, write_text
 from dilabench.compare.view import memory_of, view_of
 from dilabench.errors import EnvironmentNotReady
-from dilabench.record import Failed, Measured, Memory, Row, RunRecord
+from dilabench.record import Failed, Measured, Memory, Row, RunRecord, Timing
 from dilabench.report.columns import exported, implementation_text
 from dilabench.report.content import device_text
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 Line = dict[str, Any]
 # The peak is a column of tables, too.
+TURN = ("session", "round", "position", "sm_clock_mhz", "power_mw", "temperature_c", "throttle")
 MEMORY = tuple(name for name in Memory.model_fields if name.endswith("_bytes") and name != "peak_bytes")
 
 
@@ -42,10 +44,11 @@ def cases(record: RunRecord) -> list[Line]:
 
 
 def samples(record: RunRecord) -> list[Line]:
-    """One line per sample of every timer, in the order taken, with the device's state at the end of its turn."""
+    """One line per sample of every timer, in the order taken, with the device's state at the end of its slot."""
     return [
-        {**turn, "sample": index, "time_ns": time_ns}
-        for turn, times in _turns(record)
+        {**about, **dict(zip(TURN, turn, strict=True)), "sample": index, "time_ns": time_ns}
+        for about, timing in _timings(record)
+        for turn, times in _turns(timing)
         for index, time_ns in enumerate(times)
     ]
 
@@ -67,7 +70,7 @@ def render_csv(record: RunRecord, folder: Path | None) -> str | None:
 
 
 def render_csv_samples(record: RunRecord, folder: Path | None) -> Iterator[str] | None:
-    """As `render_csv`, one line per sample, in samples.csv; it is written, or its text comes, turn by turn."""
+    """As `render_csv`, one line per sample, in samples.csv; it is written, or its text is yielded, slot by slot."""
     if folder is None:
         return _samples_text(record)
     write_bytes(folder / "samples.csv", (text.encode() for text in _samples_text(record)))
@@ -75,7 +78,7 @@ def render_csv_samples(record: RunRecord, folder: Path | None) -> Iterator[str] 
 
 
 def render_parquet(record: RunRecord, folder: Path | None) -> None:
-    """Write cases.parquet into `folder`; without one there is nothing to do. Raises EnvironmentNotReady."""
+    """Write cases.parquet into `folder`; without one, do nothing. Raises EnvironmentNotReady."""
     _parquet(lambda: cases(record), folder, "cases.parquet")
 
 
@@ -123,39 +126,47 @@ def _case(row: Row) -> Line:
     }
 
 
-def _turns(record: RunRecord) -> Iterator[tuple[Line, Sequence[int]]]:
-    """For each turn of every timer: what its lines share, and the times in ns."""
+def _timings(record: RunRecord) -> Iterator[tuple[Line, Timing]]:
+    """Every timing with what the lines of all its samples share."""
     for row in record.rows:
-        for timing in row.outcome.timings if isinstance(row.outcome, Measured) else ():
-            for slot in timing.slots:
-                turn = {
-                    "run_id": record.run_id,
-                    "case_id": row.case.case_id,
-                    "implementation": row.case.implementation,
-                    "backend": row.case.backend,
-                    "seq_len": row.case.workload.seq_len,
-                    "mode": row.case.workload.mode,
-                    "timer": timing.timer,
-                    "session": slot.session,
-                    "round": slot.round,
-                    "position": slot.position,
-                    "sm_clock_mhz": slot.sm_clock_mhz,
-                    "power_mw": slot.power_mw,
-                    "temperature_c": slot.temperature_c,
-                    "throttle": ";".join(slot.throttle) or None,
-                }
-                yield turn, slot.samples_ns
+        if isinstance(row.outcome, Measured):
+            about = {
+                "run_id": record.run_id,
+                "case_id": row.case.case_id,
+                "implementation": row.case.implementation,
+                "backend": row.case.backend,
+                "seq_len": row.case.workload.seq_len,
+                "mode": row.case.workload.mode,
+            }
+            yield from ((about | {"timer": timing.timer}, timing) for timing in row.outcome.timings)
+
+
+def _turns(timing: Timing) -> Iterator[tuple[tuple[Any, ...], Sequence[int]]]:
+    """For each turn the values of `TURN`, and the times in ns."""
+    columns = timing.columns
+    *numbers, reasons = map(columns.column, TURN)
+    texts = (";".join(reason) or None for reason in reasons)
+    return zip(zip(*numbers, texts, strict=True), columns.column("samples_ns"), strict=True)
 
 
 def _samples_text(record: RunRecord) -> Iterator[str]:
-    """The CSV of all samples in parts: what the lines of a turn share is written once and repeated."""
-    for number, (turn, times) in enumerate(_turns(record)):
+    """The CSV of all samples in parts: what the lines of a timing or a turn share is written once and repeated."""
+    for number, (about, timing) in enumerate(_timings(record)):
         if number == 0:
-            yield f"{','.join(turn)},sample,time_ns\n"
-        shared = io.StringIO()
-        csv.writer(shared, lineterminator="").writerow(map(_cell, turn.values()))
-        start = shared.getvalue()
-        yield "".join(f"{start},{index},{time_ns}\n" for index, time_ns in enumerate(times))
+            yield f"{','.join((*about, *TURN))},sample,time_ns\n"
+        shared = _csv_line(tuple(about.values()))
+        for (*numbers, reasons), times in _turns(timing):
+            state = ",".join(["" if value is None else str(value) for value in numbers])
+            start = f"{shared},{state},{_csv_line((reasons,))}"
+            yield "".join([f"{start},{index},{time_ns}\n" for index, time_ns in enumerate(times)])
+
+
+@functools.lru_cache(maxsize=64)
+def _csv_line(values: tuple[Any, ...]) -> str:
+    text = io.StringIO()
+    # A line of one empty value would be written as a pair of quotes.
+    csv.writer(text, lineterminator="").writerow([*map(_cell, values), "."])
+    return text.getvalue().removesuffix(",.")
 
 
 def _csv(lines: Sequence[Line], folder: Path | None, filename: str) -> str | None:

@@ -1,13 +1,9 @@
 """One execution of a plan (`suites.planner`) to its record, for the command line and for `dilabench.run()`. No torch.
 
-`execution`       plan -> record: header, folder, measuring, reports
-`resume`          going on with a run, and which budget would do for the rest
-`machine_state`   what makes a machine's times noisy or wrong
-`check`           the gate: a baseline's cases, measured again until decided
-`remeasure`       the cases of a record, measured again
-`calibration`     a machine's noise between sessions
-`memory`          the cases of `plan`, and their traced peaks beside measured ones
-`verification`    the cases of `verify`
+`execution` plan -> record: header, folder, measuring, reports `resume` continuing a run, and the budget for its
+remaining cases `machine_state` what makes a machine's times noisy or wrong `check` the gate: a baseline's cases,
+measured again until decided `remeasure` the cases of a record, measured again `calibration` a machine's noise between
+sessions `memory` the cases of `plan`, and their traced peaks next to measured ones `verification` the cases of `verify`
 """
 
 from pathlib import Path

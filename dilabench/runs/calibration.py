@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from dilabench.compare.fingerprint import hard_fields, machine_key
-from dilabench.compare.view import pair
+from dilabench.compare.pairing import pair
 from dilabench.engine import calibration
 from dilabench.engine.calibration import BASELINE, EFFECTS
 from dilabench.engine.device.environment import with_torch
@@ -42,7 +42,7 @@ class CalibrationRun:
     def on(cls, device: str, workload: Mapping[str, Any]) -> "CalibrationRun":
         """A calibration on this device; `workload` holds fields that differ from the defaults.
 
-        Raises EnvironmentNotReady where it cannot run.
+        Raises EnvironmentNotReady if it cannot run.
         """
         found, machine = discover(extra=[calibration]), detect(device)
         request = run_request(
@@ -78,7 +78,7 @@ class CalibrationRun:
 def summary(sessions: Sessions, here: RunRecord, workload: str) -> Calibration:
     """Noise floor, power curve and detectable change of some sessions.
 
-    The rates are those of single sessions, judged with the noise floor of all sessions together.
+    The rates are of single sessions, judged with the noise floor of all sessions together.
     """
     unknown = Policy.for_device(here.device)
     alike = _verdicts(sessions, "same-2", unknown)

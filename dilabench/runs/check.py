@@ -25,7 +25,7 @@ class SessionBudget:
     """Shares `total_s` seconds, from now on, between looks and the second measurement of cases that seem to have
     changed.
 
-    The second measurement takes as many sessions again, so a look is taken only if both fit.
+    The second measurement needs as many sessions again, so a look is taken only if both fit.
     """
 
     cases: Sequence[PlannedCase]
@@ -42,7 +42,7 @@ class SessionBudget:
         self.took_s |= case_seconds(record.rows, session_s)
 
     def groups_of(self, ids: CaseIds) -> list[PlannedCase]:
-        """All cases of the workload groups of these cases, which a session measures."""
+        """All cases of the workload groups of `cases`, which a session measures."""
         groups = {case.case.group_id for case in self.cases if case.case.case_id in ids}
         return [case for case in self.cases if case.case.group_id in groups]
 
@@ -73,7 +73,7 @@ class SessionBudget:
         return text + _out_of_reach(itself.pairs)
 
     def sufficient(self, final: Comparison) -> str | None:
-        """The budget that should decide the undecided cases; None if there are none, or no budget would."""
+        """The budget that should decide the undecided cases; None if all are decided, or no budget would."""
         undecided = [pair for pair in final.pairs if pair.verdict.undecided]
         numbers = [pair.verdict.numbers for pair in undecided if pair.verdict.numbers.sessions_needed is not None]
         if not numbers:
@@ -85,7 +85,7 @@ class SessionBudget:
         option = budget_option(self.clock() - self.started_s + more_s)
         return (
             f"{len(undecided)} of {len(final.pairs)} cases are undecided: {option} should suffice ({needed} sessions "
-            f"of {format_seconds(session_s)}, verification included, and as many again where a change shows)"
+            f"of {format_seconds(session_s)}, verification included, and the same again if a change shows)"
         )
 
 
@@ -98,7 +98,7 @@ def _out_of_reach(pairs: Sequence[ComparedPair]) -> str:
     if both:
         way = f"{max(both)} on either side would do"
     else:
-        way = "one tells nothing of their spread" if beyond[0].confidence is None else "they lie too far apart"
+        way = "one does not show their spread" if beyond[0].confidence is None else "they differ too much"
     return (
         f"; the baseline has too few sessions to show SAME in {len(beyond)} of {len(pairs)} cases: {way} "
         "(`baseline save --add` adds some, `--relative-to` an unchanged implementation brings them together)"
@@ -142,7 +142,9 @@ class Check:
         return self._hinted(looked_at(records, ids, self._measure_if_possible, self._judge, self.policy))
 
     def of_sessions(self, sessions: int | None) -> Comparison:
-        """The verdicts on `sessions` new sessions; None: until all cases are decided, or the budget ends."""
+        """The verdicts on `sessions` new sessions; with None, sessions are added until all cases are decided or the
+        budget ends.
+        """
         ids = self._ids(())
         itself = self._judge(self.baseline, ids, self.policy)
         if sessions is None:
@@ -165,7 +167,7 @@ class Check:
         )
 
     def _measure(self, ids: CaseIds, count: int) -> Sequence[RunRecord]:
-        """New sessions of these cases and of those interleaved with them. Raises EnvironmentNotReady."""
+        """New sessions of these cases and of the cases interleaved with them. Raises EnvironmentNotReady."""
         from dilabench.plugins.manager import discover
         from dilabench.runs.remeasure import Remeasure
 
@@ -189,7 +191,7 @@ class Check:
             return ()
 
     def _hinted(self, found: Comparison) -> Comparison:
-        """Add the budget that would decide the rest, and a warning if the machine may have changed."""
+        """Add the budget that would decide the remaining cases, and a warning if the machine may have changed."""
         hints = filter(None, (self.budget.sufficient(found), common_change(found)))
         return replace(found, warnings=(*found.warnings, *hints))
 

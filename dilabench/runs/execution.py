@@ -36,7 +36,7 @@ from dilabench.version import __version__
 if TYPE_CHECKING:
     from dilabench.engine.worker.nodes import Nodes
 
-# Beside the record, which the folder itself writes.
+# In addition to the record, which the folder itself writes.
 ALWAYS_WRITTEN = ("plots", "markdown", "html")
 
 
@@ -64,7 +64,7 @@ class Execution:
     ) -> "Execution":
         """A new run, in a new folder under `output`, named after its suite or `name`.
 
-        argv: the command line that asks for the same, sys.argv by default.
+        argv: the command line of the same request, sys.argv by default.
         """
         header = new_header(plan.found, plan.machine, plan.request, argv)
         folder = RunFolder.create(output, name or plan.request.suite, header.run_id)
@@ -79,7 +79,7 @@ class Execution:
         tell: Callable[[str], None],
         nodes: "Nodes | None" = None,
     ) -> "Execution":
-        """A run that goes on in its folder. Raises ConfigError where it was measured elsewhere."""
+        """A run that continues in its folder. Raises ConfigError if it was measured on another machine."""
         header = new_header(plan.found, plan.machine, plan.request)
         folder = RunFolder.resume(run, tell)
         rows = completed_rows(run, header)
@@ -111,7 +111,7 @@ class Execution:
             self.folder.discard_if_empty()
 
     def keep(self, record: RunRecord, tell: Callable[[str], None]) -> None:
-        """Keep the record for `history` and baselines. The run's own folder has it, so errors are only told."""
+        """Keep the record for `history` and baselines. The run's own folder has it, so errors are only printed."""
         if not any(row.outcome.status == "measured" for row in record.rows):
             return
         try:
@@ -125,7 +125,7 @@ class Execution:
         return read_record(path) if path.exists() else None
 
     def copy_record(self, path: Path) -> None:
-        """Put the record into this file as well."""
+        """Write the record to this file, too."""
         record = self.folder.path / RECORD_NAME
         if record.exists():
             write_text(path, record.read_text(encoding="utf-8"))
@@ -191,9 +191,9 @@ def new_header(found: Found, machine: Machine, request: RunRequest, argv: Sequen
 
 
 def exit_code(record: RunRecord, *, broken: bool = False, allow_incomplete: bool = False) -> ExitCode:
-    """How a run ended, as an exit code. `broken`: a plug-in failed on the way.
+    """The exit code of a run. `broken`: a plug-in failed during the run.
 
-    `allow_incomplete`: a length of which no row was measured does not count.
+    `allow_incomplete`: a length without a measured row does not count.
     """
     return exit_code_for(
         interrupted=record.status == "interrupted",
@@ -214,7 +214,7 @@ def _follow_up(plan: RunPlan) -> FollowUp | None:
     def follow_up(rows: Sequence[Row]) -> Sequence[PlannedCase]:
         plugin = catalogue.suites.origin(suite.name)
         with catalogue.left_out(plugin, ""):
-            # What a plug-in is given is a copy: nothing it changes is the run's.
+            # A plug-in gets a copy, so it cannot change the run.
             return more_cases_of(suite, plan.planner(), rows if plugin in OWN else deepcopy(rows))
         return ()
 

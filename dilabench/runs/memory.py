@@ -63,7 +63,7 @@ class Peak:
 
     @property
     def ratio(self) -> float | None:
-        """Traced over measured; None without one of them."""
+        """Traced / measured; None if either is missing."""
         return self.traced / self.measured if self.traced is not None and self.measured else None
 
     @property
@@ -100,7 +100,7 @@ def peaks_of(
             if skip is None and traced is not None and capacity is not None and traced > capacity:
                 skip = Skipped(code="does_not_fit", why=f"does not fit into {format_bytes(capacity)}")
             if skip is None and budget_s is not None and monotonic() - started > budget_s:
-                skip = Skipped(code="budget", why="no time left; allow more with --budget")
+                skip = Skipped(code="budget", why="the budget was used up; raise --budget")
             outcome = skip or memory_in(pool, case.case, planner.catalogue, planner.request.seed)
             if isinstance(outcome, Failed):
                 # Memory that it left on the device must not count for the next case.
@@ -111,7 +111,7 @@ def peaks_of(
 
 
 def verdict(peaks: Iterable[Peak]) -> ExitCode:
-    """5 when a trace is off, 4 when a case failed, 8 when nothing could be compared."""
+    """5 if a trace is off, 4 if a case failed, 8 if no case could be compared."""
     peaks = tuple(peaks)
     return exit_code_for(
         wrong=any(peak.is_off for peak in peaks),

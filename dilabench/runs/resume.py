@@ -34,7 +34,7 @@ def recorded_request(run: Path, suite: str, given: Iterable[str]) -> tuple[RunRe
 def resumed_header(earlier: RunHeader, now: RunHeader, machine: Machine) -> RunHeader:
     """The header of a resumed run, in today's environment.
 
-    Facts of torch that only a worker knows are kept, in case the rest of the run needs no worker.
+    Facts of torch that only a worker knows are kept, in case the remaining cases need no worker.
     """
     from dilabench.engine.device.environment import with_torch
 
@@ -48,8 +48,8 @@ def without_time(record: RunRecord) -> tuple[Row, ...]:
 
 
 def how_to_go_on(record: RunRecord, machine: Machine, folder: Path, more_follow: bool = False) -> str | None:
-    """How to measure the rest of a run that the budget or Ctrl-C ended, with the command on a separate line; None if no
-    case is missing.
+    """How to continue a run that the budget or Ctrl-C ended, with the command on a separate line; None if no case is
+    missing.
 
     The budget comes from the time of the measured cases, builds and verification included, scaled by the work of longer
     missing ones. Without measured cases it comes from the predicted time, and is at least twice the one that was too
@@ -69,7 +69,10 @@ def how_to_go_on(record: RunRecord, machine: Machine, folder: Path, more_follow:
         predicted_s = min(sufficient_budget_s(row.case, machine, cores) for row in missing)
         needed_s, source = max(predicted_s, 2 * elapsed_s), "predicted for the first"
     rest = "; more follow" if more_follow else ""
-    had_no = f"{counted(len(missing), 'case')} had no time. To go on ({format_seconds(needed_s)} {source}{rest}):"
+    had_no = (
+        f"{counted(len(missing), 'case')} were skipped by the budget. To continue ({format_seconds(needed_s)} "
+        f"{source}{rest}):"
+    )
     return f"{had_no}\n  {resume_command(record.suite, name, budget_option(needed_s))}"
 
 

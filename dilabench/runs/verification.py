@@ -1,4 +1,4 @@
-"""The cases that `dilabench verify` checks: those of the user's request, or all."""
+"""The cases that `dilabench verify` checks: the user's request, or all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ DTYPES = ("float64", "float32", "float16", "bfloat16")
 def verified_cases(planner: Planner) -> tuple[PlannedCase, ...]:
     """Every implementation on the requested workload, with gradients; unsupported ones are skipped with the reason.
 
-    Without a preset, a pattern or a field of one: each on the trial of a pattern that it computes, with and without a
-    causal mask. With one: the workload that `run` has, at a short length if none is given.
+    Without a preset or pattern, each runs the trial of a pattern that it computes, with and without a causal mask. With
+    one, each runs the workload of `run`, at a short length if none is given.
     """
     request, implementations = planner.request, planner.implementations([ALL])
     planned: tuple[PlannedCase, ...] = ()
@@ -81,7 +81,7 @@ class Trial:
 
 
 def trials_of(planner: Planner) -> tuple[Trial, ...]:
-    """The cases, those of one line together. The user's options narrow the table.
+    """The cases, grouped by line. The user's options narrow the table.
 
     Raises ConfigError if presets or fields of a family are given, because the table covers all families.
     """

@@ -27,7 +27,7 @@ class PowerLaw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossover:
-    """Where two implementations take the same time.
+    """The length at which two implementations take the same time.
 
     length: None when one side wins at every length measured. low, high: interval of the length over sessions; None
     where it reaches beyond the lengths measured, both without `length` or with fewer than three sessions (then

@@ -10,20 +10,19 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime, timedelta
-from itertools import pairwise
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from dilabench.atomic_file import limited, read_file
 from dilabench.errors import ConfigError, DilabenchError
-from dilabench.record import SCHEMA_VERSION, Measured, Row, RunRecord, Slot
+from dilabench.record import SCHEMA_VERSION, Row, RunRecord
 from dilabench.report.json import SUMMARY
 from dilabench.store.files import store_root, unreadable, write_whole
 from dilabench.store.migrations import migrated
-from dilabench.validation import check_counts, check_depth, describe, parsed, read_json
+from dilabench.validation import OverLimitError, check_counts, check_depth, counted_chunks, describe, parsed, read_json
 
 SUFFIX = ".json.gz"
 _RUN_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,127}", re.ASCII)
@@ -32,7 +31,10 @@ _STAMP = re.compile(r"^\d{8}T\d{6}Z-|^undated-")
 
 _FIRST_ROW = re.compile(rb'(?<!\\)"rows"\s*:\s*\[\s*(?=\{\s*"planned"\s*:)')
 _PLANNED = b'"planned"'
-_SLOT_FIELDS = set(Slot.model_fields)
+# A text with more before its first row, or more space before one, is read as a whole.
+_MOST_HEADER = 4 << 20
+_MOST_SPACE = 64
+_PLAIN = frozenset({str, int, float, bool, type(None), tuple, dict})
 
 
 class Archive:
@@ -43,7 +45,7 @@ class Archive:
 
     @property
     def folder(self) -> Path:
-        """Where the run files are."""
+        """The folder of the run files."""
         return self.root / "runs"
 
     def add(self, record: RunRecord) -> str:
@@ -130,7 +132,7 @@ def stamp(started_at: str) -> str:
 
 
 def moment_of(text: str | None) -> datetime | None:
-    """A time of ISO 8601, taken as UTC where it names no zone; None when it cannot be read."""
+    """A time of ISO 8601, taken as UTC if it names no zone; None if it cannot be read."""
     try:
         moment = datetime.fromisoformat(text or "")
         return moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC)
@@ -144,31 +146,22 @@ def run_and_version(name: str) -> tuple[str, int]:
     return stem, int(version) if re.fullmatch(r"[1-9]\d{0,5}", version, re.ASCII) else 1
 
 
-def read_row_by_row(text: bytes) -> RunRecord | None:
-    """The record that a JSON text holds, if it is of the current version and its rows begin with "planned".
+def read_row_by_row(chunks: Iterable[bytes]) -> RunRecord | None:
+    """The record in the parts of a JSON text, if it is of the current version and its rows begin with "planned".
 
     None if it differs in any way from what dilabench writes: reading it as a whole then finds the cause.
-    Raises ValueError for more rows or values than a record may have.
+    Raises ValueError for more rows or values than a record may have, and what `chunks` raises.
 
-    The text is one record exactly if each part is valid JSON and so is the text with an empty list of rows.
+    The text is one record exactly if each part is valid JSON and so is the text with an empty list of rows. No more of
+    the text than a row and a chunk is in memory at a time.
     """
-    check_counts(text)
-    found = _FIRST_ROW.search(text)
-    if found is None:
-        return None
-    # Nothing that is made here refers to itself: a collector of cycles would walk through all of it, again and again.
+    # The objects made here have no cycles, so the garbage collector would scan them repeatedly without effect.
     collects = gc.isenabled()
     gc.disable()
     try:
-        *inner, (last, rest) = pairwise([*_starts(text, found.end()), len(text)])
-        tail = text[last:rest].decode()
-        _, end = json.JSONDecoder().raw_decode(tail)
-        header = read_json(text[: found.end()] + tail[end:].encode())
-        if header.get("rows") != [] or header.get("schema_version") != SCHEMA_VERSION:
-            return None
-        rows = [_row(text[start:stop].rstrip().removesuffix(b",")) for start, stop in inner]
-        rows.append(_row(tail[:end].encode()))
-        return RunRecord.model_validate({**header, "rows": rows})
+        return _read_rows(counted_chunks(chunks))
+    except OverLimitError:
+        raise
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
     finally:
@@ -176,33 +169,72 @@ def read_row_by_row(text: bytes) -> RunRecord | None:
             gc.enable()
 
 
-def _starts(text: bytes, first: int) -> Iterator[int]:
-    """Where rows begin: each `{` behind a comma that "planned" follows. Texts inside a row only make it no JSON."""
-    yield first
-    place = text.find(_PLANNED, first) + len(_PLANNED)
-    while (place := text.find(_PLANNED, place)) >= 0:
-        start = text.rfind(b"{", first, place)
-        if not text[start + 1 : place].strip() and text[max(0, start - 32) : start].rstrip().endswith(b","):
-            yield start
-        place += len(_PLANNED)
+def _read_rows(chunks: Iterator[bytes]) -> RunRecord | None:
+    text = bytearray()
+    while (found := _FIRST_ROW.search(text)) is None:
+        chunk = next(chunks, None)
+        if chunk is None or len(text) > _MOST_HEADER:
+            return None
+        text += chunk
+    head = bytes(text[: found.end()])
+    del text[: found.end()]
+    names: dict[frozenset[str], set[str]] = {}
+    rows = [_row(row, names) for row in _row_texts(text, chunks)]
+    tail = text.decode()
+    _, end = json.JSONDecoder().raw_decode(tail)
+    header = read_json(head + tail[end:].encode())
+    if header.get("rows") != [] or header.get("schema_version") != SCHEMA_VERSION:
+        return None
+    rows.append(_row(tail[:end].encode(), names))
+    return RunRecord.model_validate({**header, "rows": rows})
 
 
-def _row(text: bytes) -> Row:
+def _row_texts(text: bytearray, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """The rows but the last, which stays in `text` with all that follows. `text` begins with the first row.
+
+    A row begins at each `{` behind a comma that "planned" follows. Texts inside a row only make it no JSON.
+    """
+    place = text.find(_PLANNED) + len(_PLANNED)
+    while True:
+        found = text.find(_PLANNED, place)
+        if found < 0:
+            place = max(place, len(text) - len(_PLANNED))
+            chunk = next(chunks, None)
+            if chunk is None:
+                return
+            text += chunk
+            continue
+        start = text.rfind(b"{", max(0, found - _MOST_SPACE), found)
+        place = found + len(_PLANNED)
+        before = text[max(0, start - _MOST_SPACE) : max(0, start)].rstrip()
+        if start >= 0 and before.endswith(b",") and not text[start + 1 : found].strip():
+            yield bytes(text[:start]).rstrip().removesuffix(b",")
+            del text[:start]
+            place -= start
+
+
+def _row(text: bytes, names: dict[frozenset[str], set[str]]) -> Row:
     document = parsed(text)
-    # Of fixed depth, and most of a row.
-    timings = document["outcome"].pop("timings", None)
-    check_depth(document)
-    if timings is not None:
-        document["outcome"]["timings"] = timings
-    # What `report --json` printed; it follows from the samples.
+    # The rest of a row has no fields of any depth.
+    check_depth(document["planned"])
+    # Figures of `report --json`, which follow from the samples.
     document.pop(SUMMARY, None)
     row = Row.model_validate(document)
-    for timing in row.outcome.timings if isinstance(row.outcome, Measured) else ():
-        for slot in timing.slots:
-            # pydantic keeps a set of names for each, larger than a slot's samples; most name all fields.
-            if len(slot.model_fields_set) == len(_SLOT_FIELDS):
-                object.__setattr__(slot, "__pydantic_fields_set__", _SLOT_FIELDS)
+    _share_names(row, names)
     return row
+
+
+def _share_names(model: BaseModel, names: dict[frozenset[str], set[str]]) -> None:
+    """Let models share pydantic's set of the names that they were given, which takes half of a row's memory."""
+    given = model.__pydantic_fields_set__
+    object.__setattr__(model, "__pydantic_fields_set__", names.setdefault(frozenset(given), given))
+    for value in model.__dict__.values():
+        kind = type(value)
+        if kind is tuple and value and isinstance(value[0], BaseModel):
+            for inner in value:
+                _share_names(inner, names)
+        elif kind not in _PLAIN and isinstance(value, BaseModel):
+            _share_names(value, names)
 
 
 def read_compressed(path: Path) -> RunRecord:
@@ -212,10 +244,11 @@ def read_compressed(path: Path) -> RunRecord:
     may not read it.
     """
     try:
-        packed = gzip.GzipFile(fileobj=io.BytesIO(read_file(path)))
-        text = b"".join(limited(iter(lambda: packed.read(1 << 20), b"")))
-        if (record := read_row_by_row(text)) is not None:
+        packed = read_file(path)
+        if (record := read_row_by_row(_unpacked(packed))) is not None:
             return record
+        text = b"".join(_unpacked(packed))
+        check_counts(text)
         document = read_json(text)
     except FileNotFoundError:
         raise ConfigError(f"run file {str(path)!r} does not exist; see `dilabench history`") from None
@@ -231,6 +264,12 @@ def read_compressed(path: Path) -> RunRecord:
         return RunRecord.model_validate(migrated(document, path))
     except ValidationError as error:
         raise ConfigError(f"run file {str(path)!r} is not a run record: {describe(error, RunRecord)[:300]}") from None
+
+
+def _unpacked(packed: bytes) -> Iterator[bytes]:
+    """The parts of a compressed text; raises OSError after more than `most_bytes`."""
+    file = gzip.GzipFile(fileobj=io.BytesIO(packed))
+    return limited(iter(lambda: file.read(1 << 20), b""))
 
 
 def sound_records(archive: Archive, names: list[str]) -> Iterator[tuple[str, RunRecord | DilabenchError]]:

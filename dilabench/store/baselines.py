@@ -48,7 +48,7 @@ class Baselines:
         except (ValueError, RecursionError) as error:
             first = str(error).splitlines()[0]
             raise ConfigError(
-                f"{str(self.path)!r} cannot be understood ({first}); mend it, or remove it and save the baselines "
+                f"{str(self.path)!r} cannot be understood ({first}); repair it, or remove it and save the baselines "
                 "again (the runs themselves are kept)"
             ) from None
 
@@ -67,7 +67,7 @@ class Baselines:
         if not _NAME.fullmatch(name):
             raise ConfigError(f"{name!r} is not a baseline name; use letters, digits, '-', '_' and '.'")
         if name == "latest":
-            raise ConfigError("'latest' is not a baseline name: it stands for the newest run; use another")
+            raise ConfigError("'latest' is not a baseline name: it means the newest run; use another")
         with locked(self.path):
             known = self.all()
             old = known.get(name)

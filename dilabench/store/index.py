@@ -124,7 +124,7 @@ class HistoryIndex:
                 # The disk is full or read-only, or the file stays locked: an index in memory gives the same answers.
                 self._tell(f"the index {str(self._path)!r} cannot be written ({error}); made one in memory")
             else:
-                self._tell(f"the index {str(self._path)!r} was unreadable ({error}); made anew from the run files")
+                self._tell(f"the index {str(self._path)!r} was unreadable ({error}); rebuilt from the run files")
                 with contextlib.suppress(sqlite3.Error, OSError):
                     self._path.unlink()
                     return self._up_to_date(str(self._path))
@@ -161,7 +161,7 @@ class HistoryIndex:
                 cells = [(file, row.case.case_id, searchable(row.case), *_row_fields(row)) for row in record.rows]
             except (DilabenchError, ArithmeticError, ValueError) as error:
                 # An unknown pattern or impossible numbers: this file is skipped, the others are shown.
-                self._tell(f"run file {file!r} is left out: {error}")
+                self._tell(f"run file {file!r} is skipped: {error}")
                 continue
             _insert(connection, "runs", [_run_fields(file, record)])
             _insert(connection, "cells", cells)

@@ -17,10 +17,10 @@ from dilabench.store.lookup import Store
 from dilabench.store.run_files import refuse_other_rows
 from dilabench.validation import content_hash
 
-# What must be the same: how cases were measured, and on which inputs.
+# Fields that must be equal: how cases were measured, and on which inputs.
 MEASURING = ("device", "timing", "warmup_runs", "timing_runs", "seed")
 SHARD = "shard"
-# What may differ between runs of different workloads.
+# Fields that may differ between runs of different workloads.
 ASKING = ("implementations", "backends", "presets", "overrides", "lengths", "budget_s", "options", SHARD)
 
 
@@ -64,7 +64,7 @@ def merged(records: Sequence[RunRecord], names: Sequence[str]) -> RunRecord:
     refuse_unsound(records, names)
     for record, name in zip(records, names, strict=True):
         if record.status != "complete":
-            way_out = f"go on with `{resume_command(record.suite, name)}`, then merge"
+            way_out = f"continue with `{resume_command(record.suite, name)}`, then merge"
             raise ConfigError(f"run {name} did not end (it is {record.status}); {way_out}")
     for record, name in zip(records[1:], names[1:], strict=True):
         _check_mergeable(records[0], record, names[0], name)
@@ -109,14 +109,16 @@ def _check_mergeable(first: RunRecord, record: RunRecord, first_name: str, name:
 
 
 def _refuse_broken_set(records: Sequence[RunRecord], shards: Sequence[Shard | None], names: Sequence[str]) -> None:
-    """Raise ConfigError unless the shards are all those of one request, each once."""
+    """Raise ConfigError unless the shards are all shards of one request, each once."""
     whole = [name for shard, name in zip(shards, names, strict=True) if shard is None]
     if whole:
-        raise ConfigError(f"{whole[0]} is no shard, and others are; merge the shards of one run by themselves")
+        raise ConfigError(f"{whole[0]} is no shard, and others are; merge only the shards of one run")
     present = [shard for shard in shards if shard]
     counts = sorted({count for _, count in present})
     if len(counts) > 1:
-        raise ConfigError(f"these are shards of {listed(list(map(str, counts)), 'and')}; merge those of one number")
+        raise ConfigError(
+            f"these are shards of {listed(list(map(str, counts)), 'and')}; merge shards of the same number"
+        )
     requests = {content_hash({**record.config, SHARD: None}): name for record, name in zip(records, names, strict=True)}
     if len(requests) > 1:
         raise ConfigError(f"{listed(list(requests.values()), 'and')} are shards of different requests")

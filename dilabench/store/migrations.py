@@ -81,12 +81,12 @@ def _codes_and_fields(row: Document) -> Document:
 
 
 def skip_code(why: str) -> SkipCode:
-    """The code of a case that schema 1.0 skipped for a reason in words."""
+    """The code of a case that schema 1.0 skipped for a reason given as text."""
     return next((code for pattern, code in _SKIPPED if pattern.match(why)), "unsupported")
 
 
 def failure_code(why: str, verification: Document | None) -> FailureCode:
-    """The code of a case that failed under schema 1.0, from its reason in words and its checks."""
+    """The code of a case that failed under schema 1.0, from the text of its reason and its checks."""
     if verification is not None and not (
         verification["checks"] and all(check["passed"] for check in verification["checks"])
     ):

@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from dilabench.atomic_file import read_file, write_text
+from dilabench.atomic_file import file_chunks, read_file, write_text
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
 from dilabench.record import SCHEMA_VERSION, Row, RunHeader, RunRecord, Skipped
 from dilabench.report.json import SUMMARY, to_text
 from dilabench.store.archive import is_past, read_row_by_row
 from dilabench.store.migrations import migrated, migrated_row
-from dilabench.validation import describe, read_json
+from dilabench.validation import check_counts, describe, read_json
 from dilabench.workload.spec import Workload
 
 RECORD_NAME = "run.json"
@@ -37,7 +37,7 @@ RESERVE_BYTES = 1 << 20
 
 
 class RunFolder:
-    """Where a run writes: `start` makes the folder, `row` is on disk when it returns, `finish` writes the record."""
+    """The folder of a run: `start` makes it, `row` is on disk when it returns, `finish` writes the record."""
 
     def __init__(self, path: Path, *, resumed: bool = False) -> None:
         self.path = path
@@ -66,7 +66,7 @@ class RunFolder:
 
     @classmethod
     def resume(cls, run: Path, waiting: Callable[[str], None] = lambda _: None) -> "RunFolder":
-        """The folder of a run to go on with, given as folder or as one of its files.
+        """The folder of a run to continue, given as folder or as one of its files.
 
         The folder stays locked until it is closed. A run that is still running is waited for, and `waiting` receives a
         message; only its end shows which rows it has.
@@ -101,7 +101,7 @@ class RunFolder:
 
     def row(self, row: Row) -> None:
         """Append a row and sync it to disk. Raises EnvironmentNotReady if that fails; earlier rows stay intact."""
-        way_out = f"the rows before are kept: make room and go on with --resume {self.path}"
+        way_out = f"earlier rows are kept: free some space and continue with --resume {self.path}"
         with _refused(self.path / ROWS_NAME, way_out):
             self._append({"row": row.model_dump(mode="json")})
 
@@ -174,16 +174,18 @@ def read_record(run: Path) -> RunRecord:
     if path.name.endswith(".jsonl"):
         header, rows = read_rows(path)
         return RunRecord.model_validate({**header.model_dump(), "rows": rows, "status": "interrupted"})
-    data = _data(path, pipe=path == run)
+    # A pipe can be read only once.
+    plain = os.path.isfile(path)
+    data = None if plain else _data(path, pipe=path == run)
     try:
-        if (record := read_row_by_row(data)) is not None:
+        if (record := read_row_by_row([data] if data is not None else _chunks(path))) is not None:
             return record
+        data = _data(path) if data is None else data
+        check_counts(data)
         document = read_json(_decoded(data, path))
     except ValueError as error:
         beside = path.parent / ROWS_NAME
-        way_out = (
-            f"name {str(beside)!r}, which has its rows" if beside.is_file() else "copy it again from where it was made"
-        )
+        way_out = f"name {str(beside)!r}, which has its rows" if beside.is_file() else "copy it again from its source"
         raise ConfigError(f"{str(path)!r} is not a run record, or was cut: {error}; {way_out}") from None
     if not isinstance(document, dict) or not document.keys() & MARKS:
         raise ConfigError(
@@ -191,7 +193,7 @@ def read_record(run: Path) -> RunRecord:
             f"wrote it; name a run's folder or its {RECORD_NAME}"
         )
     for row in document.get("rows", ()):
-        # What `report --json` printed may be read, too; its figures follow from the samples.
+        # The output of `report --json` is accepted, too; its figures follow from the samples.
         if isinstance(row, dict):
             row.pop(SUMMARY, None)
     if document.get("schema_version") != SCHEMA_VERSION:
@@ -231,8 +233,8 @@ def refuse_other_rows(run: Path, record: RunRecord) -> None:
         if streamed.pop(row.case.case_id, None) != row:
             where = f"{row.case.implementation} on {row.case.workload.label()}"
             raise ConfigError(
-                f"run {str(run)!r}: {RECORD_NAME} and {ROWS_NAME} tell different things of {where}; "
-                "one of them was edited or cut, so take the run from where it was measured"
+                f"run {str(run)!r}: {RECORD_NAME} and {ROWS_NAME} differ on {where}; one of them was edited or "
+                "truncated: copy the run again from its source"
             )
     # A resumed run plans the rows that the budget skipped again, and a newer dilabench may have dropped them.
     if lacking := sum(not _is_open(row) for row in streamed.values()):
@@ -242,7 +244,7 @@ def refuse_other_rows(run: Path, record: RunRecord) -> None:
 def completed_rows(run: Path, header: RunHeader | None = None) -> tuple[Row, ...]:
     """Rows that `--resume` keeps: all, failed ones too, except those that the time budget skipped.
 
-    With the header of the run that wants to go on, another device or machine is refused: times would not compare.
+    With the header of the run that continues, another device or machine is refused: times would not compare.
     """
     old, rows = read_rows(run if run.is_dir() else run.parent)
     if header is not None:
@@ -259,7 +261,7 @@ def _same_place(old: RunHeader, new: RunHeader) -> None:
     for field in sorted(ours.keys() & theirs.keys()):
         if ours[field] != theirs[field]:
             raise ConfigError(
-                f"run {old.run_id} cannot go on here: its {field} was {theirs[field]!r}, now it is {ours[field]!r}; "
+                f"run {old.run_id} cannot continue here: its {field} was {theirs[field]!r}, now it is {ours[field]!r}; "
                 "start a new run"
             )
 
@@ -302,6 +304,13 @@ def _data(path: Path, *, pipe: bool = False) -> bytes:
         raise _unreadable(path, error.strerror or str(error)) from None
 
 
+def _chunks(path: Path) -> Iterator[bytes]:
+    try:
+        yield from file_chunks(path)
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error)) from None
+
+
 def _decoded(data: bytes, path: Path) -> str:
     try:
         return data.decode()
@@ -323,7 +332,7 @@ def _refused(path: Path, way_out: str = "choose another folder with -o") -> Iter
 
 
 def _probe(folder: Path) -> None:
-    """Write and remove a file of some size. A folder that was made for nothing is removed as well."""
+    """Write and remove a file of some size. A folder that was created only for this is removed, too."""
     probe = folder / ".probe"
     try:
         with probe.open("wb") as file:

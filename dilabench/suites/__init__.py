@@ -1,1 +1,1 @@
-"""Suites: each turns a request into cases. One small file per suite."""
+"""Suites: each expands a request into cases. One small file per suite."""

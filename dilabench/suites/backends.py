@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from dilabench.compare.ranking import rank
 from dilabench.compare.view import measured_view, pair_views, view_of
-from dilabench.compare.within import compare_within
 from dilabench.errors import listed
 from dilabench.machine import Machine
 from dilabench.plugins.axis import LENGTH as LENGTH_AXIS
@@ -15,8 +15,6 @@ from dilabench.report.columns import ABSENT
 from dilabench.report.content import device_text
 from dilabench.report.findings import BarPlot, Bars, Section, answer_section
 from dilabench.request import ALL, RunRequest
-from dilabench.stats.decisions.decide import Policy
-from dilabench.stats.decisions.verdicts import Code
 from dilabench.suites.planner import Planner
 from dilabench.units import format_count, format_latency, format_ratio
 
@@ -58,7 +56,7 @@ OPERATOR = "aten::"
 class Standing:
     """The backends of one implementation on one workload, fastest first.
 
-    `ratios`: times divided by the fastest one's. `tied`: those that are not proven slower.
+    `ratios`: time of each row / time of the fastest. `tied`: backends that are not proven slower.
     """
 
     rows: tuple[Row, ...]
@@ -145,7 +143,7 @@ def _families(record: RunRecord, standings: Sequence[Standing], catalogue: Catal
         missing = "".join(f" {name} did not run: {why}." for name, why in whys.items())
         yield Section(
             title=f"{family}: {', '.join(names)}",
-            sentence=f"Fastest of those that ran: {', '.join(first)}.{missing}",
+            sentence=f"Fastest of the backends that ran: {', '.join(first)}.{missing}",
             columns=("attention", "dtype", "fastest", "the others"),
             rows=tuple(table),
         )
@@ -158,24 +156,23 @@ def standings_of(record: RunRecord) -> tuple[Standing, ...]:
         if row.case.backend is not None and isinstance(row.outcome, Measured) and view_of(row):
             key = (row.case.group_id, row.case.implementation, row.case.optimizations.model_dump_json())
             groups.setdefault(key, []).append(row)
-    return tuple(_standing(record, rows) for rows in groups.values())
+    standings = (_standing(rows, record.device) for rows in groups.values())
+    return tuple(standing for standing in standings if standing is not None)
 
 
-def _standing(record: RunRecord, rows: Sequence[Row]) -> Standing:
-    ordered = sorted(rows, key=lambda row: measured_view(row).median_ns)
-    best, ids = ordered[0].case, {row.case.case_id for row in rows}
-    comparison = compare_within(
-        [record],
-        policy=Policy.for_device(record.device),
-        by="backend",
-        base=best.backend,
-        select=lambda case: case.case_id in ids,
+def _standing(rows: Sequence[Row], device: str) -> Standing | None:
+    ranking = rank(rows, device)
+    if ranking is None:
+        return None
+    ordered = sorted(
+        (row for row in rows if row.case.case_id in ranking.speedups),
+        key=lambda row: (row is not ranking.fastest, measured_view(row).median_ns),
     )
-    slower = {cell.candidate.backend for cell in comparison.pairs if cell.verdict.code is Code.SLOWER}
+    views = pair_views([(ranking.fastest, row) for row in ordered], device)
     return Standing(
         rows=tuple(ordered),
-        ratios=tuple(view.ratio for view in pair_views([(ordered[0], row) for row in ordered])),
-        tied=frozenset(str(row.case.backend) for row in ordered[1:] if row.case.backend not in slower),
+        ratios=tuple(view.ratio for view in views),
+        tied=frozenset(str(row.case.backend) for row in ranking.tied),
     )
 
 
@@ -216,7 +213,7 @@ def recommended(standings: Sequence[Standing]) -> Standing:
 
 
 def _subject(row: Row) -> str:
-    """What is computed, without the dtype: 'dense, 4x8K, both'."""
+    """The computation without its dtype: 'dense, 4x8K, both'."""
     workload = row.case.workload
     mode = "" if workload.mode == "forward" else f", {workload.mode}"
     shape = f"{workload.batch_size}x{format_count(workload.seq_len)}"
@@ -243,7 +240,7 @@ def _kernels(standings: Sequence[Standing]) -> Section:
     columns = ("implementation", "backend", "dtype", "longest kernel", "share of time", "launches", "kernels in all")
     return Section(
         title="Kernels that really ran",
-        sentence="From the profile of one call per row: what a backend's name stood for on this device.",
+        sentence="From the profile of one call per row: the kernels that each backend launched on this device.",
         columns=columns,
         rows=tuple(tuple(_kernel_row(row)) for row in rows),
         numeric=frozenset(columns[4:]),

@@ -39,7 +39,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
 
 def follow_up(rows: Sequence[Row], _request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """The next length of the search; over ranks nothing."""
+    """The next length of the search; over ranks there is no search."""
     search = _search(planner)
     return extreme.follow_up(rows, search.request, search) if _ranks(planner) == 1 else ()
 

@@ -121,7 +121,7 @@ class Gain:
         return None if memory is None else memory.baseline_bytes - memory.candidate_bytes
 
     def count(self, counter: Counter) -> int:
-        """What was counted while the row was timed."""
+        """The counters of the timed calls."""
         return counter.of(self.row.outcome) or 0
 
 
@@ -205,11 +205,11 @@ def _pools(gains: Sequence[Gain]) -> Section:
     requests = sum(gain.count(BUFFER_POOL_REQUESTS) for gain in gains)
     texts = [f"{_share(reused, requests - reused)} of {requests} requests for a buffer got one that was used before."]
     if not requests:
-        texts = ["Nothing asked for a buffer: what differs here is not the pool's doing."]
+        texts = ["No buffer was requested: differences here do not come from the pool."]
     elif idle:
-        texts.append(f"{', '.join(idle)} asked for no buffer: what differs there is not the pool's doing.")
+        texts.append(f"{', '.join(idle)} requested no buffer: differences there do not come from the pool.")
     return Section(
-        title="What the buffer pool did",
+        title="Use of the buffer pool",
         sentence=" ".join(texts),
         columns=POOL_COLUMNS,
         rows=tuple(tuple(_pool_row(gain)) for gain in gains),

@@ -54,7 +54,7 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
     return (
         Section(
             title="At a glance",
-            sentence="Medians of the measured rows, with their intervals; peaks are those of one call.",
+            sentence="Medians of the measured rows with intervals, and the peak memory of one call.",
             plots=plots,
         ),
     )

@@ -279,7 +279,7 @@ def asking_all(request: RunRequest, nodes: Nodes | None) -> RunRequest:
         return request
     if request.nproc > nodes.size:
         raise ConfigError(
-            f"--nproc {request.nproc} asks for more ranks than torchrun started ({nodes.size}); leave --nproc out"
+            f"--nproc {request.nproc} needs more ranks than torchrun started ({nodes.size}); leave --nproc out"
         )
     return request if request.nproc > 1 else request.model_copy(update={"nproc": nodes.size})
 
@@ -310,7 +310,7 @@ def refuse_idle_fields(request: RunRequest, planned: Iterable[PlannedCase]) -> N
         kinds = tuple(kinds_with(name))
         if there.isdisjoint(kinds):
             raise ConfigError(
-                f"{name}={request.overrides[name]} would change nothing: it is a field of pattern "
+                f"{name}={request.overrides[name]} has no effect: it is a field of pattern "
                 f"{listed(kinds, 'or')}, and the request is for {listed(sorted(there), 'and')}; "
                 f"add --set pattern={kinds[0]}, or leave it out"
             )

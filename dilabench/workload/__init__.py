@@ -1,1 +1,1 @@
-"""What is computed: shape, dtype, mode and pattern; named workloads and ranges."""
+"""Workloads: shape, dtype, mode and pattern; named workloads and ranges."""

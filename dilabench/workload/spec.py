@@ -375,8 +375,8 @@ def _lengths(text: str) -> Iterator[int]:
             )
         if match["sequence"] and _tokens(match["sequence"]) != queries:
             raise ValueError(
-                f"batch {text!r}: {part!r} has {queries} queries over {match['sequence']} keys of a cache; a workload "
-                "has as many queries as keys, so omit that part (decoding is not measured here)"
+                f"batch {text!r}: {part!r} has {queries} queries over {match['sequence']} keys of a cache; a "
+                "workload has as many queries as keys, so omit that part (decoding is not measured)"
             )
         yield from (queries,) * count
 

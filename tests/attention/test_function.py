@@ -213,7 +213,7 @@ def test_other_patterns_break_the_graph_and_are_right() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"indices": INDICES}, "indices are blocks of pattern=TopKBlocksPattern"),
+        ({"indices": INDICES}, "indices are blocks of pattern=SelectedBlocksPattern"),
         ({"indices": INDICES, "pattern": WindowSinkPattern(sinks=4)}, "indices with pattern window_sink"),
         ({"indices": INDICES[:3], "pattern": SELECTION}, r"must be integers \[6, k\] or \[2, 6, k\]"),
         ({"indices": INDICES.double(), "pattern": SELECTION}, "must be integers"),

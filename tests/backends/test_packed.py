@@ -278,7 +278,7 @@ def agrees_or_refuses(kernel: PackedKernel, device: str, dtype: torch.dtype, len
     # From a single query a causal mask hides nothing.
     hides = "window" in mask or (mask and lengths != "single queries")
     if hides and lengths != "same keys" and not kernel.aligns_ends:
-        with pytest.raises(ValueError, match="the last query stand at the last key"):
+        with pytest.raises(ValueError, match="does not align the last query with the last key"):
             agrees_with_math(kernel, device, dtype, lengths, **mask)
         return
     agrees_with_math(kernel, device, dtype, lengths, **mask)
@@ -289,7 +289,7 @@ def test_a_mask_over_more_keys_is_refused_where_ends_are_not_aligned(monkeypatch
     kernel = adapted_packed(flash2._forward, flash2._backward, Plain(head_dim_multiple=8))
     agrees_with_math(kernel, "cpu", torch.float64, "more keys")
     for mask in ({"causal": True}, {"window": (5, 0)}):
-        with pytest.raises(ValueError, match="the last query stand at the last key"):
+        with pytest.raises(ValueError, match="does not align the last query with the last key"):
             agrees_with_math(kernel, "cpu", torch.float64, "more keys", **mask)
 
 

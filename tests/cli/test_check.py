@@ -136,7 +136,7 @@ def test_sessions_are_added_while_the_budget_holds_them_and_then_it_says_which_w
 def test_sessions_that_lie_too_far_apart_for_the_baseline_end_it_early(cli, measured):
     measured.ratios, measured.spread = [1.0], 0.05
     result = cli("check", "--against", "main")
-    assert "too far for the baseline's 6" in result.stdout
+    assert "too much for the baseline's 6" in result.stdout
     assert len(measured.asked) == 1
 
 
@@ -231,7 +231,7 @@ def test_below_five_sessions_times_only_advise(cli, measured, make_row, make_rec
     result = cli("check", "--against", "main")
     assert result.exit_code == 0
     assert "advisory" in result.stdout
-    assert "one tells nothing of their spread" in result.stderr
+    assert "one does not show their spread" in result.stderr
     assert len(measured.asked) == 1
 
 

@@ -174,7 +174,7 @@ def test_a_budget_too_small_says_what_would_suffice(fresh, tmp_path):
         DILABENCH_LOCK_DIR=str(tmp_path),
     )
     assert result.returncode == 8, result.stdout + result.stderr
-    assert "had no time. To go on" in result.stdout
+    assert "were skipped by the budget. To continue" in result.stdout
     assert "\n  dilabench run extreme --resume" in result.stdout
     assert "NOTHING MEASURED" in result.stdout
 

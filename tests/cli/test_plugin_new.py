@@ -45,7 +45,7 @@ def test_there_is_a_template_for_every_kind_of_thing():
         ("json", "a word or a module of Python's own"),
         ("numpy", "module 'numpy' is there already"),
         ("gather", "implementation 'gather' is already registered by plug-in 'builtin'"),
-        ("auto", "stands for several names"),
+        ("auto", "means several names"),
     ],
 )
 def test_a_name_that_could_not_be_used_is_refused(cli, tmp_path, name, why):
@@ -61,7 +61,7 @@ def test_nothing_is_ever_written_over(cli, tmp_path):
     kept.write_text("mine")
     result = cli("plugin", "new", "my-thing")
     assert result.exit_code == 2
-    assert "'my-thing' exists, and nothing is written over; choose another name" in result.stderr
+    assert "'my-thing' exists, and files are never overwritten; choose another name" in result.stderr
     assert kept.read_text() == "mine"
     Path("file").write_text("")
     assert cli("plugin", "new", "my-thing", "-o", "file").exit_code in (2, 3)

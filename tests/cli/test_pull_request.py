@@ -24,7 +24,7 @@ def test_what_is_too_long_for_a_comment_is_left_out_and_said_so(make_row, make_r
     record = make_record([make_row(seq_len=64 + index, rounds=1, samples=1) for index in range(400)])
     text = of_run(record, ())
     assert len(text) < MOST_CHARACTERS
-    assert "Results left out: too long for a comment" in text
+    assert "Results omitted: too long for a comment" in text
     assert "<summary>Command" in text
 
 

@@ -153,11 +153,11 @@ def test_a_suite_whose_every_part_fails_keeps_its_run(fresh, with_plugin, tmp_pa
     assert "Analysis failed" in (folder / "report.md").read_text()
     assert "verdict: A PLUG-IN FAILED (1 measured, 0 skipped, 0 failed; exit code 3)" in result.stderr
     for reason in (
-        "left out, plug-in 'gone': ModuleNotFoundError: No module named 'no_such_module'",
-        "left out, plug-in 'parts': follow-up of suite 'broken': KeyError: 'lost' (",
-        "left out, plug-in 'parts': analysis parts:exits: SystemExit: 9 (",
-        "left out, plug-in 'parts': projections of suite 'broken': nothing (",
-        "left out, plug-in 'parts': reporter 'mine': SystemExit: 9 (",
+        "problem in plug-in 'gone': ModuleNotFoundError: No module named 'no_such_module'",
+        "problem in plug-in 'parts': follow-up of suite 'broken': KeyError: 'lost' (",
+        "problem in plug-in 'parts': analysis parts:exits: SystemExit: 9 (",
+        "problem in plug-in 'parts': projections of suite 'broken': nothing (",
+        "problem in plug-in 'parts': reporter 'mine': SystemExit: 9 (",
         f"{site}/parts.py:",
     ):
         assert reason in result.stderr

@@ -1,11 +1,16 @@
 """Tables on terminals of any width: nothing is ever cut off. And what is said where there is no terminal."""
 
+from pathlib import Path
+
 import pytest
 
 from dilabench.cli.run.progress_bar import CheckedLines, ProgressDisplay, ProgressLines, RunProgress, progress_shown
 from dilabench.cli.terminal import note, print_table
+from dilabench.machine import Machine
+from dilabench.predict.time import case_expected_s, case_seconds
 from dilabench.record import Case, Failed, Measured, PlannedCase, Row, Skipped, Verification
-from dilabench.workload.spec import WorkloadRequest
+from dilabench.store.run_files import read_record
+from dilabench.workload.spec import WorkloadRequest, flops
 
 COLUMNS = ("verdict", "case", "baseline", "95 % CI", "A12")
 ROW = ("INCONCLUSIVE (advisory)", "strided over sdpa-flash against gather", "2.74 ms", "0.855 to 0.906", "0.24")
@@ -41,7 +46,7 @@ def test_where_that_is_not_enough_rows_stand_under_their_name_and_spare_columns_
     printed = capsys.readouterr().out
     assert printed.startswith("aaaaaaaa\n")
     assert "0.1" not in printed
-    assert printed.endswith("left out at 24 columns:\nA12-of-samples\n")
+    assert printed.endswith("omitted at 24 columns:\nA12-of-samples\n")
     assert printed.count("21.5") == 2
 
 
@@ -87,10 +92,13 @@ class Clock:
 def test_a_run_in_a_pipe_says_now_and_then_how_far_it_is(capsys):
     clock = Clock()
     lines = ProgressLines(RunProgress(60.0, clock), clock)
-    skipped, failed, measured = (row_of(status) for status in ("skipped", "failed", "measured"))
+    skipped, failed, measured = (
+        row_of(status, length) for status, length in (("skipped", 256), ("failed", 512), ("measured", 1024))
+    )
+    expected = {f"later {number}": 6.0 for number in range(7)}
     clock.now += 1000
     lines.device_held()  # waiting for the device takes nothing from the budget
-    lines.run_started(10)
+    lines.run_started({skipped.case.case_id: 0.0, measured.case.case_id: 6.0, failed.case.case_id: 6.0, **expected})
     lines.row_done(skipped)
     clock.now += 6
     lines.stage_started(measured.case, "verify")
@@ -101,10 +109,10 @@ def test_a_run_in_a_pipe_says_now_and_then_how_far_it_is(capsys):
     clock.now += 60
     lines.stage_started(measured.case, "memory")
     assert capsys.readouterr().err.splitlines() == [
-        "0 of 10 rows; 60 s of the budget left; now: starting",
+        "0 of 10 rows; about 54 s left, 60 s of the budget left; now: starting",
         "failed: gather, 32x512 H8 D64 fp32 causal: broke",
-        "3 of 10 rows; about 42 s left, 48 s of the budget left; now: time gather, 32x512 H8 D64 fp32 causal",
-        "3 of 10 rows; budget used up; now: memory gather, 32x512 H8 D64 fp32 causal",
+        "3 of 10 rows; about 42 s left, 48 s of the budget left; now: time gather, 32x1K H8 D64 fp32 causal",
+        "3 of 10 rows; budget used up; now: memory gather, 32x1K H8 D64 fp32 causal",
     ]
 
 
@@ -115,13 +123,33 @@ def test_rows_that_end_together_do_not_multiply_the_time_left(procedure, first_s
     """Two workloads of four rows, 10 s each; the first row of those in common rounds ends when all four do."""
     clock = Clock()
     progress = RunProgress(None, clock)
-    progress.total = 8
-    row = row_of("measured")
-    row = row.model_copy(update={"planned": row.planned.model_copy(update={"procedure": procedure})})
-    progress.group_started([row.planned] * 4)
+    rows = [row_of("measured", 512 + number, procedure=procedure) for number in range(8)]
+    progress.expect({row.case.case_id: 10.0 for row in rows})
+    progress.group_started([row.planned for row in rows[:4]])
     clock.now += first_s
-    progress.add(row)
+    progress.add(rows[0])
     assert progress.left == left
+
+
+@pytest.mark.parametrize("name", ["cpu-flash", "cpu-block-sparse", "h200-range", "h200-extreme-gather-dense"])
+@pytest.mark.parametrize("longest_first", [False, True])
+@pytest.mark.parametrize("slower", [0.5, 1, 2])
+def test_the_time_left_follows_the_work_of_the_open_cases(name, slower, longest_first):
+    """Rows of real runs; the machine may be faster or slower than the prediction."""
+    record = read_record(Path(__file__).parents[2] / "docs" / "results" / f"{name}.json")
+    machine = Machine(device=record.device.partition(":")[0], gpus=record.environment.gpus)
+    rows = [row for row in record.rows if isinstance(row.outcome, Measured)]
+    took_s = {case_id: slower * seconds for case_id, seconds in case_seconds(rows, 300.0).items()}
+    rows.sort(key=lambda row: flops(row.case.workload), reverse=longest_first)
+    clock = Clock()
+    progress = RunProgress(None, clock)
+    progress.expect({row.case.case_id: case_expected_s(row.case, machine, 2) for row in rows})
+    left_s = sum(took_s.values())
+    for row in rows[: -len(rows) // 4]:
+        clock.now += took_s[row.case.case_id]
+        left_s -= took_s[row.case.case_id]
+        progress.add(row)
+        assert left_s / 3.5 < progress.expected_left_s(clock.now) < 3.5 * left_s
 
 
 def test_a_notebook_has_one_bar_that_is_drawn_anew_for_rows_and_now_and_then():
@@ -135,8 +163,8 @@ def test_a_notebook_has_one_bar_that_is_drawn_anew_for_rows_and_now_and_then():
 
     clock, shown = Clock(), Shown()
     bar = ProgressDisplay(RunProgress(60.0, clock), lambda data, raw, display_id: shown, clock)
-    bar.run_started(1)
     row = row_of("measured")
+    bar.run_started({row.case.case_id: 0.0})
     for _ in range(20):
         clock.now += 0.1
         bar.stage_started(row.case, "<time>")
@@ -163,11 +191,11 @@ def test_verify_speaks_up_only_where_its_table_is_silent(capsys):
     ]
 
 
-def row_of(status):
-    case = Case(implementation="gather", workload=WorkloadRequest(seq_len=512).resolve("float32"))
+def row_of(status, length=512, **planned):
+    case = Case(implementation="gather", workload=WorkloadRequest(batch_size=32, seq_len=length).resolve("float32"))
     outcomes = {
         "skipped": Skipped(code="budget", why="no time"),
         "failed": Failed(stage="build", code="exception", why="broke"),
         "measured": Measured(verification=Verification(checks=()), timings=()),
     }
-    return Row(planned=PlannedCase(case=case), outcome=outcomes[status])
+    return Row(planned=PlannedCase(case=case, **planned), outcome=outcomes[status])

@@ -48,7 +48,7 @@ def test_the_help_says_each_command_in_full(cli, monkeypatch):
     monkeypatch.setenv("TERMINAL_WIDTH", "80")
     printed = cli("--help").stdout
     assert "..." not in printed.partition("Commands:")[2]
-    assert "What fits into memory; nothing is run." in printed
+    assert "Predict what fits into memory, without running it." in printed
 
 
 def test_a_bare_command_shows_the_help_and_is_fine(cli):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from dilabench.compare.view import is_quotable, rank
+from dilabench.compare.ranking import rank
+from dilabench.compare.view import is_quotable
 from dilabench.metadata import ABOVE_PEAK_FLOPS, LAUNCH_BOUND
 from dilabench.record import Row, Slot
 

@@ -26,6 +26,18 @@ def test_the_fused_kernels_run_on_each_rank_s_part(launch):
         assert max(found.values()) < 5e-6, found
 
 
+@pytest.mark.slow
+def test_local_branches_are_fused_beside_the_exchange_of_the_others(launch):
+    import apart_cases
+
+    ranks = launch(apart_cases.fused_beside_messages, 2)
+    for case in apart_cases.CROSSING:
+        errors, notes, received = zip(*(found[case] for found in ranks), strict=True)
+        assert max(errors) < 1e-5, case
+        assert notes == (([] if case == "everything crosses" else ["fused_branches"]),) * 2, case
+        assert sum(received) > 0, case
+
+
 # 41 tokens: every row is compared; 10000: a sample. The longest segment crosses ranks, so that keys come from several.
 @pytest.mark.parametrize(
     ("length", "segments", "rates"),

@@ -78,6 +78,31 @@ def test_rows_over_ranks_are_verified_timed_and_counted():
     assert counters["received_keys_bytes"] == 2 * 48 * 2 * 8 * 4
 
 
+@pytest.mark.parametrize(
+    "workload",
+    [
+        {},
+        {"pattern": {"kind": "dilated", "segment_lengths": (16, 96), "dilation_rates": (1, 2)}},
+        pytest.param(
+            {"batch_size": 1, "layout": "packed", "cu_seqlens": (0, 7, 60, 61, 96), "causal": True},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["dense", "dilated", "packed"],
+)
+def test_the_librarys_own_call_is_a_row_that_says_what_it_takes(workload):
+    (outcome,) = rows_of(["library-over-ranks"], **workload).values()
+    assert isinstance(outcome, Measured), outcome
+    assert outcome.verification.passed
+    notes = {note.code: note.message for note in outcome.notes}
+    assert notes["transport"] == "messages go by gloo"
+    algorithm = "balanced-allgather" if "layout" in workload else "ring-allgather" if workload else "zigzag-allgather"
+    order = {"balanced-allgather": "balanced", "ring-allgather": "contiguous"}.get(algorithm, "zigzag")
+    assert notes["chosen"].startswith(f"{algorithm} (")
+    assert notes["chosen"].endswith(f"tokens {order}")
+    assert outcome.counters["received_keys_bytes"]
+
+
 def test_parts_of_a_call_are_timed_beside_its_row():
     rows = rows_of(["zigzag-ring", "ring-multihead", "wrong"])
     diagnostics = rows["zigzag-ring"].diagnostics

@@ -236,7 +236,7 @@ def test_ranks_without_a_gpu_or_of_another_version_are_refused(nodes, monkeypatc
 def test_torchrun_decides_how_many_ranks_there_are(nodes):
     assert asking_all(RunRequest(suite="ring"), nodes).nproc == 2
     assert asking_all(RunRequest(suite="ring"), None).nproc == 1
-    with pytest.raises(ConfigError, match="--nproc 3 asks for more ranks than torchrun started"):
+    with pytest.raises(ConfigError, match="--nproc 3 needs more ranks than torchrun started"):
         asking_all(RunRequest(suite="ring", nproc=3), nodes)
 
 

@@ -1,14 +1,18 @@
 """What the library takes of torch's process groups, and gives back."""
 
+from __future__ import annotations
+
 import copy
 import gc
 import os
 import pickle
+import platform
 import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dilabench.attention import ring_attention, sequence_shards
 from dilabench.distributed import world as world_module
+from dilabench.distributed.transport import selection
 from dilabench.distributed.world import World
 
 
@@ -80,12 +85,135 @@ def test_the_device_is_the_groups(nccl: dist.ProcessGroup) -> None:
 
 def test_a_group_without_a_device_takes_that_of_the_tensors(nccl: dist.ProcessGroup) -> None:
     world, second = World.of_group(nccl), torch.device("cuda", 1)
-    assert world.on(world.device) is world
+    assert world.on(world.device).device == world.device
     assert world.on(second).device == second
     assert world.on(second).control is world.control
     nccl.bound_device_id = world.device
     with pytest.raises(ValueError, match="tensors are on cuda:1 and the process group on cuda:0"):
         World.of_group(nccl).on(second)
+
+
+class StandInCopies:
+    """Copy engines of devices that are not there: it keeps what it was made for, and can be told to fail."""
+
+    made: ClassVar[list[StandInCopies]] = []
+    fails: ClassVar[bool] = False
+
+    def __init__(
+        self, rank: int, device: torch.device, group: dist.ProcessGroup, region: int, timeout_s: float
+    ) -> None:
+        self.device, self.region, self.timeout_s, self.closed = device, region, timeout_s, False
+        self.made.append(self)
+
+    @staticmethod
+    def most_bytes(device: torch.device, size: int) -> int:
+        return 1 << 20
+
+    def try_out(self) -> None:
+        if self.fails:
+            raise RuntimeError("copies from ranks [1] arrived changed\nat some place")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class TwoRanks(NamedTuple):
+    """Rank 0 of two, the other of which says what `others` says, or else the same."""
+
+    group: dist.ProcessGroup
+    device: torch.device = torch.device("cuda", 0)
+    rank: int = 0
+    size: int = 2
+    timeout_s: float = 11.0
+    others: tuple[Any, ...] = ()
+
+    def share(self, fact: Any) -> list[Any]:
+        return [fact, *self.others] if self.others and isinstance(fact, tuple) else [fact, fact]
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandInCopies]:
+    monkeypatch.setattr(selection, "Copies", StandInCopies)
+    monkeypatch.setattr(StandInCopies, "made", [])
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: there < 8)
+    monkeypatch.delenv("DILABENCH_TRANSPORT", raising=False)
+    return StandInCopies
+
+
+def test_a_group_has_one_transport_for_each_device(nccl: dist.ProcessGroup, stand_in: type[StandInCopies]) -> None:
+    first = selection.transport_of(TwoRanks(nccl))
+    assert first.name == "copy engines"
+    # Waits end with the group's timeout, the trial sooner.
+    assert first.copies is stand_in.made[0]
+    assert first.copies.timeout_s == 11.0
+    assert selection.transport_of(TwoRanks(nccl)) is first
+    second = selection.transport_of(TwoRanks(nccl, torch.device("cuda", 1)))
+    assert [copies.device.index for copies in stand_in.made] == [0, 1]
+    assert second is not first
+
+
+def test_copy_engines_end_with_their_group(nccl: dist.ProcessGroup, stand_in: type[StandInCopies]) -> None:
+    other = dist.new_group([0], backend="gloo")
+    selection.transport_of(TwoRanks(other))
+    (copies,) = stand_in.made
+    dist.destroy_process_group(other)
+    del other
+    gc.collect()
+    assert copies.closed
+
+
+@pytest.mark.parametrize(
+    ("others", "fails", "name"),
+    [
+        ((("elsewhere", 1, False),), False, "nccl (ranks on several hosts)"),
+        (((platform.node(), 9, False),), False, "nccl (GPU 0 cannot reach the memory of GPU 9)"),
+        (((platform.node(), 1, True),), False, "nccl (DILABENCH_TRANSPORT=nccl)"),
+        (((platform.node(), 1, False),), True, "nccl (rank 0: copies from ranks [1] arrived changed)"),
+    ],
+)
+def test_nccl_carries_messages_where_copies_cannot_and_the_name_says_why(
+    nccl: dist.ProcessGroup,
+    stand_in: type[StandInCopies],
+    monkeypatch: pytest.MonkeyPatch,
+    others: tuple[Any, ...],
+    fails: bool,
+    name: str,
+) -> None:
+    monkeypatch.setattr(stand_in, "fails", fails)
+    selected = selection.transport_of(TwoRanks(nccl, others=others))
+    assert selected == (name, None)
+    assert all(copies.closed for copies in stand_in.made)
+
+
+def test_benchmark_and_library_ask_the_same_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`World.join`, which a worker calls, and the shards of a program's group."""
+    asked: list[World] = []
+
+    def asked_of(world: World) -> selection.Transport:
+        asked.append(world)
+        return selection.Transport("copy engines")
+
+    monkeypatch.setattr(world_module, "transport_of", asked_of)
+    monkeypatch.setattr(world_module.dist, "get_backend", lambda _group: "nccl")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    gpu = torch.device("cuda", 0)
+    # The ranks meet over gloo, and say that it is NCCL.
+    real = dist.init_process_group
+    monkeypatch.setattr(
+        world_module.dist,
+        "init_process_group",
+        lambda _backend, *, device_id, **options: real("gloo", **options),
+    )
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    world = World.join(dist.HashStore(), 0, 1, gpu, timeout_s=9.0)
+    try:
+        assert (world.transport, world.timeout_s) == ("copy engines", 9.0)
+        assert sequence_shards(24).transport(gpu) == "copy engines"
+        benchmark, library = asked
+        assert benchmark.group is library.group is dist.group.WORLD
+        assert benchmark.timeout_s == library.timeout_s
+    finally:
+        dist.destroy_process_group()
 
 
 def test_shards_free_what_they_hold(group: dist.ProcessGroup) -> None:

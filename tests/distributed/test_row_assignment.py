@@ -1,12 +1,14 @@
 """What assigning rows by their work makes ranks hold, send and compute, counted row by row. No rank is started."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
 
 from dilabench.contracts import BuildContext, LoadedBackend, PackedKernel
 from dilabench.distributed.assignment import heaviest_first
-from dilabench.distributed.row_assignment import RowAssignment
+from dilabench.distributed.row_assignment import TILE, RowAssignment, balanced_rows
 from dilabench.distributed.sharding import zigzag
 from dilabench.distributed.shardings import BALANCED_ALLGATHER, RING_VARLEN
 from dilabench.distributed.single_rank import SingleRank
@@ -90,6 +92,79 @@ def test_packed_documents_are_in_balance_and_send_less_than_a_ring(ranks):
     assert 0 < sent < 0.6 * one.seq_len * (ranks - 1)
     # A ring in documents' halves is as even, at the price of sending nearly everything.
     assert RING_VARLEN.load_balance(one, ranks) > 0.99
+
+
+# Of one assignment over up to eight ranks.
+MOST_CALLS = 1500
+
+
+def packing(kind, total, seed):
+    """Bounds of documents of lengths of a kind, `total` tokens together."""
+    draw, bounds = np.random.default_rng(seed), [0]
+    while bounds[-1] < total:
+        length = {
+            "short": lambda: draw.integers(50, 600),
+            "log-uniform": lambda: 32 * (total / 32) ** draw.random(),
+            "slides": lambda: draw.integers(5_000, 30_000),
+            "halves": lambda: draw.integers(total // 10, total // 2),
+        }[kind]()
+        bounds.append(min(total, bounds[-1] + int(length)))
+    return bounds
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("kind", ["short", "log-uniform", "slides", "halves", "packed_documents_128k"])
+def test_pairs_and_tiles_of_ranks_differ_by_a_few_per_cent(kind, ranks):
+    for seed in range(3):
+        if kind == "packed_documents_128k":
+            bounds = discover().catalogue.workloads.get(kind).fields["cu_seqlens"]
+        else:
+            bounds = packing(kind, 65536, seed)
+        assignment = RowAssignment.of(workload(*bounds), ranks)
+        pairs = [sum(steps) for steps in assignment.step_pairs()]
+        tiles = [assignment.tiles(rank) for rank in range(ranks)]
+        assert max(pairs) < 1.08 * np.mean(pairs)
+        assert max(tiles) < 1.03 * np.mean(tiles)
+
+
+@pytest.mark.parametrize("reach", [(None, 0), (100, 0), (None, None), (40, 9)])
+def test_tiles_are_those_of_the_matrix(reach):
+    left, right = reach
+    window = (-1 if left is None else left, -1 if right is None else right)
+    one = workload(*DOCUMENTS, causal=right == 0, window=window if right != 0 else (window[0], 0))
+    assignment, seen, counted = RowAssignment.of(one, 2), visible(one), []
+    for rank in range(2):
+        counted.append(0)
+        for rows, _ in zip(*assignment.pieces[rank], strict=True):
+            for start in range(rows[0], rows[1], TILE):
+                keys = np.flatnonzero(seen[start : min(rows[1], start + TILE)].any(0))
+                counted[-1] += -(-(keys[-1] + 1 - keys[0]) // TILE)
+    assert [assignment.tiles(rank) for rank in range(2)] == counted
+
+
+def calls_of(function, *arguments):
+    """Calls of Python and C functions: a cost that other work on the machine does not change."""
+    calls = 0
+
+    def count(_frame, event, _argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        function(*arguments)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("kind", ["short", "log-uniform", "slides", "halves"])
+def test_assigning_a_new_packing_costs_no_call_per_document(kind, ranks):
+    """Several hundred calls per number of chunks, and one per chunk: about a millisecond, with 4 or 400 documents."""
+    for seed in range(3):
+        sequences = workload(*packing(kind, 131072, seed)).sequences
+        assert calls_of(balanced_rows.__wrapped__, sequences, (None, 0), ranks) < MOST_CALLS
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -45,7 +45,7 @@ def slow(*values: object) -> object:
         slow("out_1_002", {"dtype": "float16"}, "out is the right one scaled by 1.002"),
         ("dk_1_06", {"dtype": "bfloat16", "mode": "both"}, "dk is the right one scaled by 1.06"),
         slow("dk_1_005", {"dtype": "float16", "mode": "both"}, "dk is the right one scaled by 1.005"),
-        ("takes_dout_to_lie_as_out", {"mode": "both"}, "right only while dout lies in memory as out does: "),
+        ("takes_dout_to_lie_as_out", {"mode": "both"}, "right only if dout has the memory layout of out: "),
         ("shifted_by_one", {}, "out is that of the position one earlier (shifted by one)"),
         ("not_causal", {}, "out is that of causal=false"),
         slow("without_scale", {}, "out is that of scale=1 (no scale)"),
@@ -84,12 +84,12 @@ def slow(*values: object) -> object:
         ("equal_keys", {}, "timed_inputs"),
         ("gradients_in_forward", {"mode": "backward"}, TIMED),
         slow("made_up_gradients", {"mode": "both"}, TIMED),
-        ("lazy_on_the_instance", {}, "attributes of its own (detach)"),
+        ("lazy_on_the_instance", {}, "extra attributes (detach)"),
         ("lazy_by_a_patch", {}, "intact: after a timed call Tensor.detach was replaced"),
         ("lazy_by_dispatch", {}, "intact: after a timed call a TorchDispatchMode (_Dispatch) was entered and not left"),
         ("lazy_by_function", {}, "intact: after a timed call a TorchFunctionMode (_Function) was entered and not left"),
         ("slow_clock", {}, "intact: after a timed call time.perf_counter_ns was replaced"),
-        ("with_an_attribute", {}, "the first call returned a tensor with attributes of its own (lse)"),
+        ("with_an_attribute", {}, "the first call returned a tensor with extra attributes (lse)"),
     ],
 )
 def test_a_wrong_output_gets_no_time(outcome, name, workload, why):
@@ -137,7 +137,7 @@ def test_a_verification_that_hangs_has_its_own_code(outcome):
     found = outcome("hangs_when_verified", timeout_s=3.0)
     assert isinstance(found, Failed)
     assert (found.stage, found.code) == ("verify", "verification_timeout")
-    assert "neither right nor wrong" in found.why
+    assert "it is unknown whether the output is right" in found.why
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_verification_that_hangs_has_its_own_code(outcome):
     [
         ("Averages", "called its attribute 'attention' never"),
         ("Inlines", "called its attribute 'attention' never"),
-        ("ScalesTwice", "q is 0.204124 times a projection of the input: 'attention' scales by itself"),
+        ("ScalesTwice", "q is 0.204124 times a projection of the input: 'attention' already scales"),
         ("SwapsKeysAndValues", "k is 1.5 times a projection"),
         ("AddsAMean", "with 'attention' replaced by a constant, position "),
         ("IgnoresItsCore", "with 'attention' replaced by a constant, position "),

@@ -156,6 +156,28 @@ def test_above_peak_is_flagged_and_below_is_not():
     assert codes(measured(one, at_peak / 1.3), device="cpu") == []
 
 
+@pytest.mark.parametrize(
+    ("ranks_ms", "noted"),
+    [
+        ((39, 39, 81, 39), "rank 2 takes 81.00 ms, the others 39.00 ms"),
+        ((80, 39), "rank 0 takes 80.00 ms, the others 39.00 ms"),
+        ((39, 39, 77, 39), None),
+        ((81, 81, 39, 81), None),
+        ((40,), None),
+        ((), None),
+    ],
+)
+def test_a_rank_that_takes_twice_as_long_as_the_others_is_a_note(ranks_ms, noted):
+    samples = tuple((round(ms * 1e6),) * 3 for ms in ranks_ms)
+    slots = tuple(Slot(round=at, samples_ns=(90_000_000,) * 3, rank_samples_ns=samples) for at in range(4))
+    row = measured(case(4096, pattern="dense"), 0.09)
+    timing = row.outcome.timings[0].model_copy(update={"slots": slots})
+    row = row.model_copy(update={"outcome": row.outcome.model_copy(update={"timings": (timing,)})})
+    notes = suspicions(row, {}, "cuda")
+    assert [note.message for note in notes] == ([noted] if noted else [])
+    assert all(note.code == "slow_rank" for note in notes)
+
+
 def test_float32_is_bounded_by_what_tensor_cores_could_make_of_it():
     """Three products in half precision reach its bits: who takes it apart is faster than a product in float32."""
     one = case(4096, pattern="dense")

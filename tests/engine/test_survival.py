@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dilabench.compare.view import pair
+from dilabench.compare.pairing import pair
 from dilabench.engine import runner
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent
@@ -32,7 +32,7 @@ from dilabench.engine.device.environment import snapshot
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent
 from dilabench.engine.worker.client import WorkerPool
-from dilabench.compare.view import pair
+from dilabench.compare.pairing import pair
 from dilabench.engine.runner import run
 from dilabench.request import RunRequest
 from dilabench.machine import Machine
@@ -124,8 +124,8 @@ class Counting(Silent):
     def __init__(self):
         self.measured, self.totals = [], []
 
-    def run_started(self, total):
-        self.totals.append(total)
+    def run_started(self, expected_s):
+        self.totals.append(len(expected_s))
 
     def row_done(self, row):
         self.measured.append(row.case.workload.seq_len)

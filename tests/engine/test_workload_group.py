@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from dilabench.compare.view import pair
+from dilabench.compare.pairing import pair
 from dilabench.engine.budget import Budget
 from dilabench.engine.case_state import TimerRun
 from dilabench.engine.driver import Driver
@@ -19,7 +19,7 @@ from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.protocol import Prepared, Reply, TimerSpec, WarmedUp, WorkerSettings
 from dilabench.engine.workload_group import WorkloadGroupRun
 from dilabench.machine import Machine
-from dilabench.metadata import NOT_INTERLEAVED, OWN_TILES, matmul_key
+from dilabench.metadata import BUDGET_EXCEEDED, NOT_INTERLEAVED, OWN_TILES, matmul_key
 from dilabench.plugins import builtin
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Capabilities, Implementation
@@ -527,7 +527,7 @@ def measure_lengths(dense_case, keeper):
     return go
 
 
-@pytest.mark.parametrize(("budget_s", "rows"), [(35.0, 3), (60.0, 4), (1000.0, 9), (None, 9)])
+@pytest.mark.parametrize(("budget_s", "rows"), [(20.0, 3), (35.0, 3), (60.0, 4), (1000.0, 9), (None, 9)])
 def test_every_length_gets_its_least_row_before_any_gets_its_best(measure_lengths, budget_s, rows):
     verified, outcomes = measure_lengths(budget_s)
     measured = {place for place, outcome in outcomes.items() if isinstance(outcome, Measured)}
@@ -539,7 +539,20 @@ def test_every_length_gets_its_least_row_before_any_gets_its_best(measure_length
     for place in measured:
         assert sum(len(timing.samples_ns) for timing in outcomes[place].timings) >= 5
         alone = NOT_INTERLEAVED.among(outcomes[place].notes)
-        assert not alone or budget_s in (35.0, 60.0)
+        assert not alone or budget_s in (20.0, 35.0, 60.0)
+
+
+def test_least_rows_exceed_the_budget_by_as_much_again_at_most_and_say_so(measure_lengths):
+    _, outcomes = measure_lengths(20.0)
+    exceeded = {
+        length: [note.observed * 1e-9 for note in BUDGET_EXCEEDED.among(outcome.notes)]
+        for (length, _), outcome in outcomes.items()
+        if isinstance(outcome, Measured)
+    }
+    assert exceeded == {64: [], 128: [pytest.approx(0.5, abs=1)], 256: [pytest.approx(10.5, abs=1)]}
+    verified, outcomes = measure_lengths(9.0)
+    assert verified == ["best"] * 2
+    assert [length for (length, _), outcome in outcomes.items() if isinstance(outcome, Measured)] == [64]
 
 
 def test_references_are_measured_after_every_length_has_a_row(measure_lengths):

@@ -12,7 +12,7 @@ from dilabench.compat.torchscale import patch
 
 
 def compare(model: nn.Module, *inputs: Tensor, rounds: int = 7) -> dict[str, float]:
-    """The copy against the model under `no_grad`, in turns so that both meet the same state of the machine."""
+    """The copy against the model under `no_grad`, interleaved so that both meet the same state of the machine."""
     model.eval()
     patched = deepcopy(model)
     if not patch(patched):

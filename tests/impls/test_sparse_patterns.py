@@ -12,12 +12,12 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.engine.verify.verification import verify
-from dilabench.impls import dense_masked
-from dilabench.impls.block_sparse import block_sparse, native_sparse, selected
+from dilabench.impls import dense_masked, native_sparse
+from dilabench.impls.block_sparse import block_sparse, selected
 from dilabench.impls.block_sparse.union import require_whole_plan
 from dilabench.impls.reference import Reference, ReferenceOfSum
 from dilabench.kernels.block_sparse.plan import BlockPlan
-from dilabench.patterns.native_sparse import NativeSparsePattern
+from dilabench.patterns.native_sparse import BlockwiseNativeSparsePattern
 from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.patterns.window_sink import WindowSinkPattern
 from dilabench.workload.spec import Workload
@@ -208,7 +208,7 @@ def test_what_is_selected_in_every_call_is_what_the_oracle_takes(selector: str) 
 
 def by_definition(workload: Workload, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
     """NSA by whole matrices: the masks of its three attentions from their own rules."""
-    pattern, group = NativeSparsePattern.of(workload), workload.group_size
+    pattern, group = BlockwiseNativeSparsePattern.of(workload), workload.group_size
     size, length = pattern.block_size, workload.seq_len
     (shape,) = workload.shapes
     i, j = torch.arange(length)[:, None], torch.arange(length)[None]
@@ -232,7 +232,7 @@ def by_definition(workload: Workload, q: Tensor, k: Tensor, v: Tensor, gates: Te
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_native_sparse_and_the_oracle_are_its_definition_with_gradients_of_gates(causal: bool) -> None:
-    pattern = {"kind": "native_sparse", "block_size": 7, "top_k": 3, "window_size": 12}
+    pattern = {"kind": "blockwise_native_sparse", "block_size": 7, "top_k": 3, "window_size": 12}
     workload = Workload.model_validate(
         {"pattern": pattern, **SHAPE, "seq_len": 61, "num_heads": 6, "causal": causal, "dtype": "float64"}
     )
@@ -254,7 +254,7 @@ def test_native_sparse_and_the_oracle_are_its_definition_with_gradients_of_gates
 
 @pytest.mark.parametrize("left_out", [0, 1, 2])
 def test_a_missing_part_of_native_sparse_is_caught(left_out: int) -> None:
-    pattern = {"kind": "native_sparse", "block_size": 8, "top_k": 1, "window_size": 5}
+    pattern = {"kind": "blockwise_native_sparse", "block_size": 8, "top_k": 1, "window_size": 5}
     workload = Workload.model_validate({"pattern": pattern, **SHAPE, "seq_len": 61, "head_dim": 16, "mode": "both"})
     function = native_sparse.build(workload, CONTEXT)
     function.gates[left_out] = 0.0
@@ -262,7 +262,7 @@ def test_a_missing_part_of_native_sparse_is_caught(left_out: int) -> None:
 
 
 def test_where_no_block_is_whole_nothing_is_compressed() -> None:
-    pattern = {"kind": "native_sparse", "block_size": 64, "top_k": 1, "window_size": 5}
+    pattern = {"kind": "blockwise_native_sparse", "block_size": 64, "top_k": 1, "window_size": 5}
     workload = Workload.model_validate({"pattern": pattern, **SHAPE, "seq_len": 37, "mode": "both"})
     assert verify(native_sparse.build(workload, CONTEXT), workload).passed
 

@@ -55,7 +55,7 @@ def test_ranges_of_rows_become_the_whole_softmax() -> None:
 
 def test_parts_that_do_not_fit_are_refused() -> None:
     total, part = torch.zeros(1, 4, 2, 8), torch.zeros(1, 3, 2, 8)
-    with pytest.raises(ValueError, match="rows from 2 does not lie in the result"):
+    with pytest.raises(ValueError, match="rows from 2 is outside of the result"):
         sum_parts_(total, [(part, 2)])
     with pytest.raises(ValueError, match="at least one"):
         sum_parts_(total, [])

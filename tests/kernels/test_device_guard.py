@@ -18,11 +18,14 @@ import dilabench
 from dilabench.attention import MultiheadDilatedAttention, attention, block_sparse_attention, dilated_attention
 from dilabench.backends.adapt import CUDA_KERNEL, adapted
 from dilabench.compat.torchscale import DilatedAttention as FromTorchscale
-from dilabench.kernels import combine, gates, launch_cache, lse, merge
+from dilabench.kernels import bwd_preprocess, combine, gates, launch_cache, lse, merge
 from dilabench.kernels.block_sparse import key_lists, selected_lists
 from dilabench.kernels.block_sparse.lists import Selection, Visibility
 from dilabench.kernels.fused import wider_rows
 from dilabench.kernels.launch_cache import Launch, LaunchCache
+from dilabench.kernels.selected import by_key, by_query, by_token, gathered
+from dilabench.kernels.selected import lists as lists_of_tokens
+from dilabench.kernels.selected.attention import selected_backward, selected_forward
 from dilabench.patterns.native_sparse import NativeSparsePattern
 from dilabench.patterns.window_sink import WindowSinkPattern
 
@@ -84,6 +87,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
         (key_lists, ("_add_slots_kernel",)),
         (merge, ("_merge_rows_kernel",)),
         (wider_rows, ("_widen_kernel",)),
+        (bwd_preprocess, ("_bwd_preprocess_kernel",)),
+        (lists_of_tokens, ("_lists_kernel",)),
+        (by_query, ("_forward_kernel", "_gradient_kernel")),
+        (gathered, ("_gathered_kernel", "_merge_kernel")),
+        (by_key, ("_key_kernel", "_sum_kernel")),
+        (by_token, ("_sum_kernel",)),
     ):
         for name in names:
             monkeypatch.setattr(module, name, Kernel(faked, getattr(module, name).arg_names))
@@ -131,6 +140,13 @@ def attend_by_another_package() -> None:
     kernel_backward(q, q, q, q, q, row_sums(), causal=True, scale=1.0)
 
 
+def attend_to_selected_blocks(block: int, form: Any) -> None:
+    q, sums = rows(), row_sums()
+    given = (torch.zeros(1, 32, 2, 1, dtype=torch.int32), block, True, 1.0)
+    selected_forward(q, q, q, *given, form=form)
+    selected_backward(q, q, q, q, q, sums, *given, form=form)
+
+
 LAUNCHES: dict[str, Callable[[], object]] = {
     "merge": lambda: lse.merge_rows_(rows(), row_sums(), rows(), row_sums()),
     "sink": lambda: lse.add_null_mass_(rows(), row_sums(), row_sums()),
@@ -141,6 +157,9 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "lists by query": lambda: selected_lists.lists_by_query(selection(), 16, 16),
     "lists by key": lambda: selected_lists.lists_by_key(selection(), 16, 16),
     "slots": lambda: key_lists.add_slots(rows(2, 4, 2, 16, 16), lists(), rows(), rows(), 1.0),
+    "selected by query": lambda: attend_to_selected_blocks(16, "query"),
+    "selected and gathered": lambda: attend_to_selected_blocks(16, "gathered"),
+    "selected tokens": lambda: attend_to_selected_blocks(1, "query"),
     "columns": lambda: wider_rows.with_columns(rows(), 8, LaunchCache(), "columns"),
     "columns ahead": lambda: wider_rows.make_ready(24, 8, torch.float32, torch.device("cpu")),
 }

@@ -26,7 +26,7 @@ def third_party() -> type[Pattern]:
     return module.ChunkedPattern
 
 
-KINDS = ("dense", "dilated", "block_sparse", "window_sink", "column_bounds", "topk_blocks")
+KINDS = ("dense", "dilated", "block_sparse", "window_sink", "column_bounds", "topk_blocks", "selected_blocks")
 BUILT_IN = [pattern_type(kind) for kind in KINDS]
 EXAMPLES = [example for kind in (*BUILT_IN, third_party()) for example in kind.examples()]
 

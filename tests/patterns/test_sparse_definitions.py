@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from dilabench.errors import ConfigError
 from dilabench.patterns.answers import HiddenRows
 from dilabench.patterns.column_bounds import ColumnBoundsPattern
-from dilabench.patterns.native_sparse import NativeSparsePattern
+from dilabench.patterns.native_sparse import BlockwiseNativeSparsePattern, NativeSparsePattern
 from dilabench.patterns.pattern import Pattern, SequenceShape
-from dilabench.patterns.registry import pattern_type
+from dilabench.patterns.registry import pattern_type, read_pattern
 from dilabench.patterns.selectors import ABSENT, SELECTORS, Blocks, select, stand_ins
 from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.patterns.window_sink import WindowSinkPattern
@@ -140,7 +140,7 @@ def test_given_indices_in_any_order_count_once_and_may_be_absent(tmp_path: Path)
 @pytest.mark.parametrize(
     ("indices", "message"),
     [
-        ([[0], [1], [2], [6], [4], [5]], "head 0, row 3: key block 6 is not in 0..5; -1 stands for none"),
+        ([[0], [1], [2], [6], [4], [5]], "head 0, row 3: key block 6 is not in 0..5; -1 means none"),
         ([[0], [1], [-2], [3], [4], [5]], "head 0, row 2: key block -2 is not in 0..5"),
         ([[0], [1]], "has 2 query blocks; the workload needs 6 blocks of 8"),
         ([[[0]] * 6] * 3, "has 3 heads; the workload has 2 key/value heads; give 1 or 2"),
@@ -178,8 +178,15 @@ def test_a_prefix_under_a_causal_mask_is_refused_with_a_way_out() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_what_native_sparse_answers_by_itself_follows_from_its_counts(causal: bool) -> None:
-    pattern = NativeSparsePattern(block_size=6, top_k=2, window_size=4)
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        BlockwiseNativeSparsePattern(block_size=6, top_k=2, window_size=4),
+        NativeSparsePattern(block_size=16, top_k=2, window_size=4, compression_length=9, compression_stride=3),
+    ],
+    ids=lambda pattern: pattern.kind,
+)
+def test_what_native_sparse_answers_by_itself_follows_from_its_counts(pattern, causal: bool) -> None:
     shape = SequenceShape(N, 4, 2, causal, (-1, -1))
     for head in (0, 3):
         assert pattern.covered(shape, head).tolist() == Pattern.covered(pattern, shape, head).tolist()
@@ -187,12 +194,14 @@ def test_what_native_sparse_answers_by_itself_follows_from_its_counts(causal: bo
             derived = Pattern.rows_seeing(pattern, shape, head, key)
             assert pattern.rows_seeing(shape, head, key).tolist() == derived.tolist()
     pairs, selected, window = pattern.pairs(shape), *(one.pattern.pairs(shape) for one in pattern.summands(shape)[1:])
-    means = 4 * sum((row + 1) // 6 if causal else N // 6 for row in range(N))
+    length, stride = pattern.compression
+    whole = [max(0, (tokens - length) // stride + 1) for tokens in range(1, N + 1)]
+    means = 4 * sum(whole if causal else [whole[-1]] * N)
     assert pairs.attended == means + selected.attended + window.attended
     assert pairs.least == means + max(selected.attended, window.attended)
 
 
-@pytest.mark.parametrize("kind", ["topk_blocks", "native_sparse"])
+@pytest.mark.parametrize("kind", ["topk_blocks", "blockwise_native_sparse"])
 def test_what_shares_a_selection_is_said(kind):
     (summary,) = (known.summary for known in discover().catalogue.patterns if known.name == kind)
     assert "block of queries" in summary
@@ -200,11 +209,18 @@ def test_what_shares_a_selection_is_said(kind):
         assert pattern.label().endswith(" per block of queries")
 
 
-@pytest.mark.parametrize("method", ["NSA", "MoBA"])
-def test_a_method_that_selects_per_token_is_no_name_of_ours(method):
-    catalogue = discover().catalogue
-    named = [preset for preset in catalogue.workloads if method.lower() in preset.name]
-    assert [preset.name for preset in named] == [f"blockwise_{method.lower()}_64k"]
-    assert all("per block of queries" in preset.summary for preset in named)
-    with pytest.raises(ConfigError, match=rf"{method} selects per query token, .* use blockwise_{method.lower()}_64k"):
-        catalogue.workloads.get(f"{method.lower()}_64k")
+@pytest.mark.parametrize("method", ["nsa", "moba", "dsa", "msa"])
+def test_a_preset_named_after_a_method_selects_as_it_does(method):
+    named = [preset for preset in discover().catalogue.workloads if method in preset.name.split("_")]
+    assert named
+    for preset in named:
+        blockwise = preset.name.startswith("blockwise_")
+        assert ("per block of queries" in preset.summary) == blockwise
+        assert (preset.fields["pattern"] in {"selected_blocks", "native_sparse"}) == (not blockwise)
+
+
+def test_records_from_before_read_native_sparse_as_the_blockwise_form():
+    before = {"kind": "native_sparse", "block_size": 64, "top_k": 16, "window_size": 512, "selection_seed": 0}
+    assert read_pattern(before) == BlockwiseNativeSparsePattern()
+    for pattern in (NativeSparsePattern(), BlockwiseNativeSparsePattern(top_k=3)):
+        assert read_pattern(pattern.model_dump(mode="json")) == pattern

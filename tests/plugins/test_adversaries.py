@@ -139,9 +139,9 @@ DESCRIPTORS: dict[str, tuple[str, Callable[[], Any], str]] = {
     "a class for an instance": ("implementations", lambda: Implementation, "which is no Implementation"),
     "causal True": ("implementations", lambda: _mine(supports=Capabilities(causal=True)), "causal True must be"),  # type: ignore[arg-type]
     "modes a text": ("implementations", lambda: _mine(supports=Capabilities(modes="forward")), "modes 'forward' must"),  # type: ignore[arg-type]
-    "named all": ("implementations", lambda: _mine("all"), "'all' stands for several names"),
-    "named auto": ("backends", lambda: Backend("auto", "", "m:f"), "'auto' stands for several names"),
-    "also called all": ("implementations", lambda: _mine(aliases=("all",)), "'all' stands for several names"),
+    "named all": ("implementations", lambda: _mine("all"), "'all' means several names"),
+    "named auto": ("backends", lambda: Backend("auto", "", "m:f"), "'auto' means several names"),
+    "also called all": ("implementations", lambda: _mine(aliases=("all",)), "'all' means several names"),
     "half an expression": ("backends", lambda: Backend("mine", "", "m:f", kernels=("(",)), "no regular expression"),
     "a suite with a dict of options": (
         "suites",

@@ -108,7 +108,7 @@ def test_a_plugin_that_ends_the_process_is_named(
     command = [sys.executable, "-m", "dilabench", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S, check=False)
     said = " ".join((done.stdout + done.stderr).split())
-    assert shown.format("loaded" if at_import else "asked for: suite 'ending'") in said
+    assert shown.format("loaded" if at_import else "running: suite 'ending'") in said
     if not at_import and ending != "exit in C":
         assert done.returncode not in (0, 1)
 

@@ -151,7 +151,7 @@ def test_torchscale_is_asked_for_its_own_function_only(installed, pattern, field
 def test_what_is_no_longnet_attention_is_refused_with_the_reason(installed):
     dilated = {"kind": "dilated", "segment_lengths": (512,), "dilation_rates": (1,)}
     (reason,) = reasons("dilated-attention-pytorch", ranks=1, pattern=dilated)
-    assert "no LongNet attention: each head has one of the branches" in reason
+    assert "does not compute LongNet attention. Each head has only one branch" in reason
 
 
 @pytest.mark.parametrize("there", [set(), {"torchscale"}])

@@ -8,6 +8,7 @@ from dilabench.metadata import DENSITY_REACHED, SPARSITY_REACHED
 from dilabench.plugins.axis import DENSITY, LENGTH, RANKS
 from dilabench.record import Row, Skipped
 from dilabench.report.answer import answer
+from dilabench.suites.range.findings import analyse as growth
 
 DILATED = {"kind": "dilated", "segment_lengths": (2048, 4096), "dilation_rates": (1, 2)}
 
@@ -81,6 +82,58 @@ def test_the_interval_that_decides_stands_in_the_row(row, record, gather_ms, rou
     assert re.fullmatch(nearest, cells["next, 95 % CI"]), cells
 
 
+VERDICTS = {
+    "rival": lambda lines, _: (lines[0].ranking.proven, lines[0].ranking.probable),
+    "full attention": lambda lines, _: _claimed(lines[0].versus_dense),
+    "one device": lambda lines, _: _claimed(lines[1].versus_one),
+    "along lengths": lambda _, text: (" is faster than dense" in text, " is probably faster than dense" in text),
+}
+
+
+def _claimed(view):
+    return view.proven, view.faster is not None and not view.proven
+
+
+@pytest.mark.parametrize("kind", VERDICTS)
+@pytest.mark.parametrize(
+    ("ratio", "common", "proven", "probable"),
+    [
+        (1.3, 20, True, False),
+        (1.01, 20, False, False),
+        (1.3, 3, False, True),
+        (1.3, 0, False, True),
+        (1, 0, False, False),
+    ],
+    ids=["proven", "within the margin", "three rounds", "separately", "separately and overlapping"],
+)
+def test_one_rule_decides_on_every_comparison(row, record, kind, ratio, common, proven, probable) -> None:
+    """The interval of 1.01x excludes 1 and is within the margin of 2 %."""
+    # Rows with the same position in their rounds were measured one after the other.
+    turn, rounds = int(common > 0), common or 20
+    dense = kind in ("full attention", "along lengths")
+    slow = {"role": "yardstick"} if dense else {}
+    name = "dense" if dense else "gather"
+    shapes = [{"length": 1024}, {"length": 2048}]
+    if kind == "one device":
+        shapes, slow = [{"world_size": 2}], {"world_size": 1}
+    rows = [row("fused", 1, rounds=rounds, **shape) for shape in shapes]
+    rows += [row(name, ratio, turn=turn, rounds=rounds, **{**shape, **slow}) for shape in shapes]
+    whole = record(*rows)
+    text = " ".join(section.sentence for section in growth(whole)) if kind == "along lengths" else ""
+    axis = RANKS if kind == "one device" else LENGTH
+    assert VERDICTS[kind](answer(whole, axis).rows, text) == (proven, probable)
+
+
+def test_what_was_measured_separately_is_said_to_be_only_probable(row, record) -> None:
+    rows = [row("fused", 1), row("gather", 2, turn=1), row("dense", 3, role="yardstick")]
+    found = answer(record(*rows), LENGTH)
+    assert found.sentence.endswith(
+        "Full attention (dense), another function, is probably slower at length 1K (measured separately)."
+    )
+    columns, lines, _ = found.table()
+    assert dict(zip(columns, lines[0], strict=True))["vs dense"] == "3.00x"
+
+
 def test_why_nothing_was_measured_is_said_in_words(make_row, record) -> None:
     needs = make_row(
         "fused", outcome=Skipped(code="unsupported", why="needs a CUDA GPU (no NVIDIA GPU is visible)"), seq_len=1024
@@ -94,7 +147,8 @@ def test_lines_follow_the_axis_whatever_the_order_of_the_record(row, record) -> 
 
 
 @pytest.mark.parametrize(
-    ("dense_ms", "shown", "side"), [(0.5, "0.50x", "faster"), (3.0, "3.00x", "slower"), (1.0, "≈1.00x", None)]
+    ("dense_ms", "shown", "side"),
+    [(0.5, "0.50x (0.50–0.50)", "faster"), (3.0, "3.00x (3.00–3.00)", "slower"), (1.0, "≈1.00x (1.00–1.00)", None)],
 )
 def test_full_attention_stands_beside_the_winner(row, record, dense_ms: float, shown: str, side: str | None) -> None:
     rows = [row("fused", 1, turn=0), row("gather", 2, turn=1), row("dense", dense_ms, role="yardstick", turn=2)]
@@ -145,7 +199,7 @@ def test_rows_over_ranks_stand_beside_one_device(row, record) -> None:
     assert column == ["–", "1.60x"]
     level = answer(record(row("strided", 5), row("ring", 5, world_size=2)), RANKS)
     assert level.table()[1][1][3] == "≈1.00x"
-    assert level.sentence.endswith("≈: not proven to be faster or slower than one device.")
+    assert level.sentence.endswith("≈: no difference from one device is proven or probable.")
     assert "vs one device" not in answer(record(*rows[:1]), RANKS).table()[0]
 
 
@@ -156,7 +210,7 @@ def test_full_attention_stands_beside_every_pattern_of_its_shape(row, record) ->
         rows.append(row("fused", ms, pattern=pattern, labels=DENSITY_REACHED.entry(0.5 / (1 + number))))
     elsewhere = row("fused", 1, 2048, labels=DENSITY_REACHED.entry(0.75))
     found = answer(record(*rows, elsewhere), DENSITY)
-    told = {line.at: line.times_dense and round(line.times_dense, 1) for line in found.rows}
+    told = {line.at: line.versus_dense and round(line.versus_dense.ratio, 1) for line in found.rows}
     assert told == {"12.5%": 0.2, "16.7%": 0.5, "25.0%": 2.0, "50.0%": 4.0, "75.0%": None}
 
 

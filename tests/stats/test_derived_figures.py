@@ -9,18 +9,13 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dilabench.compare.view import (
-    gigabytes_per_second,
-    speedup,
-    tflops_per_second,
-    tokens_per_second,
-)
 from dilabench.errors import ConfigError
 from dilabench.stats.decisions.decide import Policy, binomial_interval, detection_rate, judge_many
 from dilabench.stats.decisions.history import noise_floor
 from dilabench.stats.decisions.memory import MemoryCode, judge_memory
 from dilabench.stats.decisions.paired import estimate_many
 from dilabench.stats.decisions.verdicts import Code
+from dilabench.units import gigabytes_per_second, speedup, tflops_per_second, tokens_per_second
 
 MIB = 2**20
 

@@ -71,7 +71,7 @@ def test_a_baseline_too_small_for_its_spread_is_named_with_the_size_that_would_d
     verdict = decide(estimate_from_history(base, stored([log(1e7)] * 3)), POLICY)
     assert (verdict.code, verdict.cause, verdict.undecided) == (Code.INCONCLUSIVE, Cause.OUT_OF_REACH, False)
     assert verdict.numbers.sessions_needed is None
-    assert "too far for the baseline's 5: " in verdict.hint
+    assert "too much for the baseline's 5: " in verdict.hint
     assert f"{verdict.numbers.both_needed} on either side should decide" in verdict.hint
 
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
+from dilabench.stats.samples import location
 from dilabench.stats.samples.location import (
     a12,
     autocorrelation,
@@ -124,3 +125,16 @@ def test_stop_rule_is_not_fooled_by_correlation():
         widths = [relative_half_width(np.exp(series)) for series in (white, correlated)]
         ratios.append(widths[1] / widths[0])
     assert 2 < np.median(ratios) < 4
+
+
+def test_autocorrelation_is_the_same_by_products_and_by_fourier_transform(monkeypatch):
+    series = ar1(0.7, 200, 1)
+    by_products = autocorrelation(series, 199)
+    monkeypatch.setattr(location, "SHORT_SERIES", 10)
+    assert autocorrelation(series, 199) == pytest.approx(by_products, abs=1e-12)
+
+
+def test_a_long_series_is_not_correlated_by_products(monkeypatch):
+    """The products of all lags of 2^18 values are 3 x 10^10."""
+    monkeypatch.setattr(np, "correlate", None)
+    assert effective_size(ar1(0.5, 2**18, 2)) == pytest.approx(2**18 / 3, rel=0.1)

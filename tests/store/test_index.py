@@ -137,7 +137,7 @@ def test_impossible_samples_are_told_and_left_out(archive, told, make_row, make_
     bad = row.model_copy(update={"outcome": row.outcome.model_copy(update={"timings": (timing,)})})
     archive.add(make_record([bad], run_id="backwards"))
     assert ids(archive, told) == ["run1", "run2"]
-    assert "is not positive and finite" in told[0]
+    assert "is not a positive, finite time" in told[0]
 
 
 def test_dates_that_go_backwards_or_cannot_be_read(archive, told, make_row, make_record):

@@ -55,7 +55,7 @@ def test_shards_that_overlap_or_miss_are_refused(shard):
     for records, why in (
         ([first, changed(first, run_id="again")], "0 and 1 are both shard 1/2; leave one of them out"),
         ([shard(1, 4), shard(4, 4)], r"shard 2/4 and 3/4 missing: run it with --shard 2/4, then merge all"),
-        ([first, shard(2, 3)], "these are shards of 2 and 3; merge those of one number"),
+        ([first, shard(2, 3)], "these are shards of 2 and 3; merge shards of the same number"),
         ([first, changed(second, config={"suite": "quick"})], "1 is no shard, and others are"),
         ([first, shard(2, config={"lengths": [1]})], "0 and 1 are shards of different requests"),
         ([first], "one run is given"),
@@ -114,9 +114,9 @@ def test_a_record_that_its_own_lines_contradict_is_refused(tmp_path, make_row, m
     refuse_other_rows(folder.path, read_record(folder.path))
     faster = record.rows[0].model_copy(update={"outcome": make_row(seq_len=32, ns=1).outcome})
     for rows, why in (
-        ((faster, record.rows[1]), "tell different things of strided on 1x32"),
+        ((faster, record.rows[1]), "differ on strided on 1x32"),
         (record.rows[1:], "run.json lacks 1 of the rows in rows.jsonl"),
-        ((*record.rows, make_row(seq_len=96)), "tell different things of strided on 1x96"),
+        ((*record.rows, make_row(seq_len=96)), "differ on strided on 1x96"),
     ):
         with pytest.raises(ConfigError, match=why):
             refuse_other_rows(folder.path / "run.json", changed(record, rows=rows))

@@ -1,16 +1,15 @@
 """Records are read one row at a time, with the result of reading them whole."""
 
 import gzip
-import sys
 
 import pytest
 
 from dilabench.errors import ConfigError
 from dilabench.record import RunRecord, Slot
+from dilabench.record.samples import Nanoseconds
 from dilabench.report.json import render, to_text
 from dilabench.store.archive import read_compressed, read_row_by_row
 from dilabench.store.run_files import read_record
-from dilabench.validation import Nanoseconds
 
 FORMS = {
     "run.json": to_text,
@@ -30,7 +29,7 @@ def record(make_row, make_record):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_record_is_the_same_as_read_whole(record, form):
-    assert read_row_by_row(FORMS[form](record).encode()) == record
+    assert read_row_by_row([FORMS[form](record).encode()]) == record
 
 
 CHANGES = {
@@ -48,13 +47,13 @@ def test_what_dilabench_does_not_write_is_left_to_the_reader_of_whole_records(re
     text = to_text(record)
     assert old in text
     changed = new.join(text.rsplit(old, 1))
-    found = read_row_by_row(changed.encode())
+    found = read_row_by_row([changed.encode()])
     assert found is None or found == record
 
 
 LIMITS = {
-    "rows": ("DILABENCH_MAX_ROWS", "3", "it has 4 rows, over the limit of 3; DILABENCH_MAX_ROWS=8"),
-    "values": ("DILABENCH_MAX_VALUES", "50", r"over the limit of 50; DILABENCH_MAX_VALUES=\d+"),
+    "rows": ("DILABENCH_MAX_ROWS", "3", "it has over 3 rows, the limit; DILABENCH_MAX_ROWS=6"),
+    "values": ("DILABENCH_MAX_VALUES", "50", "it has over 50 values, the limit; DILABENCH_MAX_VALUES=100"),
     "depth": ("DILABENCH_MAX_DEPTH", "2", "more than 2 levels deep; DILABENCH_MAX_DEPTH=100"),
 }
 
@@ -73,24 +72,8 @@ def test_a_limit_is_named_with_the_variable_that_raises_it(make_row, make_record
         read(path)
 
 
-def calls_of(function, *arguments):
-    """How many functions, Python's and C's, a call makes."""
-    count = 0
-
-    def counted(_frame, event, _argument):
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(counted)
-    try:
-        function(*arguments)
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-def test_ten_times_the_rows_take_ten_times_the_calls(make_row, make_record):
-    few, many = (to_text(make_record([make_row(seed=seed) for seed in range(count)])).encode() for count in (10, 100))
+def test_ten_times_the_rows_take_ten_times_the_calls(calls_of, make_row, make_record):
+    few, many = ([to_text(make_record([make_row(seed=seed) for seed in range(count)])).encode()] for count in (10, 100))
     read_row_by_row(few)
     assert calls_of(read_row_by_row, many) < 12 * calls_of(read_row_by_row, few)
 
@@ -105,3 +88,30 @@ def test_samples_equal_the_tuple_and_are_written_as_a_list():
     assert Slot.model_validate_json(slot.model_dump_json()) == slot
     with pytest.raises(ValueError, match="more than 64 bits"):
         Slot(samples_ns=(2**63,))
+
+
+@pytest.mark.parametrize("size", [1, 7, 500])
+@pytest.mark.parametrize("form", FORMS)
+def test_chunks_of_any_size_are_one_record(record, form, size):
+    text = FORMS[form](record).encode()
+    assert read_row_by_row(text[at : at + size] for at in range(0, len(text), size)) == record
+
+
+@pytest.mark.parametrize("size", [1, 7, 500])
+@pytest.mark.parametrize(("variable", "what"), [("DILABENCH_MAX_ROWS", "rows"), ("DILABENCH_MAX_VALUES", "values")])
+def test_a_limit_counts_what_lies_on_the_border_of_chunks(make_row, make_record, monkeypatch, variable, what, size):
+    text = to_text(make_record([make_row(seed=seed) for seed in range(4)])).encode()
+    chunks = [text[at : at + size] for at in range(0, len(text), size)]
+    exact = {"rows": 4, "values": text.count(b",")}[what]
+    monkeypatch.setenv(variable, str(exact))
+    assert read_row_by_row(chunks) is not None
+    monkeypatch.setenv(variable, str(exact - 1))
+    with pytest.raises(ValueError, match=f"over {exact - 1} {what}"):
+        read_row_by_row(chunks)
+
+
+def test_a_row_in_many_chunks_is_searched_once(calls_of, make_row, make_record):
+    """A row of ten times the length takes ten times the calls, not a hundred times."""
+    few, many = (to_text(make_record([make_row(samples=samples)])).encode() for samples in (50, 500))
+    counts = [calls_of(read_row_by_row, [text[at : at + 50] for at in range(0, len(text), 50)]) for text in (few, many)]
+    assert counts[1] < 12 * counts[0]

@@ -252,7 +252,7 @@ def test_a_base_that_is_a_file_is_refused_with_its_path(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not a run record, or was cut: .*; copy it again from where it was made"),
+        ("{", "is not a run record, or was cut: .*; copy it again from its source"),
         ("[]", "is JSON, but no run record"),
         ('{"rows": []}', "none of schema_version, run_id, so no run of dilabench wrote it"),
         ('{"schema_version": "1.0"}', "run_id is missing"),

@@ -198,16 +198,19 @@ def test_break_even_is_where_times_are_equal():
 def test_unasked_every_sparse_pattern_has_densities_of_its_own(catalogue):
     planned = plan(catalogue, workload={"seq_len": 1024, "num_heads": 2}, implementations=[])
     kinds = [p.case.workload.pattern.kind for p in planned if p.role == "method"]
-    assert set(kinds) == {"block_sparse", "window_sink", "column_bounds", "topk_blocks", "native_sparse"}
+    per_token = {"selected_blocks", "native_sparse"}
+    per_block = {"block_sparse", "window_sink", "column_bounds", "topk_blocks", "blockwise_native_sparse"}
+    assert set(kinds) == per_token | per_block
     only = plan(catalogue, workload={"pattern": "window_sink", "window_size": 100, "seq_len": 1024}, implementations=[])
     points = {p.case.workload.pattern.label() for p in only if p.case.implementation == "block-sparse"}
     assert points == {"window-sink window_size=100"}
     assert catalogue.suites.get("sparse").name == "block-sparse"
 
 
-def test_selecting_planning_and_attending_are_told_apart(catalogue):
-    names = ["dense", "block-sparse", "block-sparse-planned", "block-sparse-selected"]
-    asked = {"pattern": "topk_blocks", "top_k": 4, "seq_len": 1024, "num_heads": 2}
+@pytest.mark.parametrize(("kind", "method"), [("topk_blocks", "block-sparse"), ("selected_blocks", "selected-blocks")])
+def test_selecting_planning_and_attending_are_told_apart(catalogue, kind, method):
+    names = ["dense", method, f"{method}-planned", f"{method}-selected"]
+    asked = {"pattern": kind, "top_k": 4, "seq_len": 1024, "num_heads": 2}
     planned = plan(catalogue, workload=asked, implementations=names)
     assert [p.labels.get("steps") for p in planned] == [None, "attend", "plan attend", "select plan attend"]
     found = record(planned, [10.0, 2.0, 2.5, 3.25])
@@ -215,7 +218,7 @@ def test_selecting_planning_and_attending_are_told_apart(catalogue):
     assert "takes 3.250 ms: attend 2.000 ms, plan 500.0 µs, select 750.0 µs." in section.sentence
     pairs = planned[1].case.workload.pattern.pairs(planned[1].case.workload.shapes[0]).attended
     assert section.rows[0][3] == f"{pairs / (1024 * 1025):.1%}"
-    assert steps_of(found)[0].who == "block-sparse"
+    assert steps_of(found)[0].who == method
 
 
 def test_planning_of_each_method_is_told_by_itself(catalogue):
@@ -233,7 +236,7 @@ def test_planning_of_each_method_is_told_by_itself(catalogue):
 
 def test_a_density_above_all_says_what_is_counted(catalogue):
     few, many = (
-        {"pattern": "native_sparse", "top_k": 2, "window_size": size, "seq_len": 512, "num_heads": 2}
+        {"pattern": "blockwise_native_sparse", "top_k": 2, "window_size": size, "seq_len": 512, "num_heads": 2}
         for size in (64, 512)
     )
     for asked, more in ((few, False), (many, True)):

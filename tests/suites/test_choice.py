@@ -166,7 +166,7 @@ def test_shards_deal_the_shapes_by_their_numbers():
         (("shapes=6.5",), {}, "not a whole number"),
         (("shape=6",), {}, "shape: unknown key"),
         ((), {"lengths": [512]}, "takes neither presets nor --lengths"),
-        (("pattern=block_sparse",), {}, "nothing in the library chooses for pattern 'block_sparse'"),
+        (("pattern=block_sparse",), {}, "the library has no choice for pattern 'block_sparse'"),
     ],
 )
 def test_what_is_asked_wrongly_is_refused(assignments, run, why):

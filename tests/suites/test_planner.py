@@ -145,7 +145,7 @@ def test_implementations_leaves_out_the_oracle_unless_asked(catalogue):
 
 
 def test_an_option_that_the_suite_lacks_is_refused(catalogue):
-    with pytest.raises(ConfigError, match=r"no option 'speed' \(given as 5\); it has no options of its own"):
+    with pytest.raises(ConfigError, match=r"no option 'speed' \(given as 5\); it has no such options"):
         plan(catalogue, suite="quick", run={"options": {"speed": 5}})
     with pytest.raises(ConfigError, match=r"no option 'speed' \(given as 5\); it has shapes"):
         plan(catalogue, suite="choice", run={"options": {"speed": 5}})

@@ -91,7 +91,7 @@ def test_optimization_counts_real_hits_and_requests(run, tmp_path):
     assert pool["buffer_pool_held_bytes"] <= pool["buffer_pool_peak_bytes"]
     held = pool["buffer_pool_held_bytes"] + pool["pattern_cache_bytes"]
     assert rows["buffer pool"].outcome.memory.workspace_bytes >= held
-    assert "What the buffer pool did" in done.stdout
+    assert "Use of the buffer pool" in done.stdout
 
 
 def test_field_sets_a_project_beside_ours_and_says_what_another_computes(run, tmp_path, monkeypatch):
@@ -116,7 +116,9 @@ def test_a_budget_that_measures_nothing_ends_with_its_code_and_says_what_would_d
     done = run("run", "range", "--lengths", "97,192", "-i", "strided", "--budget", "10ms", *SMALL)
     assert done.returncode == 8, done.stdout + done.stderr
     assert "budget of 10 ms used up before its turn" in done.stdout
-    way_on = r"cases had no time. To go on .*:\n  dilabench run range --resume [0-9a-f]{8} --budget \d+s\n"
+    way_on = (
+        r"cases were skipped by the budget. To continue .*:\n  dilabench run range --resume [0-9a-f]{8} --budget \d+s\n"
+    )
     assert re.search(way_on, done.stdout)
     assert "NOTHING MEASURED" in done.stdout
 
@@ -143,7 +145,7 @@ def test_choice_goes_on_with_the_shapes_that_there_was_no_time_for(run, tmp_path
     monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
     few = ("--set", "seq_len=300", "--set", "batch_size=1", "--set", "head_dim=16", "--set", "dtype=float32")
     done = run("run", "choice", *few, "-i", "strided", "--set", "shapes=2", "--device", "cpu", "--budget", "1ms")
-    assert "2 of 2 shapes are left out; go on with" in " ".join(done.stdout.split())
+    assert "2 of 2 shapes are missing; continue with" in " ".join(done.stdout.split())
     assert "; more follow):" in done.stdout
     folder = folder_of(tmp_path, "choice")
     again = run("run", "choice", "--resume", str(folder), "--budget", "60s")

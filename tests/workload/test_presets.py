@@ -68,7 +68,33 @@ PACKED_DILATED_CONFIGS = {
 SPARSE_CONFIGS = {
     "vsa_h3": (7, 7, 109632, False, "topk_blocks", {"block_size": 64, "top_k": 64, "selector": "pooled"}),
     "blockwise_moba_64k": (32, 8, 65536, True, "topk_blocks", {"block_size": 1024, "top_k": 3, "selector": "mean_key"}),
-    "blockwise_nsa_64k": (64, 4, 65536, True, "native_sparse", {"block_size": 64, "top_k": 16, "window_size": 512}),
+    "blockwise_nsa_64k": (
+        64,
+        4,
+        65536,
+        True,
+        "blockwise_native_sparse",
+        {"block_size": 64, "top_k": 16, "window_size": 512},
+    ),
+    "nsa_64k": (
+        64,
+        4,
+        65536,
+        True,
+        "native_sparse",
+        {"block_size": 64, "top_k": 16, "window_size": 512, "compression_length": 32, "compression_stride": 16},
+    ),
+    "nsa_64k_selected": (
+        64,
+        4,
+        65536,
+        True,
+        "selected_blocks",
+        {"block_size": 64, "top_k": 16, "selector": "random"},
+    ),
+    "moba_64k": (32, 8, 65536, True, "selected_blocks", {"block_size": 1024, "top_k": 3, "selector": "mean_key"}),
+    "msa_128k": (64, 4, 131072, True, "selected_blocks", {"block_size": 128, "top_k": 16, "selector": "indexer"}),
+    "dsa_64k_d128": (128, 1, 65536, True, "selected_blocks", {"block_size": 1, "top_k": 2048, "selector": "indexer"}),
     "window_sink_128k": (32, 8, 131072, True, "window_sink", {"sinks": 64, "window_size": 4096}),
     "column_bounds_128k": (
         16,
@@ -103,6 +129,7 @@ def test_nothing_is_missing_or_extra(catalogue):
         *PACKED_CONFIGS,
         *PACKED_DILATED_CONFIGS,
         *SPARSE_CONFIGS,
+        "selected_small",
         *SETS,
     }
     assert {preset.name for preset in PRESETS} <= set(catalogue.workloads.names)
@@ -148,6 +175,11 @@ def test_sparse_configurations(catalogue):
         assert shape == (1, heads, kv_heads, 128, length), name
         assert (workload.dtype, workload.causal, workload.pattern.kind) == ("bfloat16", causal, kind), name
         assert {key: getattr(workload.pattern, key) for key in fields} == fields, name
+
+
+def test_another_name_of_a_preset_is_the_same_workload(catalogue):
+    named = [workload_request(catalogue, name, {}).resolve("float32") for name in ("dsa_64k", "dsa_64k_d128")]
+    assert named[0] == named[1]
 
 
 def test_real_models_are_what_torchscale_computes(catalogue):

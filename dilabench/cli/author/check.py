@@ -20,20 +20,20 @@ ENDINGS = {ExitCode.OK: "conforms", ExitCode.NOTHING_MEASURED: "COULD NOT BE TRI
 
 
 def check(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of anything that `dilabench list` shows.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A name that `dilabench list` shows.")],
     kind: Annotated[
-        Kind | None, typer.Option("--kind", "-k", help="Of which kind, where the name stands for several things.")
+        Kind | None, typer.Option("--kind", "-k", help="The kind, if several things have this name.")
     ] = None,
     device: Device = None,
     as_json: AsJson = False,
     strict_plugins: StrictPlugins = False,
 ) -> None:
-    """Hold a thing to everything that dilabench asks of its kind, and show a scorecard.
+    """Run every conformance check for this kind of component and print a scorecard.
 
-    Whatever it claims to compute is verified in every dtype, mode and layout; its package must be light to import, with
-    no network and no side effects. ✓ right, ✗ wrong, ! failed, - not claimed, or not to be tried here.
+    Every workload that it claims is verified in every dtype, mode and layout. Its package must import quickly, without
+    network access or side effects. ✓ right, ✗ wrong, ! failed, - not claimed, or not possible here.
 
-    Exit codes: 0 conforms, 4 something failed, 5 an output is wrong, 8 nothing of what it does could be tried here.
+    Exit codes: 0 conforms, 4 something failed, 5 an output is wrong, 8 no check could run here.
     """
     from dilabench.conformance.check import registries_with, scorecard
     from dilabench.conformance.scorecard import Finding, Listener, Scorecard

@@ -1,4 +1,4 @@
-"""`dilabench plugin new`: a small package with one thing of a kind, which installs and passes its test at once."""
+"""`dilabench plugin new`: a small package that adds one component, installs, and passes its test unchanged."""
 
 import importlib.util
 import keyword
@@ -26,7 +26,7 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
 
 
 class Kind(StrEnum):
-    """What a plug-in can add."""
+    """The kinds of things that a plug-in can add."""
 
     IMPLEMENTATION = "implementation"
     BACKEND = "backend"
@@ -37,12 +37,12 @@ class Kind(StrEnum):
     WORKLOAD = "workload"
 
 
-KindOption = Annotated[Kind, typer.Option("--kind", "-k", help="What the package adds.")]
+KindOption = Annotated[Kind, typer.Option("--kind", "-k", help="The kind of thing that the package adds.")]
 
 
 def new(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Of the thing, its package and its folder: my-attention.")
+        str, typer.Argument(metavar="NAME", help="Name of the thing, its package and its folder: my-attention.")
     ],
     kind: KindOption = Kind.IMPLEMENTATION,
     output: Annotated[
@@ -51,7 +51,7 @@ def new(
 ) -> None:
     """Write a package that adds one thing to dilabench: entry point, descriptor, code, test, README.
 
-    It installs with pip and passes its test as it is. Nothing that exists is ever written over.
+    It installs with pip and passes its test as it is. Existing files are never overwritten.
     """
     package = _package_name(name, kind)
     folder = output / name
@@ -61,7 +61,7 @@ def new(
         folder.mkdir()
     except FileExistsError as error:
         way_out = "choose another name, or another place with -o"
-        raise ConfigError(f"{str(error.filename)!r} exists, and nothing is written over; {way_out}") from None
+        raise ConfigError(f"{str(error.filename)!r} exists, and files are never overwritten; {way_out}") from None
     except OSError as error:
         raise EnvironmentNotReady(
             f"{str(folder)!r} cannot be made: {error.strerror}; choose another place with -o"
@@ -69,7 +69,7 @@ def new(
     for path, text in files.items():
         write_text(folder / path, text)
         say(str(folder / path))
-    # Without a separator pip would look for a package of that name.
+    # Without a separator pip would look for a package with this name.
     place = folder if folder.is_absolute() else f".{os.sep}{folder}"
     say(f'\nnext: pip install -e "{place}[test]" && pytest {place}')
 
@@ -94,7 +94,7 @@ def _package_name(name: str, kind: Kind) -> str:
             f"{kind} {name!r} is already registered by plug-in {registry.origin(name)!r}; choose another name"
         )
     if name in RESERVED:
-        raise ConfigError(f"{name!r} stands for several names on the command line; choose another name")
+        raise ConfigError(f"{name!r} means several names on the command line; choose another name")
     return package
 
 
@@ -102,7 +102,7 @@ def _files(name: str, package: str, kind: Kind) -> Iterator[tuple[Path, str]]:
     """Path inside the new folder and text of each file."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    # What is written is Python, TOML and Markdown.
+    # The files are Python, TOML and Markdown.
     environment = Environment(loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True)
     of_kind: dict[str, Any] = tomllib.loads((TEMPLATES / "kinds.toml").read_text(encoding="utf-8"))[kind]
     facts = {

@@ -29,7 +29,7 @@ def save(
     add: Annotated[
         bool, typer.Option("--add", help="Add sessions of the same code to a baseline that exists.")
     ] = False,
-    replace: Annotated[bool, typer.Option("--replace", help="Let the name stand for these runs only.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace the runs that the name had by these.")] = False,
 ) -> None:
     """Give runs a name; files that are not in the store yet are copied there. Five sessions make a gate on time."""
     from dilabench.compare.across import refuse_other_machine

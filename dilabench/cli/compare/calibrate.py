@@ -26,8 +26,8 @@ def calibrate(
 ) -> None:
     """Time one implementation against itself and against itself slowed down by 2, 5 and 10 %.
 
-    Keeps this machine's noise between sessions, which `compare` and `check` then use, and shows how often a slow-down
-    of each size is found in one session.
+    Stores this machine's noise between sessions for `compare` and `check`. Prints how often one session detects a
+    slow-down of each size.
     """
     from dilabench.cli.run.progress_bar import progress_shown
     from dilabench.runs.calibration import CalibrationRun

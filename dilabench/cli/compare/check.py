@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dilabench.store.lookup import Store
 
 DEFAULT_BUDGET = "5m"
-# Of a baseline that updates itself: enough for a gate, and young enough to follow the machine.
+# Most sessions of a baseline with --update: enough for a gate, and recent enough to follow the machine.
 MOST_SESSIONS = 10
 
 
@@ -54,7 +54,7 @@ def check(
         str | None, typer.Option("--budget", metavar="TIME", help=f"Time to decide in (default {DEFAULT_BUDGET}).")
     ] = None,
     sessions: Annotated[
-        int | None, typer.Option("--sessions", metavar="N", min=1, help="Judge N sessions, whatever they show.")
+        int | None, typer.Option("--sessions", metavar="N", min=1, help="Measure and judge exactly N sessions.")
     ] = None,
     threshold: Threshold = None,
     only: Only = None,
@@ -74,8 +74,8 @@ def check(
         bool,
         typer.Option(
             "--update",
-            help=f"Add sessions that pass to the baseline (the newest {MOST_SESSIONS} stay); where there is none of "
-            "that name, make it of --run, or of the latest run.",
+            help=f"Add sessions that pass to the baseline (the newest {MOST_SESSIONS} stay); if none has that name, "
+            "create it from --run, or from the latest run.",
         ),
     ] = False,
     keep: Annotated[bool, typer.Option("--store/--no-store", help="Keep what is measured in the store.")] = True,
@@ -83,11 +83,11 @@ def check(
 ) -> None:
     """Measure a baseline's cases again and fail on wrong output, slower times or larger peaks.
 
-    Sessions are added until every case is shown to be the same within the margin, or to have changed, or the budget
-    ends. What looks slower or faster is measured again in as many fresh sessions, and only those decide. Times are
-    gated from five baseline sessions on (`baseline save --add`), below that they advise; memory and correctness always
-    count. Exit codes: 0 fine, 3 another machine, 4 a case fails now, 5 wrong output, 6 regression, 7 undecided (with
-    --fail-on inconclusive), 8 nothing measured.
+    Sessions are added until every case is decided (unchanged within the margin, or changed), or the budget ends. A
+    case that looks slower or faster is measured again in as many fresh sessions, and only these decide. Times are
+    gated from five baseline sessions on (`baseline save --add`), below that they advise; memory and correctness
+    always count. Exit codes: 0 fine, 3 another machine, 4 a case fails now, 5 wrong output, 6 regression, 7
+    undecided (with --fail-on inconclusive), 8 nothing measured.
     """
     from dilabench.cli.compare import verdict_view
     from dilabench.cli.run.progress_bar import progress_shown
@@ -144,7 +144,7 @@ def check(
 
 
 def _save(store: "Store", name: str, records: Sequence[RunRecord]) -> None:
-    """Let a baseline stand for the newest of these sessions."""
+    """Replace the runs of a baseline by the newest of these sessions."""
     files = list(dict.fromkeys(store.archive.add(record) for record in records))[-MOST_SESSIONS:]
     now = datetime.now(UTC).isoformat(timespec="seconds")
     store.baselines.save(name, files, now, replace=True)

@@ -27,7 +27,7 @@ class Format(StrEnum):
 
 
 class By(StrEnum):
-    """What may differ between two compared rows of one record."""
+    """The field that may differ between two compared rows of one record."""
 
     IMPLEMENTATION = "implementation"
     BACKEND = "backend"
@@ -107,9 +107,7 @@ def compare(
             "--fail-on": fail_on,
         }
         if len(records) != 2 or any(given.values()):
-            raise ConfigError(
-                "--across-machines takes two runs and, because it judges nothing, no other option but --json"
-            )
+            raise ConfigError("--across-machines gives no verdicts, so it takes two runs and no option but --json")
         raise typer.Exit(verdict_view.show_machines(records[0], records[1], as_json=form is Format.JSON))
     for record in records[1:] if by else ():
         refuse_other_machine(records[:1], [record], ConfigError)
@@ -147,7 +145,7 @@ def _print(
     as_data: Callable[[], str],
     as_markdown: Callable[[], str],
 ) -> None:
-    """Print in the form asked for; `show` has those that are neither data nor Markdown."""
+    """Print in the requested format; `show` handles formats other than data and Markdown."""
     if github_summary:
         append_summary(as_markdown())
     if form is Format.JSON:

@@ -7,7 +7,7 @@ import typer
 
 
 class FailOn(StrEnum):
-    """What else may end a command with an exit code of its own."""
+    """Other results that may set the exit code."""
 
     SLOWER = "slower"
     LARGER = "larger"
@@ -19,7 +19,8 @@ Threshold = Annotated[
     typer.Option("--threshold", metavar="SHARE", help="Change that matters: 5%, 0.05 (default 3% GPU, 2% CPU)."),
 ]
 Only = Annotated[
-    list[str] | None, typer.Option("--only", "-k", metavar="TEXT", help="Only cases whose name holds it. Repeatable.")
+    list[str] | None,
+    typer.Option("--only", "-k", metavar="TEXT", help="Only cases whose name contains TEXT. Repeatable."),
 ]
 FailOnOption = Annotated[
     list[FailOn] | None,

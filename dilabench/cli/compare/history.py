@@ -40,7 +40,7 @@ class TrendLine:
 
     @property
     def remark(self) -> str:
-        """The step, or why there is no time."""
+        """The step, or the reason for the missing time."""
         if self.entry.median_ns is None:
             return f"{self.entry.status}: {self.entry.why}"
         return "" if self.step is None else f"<- step: {_change(self.step)}"
@@ -75,7 +75,7 @@ def history(
     ] = None,
     implementations: Implementations = None,
     backends: Backends = None,
-    reindex: Annotated[bool, typer.Option("--reindex", help="Make the index anew from the run files.")] = False,
+    reindex: Annotated[bool, typer.Option("--reindex", help="Rebuild the index from the run files.")] = False,
     limit: Annotated[
         int | None,
         typer.Option("--limit", metavar="N", min=1, help="Newest runs to show (default 20; of a case, all)."),

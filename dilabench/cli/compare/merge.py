@@ -20,11 +20,11 @@ def merge(
     ] = DEFAULT_FOLDER,
     as_json: AsJson = False,
 ) -> None:
-    """Join records of one machine to one, which every other command takes as it takes a run.
+    """Join records of one machine into one record, which every other command accepts as a run.
 
-    All shards of a run (`run --shard 2/8`), or runs of different workloads, measured in the same way. Refused are runs
-    that did not end, shards that overlap or miss, rows of one workload from two runs, times without a passed
-    verification, and records that were edited. The runs themselves stay as they are.
+    All shards of a run (`run --shard 2/8`), or runs of different workloads, measured in the same way. Refused:
+    unfinished runs, overlapping or missing shards, rows of one workload from two runs, times without a passed
+    verification, edited records. The runs themselves are not changed.
     """
     from dilabench.compare.fingerprint import soft_warnings
     from dilabench.store.lookup import Store

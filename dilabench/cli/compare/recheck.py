@@ -33,8 +33,8 @@ def recheck(
 ) -> None:
     """Verify and measure a few rows of somebody's record again, on the same inputs, and compare.
 
-    Rows that were interleaved with them are measured again, too. The machine must be of the same kind as the
-    record's. One session cannot tell small changes from noise: `check --against` decides those. Exit codes: 0 fine, 3
+    Rows that were interleaved with them are measured again, too. The machine must be of the same kind as the record's.
+    One session cannot distinguish small changes from noise: use `check --against` for them. Exit codes: 0 fine, 3
     another machine, 4 a row fails now, 5 wrong output, 6 slower or larger than recorded, 8 nothing measured.
     """
     from dilabench.cli.compare import verdict_view

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LEGEND = (
     "baseline, candidate: the median of all samples; ratio: the candidate's time over the baseline's, from the lower "
-    "samples of each turn, and its interval (CI); MDE: the smallest slow-down that would "
+    "samples of each slot, and its interval (CI); MDE: the smallest slow-down that would "
     "have been found four times in five; A12: how often a call of the candidate takes longer than one of the baseline, "
     "0.50 where neither does"
 )
@@ -96,7 +96,7 @@ def _uncompared(cases: Sequence["Uncompared"]) -> Iterator[str]:
     for case in cases:
         alike.setdefault((case.lack, case.baseline, case.candidate), []).append(case)
     for (lack, baseline, candidate), members in alike.items():
-        names = "; ".join(name(one.case) for one in members)
+        names = "; ".join(name(member.case) for member in members)
         ended = f"both sides {baseline}" if baseline == candidate else f"baseline {baseline}; candidate {candidate}"
         yield f"{lack}: {names}: {ended}"
 
@@ -115,7 +115,7 @@ def as_json(comparison: "Comparison", code: ExitCode, calibration: Calibration |
 
 
 def sigma_of(calibration: Calibration | None) -> float | None:
-    """The spread of this machine between sessions of identical code, where it is known."""
+    """The spread between sessions of identical code on this machine, if known."""
     return calibration.sigma_aa if calibration else None
 
 
@@ -145,7 +145,7 @@ def as_markdown(comparison: "Comparison", code: ExitCode) -> str:
 
 
 def noise_line(calibration: Calibration | None) -> str:
-    """What is known of this machine's noise."""
+    """One line on this machine's noise."""
     if calibration is None:
         return "note: noise between sessions is unknown here; `dilabench calibrate` measures it"
     return (
@@ -262,7 +262,7 @@ MACHINE_COLUMNS = (
 
 
 def show_machines(base: "RunRecord", new: "RunRecord", *, as_json: bool) -> ExitCode:
-    """Print the ratios of what two machines both measured, without a verdict; exit code 8 when that is nothing."""
+    """Print the ratios of cases that two machines both measured, without a verdict; exit code 8 if there are none."""
     from dilabench.compare.across import machine_ratios
     from dilabench.report.content import device_text
 

@@ -52,8 +52,8 @@ Resume = Annotated[
     typer.Option(
         "--resume",
         metavar="RUN",
-        help="Go on with a run (its folder, file or id, or latest): cases without a row, and those that the budget "
-        "left no time for. Other rows stand, failed ones too.",
+        help="Continue a run (its folder, file or id, or latest): measure cases without a row and cases that the "
+        "budget skipped. Other rows are kept, failed ones too.",
     ),
 ]
 
@@ -111,7 +111,7 @@ def run(
     --dry-run, --plan and --json print JSON together, too.
     """
     if sessions > 1 and resume is not None:
-        raise ConfigError(f"--resume goes on with one run, --sessions {sessions} begins several; leave one out")
+        raise ConfigError(f"--resume continues one run, --sessions {sessions} begins several; leave one out")
     if sessions > 1 and (as_json or output.suffix == ".json"):
         raise ConfigError(
             f"--sessions {sessions} makes several records, and there is place for one; leave --json or the .json file "
@@ -170,7 +170,7 @@ def run(
         if not look:
             from dilabench.engine.worker.process import warm_server
 
-            # The server that workers are forked from loads torch while this process loads and plans the rest.
+            # The server that workers are forked from loads torch while this process plans.
             warm_server()
         # Timing cases needs numpy, which --help must not load.
         from dilabench.suites.planner import plan_run
@@ -247,7 +247,9 @@ def signature(arguments: Sequence[str]) -> inspect.Signature:
 def _suite_parameters(
     own: Sequence[inspect.Parameter], suites: Iterable[Suite], arguments: Sequence[str]
 ) -> Iterator[inspect.Parameter]:
-    """The options of the suites that no option of the command hides; --help shows those of a suite that is named."""
+    """Return the options of suites that do not clash with an option of the command; --help shows them for the named
+    suite.
+    """
     offering: dict[str, list[Suite]] = {}
     named = [suite for suite in suites if not {suite.name, *suite.aliases}.isdisjoint(arguments)]
     for suite in (*named, *suites):
@@ -298,8 +300,8 @@ def _names(parameter: inspect.Parameter) -> Iterator[str]:
 
 
 def _elsewhere(run: Path, output: Path) -> Path | None:
-    """The other folder that a resumed run was given, or None. The run's folder is none, nor is a file to which the
-    record is copied in addition; for a run given by its id, -o names the folder that holds it.
+    """Return the folder given for a resumed run if it is another one than the run's, else None. A file, to which the
+    record is copied in addition, does not count. For a run given by its id, -o names the folder that holds it.
     """
     if not run.exists():
         return None

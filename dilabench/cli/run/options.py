@@ -12,7 +12,11 @@ SuiteName = Annotated[str, typer.Argument(metavar="SUITE", help="The question; s
 Implementations = Annotated[
     list[str] | None,
     typer.Option(
-        "--implementations", "--implementation", "-i", metavar="NAME...", help="What to run, or all. Repeatable."
+        "--implementations",
+        "--implementation",
+        "-i",
+        metavar="NAME...",
+        help="Implementation to run, or all. Repeatable.",
     ),
 ]
 Lengths = Annotated[
@@ -73,11 +77,16 @@ Processes = Annotated[
 ]
 Budget = Annotated[
     str | None,
-    typer.Option("--budget", metavar="TIME", help="Time the run may take: 60s, 5m, none (default: the suite's own)."),
+    typer.Option(
+        "--budget",
+        metavar="TIME",
+        help="Time the run may take: 60s, 5m, none (default: the suite's own). The first row of each length may "
+        "together exceed it by the same time.",
+    ),
 ]
 AllowIncomplete = Annotated[
     bool,
-    typer.Option("--allow-incomplete", help="No exit code 9 for a length of which no row was measured."),
+    typer.Option("--allow-incomplete", help="Exit with 0, not 9, if a length has no measured row."),
 ]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="Seed of the inputs and of the order.")]
 ShardOption = Annotated[
@@ -98,6 +107,6 @@ Output = Annotated[
 ]
 Formats = Annotated[
     list[str] | None,
-    typer.Option("--format", "-f", metavar="FORMAT", help="What to print (default table). Repeatable."),
+    typer.Option("--format", "-f", metavar="FORMAT", help="Output format (default table). Repeatable."),
 ]
 KeepInStore = Annotated[bool, typer.Option("--store/--no-store", help="Keep the record for history and baselines.")]

@@ -33,14 +33,14 @@ from dilabench.suites.planner import Planner, expand, refuse_idle_fields
 from dilabench.units import format_bytes, format_count, format_seconds, parse_bytes, parse_count, parse_duration
 
 LENGTHS = (4096, 16384, 65536, 262144, 1048576)
-# Those that `--check` really computes.
+# The cases that `--check` really computes.
 LENGTHS_CHECKED = {"small": (1024, 4096), "large": (4096, 16384, 65536)}
 PEAK_COLUMNS = ("traced", "measured", "traced/measured", "")
 HEAD = ("implementation", "backend", "mode", "batch", "length")
 COLUMNS = (*HEAD, "memory", "bytes/token", "inputs", "saved", "fits")
 LONGEST_COLUMNS = ("implementation", "backend", "mode", "batch", "longest that fits")
 TIME_COLUMNS = ("implementation", "backend", "workload", "mode", "memory", "fits", "time", "runs")
-# A column in which all rows say the same, as usual, is left out.
+# A column with the usual value in every row is omitted.
 USUAL = {"fits": "yes", "runs": "yes"}
 NO_TRACE = "no trace"
 NO = "NO"
@@ -58,7 +58,7 @@ BatchSizes = Annotated[
     OldNames(["--batch"]),
 ]
 Memory = Annotated[
-    str | None, typer.Option("--memory", metavar="BYTES", help="What there is to fit into (default: this device's).")
+    str | None, typer.Option("--memory", metavar="BYTES", help="Available memory (default: this device's).")
 ]
 Check = Annotated[
     bool, typer.Option("--check", help=f"Run each case that fits; exit code 5 if a peak is off by over {WITHIN:.0%}.")
@@ -186,8 +186,8 @@ def show_predictions(planned: Sequence[PlannedCase], planner: Planner, as_json: 
     there = "unknown" if capacity is None else format_bytes(capacity)
     fits = f"each fits into {there}" if "fits" in dull else f"this machine has {there}"
     say_folded(
-        f"Predicted, not measured; nothing was run. Memory is what tracing the code shows: {fits}. Time is that of one "
-        f"call of each case at an assumed {assumed} GFLOP/s, {duration} in all; a run verifies each and calls "
+        f"Predicted, not measured; nothing was run. Memory is what tracing the code shows: {fits}. Time: one call of "
+        f"each case at an assumed {assumed} GFLOP/s, {duration} in all; a run verifies each and calls "
         "it often."
     )
     say("* chosen by auto")
@@ -289,7 +289,7 @@ def _head(case: PlannedCase) -> tuple[str, ...]:
 
 
 def _memory(case: PlannedCase, planner: Planner) -> MemoryPlan | None:
-    """Of the rank that needs most; None without a trace."""
+    """The peak of the rank that needs most; None without a trace."""
     return plan_memory(case.case, planner.machine.device, planner.catalogue)
 
 

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -23,50 +23,69 @@ REDRAWN_EVERY_S = 1.0
 
 
 class RunProgress:
-    """Rows done of a run, the time left as estimated from them, and the time left of the budget."""
+    """Rows done of a run, the time left, and the time left of the budget.
+
+    The time left is the expected time of the open cases, which grows with their work, times measured over expected
+    time so far. `PRIOR_S` seconds that went as expected keep the first rows from deciding alone.
+    """
+
+    PRIOR_S = 5.0
 
     def __init__(self, budget_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._budget_s, self._clock = budget_s, clock
-        self._started = clock()
+        self._started = self._ended_at = clock()
         self.total: int | None = None
         self.done = 0
-        # Skipped rows take no time, so the estimate leaves them out.
-        self._measured = 0
-        # Rows of the current workload that are measured in common rounds: they end together.
-        self._together = 0
-        self._ending = False
+        self._open_s: dict[str, float] = {}
+        self._ended: set[str] = set()
+        self._finished_s = 0.0
+        # Cases of the current workload that are measured in common rounds: they end together.
+        self._together: frozenset[str] = frozenset()
 
     def start(self) -> None:
         """Time counts from now on."""
-        self._started = self._clock()
+        self._started = self._ended_at = self._clock()
+
+    def expect(self, expected_s: Mapping[str, float]) -> None:
+        """Cases by id with their expected seconds, those already done included."""
+        self.total = len(expected_s)
+        self._open_s = {case_id: seconds for case_id, seconds in expected_s.items() if case_id not in self._ended}
 
     def group_started(self, cases: Sequence[PlannedCase]) -> None:
         """The cases of one workload are next."""
-        self._together = sum(planned.procedure == "interleaved" for planned in cases)
-        self._ending = False
+        self._together = frozenset(planned.case.case_id for planned in cases if planned.procedure == "interleaved")
 
     def add(self, row: Row) -> None:
         """A row has ended."""
         self.done += 1
-        if self._together and row.planned.procedure == "interleaved":
-            self._together, self._ending = self._together - 1, True
-        self._measured += row.outcome.status != "skipped"
+        ended = self._together if row.case.case_id in self._together else frozenset({row.case.case_id})
+        self._ended |= ended
+        self._finished_s += sum(self._open_s.pop(case_id, 0.0) for case_id in ended)
+        self._ended_at = self._clock()
 
     @property
     def left(self) -> str:
-        """'about 40 s left, 90 s of the budget left', or the known part of that."""
-        elapsed = self._clock() - self._started
-        budget_left = None if self._budget_s is None else max(0.0, self._budget_s - elapsed)
+        """Return 'about 40 s left, 90 s of the budget left', or the known part."""
+        now = self._clock()
+        budget_left = None if self._budget_s is None else max(0.0, self._budget_s - (now - self._started))
         texts = []
-        ending = self._together if self._ending else 0
-        waiting = 0 if self.total is None else self.total - self.done - ending
-        if budget_left != 0 and self._measured and waiting > 0:
-            about = elapsed / (self._measured + ending) * waiting
-            about = about if budget_left is None else min(about, budget_left)
-            texts.append(f"about {format_seconds(about)} left")
+        about = self.expected_left_s(now)
+        if budget_left != 0 and about > 0:
+            texts.append(f"about {format_seconds(about if budget_left is None else min(about, budget_left))} left")
         if budget_left is not None:
             texts.append(f"{format_seconds(budget_left)} of the budget left" if budget_left else "budget used up")
         return ", ".join(texts)
+
+    def expected_left_s(self, now: float) -> float:
+        """Return the expected seconds of the open cases, at the pace so far."""
+        current_s = sum(self._open_s.get(case_id, 0.0) for case_id in self._together)
+        # If the current workload takes longer than expected, so will the others, by as much at least.
+        pace = max(
+            (self._ended_at - self._started + self.PRIOR_S) / (self._finished_s + self.PRIOR_S),
+            (now - self._started + self.PRIOR_S) / (self._finished_s + current_s + self.PRIOR_S),
+        )
+        others_s = sum(self._open_s.values()) - current_s
+        return pace * others_s + max(0.0, pace * current_s - (now - self._ended_at))
 
 
 class ProgressReporter(Silent):
@@ -79,9 +98,9 @@ class ProgressReporter(Silent):
         """The budget runs from here."""
         self._progress.start()
 
-    def run_started(self, total: int) -> None:
-        """The number of rows, known or changed."""
-        self._progress.total = total
+    def run_started(self, expected_s: Mapping[str, float]) -> None:
+        """The cases, known or changed."""
+        self._progress.expect(expected_s)
         self._tell("starting")
 
     def group_started(self, workload: Workload, cases: Sequence[PlannedCase]) -> None:  # noqa: ARG002
@@ -108,7 +127,7 @@ class ProgressReporter(Silent):
 
 
 class ProgressBar(ProgressReporter):
-    """One bar over all cases, with what goes on now beside it.
+    """One bar over all cases, followed by the current stage.
 
     It is drawn between measurements only: a thread that redraws it would take time from what is measured.
     """
@@ -133,7 +152,7 @@ class ProgressBar(ProgressReporter):
 
 
 class ProgressDisplay(ProgressReporter):
-    """One bar in the output of a notebook's cell, drawn anew in place, between measurements and not all the time."""
+    """One bar in the output of a notebook's cell, redrawn in place between measurements."""
 
     def __init__(
         self, progress: RunProgress, display: Callable[..., Any], clock: Callable[[], float] = time.monotonic
@@ -194,7 +213,7 @@ class ProgressLines(ProgressReporter):
 
 
 class CheckedLines:
-    """Says on stderr how far `verify` is where its table has been silent for ten seconds."""
+    """Says on stderr how far `verify` is if its table has been silent for ten seconds."""
 
     def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._clock = total, clock
@@ -205,7 +224,7 @@ class CheckedLines:
         self._spoke_at = self._clock()
 
     def checked(self, done: int, what: str) -> None:
-        """So many are done, `what` last."""
+        """`done` cases are checked, `what` is the last."""
         now = self._clock()
         if now - self._spoke_at >= EVERY_S and done < self._total:
             about = (now - self._started) / done * (self._total - done)

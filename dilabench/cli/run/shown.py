@@ -41,10 +41,10 @@ def show_run(
     github_summary: bool = False,
     allow_incomplete: bool = False,
 ) -> ExitCode:
-    """Measure, report, and say how it ended; on stderr where stdout carries another format than the table.
+    """Measure, report, and print the verdict; on stderr if stdout carries another format than the table.
 
-    `keep`: in the store as well. `options`: those of reports, by name. `allow_incomplete`: as for `exit_code`. The exit
-    code is that of the record as it is on disk once every reporter has ended.
+    `keep`: also in the store. `options`: of reporters, by name. `allow_incomplete`: as for `exit_code`. The exit code
+    follows from the record on disk after every reporter has ended.
     """
     err = [reporter.name for reporter in formats] != [TABLE]
     plan, folder = execution.plan, execution.folder.path
@@ -111,9 +111,9 @@ def verdict(record: RunRecord, code: ExitCode, *, saved: bool = True) -> str:
 
 
 def together(folders: Sequence[str]) -> str:
-    """What can be done with several sessions of one request."""
+    """The commands that read several sessions of one request."""
     runs = " ".join(folders)
     return (
-        f"{len(folders)} sessions. What they say together: `dilabench compare {runs} --by implementation`; "
+        f"{len(folders)} sessions. To evaluate them together: `dilabench compare {runs} --by implementation`; "
         f"as a baseline for `check`: `dilabench baseline save NAME {runs}`"
     )

@@ -1,6 +1,6 @@
-"""What to try on this machine, each with the command to run: shown by `doctor`, and by `plan` where something is short.
+"""Advice for this machine, each with the command to run: shown by `doctor`, and by `plan` if memory is short.
 
-The advice follows from what the machine has; nothing is measured for it.
+The advice follows from the machine's hardware and packages, without a measurement.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from dilabench.units import format_bytes
 
 
 def advice(machine: Machine, catalogue: Catalogue, memory_bytes: int | None) -> Iterator[str]:
-    """What to do first here, with commands."""
+    """Return the first steps on this machine, with commands."""
     if memory_bytes:
         yield f"what fits into {format_bytes(memory_bytes)}, before anything runs: dilabench plan"
     if machine.device == "cuda":
@@ -33,8 +33,8 @@ def advice(machine: Machine, catalogue: Catalogue, memory_bytes: int | None) -> 
 
 
 def advice_on_shortage() -> Iterator[str]:
-    """What to do where a case does not fit."""
-    yield "where it does not fit: one sequence at a time (--batch-size 1), or more ranks (--nproc)"
+    """Return advice for a case that does not fit."""
+    yield "if it does not fit: one sequence at a time (--batch-size 1), or more ranks (--nproc)"
     yield (
         "the longest sequence by real runs, also with recomputation and in chunks: "
         "dilabench run extreme --gradient-checkpointing --chunked --offload"

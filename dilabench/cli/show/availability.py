@@ -1,10 +1,10 @@
-"""What can be used on this machine, and why the rest cannot."""
+"""Implementations and backends that can be used on this machine, and why others cannot."""
 
 from dilabench.choice.descriptors import unmet, wrong_device
 from dilabench.machine import Machine
 from dilabench.plugins.descriptors import ANY_PATTERN, DENSE_KERNEL, Backend, Capabilities, Implementation, Timer
 
-# What an implementation could do at most; a backend could do DENSE_KERNEL.
+# The most that an implementation can support; for a backend, DENSE_KERNEL.
 EVERYTHING = Capabilities(
     patterns=ANY_PATTERN,
     layouts=frozenset({"padded", "packed"}),
@@ -14,7 +14,7 @@ EVERYTHING = Capabilities(
 
 
 def reasons_against(descriptor: object, machine: Machine) -> tuple[str, ...]:
-    """Why a descriptor cannot be used here, whatever the workload; empty when it can."""
+    """Return why a descriptor cannot be used here for any workload; empty if it can."""
     if isinstance(descriptor, Implementation | Backend):
         return unmet(descriptor.requires, machine) or wrong_device(descriptor.supports.devices, machine)
     if isinstance(descriptor, Timer):
@@ -23,12 +23,12 @@ def reasons_against(descriptor: object, machine: Machine) -> tuple[str, ...]:
 
 
 def limits_of(descriptor: Implementation | Backend) -> tuple[str, ...]:
-    """What it cannot compute of what its kind could."""
+    """Return what it cannot compute although its kind could."""
     return limits(descriptor.supports, DENSE_KERNEL if isinstance(descriptor, Backend) else EVERYTHING)
 
 
 def limits(supports: Capabilities, widest: Capabilities = EVERYTHING) -> tuple[str, ...]:
-    """What an implementation or backend is limited to, in words, against what one could do at most."""
+    """Return the limits of an implementation or backend as text, relative to the most that its kind can support."""
     found: list[str] = []
     for name in ("patterns", "devices", "dtypes", "modes", "layouts", "merge_grads", "causal"):
         offered = getattr(supports, name)

@@ -45,7 +45,7 @@ def describe(
     name: Annotated[str, typer.Argument(help="Name or alias of what `dilabench list` shows, of a range or a mask.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show everything known about a name; a name that stands for several things shows all of them."""
+    """Show everything known about a name; if several things have this name, all of them."""
     catalogue, machine = discover().catalogue, detect()
     sheets = [sheet for registry in REGISTRIES for sheet in _sheets(catalogue, registry, name, machine)]
     if name in (*RANGES, ALL):
@@ -143,7 +143,7 @@ def _target_facts(descriptor: object, catalogue: Catalogue, machine: Machine) ->
 
 
 def _suite_facts(suite: Suite, catalogue: Catalogue, machine: Machine) -> Facts:
-    """What `dilabench run SUITE` without options comes to on this machine."""
+    """Describe the cases of `dilabench run SUITE` without options on this machine."""
     yield "answer", f"the fastest by {suite.axis.name}"
     yield "budget", "none" if suite.budget_s is None else f"{format_seconds(suite.budget_s)} (--budget sets another)"
     if suite.options and suite.options.model_fields:
@@ -211,7 +211,7 @@ def picture(shares: "NDArray[np.float64]") -> list[str]:
 
 
 def _mask_facts(kind: str) -> Facts:
-    """What a kind of block mask is, with an example."""
+    """Describe a kind of block mask, with an example."""
     yield "summary", str(PREFERENCES[kind].__doc__).partition(": ")[2]
     pattern = BlockSparsePattern(mask=kind, block_size=1, sparsity=1 - EXAMPLE_DENSITY)  # type: ignore[arg-type]
     yield "example", f"{EXAMPLE_BLOCKS} blocks a side, {EXAMPLE_DENSITY:.0%} of them computed"
@@ -222,6 +222,6 @@ def _mask_facts(kind: str) -> Facts:
 
 
 def _pattern_picture(pattern: Pattern, shape: SequenceShape) -> str | None:
-    """The picture of head 0 over a sequence, in the column of values that `describe` prints; None if there is none."""
+    """Return the picture of head 0 over a sequence, for the value column of `describe`; None if there is none."""
     shares = pattern.shares(shape, MAX_LINES, MAX_COLUMNS)
     return None if shares is None else ("\n" + " " * INDENT).join(picture(shares))

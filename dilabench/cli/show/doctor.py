@@ -41,11 +41,7 @@ def doctor(as_json: AsJson = False) -> None:
         say_folded(f"{name + ':':<12} {value}", " " * 13)
     for problem in found.problems:
         say(f"broken plug-in {problem.plugin}: {problem.why}")
-    say(
-        f"\nWhat makes times here noisy ({len(warnings)}):"
-        if warnings
-        else "\nNothing found that makes times here noisy."
-    )
+    say(f"\nWhat makes times here noisy ({len(warnings)}):" if warnings else "\nNo source of noise found.")
     for note in warnings:
         say_folded(f"- {note_text(note)}", "  ")
     say("\nWhat to try here:")

@@ -20,7 +20,7 @@ PLUGINS = "plugins"
 
 
 class Kind(StrEnum):
-    """What can be listed."""
+    """The kinds that can be listed."""
 
     PATTERNS = "patterns"
     IMPLEMENTATIONS = "implementations"
@@ -33,7 +33,7 @@ class Kind(StrEnum):
 
 
 def list_names(
-    kind: Annotated[Kind | None, typer.Argument(help="One kind only; everything when left out.")] = None,
+    kind: Annotated[Kind | None, typer.Argument(help="Kind to list; all by default.")] = None,
     why: Annotated[bool, typer.Option("--why", help="Also say what each one does not compute.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -85,7 +85,7 @@ def _entries(found: Found, name: str, machine: Machine) -> list[dict[str, Any]]:
 
 
 def _shape(preset: WorkloadPreset) -> str | list[str]:
-    """What a set holds, or a preset's shape; its dtype is fixed, so the machine does not matter."""
+    """Return the members of a set, or a preset's shape; its dtype is fixed, so the machine does not matter."""
     if preset.members:
         return list(preset.members)
     workload = validated(WorkloadRequest, dict(preset.fields)).resolve("float32")

@@ -76,7 +76,7 @@ def report(
     runs = store.runs_of(runs)
     run, *others = runs
     records = store.records(run)
-    # They stay until the end, and may be millions of objects: nothing walks through them in search of cycles.
+    # They stay until the end and may be millions of objects, so the garbage collector must not scan them.
     gc.freeze()
     if others or len(records) > 1:
         only_one = {"--samples": samples, "--columns": columns, "--github-summary": github_summary}
@@ -180,7 +180,7 @@ def _of_samples(reporter: Reporter, catalogue: Catalogue) -> Reporter:
 
 
 def _own_folder(path: Path | None, run: str, reporter: Reporter) -> Path:
-    """Where files go that were not given a place: into the run's folder. A run of the store has none."""
+    """The default output folder: the run's folder, which a run of the store does not have."""
     from dilabench.store.archive import SUFFIX
 
     if path is None or path.name.endswith(SUFFIX):

@@ -1,4 +1,4 @@
-"""`dilabench verify`: is the output right? Nothing is timed."""
+"""`dilabench verify`: check outputs and gradients, without timing."""
 
 import json
 from collections import Counter
@@ -29,7 +29,7 @@ SIGN_WIDTH = 6
 
 def verify(
     implementations: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="Implementations; all when left out.")
+        list[str] | None, typer.Argument(metavar="NAME", help="Implementations; all by default.")
     ] = None,
     named: Implementations = None,
     backends: shared.Backends = None,
@@ -162,7 +162,7 @@ def _names(plan: PlannedCase) -> tuple[str, ...]:
 
 def _verdict(outcomes: Sequence[Outcome]) -> tuple[ExitCode, str]:
     """How it ended, and the line that says so."""
-    # What raised or hung has shown no output to be wrong.
+    # A case that raised or hung has no wrong output.
     counts = Counter(said_of(outcome)[0] for outcome in outcomes)
     crashed = f"{counts['failed']} failed, " if counts["failed"] else ""
     text = f"{counts['right']} right, {counts['wrong']} wrong, {crashed}{counts['skipped']} skipped"

@@ -8,7 +8,7 @@ from dilabench.runs.verification import Trial, families_of_patterns
 
 HEAD = ("implementation", "backend", "dtype")
 EVERY = "every"
-# How a result stands in a line of one case, and in a cell of the table.
+# The mark of a result in the line of a case, and in a cell of the table.
 SIGNS: Mapping[Result, str] = {"right": "✓", "wrong": "✗", "failed": "failed", "skipped": "skipped"}
 MARKS: Mapping[Result, str] = {"right": "✓", "wrong": "✗", "failed": "!", "skipped": "-"}
 # In the list of reasons, in its order.
@@ -31,7 +31,7 @@ class Marks:
         self._lines = Lines((*HEAD, *self._families), known, names=len(HEAD))
 
     def _line(self, trial: Trial) -> tuple[str, str, str]:
-        """What runs in no dtype gets one line for all of them."""
+        """An implementation that runs in no dtype gets one line for all of them."""
         return trial.line if trial.line[:2] in self._running else (*trial.line[:2], EVERY)
 
     def add(self, trial: Trial, result: Result, detail: str) -> bool:

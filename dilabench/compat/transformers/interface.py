@@ -231,7 +231,7 @@ def _why_not(
     pattern: Pattern | None,
     others: dict[str, Any],
 ) -> str | None:
-    """What of a call dilabench does not compute, or None."""
+    """The part of a call that dilabench does not compute, or None."""
     if isinstance(given, Tensor):
         return "attention_mask is a tensor for every pair"
     if query.shape[2] != key.shape[2]:

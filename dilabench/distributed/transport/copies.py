@@ -77,8 +77,8 @@ _MEMORY_SHARE = 64
 _WATCH_S = 0.5
 _TRIAL_NUMBERS = 1 << 20
 NOT_CAPTURED = (
-    "messages by copy engines cannot be captured in a CUDA graph: each waits for a count that a replay has passed "
-    "before, so that a replay would read the messages of an earlier call; set DILABENCH_TRANSPORT=nccl to capture "
+    "messages by copy engines cannot be captured in a CUDA graph: a replay would not wait, and would read the "
+    "messages of an earlier call; set DILABENCH_TRANSPORT=nccl to capture "
     "calls over ranks"
 )
 

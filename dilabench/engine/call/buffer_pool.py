@@ -25,10 +25,10 @@ class SizedBufferPool:
     """Keeps up to `max_bytes` of buffers that were given back; `take` reuses the smallest one that is large enough.
 
     Buffers are raw bytes in sizes rounded up to a power of two, so that shapes which differ a little share them. A
-    buffer in use is known by the tensor itself, so that giving it back twice, or another tensor, does nothing. While a
-    CUDA graph is captured, every buffer is a new one from the graph's own memory, which the graph will go on using.
+    buffer in use is identified by its tensor, so giving it back twice, or another tensor, has no effect. While a CUDA
+    graph is captured, every buffer is new and from the graph's own memory, which the graph keeps using.
 
-    Safe to use from several threads: one lock, under which nothing is called that could come back here.
+    Safe to use from several threads: one lock, under which no code runs that could call the pool.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -44,7 +44,7 @@ class SizedBufferPool:
         self._peak_bytes = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised tensor that nobody else holds; give it back with `give`."""
+        """An uninitialised tensor that is not in use; give it back with `give`."""
         nbytes = prod(shape) * dtype.itemsize
         hardware = device_of(device)
         if hardware.is_capturing:
@@ -62,7 +62,7 @@ class SizedBufferPool:
             raw = torch.empty(1 << max(0, nbytes - 1).bit_length(), dtype=torch.uint8, device=device)
         buffer = raw[:nbytes].view(dtype).view(shape)
         with self._lock:
-            # Held here as well, the tensor keeps its id for as long as it is in use.
+            # A reference here keeps the tensor's id unique while it is in use.
             self._used[id(buffer)] = (buffer, raw, place)
             self._used_bytes += raw.nbytes
             self._peak_bytes = max(self._peak_bytes, self._held_bytes + self._used_bytes)

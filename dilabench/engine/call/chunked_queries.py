@@ -1,6 +1,6 @@
 """Less memory for more work (torch): queries in chunks that see no key outside, inputs on the host, recomputation.
 
-The backward pass of chunks runs each one forward again, so that nothing but the inputs is kept between the two.
+The backward pass of chunks runs each one forward again, so only the inputs are kept between the two.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ChunkedQueries:
 
 
 def build_in_chunks(build: Build, workload: Workload, context: BuildContext, tokens: int) -> ChunkedQueries:
-    """Build `workload` in chunks of so many tokens. Raises ValueError when a chunk would end inside a segment."""
+    """Build `workload` in chunks of this many tokens. Raises ValueError when a chunk would end inside a segment."""
     lengths = cut_into(workload, tokens)
     functions = {length: build(workload.replace(seq_len=length), context) for length in set(lengths)}
     return ChunkedQueries(lengths, functions, context.device)

@@ -14,12 +14,12 @@ from dilabench.engine.device.capture import harmless_if_it_fails
 from dilabench.errors import first_line
 from dilabench.metadata import COMPILE_BREAKS, COMPILE_GRAPHS
 
-# Every case of a worker compiles the same few functions anew; torch would give up after eight and run them as they are.
+# Every case of a worker compiles the same few functions again; after eight times torch would run them uncompiled.
 COMPILED_CASES = 4096
 
 
 class OptimizationUnusableError(Exception):
-    """What was to be switched on cannot be, for this function on this device; the text says why."""
+    """An optimization cannot be used for this function on this device; the text says why."""
 
 
 def compiled(function: AttentionFn) -> AttentionFn:
@@ -100,7 +100,7 @@ def graphed(function: AttentionFn, inputs: InputSet) -> tuple[AttentionFn, int]:
 
 
 class _Owned(torch.autograd.Function):
-    """The tensor itself; its gradient as a copy, because that of a graph is overwritten by the next replay."""
+    """The tensor itself; its gradient as a copy, because the next replay overwrites the graph's."""
 
     @staticmethod
     def forward(_ctx: Any, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ TORCH_DTYPE = {
 }
 
 
-# Far apart among the seeds that torch's CPU generator tells apart, which has only their last 32 bits.
+# Distant in the last 32 bits, the only ones that torch's CPU generator uses.
 SEED_STEP, SEEDS = 0x9E3779B1, 2**32
 
 
@@ -27,9 +27,9 @@ SAME_VALUES = 64
 class ChangeLog:
     """The changes made to some tensors, from which the values before them follow.
 
-    A change multiplies the last axis of a whole tensor by signs, its first SAME_VALUES values excepted, or overwrites
-    a row. `now` counts the changes; `earlier` gives the values at such a count. The changes are forgotten once nobody
-    in `holders` has a count to ask for.
+    A change multiplies the last axis of a whole tensor by signs, its first SAME_VALUES values excepted, or overwrites a
+    row. `now` counts the changes; `earlier` gives the values at such a count. The changes are dropped once `holders`
+    holds no count.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class ChangeLog:
             x[places] = torch.stack([values for values, _ in first.values()])
         if not signs:
             return x
-        # The first values of the whole tensor keep their signs; of a small one they lie in several batch items.
+        # The first values of the whole tensor keep their signs; in a small tensor they span several batch items.
         per_row, same = tensor[0, 0].numel(), SAME_VALUES - batch * tensor[0].numel()
         unsigned = x[: max(0, -(-same // per_row) - begin)].clone()
         products = torch.stack([torch.ones_like(signs[0]), *signs]).float().cumprod(0).to(x.dtype)
@@ -117,7 +117,7 @@ class InputSet:
         return sum(tensor.nbytes for tensor in self.distinct)
 
     def copy(self) -> "InputSet":
-        """The same numbers in tensors of their own."""
+        """The same numbers in separate tensors."""
         copies = {id(tensor): tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in self.distinct}
         return InputSet(copies[id(self.q)], copies[id(self.k)], copies[id(self.v)])
 
@@ -125,7 +125,7 @@ class InputSet:
 def input_shapes(workload: Workload, takes: str, rows: int | None = None) -> tuple[tuple[int, ...], ...]:
     """Shapes of q, k, v: [B, N, H, D] and [B, N, K, D], packed [T, H, D] and [T, K, D]; embeddings: one [B, N, H·D].
 
-    `rows`: of the shards of a rank that holds so many positions.
+    `rows`: of the shards of a rank that holds this many positions.
     """
     rows = workload.seq_len if rows is None else rows
     lead: tuple[int, ...] = (workload.batch_size, rows)
@@ -141,7 +141,7 @@ def input_shapes(workload: Workload, takes: str, rows: int | None = None) -> tup
 def make_inputs(workload: Workload, takes: str, seed: int, device: torch.device, rows: int | None = None) -> InputSet:
     """Standard normal inputs. The same seed gives the same numbers on the same kind of device.
 
-    `rows`: the shards of a rank that holds so many positions, drawn directly: the whole tensors exist nowhere.
+    `rows`: the shards of a rank that holds this many positions, drawn without the whole tensors.
     """
     generator = torch.Generator(device).manual_seed(seed)
     dtype = TORCH_DTYPE[workload.dtype]
@@ -155,7 +155,7 @@ def make_inputs(workload: Workload, takes: str, seed: int, device: torch.device,
 
 
 def rank_seed(seed: int, rank: int) -> int:
-    """The seed of a rank's own shards; rank 0 has that of a single device."""
+    """The seed of a rank's shards; rank 0 has the seed of a single device."""
     return (seed + rank * SEED_STEP) % SEEDS
 
 

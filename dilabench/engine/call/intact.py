@@ -1,8 +1,8 @@
-"""What the engine relies on in torch and Python, as it was before any plug-in was imported: what replaced it since.
+"""The functions of torch and Python that the engine relies on, saved before any plug-in is imported.
 
-A function that computes when somebody looks needs a hand in how the engine looks: a method of Tensor, a mode that sees
-every operator, the clock. `restored` names what has changed and puts it back, so that results are compared by torch's
-own functions. This module is imported before any plug-in.
+A plug-in could detect that it is being checked, and compute only then, by replacing a method of Tensor, a mode that
+sees every operator, or the clock. `restored` names the replaced functions and puts the originals back. This module is
+imported before any plug-in.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KNOWN = tuple(
 
 
 def restored() -> list[str]:
-    """What stands in the place of something the engine relies on, by name; afterwards it does no longer."""
+    """Restore the replaced functions, and return their names."""
     return [*_methods_restored(), *_functions_restored(), *_modes_left()]
 
 

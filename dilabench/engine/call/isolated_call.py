@@ -1,4 +1,4 @@
-"""What a worker does with an isolated case: a call, its peak memory, samples, verification; nothing else in memory."""
+"""The measurement of an isolated case: a call, its peak memory, samples, verification, with no other case in memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def measure_isolated(
 ) -> IsolatedResult:
     """Make inputs, call once, take the peak, sample for about `seconds`, all within the memory limit; then verify rows.
 
-    With a world, one rank's part of that. Raises whatever the call raises, out of memory above all. The oracle works
+    With a world, one rank's part of this. Exceptions of the call pass through, mostly out of memory. The oracle works
     outside the limit.
     """
     load_target(spec.target)
@@ -50,7 +50,7 @@ def measure_isolated(
         timer = Wall(call)
         samples = timer.take(count)
     device_of(device).release_cached()
-    # The numbers that were timed are known by now; a result that was kept of them is not one of these.
+    # The timed inputs may be known by now, so verification uses new ones: a kept result would be wrong.
     call.timed_calls.renew(call.inputs(0))
     verification = verify_sampled_rows(call)
     return IsolatedResult(
@@ -64,17 +64,17 @@ def measure_isolated(
     )
 
 
-# What Python, and what C++ and the system say where a thread or a process gets no memory for its stack.
+# Messages of Python, C++ and the system if a thread or process gets no memory for its stack.
 NO_THREAD = ("can't start new thread", os.strerror(errno.EAGAIN))
 
 
 @contextlib.contextmanager
 def memory_limited(device: torch.device, limit_bytes: int | None, *, backward: bool = True) -> Iterator[None]:
-    """Let this process allocate at most so many bytes more on the device; beyond that an allocation raises.
+    """Let this process allocate at most this many more bytes on the device; a larger allocation raises.
 
     CUDA: a cap on torch's caching allocator; other libraries' memory does not count. CPU: RLIMIT_DATA above what the
     process has mapped now, with every thread's stack and heap; a thread that finds too little left raises MemoryError.
-    Raises ValueError on any other device. None sets no limit. `backward`: what is called inside has a backward pass.
+    Raises ValueError on any other device. None sets no limit. `backward`: the calls inside have a backward pass.
     """
     if limit_bytes is None:
         yield
@@ -86,8 +86,8 @@ def memory_limited(device: torch.device, limit_bytes: int | None, *, backward: b
 
 
 def _data_limited(limit_bytes: int, backward: bool) -> Iterator[None]:
-    # The threads of torch and of its profiler, and the modules that it imports at a first backward pass, take their
-    # memory now, not out of the limit: tens of MiB.
+    # The threads of torch and its profiler, and modules that a first backward pass imports, take tens of MiB. They take
+    # them now, before the limit.
     profiled(lambda: _use_torch(backward), torch.device("cpu"), memory=True)
     before = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = resident_bytes("VmData") + limit_bytes
@@ -158,7 +158,7 @@ def _checks(call: PreparedCall, oracle: InPlaceOracle) -> Iterator[Check]:
         )
         del full
     rows = oracle.sampled(out.detach().to(oracle.device)).clone()
-    # Only now is there room for the oracle's own tensors.
+    # The oracle's tensors fit only now.
     del out
     yield from compare_both_ways(CheckName.OUT, rows, oracle.expected[0], row_axes(oracle), how_many(oracle))
     keys = (("batch", oracle.sample.batches), ("position", oracle.sample.keys), ("head", None), ("dim", None))

@@ -15,7 +15,7 @@ MEMORY_EVENT = "[memory]"
 
 
 def profiled(call: Callable[[], object], device: torch.device, *, memory: bool = False) -> profile:
-    """One call under the profiler; with `memory`, what torch's allocators give and take as well."""
+    """One call under the profiler; with `memory`, also the allocations of torch's allocators."""
     # torch.profiler.profile wraps this one and costs a second of imports.
     hardware = device_of(device)
     with profile(use_device=hardware.profiler, use_kineto=True, profile_memory=memory) as profiler:
@@ -27,8 +27,8 @@ def profiled(call: Callable[[], object], device: torch.device, *, memory: bool =
 def kernel_ledger(profiler: profile, device: torch.device, trace: Path | None = None) -> tuple[KernelUse, ...]:
     """The kernels of a profiled call, longest first: CUDA kernels on a GPU, operators with their own time elsewhere.
 
-    Of more than 100 kernels the shortest are left out. With `trace`, a Chrome trace of the call is written there;
-    raises OSError or RuntimeError when it cannot be.
+    Only the longest 100 kernels are kept. With `trace`, a Chrome trace of the call is written there; raises OSError or
+    RuntimeError if that fails.
     """
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
-"""A call over ranks as it is, without its communication and without its computation, in turns (torch).
+"""A call over ranks timed whole, without its communication and without its computation, interleaved (torch).
 
-exposed communication = the whole call - computation alone (ring.md §6.4); the rest of the communication is hidden
-behind computation. The samples describe the call beside its row; they are no measurement of an implementation. What a
-call without one of its parts computes is wrong on purpose.
+exposed communication = the whole call - computation alone (ring.md §6.4); the remaining communication is hidden behind
+computation. The samples are a diagnosis of the row, not a measurement of an implementation. A call without one of its
+parts gives a wrong result, on purpose.
 """
 
-# ruff: noqa: ARG001 (what stands in for something takes what that takes)
+# ruff: noqa: ARG001 (a stand-in has the parameters of the original)
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,10 +24,10 @@ from dilabench.record import Diagnostic, Part
 def time_parts(
     call: PreparedCall, make_timer: Callable[[PreparedCall], SampleTimer], turns: int
 ) -> tuple[Diagnostic, ...]:
-    """One sample of each part per turn, on this rank; all ranks call this together.
+    """One sample of each part per round, on this rank; all ranks call this together.
 
-    Nothing for a call that sends nothing through its `World`: what it sends in another way could not be left out.
-    Without "communication" where more than a backend's kernels would have to be left out.
+    Empty for a call that sends no messages through its `World`, because other messages cannot be removed. Without
+    "communication" if more than a backend's kernels would have to be removed.
     """
     assert call.world is not None
     if not any(call.world.share(call.counters().get(RECEIVED_BYTES.key, 0))):
@@ -46,13 +46,13 @@ def time_parts(
 
 
 def computation_only(context: BuildContext) -> BuildContext:
-    """What to build with for a call that computes everything and sends nothing."""
+    """The build context of a call that computes everything and sends no messages."""
     assert context.world is not None
     return replace(context, world=SingleRank.silenced(context.world))
 
 
 def communication_only(context: BuildContext) -> BuildContext:
-    """What to build with for a call that packs, sends and merges everything and runs no attention kernel."""
+    """The build context of a call that packs, sends and merges everything without an attention kernel."""
     return replace(context, backend=idle(context.require_backend()))
 
 

@@ -23,15 +23,15 @@ _NOT_LOOKED_AT = (ModuleType, type, FrameType, str, bytes, int, float, bool, typ
 
 
 def measure_memory(call: PreparedCall, profiled_call: profile | None = None) -> Memory | None:
-    """Inputs, parameters, workspace (outputs and temporaries) and what is saved for backward; they add up to the peak.
+    """Inputs, parameters, workspace (outputs and temporaries) and tensors saved for backward; they add up to the peak.
     None on a device whose allocator keeps no statistics.
 
-    On a CPU `profiled_call`, one of these calls under the profiler with its memory, spares another one.
+    On a CPU, `profiled_call` is a call that the profiler has already recorded with its memory.
 
-    The peak covers forward and, unless the mode is forward, backward; gradients count as workspace, and so does what
-    optimizations keep between calls (pooled buffers, cached patterns, CUDA graphs): it is there during a call, as are
-    the tensors and arrays that the built function keeps. What libraries allocate past torch's allocator, and on a CPU
-    what threads of the function's own do, shows in the process's high-water mark (`Memory.process_bytes`).
+    The peak covers forward and, unless the mode is forward, backward; gradients count as workspace. So do pooled
+    buffers, cached patterns, CUDA graphs, and tensors and arrays that the built function keeps, because they exist
+    during a call. Allocations outside torch's allocator, and on a CPU in separate threads, show in the process's
+    high-water mark (`Memory.process_bytes`).
     """
     given = [*call.inputs(0).distinct, *([call.output_gradient()] if call.workload.mode != "forward" else [])]
     # Offloaded inputs are not in the memory that is measured.
@@ -42,8 +42,8 @@ def measure_memory(call: PreparedCall, profiled_call: profile | None = None) -> 
     if profiled_call is not None:
         extra = held + allocations(profiled_call)[1]
     else:
-        # Garbage of the first call that goes during the measured one would count as memory that this one did not need:
-        # a caught exception keeps the frames it passed through, and those the tensors in them.
+        # Collect the garbage of the first call, for example frames of a caught exception with their tensors. Otherwise
+        # its release during the measured call would lower the measured peak.
         gc.collect()
         found = _extra(call)
         if found is None:
@@ -65,8 +65,8 @@ def measure_memory(call: PreparedCall, profiled_call: profile | None = None) -> 
 def kept_bytes(call: PreparedCall) -> int:
     """Bytes on the device of tensors, and on a CPU of arrays, that the built function refers to.
 
-    Inputs, parameters, and what patterns and pooled buffers hold count elsewhere. Zero over ranks, whose buffers for
-    messages belong to the group. Of whole modules of Python, nothing is looked at.
+    Inputs, parameters, patterns and pooled buffers count elsewhere. Zero over ranks, whose message buffers belong to
+    the group. Python modules are not searched.
     """
     if call.world is not None:
         return 0
@@ -123,10 +123,10 @@ def cpu_allocations(call: Callable[[], object]) -> tuple[int, int]:
 
 
 def allocations(profiler: profile) -> tuple[int, int]:
-    """(bytes that stay, largest bytes above the start) of what torch's CPU allocator gave and took in a profiled call.
+    """(remaining bytes, peak bytes above the start) of torch's CPU allocator in a profiled call.
 
-    The profiler is told of each block by the allocator itself, so that what operators allocate inside counts, and what
-    is freed at once; blocks from before do not, whether they are freed or not.
+    The allocator reports each block to the profiler, so temporary blocks inside operators count. Blocks from before the
+    call do not count.
     """
     live = peak = 0
     assert profiler.kineto_results is not None
@@ -138,7 +138,7 @@ def allocations(profiler: profile) -> tuple[int, int]:
 
 
 def _saved_for_backward(call: PreparedCall) -> int:
-    """Bytes of distinct storages that autograd keeps between forward and backward, inputs and parameters left out."""
+    """Bytes of distinct storages that autograd keeps between forward and backward, without inputs and parameters."""
     inputs = call.inputs(0)
     known = {tensor.untyped_storage().data_ptr() for tensor in (*inputs.distinct, *call.parameters())}
     seen: dict[int, Tensor] = {}
@@ -161,7 +161,9 @@ def _saved_for_backward(call: PreparedCall) -> int:
 
 
 def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """What a tensor is made of: itself, or what a wrapper such as DTensor, whose own storage has no address, holds."""
+    """The tensors that hold the data of a tensor: itself, or those inside a wrapper such as DTensor, whose own storage
+    has no address.
+    """
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return

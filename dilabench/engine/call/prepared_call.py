@@ -43,15 +43,17 @@ from dilabench.record import Note
 
 MAX_INPUT_SETS = 32
 SLOW_CALL_NS = 100_000_000
-# Of calls shorter than this the best of so many tells what they take: of calls of 2 ms single ones have taken 9.
+# For calls shorter than this, the best of this many gives the time: single calls of 2 ms have taken 9 ms.
 SHORT_CALL_NS, ESTIMATES = 20_000_000, 4
 
-# Replaces a part of the build context (messages, kernels) by nothing, so that the rest can be timed by itself.
+# Removes a part of the build context (messages, kernels), so that the other part can be timed separately.
 Ablation = Callable[[BuildContext], BuildContext]
 
 
 class PreparedCall:
-    """What is verified and timed. `fresh` gives one call per sample and does beforehand what is not part of a call."""
+    """The call that is verified and timed. `fresh` gives one call per sample and first does all work that is not part
+    of a call.
+    """
 
     def __init__(
         self,
@@ -65,8 +67,8 @@ class PreparedCall:
         self.spec = spec
         self.device = device
         self.workload = spec.case.workload
-        # Offloaded inputs stay on the host, in a store of their own: other cases of the group want the same inputs on
-        # the device.
+        # Offloaded inputs stay on the host, in a separate store: other cases of the group use the same inputs on the
+        # device.
         self._input_store = InputStore(torch.device("cpu")) if spec.case.optimizations.offload_inputs else input_store
         self.world = world
         self._shards: dict[int, InputSet] = {} if shards is None else shards
@@ -118,7 +120,7 @@ class PreparedCall:
     def capturable(self) -> tuple[Callable[[], object], KeptCall]:
         """A call as `fresh` gives it, whose results stay where they are: for a graph that is replayed."""
         inputs = self.inputs(self._next)
-        # A replayed backward pass goes with the forward pass before the capture: nobody else may change its inputs.
+        # A replayed backward pass belongs to the forward pass before the capture, so its inputs must not change.
         kept = KeptCall(inputs.copy() if self._backward_only else inputs, position=self.workload.seq_len - 1)
         return self._call_of(kept.inputs, kept), kept
 
@@ -235,7 +237,7 @@ class PreparedCall:
         return other
 
     def rotate(self) -> int:
-        """Use so many input sets in turn that none is still in the GPU's L2 when it comes again; how many.
+        """Rotate enough input sets that none is still in the GPU's L2 at its next use; return their number.
 
         Bounded by `MAX_INPUT_SETS` and a quarter of the free memory; then calls may be warm, and `is_cold` says so.
         """
@@ -277,20 +279,20 @@ class PreparedCall:
 
     @property
     def shared_state(self) -> tuple[object, ...]:
-        """What must be the same on every rank of a call: calls made, sets of inputs, and all draws."""
+        """The state that must be the same on every rank of a call: calls made, sets of inputs, and all draws."""
         return self._calls, self._next, self._sets, *self.timed_calls.drawn
 
     def counters(self) -> dict[str, int]:
-        """Counters of the optimizations and of what travelled, by key. Raises PluginError for a key of nobody's."""
+        """Counters of the optimizations and messages, by key. Raises PluginError for an unknown key."""
         counted = {**self.patterns.counters(), **self.buffers.counters(), **self._optimized_counters, **self._traffic}
         refuse_unknown("counter", counted)
         return counted
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """What the function has to say about how it was built, and what is to be known of the device.
+        """Notes of the function on how it was built, and notes on the device.
 
-        Raises PluginError for a code of nobody's.
+        Raises PluginError for an unknown code.
         """
         built, warning = self._unoptimized, device_of(self.device).facts.warning
         notes = tuple(built.notes) if isinstance(built, WithNotes) else ()
@@ -299,7 +301,7 @@ class PreparedCall:
 
     @property
     def built(self) -> AttentionFn:
-        """What `build` returned."""
+        """The result of `build`."""
         return self._unoptimized
 
     @property
@@ -373,7 +375,7 @@ class PreparedCall:
             raise UnusableFunctionError(why)
 
     def _estimate_ns(self) -> int:
-        """What a call takes: those after the first tell, unless it was so long that its own set-up hardly counts."""
+        """The time of a call: of later calls, unless the first was so long that its set-up hardly counts."""
         if self.world is not None:
             return self._estimate_together_ns(self.world)
         device, first_ns = device_of(self.device), self.setup_ns["first_call"]

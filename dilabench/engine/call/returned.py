@@ -1,4 +1,4 @@
-"""What a call may return: one plain, finished tensor. What it must not, in words that help its author."""
+"""The check of a call's result: one plain, finished tensor. Messages help the author of the call."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 class UnusableFunctionError(Exception):
-    """What was built cannot be called as an attention function, or what it returned is none; the text says why."""
+    """The built object is no attention function, or its result is not a plain tensor; the text says why."""
 
 
 def not_plain(out: object) -> str | None:
-    """Why what a call returned is not one plain tensor with storage of its own; None if it is."""
+    """Why the result of a call is not one plain tensor with separate storage; None if it is."""
     if out is None:
         return "returned None, not one tensor: is a `return` missing?"
     if isinstance(out, tuple | list):
@@ -21,7 +21,7 @@ def not_plain(out: object) -> str | None:
     if type(out) is not Tensor:
         return f"returned a {type(out).__name__}, a subclass of Tensor, not a plain tensor that is finished"
     if own := vars(out):
-        return f"returned a tensor with attributes of its own ({', '.join(own)}), not a plain one"
+        return f"returned a tensor with extra attributes ({', '.join(own)}), not a plain one"
     if out.layout is not torch.strided or out.is_quantized or out.is_nested or out.is_conj() or out.is_neg():
         return "returned a tensor that is not strided and dense, with its values in its storage"
     if out.is_meta or (out.numel() and not out.untyped_storage().data_ptr()):
@@ -30,7 +30,7 @@ def not_plain(out: object) -> str | None:
 
 
 def not_callable(built: object) -> str | None:
-    """Why what `build` returned cannot be called; None if it can."""
+    """Why the result of `build` cannot be called; None if it can."""
     if built is None:
         return "build returned None, not a function: is a `return` missing in build?"
     if not callable(built):
@@ -39,10 +39,10 @@ def not_callable(built: object) -> str | None:
 
 
 def no_gradient(out: Tensor) -> str | None:
-    """Why no gradient can be taken of what was computed from inputs that need one; None if it can."""
+    """Why the result has no gradient although its inputs need one; None if it has."""
     if out.requires_grad:
         return None
     return (
-        "out carries no gradient, but the workload's mode needs one: something detaches it, computes under no_grad, "
-        "or the kernel has no backward; where there is none, say modes={'forward'} in its Capabilities"
+        "out carries no gradient, but the workload's mode needs one: it was detached or computed under no_grad, or "
+        "the kernel has no backward; for a forward-only kernel set modes={'forward'} in its Capabilities"
     )

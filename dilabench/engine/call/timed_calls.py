@@ -1,8 +1,8 @@
-"""What goes on around the calls that are timed: other numbers at the same addresses, and rows of some results kept.
+"""The work around timed calls: other numbers at the same addresses, and kept rows of some results.
 
-All of it happens between samples. In a timed region there is nothing but the call, and for a call that was chosen to be
-kept, before it began, the store of a reference to its result. Which rows of a result are copied is drawn after the call
-has returned, from the system's own randomness; they are compared with the oracle after the last slot.
+All of it happens between samples. A timed region holds only the call and, if its result is kept, the store of a
+reference to it; the choice is made before the call. The rows to copy are drawn after the call from the system's
+randomness, and compared with the oracle after the last slot.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SIGN_PATTERNS = 16
 NOISE_ROWS = 8
 # Share of the time between two changes of a row, and between two of all numbers, that one such change may take.
 CHANGE_SHARE = 0.0075
-# Calls of a timing whose rows are kept: each call with the same probability, 8 to 16 of them, or all where there are
+# Calls of a timing whose rows are kept: each call with the same probability, 8 to 16 of them, or all if there are
 # fewer. A result that is wrong half of the time is found with 99.6 % by 8 and with 99.998 % by 16.
 MOST_KEPT = 16
 # The first of a slot's calls, at random, before which all numbers may change.
 RENEWED_AMONG = 4
 
-# Where a rank holds a position of the whole sequence: its local row, None for other ranks' positions.
+# The local row of a position of the whole sequence; None for other ranks' positions.
 LocalRow = Callable[[int], int | None]
 
 
@@ -86,8 +86,8 @@ class KeptCall:
 class TimedCalls:
     """Between `begin` and `end`, `before` is asked before each call that may be timed.
 
-    At a random call of a slot all inputs get other numbers: the signs of their channels are drawn anew, so that they
-    stay normally distributed and cost one pass over memory. Before a call one row of q, of k and of v gets fresh random
+    At a random call of a slot all inputs get other numbers: the signs of their channels are redrawn, so that they stay
+    normally distributed and cost one pass over memory. Before a call one row of q, of k and of v gets fresh random
     numbers. Both happen as often as they may take time (CHANGE_SHARE), and bypass autograd's version counters. Over
     ranks both happen before every call, so that a message of an earlier call is wrong in all its numbers; all ranks
     draw the same, and each writes what it holds.
@@ -111,7 +111,7 @@ class TimedCalls:
         self._held: KeptCall | None = None
         self._kept: list[KeptCall] = []
         self._share, self._number = 1.0, 0
-        # Of the slot: calls before which all numbers changed, and calls handed out to be kept, and never made.
+        # In this slot: calls before which all numbers changed, and calls that were to be kept but never made.
         self.renewed: list[int] = []
         self.unmade = 0
         self.dout: Tensor | None = None
@@ -122,8 +122,9 @@ class TimedCalls:
     def begin(
         self, last: bool = False, keeps: bool = True, count: int = RENEWED_AMONG, seed: int | None = None
     ) -> None:
-        """A slot of about `count` calls begins; rows of random ones are kept if it `keeps` any. Of the last slot of
-        all, the whole result of the last call is kept, and a row is changed before each. seed: the same on all ranks.
+        """A slot of about `count` calls begins; rows of random ones are kept if it `keeps` any. In the last slot of the
+        timing, the whole result of the last call is kept, and a row is changed before each call. seed: the same on all
+        ranks.
         """
         self._last, self._keeps = last, keeps
         if self._local_row is not None and seed is not None:
@@ -135,7 +136,7 @@ class TimedCalls:
         self.active = True
 
     def before(self, inputs: InputSet, *, fixed: bool = False) -> KeptCall | None:
-        """Change the inputs of the next call unless they are `fixed`; where its result is to be kept, what keeps it."""
+        """Change the inputs of the next call unless they are `fixed`; return its keeper, if any."""
         self._settle()
         batch, position = 0, self._length - 1
         if not fixed:
@@ -151,7 +152,7 @@ class TimedCalls:
                 batch, position = self._touch(inputs)
         for call in self._waiting:
             if call.inputs is inputs:
-                self._digest(call, anew=True)
+                self._digest(call, again=True)
         self._calls += 1
         if not self._keeps:
             return None
@@ -162,7 +163,7 @@ class TimedCalls:
                 changes.holders.add(self)
                 self._logs.add(changes)
             self._waiting.append(kept)
-            self._digest(kept, anew=True)
+            self._digest(kept, again=True)
             if len(self._kept) + len(self._waiting) > MOST_KEPT:
                 self._thin_out()
         elif not self._last:
@@ -182,7 +183,7 @@ class TimedCalls:
 
     @property
     def drawn(self) -> tuple[object, ...]:
-        """What all draws so far depend on: the same on every rank, or ranks change different rows."""
+        """The state of all draws: it must be equal on all ranks, which otherwise change different rows."""
         return self._choice.getstate(), self._places.getstate()
 
     @property
@@ -208,14 +209,14 @@ class TimedCalls:
         return kept
 
     def release(self) -> None:
-        """The numbers of the calls so far are no longer asked for."""
+        """Forget the inputs of the calls so far."""
         for changes in self._logs:
             changes.holders.discard(self)
         self._logs.clear()
 
     @contextmanager
     def slot(self) -> Iterator[None]:
-        """`begin` and `end` of calls of which none is looked at."""
+        """`begin` and `end` of calls that are not checked."""
         self.begin(keeps=False)
         try:
             yield
@@ -234,7 +235,7 @@ class TimedCalls:
 
     def _settle(self) -> None:
         """Right after a call: which threads it left, and copies of rows of the calls to be kept."""
-        # Of any call: on a busy machine one may have ended before anybody looks.
+        # Any call may have ended before the check, on a busy machine.
         self._left = max(self._left, _thread._count() - self._threads)
         for call in [call for call in self._waiting if call.made]:
             self._waiting.remove(call)
@@ -310,9 +311,9 @@ class TimedCalls:
             self._choice.shuffle(self._deck)
         return self._deck.pop()
 
-    def _digest(self, call: KeptCall, anew: bool = False) -> None:
-        """Digest its inputs, before the call `anew` where they have changed since."""
-        if anew:
+    def _digest(self, call: KeptCall, again: bool = False) -> None:
+        """Digest the inputs; before the call, recompute the digest (`again`) if they have changed."""
+        if again:
             if call.digested_at == call.inputs.changes.now and call.digests:
                 return
             call.digests.clear()
@@ -325,7 +326,7 @@ class TimedCalls:
         return self._local_row is not None or time.perf_counter() - before > took_s / CHANGE_SHARE
 
     def _touch(self, inputs: InputSet) -> tuple[int, int]:
-        """Fresh numbers in a row of each tensor; batch item and position of that of the first."""
+        """Fresh numbers in a row of each tensor; return batch item and position in the first one."""
         self._touched_at = started = time.perf_counter()
         places = []
         for index, tensor in enumerate(inputs.distinct):

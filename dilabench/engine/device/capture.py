@@ -25,8 +25,8 @@ def no_collection() -> Iterator[None]:
 def harmless_if_it_fails(device: torch.device) -> Iterator[None]:
     """Around a capture: gives the current stream back, and the device's random numbers if the capture fails.
 
-    A capture that cannot be begun or ended leaves its own stream as the current one, and torch's generator of the
-    device refuses every further number: it takes itself to be in the capture yet (torch 2.11).
+    A failed capture leaves its own stream as the current one. torch's generator of the device then refuses to draw,
+    because it still counts as captured (torch 2.11).
     """
     stream = torch.cuda.current_stream(device)
     generator = torch.cuda.default_generators[stream.device.index]

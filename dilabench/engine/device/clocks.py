@@ -1,4 +1,4 @@
-"""The state of the GPU while it is measured: SM clock, power, temperature, what slows it down. No torch."""
+"""The state of the GPU while it is measured: SM clock, power, temperature, reasons for slow-downs. No torch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +70,7 @@ def throttle_reasons(mask: int) -> tuple[str, ...]:
 
 
 def clocks_of(gpu_uuid: str | None) -> NoClocks | NvmlClocks:
-    """A reader for the GPU with this UUID ('GPU-...'), or one that reads nothing where NVML cannot be used."""
+    """A reader for the GPU with this UUID ('GPU-...'), or an empty one if NVML cannot be used."""
     if gpu_uuid is None:
         return NoClocks()
     try:

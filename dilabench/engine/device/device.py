@@ -15,7 +15,7 @@ import torch
 from dilabench.machine import CPU, CUDA, device_named
 from dilabench.metadata import COPY_KEY, TENSOR_CORE_DTYPE, matmul_key
 
-# Of the measurement of peaks.
+# For the measurement of peak rates.
 REPEATS = 5
 # After so long it is not repeated: many a CPU takes seconds for a product in float16.
 ENOUGH_S = 1.0
@@ -54,11 +54,11 @@ class Device:
         return (time.perf_counter_ns() - started) * 1e-9
 
     def make_current(self) -> None:
-        """Make it the device of this process, where there may be several."""
+        """Make it the device of this process, if there are several."""
 
     @property
     def l2_bytes(self) -> int:
-        """Size of the L2 cache that timers flush; 0 where it is not known, or where they do not."""
+        """Size of the L2 cache that timers flush; 0 if it is unknown or not flushed."""
         return 0
 
     @property
@@ -68,7 +68,7 @@ class Device:
 
     @property
     def stream(self) -> int:
-        """The number of the current stream; 0 where there is but one."""
+        """The number of the current stream; 0 if there is only one."""
         return 0
 
     @property
@@ -78,21 +78,21 @@ class Device:
 
     @property
     def verifies_on(self) -> torch.device:
-        """Where the oracle computes: here, or on the host for a device without float64."""
+        """The device of the oracle: this one, or the host for a device without float64."""
         return self.where if self.facts.holds_float64 else torch.device(CPU.name)
 
     def release_cached(self) -> None:
         """Give memory that the allocator holds back to the device, for other processes."""
-        # Not of torch before 2.9, nor of every device.
+        # torch has this from 2.9 on, and not for every device.
         with suppress(AttributeError, RuntimeError):
             torch.accelerator.empty_cache()
 
     def free_bytes(self) -> int | None:
-        """Memory that is free on the device; None if nothing is made to depend on it."""
+        """Free memory of the device; None if it is not taken into account."""
         return None
 
     def peak_over(self, work: Callable[[], object]) -> int | None:
-        """Bytes that the allocator held at most during `work` beyond those before it; None if torch cannot tell."""
+        """Peak bytes of the allocator during `work`, minus the bytes before it; None if torch does not report them."""
         try:
             self.release_cached()
             self.synchronize()
@@ -111,7 +111,7 @@ class Device:
 
     @contextmanager
     def memory_limited(self, limit_bytes: int) -> Iterator[None]:
-        """Let torch's allocator give at most so many bytes. Raises ValueError where torch has no such limit."""
+        """Limit torch's allocator to this many bytes. Raises ValueError if torch has no such limit."""
         raise ValueError(f"memory of {self.facts.name} cannot be limited to {limit_bytes} bytes: leave out the limit")
         yield
 
@@ -121,13 +121,13 @@ class Device:
 
 
 class Cpu(Device):
-    """The host's processor. It waits for nothing, and torch's profiler counts its memory."""
+    """The host's processor. Calls are synchronous, and torch's profiler counts its memory."""
 
     profiles_memory = True
     peak_method = "all that torch's CPU allocator reported to torch's profiler over one call after a first call"
 
     def synchronize(self) -> None:
-        """Nothing: calls return when they have computed."""
+        """Return immediately: calls are synchronous."""
 
     def seconds_of(self, work: Callable[[], object]) -> float:
         """Seconds by the clock, or of the processor's time per thread, if less: other programs have the cores, too."""
@@ -136,14 +136,14 @@ class Cpu(Device):
         return min(seconds, (time.process_time_ns() - began) * 1e-9 / torch.get_num_threads())
 
     def release_cached(self) -> None:
-        """Nothing: the allocator holds nothing back."""
+        """Do nothing: the allocator has no cache."""
 
     @contextmanager
     def high_water(self) -> Iterator[list[int]]:
         """The list gets the largest resident set inside, less that before; none outside Linux."""
         found: list[int] = []
         try:
-            # What was freed is given back first, or it would serve inside and not be seen.
+            # Freed memory is returned first; otherwise it would be reused inside and not be counted.
             ctypes.CDLL(None).malloc_trim(0)
             Path("/proc/self/clear_refs").write_text("5")
             before = resident_bytes("VmRSS")
@@ -154,7 +154,7 @@ class Cpu(Device):
         found.append(max(0, resident_bytes("VmHWM") - before))
 
     def describe(self) -> dict[str, str]:
-        """Nothing: `environment` reads the processor's facts without torch."""
+        """Empty: `environment` reads the processor's facts without torch."""
         return {}
 
 
@@ -276,7 +276,7 @@ def resident_bytes(field: str) -> int:
 def measure_ceilings(device: torch.device, dtypes: Sequence[str]) -> dict[str, float]:
     """FLOP/s of a square matrix product in each dtype, bytes/s of a copy (read and written bytes count).
 
-    Beside float32 that of tensor cores, where there are some, which bounds it too (`metadata.peak_flops`).
+    In float32 also the rate of tensor cores, if any, which bounds it too (`metadata.peak_flops`).
     """
     from dilabench.engine.call.inputs import TORCH_DTYPE
 

@@ -1,4 +1,4 @@
-"""Where a run takes place: processor, GPUs, packages, git, and the fingerprint for comparisons. No torch."""
+"""The environment of a run: processor, GPUs, packages, git, and the fingerprint for comparisons. No torch."""
 
 import importlib.metadata
 import os

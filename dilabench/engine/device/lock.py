@@ -1,4 +1,4 @@
-"""One run at a time per device: file locks that say who holds them. No torch."""
+"""One run at a time per device: file locks that name their holder. No torch."""
 
 import contextlib
 import fcntl
@@ -24,7 +24,7 @@ DEFAULT_WAIT_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """A lock file and the device that it stands for."""
+    """A lock file and its device."""
 
     path: Path
     device: str
@@ -92,7 +92,7 @@ def _open(path: Path) -> TextIO:
             f"set {FOLDER_VARIABLE} to a folder that you can write"
         ) from error
     with contextlib.suppress(PermissionError):
-        # Other users of the machine must be able to lock it, whatever this one's umask is.
+        # Other users of the machine must be able to lock it, independent of the umask.
         os.fchmod(descriptor, 0o666)
     return os.fdopen(descriptor, "r+", encoding="utf-8")
 
@@ -114,7 +114,7 @@ def _acquire(
         if waited_s() >= wait_s:
             raise EnvironmentNotReady(
                 f"{lock.device} is in use by {holder} (lock {lock.path}), which did not end within "
-                f"{format_seconds(wait_s)}; two runs at once would disturb each other: wait for it or end it"
+                f"{format_seconds(wait_s)}; two runs at the same time would disturb each other: wait for it or end it"
             )
         progress.waiting(f"{lock.device} is in use by {holder}; waiting for it")
         sleep(POLL_S)

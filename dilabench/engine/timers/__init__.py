@@ -20,7 +20,7 @@ from dilabench.workload.spec import Workload
 
 
 class Call(Protocol):
-    """What a timer gets to time."""
+    """The call that a timer times."""
 
     @property
     def spec(self) -> CaseSpec:
@@ -29,12 +29,12 @@ class Call(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device of the call."""
         ...
 
     @property
     def workload(self) -> Workload:
-        """What it computes."""
+        """The workload of the call."""
         ...
 
     @property
@@ -55,12 +55,12 @@ class Call(Protocol):
         ...
 
     def rotate(self) -> int:
-        """From now on use enough input sets in turn to defeat the GPU's L2 cache; how many there are."""
+        """From now on rotate enough input sets to exceed the GPU's L2 cache; return their number."""
         ...
 
     @property
     def is_cold(self) -> bool:
-        """The input sets in turn are at least twice the L2 cache."""
+        """Return True if the rotated input sets are at least twice the L2 cache."""
         ...
 
     @property
@@ -78,7 +78,7 @@ class Samples:
 
 
 class TimerUnusableError(Exception):
-    """This timer cannot time this call; the text says why. The case goes on with its other timers."""
+    """This timer cannot time this call; the text says why. The case continues with its other timers."""
 
 
 class ClockError(Exception):
@@ -95,7 +95,7 @@ class SampleTimer(Protocol):
         ...
 
     def notes(self) -> tuple[Note, ...]:
-        """What a reader must know about the samples so far."""
+        """Notes on the samples so far."""
         ...
 
 
@@ -116,7 +116,7 @@ class HeldTimer:
         if not whole or len(times) != count or len(enqueued) not in (0, count):
             raise PluginError(
                 f"timer {self._target} took {shown(times)}, enqueued in {shown(enqueued)}; "
-                f"{count} whole numbers of at least 1 ns were asked for"
+                f"{count} whole numbers of at least 1 ns were requested"
             )
         return samples
 

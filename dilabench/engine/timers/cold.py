@@ -20,7 +20,7 @@ class Cold:
         self._enqueue_ns: list[int] = []
 
     def take(self, count: int) -> Samples:
-        """GPU time per call; the host's enqueue time beside it."""
+        """GPU time per call, with the host's enqueue time."""
         gpu_ns, enqueue_ns = self._stage.run(self._call.fresh, count)
         self._gpu_ns += gpu_ns
         self._enqueue_ns += enqueue_ns

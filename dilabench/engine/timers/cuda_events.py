@@ -1,4 +1,4 @@
-"""What the CUDA timers share: events, the L2 flush, and a spacer that hides launches."""
+"""Common parts of the CUDA timers: events, the L2 flush, and a spacer that hides launches."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 from dilabench.engine.device.device import device_of
 
 SPACER_MIN_NS = 20_000
-# Of any call, and of one that is known not to wait for the device inside.
+# For any call, and for one that is known not to wait for the device inside.
 SPACER_MAX_NS, SPACER_LONGEST_NS = 5_000_000, 50_000_000
 OUTLASTED = 3
 PROBE_CYCLES = 2_000_000

@@ -1,4 +1,4 @@
-"""What a user waits for the first time: import, build and first call in a process of their own."""
+"""The wait at the first use: import, build and first call in a new process."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""CUDA events around a batch of calls with whatever the caches hold: throughput of a loop."""
+"""CUDA events around a batch of calls, with warm caches: throughput of a loop."""
 
 import torch
 

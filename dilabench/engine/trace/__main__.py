@@ -20,7 +20,7 @@ SHARE_OF_MEMORY = 0.5
 
 
 def main() -> None:
-    """Answer until standard input ends. What the traced code prints goes nowhere."""
+    """Answer until standard input ends. The output of the traced code is discarded."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,6 +1,6 @@
-"""What operators of torch allocate inside themselves and free again: no trace sees it, so it is stated here (torch).
+"""Temporary memory inside torch's operators, which no trace sees and this module states (torch).
 
-Measured on an H200 (torch 2.11) for the CUDA kernels, read from torch's sources and measured for the rest.
+Measured on an H200 (torch 2.11) for the CUDA kernels, read from torch's sources and measured for the others.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _cpu_flash(args: tuple[Any, ...], _device: str) -> int:
 
 
 def _cpu_flash_backward(args: tuple[Any, ...], _device: str) -> int:
-    """Per thread the scores and their gradients, the same in half precision; a copy of dout where it is a view."""
+    """Per thread the scores and their gradients, the same in half precision; a copy of dout if it is a view."""
     dout, q, k = args[:3]
     scores, rows, nbytes = _cpu_blocks(q, k)
     halves = scores * q.element_size() * (q.element_size() < FLOAT32_BYTES)

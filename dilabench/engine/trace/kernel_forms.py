@@ -1,11 +1,11 @@
-"""Kernels as far as their memory goes: what each gives back and what it allocates, while nothing is computed (torch).
+"""The memory of kernels: each form returns and allocates what its kernel would, without computing (torch).
 
-Triton kernels, and ours in C++, are launched on tensors that their callers made, so a launch does nothing here.
-Libraries that torch cannot trace are stood in for, installed or not; FlexAttention gets a form that needs no compiler.
-A third party's operator brings its own fake form (`torch.library.register_fake`).
+Triton kernels and dilabench's C++ kernels write to tensors of their callers, so a launch has no effect here. Libraries
+that torch cannot trace have stand-ins, installed or not; FlexAttention gets a form without a compiler. A third party's
+operator brings its own fake form (`torch.library.register_fake`).
 """
 
-# ruff: noqa: ARG001, ARG005 (what stands in for something takes what that takes)
+# ruff: noqa: ARG001, ARG005 (a stand-in has the parameters of the original)
 from __future__ import annotations
 
 import sys
@@ -31,7 +31,7 @@ PROPERTIES = SimpleNamespace(multi_processor_count=132, total_memory=2**40, majo
 def kernel_forms() -> Iterator[None]:
     """Everything inside meets these forms instead of the kernels. They take the device for a Hopper."""
     with ExitStack() as stack, warnings.catch_warnings():
-        # Addresses of tensors without data are 0, which is what alignment is asked for.
+        # Tensors without data have address 0, which counts as aligned.
         warnings.simplefilter("ignore")
         stack.enter_context(_modules(_libraries()))
         replaced: list[tuple[Any, str, Any]] = [
@@ -183,10 +183,11 @@ def _flash4_function(q: Tensor, k: Tensor, v: Tensor, **_options: Any) -> tuple[
 
 
 class _FlexFunction(torch.autograd.Function):
-    """FlexAttention as compiled, on [B, H, N, D]: out lies as q does; the backward pass starts with a copy of dout.
+    """FlexAttention as compiled, on [B, H, N, D]: out has the strides of q; the backward pass starts with a copy of
+    dout.
 
-    Up to torch 2.11 at least the compiler expects a contiguous dout and copies what comes otherwise; later ones need
-    that much less. Its kernel keeps rowsum(dout·out).
+    Up to torch 2.11 at least, the compiler copies a dout that is not contiguous; later ones need no copy. Its kernel
+    keeps rowsum(dout·out).
     """
 
     @staticmethod
@@ -215,7 +216,7 @@ def _flex_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
 def _create_block_mask(
     mask: Any, _batch: Any, _heads: Any, queries: int, keys: int, device: str = "cuda", **_options: Any
 ) -> Any:
-    """A mask with lists as long as those of blocks of 128."""
+    """A mask whose lists are as long as with blocks of 128."""
     blocks = -(-queries // 128), -(-keys // 128)
     counts, lists = torch.empty(1, 1, blocks[0]), torch.empty(1, 1, *blocks)
     made = [torch.empty(x.shape, dtype=torch.int32, device=device) for x in (counts, lists, counts, lists)]

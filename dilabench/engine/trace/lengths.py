@@ -22,7 +22,7 @@ EFFORTS = (20000, 60000)
 # Seconds of the processor: tables that are made without torch take time that no operator shows.
 MOST_S = 20.0
 SHORTEST = 64
-# How far the longest of three lengths may lie from the line through the others.
+# Largest deviation of the longest of three lengths from the line through the others.
 STRAIGHT = 0.02
 
 _Point = tuple[int, MemoryPlan]
@@ -30,7 +30,7 @@ _Point = tuple[int, MemoryPlan]
 
 @dataclass(slots=True)
 class _Family:
-    """What is known of a case at other lengths. effort: what it takes. too_long: the shortest that took more."""
+    """Traces of a case at other lengths. effort: the limit of a trace. too_long: the shortest length above it."""
 
     effort: int = 0
     too_long: float = inf
@@ -41,9 +41,9 @@ _families: dict[str, _Family] = {}
 
 
 def traced(spec: CaseSpec, device: str) -> MemoryPlan:
-    """The memory of a case; where a trace takes too long, from shorter ones that are seen to grow along a line.
+    """The memory of a case; if its trace takes too long, extrapolated from shorter lengths that grow linearly.
 
-    Raises whatever the implementation raises, TooLongError above all where shorter lengths are no help.
+    Exceptions of the implementation pass through. Raises TooLongError if shorter lengths do not help.
     """
     if spec.case.workload.has_given_length or spec.case.optimizations.query_chunk:
         return trace(spec, device)
@@ -59,13 +59,13 @@ def traced(spec: CaseSpec, device: str) -> MemoryPlan:
         if family.line is not None:
             return _along(*family.line, length)
         if family.effort + 1 == len(EFFORTS):
-            raise TooLongError("it takes too long to trace, and shorter lengths do not lie on a line")
+            raise TooLongError("it takes too long to trace, and the memory of shorter lengths does not grow linearly")
         family.effort, family.too_long = family.effort + 1, inf
 
 
 def _line(spec: CaseSpec, length: int, device: str, effort: int) -> tuple[_Point, _Point] | None:
     """Two lengths that took not too long, if a third shows that memory grows in proportion by then."""
-    # Where ranks cut no segment of the length, they cut none of those beside it.
+    # If ranks cut no segment at this length, they cut none at neighbouring lengths.
     alike = uncut_step(spec.case.workload, spec.case.world_size)
     unit = alike if length % alike == 0 else 1
     far = length // 2

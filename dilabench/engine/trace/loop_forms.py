@@ -1,7 +1,7 @@
-"""Loops over thousands of blocks, each of which frees what the one before it held: the blocks that can matter (torch).
+"""Loops over thousands of blocks, each of which frees the memory of the preceding one: the blocks to trace (torch).
 
-A trace costs about a tenth of a millisecond per operator, whatever its size. What a block needs follows from its shape,
-so blocks of a shape that was there before, or smaller than others, need not be traced.
+A trace costs about a tenth of a millisecond per operator of any size. A block's memory follows from its shape, so
+blocks of a known shape, or smaller than others, need no trace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dilabench.kernels import lse as merging
 from dilabench.workload import visibility
 from dilabench.workload.spec import Workload
 
-# A block is looked at where it is this much larger than all before it.
+# A block is traced if it is this much larger than all preceding ones.
 LARGER = 1.02
 
 _lerp_in_slices_, _blocks, _key_groups = merging._lerp_in_slices_, math._blocks, visible_keys.key_groups
@@ -32,7 +32,7 @@ _reference_blocks, _pattern_groups = reference.blocks, visibility.key_groups
 
 
 def loop_forms() -> list[tuple[Any, str, Any]]:
-    """(module, name, what stands in for it)."""
+    """(module, name, stand-in)."""
     return [
         (merging, "_lerp_in_slices_", _two_slices),
         (ChunkedQueries, "chunks", _few_chunks),
@@ -63,7 +63,7 @@ def _few_score_blocks(q: Tensor, k: Tensor, compute: torch.dtype) -> Iterator[tu
 def _few_groups(
     workload: Workload, head: int, positions: Tensor, device: torch.device | str = "cpu"
 ) -> Iterator[KeyGroup]:
-    """Those of the first two heads, three of each shape."""
+    """The calls of the first two heads, three of each shape."""
     if head < 2:
         with mock.patch.object(visibility, "key_groups", _distinct_groups):
             yield from _key_groups(workload, head, positions, device)

@@ -1,9 +1,10 @@
-"""Follows every storage that a function makes, on tensors without data: how many bytes live at once (torch).
+"""Follows every storage that a function makes, on tensors without data: how many bytes are alive at the same time
+(torch).
 
 Tensors of the workload are torch's fake tensors: shapes, dtypes and strides, but no numbers. Tables of positions are
-integers that code reads, so they are computed: on the host as plain tensors, on the device beside a fake one. A CUDA
-device need not be there. To torch its tensors are `meta`, which every build of torch has and can differentiate; to the
-code that asks a tensor for its device they are on cuda:0.
+integers that code reads, so they are computed: on the host as plain tensors, on the device together with a fake one. A
+CUDA device need not be there. To torch its tensors are `meta`, which every build of torch has and can differentiate; to
+the code that asks a tensor for its device they are on cuda:0.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _fake_device: Callable[[Tensor], torch.device] = vars(FakeTensor)["device"].fget
 
 
 class TooLongError(Exception):
-    """A trace takes too long, or too much memory of its own; a shorter length takes less."""
+    """A trace takes too long, or too much memory itself; a shorter length takes less."""
 
 
 class Storages(TorchDispatchMode):
@@ -68,14 +69,14 @@ class Storages(TorchDispatchMode):
         self.peak = self.live
 
     def device_of(self, x: FakeTensor) -> torch.device:
-        """What code sees as a fake tensor's device."""
+        """The device that a fake tensor reports."""
         found = _true_device(x)
         return CUDA if found.type == "meta" and not self._depth else found
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one operator on what there is: numbers where they are known, shapes everywhere else."""
+        """Run one operator on numbers if they are known, else on shapes."""
         if func is torch.ops.prim.device.default:
             return _true_device(args[0])
         self.operations += 1
@@ -154,7 +155,7 @@ class Storages(TorchDispatchMode):
         return func(*real_args, **real_kwargs)
 
     def _on_device(self, numbers: Any) -> Any:
-        """What an operator over the device's numbers found there; plain numbers stay."""
+        """The numbers on the device of an argument; plain numbers stay."""
         if not isinstance(numbers, Tensor):
             return numbers
         with self._fake:
@@ -179,7 +180,7 @@ class Storages(TorchDispatchMode):
 
 
 class _OnMeta(TorchFunctionMode):
-    """Says `meta` to torch where code says `cuda`, before torch looks for the device. Not there in a backward pass."""
+    """Replaces the device `cuda` by `meta` before torch looks for it. Inactive in a backward pass."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -221,13 +222,13 @@ def _true_device(x: Tensor) -> torch.device:
 
 
 def _most_numbers(func: Any, given: list[Tensor]) -> int:
-    """How many integers an operator reads, or makes where it spreads a few over a table."""
+    """The number of integers that an operator reads, or writes if it spreads a few over a table."""
     made = torch.broadcast_shapes(*(x.shape for x in given)).numel() if torch.Tag.pointwise in func.tags else 0
     return max(made, sum(x.numel() for x in given))
 
 
 def _positions(index: Tensor | None) -> Tensor | None:
-    """A mask whose numbers are known, as the positions where it is true: their number is the result's shape."""
+    """A mask whose numbers are known, as the positions of its true entries: their number is the result's shape."""
     numbers = getattr(index, "numbers", None if isinstance(index, FakeTensor) else index)
     if numbers is None or numbers.dtype != torch.bool or numbers.ndim != 1:
         return index

@@ -20,7 +20,7 @@ from dilabench.record import Check, CheckName
 INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd, so that multiplying by its powers loses no bit of a word; the golden ratio's spreads over all of them.
 STEP = 0x1E3779B97F4A7C15
-# Values looked at together: masks and widened copies of all at once could take more memory than the call itself.
+# Number of values checked together: masks and widened copies of all values could take more memory than the call.
 PIECE = 2**24
 # Allocations of Python code that leave memory uninitialised, as (owner, attribute).
 _ALLOCATORS: tuple[tuple[Any, str], ...] = (
@@ -55,7 +55,7 @@ class Call:
         self.replaced: dict[str, None] = {}
 
     def __call__(self, inputs: Sequence[Tensor], dout: Tensor | None = None) -> Result:
-        """Call with the inputs (one tensor stands for all three), and with its gradients for `dout` if given."""
+        """Call with the inputs (one tensor for all three), and return also the gradients for `dout` if given."""
         before = [digest(tensor) for tensor in inputs]
         leaves = [tensor.detach().requires_grad_(dout is not None) for tensor in inputs]
         arguments = leaves if len(leaves) == 3 else leaves * 3
@@ -118,9 +118,9 @@ class OnHost:
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """A checksum per row, of what stands where: rows or values that changed places show, and so does a row of zeros.
+    """A checksum per row that depends on positions, so exchanged rows or values and a row of zeros show.
 
-    The bits of a row are words, each multiplied by an odd number of its own and summed modulo 2^64.
+    The bits of a row are words, each multiplied by its own odd number and summed modulo 2^64.
     """
     tensor = tensor.detach()
     wide = tensor.shape[-1] * tensor.element_size() % 8 == 0 and tensor.stride(-1) == 1
@@ -130,13 +130,13 @@ def digest(tensor: Tensor) -> Tensor:
     factors = torch.arange(1, bits.shape[-1] + 1, device=bits.device).mul_(STEP).bitwise_or_(1)
     if bits.dim() < 2:
         return (bits * factors).sum(-1)
-    # A product is as wide as a word of 8 bytes, whatever the values are.
+    # A product has the width of a word of 8 bytes for any values.
     pieces = bits.flatten(0, -2).split(max(1, PIECE // bits.shape[-1]))
     return torch.cat([(piece * factors).sum(-1) for piece in pieces]).view(bits.shape[:-1])
 
 
 def form_checks(out: object, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Check]:
-    """shape, dtype, device and finite, in this order; after the first that fails the rest would say nothing."""
+    """shape, dtype, device and finite, in this order; after the first failure the others are not informative."""
     if (why := not_plain(out)) is not None:
         return [Check(name=CheckName.SHAPE, passed=False, detail=why)]
     assert isinstance(out, Tensor)
@@ -208,7 +208,7 @@ def _poison_cached_blocks(like: Sequence[Tensor]) -> None:
 def stream_check(call: Call, inputs: Sequence[Tensor], first: Tensor, tolerance: float) -> Check:
     """Call on a fresh side stream whose inputs arrive only after queued work.
 
-    Work that the function puts on another stream reads the NaN that stood there before.
+    Work that the function puts on another stream reads the NaN written there before.
     """
     late = [torch.full_like(tensor, torch.nan) for tensor in inputs]
     torch.cuda.synchronize()

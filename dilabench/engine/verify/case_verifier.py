@@ -1,5 +1,6 @@
 """Verifies a prepared call through `dilabench.engine.verify`, with one oracle per workload (torch)."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,54 +17,84 @@ from dilabench.engine.worker.protocol import SecondSpec
 from dilabench.record import Verification
 from dilabench.workload.spec import Workload
 
+# Bytes of the inputs of oracles that are kept while other workloads are verified and timed. Their expected results of a
+# complete sample take about ten times as much.
+KEPT_BYTES = 2**26
+
+
+@dataclass(slots=True)
+class _Known:
+    """The oracle of a workload and `takes`, and what every row was compared with last. fresh: no other code has had the
+    inputs since the oracle was forgotten."""
+
+    oracle: Oracle
+    second: tuple[SecondSpec, Confirmed] | None = None
+    fresh: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.oracle.inputs)
+
 
 class CaseVerifier:
-    """Verifies prepared calls. The oracle of the latest workload is kept for the other cases of its group, and so is
-    what every row was compared with."""
+    """Verifies prepared calls. The oracle of the latest workload is kept for the other cases of its group, small ones
+    for longer: each length gets its least row before any group is complete."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device_of(device).verifies_on
-        self._oracle: Oracle | None = None
-        self._second: tuple[SecondSpec, Confirmed] | None = None
+        # Latest last.
+        self._known: dict[tuple[Workload, str], _Known] = {}
 
     def verify(self, call: PreparedCall) -> tuple[Verification, str]:
         """The checks of semantics.md §4 that apply to this call, and their summary in one line."""
-        oracle = self._oracle_of(call)
+        known = self._known_of(call)
         verification = verify(
             call.whole if device_of(call.device).facts.holds_float64 else OnHost(call.whole, call.device),
             call.workload,
             takes=call.spec.takes,
             deterministic=call.spec.deterministic,
             module=getattr(call.module, "module", call.module),
-            oracle=oracle,
-            confirmed=self._confirmed(call, oracle),
+            oracle=known.oracle,
+            confirmed=self._confirmed(call, known),
         )
         return verification, summary(verification)
 
     def forget(self) -> None:
-        """Free the oracle and what it has confirmed."""
-        self._oracle = self._second = None
+        """Free all oracles, and what they have confirmed, but small ones."""
+        self._keep(KEPT_BYTES)
+        for known in self._known.values():
+            known.fresh = False
 
-    def _oracle_of(self, call: PreparedCall) -> Oracle:
-        known = self._oracle
-        if known is None or (known.workload, known.takes) != (call.workload, call.spec.takes):
-            # The old one goes first: two at once may not fit.
-            self._oracle = self._second = known = None
-            seed = call.spec.seed
-            known = self._oracle = Oracle(call.workload, takes=call.spec.takes, seed=seed, device=self._device)
+    def _keep(self, nbytes: int) -> None:
+        """Free the oldest until the inputs of those that are left take at most `nbytes`."""
+        while sum(known.nbytes for known in self._known.values()) > nbytes:
+            del self._known[next(iter(self._known))]
+
+    def _known_of(self, call: PreparedCall) -> _Known:
+        key = call.workload, call.spec.takes
+        known = self._known.pop(key, None)
+        if known is None:
+            # Large ones go first: two at once may not fit.
+            self._keep(KEPT_BYTES)
+            known = _Known(Oracle(call.workload, takes=call.spec.takes, seed=call.spec.seed, device=self._device))
+        elif not known.fresh:
+            # Code that was verified with them has run since, and may have kept them.
+            known.oracle.restore()
+            known.fresh = True
+        self._known[key] = known
         return known
 
-    def _confirmed(self, call: PreparedCall, oracle: Oracle) -> Confirmed | None:
+    def _confirmed(self, call: PreparedCall, known: _Known) -> Confirmed | None:
         """The first of the case's second implementations that the oracle confirms; None if it needs none."""
-        if oracle.sample.complete:
+        if known.oracle.sample.complete:
             return None
         for spec in call.spec.seconds:
-            if self._second is None or self._second[0] != spec:
+            if known.second is None or known.second[0] != spec:
                 # As with oracles: the results of the old one go first.
-                self._second = None
-                self._second = spec, Confirmed(spec.name, partial(_built, spec, call.workload, self._device))
-            if self._second[1].results(oracle) is not None:
-                return self._second[1]
+                known.second = None
+                known.second = spec, Confirmed(spec.name, partial(_built, spec, call.workload, self._device))
+            if known.second[1].results(known.oracle) is not None:
+                return known.second[1]
         return None
 
 

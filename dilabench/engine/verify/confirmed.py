@@ -1,16 +1,16 @@
-"""Every row of a result against a second implementation, where the oracle can afford a sample of rows only.
+"""Every row of a result against a second implementation, if the oracle can afford only a sample of rows.
 
-The second one is a built-in that computes the same by other means. It counts only once the oracle has confirmed its own
-sampled rows, of out, dq, dk and dv, in this process. Both round, each in its way, so that rows are compared as a whole:
+The second one is a built-in that computes the same by other means. It is used only after the oracle has confirmed its
+sampled rows of out, dq, dk and dv in this process. Both round differently, so rows are compared as a whole:
 
     |actual row - second row| / max(|second row|, median of the head's rows that are not 0, 1/64 of that of all heads)
         <= 4 · (plain + second) + 2 eps
 
 plain and second are the largest such errors, against the oracle on the sampled rows, of the plain same-dtype
-computation and of the second implementation. Four times: a right result may be off by twice what the plain computation
-is (tolerance.py), and the largest of all rows lies about as far beyond that of the sampled ones (5 standard deviations
-for 10^6 rows, 3 for 500). In float32 one future token among 10^5 keys is far outside; in half precision a key with a
-weight of a few percent of its row's size is.
+computation and of the second implementation. The factor is four: a right result may have twice the error of the plain
+computation (tolerance.py). The largest error of all rows exceeds that of the sampled rows (5 standard deviations for
+10^6 rows, 3 for 500). In float32 one future token among 10^5 keys is far outside; in half precision a key with a weight
+of a few percent of its row's size is.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAMES = (CheckName.OUT_ALL_ROWS, CheckName.DQ_ALL_ROWS, CheckName.DK_ALL_ROWS, C
 
 @dataclass(frozen=True, slots=True)
 class EveryRow:
-    """What the second implementation gave: out [B, N, H, D], then dq, dk, dv under the dout of every row.
+    """Results of the second implementation: out [B, N, H, D], then dq, dk, dv for the dout of every row.
 
     errors: of each on the sampled rows, as `row_errors` measures them.
     """
@@ -44,7 +44,7 @@ class EveryRow:
 
 @dataclass(slots=True)
 class Confirmed:
-    """The second implementation of one workload, called when first asked for. `name`: what the record calls it."""
+    """The second implementation of one workload, called at its first use. `name`: as in the record."""
 
     name: str
     build: Callable[[], Callable[..., Tensor]]

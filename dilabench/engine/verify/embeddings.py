@@ -1,8 +1,8 @@
 """The checks of a module with projections around the attention (takes = "embeddings").
 
-The yardstick is a float64 copy of the module in which only the attention core, its attribute `attention`, is replaced
-by the oracle on the sampled rows. The other rows of that copy are not what the module computes, and are not compared;
-with a dout that is zero there, gradients of the input and of every parameter are exact all the same.
+The reference is a float64 copy of the module whose attention core, its attribute `attention`, is replaced by the oracle
+on the sampled rows. Other rows of this copy are wrong and not compared. Their dout is zero, so gradients of the input
+and of every parameter are still exact.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dilabench.engine.verify.call import Call, Result, digest, form_checks, stre
 from dilabench.engine.verify.compare import compare_both_ways, locate, slope_on
 from dilabench.engine.verify.heads import NO_GRADIENT, how_many, repeat_checks
 from dilabench.engine.verify.oracle.oracle import Oracle
-from dilabench.engine.verify.oracle.rounding import forward_sizes, gradient_sizes
+from dilabench.engine.verify.oracle.rounding import gradient_sizes, sized_rows
 from dilabench.engine.verify.oracle.tolerance import (
     Expected,
     eps,
@@ -50,7 +50,7 @@ class SampledCore(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, N, H, D] or packed [T, H, D] -> out of the same shape. Keeps q, k, v, out and lse in `seen`.
 
-        Where `instead` is set, that is what it gives.
+        If `instead` is set, it is returned.
         """
         if self.instead is not None:
             return self.instead
@@ -105,7 +105,7 @@ def embeddings_checks(
 
 
 class MarkedCore(nn.Module):
-    """A constant, whatever the inputs, in place of a module's attention core; `calls` has what it was given."""
+    """A constant in place of a module's attention core, for any inputs; `calls` holds the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,8 +122,8 @@ class MarkedCore(nn.Module):
 def _core_check(module: nn.Module, oracle: Oracle) -> Check:
     """The check that the module is projections around one call of its core.
 
-    With the core replaced by a constant, position i of out, and of the q, k and v that the core is given, depends on
-    position i of the input alone; and none of them is a multiple of a projection, for the core has its own scale.
+    With a constant core, position i of out, and of the core's q, k and v, depends only on position i of the input. None
+    of them is a multiple of a projection, because the core has its own scale.
     """
     workload = oracle.workload
     probe = copy.deepcopy(module)
@@ -163,7 +163,7 @@ def _why_not_the_core(
             return f"{name} does not depend on the input: it is no projection"
         factor = _factor_of_projection(before, after, x, other, place, module)
         if factor is not None:
-            return f"{name} is {factor:.6g} times a projection of the input: 'attention' scales by itself"
+            return f"{name} is {factor:.6g} times a projection of the input: 'attention' already scales"
     row = _row_that_depends(outs[0], outs[1], place)
     if row is not None:
         return (
@@ -186,7 +186,7 @@ def _row_that_depends(before: Tensor, after: Tensor, place: int) -> int | None:
 def _factor_of_projection(
     before: Tensor, after: Tensor, x: Tensor, other: Tensor, place: int, module: nn.Module
 ) -> float | None:
-    """What q, k or v is a projection by one of the module's matrices times, if that is not 1."""
+    """The factor of q, k or v relative to a projection by one of the module's matrices, if it is not 1."""
     change = (after - before).flatten(-2)[..., place, :].flatten().double()
     step = (other - x)[..., place, :].flatten().double()
     for matrix in module.parameters():
@@ -206,7 +206,7 @@ def _shared(module: nn.Module, oracle: Oracle, names: list[str], backward: bool)
     shell = shell_of(module)
     if shell is not None and oracle.around is not None and shell.computes_as(oracle.around[0]):
         return oracle.around[1]
-    # What was kept goes first: two at once may not fit.
+    # Kept tensors are freed first: both together may not fit.
     oracle.around = None
     expected = _expected(module, oracle, names, backward)
     if shell is not None:
@@ -275,8 +275,9 @@ class _Yardstick:
         return results
 
     def moved(self, names: list[str]) -> dict[str, Tensor]:
-        """What independent rounding of dq, dk and dv moves 'dx' and the gradients of the parameters `names` by: their
-        natural sizes with random signs, taken back through the projections. Of those alone that depend on them.
+        """The effect of independent rounding of dq, dk and dv on 'dx' and on the gradients of the parameters `names`:
+        their natural sizes with random signs, propagated back through the projections. Only gradients that depend on
+        them are returned.
         """
         if self._core.seen is None:
             return {}
@@ -300,30 +301,32 @@ class _Yardstick:
         """The same for rounding of the attention's out: what moves 'out' and the gradients of parameters behind it."""
         if self._core.seen is None:
             return {}
-        q, k, v, out, lse = self._core.seen
+        q, k, v, out, _ = self._core.seen
         place, dtype = self._oracle.sample.rows.to(self._oracle.device), self._oracle.dtype
-        q, k, v, exact = (self._core.batched(x.detach()) for x in (q, k, v, out))
+        q, k, v = (self._core.batched(x.detach()) for x in (q, k, v))
         ulps = eps(accumulation_dtype(dtype)) / eps(dtype)
-        rows, at_rows = self._oracle.sample.rows, exact[:, place].double()
-        size, _ = forward_sizes(q, k, v, lse.double(), at_rows, self._core.workload, rows, ulps)
-        moved = torch.zeros_like(exact)
-        moved[:, place] = size.to(exact.dtype)
-        by_name = dict(self._module.named_parameters())
-        results = []
-        for added in (torch.zeros_like(out), self._signed([moved])[0].view_as(out)):
-            self._core.instead = out.detach() + added
-            with torch.set_grad_enabled(self._backward):
-                y = self._module(self._x, self._x, self._x)
-            found: dict[str, Tensor] = {CheckName.OUT: self._batched(y.detach())[:, place]}
-            if self._backward:
-                targets = [by_name[name] for name in names]
-                gradients = torch.autograd.grad(y, targets, self._dout, allow_unused=True)
-                found |= {
-                    name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None
-                }
-            results.append(found)
+        size = sized_rows(q, k, v, self._core.workload, self._oracle.sample.rows, ulps).size
+        moved = torch.zeros_like(self._core.batched(out.detach()))
+        moved[:, place] = self._signed([size.to(moved.dtype)])[0]
+        # Without gradients, what the module gives around `out` is known.
+        unmoved = {CheckName.OUT: self._batched(self._out.detach())[:, place]}
+        before = self._behind(out.detach(), names) if self._backward else unmoved
+        after = self._behind(out.detach() + moved.view_as(out), names)
+        return {name: after[name] - value for name, value in before.items()}
+
+    def _behind(self, out: Tensor, names: list[str]) -> dict[str, Tensor]:
+        """'out' on the sampled rows and the gradients of parameters behind the attention, where it gives `out`."""
+        self._core.instead = out
+        with torch.set_grad_enabled(self._backward):
+            y = self._module(self._x, self._x, self._x)
         self._core.instead = None
-        return {name: results[1][name] - gradient for name, gradient in results[0].items()}
+        place = self._oracle.sample.rows.to(self._oracle.device)
+        found: dict[str, Tensor] = {CheckName.OUT: self._batched(y.detach())[:, place]}
+        if self._backward:
+            by_name = dict(self._module.named_parameters())
+            gradients = torch.autograd.grad(y, [by_name[name] for name in names], self._dout, allow_unused=True)
+            found |= {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
+        return found
 
     def _signed(self, sizes: list[Tensor]) -> list[Tensor]:
         """Each number with a random sign."""

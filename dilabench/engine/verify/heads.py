@@ -24,10 +24,10 @@ GRADIENTS = (CheckName.DQ, CheckName.DK, CheckName.DV)
 
 @dataclass(slots=True)
 class Seen:
-    """What the function gave for the oracle's inputs; None what it did not come to. lse: on the sampled rows.
+    """The function's results for the oracle's inputs; None for steps it did not reach. lse: on the sampled rows.
 
-    against: the confirmed implementation that every row was compared with. misreads_dout: gradients are wrong under an
-    upstream gradient in another memory order than out, and right under the same values in out's.
+    against: the confirmed implementation that every row was compared with. misreads_dout: gradients are wrong if dout
+    has another memory order than out, and right for the same values in out's order.
     """
 
     first: Result | None = None
@@ -68,13 +68,13 @@ def heads_checks(
     if every_row is not None and confirmed is not None:
         seen.against = confirmed.name
         yield from confirmed.checks(call, oracle, first)
-    # The first call's lies in memory as out does; what follows in a model may hand back any order.
+    # In the first call dout has the memory order of out; in a model the next layer may return any order.
     dout = _head_by_head(oracle.full_dout) if backward else None
     results = [call(inputs, dout) for inputs in second]
     probes = list(probe_checks(oracle, first.out, results))
     yield from probes
     if any(check.name in FROM_EVERY_ROW.values() and not check.passed for check in probes):
-        # What an earlier call left is right here, where inputs and dout are those of the call before.
+        # A result of the preceding call would be right here, because inputs and dout are unchanged.
         repeated = gradients_from_every_row(oracle, call(second[-1], dout))
         again = gradients_from_every_row(oracle, call(second[-1], oracle.full_dout))
         seen.misreads_dout = not all(check.passed for check in repeated) and all(check.passed for check in again)
@@ -112,7 +112,7 @@ def row_axes(oracle: Oracle) -> Axes:
 
 
 def how_many(oracle: Oracle) -> str:
-    """What was compared, for a check's detail."""
+    """The compared tensors, for a check's detail."""
     count = oracle.sample.row_count
     return "every row" if count is None else f"{count} sampled rows of {oracle.workload.tokens}"
 

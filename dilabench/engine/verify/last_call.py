@@ -1,16 +1,15 @@
-"""Is what the last of the timed calls gave right? A few rows of it, and sums over all, on the very numbers that it had.
+"""The check of the last timed call: a few rows of its result, and sums over all rows, on the call's own inputs.
 
-out and dq are compared at the row whose query was changed just before it, at a random one, and over ranks at those
-that see the most keys of every other rank. They follow from that row and the keys it sees. dk and dv are sums over all
-rows, which only a whole pass would give, but two identities hold over all of them at once, for each channel, and cost
-one pass over memory:
+out and dq are compared at the row whose query was changed just before the call and at a random row; over ranks also at
+the rows that see the most keys of every other rank. dk and dv are sums over all rows and would need a whole pass. Two
+identities per channel check them in one pass over memory:
 
     sum_j v[j] dv[j] = sum_i out[i] dout[i]      over the rows of the heads that share the keys
     sum_j k[j] dk[j] = sum_i q[i] dq[i]          since both are sum_ij dS[i, j] scale q[i] k[j]
 
-Results of other inputs than the call's own miss both by about the size of the sums. Results of which a part is missing
-or stale, such as one rank's share of the gradients, miss them in all channels by a little: so the root mean square
-over channels has a tighter tolerance than the largest.
+Results of other inputs miss both by about the size of the sums. If a part is missing or stale, such as one rank's share
+of the gradients, all channels are slightly off: so the root mean square over channels has a tighter tolerance than the
+largest error.
 """
 
 from __future__ import annotations
@@ -104,8 +103,8 @@ def _heads_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, f
 def _rounding(call: PreparedCall, expected: Expected) -> Tensor:
     """Natural size over value, on the sampled rows of the heads that share a key head, [K, 1], at least 1.
 
-    Sums are compared with the sizes of values, which are known no better than to their natural sizes. Where what is
-    right is all rounding (each row of a head sees one key, say), sums of it say nothing.
+    Sums are compared with the sizes of values, which are known only to their natural sizes. If the right values are
+    only rounding (each row of a head sees one key, say), their sums carry no information.
     """
     size, value = (
         tensor.unflatten(2, (call.workload.num_kv_heads, -1)).square().sum((0, 1, 3, 4)).sqrt()
@@ -178,7 +177,7 @@ def _embeddings_check(call: PreparedCall, kept: KeptCall, tolerances: Mapping[st
 
 
 def expected_embeddings(call: PreparedCall, oracle: Oracle, tolerances: Mapping[str, float]) -> Expected:
-    """What the module around the plain computation gives on the sampled rows."""
+    """The result of the module around the plain computation, on the sampled rows."""
     module = getattr(call.module, "module", call.module)
     assert module is not None
     # In its own dtype, once: what verification compared with was exact, so its tolerance covers half of this.

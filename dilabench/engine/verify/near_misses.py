@@ -1,4 +1,4 @@
-"""Which mistake is it? A wrong result is compared with what common mistakes compute, all of them by the oracle.
+"""The diagnosis of a wrong result: the oracle computes the results of common mistakes, to compare.
 
 A pattern names its own near misses (`Pattern.near_misses`); those here can be made with any pattern. Some rows of a
 small part of the batch are enough: a near miss must be much closer to the result than the truth is, in all of them.
@@ -26,10 +26,11 @@ from dilabench.workload.spec import UNBOUNDED, Workload
 ROWS, BATCHES = 24, 2
 # A near miss must explain all but this share of the error, and be this far from the truth itself, in tolerances.
 UNEXPLAINED, DISTINCT = 0.25, 4.0
-# torch's cuDNN attention keeps a plan by the strides of q, k and v alone, and reads a later dout by those of the first.
+# torch's cuDNN attention keeps a plan by the strides of q, k and v alone, and reads a later dout by the strides of the
+# first.
 MISREADS_DOUT = (
-    "gradients are right only while dout lies in memory as out does: pass it on contiguous (where this is torch's "
-    "scaled_dot_product_attention, its cuDNN kernel is what fails: leave that out by torch.nn.attention.sdpa_kernel)"
+    "gradients are right only if dout has the memory layout of out: make it contiguous (in torch's "
+    "scaled_dot_product_attention the cuDNN kernel fails: exclude it with torch.nn.attention.sdpa_kernel)"
 )
 OF_OUT = {CheckName.OUT, CheckName.OUT_SLOPE, CheckName.OUT_ALL_ROWS, CheckName.OUT_WITH_LSE}
 FORWARD = OF_OUT | {CheckName.SECOND_CALL, CheckName.ONES, CheckName.DEPENDENCY}
@@ -41,7 +42,7 @@ OF_GRADIENTS: Mapping[CheckName, set[CheckName]] = {
 
 
 class CountedOnce(Pattern):
-    """Another pattern whose keys count once, however many of its parts give them."""
+    """A pattern whose keys count once, even if several of its parts give them."""
 
     kind: Literal["counted_once"] = "counted_once"
     inner: Any
@@ -52,12 +53,12 @@ class CountedOnce(Pattern):
             yield KeyGroup(group.rows, (group.keys(),))
 
     def zero_keys(self, shape: SequenceShape, head: int) -> Iterable[ZeroKeys]:
-        """Those of the other pattern."""
+        """The counts of the other pattern."""
         return self.inner.zero_keys(shape, head)
 
 
 class StrictlyEarlier(Pattern):
-    """Another pattern in which no row sees its own position, nor a later one."""
+    """A pattern in which no row sees its own position or a later one."""
 
     kind: Literal["strictly_earlier"] = "strictly_earlier"
     inner: Any
@@ -71,7 +72,7 @@ class StrictlyEarlier(Pattern):
 
 
 def diagnose(oracle: Oracle, seen: Seen, checks: Sequence[Check]) -> str | None:
-    """The name of the mistake whose result the failing checks saw, or None if no known one gives it."""
+    """The name of the mistake that gives the result of the failing checks, or None if no known one does."""
     failing = {check.name for check in checks if not check.passed}
     first = seen.first
     if not failing or first is None:
@@ -141,6 +142,8 @@ class _Part:
             yield "keys that several branches give counted once", once
         yield f"causal={str(not workload.causal).lower()}", workload.model_copy(update={"causal": not workload.causal})
         if workload.causal:
+            for name, pattern in workload.pattern.near_misses_unmasked().items():
+                yield name, workload.model_copy(update={"pattern": pattern, "causal": False})
             strict = workload.model_copy(update={"pattern": StrictlyEarlier(inner=workload.pattern)})
             yield "a strict causal mask (no row sees its own position)", strict
         if workload.causal and workload.window[1] < 1:
@@ -196,7 +199,7 @@ def _wrong_outs(part: _Part) -> Iterator[tuple[str, Tensor]]:
 
 
 def _misread(part: _Part) -> Tensor:
-    """At row n, head h: what lies n·H + h vectors into out [H, N, D]."""
+    """At row n, head h: the vector n·H + h of out [H, N, D]."""
     workload = part.workload
     place = part.rows[:, None] * workload.num_heads + torch.arange(workload.num_heads)
     positions, at = (place % workload.seq_len).unique(return_inverse=True)

@@ -1,8 +1,8 @@
 """Values that make one call show, for many keys at once, which rows see them.
 
 out is linear in v, channel by channel. Channel 0 is 1 at every key: its out must be 1 on covered rows and 0 elsewhere.
-Every other channel is zero but at one key: its out is that key's attention weight, so it must differ from 0 exactly in
-the rows with C > 0. No rounding blurs it, since everything else adds exact zeros.
+Every other channel is zero except at one key: its out is this key's attention weight, which must differ from 0 exactly
+in the rows with C > 0. No rounding blurs it, since everything else adds exact zeros.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ VALUE = 2.0**10
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """`keys`: probed positions, one channel each. `calls`: 1, or 2 where D = 1 leaves no channel beside channel 0."""
+    """`keys`: probed positions, one channel each. `calls`: 1, or 2 if D = 1 leaves no channel besides channel 0."""
 
     keys: tuple[int, ...]
     calls: int

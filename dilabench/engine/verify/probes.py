@@ -58,11 +58,11 @@ def _ones(oracle: Oracle, out: Tensor) -> Check:
     value = rows.to(oracle.device).double().expand(out.shape)
     zero_keys = log_zero_keys(workload, oracle.device)
     if zero_keys is not None:
-        # Zero keys take a share of a row's weights that hangs on its scores: what is left lies in [0, 1].
+        # Zero keys take a share of a row's weights that depends on its scores: the remaining sum is in [0, 1].
         value = value.where(zero_keys[0].T.isneginf(), out.double().clamp(0.0, 1.0))
     parts = list(parts_of(workload, oracle.device, torch.float64))
     if parts:
-        # Each attention gives its gates where it sees a key.
+        # Each attention gives its gates in rows that see a key.
         value = sum_of_gates(parts).expand(out.shape)
     expected = Expected(value, torch.full_like(value, 2.0), ones_tolerance(workload, oracle.dtype, oracle.ones_error))
     return compare(
@@ -96,9 +96,9 @@ def _dependency(oracle: Oracle, out: Tensor) -> Check:
 def gradients_from_every_row(oracle: Oracle, result: Result) -> Iterator[Check]:
     """dk and dv at probed keys under a dout that is random in every row, at any length.
 
-    The channel of a key holds its attention weight P in every row, so that dv = sum_i P dout and
-    dk = scale · sum_i P (dP - mean) q follow from the function's own forward, which the other checks hold to the
-    oracle. Two tolerances: the rounding of that forward and of the backward.
+    The channel of a key holds its attention weight P in every row. So dv = sum_i P dout and dk = scale · sum_i P (dP -
+    mean) q follow from the function's own forward, which other checks compare with the oracle. Two tolerances: the
+    rounding of this forward and of the backward.
     """
     workload = oracle.workload
     batches = oracle.sample.batches.to(oracle.device)

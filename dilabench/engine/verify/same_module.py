@@ -30,14 +30,14 @@ class Shell:
 
 
 def shell_of(module: nn.Module) -> Shell | None:
-    """None for a module that holds what cannot be compared: hooks, functions, objects of its own."""
+    """None for a module with parts that cannot be compared: hooks, functions, unknown objects."""
     facts: list[tuple[str, object]] = []
     for name, part in module.named_modules():
         if name.split(".")[0] == CORE:
             continue
         facts.append((name, type(part)))
         for key, value in vars(part).items():
-            # What is not a module stands among its plain attributes.
+            # Other values are among its plain attributes.
             if key in _CHILDREN or (not name and key == CORE):
                 continue
             if key in _USUAL and key != "training":

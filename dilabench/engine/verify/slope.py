@@ -1,31 +1,31 @@
-"""How far the regression of a result on the oracle is from slope 1: rounding averages out, mistakes do not.
+"""The deviation of a result's regression on the oracle from slope 1: rounding averages out, mistakes do not.
 
 Errors y = (actual - value) / size and values x = value / size are measured in natural sizes, as in tolerance.py, so
 that every element counts by how well it is known. The least squares slope of y on x is
 
     deviation = sum(x y) / sum(x²)
 
-zero for a right result up to rounding, 0.01 for one that is 1.01 times too large. Independent rounding of relative
-size eps gives it a standard error of about eps · rms(y / eps) / (rms(x) · sqrt(n)): in bf16 at 10^5 elements a few
-1e-5, where the largest error alone is a few 1e-2. Elements of a row share what their row was divided by, so n counts
-rows, not elements: the standard error is that of row sums, sqrt(sum_rows (sum x (y - deviation x))²) / sum(x²), which
-needs no assumption about what happens inside a row.
+zero for a right result up to rounding, 0.01 for one that is 1.01 times too large. Independent rounding of relative size
+eps gives it a standard error of about eps · rms(y / eps) / (rms(x) · sqrt(n)): in bf16 at 10^5 elements a few 1e-5,
+where the largest error alone is a few 1e-2. Elements of a row share its divisor, so n counts rows, not elements. The
+standard error is that of row sums, sqrt(sum_rows (sum x (y - deviation x))²) / sum(x²), which needs no assumption about
+what happens inside a row.
 
     limit = 2 · |plain deviation| + SIGMAS · max(own standard error, plain's) + floor + noise
 
-plain is the plain same-dtype computation, as in tolerance.py: where rounding has a side (scores rounded in half
-precision make lse larger on average, numbers below float16's smallest become zero), it shows that too, and right
-results have as much of it at most. Six standard errors of 64 rows or more are exceeded once in 10^7 results (Student's
-t), and errors that cancel in a row make it less. The gradient of a parameter is a sum over positions, and what one of
-them is off by is in all rows of it: it is known no better than the gradient of the input, whose rows are positions.
+plain is the plain same-dtype computation, as in tolerance.py: if rounding is biased (scores rounded in half precision
+make lse larger on average, numbers below float16's smallest become zero), plain has this bias, too, and right results
+have at most as much. Six standard errors of 64 rows or more are exceeded once in 10^7 results (Student's t), and errors
+that cancel in a row make it less. The gradient of a parameter is a sum over positions, and the error of one position is
+in all its rows. So it is known only as well as the gradient of the input, whose rows are positions.
 
-The floor is for what has a side in any kernel: exp2 and log2 and a rounded `scale · log2(e)`, six ulp of the
-accumulation dtype (tolerance.py), and an exp that is only as exact as half precision needs: torch's flash kernel on a
-CPU was seen to be off by 5e-6 on average, FlashAttention 4 takes a polynomial that is right to 1e-4. A sixteenth of
-eps of the workload's dtype, 6e-5 in float16, is more than the first and 5e-4 in bfloat16 more than the second. Where
-the weights are alike (rounding.py), they are rounded to one side, by half of eps at most: this share of it counts too.
-The noise is the oracle's own: where what is right is zero but for its rounding, x is that rounding, and no regression
-on it means anything. An error of 4 eps of float64 in x moves the slope by at most its square over the mean of x².
+The floor covers biases of any kernel: exp2 and log2 and a rounded `scale · log2(e)`, six ulp of the accumulation dtype
+(tolerance.py), and an exp that is only as exact as half precision needs: torch's flash kernel on a CPU was seen to be
+off by 5e-6 on average, FlashAttention 4 takes a polynomial that is right to 1e-4. A sixteenth of eps of the workload's
+dtype, 6e-5 in float16, is more than the first and 5e-4 in bfloat16 more than the second. Where the weights are alike
+(rounding.py), they are rounded to one side, by half of eps at most: this share of it counts too. The noise is the
+oracle's own: if the right values are zero but for rounding, x is this rounding, and a regression on it has no meaning.
+An error of 4 eps of float64 in x moves the slope by at most its square over the mean of x².
 """
 
 from __future__ import annotations
@@ -36,13 +36,15 @@ import torch
 from torch import Tensor
 
 SIGMAS = 6.0
-# Fewer rows of about the same weight do not tell a slope from rounding.
+# Fewer rows of about the same weight do not separate a slope from rounding.
 MIN_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """`deviation` from 1, its standard `error`, how many rows of equal weight would tell as much, and `noise`."""
+    """`deviation` from 1, its standard `error`, the number of rows of equal weight with the same information, and
+    `noise`.
+    """
 
     deviation: float = 0.0
     error: float = 0.0
@@ -71,7 +73,7 @@ def slope(actual: Tensor, value: Tensor, size: Tensor) -> Slope:
 
 
 def no_better_than(found: Slope, by_position: Slope) -> Slope:
-    """The slope of a sum over positions, whose rows are not independent, where that of its terms is `by_position`."""
+    """The slope of a sum over positions, whose rows are not independent, if the slope of its terms is `by_position`."""
     error, rows = max(found.error, by_position.error), min(found.rows, by_position.rows)
     return Slope(found.deviation, error, rows, found.noise)
 

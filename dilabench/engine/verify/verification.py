@@ -31,13 +31,13 @@ def verify(
     oracle: Oracle | None = None,
     confirmed: Confirmed | None = None,
 ) -> Verification:
-    """Hold a function that was built for `workload` to the oracle, at the workload's own size (semantics.md §4).
+    """Check a function that was built for `workload` against the oracle, at the workload's own size (semantics.md §4).
 
     takes: as in the implementation's descriptor. module: for takes = "embeddings", the module behind `function` when
     that is a wrapper of it (a compiled one, say). oracle: pass the same one for all implementations of a workload; it
     must have been made for this workload, takes and device, and then `seed` and `device` are its own. deterministic:
-    two identical calls must then agree bitwise. confirmed: what every row is compared with where the oracle can afford
-    a sample only; it is left out where the oracle does not confirm it.
+    two identical calls must then agree bitwise. confirmed: a second implementation that every row is compared with if
+    the oracle can afford only a sample; it is used only if the oracle confirms it.
 
     Exceptions of the function pass through. A wrong result does not raise: see `Verification.passed` and `summary`.
     Raises ValueError for an oracle of another workload, or a module without an `attention` attribute.

@@ -91,7 +91,7 @@ class Worker:
             raise WorkerFailure("crash", why, died=True) from error
 
     def kill(self) -> None:
-        """End the process and everything it started, at once."""
+        """Kill the process and all that it started."""
         with self._ending:
             self._child.kill()
             self._connection.close()
@@ -135,33 +135,43 @@ def _joined(traceback: str | None, output: str) -> str | None:
 
 
 class WorkerPool:
-    """Resident workers by key. A worker that died is replaced when its key is next asked for."""
+    """Resident workers by key. A worker that died is replaced at the next request for its key."""
 
     def __init__(self, settings: WorkerSettings, start: Callable[[str, WorkerSettings], Worker] | None = None) -> None:
         self.settings = settings
         self._start = start or Worker
         self._resident: dict[str, Worker] = {}
+        self._over = False
 
     def resident(self, key: str) -> Worker:
-        """The worker of a key, started when there is none alive."""
+        """The worker of a key, started if none is alive. Raises WorkerFailure once `end` was called."""
         worker = self._resident.get(key)
         if worker is None or not worker.alive:
             if worker is not None:
                 worker.kill()
             worker = self._resident[key] = self._start(key, self.settings)
+            if self._over:
+                worker.kill()
+        if self._over:
+            raise WorkerFailure("crash", "the command was ended", died=True)
         return worker
 
     @contextlib.contextmanager
     def fresh(self, key: str) -> Any:
-        """A new worker in which nothing ran before; it is ended when the block is left."""
+        """A new worker; it is ended when the block is left."""
         worker = self._start(key, self.settings)
         try:
             yield worker
         finally:
             worker.kill()
 
+    def end(self) -> None:
+        """End all workers, also one that another thread is starting, and start no new ones."""
+        self._over = True
+        self.close()
+
     def close(self) -> None:
-        """End all workers."""
+        """End all workers; `resident` starts new ones."""
         # A list, for another thread may be starting one.
         for worker in list(self._resident.values()):
             worker.kill()

@@ -1,4 +1,4 @@
-"""What a worker does with each command (torch). Every exception becomes a reply: this is the worker boundary."""
+"""The commands of a worker (torch). Every exception becomes a reply: this is the worker boundary."""
 
 import errno
 import gc
@@ -50,12 +50,12 @@ from dilabench.engine.worker.protocol import (
     WorkerSettings,
 )
 from dilabench.errors import PluginError, encodable, first_line, text_of
-from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, refuse_unknown
+from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, TRANSPORT, refuse_unknown
 from dilabench.plugins.boundary import place
 from dilabench.record import Check, CheckName, Note, Slot, Verification
 
-# Least calls of a slot whose last call is checked: the first may have other inputs altogether, the last has those of
-# the one before but for some rows.
+# Least calls of a slot whose last call is checked: the first may have wholly different inputs, the last shares all but
+# some rows with its predecessor.
 CHECKED_CALLS = 2
 SEED_BITS = 60
 # Share of the time for which a command's answer is waited for after which a rank stops waiting for a message.
@@ -67,7 +67,7 @@ class Handlers:
     """The prepared cases of a worker and the answers to commands about them."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        # What is loaded by now stays; frozen, the garbage collector does not scan it again.
+        # Objects loaded by now stay; frozen, the garbage collector does not scan them again.
         gc.freeze()
         self._settings = settings
         self._world: World | None = None
@@ -103,7 +103,7 @@ class Handlers:
         return Hello(pid=os.getpid(), torch=describe_torch(self._hardware))
 
     def answer(self, command: Command) -> Reply:
-        """Carry out a command; whatever it raises becomes the reply's `trouble`."""
+        """Carry out a command; an exception becomes the reply's `trouble`."""
         try:
             with settings_kept({}):
                 if self._world is not None:
@@ -142,7 +142,7 @@ class Handlers:
         return Reply(prepared=prepared, notes=(*call.notes, *_settings_notes(call.changed_settings)))
 
     def _joined(self) -> World | None:
-        """The world of this worker's ranks, joined at the first case; None for a worker that computes by itself."""
+        """The world of this worker's ranks, joined at the first case; None for a worker without other ranks."""
         settings = self._settings
         if settings.world_size > 1 and self._world is None:
             # torchrun says how many of its ranks are on this machine.
@@ -203,8 +203,8 @@ class Handlers:
         )
 
     def _slot(self, command: Command) -> Reply:
-        """Samples, and after the last slot of all the check of what its last call and random calls of all slots gave.
-        A call cannot tell which of the two it is in. Raises PluginError for a timer that made fewer calls than samples.
+        """Samples; after the last slot also the check of its last call and of random calls of all slots. A call cannot
+        tell which of the two it is in. Raises PluginError for a timer that made fewer calls than samples.
         """
         timer, call = self._timers[command.handle, command.arguments["timer"]], self._calls[command.handle]
         checker, timed = self._checkers[command.handle], call.timed_calls
@@ -261,11 +261,13 @@ class Handlers:
         return self._world.max_over_ranks([secrets.randbits(SEED_BITS)])[0]
 
     def _notes(self, timer: SampleTimer) -> tuple[Note, ...]:
-        """The timer's notes, and one when messages take a slower path. Raises PluginError for unknown codes."""
+        """The timer's notes, and what carries messages. Raises PluginError for unknown codes."""
         notes, world = tuple(timer.notes()), self._world
         refuse_unknown("note", [note.code for note in notes])
-        if world is None or world.device.type != "cuda" or world.copies is not None:
+        if world is None:
             return notes
+        if world.device.type != "cuda" or world.copies is not None:
+            return *notes, TRANSPORT.note(f"messages go by {world.transport}")
         message = f"messages go by {world.transport}, whose kernels wait for attention kernels and slow them down"
         return *notes, MESSAGES_BY_KERNELS.note(message)
 
@@ -333,7 +335,7 @@ class Handlers:
             why = line
         if broken and not lost_messages:
             why += " (the CUDA context is lost; the worker process was ended)"
-        # torch raises the same types for this rank's own faults: only the words tell them apart.
+        # torch raises the same types for this rank's own faults: only the text distinguishes them.
         lost = self._settings.world_size > 1 and tells_of_another(why)
         code: TroubleCode = "peer_lost" if lost else "exception"
         return Trouble(code=code, why=why + place(error, also_ours=False), traceback=text, fatal=fatal)

@@ -1,4 +1,4 @@
-"""Where the ranks of a group run, and the store at which they meet. No torch."""
+"""The place of the ranks of a group, and the store at which they meet. No torch."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from dilabench.engine.worker.protocol import WorkerSettings
 class Launcher(Protocol):
     """Starts the worker of a rank, and has a store for each group of ranks to meet at.
 
-    `gpus_here`: which of the machine's GPUs (positions in `Machine.gpus`) on this host a group of so many ranks uses.
+    `gpus_here`: which of the machine's GPUs (positions in `Machine.gpus`) on this host a group of that size uses.
     """
 
     def gpus_here(self, ranks: int) -> Sequence[int]: ...

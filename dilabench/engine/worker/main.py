@@ -18,7 +18,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def serve(connection: Connection, settings_json: str, log_path: str) -> None:
-    """Answer commands until the pipe closes. What the process prints goes to the log, never to the user's terminal."""
+    """Answer commands until the pipe closes. Its output goes to the log, never to the terminal."""
     _detach(log_path)
     from dilabench.engine.worker.handlers import Handlers
 

@@ -1,4 +1,4 @@
-"""A rank that torchrun started, other than rank 0: it runs worker processes for rank 0 and nothing else.
+"""A rank that torchrun started, other than rank 0: it only runs worker processes for rank 0.
 
 It describes its machine, and then carries out rank 0's requests: start a worker, pass a command on to it, end it. When
 rank 0 is gone, they end.
@@ -57,7 +57,7 @@ def serve(rank: Rank) -> ExitCode:
 
 
 def facts_of(rank: Rank, machine: Machine) -> dict[str, Any]:
-    """What rank 0 wants to know of a rank: its machine, its GPU, the versions that must agree."""
+    """The facts of a rank that rank 0 needs: its machine, its GPU, the versions that must agree."""
     gpu = machine.gpus[rank.local_rank] if rank.local_rank < len(machine.gpus) else None
     return {
         "host": socket.gethostname(),
@@ -70,7 +70,7 @@ def facts_of(rank: Rank, machine: Machine) -> dict[str, Any]:
 
 
 class AgentCommand(StrEnum):
-    """What rank 0 may ask of the agent of a rank."""
+    """The requests of rank 0 to the agent of a rank."""
 
     START = "start"
     ASK = "ask"
@@ -81,7 +81,7 @@ class AgentCommand(StrEnum):
 
 
 class Agent:
-    """The workers that rank 0 has asked for, by name; each `AgentCommand` is carried out by a method."""
+    """The workers that rank 0 has requested, by name; each `AgentCommand` is carried out by a method."""
 
     def __init__(self, rank: Rank, machine: Machine, held: contextlib.ExitStack) -> None:
         self._rank, self._machine, self._held = rank, machine, held
@@ -96,7 +96,7 @@ class Agent:
         }
 
     def answer(self, do: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Carry a request out; whatever it raises becomes the answer."""
+        """Carry a request out; an exception becomes the answer."""
         try:
             return self._methods[AgentCommand(do)](**arguments) or {}
         except WorkerFailure as failure:
@@ -115,7 +115,7 @@ class Agent:
     def ask(
         self, name: str, own_timeout_s: float, command: CommandName, handle: str, arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        """Pass a command on to a worker, which has so many seconds for it."""
+        """Pass a command on to a worker, with a time limit in seconds."""
         reply = self._workers[name].ask(command, handle, timeout_s=own_timeout_s, **arguments)
         return {"reply": reply.model_dump(mode="json")}
 
@@ -124,7 +124,7 @@ class Agent:
         return {"alive": name in self._workers and self._workers[name].alive}
 
     def kill(self, name: str) -> None:
-        """End a worker, whatever it is doing."""
+        """Kill a worker."""
         if name in self._workers:
             self._workers[name].kill()
 

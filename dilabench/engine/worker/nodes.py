@@ -1,7 +1,7 @@
 """The ranks that torchrun started, on one machine or several, as rank 0 sees them.
 
-Each other rank has an agent that starts workers on its machine and passes commands on to them. One that gives no sign
-of life counts as lost: every later request to it fails at once, with that reason.
+Each other rank has an agent that starts workers on its machine and passes commands on to them. An agent without a sign
+of life counts as lost: every later request to it fails immediately, with this reason.
 """
 
 import contextlib
@@ -241,7 +241,7 @@ def on_ranks(work: Callable[[Nodes | None], ExitCode]) -> ExitCode:
         # gloo would otherwise look the host's name up, which not every machine can.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if rank.rank > 0:
-        # It waits inside of torch, where Python sees no signal, and has nothing to save.
+        # It waits inside torch, where Python handles no signal, and has no results to save.
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         return serve(rank)

@@ -1,13 +1,11 @@
-"""What worker processes find out about cases without timing them: whether they are right, and what they need.
+"""Checks of cases in worker processes without timing: correctness and memory.
 
-Nothing is timed, so a GPU may have several cases at once: most of what a check takes there is compiling and launching,
-on the host.
+A GPU may check several cases at the same time, because most of a check is compiling and launching on the host.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -26,11 +24,11 @@ PREPARE_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 1800.0
 MAX_WORKERS = 8
 CAUSE = CheckName.DEPENDENCY
-# A worker compiles and launches with about so many threads.
+# Threads with which a worker compiles and launches, about.
 CORES_PER_WORKER = 4
 
 Outcome = Verification | Skipped | Failed
-"""What the checks found, or why they could not be made."""
+"""The result of the checks, or why they could not be made."""
 Result = Literal["right", "wrong", "failed", "skipped"]
 
 
@@ -43,6 +41,7 @@ def num_workers_for(planned: Sequence[PlannedCase], machine: Machine, cores: int
 def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: Machine, seed: int) -> Iterator[Outcome]:
     """An outcome per case, as soon as it and those before it are known."""
     from dilabench.engine.worker.client import WorkerPool
+    from dilabench.engine.worker.process import end_server
     from dilabench.engine.worker.protocol import WorkerSettings
     from dilabench.engine.worker.rank_group import start_worker
 
@@ -52,30 +51,27 @@ def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: M
     free: SimpleQueue[WorkerPool] = SimpleQueue()
     for pool in pools:
         free.put(pool)
-    over = threading.Event()
 
     def checked(plan: PlannedCase) -> Outcome:
         pool = free.get()
         try:
-            # A worker that is started now would outlive the pool.
-            if over.is_set():
-                return Failed(stage="worker", code="crash", why="the command was ended")
             return plan.skip or _checked(plan, pool, catalogue, machine, seed)
         finally:
             free.put(pool)
 
     executor = ThreadPoolExecutor(num_workers, thread_name_prefix="dilabench verify")
+    complete = False
     try:
         yield from executor.map(checked, planned)
+        complete = True
     finally:
-        over.set()
         for pool in pools:
             # Ending the workers ends the checks that are still running.
-            pool.close()
+            pool.end()
+        if not complete:
+            # A thread may be waiting for a worker that the server has not made yet.
+            end_server()
         executor.shutdown(cancel_futures=True)
-        # One may have been starting while its pool was closed.
-        for pool in pools:
-            pool.close()
 
 
 def _checked(plan: PlannedCase, pool: WorkerPool, catalogue: Catalogue, machine: Machine, seed: int) -> Outcome:
@@ -111,7 +107,7 @@ def ask_about(
 
 
 def measured_memory(case: Case, catalogue: Catalogue, machine: Machine, seed: int) -> Memory | Skipped | Failed:
-    """The peak memory of one call, from a worker of its own; or why it was not measured."""
+    """The peak memory of one call, from a separate worker; or why it was not measured."""
     from dilabench.engine.worker.client import WorkerPool
     from dilabench.engine.worker.protocol import WorkerSettings
     from dilabench.engine.worker.rank_group import start_worker
@@ -135,9 +131,7 @@ def memory_in(pool: WorkerPool, case: Case, catalogue: Catalogue, seed: int) -> 
 
 
 def said_of(outcome: Outcome) -> tuple[Result, str]:
-    """How a case came out, and what to say about it: of a wrong one, the mistake that it looks like, then a line for
-    each check that failed.
-    """
+    """The result of a case and its text: for a wrong one, the likely mistake, then a line for each failed check."""
     if not isinstance(outcome, Verification):
         return outcome.status, outcome.why
     if outcome.passed:
@@ -151,8 +145,9 @@ def said_of(outcome: Outcome) -> tuple[Result, str]:
 
 
 def mistake_of(outcome: Outcome) -> tuple[str, str]:
-    """In a few words, what is wrong: the mistake that it looks like, or else the check that failed first. And the same
-    with place and values. Of what could not be checked, why."""
+    """A short and a long text on a wrong case: the likely mistake, or the check that failed first; the long one with
+    place and values. For an unchecked case, the reason.
+    """
     if not isinstance(outcome, Verification):
         return outcome.why, outcome.why
     failed = [check for check in outcome.checks if not check.passed]

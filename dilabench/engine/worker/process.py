@@ -3,6 +3,7 @@
 Workers are forked from a server that has torch loaded (and CUDA untouched), so a fresh process costs milliseconds.
 """
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -22,10 +23,10 @@ from dilabench.machine import group_folders
 SERVER_MODULES = ["dilabench.engine.worker.handlers"]
 TAIL_CHARACTERS = 2000
 END_TIMEOUT_S = 5.0
-# How long threads of GNU OpenMP wait for each other before they sleep. Its own 300,000 turns are several milliseconds:
-# where another program has a core, each parallel operation then takes a time slice, and verification ten times as long.
-# With 5,000, a tenth of a millisecond, calls on an idle machine took the same time within 1 %; without any, up to 25 %
-# more.
+# How long threads of GNU OpenMP wait for each other before they sleep. Its default of 300,000 spins takes several
+# milliseconds: if another program has a core, each parallel operation then takes a time slice, and verification takes
+# ten times as long. With 5,000, a tenth of a millisecond, calls on an idle machine took the same time within 1 %;
+# without any, up to 25 % more.
 OPENMP_TURNS = "5000"
 OPENMP_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
@@ -84,11 +85,11 @@ class Child:
         return Ending(describe_exit(self._process.exitcode), _oom_kills() > self._oom_kills, self.output)
 
     def kill(self) -> None:
-        """End the process and everything it started, at once."""
+        """Kill the process and all that it started."""
         process = self._process
         if process.pid is not None:
             if process.is_alive():
-                # The worker leads a process group of its own; before that it is in the group of its parent.
+                # The worker leads its own process group; before that it is in the group of its parent.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
@@ -97,7 +98,7 @@ class Child:
 
 
 def worker_context() -> BaseContext:
-    """The way processes are made: forked from a server with torch loaded, else started anew."""
+    """The way processes are made: forked from a server with torch loaded, else spawned."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -111,21 +112,35 @@ def warm_server() -> None:
         from multiprocessing import forkserver, resource_tracker
 
         worker_context()
-        # Where it cannot be started, the first worker says so.
+        # If it cannot be started, the first worker says so.
         with contextlib.suppress(OSError), _without_main(), _child_environment():
             # It would be started with the server, and end what `_without_interrupts` began.
             resource_tracker.ensure_running()
             with _without_interrupts():
                 forkserver.ensure_running()
+            atexit.register(end_server)
 
 
-# One process at a time is started: the second would take the first one's stand-in for the program.
+def end_server() -> None:
+    """End the server that workers are forked from, if there is one; the next worker starts another.
+
+    Otherwise it would load torch after the end of a command, and keep the command's output open.
+    """
+    from multiprocessing import forkserver
+
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+# One process at a time is started: the second would mistake the first one's stand-in for the program.
 _hiding = threading.Lock()
 
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide the program that was started: workers need nothing from it, and would run a script again, guard or not."""
+    """Hide the program that was started: workers do not need it, and would run a script again, guard or not."""
     with _hiding:
         program = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")
@@ -148,8 +163,9 @@ def _without_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _child_environment() -> Iterator[None]:
-    """Processes that start inside import nothing from the working folder, and their threads wait for `OPENMP_TURNS`,
-    unless the user's environment says."""
+    """Processes that start inside do not import from the working folder, and their threads wait for `OPENMP_TURNS`,
+    unless the user's environment says.
+    """
     changes = {"PYTHONSAFEPATH": "1"}
     if not any(name in os.environ for name in OPENMP_WAITING):
         changes[OPENMP_WAITING[0]] = OPENMP_TURNS
@@ -166,7 +182,7 @@ def _child_environment() -> Iterator[None]:
 
 
 def describe_exit(code: int | None) -> str:
-    """An exit code in words: the signal's name, or what it was."""
+    """An exit code as text: the signal's name, or the code."""
     if code is None:
         return "it closed its pipe and does not end"
     if code >= 0:

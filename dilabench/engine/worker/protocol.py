@@ -32,7 +32,7 @@ TroubleCode = Literal[
 
 
 class BackendSpec(Model):
-    """Where a backend's functions are."""
+    """The location of a backend's functions."""
 
     name: str
     target: str
@@ -44,7 +44,7 @@ class BackendSpec(Model):
 
 
 class SecondSpec(Model):
-    """Where an implementation is that computes the same as a case by other means; `name` is what the record says."""
+    """The location of an implementation that computes the same as a case by other means; `name`: as in the record."""
 
     name: str
     target: str
@@ -52,9 +52,11 @@ class SecondSpec(Model):
 
 
 class CaseSpec(Model):
-    """What a worker needs to build and call one case. Cases of one group have the same seed, hence the same inputs.
+    """The facts that a worker needs to build and call one case. Cases of one group have the same seed, so the same
+    inputs.
 
-    seconds: what all its rows may be compared with, the first that the oracle confirms (engine/verify/confirmed.py).
+    seconds: implementations that all its rows may be compared with, the first that the oracle confirms
+    (engine/verify/confirmed.py).
     """
 
     case: Case
@@ -72,7 +74,7 @@ class CaseSpec(Model):
 
 
 class TimerSpec(Model):
-    """A timer by name, class and claim. fresh_process: it makes its calls in processes of its own."""
+    """A timer by name, class and claim. fresh_process: it makes its calls in new processes."""
 
     name: str
     target: str
@@ -81,7 +83,7 @@ class TimerSpec(Model):
 
 
 class WorkerSettings(Model):
-    """How a worker sets its process up: by itself, or as one of `world_size` ranks that meet at `store`.
+    """How a worker sets its process up: alone, or as one of `world_size` ranks that meet at `store`.
 
     gpu: the visible GPU that it computes on. store: see `dilabench.distributed.launch.meeting_store`. num_workers: how
     many workers of this machine work at the same time, each on separate cases.
@@ -104,7 +106,7 @@ class Hello(Model):
 
 
 class Command(Model):
-    """One request to a worker. timeout_s: how long its answer is waited for, None if nobody says."""
+    """One request to a worker. timeout_s: limit of the wait for its answer, None for none."""
 
     name: CommandName
     handle: str = ""
@@ -150,7 +152,7 @@ class IsolatedResult(Model):
 
 
 class RankState(Model):
-    """What ranks that compute together compare after each command.
+    """The state that ranks compare after each command.
 
     shared: a hash of the calls and draws of the command's case. sent, received: (messages, bytes) to and from each rank
     since the ranks met.
@@ -164,7 +166,7 @@ class RankState(Model):
 class Reply(Model):
     """The answer to a command: the field of the command is set, or `trouble`. state: of a rank.
 
-    process_bytes: what the process held at most during calls beyond what it had before them, where it was looked at.
+    process_bytes: peak of the process during calls minus its bytes before them, if measured.
     """
 
     trouble: Trouble | None = None
@@ -211,7 +213,7 @@ def _seconds(case: Case, catalogue: Catalogue, machine: Machine) -> Iterator[Sec
 
 
 def worker_key(case: Case, catalogue: Catalogue) -> str:
-    """The process that a case belongs to: one per plug-in, and one per backend that brings a library of its own.
+    """The process that a case belongs to: one per plug-in, and one per backend that needs an extra library.
 
     Libraries that cannot live in one process (xformers and flash-attn 4, say) never meet; built-ins on torch's own
     kernels share a process, so that their samples alternate within milliseconds. '@4' at the end: four ranks.

@@ -1,9 +1,8 @@
 """P worker processes that compute one case together, with the interface of a single worker. No torch.
 
-Every command goes to all ranks at once, and what they answer becomes one answer: times and memory are the largest over
-ranks, verification is the first that failed, everything else is rank 0's. When a rank fails or dies, the others are
-waiting for it in a collective; they get a moment to report their own failures, then they are ended, and the first
-reason is reported.
+Every command goes to all ranks, whose answers become one: times and memory are the largest over ranks, verification is
+the first that failed, other fields are rank 0's. If a rank fails or dies, the others wait for it in a collective. They
+get a moment to report their own failures, then they are killed, and the first reason is reported.
 """
 
 import time
@@ -14,7 +13,7 @@ from typing import Any
 from dilabench.engine.worker.client import Worker, WorkerFailure
 from dilabench.engine.worker.launcher import Launcher, ThisMachine
 from dilabench.engine.worker.protocol import CommandName, IsolatedResult, Prepared, RankState, Reply, WorkerSettings
-from dilabench.record import Diagnostic, Slot
+from dilabench.record import Diagnostic, Note, Slot
 
 GRACE_S = 5.0
 
@@ -64,7 +63,7 @@ class GroupWorker(Worker):
             failures = self._wait(answers)
         states = [_state_of(answer) for answer in answers]
         if why := out_of_step(states):
-            # From here on a rank would take a message of one call for that of another.
+            # From here on a rank could mistake a message of one call for a message of another.
             self._end()
         if failures:
             cause = _first_cause(failures, everyone=len(self._ranks) == len(failures))
@@ -75,7 +74,7 @@ class GroupWorker(Worker):
         return _merged([answer.result() for answer in answers])
 
     def kill(self) -> None:
-        """End all ranks and everything they started, at once."""
+        """Kill all ranks and all that they started."""
         self._end()
         self._launcher.close_store(self._store)
 
@@ -112,7 +111,7 @@ class GroupWorker(Worker):
 
 
 def out_of_step(states: Sequence[RankState | None]) -> str:
-    """What ranks disagree on that they must share: draws and calls, or the messages of a pair; empty if nothing.
+    """The disagreement of ranks on draws and calls, or on the messages of a pair; empty if none.
 
     Ranks that have not met have no state, and so have those that died.
     """
@@ -160,13 +159,15 @@ def _first_cause(failures: dict[int, tuple[float, WorkerFailure]], everyone: boo
 def _merged(replies: Sequence[Reply]) -> Reply:
     """All ranks' replies as one: times and memory the largest, verification the first that failed."""
     first = replies[0]
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"notes": _merged_notes([reply.notes for reply in replies])}
     if first.prepared is not None:
         changes["prepared"] = _slowest([reply.prepared for reply in replies if reply.prepared is not None])
     if first.warmed_up is not None:
-        unusable = [reply.warmed_up for reply in replies if reply.warmed_up is not None and reply.warmed_up.unusable]
+        warmed = [reply.warmed_up for reply in replies if reply.warmed_up is not None]
+        unusable = [rank_warmed for rank_warmed in warmed if rank_warmed.unusable]
+        notes = _merged_notes([rank_warmed.notes for rank_warmed in warmed])
         # A timer that one rank cannot use is used by none.
-        changes["warmed_up"] = unusable[0] if unusable else first.warmed_up
+        changes["warmed_up"] = unusable[0] if unusable else first.warmed_up.model_copy(update={"notes": notes})
     if first.slot is not None:
         slots = [reply.slot for reply in replies if reply.slot is not None]
         changes["slot"] = _slowest_samples(slots)
@@ -186,6 +187,20 @@ def _merged(replies: Sequence[Reply]) -> Reply:
         changes["verification"] = wrong.verification
         changes["why"] = f"rank {rank}: {wrong.why}" if wrong is not first else first.why
     return first.model_copy(update=changes)
+
+
+def _merged_notes(ranks: Sequence[tuple[Note, ...]]) -> tuple[Note, ...]:
+    """One note of each code: the one that observed most, with its rank unless all ranks say the same."""
+    by_code: dict[str, dict[int, Note]] = {}
+    for rank, notes in enumerate(ranks):
+        for note in notes:
+            by_code.setdefault(note.code, {}).setdefault(rank, note)
+    merged = []
+    for noted in by_code.values():
+        rank, note = max(noted.items(), key=lambda item: (item[1].observed or 0.0, -item[0]))
+        same = len(noted) == len(ranks) and len({rank_note.message for rank_note in noted.values()}) == 1
+        merged.append(note if same else note.model_copy(update={"message": f"rank {rank}: {note.message}"}))
+    return tuple(merged)
 
 
 def _merged_isolated(results: Sequence[IsolatedResult]) -> IsolatedResult:

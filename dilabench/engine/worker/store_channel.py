@@ -1,7 +1,7 @@
 """Messages between the ranks of torchrun, through the store that torch.distributed keeps for them. Opens no socket.
 
-Message n to rank r stands under 'r/n' until r has read it. Each rank sends its peers an empty message every second: one
-that sends none any more is lost.
+Message n to rank r is stored under 'r/n' until r has read it. Each rank sends its peers an empty message every second:
+a rank that stops is lost.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class StoreChannel:
 
     def __init__(self, rank: Rank, deliver: Callable[[int, dict[str, Any]], None], peers: Iterable[int]) -> None:
         self._own, self._deliver = rank.rank, deliver
-        # Where torchrun's agent has opened no store, rank 0 does so here.
+        # If torchrun's agent has opened no store, rank 0 does so here.
         store = store_from_environment(rank.rank, rank.size, MEETING_TIMEOUT_S)
         self._outbox = PrefixStore(f"{rank.store_name}/messages", store)
         # A client that waits keeps its connection busy.
@@ -47,7 +47,7 @@ class StoreChannel:
             thread.start()
 
     def send(self, to: int, message: dict[str, Any]) -> None:
-        """Leave a message for a rank, without waiting for a store that may be gone: `lost` tells so."""
+        """Leave a message for a rank, without waiting for a store that may be gone, which `lost` reports."""
         self._outgoing.put((to, message))
 
     def lost(self, peer: int) -> str | None:
@@ -56,7 +56,7 @@ class StoreChannel:
         return self._why_gone or (f"no sign of life for {SILENT_S:g} s" if silent else None)
 
     def close(self) -> None:
-        """Send what is left to be sent, and read no more."""
+        """Send the remaining messages, and stop reading."""
         self.send(self._own, {})
         for thread in self._threads:
             thread.join(CLOSE_TIMEOUT_S)

@@ -21,7 +21,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class Rank:
     """This process among those that torchrun started, and the store that they share.
 
-    attempt: how often torchrun has started them anew; the store may still hold what earlier ones wrote.
+    attempt: number of restarts by torchrun; the store may still hold messages of earlier ones.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class Rank:
 
     @property
     def store_name(self) -> str:
-        """What our keys at the store begin with."""
+        """The prefix of dilabench's keys at the store."""
         return f"dilabench/{self.attempt}"
 
     @property
@@ -68,7 +68,7 @@ class Rank:
 
 
 def machine_id() -> str:
-    """The same for all processes of one machine, whatever network it shows them."""
+    """An id that all processes of one machine share, in any network namespace."""
     with contextlib.suppress(OSError):
         return BOOT_ID.read_text().strip()
     return socket.gethostname()

@@ -1,6 +1,6 @@
 """`block-sparse`: attention over lists of visible blocks, forward and backward; on CUDA by Triton kernels.
 
-With branches, the mask lies over the rows that each dilated branch keeps, read in place, and results merge as in
+With branches, the mask applies to the rows that each dilated branch keeps, read in place, and results merge as in
 `strided`.
 """
 
@@ -33,7 +33,7 @@ def kernels_for(device: torch.device) -> tuple[str, BlockForward, BlockBackward]
 
 
 def cpu_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float) -> tuple[Tensor, Tensor]:
-    """`BlockForward` on a CPU: by our own kernel where it can run, else by torch's."""
+    """`BlockForward` on a CPU: by dilabench's kernel if it can run, else by torch's."""
     forward = listed_forward if flash.serves(q.dtype) else blocked_forward
     return forward(q, k, v, plan, scale=scale)
 

@@ -82,7 +82,7 @@ def _causal_mask() -> Callable[..., Any]:
 
 class PaddedLists(NamedTuple):
     """Lists of tiles as rectangles, int32: how many partly and wholly visible partners each own tile has [1, heads, own
-    tiles], and which, rising [1, heads, own tiles, longest], then zeros.
+    tiles], and which, ascending [1, heads, own tiles, longest], then zeros.
     """
 
     partly_count: Tensor

@@ -1,8 +1,7 @@
-"""Block-sparse attention on CPUs: by our own flash kernel over lists of seen keys, or where that cannot run by torch's,
-once per block of queries over the key blocks that it sees.
+"""Block-sparse attention on CPUs: by dilabench's flash kernel over lists of visible keys. If that cannot run, by
+torch's, once per block of queries over its visible key blocks.
 
-The latter takes any dtype, block size and head dim. Time and memory follow the mask: nothing of an unseen block is
-touched.
+The latter takes any dtype, block size and head dim. Time and memory follow the mask: hidden blocks are never read.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def blocked_backward(
     plan.check(q, k, v)
     dq = torch.zeros(q.shape, dtype=q.dtype)
     dk, dv = (torch.zeros(x.shape, dtype=_sum_dtype(x)) for x in (k, v))
-    # exp(-inf - 0) is 0: rows that see nothing at all contribute nothing.
+    # exp(-inf - 0) is 0: rows that see no key contribute zero.
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
     for block in _query_blocks(plan, q, k):
         inputs = _queries(q, block), _keys(k, block, q), _keys(v, block, q)
@@ -85,7 +84,7 @@ def blocked_backward(
 def _query_blocks(plan: Plan, q: Tensor, k: Tensor) -> Iterable[QueryBlock]:
     """The calls of a plan, query heads that share their mask together.
 
-    Of bounds of columns they are made anew for each pass: memory is then O(keys), not O(pairs of blocks).
+    With bounds of columns they are made for each pass: memory is then O(keys), not O(pairs of blocks).
     """
     if plan.hidden is not None:
         return _make_query_blocks(plan, q, k)
@@ -111,7 +110,7 @@ def _make_query_blocks(plan: Plan, q: Tensor, k: Tensor) -> Iterator[QueryBlock]
 
 
 def _key_rows(blocks: npt.NDArray[np.int64], size: int, rows: int) -> slice | Tensor:
-    """The rows of rising blocks: a slice, which copies nothing, where they are neighbours."""
+    """The rows of ascending blocks: a slice, without a copy, if they are neighbours."""
     if blocks[-1] - blocks[0] == len(blocks) - 1:
         return slice(int(blocks[0]) * size, min(rows, (int(blocks[-1]) + 1) * size))
     index = (torch.from_numpy(blocks).long()[:, None] * size + torch.arange(size)).flatten()
@@ -211,7 +210,7 @@ def _blocks(plan: Plan) -> Blocks:
 
 
 def _ranges(blocks: npt.NDArray[np.int64], size: int, keys: int) -> npt.NDArray[np.int64]:
-    """[R, 2] of rising blocks: neighbours are one range of keys."""
+    """[R, 2] of ascending blocks: neighbours are one range of keys."""
     begins = np.flatnonzero(np.diff(blocks, prepend=-2) > 1)
     ends = np.append(begins[1:], len(blocks))[: len(begins)] - 1
     return np.stack((blocks[begins] * size, np.minimum((blocks[ends] + 1) * size, keys)), axis=1)

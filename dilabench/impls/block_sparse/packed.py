@@ -1,7 +1,7 @@
 """Packed sequences over lists of blocks: one plan for all of them, and one launch for each pass.
 
-Bounds of columns hide each key from the other sequences. A mask of blocks begins anew in each sequence, so that it is
-over rows in which every sequence fills whole blocks. Masks over dilated branches go sequence by sequence.
+Bounds of columns hide each key from the other sequences. A mask of blocks restarts in each sequence, so it applies to
+rows in which every sequence fills whole blocks. Masks over dilated branches are computed sequence by sequence.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _hidden_rows(workload: Workload) -> HiddenRows | None:
         here = ranges[:, :, start:stop]
         there = hidden.starts < hidden.stops
         at_start, at_stop = there & (hidden.starts == 0), there & (hidden.stops == stop - start)
-        # A range at the edge of a sequence goes on to the edge of all tokens.
+        # A range at the edge of a sequence extends to the edge of all tokens.
         here[0, : len(there)] = np.where(at_start, 0, hidden.starts + start)
         here[1, : len(there)] = np.where(at_stop, tokens, hidden.stops + start)
         if not workload.causal:
@@ -101,7 +101,7 @@ def _whole_blocks(workload: Workload) -> tuple[BlockPlan, Positions] | None:
 
 @dataclass(frozen=True, slots=True)
 class InWholeBlocks(OverTokens):
-    """All sequences at once. places: int64 [T], the row of each token among `rows`; None if they are the same."""
+    """All sequences in one launch. places: int64 [T], the row of each token among `rows`; None if they are the same."""
 
     union: BlockUnion
     places: Tensor | None

@@ -91,7 +91,7 @@ def _build(workload: Workload, context: BuildContext, plan: Callable[[], Plan]) 
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """Attention whose rows are planned anew in each forward pass; its backward pass has the plan of its forward."""
+    """Attention whose rows are planned in each forward pass; its backward pass has the plan of its forward."""
 
     union: BlockUnion
     rows: Callable[[], tuple[PlannedRows, ...]]

@@ -206,7 +206,7 @@ class _Tiles:
         return numbers
 
     def _number(self, key: object, row: _BlockRow, place: int) -> int:
-        """The number of a tile by what tells it from others; a new one is kept."""
+        """The number of a tile by its distinguishing properties; a new one is kept."""
         number = self.number_of.setdefault(key, len(self.found))
         if number == len(self.found):
             self.found.append(row.tile(place))

@@ -68,7 +68,7 @@ def read_options(text: str) -> dict[str, str | int]:
 
 
 def candidates(head_dim: int, itemsize: int, backward: bool) -> tuple[str, ...]:  # noqa: ARG001
-    """What suite `tiles` tries beside torch's own choice."""
+    """The tile shapes that suite `tiles` tries in addition to torch's choice."""
     return (FLASH,) if itemsize == 2 else ()
 
 
@@ -120,9 +120,10 @@ def _attend(
 
 
 def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """As torch.compile has it on CUDA; `fullgraph` refuses a silent fall to the quadratic eager form.
+    """FlexAttention compiled by torch.compile on CUDA; `fullgraph` prevents a silent fallback to the quadratic eager
+    form.
 
-    torch.compile gives up on one function after eight classes of shapes: each build compiles a function of its own.
+    torch.compile gives up on one function after eight classes of shapes, so each build compiles a new function.
     """
     if device.type != "cuda":
         return function
@@ -132,7 +133,7 @@ def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..
 
 def _has_flash4() -> bool:
     try:
-        return importlib.util.find_spec("flash_attn.cute") is not None
+        return all(map(importlib.util.find_spec, ("flash_attn.cute", "cutlass")))
     except ImportError:
         return False
 

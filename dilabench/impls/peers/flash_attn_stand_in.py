@@ -1,10 +1,10 @@
-"""flash-attn 2's functions over one of our backends, for projects that import them where it is missing.
+"""flash-attn 2's functions over one of dilabench's backends, for projects that import them while it is missing.
 
-Over `sdpa-flash` on CUDA this is FlashAttention 2 all the same, as built into torch. torch's operators return new
-gradients, where flash-attn writes into given ones: that copy is the stand-in's cost.
+Over `sdpa-flash` on CUDA this is still FlashAttention 2, as built into torch. torch's operators return new gradients,
+where flash-attn writes into given ones: that copy is the stand-in's cost.
 """
 
-# ruff: noqa: ARG001 (what stands in for something takes what that takes)
+# ruff: noqa: ARG001 (a stand-in has the parameters of the original)
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -112,7 +112,7 @@ def stand_in(backend: LoadedBackend) -> ModuleType:
 
 
 def _refusing(name: str) -> Any:
-    """What projects import besides, and the functions that are adapted never call."""
+    """Further names that projects import, which the adapted functions never call."""
     if "flash_attn" not in name:
         raise AttributeError(f"{NAME} has no {name}")
 

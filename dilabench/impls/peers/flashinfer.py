@@ -15,7 +15,7 @@ from torch import Tensor
 from dilabench.contracts import BuildContext
 from dilabench.workload.spec import Workload
 
-# What its documentation recommends.
+# As its documentation recommends.
 WORKSPACE_BYTES = 128 * 2**20
 
 

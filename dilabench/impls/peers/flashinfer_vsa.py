@@ -25,7 +25,7 @@ def build(workload: Workload, context: BuildContext) -> WholeBlocks64:
         raise ValueError(f"{workload.pattern.label()} is not one mask of whole blocks")
     mask = torch.from_numpy(blocks.mask.copy()).to(context.device).expand(workload.num_heads, -1, -1)
     sizes = torch.full(mask.shape[:2], blocks.block_size, dtype=torch.int32, device=context.device)
-    # This backend has buffers of its own and reads nothing of a workspace but the device.
+    # This backend has separate buffers and reads only the device of a workspace.
     workspace = torch.empty(0, dtype=torch.uint8, device=context.device)
     wrapper = flashinfer.VariableBlockSparseAttentionWrapper(workspace, backend="cake")
     wrapper.plan(

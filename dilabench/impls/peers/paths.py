@@ -1,4 +1,4 @@
-"""Where public projects are looked for that are not installed: `DILABENCH_PEERS=PATH[:PATH]`."""
+"""The search path of public projects that are not installed: `DILABENCH_PEERS=PATH[:PATH]`."""
 
 import os
 import sys

@@ -18,9 +18,9 @@ def imported(name: str, *given: ModuleType, install: str) -> ModuleType:
 
 
 def imported_together(names: Sequence[str], *given: ModuleType, install: str) -> tuple[ModuleType, ...]:
-    """Modules `package.module` of one package, imported anew while the modules `given` are found by their names.
+    """Modules `package.module` of one package, imported again while the modules `given` are found by their names.
 
-    The package's own import is left out: it may need what the modules do not. Raises ModuleNotFoundError where the
+    The package itself is not imported: it may need packages that the modules do not. Raises ModuleNotFoundError if the
     package is missing, saying how to `install` it.
     """
     search_peer_paths()

@@ -25,7 +25,7 @@ INSTALL = "clone it, and name the clone in DILABENCH_PEERS"
 class TorchscaleAttention(nn.Module):
     """out [B, N, H, D] of q, k, v [B, N, H, D] by torchscale's module; differentiable as torchscale is.
 
-    Of packed sequences [T, H, D], which it does not know, one after another.
+    Packed sequences [T, H, D], which it does not support, are computed one after another.
     """
 
     def __init__(self, workload: Workload, backend: LoadedBackend) -> None:
@@ -68,9 +68,9 @@ def build(workload: Workload, context: BuildContext) -> TorchscaleAttention:
 
 
 def _kernel(backend: LoadedBackend) -> tuple[ModuleType, ...]:
-    """What stands in for torchscale's choice of a kernel: nothing over flash-attn itself, else the backend.
+    """The replacement of torchscale's choice of a kernel: none over flash-attn itself, else the backend.
 
-    Its own choice is flash-attn or xformers, and none at all on a CPU.
+    torchscale chooses flash-attn or xformers, and has no kernel for a CPU.
     """
     if backend.name == flash_attn_stand_in.ITSELF:
         return ()

@@ -1,13 +1,14 @@
-"""`ring-allgather`: one fused exchange of everything that ranks need of each other, while local branches are computed.
+"""`ring-allgather`, `fused-allgather`: one exchange of all that ranks need of each other, beside the local branches.
 
 LongNet's own distributed algorithm. Each rank's K and V on the rows and heads that another rank sees, all branches
-together and each vector once, go out in one collective; behind a causal mask or beyond a window nothing is sent. What
-arrives is constant in N and kept for the backward pass, which returns dK and dV in one collective (the reduce-scatter),
+together and each vector once, go out in one collective; hidden rows (causal mask, window) are not sent. The received
+rows are constant in N and kept for the backward pass, which returns dK and dV in one collective (the reduce-scatter),
 summed by their owner.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,17 +16,19 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import contiguous
+from dilabench.impls import strided
 from dilabench.impls.null_mass import log_zero_keys
-from dilabench.impls.ring.schedule.function import LocalOnly, ShardedAttention
+from dilabench.impls.ring.schedule.function import Algorithm, Local, LocalOnly, ShardedAttention
 from dilabench.impls.ring.schedule.share import Share, share_of
 from dilabench.impls.ring.schedule.sums import Softmax, Sum
 from dilabench.kernels.lse import add_null_mass_
+from dilabench.metadata import FUSED_BRANCHES, Note
 from dilabench.workload.spec import Workload
 
 
 @dataclass(frozen=True, slots=True)
 class AllGather:
-    """`function.Algorithm` with one collective per pass. zero_keys: those of own rows (`null_mass.log_zero_keys`)."""
+    """`function.Algorithm` with one collective per pass. zero_keys: of own rows (`null_mass.log_zero_keys`)."""
 
     share: Share
     zero_keys: Tensor | None
@@ -59,13 +62,35 @@ class AllGather:
 
 
 def build(workload: Workload, context: BuildContext) -> ShardedAttention:
-    """Rank r holds the r-th part of the sequence."""
-    share = share_of(workload, context, contiguous)
+    """`ring-allgather`: rank r holds the r-th part of the sequence; local branches are strided calls of the backend."""
+    return _built(workload, context, strided.padded)
+
+
+def build_fused(workload: Workload, context: BuildContext) -> ShardedAttention:
+    """`fused-allgather`: the same parts; branches whose segments all lie on a rank are one launch of `fused` there."""
+    # Triton is not installed everywhere.
+    from dilabench.impls import fused
+
+    message = "branches whose segments lie on a rank are computed by fused, the others by the backend"
+    return _built(workload, context, fused.build, FUSED_BRANCHES.note(message))
+
+
+def _built(
+    workload: Workload,
+    context: BuildContext,
+    single_device: Callable[[Workload, BuildContext], Local],
+    *of_local: Note,
+) -> ShardedAttention:
+    """of_local: notes of a rank that has local branches."""
+    share = share_of(workload, context, contiguous, single_device)
+    notes = () if share.local is None else of_local
     silent = not any(share.world.share(bool(share.exchange.needs or share.exchange.gives)))
     rows = [torch.arange(span.start, span.stop) for span in share.shards.parts[share.world.rank]]
     zero_keys = log_zero_keys(workload, context.device, rows=torch.cat([torch.arange(0), *rows]))
+    algorithm: Algorithm
     if silent and share.local is not None and not share.own and zero_keys is None:
-        # There is nothing to send or to merge, so that a call costs what it costs without ranks.
-        return ShardedAttention(workload, share.shards, share.world, LocalOnly(share.local))
-    share = replace(share, exchange=replace(share.exchange, silent=silent))
-    return ShardedAttention(workload, share.shards, share.world, AllGather(share, zero_keys))
+        # Without messages and merges, a call costs the same as without ranks.
+        algorithm = LocalOnly(share.local)
+    else:
+        algorithm = AllGather(replace(share, exchange=replace(share.exchange, silent=silent)), zero_keys)
+    return ShardedAttention(workload, share.shards, share.world, algorithm, notes)

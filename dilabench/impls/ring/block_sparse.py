@@ -1,13 +1,13 @@
-"""`block-sparse-ring`: key blocks that some local query sees travel, each once, while the own part is computed.
+"""`block-sparse-ring`: key blocks that some local query sees are sent once each, while the own part is computed.
 
-Of masks and of selections: a block that only some key/value heads have selected travels with those heads. What comes
-lies head by head then: the gathered row of one head stands at another position than that of the next, which the kernel
-need not know, for no pair of these blocks is hidden by where it stands.
+For masks and selections: a block that only some key/value heads have selected is sent with only those heads. Received
+rows are then stored head by head: a gathered row of one head has another position than the next head's. The kernel need
+not know, because no pair of these blocks is hidden by its position.
 
 Two kernel calls per pass: own queries on own keys, and on all gathered blocks. The second is a rectangle without causal
-edge, for ranks hold whole blocks; it costs one merge by lse, and only what the first call does not hide of the exchange
-is waited for. Gathered blocks are kept for the backward pass, which makes their dK and dV first and gives them back,
-once, while the own gradients are computed; their owner sums in float32.
+edge, because ranks hold whole blocks. It costs one merge by lse, and a wait for the part of the exchange that the first
+call does not hide. Gathered blocks are kept for the backward pass, which makes their dK and dV first and gives them
+back, once, while the own gradients are computed; their owner sums in float32.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class BlockExchange:
     """`function.Algorithm` of one rank, which holds some rows.
 
     own: its queries on its own keys. gathered: the same queries on the blocks of others, owner by owner (None: it needs
-    none), whose keys are what `placed` unpacks.
+    none), with the keys that `placed` unpacks.
     """
 
     exchange: RowGather
@@ -117,7 +117,7 @@ Blocks = npt.NDArray[np.int64]
 
 
 def _exchange(workload: Workload, device: torch.device, world: World, assignment: BlockAssignment) -> BlockExchange:
-    """What this rank computes, sends and receives.
+    """The computation and messages of this rank.
 
     The last block of the sequence may be short, so that its owner comes last among those of gathered blocks.
     """
@@ -160,7 +160,7 @@ def _exchange(workload: Workload, device: torch.device, world: World, assignment
 
 
 def _slots(assignment: BlockAssignment, parts: Blocks) -> Blocks:
-    """[parts]: which block of gathered keys each is: those of a head one after another, the short one behind all."""
+    """[parts]: the block of gathered keys of each: head by head, the short one last."""
     blocks, heads = parts // assignment.parts, parts % assignment.parts
     whole = assignment.sizes[blocks] == assignment.block_size
     slots = np.zeros(len(parts), dtype=np.int64)

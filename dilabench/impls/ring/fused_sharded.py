@@ -1,7 +1,7 @@
-"""`fused-sharded`: every rank holds whole segments and runs `fused` on them; nothing is ever sent.
+"""`fused-sharded`: every rank holds whole segments and runs `fused` on them, without messages.
 
 As in LongNet: with segments that end where ranks do, a sequence over P ranks costs each of them 1/P of the work, the
-memory and no traffic. Nothing is allocated beside the results. A branch that crosses ranks needs `ring-allgather`.
+memory and no traffic. Only the results are allocated. A branch that crosses ranks needs `ring-allgather`.
 """
 
 from __future__ import annotations

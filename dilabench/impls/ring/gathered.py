@@ -1,12 +1,12 @@
 """`zigzag-allgather`, `balanced-allgather`: all keys that a rank sees come in one exchange, each once.
 
 The context parallelism of Llama 3 (arXiv 2407.21783, section 3.3.2) on zigzag shards: then each chunk of queries is one
-call. Each query is read once and nothing is merged; a ring reads q and writes out and dq once per step. The price is
-that most of the exchange is waited for, and memory for the keys of all ranks, which stay for the backward pass. So it
-is for few K/V heads.
+call. Each query is read once without merges; a ring reads q and writes out and dq once per step. The price is that most
+of the exchange is waited for, and memory for the keys of all ranks, which stay for the backward pass. So it is for few
+K/V heads.
 
 A backend that aligns ends takes a chunk of queries and all keys before them in one call; over others it is two calls.
-Packed sequences are one launch where the backend has a kernel for that.
+Packed sequences are one launch if the backend has a kernel for that.
 
 `balanced-allgather` is for packed documents, whose work is their areas under the mask: cut in order, half of two ranks
 would wait. Chunks of rows are assigned so that each rank has as many tokens and the same work.
@@ -68,7 +68,7 @@ class Gathered(Calls):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of this rank's shards; those of gathered keys first, so that they are sent meanwhile."""
+        """dq, dk, dv of this rank's shards; gradients of gathered keys first, so that they are sent meanwhile."""
         keys, values = kept
         dq = PlacedSum(q) if self.disjoint else Sum.like(q)
         dkeys, dvalues = Sum.like(keys), Sum.like(values)
@@ -144,7 +144,7 @@ def _disjoint(pieces: Sequence[Piece]) -> bool:
 def _row_of(piece: Piece, spans: Sequence[Span]) -> int | None:
     """The row of a piece's first key, a position so far, in the span that holds all its keys; None when none does.
 
-    Stacked pieces are as far from each other in keys as in queries, so they all lie where the first does.
+    Stacked pieces have the same distances in keys as in queries, so all have the first one's row.
     """
     for span in spans:
         if span.start <= piece.key and piece.key + piece.keys <= span.stop:
@@ -158,7 +158,7 @@ def _united(pieces: Sequence[Piece]) -> tuple[Span, ...]:
 
 
 def _shared(shard: Sequence[Span], gathered: Sequence[Span]) -> tuple[Shared, ...]:
-    """What of a rank's shard is among gathered rows."""
+    """The part of a rank's shard among gathered rows."""
     shared: list[Shared] = []
     for own in shard:
         for span in gathered:

@@ -1,7 +1,7 @@
 """`ring-multihead`, `block-sparse-ring-multihead`: projections around attention on shards of embeddings.
 
-Projections work on each token by itself, so they need no communication forward. Each rank's parameter gradients are
-those of its own tokens; they are summed over the ranks in the backward pass, as data parallelism does.
+Projections work on each token separately, so they need no communication forward. Each rank has the parameter gradients
+of its own tokens; they are summed over the ranks in the backward pass, as data parallelism does.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _SummedGradients(torch.autograd.Function):
 def _summed(world: World, flat: Tensor) -> Tensor:
     """[n] summed over the ranks: each sums its part of all shares in a wider dtype and rounds it once.
 
-    An all-reduce moves as many bytes, but rounds the sum so far at every rank that it passes.
+    An all-reduce moves the same bytes, but rounds the partial sum at every rank that it passes.
     """
     sizes = contiguous([(0, flat.numel())], world.size).rows
     shares, pending = world.all_to_all(flat, sizes, [sizes[world.rank]] * world.size, "parameters")

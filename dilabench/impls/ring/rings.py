@@ -1,19 +1,18 @@
 """The rings: at step t every rank has the K and V of the rank t before it, and gives its dK and dV straight back.
 
-Each step is sent by the owner instead of being passed on, which moves the same bytes and leaves out what nobody sees:
-whole steps out of a window's reach, chunks behind a causal mask. Partial dK and dV return to their owner as the kernel
-gave them and are summed there in float32, so they are sent once, not P times.
+Each step is sent by the owner instead of being passed on, which moves the same bytes and skips hidden rows: whole steps
+beyond a window, chunks behind a causal mask. Partial dK and dV return to their owner in the kernel's dtype and are
+summed there in float32, so they are sent once, not P times.
 
-`ring`: communication and computation alternate. `ring-overlap`: the next step is sent while this one is computed,
-in two buffers of K and V; on CUDA messages run on a stream of their own, which waits only for what was queued before
-them. The last step's K and V stay until the backward pass, which begins with them, goes on with the other steps and
-ends with the rank's own part. One step less is moved then, and every dK and dV is sent while something is computed.
-`zigzag-ring`: the same with causal work balanced over the ranks. Rank r holds chunks r and 2P-1-r of 2P. A step from an
-earlier rank needs all queries and the first half of its keys, one from a later rank the second half of the queries and
-all its keys: half a block either way, and only that is computed. For dilated patterns it pays only where branches of
-low rate span ranks.
+`ring`: communication and computation alternate. `ring-overlap`: the next step is sent while this one is computed, in
+two buffers of K and V; on CUDA messages run on a separate stream, which waits only for earlier work. The last step's K
+and V stay until the backward pass, which begins with them, continues with the other steps and ends with the rank's own
+part. Then one step less is moved, and every dK and dV is sent while something is computed. `zigzag-ring`: the same with
+causal work balanced over the ranks. Rank r holds chunks r and 2P-1-r of 2P. A step from an earlier rank needs all
+queries and the first half of its keys, one from a later rank the second half of the queries and all its keys: half a
+block either way, and only that is computed. For dilated patterns it is faster only if branches of low rate span ranks.
 `ring-varlen`: packed sequences of any lengths, each cut over all ranks. A sequence shorter than the number of chunks
-leaves some ranks without a row of it; nothing is padded.
+leaves some ranks without a row of it, without padding.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from dilabench.workload.spec import Workload
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """`function.Algorithm` with point-to-point messages; at distance 0 is the rank's own part: nothing moves for it.
+    """`function.Algorithm` with point-to-point messages; distance 0 is the rank's own part, without messages.
 
-    overlap: the next step is under way while this one is computed (two buffers), and the last step's K and V are kept
-    for the backward pass; without it messages and computation alternate.
+    overlap: the next step is sent while this one is computed (two buffers), and the last step's K and V are kept for
+    the backward pass; without it messages and computation alternate.
     """
 
     share: Share
@@ -61,7 +60,7 @@ class Ring:
         """dq, dk, dv of this rank's shards."""
         share, (dq, dk, dv) = self.share, (Sum.like(x) for x in (q, k, v))
         returns: list[Returned] = []
-        # What the forward pass kept is from the rank after this one, round the ring.
+        # The forward pass kept the rows of the next rank in the ring.
         coming = Transfer((share.world.rank + 1) % self._size, Work(()), list(kept)) if self.overlap else None
         for distance, following in pairwise((*self._backward_order, 0)):
             arrived, coming = self._take(distance, following, coming, k, v)
@@ -94,7 +93,7 @@ class Ring:
     def _take(
         self, distance: int, following: int, coming: Transfer | None, k: Tensor, v: Tensor
     ) -> tuple[Transfer, Transfer | None]:
-        """What comes from a distance, waited for; where steps overlap, the following one has been requested."""
+        """Wait for the rows from a distance; if steps overlap, the following one has been requested."""
         exchange = self.share.exchange
         arrived = coming or exchange.fetch(distance, k, v)
         ahead = exchange.fetch(following, k, v) if self.overlap else None

@@ -41,7 +41,7 @@ def assign_heads(num_heads: int, num_kv_heads: int, size: int) -> tuple[Heads, H
 class Ulysses:
     """`function.Algorithm` by two all-to-alls per pass; between them `attention` has all rows of some heads.
 
-    What it keeps for the backward pass: this rank's heads of q, k, v, out and lse over the whole sequence.
+    Kept for the backward pass: this rank's heads of q, k, v, out and lse over the whole sequence.
     """
 
     world: World
@@ -95,7 +95,7 @@ class Ulysses:
     def _exchange(
         self, give: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
     ) -> list[list[Tensor]]:
-        """Give each peer its tensors and get those of the given shapes, in one collective."""
+        """Send each peer its tensors and receive tensors of the given shapes, in one collective."""
         flat = torch.cat([x.flatten() for tensors in give for x in tensors])
         sizes = [[torch.Size(shape).numel() for shape in several] for several in shapes]
         received, pending = self.world.all_to_all(
@@ -119,7 +119,9 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
 
 
 def _in_one_launch(workload: Workload, context: BuildContext, heads: range, kv_heads: range) -> Computation | None:
-    """Packed sequences with these heads alone, where one launch takes them and each K/V head has as many of them."""
+    """Packed sequences with only these heads, if one launch supports them and each K/V head has the same number of
+    them.
+    """
     if workload.layout != "packed" or not heads or len(heads) % len(kv_heads):
         return None
     group = len(heads) // len(kv_heads)

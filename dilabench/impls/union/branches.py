@@ -1,8 +1,9 @@
-"""Which rows the branches of dilated attention take: heads by their rows, and segments (semantics.md §2). No tensors.
+"""The rows of the branches of dilated attention: heads by their rows, and segments (semantics.md §2). No tensors.
 
 Row l of a branch of rate r on residue s of a segment that starts at p is position p + s + l·r. In memory the rows of
-head h on residue s start at s·H·D + h·D. Heads of one residue lie r heads apart; heads of successive residues lie on a
-diagonal, (H + 1)·D apart. Either can be one axis of a view: heads are cut into runs at constant strides.
+head h on residue s start at s·H·D + h·D. Heads of one residue have a distance of r heads; heads of successive residues
+are on a diagonal, at a distance of (H + 1)·D. Either can be one axis of a view: heads are cut into runs at constant
+strides.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dilabench.workload.spec import Workload
 
 
 class Place(NamedTuple):
-    """Where rows start, or the step from one start to another: position, query head, key/value head."""
+    """The start of rows, or the step from one start to another: position, query head, key/value head."""
 
     position: int
     head: int
@@ -66,13 +67,13 @@ class Segments:
 
 
 def branches_of(workload: Workload) -> tuple[Branch, ...]:
-    """The branches of a workload by rising rate, so that one that covers every row comes first.
+    """The branches of a workload by ascending rate, so that one that covers every row comes first.
 
-    Any pattern that is a union of strided segments has such; dense attention is a single one, every row. Raises
+    Any pattern that is a union of strided segments has them; dense attention is a single one, every row. Raises
     ValueError for a pattern that is no such union.
     """
     places: dict[tuple[int, int, int], list[Place]] = {}
-    # As one sequence: packed ones are cut by those who call per sequence.
+    # As one sequence: callers split packed ones.
     shape = SequenceShape(workload.seq_len, workload.num_heads, workload.num_kv_heads, workload.causal, workload.window)
     for head in range(workload.num_heads):
         segments = workload.pattern.strided_segments(shape, head)
@@ -105,7 +106,7 @@ def segments_of(branch: Branch, seq_len: int) -> Iterator[Segments]:
 
 
 def places_by_rows(branch: Branch, segments: Segments) -> dict[int, list[Place]]:
-    """Heads by the number of rows that they keep in a segment; a head that keeps none is left out."""
+    """Heads by the number of rows that they keep in a segment, without heads that keep none."""
     by_rows: dict[int, list[Place]] = {}
     for place in branch.places:
         rows = rows_kept(segments.length, branch.rate, place.position)
@@ -147,9 +148,9 @@ def fewest_runs(places: Sequence[Place], group_size: int, stackable: bool) -> li
 
 
 def _orders(places: Sequence[Place], apart: int) -> tuple[list[Place], list[Place]]:
-    """Heads of one residue together, and residues in turn (the diagonal).
+    """Heads of one residue together, and successive residues (the diagonal).
 
-    Each for every `apart`-th head by itself: with `apart` the group size, heads of the same place in their groups.
+    Separately for every `apart`-th head: with `apart` the group size, heads of the same place in their groups.
     """
     earlier: Counter[tuple[int, int]] = Counter()
     turns = {}

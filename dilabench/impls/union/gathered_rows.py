@@ -20,8 +20,8 @@ from dilabench.workload.spec import Workload
 class GatheredRows(Rows):
     """`union.Rows` by index; copies of rows are in buffers of the pool.
 
-    Heads go together if they keep as many rows and share keys in equal parts: `segments` of `length` rows of `heads`
-    query and `key_heads` key/value heads.
+    Heads are combined if they keep the same number of rows and share keys in equal parts: `segments` of `length` rows
+    of `heads` query and `key_heads` key/value heads.
 
     `query_index`, `key_index`, `lse_index`: flat indices into the N·H of a [B, N, H, D], the N·K of a [B, N, K, D], the
     H·N of a lse [B, H, N]. None comes twice, so adding is deterministic.
@@ -52,12 +52,12 @@ class GatheredRows(Rows):
         return self._select(lse, self.lse_index, (self.heads, self.length))
 
     def write(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
-        """Put results into rows that hold nothing yet."""
+        """Write results into empty rows."""
         out.flatten(1, 2).index_copy_(1, self.query_index, branch_out.reshape(len(out), -1, out.shape[-1]))
         lse.flatten(1, 2).index_copy_(1, self.lse_index, branch_lse.reshape(len(lse), -1))
 
     def merge(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
-        """Merge results into rows that hold those of other branches."""
+        """Merge results into rows with results of other branches."""
         out_rows, lse_rows = self.queries(out), self.lse(lse)
         merge_rows_(out_rows, lse_rows, branch_out, branch_lse)
         self.write(out, lse, out_rows, lse_rows)

@@ -1,4 +1,4 @@
-"""Branches of packed sequences: the segments of all sequences in one call, as packed sequences of their own.
+"""Branches of packed sequences: the segments of all sequences in one call, as packed sequences.
 
 Query heads that read the same keys go together, so that each of these groups adds its segments to the call, with one
 key/value head and no key copied twice. A branch whose rows are all tokens of all heads is read in place.
@@ -59,12 +59,12 @@ class AllTokens(Rows):
         return lse
 
     def write(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
-        """Put results into an output that holds nothing yet."""
+        """Write results into an empty output."""
         out.copy_(branch_out)
         lse.copy_(branch_lse)
 
     def merge(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
-        """Merge results into those of other branches."""
+        """Merge results with results of other branches."""
         merge_rows_(out, lse, branch_out, branch_lse)
 
     def add_queries(self, total: Tensor, part: Tensor) -> None:
@@ -78,7 +78,7 @@ class AllTokens(Rows):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedUnion(Union):
-    """A union whose kernel takes the sequences of each call besides the mask."""
+    """A union whose kernel takes the sequences of each call in addition to the mask."""
 
     def _mask(self, rows: Rows) -> dict[str, Any]:
         assert isinstance(rows, PackedRows | AllTokens)
@@ -105,7 +105,7 @@ def packed_rows(workload: Workload, device: torch.device, buffers: BufferPool) -
 
 
 def _segments(workload: Workload, length: int) -> tuple[Positions, Positions]:
-    """Starts and lengths of the segments, which begin anew in every sequence."""
+    """Starts and lengths of the segments, which restart in every sequence."""
     starts = np.concatenate([np.arange(start, stop, length) for start, stop in workload.sequences])
     return starts, np.diff(np.append(starts, workload.seq_len))
 
@@ -150,7 +150,9 @@ def _rows_of(
 
 
 def varlen_arguments(workload: Workload, rate: int, bounds: list[int], device: torch.device) -> dict[str, Any]:
-    """What `contracts.AttendPacked` takes besides tensors, for sequences with these bounds of rows `rate` apart."""
+    """The arguments of `contracts.AttendPacked` besides tensors, for sequences with these bounds of rows at this
+    `rate`.
+    """
     left, right = (side if side < 0 else side // rate for side in workload.window)
     return {
         "cu_seqlens": torch.tensor(bounds, dtype=torch.int32).to(device),

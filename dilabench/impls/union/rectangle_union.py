@@ -1,8 +1,8 @@
 """A union by rectangles, for CPUs: each pair that nested branches share once, and little above the diagonal.
 
-torch's threads meet at the end of every operation; of many small ones much time is lost there, and
-nearly all of it where something else runs on one of the cores. So heads are shared out among threads, each of which
-runs the calls of its own heads by itself.
+torch's threads synchronise at the end of every operation. Many small operations lose much time there, and nearly all of
+it if another program uses one of the cores. So heads are distributed over threads, each of which runs the calls of its
+own heads.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from dilabench.workload.spec import UNBOUNDED, Workload, flops
 ShareT = TypeVar("ShareT")
 ResultT = TypeVar("ResultT")
 
-# Of a forward pass; threads of our own take milliseconds to start, and calls grow small.
+# For a forward pass; new threads take milliseconds to start, and calls grow small.
 LEAST_FLOPS = 8e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RectangleUnion(Union):
-    """A union whose calls see all of their keys, but for those along the diagonal of a causal mask.
+    """A union whose calls see all of their keys, except along the diagonal of a causal mask.
 
-    `shares`: the calls of some heads each; of no two do they read the same key/value head.
+    `shares`: the calls of some heads each; no two shares read the same key/value head.
     """
 
     shares: Callable[[], Sequence[Sequence[Rectangle]]]
@@ -104,7 +104,7 @@ class RectangleUnion(Union):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _shares_of(self, x: Tensor) -> Sequence[Sequence[Rectangle]]:
-        """All shares; one stands for all, which are alike, where memory is traced and none keeps anything."""
+        """All shares; only one while memory is traced, because all are alike and keep no tensors."""
         shares = self.shares()
         return shares[:1] if isinstance(x, FakeTensor) and not self.detached else shares
 
@@ -114,9 +114,9 @@ class RectangleUnion(Union):
 
 
 def in_rectangles(workload: Workload, context: BuildContext) -> RectangleUnion | None:
-    """The union of a padded workload where rectangles take less time than whole branches; None elsewhere.
+    """The union of a padded workload if rectangles take less time than whole branches; else None.
 
-    On two cores both took as long where they compute the same pairs, and small workloads up to twice as long.
+    On two cores both took the same time for the same pairs; small workloads took up to twice as long.
     """
     if context.device.type != "cpu" or not _keeps_sums(workload, context.backend) or not _saves_pairs(workload):
         return None
@@ -158,9 +158,9 @@ def _saves_pairs(workload: Workload) -> bool:
 
 
 def _at_once(call: Callable[[ShareT], ResultT], shares: Sequence[ShareT], *tensors: Tensor) -> list[ResultT]:
-    """The results of all calls, each in a thread of its own where nothing has to see its operators.
+    """The results of all calls, each in a separate thread unless a profiler or mode must see its operators.
 
-    A profiler, which sees one thread, is among that: memory is measured by it.
+    A profiler sees one thread, and memory is measured with one.
     """
     threads = torch.get_num_threads()
     seen = torch._C._autograd._profiler_enabled() or not is_plain_eager_call(*tensors)
@@ -170,19 +170,19 @@ def _at_once(call: Callable[[ShareT], ResultT], shares: Sequence[ShareT], *tenso
         with ThreadPoolExecutor(len(shares), initializer=_begin, initargs=(max(1, threads // len(shares)),)) as pool:
             return list(pool.map(call, shares))
     finally:
-        # What one thread sets is the default of all threads to come.
+        # The setting of one thread is the default of all later threads.
         torch.set_num_threads(threads)
 
 
 def _begin(threads: int) -> None:
-    """Let operators called in this thread use so many threads, and leave nothing for autograd."""
+    """Let operators called in this thread use this many threads, without autograd."""
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
 
 
 class OwnMeans:
-    """What centres a row's gradients of scores where merge weights are detached: dout . own out [B, N, H, 1] of every
-    part of the pattern, merged from the calls that give its pairs.
+    """The centre of a row's score gradients with detached merge weights: dout . own out [B, N, H, 1] of every part of
+    the pattern, merged from the calls that give its pairs.
 
     The share of a part in the gradient of a score is exp(s - lse) (dp - mean), where lse is the merged one and mean is
     that of this part alone (semantics.md §2). Where m parts give the same pair, their shares add up to
@@ -195,7 +195,7 @@ class OwnMeans:
         self._dout = dout
         self._means = [dout.new_zeros((*dout.shape[:3], 1)) for _ in range(parts)]
         self._lses = [torch.full_like(lse, float("-inf")) for _ in range(parts)]
-        # Zero keys come first: they give a part its lse, and nothing else.
+        # Zero keys come first: they only give a part its lse.
         for part_lse, mass in zip(self._lses, () if zero_keys is None else zero_keys, strict=False):
             part_lse.copy_(mass)
         self._dual = _dual(dout)
@@ -216,7 +216,7 @@ class OwnMeans:
 def _dual(x: Tensor) -> Tensor:
     """[..., D] whose product with x is 1, 0 where x is 0; by the largest element first, so that no square is lost."""
     largest = x.abs().amax(-1, keepdim=True)
-    # Where all is 0, any divisor will do.
+    # If all elements are 0, any divisor works.
     safe = largest.where(largest > 0, 1.0)
     unit = x / safe
     return unit.div_(unit.square().sum(-1, keepdim=True).clamp_min_(1.0)).div_(safe)

@@ -40,7 +40,7 @@ class Link:
     place: Place
 
     def holds(self, other: Link, seq_len: int) -> bool:
-        """Whether the other branch of the same head nests in this one, and leaves out some of its rows."""
+        """Return True if the other branch of the same head nests in this one, without some of its rows."""
         sparser = other.rate > self.rate and other.rate % self.rate == 0
         same_rows = (other.place.position - self.place.position) % self.rate == 0
         unions = other.length >= seq_len or other.length % self.length == 0
@@ -68,11 +68,11 @@ class Rectangle(StridedRows):
         return rows - log(self.count) if self.count > 1 else rows
 
     def write(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
-        """Put results into rows that hold nothing yet."""
+        """Write results into empty rows."""
         StridedRows.write(self, out, lse, branch_out, self._counted(branch_lse))
 
     def merge(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
-        """Merge results into rows that hold those of other calls."""
+        """Merge results into rows with results of other calls."""
         StridedRows.merge(self, out, lse, branch_out, self._counted(branch_lse))
 
     def _counted(self, lse: Tensor) -> Tensor:
@@ -113,12 +113,12 @@ class Residue:
     rate: int
 
     def rows(self, length: int) -> int:
-        """How many of them lie in `length` positions."""
+        """Their number in `length` positions."""
         return rows_kept(length, self.rate, self.offset)
 
 
 def chains(branches: Sequence[Branch], seq_len: int, least_rows: int = LEAST_ROWS) -> list[Chain]:
-    """The branches of every head, by rising rate, cut into chains in which each nests in the one before.
+    """The branches of every head, by ascending rate, cut into chains in which each nests in the one before.
 
     A chain ends where fewer than `least_rows` rows of a branch would lie in one of its shortest segments.
     """
@@ -159,10 +159,10 @@ def rectangles(
         for branch in branches_of(workload)
     ]
     most = max(1, workload.tokens * len(heads) // 2)
-    # The last of these branches and the next one of the chain, if any, for every head whose branches nest alike.
+    # The last of these branches and the next one of the chain, if any, for every head with the same nesting.
     pairs: dict[tuple[tuple[int, ...], int, bool], list[Chain]] = {}
     for chain in chains(branches, workload.seq_len, least_rows):
-        # Where the diagonal ends must be the same for all branches of a chain.
+        # The diagonal must have the same end for all branches of a chain.
         chunk = lcm(diagonal_rows * chain[0].rate, chain[-1].rate) if workload.causal else 0
         for index in range(len(chain)):
             key = tuple(link.branch for link in chain[: index + 1]), chunk, index + 1 < len(chain)
@@ -223,7 +223,7 @@ def _rectangles_of(
     ]
     one_segment = block.count * workload.batch_size == 1
     for index in range(len(of_heads[0][1])):
-        # All but the first of the calls that give a row the keys which the next branch leaves out.
+        # All calls but the first that give a row the keys outside the next branch.
         later = of_heads[0][1][index][0] in {queries for queries, _ in of_heads[0][1][:index]}
         shapes: dict[tuple[int, int, int, int, int], list[Place]] = {}
         for place, residues in of_heads:
@@ -257,7 +257,7 @@ def _rectangles_of(
 
 
 def _residues(chain: Chain) -> list[tuple[Residue, Residue]]:
-    """Rows and keys of the pairs of a branch that are not pairs of the next one, where there is one."""
+    """Rows and keys of the pairs of a branch that are not pairs of the next one, if any."""
     link, *following = chain
     every = Residue(link.place.position, link.rate)
     if not following:

@@ -1,7 +1,7 @@
-"""Rows of a kernel call as views of the tensors: nothing is copied, results are merged in place.
+"""Rows of a kernel call as views of the tensors, without copies; results are merged in place.
 
-Branches are cut into the fewest kernel calls whose rows lie at constant strides (kernels.md, design A). A branch whose
-rate divides H needs at most min(r, H/r) calls, and one call where there is a single segment.
+Branches are cut into the fewest kernel calls whose rows have constant strides (kernels.md, design A). A branch whose
+rate divides H needs at most min(r, H/r) calls, and one call for a single segment.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dilabench.impls.union.union import Rows
 from dilabench.kernels.lse import merge_rows_
 from dilabench.workload.spec import Workload
 
-# So many (head, row) pairs are a few megabytes at most, and calls of fewer take longer to begin than to compute.
+# This many (head, row) pairs are a few megabytes at most, and smaller calls take longer to launch than to compute.
 FEW_ROWS = 1 << 13
 # Rows of a tensor that a GPU copies in less time (8 microseconds of an H200) than its host launches a call.
 COPIED_BYTES = 16 << 20
@@ -42,11 +42,11 @@ QUERY_HEADS, KEY_HEADS = 1, 2
 class StridedRows(Rows):
     """`union.Rows` by `as_strided`: batches x stack x rows x heads, each axis with a constant stride.
 
-    `stack`: segments, or residues where there is one segment. `heads`, `key_heads`: query heads and key/value heads;
-    the query heads share the key/value heads in equal, successive groups.
+    `stack`: segments, or residues if there is one segment. `heads`, `key_heads`: query heads and key/value heads; the
+    query heads share the key/value heads in equal, successive groups.
 
-    Views are [S, G, L, A, D]: batch items, stack, rows, heads. The kernel gets S and G as one axis, which is a view
-    where the tensor's batch items follow each other as its tokens do; torch copies the rows where they do not.
+    Views are [S, G, L, A, D]: batch items, stack, rows, heads. The kernel gets S and G as one axis, which is a view if
+    the tensor's batch items follow each other as its tokens do; otherwise torch copies the rows.
     """
 
     first_batch: int
@@ -75,12 +75,12 @@ class StridedRows(Rows):
         return self._lse_axes(lse).flatten(0, 1)
 
     def write(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
-        """Put results into rows that hold nothing yet."""
+        """Write results into empty rows."""
         self._query_axes(out).copy_(self._split(branch_out))
         self._lse_axes(lse).copy_(self._split(branch_lse))
 
     def merge(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
-        """Merge results into rows that hold those of other branches."""
+        """Merge results into rows with results of other branches."""
         merge_rows_(self._query_axes(out), self._lse_axes(lse), self._split(branch_out), self._split(branch_lse))
 
     def add_queries(self, total: Tensor, part: Tensor) -> None:
@@ -138,7 +138,7 @@ StridedRowsT = TypeVar("StridedRowsT", bound=StridedRows)
 
 
 def kept_rows(workload: Workload, patterns: PatternCache) -> Callable[[torch.device], tuple[StridedRows, ...]]:
-    """What gives the rows of a workload's calls on a device, where small copies may spare some; kept with patterns."""
+    """The rows of a workload's calls on a device, where small copies may replace some calls; cached with patterns."""
     copied_on = lru_cache(maxsize=2)(partial(copied_rows, workload))
 
     def rows(device: torch.device) -> tuple[StridedRows, ...]:
@@ -149,8 +149,8 @@ def kept_rows(workload: Workload, patterns: PatternCache) -> Callable[[torch.dev
 
 
 def copied_rows(workload: Workload, device: torch.device) -> int:
-    """(head, row) pairs of a call up to which rows are copied rather than given to several calls: none on a CPU, whose
-    calls begin at once.
+    """(head, row) pairs of a call up to which rows are copied rather than given to several calls: none on a CPU, which
+    has no launch cost.
     """
     itemsize = getattr(torch, workload.dtype).itemsize
     return COPIED_BYTES // (workload.head_dim * itemsize) if device.type == "cuda" else 0

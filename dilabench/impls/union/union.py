@@ -30,8 +30,8 @@ class Rows(ABC):
     """The rows of one kernel call: G segments (of all batch items) of L rows, A query and A' key/value heads.
 
     `rate`: positions from one row to the next. `part`: which part of the pattern (`KeyGroup.parts`) they belong to.
-    `first`: the output holds nothing at these rows yet. `whole`: these are all rows of the output in their own order.
-    `count`: how often each pair counts. `tables`: what is read in each pass, tensors among it.
+    `first`: the output is empty at these rows. `whole`: these are all rows of the output in their own order. `count`:
+    how often each pair counts. `tables`: data read in each pass, tensors included.
     """
 
     rate: int
@@ -55,11 +55,11 @@ class Rows(ABC):
 
     @abstractmethod
     def write(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
-        """Put results into rows that hold nothing yet."""
+        """Write results into empty rows."""
 
     @abstractmethod
     def merge(self, out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) -> None:
-        """Merge results into rows that hold those of other branches."""
+        """Merge results into rows with results of other branches."""
 
     @abstractmethod
     def add_queries(self, total: Tensor, part: Tensor) -> None:
@@ -80,14 +80,14 @@ class Rows(ABC):
         return None
 
     def release(self, *rows: Tensor) -> None:  # noqa: B027 (views have nothing to release)
-        """Take back what `queries`, `keys` or `lse` gave and nobody reads any more."""
+        """Release a tensor of `queries`, `keys` or `lse` that is no longer read."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class Union:
     """The union of branches of one workload, as plain tensor functions and as an AttentionFn with lse.
 
-    `rows`: every kernel call's rows, asked for once per pass. `covered`: first rows reach the whole output.
+    `rows`: every kernel call's rows, requested once per pass. `covered`: first rows reach the whole output.
     `zero_keys`: as `null_mass.log_zero_keys` gives them, apart where merge weights are detached: there each part of the
     pattern merges with its own. Raises ValueError in the backward pass over a backend that has none.
     """
@@ -143,7 +143,7 @@ class Union:
         return differentiable(self, self.number, q, k, v, keeps_more=self.keeps_more)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """out, lse, and what a detached backward needs besides: every call's own out."""
+        """out, lse, and for a detached backward also every call's own out."""
         if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             q, k, v = map(last_dim_contiguous, (q, k, v))
         if self.zero_keys is not None:
@@ -176,8 +176,8 @@ class Union:
         return *output, kept
 
     def _merging(self, q: Tensor, into: torch.dtype | None) -> MergingKernel | None:
-        """The kernel that writes results of such tensors where those of other keys are, if the backend has one. `into`:
-        the type of those; None if they are made as the kernel has them.
+        """The kernel that merges results of such tensors with results of other keys, if the backend has one. `into`:
+        the dtype of the latter; None if the kernel creates them.
         """
         kernel = self.backend.merging
         takes = kernel is not None and q.dtype in kernel.dtypes and into in (None, kernel.results)
@@ -229,7 +229,7 @@ class Union:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv from the results of `forward`.
 
-        A detached backward computes each call's own out again where they are not `kept`.
+        A detached backward recomputes each call's own out unless `kept`.
         """
         dout = dout.contiguous()
         if not q.stride(-1) == k.stride(-1) == v.stride(-1) == out.stride(-1) == 1:

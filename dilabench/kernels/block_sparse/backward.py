@@ -1,8 +1,8 @@
 """Backward of block-sparse attention through the kernels of dilated attention.
 
 One is by query tiles (dQ), one by key tiles (dK and dV): no atomics, so it is deterministic. On a Hopper GPU one kernel
-does both (`fused.sm90.backward`) where that is faster and nobody asked torch for deterministic algorithms. All rebuild
-p = exp(scale * q.k - lse) from a *given* lse, which may be that of a larger softmax.
+does both (`fused.sm90.backward`) if that is faster and torch is not set to deterministic algorithms. All rebuild p =
+exp(scale * q.k - lse) from a *given* lse, which may belong to a larger softmax.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def block_sparse_backward(
 
 
 def _key_lists(plan: Plan, tiles: TileConfig, q: Tensor, k: Tensor) -> tuple[KeyLists, Tensor]:
-    """The lists by key, and room for the sums of tiles that several programs share."""
+    """The lists by key, and memory for the sums of tiles that several programs share."""
     batch, _, num_heads, dim = q.shape
     lists = plan.key_lists(tiles, num_heads, k.shape[2], q.device)
     shape = (batch * k.shape[2], lists.slots, 2, tiles.block_n, padded_dim(dim))
@@ -125,13 +125,13 @@ def _rows(config: TileConfig) -> dict[str, int]:
 
 
 def _of_backward(tensors: dict[str, Tensor], scale: float) -> dict[str, Any]:
-    """What both kernels are given besides."""
+    """The further arguments of both kernels."""
     stats = tensors["stats"]
     return {"stats_ptr": stats, "stats_blocks": stats.shape[4], "scale": scale, "ADD": False, "OVERLAPS": False}
 
 
 def backward_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, plan: Plan) -> TileConfig | None:
-    """The tiles of the Hopper kernel where it serves these tensors and wins, else None."""
+    """The tiles of the Hopper kernel if it supports these tensors and is faster, else None."""
     pairs = plan.pairs(q.shape[2])
     if pairs is None or torch.are_deterministic_algorithms_enabled() or plan.hidden is not None:
         return None

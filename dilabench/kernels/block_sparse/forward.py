@@ -1,7 +1,7 @@
 """Forward of block-sparse attention through the kernels of dilated attention: `fused.forward`, `fused.sm90.forward`.
 
-To them a block mask is a group of branches with one class (rate 1), in which every tile pair counts once and every mask
-head is a kind of its own; only the work lists differ.
+For them a block mask is a group of branches with one class (rate 1): every tile pair counts once, and every mask head
+is a separate kind. Only the work lists differ.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def block_sparse_forward(
 ) -> tuple[Tensor, Tensor]:
     """``(out [B, N, H, D], lse [B, H, N] float32)`` over the blocks of ``plan``; D up to 256.
 
-    q [B, N, H, D]; k, v [B, N, K, D] (or as many rows as the plan has keys) with H a multiple of K. ``config`` asks for
-    the Triton kernel with that tile shape; without it the Hopper kernel runs where it can. Raises ValueError on shapes
+    q [B, N, H, D]; k, v [B, N, K, D] (or as many rows as the plan has keys) with H a multiple of K. ``config`` selects
+    the Triton kernel with this tile shape; without it the Hopper kernel runs if it can. Raises ValueError on shapes
     that do not fit the plan.
     """
     dim = q.shape[-1]
@@ -72,7 +72,7 @@ def query_arguments(
     scale: float,
     config: TileConfig,
 ) -> Arguments:
-    """What both Triton kernels by query are given. ``rows``: how many each operand has in a tile."""
+    """The arguments of both Triton kernels by query. ``rows``: rows of each operand in a tile."""
     heads, kv_heads = tensors["q"].shape[2], tensors["k"].shape[2]
     items, entries = plan.query_lists(config, tensors["q"].device)
     group = plan.group(heads, kv_heads)
@@ -81,7 +81,7 @@ def query_arguments(
         "items_ptr": items,
         "entries_ptr": entries,
         "heads_per_kv": group.heads_per_kv,
-        # Causal queries see nothing beyond the end anyway.
+        # Causal queries never see beyond the end.
         "RAGGED": not plan.causal,
     }
     return grid, shared | own
@@ -97,7 +97,7 @@ def kernel_arguments(
     scale: float,
     config: TileConfig,
 ) -> Arguments:
-    """What all Triton kernels are given, as `fused.row_layout.launch_arguments` has it."""
+    """The arguments of all Triton kernels, as `fused.row_layout.launch_arguments` has them."""
     operands = {name: tensors[name] for name in rows}
     tiles = {name: (x if is_read_in_place(x) else x.contiguous(), rows[name]) for name, x in operands.items()}
     grid, shared = launch_arguments(tiles, n_items, group, heads_per_batch, plan.causal, scale, config)
@@ -126,9 +126,9 @@ def _selected(q: Tensor, plan: Plan) -> Selected:
 
 
 def serves(operands: Sequence[Tensor], plan: Plan, tiles: TileConfig, listed: int) -> bool:
-    """Whether the Hopper kernels serve q, k, v and what lies like q: half precision, whole tiles, no window, regular
-    strides, on sm_90, lists of so many tiles. Batch items follow each other at one distance, so that of several the
-    keys must be the queries' rows.
+    """Return True if the Hopper kernels support q, k, v and tensors with the layout of q: half precision, whole tiles,
+    no window, regular strides, sm_90, lists of at most that many tiles. Batch items have one distance, so with several
+    the keys must be the queries' rows.
     """
     q = operands[0]
     whole = all(rows % tiles.longest == 0 for rows in (plan.block_size, plan.rows, plan.keys))
@@ -199,7 +199,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
 
 
 def is_read_in_place(x: Tensor) -> bool:
-    """Whether bulk copies can step over x [B, N, H, D] as it lies."""
+    """Return True if bulk copies can step over x [B, N, H, D] in its layout."""
     steps = all(stride * x.element_size() % COPY_BYTES == 0 for stride in x.stride()[:3])
     return x.stride(3) == 1 and steps and x.data_ptr() % COPY_BYTES == 0
 

@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Work of the backward pass by keys: a tile whose list is far longer than others' is shared by several programs.
 
-Attention sinks, means of blocks and keys that many select are seen by every query, and one program would walk over all
-of them while the others are long done. Each share of a tile writes its sums in float32 to a place of its own, and a
-second kernel adds them in order: no atomics, so the result is deterministic.
+Attention sinks, means of blocks and popular keys are seen by every query, and one program would walk over all of them
+long after the others end. Each share of a tile writes its float32 sums to a separate place, and a second kernel adds
+them in order: no atomics, so the result is deterministic.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ALL = np.iinfo(np.int32).max
 
 
 class KeyLists(NamedTuple):
-    """What programs by key read, int32 on a device.
+    """The lists for programs by key, int32 on a device.
 
     ``items`` [sets, items, 4]: key tile (-1: none), first and end place in its list, slot (-1: its only item).
     ``shared`` [sets, tiles in several items, 3]: key tile (-1: none), first slot, slots. A set is of one key/value
@@ -44,7 +44,7 @@ class KeyLists(NamedTuple):
 
 
 def whole_lists(lists: TileLists, kv_heads: int) -> KeyLists:
-    """Each tile one item, in the order of the first mask head of each key/value head; the host waits for nothing."""
+    """Each tile one item, in the order of the first mask head of each key/value head; the host does not wait."""
     order = lists.order
     if len(order) > kv_heads:
         order = order.unflatten(0, (kv_heads, -1))[:, 0]
@@ -58,10 +58,10 @@ def whole_lists(lists: TileLists, kv_heads: int) -> KeyLists:
 
 
 def balanced_lists(lists: TileLists, num_heads: int, kv_heads: int, device: torch.device) -> KeyLists:
-    """Those of lists on the host, tiles with long ones in several items; the longest items first."""
+    """The items of lists on the host; tiles with long lists have several, and the longest items are first."""
     counts, group = lists.lengths.numpy(), num_heads // kv_heads
     if len(counts) > 1:
-        # Of heads that share keys and have masks of their own, the longest list.
+        # The longest list of heads that share keys and have separate masks.
         counts = counts.repeat(num_heads // len(counts), 0).reshape(kv_heads, group, -1).max(1)
     items, shared, slots = balanced_items(counts, group, kv_heads)
     return KeyLists(
@@ -76,7 +76,7 @@ def balanced_lists(lists: TileLists, num_heads: int, kv_heads: int, device: torc
 def balanced_items(
     counts: npt.NDArray[np.int64], group: int, kv_heads: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
-    """(items, shared, slots) of lists of so many entries [sets, tiles], which ``group`` heads walk over."""
+    """(items, shared, slots) of lists with these numbers of entries [sets, tiles], which ``group`` heads walk over."""
     steps = int(counts.sum()) * group * (kv_heads // len(counts))
     most = -(-max(tuning.LEAST_SHARED_STEPS, steps // tuning.SHARING_PROGRAMS) // group)
     shares = np.where(counts > 2 * most, -(-counts // most), 1)

@@ -55,7 +55,7 @@ class TileLists(NamedTuple):
 
 
 class QueryLists(NamedTuple):
-    """What programs by query read: ``items`` int32 [mask heads, tiles, 5], ``entries``, as in `TileTables`."""
+    """The lists for programs by query: ``items`` int32 [mask heads, tiles, 5], ``entries``, as in `TileTables`."""
 
     items: Tensor
     entries: Tensor
@@ -70,10 +70,11 @@ class QueryLists(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """What hides pairs inside the mask's blocks: the causal edge, a window in rows (-1: unbounded), the ragged end.
+    """Rules that hide pairs inside the mask's blocks: the causal edge, a window in rows (-1: unbounded), the ragged
+    end.
 
-    ``key_rows``: how many keys there are where they are not the rows of the queries (None: they are). ``hidden``: the
-    rows, as the queries count them, that single keys are hidden from.
+    ``key_rows``: number of keys if they are not the rows of the queries (None: they are). ``hidden``: the query rows
+    that single keys are hidden from.
     """
 
     rows: int
@@ -97,7 +98,7 @@ class Visibility:
 class Selection(NamedTuple):
     """``indices`` int [heads, n, k] of key blocks for each of n blocks of ``block_size`` queries, and what is visible.
 
-    In any order; an index that is repeated counts once, and one outside of 0..n-1 stands for none.
+    In any order; a repeated index counts once, and one outside of 0..n-1 means no block.
     """
 
     indices: Tensor
@@ -109,8 +110,8 @@ class HiddenTiles(NamedTuple):
     """Bounds over the keys of each tile, of each range of rows; [ranges, key tiles].
 
     A range hides all keys of a tile from the rows ``all_from`` <= i < ``all_to``, and none from rows outside of
-    ``some_from`` <= i < ``some_to``. Rows outside of ``first`` <= i < ``end``, [key tiles], see none of its keys,
-    whichever of a key's ranges it is that hides it: the one range of a first document's key is the second of another's.
+    ``some_from`` <= i < ``some_to``. Rows outside of ``first`` <= i < ``end``, [key tiles], see none of its keys, by
+    any of a key's ranges: the only range of a key in a first document is the second range in another.
     """
 
     all_from: Tensor
@@ -197,7 +198,7 @@ def block_lists(
     """Lists over query tiles of ``block_m`` rows and key tiles of ``block_n`` rows; ``by_key`` lists for key tiles.
 
     ``mask`` [heads, blocks of queries, blocks of keys] over blocks of ``block_size`` rows, which both tile sizes must
-    divide. Tiles in which no pair is visible are left out.
+    divide. Tiles without a visible pair are omitted.
     """
     if block_size % block_m or block_size % block_n:
         raise ValueError(f"tiles {block_m}x{block_n} must divide the block size {block_size}")
@@ -209,7 +210,7 @@ def block_lists(
     listed, full = tiles & some, tiles & whole
     if by_key:
         listed, full = listed.mT, full.mT
-    # Full partners first, in order, and nothing between lists. numpy finds and counts them in a fifth of torch's time.
+    # Full partners first, in order, without gaps between lists. numpy finds and counts them in a fifth of torch's time.
     kinds = torch.stack((full, listed & ~full), -2)
     kind, partners = np.divmod(np.flatnonzero(kinds.numpy()), kinds.shape[-1])
     counts = torch.from_numpy(np.bincount(kind, minlength=kinds.shape[:-1].numel())).view(kinds.shape[:-1])
@@ -219,15 +220,15 @@ def block_lists(
 
 
 def lists_with_room(listed: Tensor, full: Tensor) -> TileLists:
-    """The same of bool [own tiles, partner tiles], which may be on any device: the host waits for nothing.
+    """The same of bool [own tiles, partner tiles], which may be on any device: the host does not wait.
 
-    Each list has room for all partners and one more.
+    Each list has space for all partners and one more.
     """
     own, partners = listed.shape
     n_full, n_listed = full.sum(1, dtype=torch.int32), listed.sum(1, dtype=torch.int32)
     masked = listed & ~full
     place = torch.where(full, full.cumsum(1, dtype=torch.int32), masked.cumsum(1, dtype=torch.int32) + n_full[:, None])
-    # What is not listed goes to the room behind all lists.
+    # Unlisted partners are written to the space behind all lists.
     place = torch.where(listed, place - 1, partners)
     numbers = torch.arange(partners, dtype=torch.int32, device=listed.device).expand(own, partners)
     entries = numbers.new_empty(own, partners + 1).scatter_(1, place.long(), numbers)

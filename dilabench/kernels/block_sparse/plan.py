@@ -36,10 +36,10 @@ KeptT = TypeVar("KeptT")
 
 
 class Plan(ABC):
-    """What the kernels need to know of blocks of ``block_size`` rows: their lists, and what hides pairs inside them.
+    """The kernels' view of blocks of ``block_size`` rows: their lists, and rules that hide pairs inside them.
 
     ``rows`` of queries, causal edge and window in rows. With ``key_rows`` the keys are other rows than the queries', as
-    on a rank that was sent them. ``hidden``: the rows of queries that single keys are hidden from.
+    on a rank that received them. ``hidden``: the query rows that single keys are hidden from.
     """
 
     block_size: int
@@ -57,7 +57,7 @@ class Plan(ABC):
 
     @abstractmethod
     def seen_blocks(self, mask_head: int, block: int) -> npt.NDArray[np.int64]:
-        """The key blocks of a query block, rising, on the host."""
+        """The key blocks of a query block, ascending, on the host."""
 
     @abstractmethod
     def lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
@@ -66,7 +66,7 @@ class Plan(ABC):
         """
 
     def query_lists(self, tiles: TileConfig, device: torch.device) -> QueryLists:
-        """What programs by query read, on a device."""
+        """The lists for programs by query, on a device."""
 
         def make() -> QueryLists:
             lists = QueryLists.of(self.lists(tiles.block_m, tiles.block_n, by_key=False))
@@ -75,9 +75,9 @@ class Plan(ABC):
         return self.keep(("by query", tiles.block_m, tiles.block_n, device), make)
 
     def key_lists(self, tiles: TileConfig, num_heads: int, kv_heads: int, device: torch.device) -> KeyLists:
-        """What programs by key read, on a device: each walks over the lists of the heads that share keys.
+        """The lists for programs by key, on a device: each walks over the lists of the heads that share keys.
 
-        Here whole lists: how long they are is not known on the host.
+        Lists are not split, because the host does not know their lengths.
         """
         # Triton is not installed everywhere, and only lists of tiles need it.
         from dilabench.kernels.block_sparse.key_lists import whole_lists
@@ -120,11 +120,11 @@ class Plan(ABC):
 
     @property
     def every_row_has_work(self) -> bool:
-        """Whether it is certain that no list is empty: what nobody writes to must be zeroed before."""
+        """Return True if no list can be empty; otherwise outputs must be zeroed first."""
         return False
 
     def pairs(self, num_heads: int) -> int | None:  # noqa: ARG002
-        """Pairs of query and key rows in the blocks of all heads; None if the host does not know."""
+        """Pairs of query and key rows in the blocks of all heads; None if unknown on the host."""
         return None
 
     @property
@@ -134,7 +134,7 @@ class Plan(ABC):
 
     @property
     def visibility(self) -> Visibility:
-        """What hides pairs inside the mask's blocks."""
+        """Rules that hide pairs inside the mask's blocks."""
         return Visibility(self.rows, self.causal, *self.window, self.key_rows, self.hidden)
 
     @property
@@ -176,7 +176,7 @@ class Plan(ABC):
         return kept
 
     def launch_cache(self, name: str, *given: Any) -> LaunchCache:
-        """That of a pass for tensors of one layout and these options, which is kept with the plan."""
+        """The launch cache of a pass for tensors of one layout and these options, kept with the plan."""
         # Triton is not installed everywhere, and only its kernels are launched so.
         from dilabench.kernels.launch_cache import LaunchCache, layout
 
@@ -184,7 +184,9 @@ class Plan(ABC):
         return self.keep(("launches", name, *key), LaunchCache)
 
     def hidden_tiles(self, block_n: int) -> HiddenTiles | None:
-        """What is hidden of whole key tiles of ``block_n`` rows, on the device of the plan; None if nothing is."""
+        """The ranges of rows that whole key tiles of ``block_n`` rows are hidden from, on the plan's device; None
+        without ranges.
+        """
         if self.hidden is None:
             return None
         return self.keep(
@@ -208,10 +210,10 @@ class ListedPlan(Plan):
 
     @abstractmethod
     def make_lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
-        """As `lists`, made anew."""
+        """As `lists`, without the cache."""
 
     def lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
-        """Those of `make_lists`, made once."""
+        """The lists of `make_lists`, made once."""
         return self.keep(("lists", block_m, block_n, by_key), lambda: self.make_lists(block_m, block_n, by_key))
 
     @property
@@ -227,7 +229,7 @@ class ListedPlan(Plan):
         return pairs * (num_heads // self.mask_heads)
 
     def key_lists(self, tiles: TileConfig, num_heads: int, kv_heads: int, device: torch.device) -> KeyLists:
-        """Those of tiles with long lists in several items."""
+        """The lists by key; tiles with long lists have several items."""
         from dilabench.kernels.block_sparse.key_lists import balanced_lists
 
         def make() -> KeyLists:
@@ -242,9 +244,9 @@ class BlockPlan(ListedPlan):
     """A block mask [heads or 1, n, n] over blocks of ``block_size`` of ``rows`` rows, causal edge and window in rows.
 
     Successive query heads share a head of the mask: 1 for all, or one for each key/value head. With ``key_rows`` the
-    keys are other rows than the queries', as on a rank that was sent them: the mask is [heads or 1, blocks of queries,
-    blocks of keys], and neither causal edge nor window can hide a pair inside its blocks (ValueError). ``hidden``: the
-    rows of queries that single keys are hidden from. Lists and device tables are made once per tile shape and kept.
+    keys are other rows than the queries', as on a rank that received them: the mask is [heads or 1, blocks of queries,
+    blocks of keys], without causal edge and window (ValueError). ``hidden``: the query rows that single keys are hidden
+    from. Lists and device tables are made once per tile shape and kept.
     """
 
     mask: BoolArray
@@ -259,8 +261,8 @@ class BlockPlan(ListedPlan):
     def __post_init__(self) -> None:
         if self.key_rows is not None and (self.causal or self.window != (-1, -1)):
             raise ValueError(
-                f"causal={self.causal} and window {self.window} measure distances between rows, which keys of their "
-                "own rows do not have: leave them out, or leave key_rows out"
+                f"causal={self.causal} and window {self.window} measure distances between rows, which separate key "
+                "rows do not have: omit them, or omit key_rows"
             )
 
     @property
@@ -273,18 +275,18 @@ class BlockPlan(ListedPlan):
         return np.flatnonzero(self.mask[mask_head, block])
 
     def make_lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
-        """Of the blocks in the mask."""
+        """The tile lists of the mask's visible blocks."""
         return block_lists(self.mask, self.block_size, self.visibility, block_m, block_n, by_key)
 
 
 @dataclass(frozen=True, eq=False)
 class BoundedPlan(Plan):
-    """Bounds of columns on a device, where its lists are made: nothing is copied to the host, and nobody waits.
+    """Bounds of columns on a device, where its lists are made: the host neither copies nor waits.
 
-    For documents that are other ones in each batch. ``limits`` int32 [ranges, 2, rows]: key j is hidden from the rows
-    limits[r, 0, j] <= i < limits[r, 1, j]; of one key the ranges rise and do not overlap (`HiddenRows`, whose form for
-    the host is ``hidden``). ``block_size`` rows at most in a tile. Memory: about 30 bytes for each pair of tiles while
-    lists are made, 6 for what stays.
+    For documents that change in each batch. ``limits`` int32 [ranges, 2, rows]: key j is hidden from the rows limits[r,
+    0, j] <= i < limits[r, 1, j]; the ranges of one key ascend and do not overlap (`HiddenRows`, whose form for the host
+    is ``hidden``). ``block_size`` rows at most in a tile. Memory: about 30 bytes for each pair of tiles while lists are
+    made, 6 afterwards.
     """
 
     limits: Tensor
@@ -311,11 +313,11 @@ class BoundedPlan(Plan):
         return self.limits
 
     def hidden_tiles(self, block_n: int) -> HiddenTiles:
-        """Of the limits, on their device."""
+        """The bounds of tiles from the limits, on their device."""
         return self.keep(("hidden tiles", block_n), lambda: HiddenTiles.of(self.limits, self.rows, block_n))
 
     def lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
-        """Of the tiles that may be visible."""
+        """The lists of the tiles that may be visible."""
 
         def find() -> tuple[Tensor, Tensor]:
             queries = torch.arange(-(-self.rows // block_m), device=self.limits.device)

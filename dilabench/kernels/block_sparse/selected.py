@@ -1,7 +1,7 @@
-"""Lists of tiles from the indices of selected key blocks, made on the device: nothing is copied to the host.
+"""Lists of tiles from the indices of selected key blocks, made on the device without a copy to the host.
 
-Every tensor has a size that the shape decides, so that the host need not wait for a count. Planning is part of what a
-model pays in every call, unlike with a mask that is known before.
+The shape alone decides the size of every tensor, so the host need not wait for a count. A model pays for planning in
+every call, unlike with a mask that is known in advance.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dilabench.patterns.answers import HiddenRows
 class SelectedPlan(Plan):
     """The key blocks of each block of queries: ``indices`` int [heads, n, k] on the device, n blocks of ``block_size``.
 
-    In any order; an index that is repeated counts once, and one outside of 0..n-1 stands for none. Successive query
-    heads share a head of the indices. Queries and keys are the same ``rows``.
+    In any order; a repeated index counts once, and one outside of 0..n-1 means no block. Successive query heads share a
+    head of the indices. Queries and keys are the same ``rows``.
     """
 
     indices: Tensor
@@ -68,7 +68,7 @@ class SelectedPlan(Plan):
         return Selection(self.indices, self.block_size, self.visibility)
 
     def _distinct(self) -> Tensor:
-        """int64 [heads, n, k]: each index once, rising, and then n."""
+        """int64 [heads, n, k]: each index once, ascending, then n as padding."""
         blocks = self.indices.shape[1]
         known = (self.indices >= 0) & (self.indices < blocks)
         rising = self.indices.long().where(known, blocks).sort(-1).values
@@ -83,8 +83,8 @@ def select_blocks(
     """int32 [K, n, min(top_k, n)]: the best key blocks of each block of queries for each key/value head, -1 for none.
 
     q [N, H, D], k [N, K, D]; n blocks of ``block_size`` rows. The score is mean query, summed over the heads that share
-    the keys, times mean key, in float32 (VSA; ``own_block`` always as MoBA). ``causal``: none that lies ahead. Of
-    equal scores the earlier block is better. No gradient, and nothing is copied to the host.
+    the keys, times mean key, in float32 (VSA; ``own_block`` always as MoBA). ``causal``: no block ahead. At equal
+    scores the earlier block is better. No gradient, and no copy to the host.
     """
     with torch.no_grad():
         queries = _block_means(q, block_size).unflatten(1, (k.shape[1], -1)).sum(2)

@@ -1,9 +1,9 @@
 # Triton types kernel arguments itself and reads annotations as its own.
 # mypy: disable-error-code="no-untyped-def"
-"""The kernels that turn indices of selected key blocks into lists of tiles, in one launch for the forward pass.
+"""The kernels that make lists of tiles from indices of selected key blocks, in one launch for the forward pass.
 
-A selection is new in every call of a model, so that its lists are part of what attention costs: a sort of all pairs
-takes longer than a tenth of the attention itself.
+A selection is new in every call of a model, so its lists are part of the cost of attention: a sort of all pairs takes
+more than a tenth of the attention itself.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dilabench.kernels.launch_cache import launch_once
 # Words of 32 query blocks that a program of the lists by key looks at together: with more, or with more than a warp,
 # its sums over them take longer (0.16 against 0.20 to 0.28 ms for 7 x 1713 lists of 64, H200).
 _WORDS = 4
-# As PER_LENGTH of the other kernels: what changes with a sequence or a selection compiles nothing.
+# As PER_LENGTH of the other kernels: values that change with a sequence or a selection cause no compilation.
 _PER_LENGTH = ("blocks", "width", "words", "tiles", "rows", "left", "right")
 _ONCE = tl.constexpr(COUNTED_ONCE)
 
 
 @triton.jit
 def _seen(query, key, listed, rows, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Of listed pairs of tiles: whether some, and whether all of their pairs of rows are visible."""
+    """For listed pairs of tiles: whether some, and whether all of their pairs of rows are visible."""
     low, key_low = query * BLOCK_M, key * BLOCK_N
     high, key_high = tl.minimum(low + BLOCK_M, rows) - 1, tl.minimum(key_low + BLOCK_N, rows) - 1
     some = listed & (key_low < rows) & (low < rows)
@@ -41,7 +41,7 @@ def _seen(query, key, listed, rows, left, right, BLOCK_M: tl.constexpr, BLOCK_N:
 
 @triton.jit
 def _store_span(span_ptr, first, n_whole, n_partly):
-    """Where a list begins, and how many of it are wholly and partly visible."""
+    """The start of a list, and its numbers of wholly and partly visible tiles."""
     tl.store(span_ptr, first)
     tl.store(span_ptr + 1, n_whole)
     tl.store(span_ptr + 2, n_partly)
@@ -100,7 +100,7 @@ def _mark_kernel(indices_ptr, bits_ptr, blocks, width, words, WIDTH: tl.constexp
 
 @triton.jit
 def _marked(bits_ptr, start, words, WORDS: tl.constexpr, QUERY_TILES: tl.constexpr, SPREAD: tl.constexpr):
-    """Query tiles of `WORDS` words of bits, rising, and which of them are listed."""
+    """Query tiles of `WORDS` words of bits, ascending, and which of them are listed."""
     size: tl.constexpr = WORDS * 32 * SPREAD
     place = tl.arange(0, size)
     block, inside = start * 32 + place // SPREAD, place % SPREAD
@@ -136,7 +136,7 @@ def _by_key_kernel(
         partly, whole = _seen(query, tile, listed, rows, left, right, BLOCK_M, BLOCK_N)
         n_whole += tl.sum(whole.to(tl.int32), 0)
         n_partly += tl.sum(partly.to(tl.int32), 0)
-    # Where a list lies hangs on who comes first; what is in it does not.
+    # The place of a list depends on the order of programs; its content does not.
     first = tl.atomic_add(used_ptr, n_whole + n_partly, sem="relaxed")
     at_whole, at_partly = first - 1, first + n_whole - 1
     for start in range(0, words, WORDS):

@@ -1,1 +1,1 @@
-"""Attention on a CPU: torch's own kernel, and ours in C++."""
+"""Attention on a CPU: torch's own kernel, and dilabench's in C++."""

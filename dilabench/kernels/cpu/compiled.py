@@ -1,4 +1,4 @@
-"""C++ of ours, compiled for this machine's processor at first use and kept in the cache folder (ctypes)."""
+"""dilabench's C++ code, compiled for this machine's processor at first use and kept in the cache folder (ctypes)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ SOURCE = Path(__file__).with_name("flash.cpp")
 FUNCTIONS = ("flash_forward", "flash_backward")
 # Rows of a tile, and tiles that a thread works on together.
 CONSTANTS = {"QUERIES": 64, "KEYS": 64, "FORWARD_TILES": 4, "BACKWARD_TILES": 2}
-# Products and sums in one instruction; no care for errno and traps. Not -ffast-math, which assumes that no number is
-# infinite or NaN.
+# Fused multiply-add; no errno and traps. Not -ffast-math, which assumes that no number is infinite or NaN.
 FLAGS = (
     "-std=c++17",
     "-O2",
@@ -32,7 +31,7 @@ FLAGS = (
     "-pthread",
 )
 LONGEST_COMPILATION_S = 300
-# Of the library; it has about 120 KiB.
+# Limit of the library's size; it has about 120 KiB.
 LARGEST_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ def library() -> ctypes.CDLL:
 
 
 def _for_this_processor() -> str:
-    # Processors of ARM are named by another option than those of x86.
+    # ARM processors are named by another option than x86.
     return "-mcpu=native" if platform.machine().lower() in ("aarch64", "arm64") else "-march=native"
 
 
@@ -115,7 +114,7 @@ def _identity(command: list[str]) -> str:
     """A hash of everything that the machine code depends on, and of the form of the file."""
     chosen = Path(command[0]).resolve()
     parts = [*command[1:-1], SOURCE.read_text(), str(chosen), str(chosen.stat().st_mtime_ns), _processor()]
-    # Containers may share a cache, each with a C library of its own. "digest": the form of the file.
+    # Containers with different C libraries may share a cache. "digest": the form of the file.
     parts += [*platform.libc_ver(), "digest"]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -134,7 +133,7 @@ def _processor() -> str:
 
 @cache
 def openmp_parallel() -> int:
-    """Address of GOMP_parallel in the OpenMP library that torch has loaded; 0 where it has none by that name.
+    """Address of GOMP_parallel in the OpenMP library that torch has loaded; 0 if it has none.
 
     GNU's and LLVM's have it; every process that imported torch on Linux finds it among its global symbols.
     """

@@ -1,9 +1,9 @@
 // Flash attention on a CPU, in float32 (Dao et al. 2022; the backward pass by tiles of queries, five products each).
 //
-// Queries lie in the lanes of vector registers: scores stand as [key][query], so that maxima, sums and the merge of
+// Queries are in the lanes of vector registers: scores are stored as [key][query], so that maxima, sums and the merge of
 // blocks go lane by lane, and keys and values are read one number at a time for all queries of a tile. All seven
 // products are one function, `multiply`, which holds a block of results in registers. Several tiles of queries share a
-// copy of a block of keys and values: rows of one head often lie a power of two apart, where caches hold few of them.
+// copy of a block of keys and values: rows of one head often have a distance of a power of two, so caches hold few of them.
 //
 // QUERIES, KEYS, FORWARD_TILES and BACKWARD_TILES are defined by flash.py, which makes room by them.
 
@@ -94,7 +94,7 @@ Floats exp2(Floats x) {
 
 enum class Into { set, add, scale_and_add };
 
-// a[m, k] lies at m * row + k * step: a matrix, or one turned over.
+// a[m, k] is at m * row + k * step: a matrix, or its transpose.
 struct Left {
   const float* at;
   int64_t row, step;
@@ -133,7 +133,7 @@ void block(Into into, int K, Left a, Rows b, Rows c, const float* factors) {
   }
 }
 
-// Rows whose sums fit into registers beside N vectors of columns.
+// Rows whose sums fit into registers together with N vectors of columns.
 constexpr int rows_beside(int n) { return VECTORS == 2 ? (n == 2 ? 6 : 12) : n == 4 ? 6 : n == 3 ? 8 : 12; }
 
 template <int N, int M>
@@ -292,7 +292,7 @@ struct Hidden {
   const int32_t* ends(int64_t range) const { return begins(range) + keys; }
 };
 
-// Queries of one head: from row `first`, which stands at key `at`.
+// Queries of one head: from row `first`, at the position of key `at`.
 struct Tile {
   int64_t first, at;
   int count;
@@ -331,18 +331,18 @@ struct Tile {
   }
 };
 
-// ---- What a call is told -----------------------------------------------------------------------------------------
+// ---- Arguments of a call -----------------------------------------------------------------------------------------
 
-// GOMP_parallel of the OpenMP library that torch runs on: its threads are there already, and wait for work in a loop
-// that threads of ours would have to share cores with.
+// GOMP_parallel of the OpenMP library that torch runs on: its threads exist already, and wait for work in a loop, so
+// further threads would have to share cores with them.
 typedef void (*Parallel)(void (*)(void*), void*, unsigned, unsigned);
 
 struct Call {
   int64_t batch, heads, key_heads, queries, keys, head_dim;
-  int64_t first_at;  // the key that the first query stands at
+  int64_t first_at;  // the key at the first query's position
   Band band;
-  // Queries see keys block by block: those of one block the ranges from spans[i] to before spans[i + 1], where i counts
-  // the blocks of one list after those of another, and successive heads share a list. Or null: all keys.
+  // Queries see keys block by block: block i of all lists sees the ranges from spans[i] to before spans[i + 1].
+  // Successive heads share a list. Or null: all keys.
   int64_t block, heads_of_list;
   const int64_t* spans;
   const Range* ranges;
@@ -408,7 +408,7 @@ struct Operand {  // [batch, rows, heads, head_dim], the last one contiguous
   T* at(int64_t b, int64_t h, int64_t r) const { return data + b * batch + h * head + r * row; }
 };
 
-struct Lse {  // [batch, heads, rows]; the batch may lie on two axes, `inner` items on the second
+struct Lse {  // [batch, heads, rows]; the batch may have two axes, `inner` items on the second
   float* data;
   int64_t outer, inner, batch, head, row;
   float* at(int64_t b, int64_t h, int64_t r) const {
@@ -445,7 +445,7 @@ void in_threads(const Call& call, int64_t items, Work work) {
     });
   };
   if (threads <= 1) return worker();
-  // All of its threads, for a library that is asked for fewer ends the others, and begins them anew in the next call.
+  // All of its threads: a library that uses fewer ends the others, and starts them again in the next call.
   if (call.parallel) return call.parallel([](void* w) { (*(decltype(worker)*)w)(); }, &worker, 0, 0);
   std::vector<std::thread> others;
   for (int t = 1; t < threads; ++t) others.emplace_back(worker);
@@ -599,7 +599,7 @@ float row_sum(const T* out, const float* dout, int D) {
   return sum;
 }
 
-// Scores become weights, and gradients of weights those of scores.
+// Scores become weights, and gradients of weights become gradients of scores.
 void differentiate(const BackwardTile& s, int n, float* weights, float* slopes) {
   for (int x = 0; x < s.tile.vectors(); ++x) {
     const Floats lse = load(s.lse + x * LANES), delta = load(s.delta + x * LANES);

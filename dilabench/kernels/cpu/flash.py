@@ -1,6 +1,6 @@
-"""Our flash attention for CPUs (flash.cpp): any head dim, strides, grouped heads and bands; sums in float32.
+"""dilabench's flash attention for CPUs (flash.cpp): any head dim, strides, grouped heads and bands; sums in float32.
 
-Queries stand at the last keys: of M queries over L keys the one at row i stands at key i + L - M.
+Queries are aligned to the last keys: with M queries and L keys, query i is at the position of key i + L - M.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class Mask:
 class Blocks:
     """Which keys blocks of queries may see, with both counted from the first; a `Mask` hides more of them.
 
-    rows: queries of a block. lists: so many; successive heads of queries share one. spans: int64 [lists * blocks + 1],
-    block i of list l sees ``ranges[spans[l * blocks + i] : spans[l * blocks + i + 1]]``. ranges: int64 [R, 2], keys
-    that rise, from one to before another. hidden: int32 [S, 2, L], for each key the rows that it is hidden from, from
-    one to before another. pairs: of all lists.
+    rows: queries of a block. lists: their number; successive heads of queries share one. spans: int64 [lists * blocks +
+    1], block i of list l sees ``ranges[spans[l * blocks + i] : spans[l * blocks + i + 1]]``. ranges: int64 [R, 2],
+    ascending ranges of keys, first and end. hidden: int32 [S, 2, L], for each key the rows that it is hidden from,
+    first and end. pairs: of all lists.
     """
 
     rows: int
@@ -94,9 +94,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """out [B, M, H, D] and lse [B, H, M], both float32, of q [B, M, H, D] and k, v [B, L, K, D], of one type.
 
-    The last dim of each is contiguous. `out`, `lse`: where to put them, float32, strides as they come; lse may be
-    [S, G, H, M] where S times G are the batch. `onto`: they hold the results of other keys, which these are merged
-    with. `blocks`: the keys that are seen, by default all. Rows that see nothing are 0 and -inf.
+    The last dim of each is contiguous. `out`, `lse`: tensors for the results, float32, any strides; lse may be [S, G,
+    H, M] where S times G are the batch. `onto`: they hold the results of other keys, to merge with. `blocks`: the
+    visible keys, by default all. Rows that see no key are 0 and -inf.
     """
     B, M, H, D = q.shape
     if out is None:
@@ -121,11 +121,11 @@ def attend_backward(
     onto: tuple[Tensor, Tensor, Tensor] | None = None,
     blocks: Blocks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq like q, dk and dv like k, in float32; out and lse may be those of a larger softmax.
+    """dq like q, dk and dv like k, in float32; out and lse may belong to a larger softmax.
 
-    `dq`: where to put it. `onto`: dq, dk and dv of other keys or queries, which are added to in place. `blocks`: as of
-    `attend`. The same bits in every call with as many threads: where heads of keys are fewer, each part of the queries
-    has sums of its own.
+    `dq`: tensor for the result. `onto`: dq, dk and dv of other keys or queries, which are added to in place. `blocks`:
+    as of `attend`. The same bits in every call with the same number of threads: if heads of keys are fewer, each part
+    of the queries has separate sums.
     """
     B, L, K, D = k.shape
     threads = _threads(5, q, k, mask, blocks)
@@ -136,7 +136,7 @@ def attend_backward(
     elif dq is None:
         dq = q.new_empty(q.shape, dtype=torch.float32)
     if parts > 1:
-        # Each part adds to sums of its own.
+        # Each part adds to separate sums.
         sums = q.new_zeros((2, parts * B, K, L, whole_vectors(D)), dtype=torch.float32)
         dk, dv = sums.transpose(2, 3)
     else:
@@ -160,7 +160,7 @@ def forward_room(head_dim: int) -> int:
 
 @cache
 def backward_room(head_dim: int, keys: int) -> int:
-    """Numbers that a thread of a backward pass takes that sums for so many keys; a multiple of 16."""
+    """Workspace of a thread of a backward pass with sums for that many keys, in numbers; a multiple of 16."""
     width = whole_vectors(head_dim)
     tile = (3 * head_dim + 2 * width) * QUERIES + 2 * QUERIES
     return BACKWARD_TILES * tile + 2 * KEYS * head_dim + 2 * KEYS * QUERIES + QUERIES + 2 * keys * width
@@ -183,7 +183,7 @@ def _launch(
     lse: Tensor,
     *numbers: int,
 ) -> None:
-    """Call the C++. All memory is asked for outside: where it is traced, nothing is launched (`engine.trace`).
+    """Call the C++. All memory is allocated outside; while memory is traced, no call is made (`engine.trace`).
 
     Raises ValueError while torch.jit.trace records, which cannot see the call, and for a tensor whose memory does not
     hold its values.
@@ -193,7 +193,7 @@ def _launch(
             f"{function} under torch.jit.trace, which records operators of torch alone; trace "
             "dilabench.attention.attention or dilated_attention, which are one operator"
         )
-    # Those that come from callers stand first.
+    # Tensors of callers come first.
     if any(map(Tensor.is_neg, tensors[:4])):
         raise _without_values(next(x for x in tensors[:4] if x.is_neg()))
     B, M, H, D = q.shape
@@ -211,8 +211,8 @@ def _launch(
 
 
 def _place(x: Tensor, lse: Tensor) -> _Place | _Lse:
-    """Of [B, M, H, D], whose last axis is contiguous; of lse [B, H, M], or [S, G, H, M] where S times G are the
-    batch.
+    """The strides of [B, M, H, D], whose last axis is contiguous; of lse [B, H, M], or [S, G, H, M] if S times G are
+    the batch.
     """
     address = x.data_ptr()
     if not address and x.numel():
@@ -232,14 +232,14 @@ def _without_values(x: Tensor) -> ValueError:
 
 
 def _parts(threads: int, items: int) -> int:
-    """Parts of the queries that give every thread as many of them, nearly so where that would take many."""
+    """The number of parts of the queries that gives every thread the same number, or nearly so."""
     if items >= 4 * threads:
         return 1
     return min(threads // gcd(threads, items), 2 * -(-threads // items))
 
 
 def _threads(products: int, q: Tensor, k: Tensor, mask: Mask, blocks: Blocks | None) -> int:
-    """As many as so many products are worth, by about the floating-point operations of each."""
+    """The number of threads that this many products are worth, by their floating-point operations."""
     if blocks is not None:
         batch, _, heads, dim = q.shape
         flops = 2 * batch * heads // blocks.lists * blocks.pairs * dim

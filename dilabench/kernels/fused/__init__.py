@@ -1,1 +1,1 @@
-"""Triton and Gluon kernels over all branches of dilated attention at once."""
+"""Triton and Gluon kernels over all branches of dilated attention in one launch."""

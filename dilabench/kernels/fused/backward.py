@@ -2,9 +2,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Backward of dilated attention over the union of branches: dQ by query tiles, dK and dV by key tiles, no atomics.
 
-Both kernels rebuild p = exp(scale * q.k + log m - lse) from the merged lse, so the gradient is that of the merged
-result, and groups of branches only add up. On a Hopper GPU one kernel does both (`sm90.backward`) where that is faster
-and nobody asked torch for deterministic algorithms.
+Both kernels rebuild p = exp(scale * q.k + log m - lse) from the merged lse, so the gradient belongs to the merged
+result, and groups of branches only add up. On a Hopper GPU one kernel does both (`sm90.backward`) if that is faster and
+torch is not set to deterministic algorithms.
 """
 
 from __future__ import annotations
@@ -304,8 +304,8 @@ def _key_kernel(
         stats_at += stats_row(super_index, spans_ptr, stats_blocks * _STATS_BLOCK)
         stats_at = stats_ptr + stats_at * 2 + stats_places(tl.arange(0, BLOCK_M))
         for masked in tl.static_range(2 if CAUSAL or WINDOWED or RANGES > 0 else 1):
-            # Tiles that a causal edge cuts are few: a second one in flight beside its mask takes registers from the
-            # rest. But windows and bounds of columns make most of a list of them.
+            # Tiles that a causal edge cuts are few: a second one in flight next to its mask takes registers from other
+            # tiles. But windows and bounds of columns make most of a list of them.
             for _ in tl.range(
                 masked_begin if masked else begin,
                 n_masked if masked else n_full,
@@ -315,7 +315,7 @@ def _key_kernel(
                 entry_ptr += 1
                 query_tile, partner, bias = unpack(entry, shift, R, ONE_CLASS)
                 query_tile *= BLOCK_M
-                # Of causal lists whole tiles end before the last row, of the sequence where nothing is shifted.
+                # In causal lists whole tiles end before the last row, of the sequence if rows are not shifted.
                 place, box_row = box_place(
                     partner,
                     base_row + query_tile,
@@ -347,7 +347,7 @@ def _key_kernel(
     place = place_of(row, residue + first_place, batch, kv_head, length, n_kv_heads, R, HEAD_DIM)
     rows = end_of(residue, rows_left, longer_classes, super_rows) - tile * BLOCK_N
     if slots_ptr is not None:
-        # Where a tile has several shares, `add_slots` makes the result of all.
+        # If a tile has several shares, `add_slots` sums them.
         slot = tl.load(order_at + 3)
         rows = tl.where(slot < 0, rows, 0)
         if slot >= 0:
@@ -381,10 +381,10 @@ def fused_backward(
     cache: LaunchCache | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of the branches in ``plan.groups`` from the *merged* ``out [B, N, H, D]`` and ``lse [B, H, N]``,
-    with ``partials`` from the own results of each group and the merged lse: those with detached merge weights.
+    with ``partials`` from each group's own results and the merged lse, for detached merge weights.
 
-    The same bits from call to call where torch is asked for deterministic algorithms or tiles are given.
-    ``packing``: the documents of a plan for some. ``cache``: another than that of these tensors. Raises ValueError as
+    The same bits from call to call if torch is set to deterministic algorithms or tiles are given. ``packing``: the
+    documents of a plan for documents. ``cache``: instead of the one for these tensors. Raises ValueError as
     `fused_forward` does.
     """
     dim, lse, tiles = q.shape[-1], lse.contiguous(), (query_config, key_config)
@@ -474,7 +474,7 @@ class _Preprocess:
 
 
 class _TwoPasses(NamedTuple):
-    """A group of branches with the tiles of both passes and where the statistics of rows stand."""
+    """A group of branches with the tiles of both passes and the place of the statistics of rows."""
 
     group: BranchGroup
     query_tiles: TileConfig
@@ -597,7 +597,7 @@ def _key_launch(
         "ADD": add,
     }
 
-    # It shares nothing that is written with the launch by queries, and begins while that ends.
+    # It writes no memory of the launch by queries, and begins while that ends.
     overlaps = on_hopper(dk.device)
 
     def arguments(cut: bool) -> Arguments:

@@ -1,4 +1,4 @@
-"""Both passes of the backward at once in the Hopper kernel (`sm90.backward`): for which groups of branches, and how."""
+"""Both passes of the backward in one Hopper kernel (`sm90.backward`): for which groups of branches, and how."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOG2E = 1.4426950408889634
 
 
 class AtOnce(NamedTuple):
-    """A group of branches with its tiles and where the statistics of rows stand."""
+    """A group of branches with its tiles and the place of the statistics of rows."""
 
     group: BranchGroup
     tiles: TileConfig
@@ -31,7 +31,7 @@ class AtOnce(NamedTuple):
 
     @classmethod
     def of(cls, group: BranchGroup, q: Tensor, causal: bool) -> AtOnce | None:
-        """None if the kernel does not serve the group."""
+        """None if the kernel does not support the group."""
         kernel, tiles = select_kernel(
             "backward_key",
             q.shape[-1],
@@ -95,8 +95,8 @@ def run_at_once(
     scale: float,
     cache: LaunchCache,
 ) -> None:
-    """Write the gradients of these groups, each from its operands, named as in the kernel. sums: from
-    `dq_accumulator`, for some heads after the other.
+    """Write the gradients of these groups, each from its operands, named as in the kernel. sums: from `dq_accumulator`,
+    for a few heads at a time.
     """
     dq, dk, dv = gradients
     heads, kv_heads, some = dq.shape[2], dk.shape[2], sums.shape[2]
@@ -121,7 +121,7 @@ def _launch(
     scale: float,
     follows: bool,
 ) -> Launch:
-    """``follows``: directly behind a launch of this kernel, to whose results it adds."""
+    """``follows``: directly after a launch of this kernel, to whose results it adds."""
     # The kernel module needs a Triton with Gluon's Hopper instructions.
     from dilabench.kernels.fused.sm90.backward import _backward_kernel, tile_arguments
 

@@ -43,7 +43,7 @@ class HeadResidues(NamedTuple):
     branch: tuple[int, ...] | None = None
 
     def residue(self, head: int, branch: int, rate: int) -> int:
-        """Residue of a head in a branch of dilation ``rate``; `NO_RESIDUE` where it takes no part."""
+        """Residue of a head in a branch of dilation ``rate``; `NO_RESIDUE` if it has no part in the branch."""
         if self.branch is not None and self.branch[head] != branch:
             return NO_RESIDUE
         return head_offset(head, rate, *self[:4])
@@ -65,16 +65,16 @@ def head_offset(head: int, rate: int, num_heads: int, num_kv_heads: int, offset:
 
 @dataclass(frozen=True)
 class BranchGroup:
-    """Branches that share one R, in the order of rising segment length; all lengths but ``length``, the N of the
-    sequence, and ``super_tokens``, the longest segment, are in rows of R tokens.
+    """Branches that share one R, by ascending segment length; all lengths but ``length``, the N of the sequence, and
+    ``super_tokens``, the longest segment, are in rows of R tokens.
 
-    Where R does not divide the longest segment (all are of one length then), classes count from its start: the last
-    row is that of its first classes only, and the next segment begins at another token modulo R.
+    If R does not divide the longest segment (all have one length then), classes count from its start: only its first
+    classes have the last row, and the next segment begins at another token modulo R.
 
     ``kinds[k][i]`` is the residue of branch i in the frame of kind k, or `NO_RESIDUE`; head h has kind ``head_kind[h]``
     and sees class ``(u + head_shift[h]) % modulus`` where the frame says u. ``window``: how many tokens before and
-    behind it a query sees, None for all of its segment. ``documents``: how many sequences the ``length`` tokens may be,
-    one behind the other, 0 for a single one; super-segments begin anew in each, and `packing` says where.
+    after it a query sees, None for all of its segment. ``documents``: largest number of sequences in the ``length``
+    tokens, 0 for a single one; super-segments restart in each, at the places in `packing`.
     """
 
     branches: tuple[int, ...]
@@ -97,11 +97,11 @@ class BranchGroup:
 
     @property
     def compiled_for(self) -> tuple[int, ...]:
-        """What kernels are compiled for of a group, so that other groups of the kind compile nothing."""
+        """The properties of a group that kernels are compiled for; groups that share them share the kernels."""
         return self.heads_per_kv, len(self.kinds), self.is_shifted, self.is_windowed, self.documents > 0
 
     def sure_and_most(self, tokens: int) -> tuple[int, int]:
-        """Rows on a side on which a query sees so many tokens: in which it sees all keys, and beyond which none; of a
+        """Rows on a side on which a query sees this many tokens: in which it sees all keys, and beyond which none; of a
         class that may be another's where branches have different rates.
         """
         apart = self.modulus - 1 if len(set(self.rates)) > 1 else 0
@@ -151,7 +151,7 @@ class BranchGroup:
 
     @cached_property
     def most_supers(self) -> int:
-        """Super-segments that so many documents have at most."""
+        """The most super-segments that this number of documents can have."""
         return self.full_supers + self.documents
 
     @cached_property
@@ -219,17 +219,17 @@ class BranchGroup:
         return cut_super or self.tail_rows % tile > 0 or self.tail_tokens % self.modulus > 0
 
     def in_tiles(self, tile: int) -> tuple[BranchGroup, int]:
-        """A group that many lengths have in common, and `tail_tokens` with the same lists of tiles of ``tile`` rows or
-        multiples of it. Where there are whole super-segments the group is one of those alone.
+        """A group that many lengths share, and `tail_tokens` with the same lists of tiles of ``tile`` rows or multiples
+        of it.
 
-        Of the last super-segment lists depend on two things: on how many tiles begin in it, and whether every class
-        fills the last of them.
+        If there are whole super-segments, the group has only these. The lists of the last super-segment depend on the
+        number of tiles that begin in it, and on whether every class fills the last tile.
         """
         rows = -(-self.tail_rows // tile) * tile
         tail = self.modulus * rows - (self.tail_tokens // self.modulus < rows)
         if self.full_supers:
             return replace(self, length=self.super_tokens), min(tail, self.super_tokens - 1)
-        # What holds all of the sequence holds all of the longer one, too.
+        # A window over the whole sequence covers the longer one, too.
         segments = tuple(segment if segment < self.sequence_rows else rows + 1 for segment in self.segment_rows)
         return replace(self, segment_rows=segments, super_tokens=self.modulus * (rows + 1), length=tail), tail
 

@@ -104,8 +104,8 @@ def _forward_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # One program: one query tile of one class. ONE_CLASS: that of block masks, to which only some tiles are visible, of
-    # keys that may be other rows, hidden from RANGES of rows.
+    # One program: one query tile of one class. ONE_CLASS: of block masks, with only some visible tiles, and keys that
+    # may be other rows, hidden from RANGES of rows.
     item, super_index, head, batch, variant, n_items = find_work(
         visits_ptr, spans_ptr, n_items, n_blocks, item_major, n_supers, full_supers, n_heads
     )
@@ -160,7 +160,7 @@ def _forward_kernel(
                 ranges = hiding_ranges(bounds_ptr, (key_row + tl.arange(0, BLOCK_N))[None, :], key_rows, RANGES)
                 logits = tl.where(outside(seen, query_row[:, None], ranges, RANGES), logits, float("-inf"))
             new_top = tl.maximum(top, tl.max(logits, 1) * scale_log2 + bias)
-            # A row may see nothing yet.
+            # A row may have seen no key yet.
             safe_top = finite(new_top) if masked else new_top
             p = tl.math.exp2(logits * scale_log2 - (safe_top - bias)[:, None])
             decay = tl.math.exp2(top - safe_top)
@@ -183,7 +183,7 @@ def _forward_kernel(
         top = higher
     mine = mine / total
     if ONE_CLASS:
-        # A row that sees nothing has out 0 and lse -inf.
+        # A row that sees no key has out 0 and lse -inf.
         mine = tl.where(total == 0.0, 0.0, mine)
     theirs = mine
     lse = (top + tl.log2(total)) * 0.6931471805599453
@@ -223,12 +223,11 @@ def fused_forward(
 ) -> tuple[Tensor, Tensor]:
     """``(out [B, N, H, D], lse [B, H, N] float32)`` of the branches in ``plan.groups``, merged in place group by group.
 
-    Rows that no branch covers get out 0 and lse -inf.
-    ``log_mass`` [1, H, N] float32, contiguous: the logarithm of a null mass of each row (zero keys), -inf for none.
-    ``config`` overrides the shipped tile shapes. Any token and head strides are taken as they are when regular
-    (packed qkv included). ``beside``: launches that are compiled with these where they are new. ``packing``: the
-    documents of a plan for some.
-    Raises ValueError on shapes that do not fit ``plan`` or a scale that is not positive.
+    Rows that no branch covers get out 0 and lse -inf. ``log_mass`` [1, H, N] float32, contiguous: the logarithm of a
+    null mass of each row (zero keys), -inf for none. ``config`` overrides the shipped tile shapes. Any token and head
+    strides are taken as they are when regular (packed qkv included). ``beside``: launches that are compiled together
+    with these if new. ``packing``: the documents of a plan for documents. Raises ValueError on shapes that do not fit
+    ``plan`` or a scale that is not positive.
     """
     cache = LaunchCache.of("forward", plan, scale, config, log_mass is None, layout(q), layout(k), layout(v))
     scale, more, as_they_are = cache.once("operands", lambda: _operands(q, k, v, plan, scale))
@@ -274,9 +273,9 @@ def fused_forward_partials(
     packing: Packing | None = None,
     cache: LaunchCache | None = None,
 ) -> tuple[Tensor, Tensor, Partials]:
-    """As `fused_forward` for a plan of single branches, with the result of each by itself. ``log_masses``: a null mass
-    of each branch, [H, N] float32 as above, by its index; -inf also where the branch does not cover a row.
-    ``cache``: another than that of these tensors.
+    """As `fused_forward` for a plan of single branches, with a separate result for each. ``log_masses``: a null mass of
+    each branch, [H, N] float32 as above, by its index; -inf also where the branch does not cover a row. ``cache``:
+    instead of the one for these tensors.
     """
     if cache is None:
         cache = LaunchCache.of(
@@ -330,7 +329,7 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, scale: float |
 
 
 def _as_read(q: Tensor, k: Tensor, v: Tensor, plan: ResiduePlan, more: int, cache: LaunchCache) -> dict[str, Tensor]:
-    """q, k and v as kernels read them, with so many more columns."""
+    """q, k and v as kernels read them, with that many more columns."""
     read = {name: whole_classes(x, plan.groups) for name, x in (("q", q), ("k", k), ("v", v))}
     if more:
         # A program copies its queries once.

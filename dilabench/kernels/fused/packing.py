@@ -53,7 +53,7 @@ class ListRequest:
         if group.one_frame_per_kv_head or not self.by_key:
             classes = max(sum(bool(group.active(k, u)) for u in range(classes)) for k in range(len(group.kinds)))
         most = classes * (group.length // (group.modulus * self.own) + group.most_supers)
-        # Two visits are 16 bytes: kernels are compiled anew for lists that begin elsewhere.
+        # Two visits are 16 bytes: kernels are compiled again for lists that begin elsewhere.
         return most + most % 2
 
     @property
@@ -62,7 +62,7 @@ class ListRequest:
         return min(self.own, self.other)
 
     def stats_layout(self, block: int) -> StatsLayout:
-        """Of as many rows as documents have at most, in blocks of so many, which divide the tile."""
+        """The layout of as many rows as documents have at most, in blocks that divide the tile."""
         group = self.group
         rows = group.length // group.modulus + group.most_supers * self.stats_tile
         return StatsLayout(group.modulus, 1, group.length, -(-rows // block) * block, block)
@@ -80,7 +80,7 @@ class ListRequest:
 
 
 class DocumentLists(NamedTuple):
-    """What a launch over documents is given.
+    """The lists for a launch over documents.
 
     visits: int32 [n, 2], of each program its super-segment and its item among those of the super-segment's variant.
     spans: int32 [n, `SPAN_COLUMNS`], of each super-segment its first token, tokens, variant of lists, and first row
@@ -203,7 +203,7 @@ class _Made(NamedTuple):
 
 
 def _copied(numbers: _Written, x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Numbers on the device of x, and when they are there if nobody waited."""
+    """Numbers on the device of x, and an event for their arrival unless it was waited for."""
     here = torch.from_numpy(numbers)
     if type(x) is not Tensor or not x.is_cuda or torch.cuda.is_current_stream_capturing():
         with on_a_stream_of_its_own(x.device):
@@ -230,7 +230,7 @@ class _Supers:
 
     @classmethod
     def of(cls, bounds: Integers, most: int, modulus: int) -> _Supers:
-        """Of so many tokens at most, in rows of so many."""
+        """The super-segments of documents, each of at most `most` tokens, in rows of `modulus` tokens."""
         lengths = bounds[1:] - bounds[:-1]
         supers = -(-lengths // most)
         document = np.arange(len(lengths)).repeat(supers)

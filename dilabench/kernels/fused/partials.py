@@ -27,8 +27,8 @@ from dilabench.kernels.fused.tile_walk import find_span
 from dilabench.kernels.launch_cache import COPY_BYTES, Arguments, Launch
 from dilabench.kernels.softmax import weights_of_two
 
-# What each branch has begins at a multiple of so many numbers, and so of 16 bytes, whatever the shape: kernels are
-# compiled anew for others.
+# The parts of a branch begin at a multiple of this many numbers, so of 16 bytes, for every shape: kernels are compiled
+# again for others.
 _UNIT = COPY_BYTES // 2
 # Numbers of a branch in the table before the class of each head.
 _BEFORE_CLASSES = 8
@@ -44,7 +44,7 @@ class Partials(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialPlaces:
-    """Where the rows of groups of a single branch are in `Partials`: n rows (`BranchGroup.stored_rows`) of each head in
+    """The places of rows of groups of a single branch in `Partials`: n rows (`BranchGroup.stored_rows`) of each head in
     out [B, n, H, D] and lse [B, H, n].
 
     shape: of all rows, [B, N, H, D]. outs, lses: where groups begin, and the end. table: int32, of each group the units
@@ -96,7 +96,7 @@ class PartialPlaces:
 
     def merge(self, tensors: dict[str, Tensor]) -> Launch:
         """The launch that merges outs and lses to out [B, N, H, D] and lse [B, H, N]: 0 and -inf in rows that no branch
-        covers. Of documents, spans [groups, n, columns] say where rows of each group are (`packing.DocumentLists`).
+        covers. For documents, spans [groups, n, columns] say where rows of each group are (`packing.DocumentLists`).
         """
         batch, length, heads, dim = self.shape
         columns = triton.next_power_of_2(dim)
@@ -129,7 +129,9 @@ class PartialPlaces:
 
 @lru_cache(maxsize=32)
 def partial_places(plan: ResiduePlan, shape: torch.Size, device: torch.device, _kind: type[Tensor]) -> PartialPlaces:
-    """Of the groups of a plan, for tensors of a kind (what has data, or is only traced): those of few lengths stay."""
+    """The layout of a plan's groups, for tensors of a kind (with data, or only traced); layouts of few lengths are
+    kept.
+    """
     return PartialPlaces.of(plan.groups, shape, device)
 
 
@@ -139,7 +141,7 @@ def _padded(elements: int) -> int:
 
 @triton.jit
 def _add_own(state, out_ptr, lse_ptr, row, seen, n_heads, column, HEAD_DIM: tl.constexpr):
-    """The running maximum, sum and rows of `_merge_kernel` with those of one more branch."""
+    """The running maximum, sum and rows of `_merge_kernel`, updated with one more branch."""
     top, total, merged = state
     row = row.to(tl.int64)
     lse = tl.load(lse_ptr + row, seen, float("-inf"))
@@ -170,7 +172,7 @@ def _merge_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    # One program: tokens of a head that are ``step`` apart. UNIFORM: a branch covers all of them or none.
+    # One program: every ``step``-th token of a head. UNIFORM: a branch covers all of them or none.
     pid = tl.program_id(0)
     head = pid % n_heads
     rest = pid // n_heads

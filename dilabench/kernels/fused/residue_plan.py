@@ -41,9 +41,9 @@ from dilabench.kernels.fused.branch_group import (
 from dilabench.kernels.fused.tile_lists import computed_pairs
 from dilabench.kernels.tuning import GROUP_COST_PAIRS, MERGE_COST_PAIRS
 
-# Where a length is no multiple of all moduli, tensors may be copied to one that is: by less than so many tokens.
+# If a length is no multiple of all moduli, tensors may be padded to one that is, by less than this many tokens.
 MOST_TOKENS_BEHIND = 4096
-# Tables beyond this many entries (4 bytes each) cost more than they save; segments this long belong to a dense kernel.
+# Larger tables (4 bytes per entry) cost more than they save; such long segments belong to a dense kernel.
 MAX_TABLE_ENTRIES = 1 << 25
 
 
@@ -117,7 +117,7 @@ def residue_plan(
     return ResiduePlan(groups, sequence_length, num_heads, num_kv_heads, causal)
 
 
-# Documents up to so many tokens have one plan, where segments are not shorter.
+# Documents up to this many tokens have one plan, unless segments are shorter.
 _SHORTEST_DOCUMENTS = 512
 
 
@@ -128,16 +128,16 @@ def document_plan(
     *shape: Any,
     **options: Any,
 ) -> ResiduePlan:
-    """As `residue_plan` for documents from ``bounds[i]`` to ``bounds[i + 1]``, each a sequence by itself.
+    """As `residue_plan` for documents from ``bounds[i]`` to ``bounds[i + 1]``, each a separate sequence.
 
     The plan of many packings of as many tokens: it knows by rounded numbers how many documents there are, and how long
     they are. ``shape``: what `residue_plan` takes behind the length.
     """
     count, longest, most = len(bounds) - 1, max(map(sub, bounds[1:], bounds)), max(segment_lengths)
     doublings = (longest - 1).bit_length()
-    # Every second power of two: each has lists of its own.
+    # Every second power of two: each has separate lists.
     rounded = max(_SHORTEST_DOCUMENTS, 1 << doublings + (doublings + 1) % 2)
-    # Whatever is longer than all segments has the same lists.
+    # Lengths above all segments have the same lists.
     rounded = rounded if rounded <= most else 2 * most
     step = 1 << max(0, count.bit_length() - 3)
     documents = -(-count // step) * step
@@ -205,7 +205,7 @@ def _groups(
 def _cheapest_cut(
     usable: tuple[int, ...], branches: _Branches, sequence_length: int, causal: bool, tile: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Dynamic programme over cuts of ``usable`` (rising dilation rate) into runs; a run that does not fit is not a
+    """Dynamic programme over cuts of ``usable`` (ascending dilation rate) into runs; a run that does not fit is not a
     choice.
     """
     best: list[tuple[float, tuple[tuple[int, ...], ...]]] = [(0.0, ())]
@@ -226,7 +226,7 @@ def _cheapest_cut(
 
 
 def _smallest_tile(branches: tuple[int, ...], tile: int) -> int:
-    """What the tiles of a group must reach: several branches had better be apart than together in small ones."""
+    """The least tile size of a group: several branches are faster separately than together in small tiles."""
     return SMALLEST_TILE if len(branches) == 1 else min(tile, 64)
 
 

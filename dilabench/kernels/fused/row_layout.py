@@ -25,8 +25,8 @@ LARGEST_HEAD_DIM = 256
 
 logger = logging.getLogger(__name__)
 
-# What changes with the length of a sequence must not be compiled in: Triton makes a kernel anew for each set of
-# integers that are 1 or that 16 divides.
+# Values that change with the length of a sequence must not be compiled in: Triton makes another kernel for each set of
+# integers that are 1 or divisible by 16.
 PER_LENGTH = (
     "n_supers",
     "full_supers",
@@ -56,7 +56,7 @@ PER_LENGTH = (
 
 
 def is_row_addressable(x: Tensor) -> bool:
-    """Whether the tokens and heads of ``x`` lie at constant, 16-byte aligned strides through the batch."""
+    """Return True if the tokens and heads of ``x`` have constant, 16-byte aligned strides through the batch."""
     batch, length, _, dim = x.shape
     aligned = COPY_BYTES // x.element_size()
     token, head = x.stride(1), x.stride(2)
@@ -77,16 +77,16 @@ def whole_classes(x: Tensor, groups: Sequence[BranchGroup]) -> Tensor:
 
 
 def common_modulus(groups: Iterable[BranchGroup]) -> int:
-    """What a length must be a multiple of for the rows of every group to be whole."""
+    """The number that must divide a length for the rows of every group to be whole."""
     return math.lcm(*(group.modulus for group in groups))
 
 
 def _fits_a_box(x: Tensor, group: BranchGroup) -> bool:
     """Whether descriptors, which are boxes, show all tokens of ``x [B, N, H, D]``.
 
-    Where R does not divide N, one over N / R rows would reach beyond the tensor. So the box is one of whole rows, but
-    wider than R tokens by those that are left over: a tile with the last row of a class that has one in it is found a
-    row before, R tokens to the right (`tile_walk.box_place`), unless it is the first.
+    If R does not divide N, a box over N / R rows would exceed the tensor. So the box has only whole rows, and its width
+    is R tokens plus the remainder. A tile with a class's last, partial row is found one row earlier, R tokens to the
+    right (`tile_walk.box_place`), unless it is the first.
     """
     rows, left_over = divmod(x.shape[1], group.modulus)
     return left_over == 0 or rows >= group.largest_tile
@@ -115,9 +115,9 @@ def product_precision(x: Tensor) -> str:
 
 @lru_cache(maxsize=16)
 def _float32_products(device: torch.device) -> str:
-    """Six products of three bfloat16 parts each, on tensor cores, where there are such and Triton knows them (seen with
-    3.6); else FMA. A float32 is the sum of its parts, and what is left out lies below its last bit: on an H200 results
-    were nearer to float64 than by FMA (2.6e-7 against 1.0e-6), in a sixth to a twentieth of the time.
+    """Six products of three bfloat16 parts each, on tensor cores, if the device and Triton support them (seen with
+    3.6); else FMA. A float32 is the sum of its parts, and the omitted products are below its last bit: on an H200
+    results were nearer to float64 than by FMA (2.6e-7 against 1.0e-6), in a sixth to a twentieth of the time.
     """
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return "ieee"
@@ -162,11 +162,11 @@ _LOG2E = 1.4426950408889634
 
 
 class Results(NamedTuple):
-    """``out`` [B, N, H, D] and ``lse`` [B, H, N], of which rows that the group does not cover are left as they are.
+    """``out`` [B, N, H, D] and ``lse`` [B, H, N], whose rows outside the group stay unchanged.
 
-    mass: [1, H, N], the logarithm of a null mass that counts as a key of value 0. merge: with what is there. follows:
-    directly behind the launch of another group, beside whose end it begins. compact: out [B, n, H, D] and lse [B, H, n]
-    hold the `BranchGroup.stored_rows` of one class of each head, the only one that a single branch covers.
+    mass: [1, H, N], the logarithm of a null mass that counts as a key of value 0. merge: with the present contents.
+    follows: directly after the launch of another group, overlapping its end. compact: out [B, n, H, D] and lse [B, H,
+    n] hold the `BranchGroup.stored_rows` of one class of each head, the only one that a single branch covers.
     """
 
     out: Tensor
@@ -178,7 +178,7 @@ class Results(NamedTuple):
 
     @property
     def compiled_for(self) -> tuple[Hashable, ...]:
-        """What kernels are compiled for of them, besides the shape of out."""
+        """The properties that kernels are compiled for, besides the shape of out."""
         return self.out.dtype, self.mass is None, self.merge, self.follows, self.compact
 
 
@@ -191,8 +191,8 @@ def launch_arguments(
     scale: float,
     config: TileConfig,
 ) -> Arguments:
-    """What the fused kernels in Triton are all given. ``tiles`` names each operand with its rows per tile; the rest
-    as for `shared_arguments`.
+    """The common arguments of the fused Triton kernels. ``tiles`` names each operand with its rows per tile; others as
+    for `shared_arguments`.
     """
     q, k = tiles["q"][0], tiles["k"][0]
     grid, arguments = shared_arguments(q, k, n_items, group, heads_per_batch, causal, scale, config)
@@ -248,8 +248,8 @@ def shared_arguments(
 
 
 def segment_arguments(group: BranchGroup) -> dict[str, Any]:
-    """How long super-segments and the sequence are and how they lie, and how many tokens before and behind it a query
-    sees. Of documents, what says where they lie is given besides (`packing`).
+    """The lengths and places of super-segments and the sequence, and the tokens before and after it that a query sees.
+    For documents, `packing` gives further arguments.
     """
     window_left, window_right = group.window or (0, 0)
     return {

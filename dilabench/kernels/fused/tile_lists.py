@@ -1,7 +1,7 @@
 """Work lists of the fused kernels in closed form: which key tiles each query tile visits, and the reverse, with
 multiplicities. Numbers only; `tile_tables` puts them on a device.
 
-Every sequence length has lists of its own, so where they begin is made from arrays of a few thousand numbers.
+Every sequence length has separate lists, so their starts come from arrays of a few thousand numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Runs:
 
     Ranges are the innermost segment and then, outwards, what the next one adds before and behind; the last axis is the
     tiles without a mask, the masked ones before them, and those behind. ``level`` [ranges]: the segment's index. Ranges
-    without any tile are left out.
+    without any tile are omitted.
     """
 
     begin: Integers
@@ -57,7 +57,7 @@ def _entries_in_squares(group: BranchGroup, tail_tokens: int, tile: int, causal:
 def entries_of(
     group: BranchGroup, tails: tuple[int, ...], own: int, other: int, causal: bool, by_key: bool
 ) -> Integers:
-    """Pairs of tiles in a whole super-segment and in tails of so many tokens, [variants, kinds]."""
+    """Pairs of tiles in a whole super-segment and in tails of these numbers of tokens, [variants, kinds]."""
     partners = partners_of(group.rates, group.kinds, group.modulus)
     runs = runs_of(group, tails, own, other, causal, by_key)
     kept = (partners.shared[..., runs.level] > 0).sum((1, 2))
@@ -73,13 +73,13 @@ def partners_of(rates: tuple[int, ...], kinds: tuple[tuple[int, ...], ...], modu
     both = (active[:, :, :, None] & active[:, :, None, :]).astype(np.int64)
     shared = np.moveaxis(np.flip(np.cumsum(np.flip(both, 1), 1), 1), 1, -1)
     most = max(1, int((shared[..., 0] > 0).sum(2).max()))
-    # Classes with a shared branch first, in rising order.
+    # Classes with a shared branch first, in ascending order.
     order = np.argsort(shared[..., 0] == 0, axis=2, kind="stable")[..., :most]
     return Partners(order, np.take_along_axis(shared, order[..., None], 2))
 
 
 def rows_of_variants(group: BranchGroup, tails: tuple[int, ...]) -> list[int]:
-    """Rows of the longest classes of a whole super-segment, if there is one, and of tails of so many tokens."""
+    """Rows of the longest classes of a whole super-segment, if there is one, and of tails of that many tokens."""
     return [group.super_rows if group.full_supers else 0, *(-(-tail // group.modulus) for tail in tails)]
 
 
@@ -100,7 +100,7 @@ def runs_of(group: BranchGroup, tails: tuple[int, ...], own: int, other: int, ca
     for at, range_ in enumerate(ranges):
         limits[0, ..., at], limits[1, ..., at] = range_
     begin, end = -(-limits // other)
-    # No tile of its own begins behind the last row of the variant.
+    # No tile begins behind the last row of the variant.
     end = np.where((start < rows)[..., None], np.maximum(begin, end), begin)
     start, sure = start[:, None], sure[..., None]
     if causal and by_key:
@@ -109,7 +109,7 @@ def runs_of(group: BranchGroup, tails: tuple[int, ...], own: int, other: int, ca
     else:
         end = _within(-(-(start + own) // other), begin, end) if causal else end
         from_whole = begin
-    # Causal queries before the end of the sequence see nothing beyond it anyway.
+    # Causal queries before the end of the sequence never see beyond it.
     to_whole = _within((start if causal and not by_key else sure) // other, from_whole, end)
     if group.window is not None:
         # Keys see the queries behind them that see what is before.
@@ -124,7 +124,7 @@ def runs_of(group: BranchGroup, tails: tuple[int, ...], own: int, other: int, ca
     begins[..., 0], begins[..., 1], begins[..., 2] = from_whole, begin, to_whole
     counts[..., 0], counts[..., 1], counts[..., 2] = to_whole - from_whole, from_whole - begin, end - to_whole
     level = (np.arange(len(ranges)) + 1) // 2
-    # Equal segments add nothing to each other.
+    # Equal segments add no ranges.
     some = counts.any((0, 1, 3))
     return Runs(begins, counts, level) if some.all() else Runs(begins[:, :, some], counts[:, :, some], level[some])
 

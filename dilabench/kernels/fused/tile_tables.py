@@ -66,8 +66,8 @@ def tile_tables(
 ) -> TileTables:
     """Partner tiles of ``other`` rows for every tile of ``own`` rows; own rows are queries, or keys if ``by_key``.
 
-    They are there for all streams; who reads them records that (`LaunchCache`).
-    Raises ValueError when a tile is larger than the segments allow.
+    They are complete for all streams; a reader records its stream (`LaunchCache`). Raises ValueError when a tile is
+    larger than the segments allow.
     """
     by_key = _checked(group, own, other, causal, by_key)
     shared, tail = group.in_tiles(min(own, other))
@@ -144,7 +144,7 @@ def document_tables(
     most = tuning.DOCUMENT_ENTRIES, tuning.DOCUMENT_TILES
     together = _made_together(whole, own, other, causal, by_key, *most)
     tails = together or tuple(needed.tolist())
-    # Of tensors with data, or that are only traced.
+    # Tables of tensors with data, or only traced.
     device, kind = x.device, type(x)
     key = ("documents", whole, tails, own, other, causal, by_key, device, kind)
     found = _kept.get(key)
@@ -160,7 +160,7 @@ def document_tables(
 
 @contextmanager
 def on_a_stream_of_its_own(device: torch.device) -> Iterator[None]:
-    """What is made inside waits for no kernel of others, and is there for all streams at the end."""
+    """Tensors made inside wait for no other kernel, and are complete for all streams at the end."""
     if device.type != "cuda":
         yield
         return
@@ -180,7 +180,7 @@ class _ByTail(dict[int, TileTables]):
 
     @property
     def nbytes(self) -> int:
-        """Those that are made together lie in the same memory."""
+        """Tables that are made together share memory."""
         return next(iter(self.values())).nbytes
 
 
@@ -193,7 +193,7 @@ _TablesT = TypeVar("_TablesT", bound=_Bytes)
 
 
 class _Kept:
-    """The latest tables, as many as fit into so many bytes of their device: many lengths share the
+    """The latest tables that fit into a number of bytes of their device: many lengths share the
     small ones.
 
     Safe to use from several threads, of which each may have made tables that another one had to make, too.
@@ -247,7 +247,7 @@ def _tables(
     by_key: bool,
     device: torch.device,
 ) -> _ByTail:
-    """Of whole super-segments, if there are any, and each of these tails."""
+    """The lists of whole super-segments, if any, and of each of these tails."""
     *of_variants, entries = _lists(group, tails, own, other, causal, by_key)
     found = _there(group, [_behind_the_whole(x) for x in of_variants], entries, device)
     return _ByTail(zip(tails, found, strict=True))
@@ -297,7 +297,7 @@ def _behind_the_whole(of_variants: Integers) -> Integers:
     """[tails, 2, ...] of [1 + tails, ...]: the whole super-segment, and that tail."""
     tails = of_variants[1:]
     if len(tails) == 1:
-        # The same, and quicker: every length that has tables of its own waits for it.
+        # The same, and faster: every length with new tables waits for it.
         return of_variants[None]
     return np.stack((np.broadcast_to(of_variants[0], tails.shape), tails), 1)
 
@@ -327,7 +327,7 @@ class _Entries:
         """kept, tags: [kinds, R, P, ranges]."""
         kinds, classes, width, ranges = kept.shape
         count, begin = (x.swapaxes(-1, -2).reshape(-1, 3 * ranges) for x in (runs.count, runs.begin))
-        # Of every class, sort by sort, partner by partner, range by range.
+        # For every class, in the order of sorts, partners, ranges.
         kind, own, sort, partner, span = np.broadcast_to(kept[:, :, None], (kinds, classes, 3, width, ranges)).nonzero()
         column = sort * ranges + span
         some = (count.sum(0) > 0)[column]
@@ -373,7 +373,7 @@ def _written_out(counts: Tensor, begins: Tensor, total: int) -> Tensor:
 
 def _on_device(device: torch.device, *arrays: npt.NDArray[Any]) -> list[Tensor]:
     """int32 tensors of these arrays, in one copy, each [row] of each at a multiple of 16 bytes: kernels are compiled
-    anew for others.
+    again for others.
     """
     rows = [x.reshape(len(x), -1) for x in arrays]
     widths = [x.shape[1] + -x.shape[1] % _ALIGNED for x in rows]

@@ -40,8 +40,8 @@ def split_block(block, n_supers, n_heads):
 
 @triton.jit
 def find_work(visits_ptr, spans_ptr, n_items, n_blocks, item_major, n_supers, full_supers, n_heads):
-    """(item, super-segment, head, batch element, variant of lists, items of a variant) of this program. Of documents
-    a visit names the first two (`packing`).
+    """(item, super-segment, head, batch element, variant of lists, items of a variant) of this program. For documents a
+    visit names the first two (`packing`).
     """
     item, block = split_program(n_items, n_blocks, item_major)
     super_index, head, batch = split_block(block, n_supers, n_heads)
@@ -56,7 +56,7 @@ def find_work(visits_ptr, spans_ptr, n_items, n_blocks, item_major, n_supers, fu
 
 @triton.jit
 def find_span(spans_ptr, x, n_spans, COLUMN: tl.constexpr):
-    """Of numbers x >= 0 the last super-segment of documents where a column of the spans (`packing`) is not above."""
+    """For numbers x >= 0 the last super-segment of documents whose column of the spans (`packing`) is at most x."""
     span = x * 0
     width = 1
     while width < n_spans:
@@ -136,7 +136,7 @@ def stats_row(super_index, spans_ptr, stats_rows):
 def box_place(
     residue, row, first_place, whole_rows, left_over, R, ROWS: tl.constexpr, CUT: tl.constexpr, SHIFTED: tl.constexpr
 ):
-    """Where a tile of ROWS rows of a class stands in the box of `row_layout.residue_rows`: (place among the tokens of a
+    """The place of a tile of ROWS rows of a class in the box of `row_layout.residue_rows`: (place among the tokens of a
     row, row). CUT: ``left_over`` tokens may stand behind the whole rows. SHIFTED: classes count from ``first_place``.
     """
     if SHIFTED:
@@ -154,7 +154,7 @@ def box_place(
 @triton.jit
 def load_tile(desc, tail_desc, batch, row, residue, head, HEAD: tl.constexpr, TAIL: tl.constexpr):
     """[rows, HEAD] of a descriptor over [B, places, H, rows, D] (`box_place`), and the TAIL columns behind them (where
-    there are none, the same again, for nobody to use); beyond the sequence and the head dim are zeros.
+    there are none, the same again, unused); beyond the sequence and the head dim are zeros.
     """
     tile = desc.load([batch, residue, head, row, 0]).reshape([desc.block_shape[3], HEAD])
     tail = tile
@@ -202,7 +202,7 @@ def zero_tail(ROWS: tl.constexpr, TAIL: tl.constexpr):
 
 @triton.jit
 def place_of(row, place, batch, head, length, n_heads, R, HEAD_DIM: tl.constexpr):
-    """Where the token at a place of a row, or as far behind it, begins in a contiguous [B, N, H, D]."""
+    """The offset of the token at a place of a row, or beyond it, in a contiguous [B, N, H, D]."""
     token = batch.to(tl.int64) * length + row * R + place
     return (token * n_heads + head) * HEAD_DIM
 
@@ -345,7 +345,7 @@ def hiding_ranges(bounds_ptr, key_row, key_rows, RANGES: tl.constexpr):
 
 @triton.jit
 def outside(seen, query_row, ranges, RANGES: tl.constexpr):
-    """Those of the pairs that are ``seen`` in which no range of rows (`hiding_ranges`) hides the key."""
+    """The pairs in ``seen`` whose key no range of rows (`hiding_ranges`) hides."""
     for index in tl.static_range(RANGES):
         seen = seen & ((query_row < ranges[2 * index]) | (query_row >= ranges[2 * index + 1]))
     return seen

@@ -12,14 +12,14 @@ from torch import Tensor
 from dilabench.kernels.launch_cache import Launch, LaunchCache, compile_ahead
 from dilabench.kernels.tuning import rows_of_a_program
 
-# Strides are counted in so many elements, so that the compiler knows that 16 bytes can be read at a time.
+# Strides are counted in units of this many elements, so the compiler knows that it can read 16 bytes at a time.
 _UNIT = 8
 
 
 def with_columns(x: Tensor, more: int, cache: LaunchCache, name: str) -> Tensor:
-    """``x [B, N, H, D]`` with columns of zeros behind, contiguous: read and written once.
+    """``x [B, N, H, D]`` with appended columns of zeros, contiguous: read and written once.
 
-    cache: that of the pass, in which this launch has a name.
+    cache: of the pass, in which this launch has a name.
     """
     if x.stride(3) != 1 or any(stride % _UNIT for stride in (*x.stride()[:3], x.shape[3])):
         x = x.contiguous()
@@ -29,7 +29,7 @@ def with_columns(x: Tensor, more: int, cache: LaunchCache, name: str) -> Tensor:
 
 
 def make_ready(dim: int, more: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Compile what adds so many columns, for a length to come."""
+    """Compile the kernel that adds this many columns, for a later length."""
     x = torch.empty((1, 1, 1, dim), dtype=dtype, device=device)
     with torch.cuda.device_of(x):
         compile_ahead([_widening(x, x.new_empty((1, 1, 1, dim + more)))])

@@ -90,8 +90,8 @@ TORCHSCALE = Implementation(
 def _no_attention(_workload: Workload) -> str:
     """The reason against every workload, from the source of dilated-attention-pytorch 0.2.0."""
     return (
-        "refused, for it computes no LongNet attention: each head has one of the branches, and its output is "
-        "divided by its sum over all positions, so that scaling v changes nothing and a causal row hangs on later ones"
+        "refused: it does not compute LongNet attention. Each head has only one branch, and each output is divided "
+        "by its sum over all positions, so a causal row depends on later ones"
     )
 
 
@@ -101,7 +101,7 @@ DILATED_ATTENTION_PYTORCH = Implementation(
     "dilated_attention_pytorch.dilated_attention:DilatedAttention",
     supports=Capabilities(merge_grads=frozenset({"exact", "detached"}), zero_keys=True, check=_no_attention),
     requires=("dilated_attention_pytorch",),
-    quirks=("with n branches it does 1/n of LongNet's work, so that its times would say nothing beside others",),
+    quirks=("with n branches it does 1/n of LongNet's work, so its times are not comparable",),
     project="dilated-attention-pytorch",
     install="pip install --no-deps dilated-attention-pytorch",
 )
@@ -189,7 +189,7 @@ FLASHINFER = Implementation(
     compiles=True,
     quirks=(
         "masks of single heads go to VariableBlockSparseAttentionWrapper, which wants heads first: copies are timed",
-        "that wrapper gathers key by key (pages of one key), whatever the block size",
+        "that wrapper gathers key by key (pages of one key) at every block size",
         "on Hopper a tile of its kernel, 128 queries for head_dim 128 and 192 for 64, holds rows of one block only",
         "its causal mask counts positions among the blocks that a row sees, so causal workloads are not asked of it",
     ),
@@ -266,7 +266,7 @@ def dilabench_register_implementations() -> list[Implementation]:
             "build_zigzag",
             _ZIGZAG,
             "WHOLE_ZIGZAG_RING",
-            "gives a wrong dq in float32, where it adds to the buffer that it reads",
+            "gives a wrong dq in float32: it adds to the buffer that it reads",
         ),
         _ring_flash_attn(
             "ring-flash-attn-ring",
@@ -274,7 +274,7 @@ def dilabench_register_implementations() -> list[Implementation]:
             "build_ring",
             replace(_IN_ORDER, dtypes=frozenset({"bfloat16"})),
             "WHOLE_RING",
-            "gives dq in bfloat16 whatever q is",
+            "gives dq in bfloat16 for every dtype of q",
         ),
         _yunchang(
             "yunchang-ulysses",

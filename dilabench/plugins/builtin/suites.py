@@ -125,7 +125,7 @@ SUITES: tuple[Suite, ...] = (
     ),
     Suite(
         "field",
-        "public projects beside ours, each on what it computes, and how to get those that are missing",
+        "public projects against dilabench, each on the workloads it computes, and how to install missing ones",
         "dilabench.suites.field.cases:expand",
         analysis="dilabench.suites.field.findings:analyse",
         reads_catalogue=True,
@@ -186,7 +186,7 @@ SUITES: tuple[Suite, ...] = (
     ),
     Suite(
         "tiles",
-        "which tile shapes are fastest for an implementation's kernels, beside those that it has",
+        "the fastest tile shapes of an implementation's kernels, compared with its defaults",
         "dilabench.suites.tiles:expand",
         analysis="dilabench.suites.tiles:analyse",
         options=TilesOptions,

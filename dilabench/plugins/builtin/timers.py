@@ -18,7 +18,7 @@ TIMERS: tuple[Timer, ...] = (
         "cold",
         "CUDA events around a call on an emptied L2, launches hidden behind a spacer",
         "dilabench.engine.timers.cold:Cold",
-        proves="GPU time of one call whose inputs come from memory, as long as no note launch_exposed stands beside it",
+        proves="GPU time of one call with inputs read from memory, unless the row has the note launch_exposed",
         devices=ON_CUDA,
         default_on=ON_CUDA,
     ),
@@ -26,7 +26,7 @@ TIMERS: tuple[Timer, ...] = (
         "hot",
         "CUDA events around a batch of calls on warm caches",
         "dilabench.engine.timers.hot:Hot",
-        proves="mean GPU time of calls in a loop, with launches where they are not hidden by the call before",
+        proves="mean GPU time of calls in a loop, launches included if the preceding call does not hide them",
         devices=ON_CUDA,
     ),
     Timer(

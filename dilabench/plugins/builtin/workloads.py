@@ -175,7 +175,7 @@ SPARSE: tuple[WorkloadPreset, ...] = (
         "blockwise_nsa_64k",
         "means, blocks selected per block of queries and a window at 64K tokens, sizes of NSA",
         (1, 64, 4, 128, 65536),
-        pattern="native_sparse",
+        pattern="blockwise_native_sparse",
         block_size=64,
         top_k=16,
         window_size=512,
@@ -197,6 +197,76 @@ SPARSE: tuple[WorkloadPreset, ...] = (
     ),
 )
 
+NSA = {"block_size": 64, "top_k": 16}
+
+# Selected per query token and key/value head, with the figures of their papers and models. Kernels take head dims of
+# queries and values that are equal, so that D is 128 also where it was published as another.
+PER_TOKEN: tuple[WorkloadPreset, ...] = (
+    # Yuan et al. 2025, arXiv:2502.11089, §4.1: 64 heads over 4, d_k 192, d_v 128; l 32, d 16, l' 64, n 16, w 512.
+    _preset(
+        "nsa_64k",
+        "NSA at 64K tokens: means, 16 blocks of 64 per token and a window, gated; D 128 where NSA has 192 and 128",
+        (1, 64, 4, 128, 65536),
+        pattern="native_sparse",
+        window_size=512,
+        compression_length=32,
+        compression_stride=16,
+        **NSA,
+    ),
+    _preset(
+        "nsa_64k_selected",
+        "the selected branch of nsa_64k alone, its blocks drawn at random: neighbours share few",
+        (1, 64, 4, 128, 65536),
+        pattern="selected_blocks",
+        selector="random",
+        **NSA,
+    ),
+    # Lu et al. 2025, arXiv:2502.13189, figure 2b: 64 blocks at every length, top 3; heads of Llama 3.1 8B, its model.
+    _preset(
+        "moba_64k",
+        "MoBA at 64K tokens: 3 of 64 blocks per token, GQA as in Llama 3.1 8B, whose heads of a group select together",
+        (1, 32, 8, 128, 65536),
+        pattern="selected_blocks",
+        selector="mean_key",
+        block_size=1024,
+        top_k=3,
+    ),
+    # MiniMax 2026, arXiv:2606.13392; heads as in transformers' MiniMaxM3VLTextConfig.
+    _preset(
+        "msa_128k",
+        "MSA at 128K tokens: 16 blocks of 128 per token and group, heads of MiniMax-M3",
+        (1, 64, 4, 128, 131072),
+        pattern="selected_blocks",
+        selector="indexer",
+        index_heads=1,
+        block_size=128,
+        top_k=16,
+    ),
+    # DeepSeek-V3.2's config.json: 128 heads over one latent, index_topk 2048, 64 index heads, of which 4 here.
+    replace(
+        _preset(
+            "dsa_64k_d128",
+            "DSA at 64K tokens: the top 2048 tokens of each, 128 heads over one; D 128 where DSA has 576 and 512",
+            (1, 128, 1, 128, 65536),
+            pattern="selected_blocks",
+            selector="indexer",
+            index_heads=4,
+            block_size=1,
+            top_k=2048,
+        ),
+        aliases=("dsa_64k",),
+    ),
+    _preset(
+        "selected_small",
+        "blocks selected per token as in NSA at 1K tokens, for a first look on a CPU",
+        (1, 8, 2, 64, 1024),
+        pattern="selected_blocks",
+        dtype="float32",
+        block_size=32,
+        top_k=4,
+    ),
+)
+
 SETS: tuple[WorkloadPreset, ...] = (
     WorkloadPreset("correctness", "workloads to check results on", members=("tiny", "small", "medium")),
     WorkloadPreset("performance", "workloads to time", members=("medium", "large")),
@@ -205,4 +275,4 @@ SETS: tuple[WorkloadPreset, ...] = (
     WorkloadPreset("zigzag", "workloads for the zigzag ring", members=("zigzag_tiny", "zigzag_small", "zigzag_medium")),
 )
 
-PRESETS: tuple[WorkloadPreset, ...] = (*RING, *DILATED, *REAL_MODELS, *PACKED, *SPARSE, *SETS)
+PRESETS: tuple[WorkloadPreset, ...] = (*RING, *DILATED, *REAL_MODELS, *PACKED, *SPARSE, *PER_TOKEN, *SETS)

@@ -135,7 +135,7 @@ def plan_ahead(cases: Iterable[Case], device: str, catalogue: Catalogue) -> None
 
 
 def each_traced(ask: Callable[[CaseT], AnswerT], cases: Iterable[CaseT]) -> list[AnswerT]:
-    """The answers of a function that traces, for each case, several at a time. Ctrl-C ends all traces at once."""
+    """The answers of a function that traces, for each case, several at a time. Ctrl-C ends all traces."""
     pool = ThreadPoolExecutor(len(_ALL))
     answers = [pool.submit(ask, case) for case in cases]
     try:
@@ -263,7 +263,7 @@ def _guess(fits: tuple[int, int], too_long: tuple[int, int], capacity: int, step
     """Interpolate the length that reaches the capacity, between the two known ones, on a multiple of the step."""
     (low, low_bytes), (high, high_bytes) = fits, too_long
     if high == MAX_SEQ_LEN:
-        # No length was too long yet: extrapolate in proportion, and a step beyond, so that the next may end the search.
+        # All lengths fit so far: extrapolate in proportion plus one step, so that the next may end the search.
         return min(MAX_SEQ_LEN // 2, max(low + step, low * capacity // max(1, low_bytes) // step * step + step))
     at = low + (high - low) * (capacity - low_bytes) // max(1, high_bytes - low_bytes)
     nearest = at // step * step

@@ -54,7 +54,7 @@ class Tracer:
         return answer
 
     def end(self) -> None:
-        """Kill the process, so that a thread that waits for its answer goes on."""
+        """Kill the process, so that a thread that waits for its answer continues."""
         if self._process is not None:
             self._ended = True
             self._process.kill()

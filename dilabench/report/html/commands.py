@@ -8,7 +8,7 @@ from dilabench.record import Optimizations, Row, RunRecord
 from dilabench.request import SWITCHES, assignment, measuring_options
 from dilabench.workload.spec import WorkloadRequest
 
-# The suite that measures just what it is asked for.
+# The suite that measures only the requested cases.
 SUITE = "implementations"
 
 

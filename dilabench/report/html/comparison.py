@@ -31,7 +31,7 @@ class Entry:
 
 
 NO_PAIR = Entry()
-# A run against itself or an earlier one, which stands elsewhere.
+# A run against itself or an earlier one, which has another cell.
 EMPTY = Entry(word="", time="", ratio="")
 Line = tuple[str, str, str, str, list[Entry]]
 
@@ -69,7 +69,7 @@ def to_text(matrix: Matrix, records: Sequence[RunRecord], verdict: str, code: Ex
 
 
 def notebook(comparison: Comparison) -> str:
-    """What a notebook shows of a comparison: a line per pair with its reason, and what was not compared."""
+    """The view of a comparison in a notebook: a line per pair with its reason, and the cases without a pair."""
     return page(
         "notebook_comparison.html.j2",
         pairs=[(case_name(pair.candidate), workload_title(pair.candidate), _entry(pair)) for pair in comparison.pairs],
@@ -100,7 +100,7 @@ def _entry(pair: ComparedPair | None) -> Entry:
 
 
 def _differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """What is not the same in all environments; times of day aside."""
+    """The fields that differ between the environments, times of day excluded."""
     tables = [dict(environment_rows(record)) for record in records]
     for table, record in zip(tables, records, strict=True):
         table["dilabench"] = record.tool_version

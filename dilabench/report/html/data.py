@@ -1,4 +1,4 @@
-"""What the scripts of the page read: rows, workloads, notes and samples, as compact JSON."""
+"""The data for the scripts of the page: rows, workloads, notes and samples, as compact JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from dilabench.report.html.commands import quoted, row_command
 from dilabench.report.html.winners import family
 from dilabench.units import format_bytes, format_seconds
 
-# Numbers of raw samples that the page holds: with more, turns are shown by their medians, and with more still, by none.
+# Limits on the raw samples in the page: above the first, only the medians of slots are shown; above the second, none.
 MOST_SAMPLES = 120_000
 PARTS = {
     "inputs": "inputs_bytes",
@@ -38,7 +38,7 @@ class PageData:
         self._rows = [self._row(line, table) for table in tables for line in table.rows]
 
     def as_json(self, plots: Mapping[str, Plot]) -> str:
-        """The data as JSON that may stand inside of a script element."""
+        """The data as JSON that is safe inside a script element."""
         document = {
             "columns": [column.name for column in self._columns],
             "rows": self._rows,
@@ -82,7 +82,7 @@ class PageData:
             "batch": workload.batch_size,
             "dtype": workload.dtype,
         }
-        # Rows of a workload stand together.
+        # Rows of a workload are adjacent.
         if not self._workloads or self._workloads[-1] != entry:
             self._workloads.append(entry)
         return len(self._workloads) - 1
@@ -115,8 +115,10 @@ class PageData:
             details["code"] = outcome.code
         if isinstance(outcome, Failed):
             details["stage"] = outcome.stage
-            broken = [one for one in outcome.verification.checks if not one.passed] if outcome.verification else []
-            details["checks"] = [one.text for one in broken]
+            broken = (
+                [check for check in outcome.verification.checks if not check.passed] if outcome.verification else []
+            )
+            details["checks"] = [check.text for check in broken]
             if outcome.traceback:
                 details["traceback"] = self._text(outcome.traceback)
         if isinstance(outcome, Measured):
@@ -126,7 +128,7 @@ class PageData:
         return {name: value for name, value in details.items() if value not in ([], None)}
 
     def _samples(self, row: Row) -> list[list[Any]]:
-        """[session, samples, clock, power] of each turn of the timing that is shown."""
+        """[session, samples, clock, power] of each slot of the timing that is shown."""
         timing = first_timing(row)
         if timing is None or self._form == "none":
             return []
@@ -150,7 +152,7 @@ def _turn(slot: Slot, form: str) -> list[Any]:
 
 def _facts(outcome: Measured) -> list[tuple[str, str]]:
     verification = outcome.verification
-    checks = f"{sum(one.passed for one in verification.checks)} of {len(verification.checks)} checks passed"
+    checks = f"{sum(check.passed for check in verification.checks)} of {len(verification.checks)} checks passed"
     rows = "all rows" if verification.sampled_rows is None else f"{verification.sampled_rows} sampled rows"
     against = f", every row against {verification.against}" if verification.against else ""
     facts = [("verified", f"{checks}, {rows}{against}")]
@@ -162,7 +164,7 @@ def _facts(outcome: Measured) -> list[tuple[str, str]]:
     for key, count in outcome.counters.items():
         facts.append((key, COUNTERS[key].shown(count) if key in COUNTERS else str(count)))
     facts += [
-        ("kernel", f"{one.name} ({one.count} x, {format_seconds(one.duration_ns * 1e-9)})") for one in outcome.kernels
+        ("kernel", f"{use.name} ({use.count} x, {format_seconds(use.duration_ns * 1e-9)})") for use in outcome.kernels
     ]
     return facts
 
@@ -171,7 +173,7 @@ def _ceilings(record: RunRecord) -> dict[str, Any]:
     """FLOP/s by dtype and bytes/s of a copy, as this device reached them in this run."""
     dtypes = {row.case.workload.dtype for row in record.rows}
     return {
-        "flops": {one: peak for one in sorted(dtypes) if (peak := peak_flops(record.ceilings, one)) is not None},
+        "flops": {dtype: peak for dtype in sorted(dtypes) if (peak := peak_flops(record.ceilings, dtype)) is not None},
         "bytes": record.ceilings.get(COPY_KEY),
     }
 
@@ -182,7 +184,7 @@ def plots_as_json(plots: Mapping[str, Plot]) -> str:
 
 
 def _in_script(document: dict[str, Any]) -> str:
-    """JSON that may stand inside of a script element."""
+    """JSON that is safe inside a script element."""
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c")
 
@@ -193,12 +195,12 @@ def _plot(plot: Plot) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A plot as JSON holds it: fields without a value left out, numbers as long as a drawing needs them."""
+    """A plot as JSON: fields without a value are omitted, numbers are rounded to the precision of a drawing."""
     if is_dataclass(value):
         named = {field.name: getattr(value, field.name) for field in fields(value)}
-        return {name: _plain(one) for name, one in named.items() if one is not None}
+        return {name: _plain(entry) for name, entry in named.items() if entry is not None}
     if isinstance(value, tuple | list):
-        return [_plain(one) for one in value]
+        return [_plain(entry) for entry in value]
     return _short(value) if isinstance(value, float) else value
 
 

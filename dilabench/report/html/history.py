@@ -26,12 +26,12 @@ class Trend:
 
     @property
     def is_drawn(self) -> bool:
-        """Return True if there are runs to compare: one draws a point and nothing else."""
+        """Return True if there are at least two runs to compare."""
         return sum(len(curve.points) for curve in self.plot.curves) > 1
 
 
 def to_text(trends: Sequence[Trend], heading: str) -> str:
-    """The page; it fetches nothing."""
+    """The page, which needs no network."""
     charts = chart_library()
     plots = {trend.plot.name: trend.plot for trend in trends if trend.is_drawn}
     return page(

@@ -30,7 +30,7 @@ function sortRows(rows, keyOf, direction) {
 }
 
 function headings(cells, sorted) {
-  // A second click turns the order round.
+  // A second click reverses the order.
   const state = { cell: null, direction: 1 };
   cells.forEach((cell, index) => {
     const button = element("button", { type: "button", onclick: () => {
@@ -182,7 +182,7 @@ function marksOfSpans(spans, label, x) {
   ];
 }
 
-// bars: {category, series, y, lo, hi}. Bars never stand on a logarithmic axis: their lengths would mean nothing.
+// bars: {category, series, y, lo, hi}. Bars need a linear axis: on a logarithmic one their lengths have no meaning.
 function bars({ values, title, reference = null, stacked = false, order = null }) {
   const labels = [...new Set(values.map((value) => value.series))];
   const { color } = scaled(labels);
@@ -324,7 +324,7 @@ function rowTable(data) {
     if (d.traceback !== undefined) box.append(element("pre", {}, texts[d.traceback]));
     if (row.t && charts) {
       const target = element("div", { class: "chart", role: "img", "aria-label": "Raw samples in the order taken" });
-      box.append(element("p", { class: "soft" }, data.samples === "all" ? "Raw samples, in the order taken:" : "The median of each turn, in the order taken (every sample: dilabench report RUN -f csv --samples):"), target);
+      box.append(element("p", { class: "soft" }, data.samples === "all" ? "Raw samples, in the order taken:" : "The median of each slot, in the order taken (every sample: dilabench report RUN -f csv --samples):"), target);
       // Its width is that of the page, which it has only when it is on it.
       requestAnimationFrame(() => draw(target, samplesOf(row)));
     }

@@ -1,4 +1,4 @@
-"""report.html: everything that is known of a run, in one file that fetches nothing."""
+"""report.html: everything known about a run, in one file that needs no network."""
 
 import contextlib
 from base64 import b64encode
@@ -40,7 +40,7 @@ MOST_MASKS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """A plot on the page: `key` into the page's data where a script draws it, `picture` where it is one already."""
+    """A plot on the page: `key` into the page's data if a script draws it, or the `picture` itself."""
 
     plot: Plot
     key: str | None = None
@@ -48,7 +48,7 @@ class Drawn:
 
     @property
     def alt(self) -> str:
-        """What the plot shows, for those who do not see it."""
+        """A text alternative to the plot."""
         plot = self.plot
         if isinstance(plot, MaskPlot):
             return f"Mask of {plot.blocks} x {plot.blocks} blocks of {plot.block_size} tokens: {plot.title}"
@@ -101,7 +101,7 @@ def to_text(record: RunRecord, sections: Sequence[Section] = (), columns: Sequen
 
 
 def notebook(record: RunRecord) -> str:
-    """What a notebook shows of a record: the answer and the tables of the first workloads."""
+    """The view of a record in a notebook: the answer and the tables of the first workloads."""
     tables = workload_tables(record)
     sections = sections_of(record, discover().catalogue)
     return page(
@@ -137,11 +137,11 @@ def chart_library() -> str | None:
         import vl_convert
     except ImportError:
         return None
-    # Bundling takes a second; the result depends on nothing but the version.
+    # Bundling takes a second; the result depends only on the version.
     kept = cache_folder() / f"vega-lite-{version('vl-convert-python')}.js"
     if data := read_checked(kept):
         return data.decode()
-    # Inside of a script element nothing else would end the element.
+    # This is the only text that would end a script element.
     text = str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")).replace("</script", "<\\/script")
     with contextlib.suppress(EnvironmentNotReady):
         write_bytes(kept, with_digest(text.encode()))

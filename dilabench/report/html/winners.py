@@ -1,4 +1,4 @@
-"""Who wins where: one line per kind of workload, one column per length."""
+"""The map of winners: one line per kind of workload, one column per length."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -14,11 +14,10 @@ from dilabench.units import format_count, format_latency
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Field:
-    """What is known of one length: the fastest, or why nobody is.
+    """The result at one length: the fastest, or why there is none.
 
-    state: 'won' by one that is proven to be fastest; 'tied' where nobody is; 'single' where there was one row;
-    'skipped' or 'failed' where nothing was measured. `word` is what the answer says of it, `reasons` are those of the
-    rows without a time.
+    `state`: 'won' if one is proven to be fastest, 'tied' if none is; 'single' if there was one row; 'skipped' or
+    'failed' without a measured row. `word`: as the answer names it. `reasons`: of the rows without a time.
     """
 
     state: str
@@ -36,7 +35,7 @@ class WinnerMap:
 
 
 def winner_map(tables: Sequence[WorkloadTable]) -> WinnerMap:
-    """The map of everything that is ranked; yardsticks are not."""
+    """The map of all ranked rows, without unranked references."""
     found: dict[str, dict[int, Field]] = {}
     shared = Counter((family(table), _length(table)) for table in tables)
     for table in tables:
@@ -57,7 +56,7 @@ def winner_map(tables: Sequence[WorkloadTable]) -> WinnerMap:
 
 
 def family(table: WorkloadTable) -> str:
-    """What a table is about, without batch size and length."""
+    """The title of a table without batch size and length."""
     return table.title.partition(" ")[2]
 
 

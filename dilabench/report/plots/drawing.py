@@ -1,6 +1,6 @@
 """Drawings of plots (matplotlib): curves over length, groups of bars, block masks.
 
-Series have colours that the colour-blind can tell apart, and markers and hatches for prints in grey.
+Series have colours that the colour-blind can distinguish, and markers and hatches for prints in grey.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from matplotlib.ticker import FixedLocator, Locator, LogLocator, MaxNLocator, Nu
 from dilabench.report.findings import BarPlot, Bars, Curve, CurvePlot, MaskPlot
 from dilabench.units import format_count, format_rate
 
-# Okabe and Ito, "Color Universal Design" (2008); black last, yellow left out: it vanishes on white.
+# Okabe and Ito, "Color Universal Design" (2008); black last, without yellow, which is invisible on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 HATCHES = ("", "///", "...", "\\\\\\", "xx", "++", "oo")
@@ -53,14 +53,14 @@ def look(index: int) -> Look:
 CURVES_INCHES = (7.6, 4.4)
 MAX_TICKS = 9
 MAX_SPANS = 18
-# Series of one length stand side by side, so that their intervals do not cover each other.
+# Series of one length are drawn side by side, so that their intervals do not overlap.
 SIDE_STEP = 1.02
 
 
 def draw_curves(plot: CurvePlot, series: Sequence[str] = ()) -> Figure:
     """The plot as a figure; measured points with markers, fitted ones as dashed lines of the same colour.
 
-    `series`: names whose looks go before those of the plot's own, as of other plots of the record.
+    `series`: names whose style is fixed first, so that all plots of a record agree.
     """
     figure = Figure(figsize=CURVES_INCHES, layout="constrained")
     axes = figure.subplots()
@@ -123,7 +123,7 @@ def _value_text(value: float) -> str:
 
 
 def _ticks_at_points(axes: Axes, places: Sequence[float]) -> None:
-    """Ticks where was measured, from the largest on, as far as their names have room on the logarithmic axis."""
+    """Ticks at the measured values, from the largest on, as long as their labels fit on the logarithmic axis."""
     axes.xaxis.set_major_locator(FixedLocator(_with_room(places, MAX_TICKS)))
     axes.xaxis.set_minor_locator(NullLocator())
     whole = all(place == round(place) for place in places)
@@ -164,13 +164,13 @@ GROUP_GAP = 0.8
 # A line of a name, in bars.
 LINE = 0.75
 MAX_LEGEND_COLUMNS = 4
-# So many characters are as wide as the figure, and as the mark beside a name.
+# Characters that fit into the width of the figure, and of the mark next to a name.
 LEGEND_CHARACTERS = 115
 HANDLE_CHARACTERS = 9
 
 
 def draw_bars(plot: BarPlot, series: Sequence[str] = ()) -> Figure:
-    """The plot as a figure; the first category and the first bar of a group stand on top. `series`: as of curves."""
+    """The plot as a figure; the first category and the first bar of a group are on top. `series`: as of curves."""
     known = list(dict.fromkeys((*series, *names(plot))))
     count = max(1, len(plot.bars))
     # A group is as high as the bars that it has, or as its name.
@@ -200,7 +200,7 @@ def draw_bars(plot: BarPlot, series: Sequence[str] = ()) -> Figure:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     if len(plot.bars) > 1:
-        # Below: names of categories already take the room beside.
+        # Below: the names of categories take the space at the side.
         figure.legend(loc="outside lower center", frameon=False, ncols=columns)
     return figure
 

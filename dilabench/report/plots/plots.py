@@ -25,7 +25,7 @@ STYLE: dict[Any, Any] = {"svg.hashsalt": "dilabench", "font.size": 9.0, "axes.ti
 
 
 def render(record: RunRecord, folder: Path | None, sections: Sequence[Section] = ()) -> None:
-    """Write plots/<name>.png and .svg into `folder`; without a folder there is nothing to do.
+    """Write plots/<name>.png and .svg into `folder`; without a folder, do nothing.
 
     Raises EnvironmentNotReady when a file cannot be written.
     """
@@ -50,13 +50,13 @@ def series_of(sections: Sequence[Section]) -> tuple[str, ...]:
 
 
 def svg(plot: Plot, record: RunRecord, series: tuple[str, ...] = ()) -> str:
-    """The plot as an SVG element, without the declarations that a file of its own begins with."""
+    """The plot as an SVG element, without the declarations of a separate file."""
     text = _picture(plot, subject(record), _origin(record), "svg", series).decode()
     return text[text.index("<svg") :]
 
 
 def subject(record: RunRecord) -> str:
-    """What all plots of a record are of: the machine, and what the workloads of all rows share."""
+    """The common caption of a record's plots: the machine, and the fields that all workloads share."""
     shared: list[str] | None = None
     for row in record.rows:
         words = [*row.case.workload.label().split(" "), row.case.workload.mode]

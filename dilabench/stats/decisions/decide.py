@@ -1,11 +1,11 @@
 """From an estimate to a verdict (measurement.md §5.2), by a `Policy`: the user's margin, and a machine's resolution.
 
-With m = ln(1 + delta): SLOWER when the interval lies above m, FASTER when it lies below -m, SAME when it lies inside
-[-m, m] (two one-sided tests: Schuirmann 1987), INCONCLUSIVE otherwise. If the clock of every slot is known, time and
-cycles must agree. The p-value of a slow-down beyond the margin is P(T_df > (theta - m) / SE).
+With m = ln(1 + delta): SLOWER if the interval is above m, FASTER if it is below -m, SAME if it is inside [-m, m] (two
+one-sided tests: Schuirmann 1987), INCONCLUSIVE otherwise. If the clock of every slot is known, time and cycles must
+agree. The p-value of a slow-down beyond the margin is P(T_df > (theta - m) / SE).
 
-Many comparisons at once are corrected: without that 132 pairs give six false alarms at 5 %. Holm controls the chance of
-any false claim. Slow-downs and speed-ups are two families, so that exchanging the sides mirrors every verdict.
+Many comparisons are corrected: uncorrected, 132 pairs give six false alarms at 5 %. Holm controls the chance of any
+false claim. Slow-downs and speed-ups are two families, so that exchanging the sides mirrors every verdict.
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ class Policy:
             raise ConfigError(f"sigma_aa {self.sigma_aa} must not be negative; run `dilabench calibrate` again")
         for name in ("confidence", "power"):
             if not 0.5 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name} {getattr(self, name)} must lie in [0.5, 1), for example 0.95")
+                raise ConfigError(f"{name} {getattr(self, name)} must be in [0.5, 1), for example 0.95")
 
     @classmethod
     def for_device(
@@ -261,7 +261,7 @@ def _reason(code: Code, cause: Cause, estimate: Estimate, numbers: Numbers, marg
         return f"{counted(estimate.rounds, 'round')}; {MIN_ROUNDS} are the least that give an interval"
     if cause is Cause.TOO_FEW_SESSIONS:
         apart = _percent(abs(numbers.ratio - 1))
-        return f"{apart} apart, but one session on each side does not show the spread between sessions"
+        return f"{apart} difference, but one session on each side does not show the spread between sessions"
     within = f"the margin of {_percent(margin.delta)} ({_MARGIN_SOURCE[margin.source]})"
     interval = f"{numbers.ratio:.4g}x the baseline's time, {numbers.ratio_low:.4g} to {numbers.ratio_high:.4g}"
     assert numbers.confidence is not None
@@ -313,11 +313,11 @@ def _more_sessions(estimate: Estimate, numbers: Numbers) -> str:
     spread = _percent(sqrt(estimate.reducible_variance))
     if numbers.sessions_needed is not None:
         needed = max(numbers.sessions_needed, 2 * estimate.sessions)
-        return f"sessions lie {spread} apart: {needed} new ones should decide"
+        return f"sessions differ by {spread}: {needed} new ones should decide"
     if numbers.both_needed is not None:
         what = f"{numbers.both_needed} on either side should decide (`baseline save --add`)"
-        return f"sessions lie {spread} apart, too far for the baseline's {estimate.stored}: {what}"
-    return f"sessions lie {spread} apart, too far for this margin: choose a wider one (`--threshold`)"
+        return f"sessions differ by {spread}, too much for the baseline's {estimate.stored}: {what}"
+    return f"sessions differ by {spread}, too much for this margin: choose a wider one (`--threshold`)"
 
 
 def _effort(rounds: int, estimate: Estimate) -> str:
@@ -330,7 +330,7 @@ def holm(p_values: ArrayLike) -> NDArray[np.float64]:
     """Holm's step-down adjusted p-values, in the given order. Raises ConfigError for a p outside [0, 1]."""
     p = np.asarray(p_values, np.float64)
     if not np.all((p >= 0) & (p <= 1)):
-        raise ConfigError(f"p-values must lie in [0, 1], got {p[~((p >= 0) & (p <= 1))][0]}; pass raw p-values")
+        raise ConfigError(f"p-values must be in [0, 1], got {p[~((p >= 0) & (p <= 1))][0]}; pass raw p-values")
     order, m = np.argsort(p, kind="stable"), len(p)
     adjusted = np.empty(m)
     adjusted[order] = np.minimum(1.0, np.maximum.accumulate(p[order] * (m - np.arange(m))))
@@ -391,7 +391,9 @@ class DetectionRate:
 def binomial_interval(hits: int, trials: int, confidence: float = 0.95) -> Interval:
     """Exact interval of a proportion (Clopper and Pearson, 1934). Raises ConfigError unless 0 <= hits <= trials."""
     if not 0 <= hits <= trials or trials == 0:
-        raise ConfigError(f"{hits} hits of {trials} trials; hits must lie between 0 and the trials, which must exist")
+        raise ConfigError(
+            f"{hits} hits of {trials} trials; hits must be between 0 and the number of trials, which must be positive"
+        )
     tail = (1 - confidence) / 2
     low = float(betaincinv(hits, trials - hits + 1, tail)) if hits > 0 else 0.0
     high = float(betaincinv(hits + 1, trials - hits, 1 - tail)) if hits < trials else 1.0

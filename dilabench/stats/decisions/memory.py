@@ -15,7 +15,7 @@ RESIDENT_ABSOLUTE_LIMIT_BYTES = 8 * 2**20
 
 
 class MemoryCode(StrEnum):
-    """What is claimed about the candidate's peak."""
+    """The claim about the candidate's peak."""
 
     LARGER = "LARGER"
     SMALLER = "SMALLER"

@@ -6,11 +6,11 @@ In session k and round r both sides run one slot in random order. With L the slo
     SE^2 = s^2(D) / K                  for K >= 3 sessions, with K - 1 degrees of freedom
     SE^2 = s^2(y) / R + sigma_AA^2     for K < 3, with s^2(y) pooled within sessions over R rounds
 
-Drift, clocks and load that last longer than a round hit both sides alike and cancel in y. What is left of
-autocorrelation between rounds makes R smaller (`_effective_rounds`). With few sessions the fastest sample of a slot is
-the sharpest location, with three or more the lower quartile is.
+Drift, clocks and load that last longer than a round hit both sides alike and cancel in y. Remaining autocorrelation
+between rounds makes R smaller (`_effective_rounds`). With few sessions the fastest sample of a slot is the sharpest
+location, with three or more the lower quartile is.
 
-The error for K < 3 is that of a mean: on normal noise and without a noise floor its nominal 95 % cover 91 %, which
+The error for K < 3 is the error of a mean: on normal noise and without a noise floor its nominal 95 % cover 91 %, which
 the margin makes up for. For K >= 3 the intervals cover what they say.
 """
 
@@ -31,11 +31,13 @@ from dilabench.stats.samples.location import (
     Interval,
     Slots,
     a12,
+    checked_slots,
     flatten_slots,
     group_means,
     group_medians,
     group_quantiles,
     group_sums,
+    joined_slots,
     t_quantile,
 )
 
@@ -48,7 +50,6 @@ MIN_ROUNDS = 5
 _LEVELS = {"p25": 0.25, "median": 0.5}
 
 
-@dataclass(frozen=True, slots=True)
 class PairedRounds:
     """One comparison: `rounds[session][round] = (baseline_samples_ns, candidate_samples_ns)`.
 
@@ -56,8 +57,34 @@ class PairedRounds:
     nesting with one (baseline, candidate) clock per round, None if it was not read; None as a whole on a CPU.
     """
 
-    rounds: Sequence[Session]
-    clocks_mhz: Sequence[Sequence[tuple[float | None, float | None]]] | None = None
+    __slots__ = ("clocks_mhz", "session_rounds", "slots")
+
+    def __init__(
+        self,
+        rounds: Sequence[Session],
+        clocks_mhz: Sequence[Sequence[tuple[float | None, float | None]]] | None = None,
+    ) -> None:
+        self.slots = flatten_slots([slot for session in rounds for turn in session for slot in turn])
+        self.session_rounds = np.fromiter(map(len, rounds), np.intp, len(rounds))
+        clocks = None if clocks_mhz is None else list(chain.from_iterable(clocks_mhz))
+        self.clocks_mhz = None if clocks is None else np.array(clocks, np.float64).reshape(-1, 2)
+
+    @classmethod
+    def of_slots(cls, slots: Slots, session_rounds: Counts, clocks_mhz: Floats | None = None) -> "PairedRounds":
+        """The rounds whose slots are laid out flat: the baseline's, then the candidate's of each round.
+
+        `session_rounds`: rounds of each session, `[sessions]`. `clocks_mhz`: `[rounds, 2]`, NaN if it was not read.
+        """
+        pair = cls.__new__(cls)
+        pair.slots, pair.session_rounds, pair.clocks_mhz = slots, session_rounds, clocks_mhz
+        return pair
+
+    @property
+    def rounds(self) -> list[Session]:
+        """The samples of each session and round."""
+        ends = np.cumsum(self.slots.sizes)
+        slots = iter([tuple(samples.tolist()) for samples in np.split(self.slots.samples_ns, ends[:-1])])
+        return [[(next(slots), next(slots)) for _ in range(count)] for count in self.session_rounds]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +92,14 @@ class Estimate:
     """ln(candidate / baseline) with its error; positive means that the candidate is slower.
 
     The squared standard error is `reducible_variance / units + fixed_variance`: more units (independent rounds, or
-    sessions) shrink the first term. Nothing on the candidate's side shrinks the second.
+    sessions) shrink the first term. More candidate samples do not shrink the second.
 
     log_ratio, se: natural-log units. df: degrees of freedom of the t interval; each further unit brings one more.
     interval: of `log_ratio`, None when the evidence is too thin for one. units, unit: how many independent repetitions
     the error rests on, and which kind. stored: sessions of the other side, measured at another time; 0: interleaved.
     session_log_ratios: one per session, `[sessions]`. baseline_ns, candidate_ns: typical slot location of each side.
     cycles_log_ratio, cycles_interval: the same in clock cycles, None when a slot's clock is unknown.
-    advisory: too little history to fail a gate with.
+    advisory: too little history to fail a gate with. median_log_ratio: from the medians of the slots; None if stored.
     """
 
     log_ratio: float
@@ -93,6 +120,7 @@ class Estimate:
     cycles_log_ratio: float | None = None
     cycles_interval: Interval | None = None
     advisory: bool = False
+    median_log_ratio: float | None = None
 
     @property
     def ratio(self) -> float:
@@ -128,7 +156,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Which rounds belong to which session and pair; everything lies in order, one after the other."""
+    """Which rounds belong to which session and pair; all are stored in order."""
 
     sessions: Counts  # [pairs] sessions of each pair
     rounds: Counts  # [all sessions] rounds of each session
@@ -193,13 +221,14 @@ def estimate_many(
     if not pairs:
         return []
     layout = _layout(pairs)
-    rounds = chain.from_iterable(session for pair in pairs for session in pair.rounds)
-    slots = flatten_slots(list(chain.from_iterable(rounds)))
-    locations = group_quantiles(slots.samples_ns, slots.sizes, _slot_levels(slots, layout, statistic)).reshape(-1, 2)
-    y = np.log(locations[:, 1] / locations[:, 0])
+    slots = checked_slots(joined_slots([pair.slots for pair in pairs]))
+    levels = np.stack([_slot_levels(slots, layout, statistic), np.full(len(slots.sizes), _LEVELS["median"])])
+    locations, medians = group_quantiles(slots.samples_ns, slots.sizes, levels).reshape(2, -1, 2)
+    y, y_medians = (np.log(side[:, 1] / side[:, 0]) for side in (locations, medians))
     typical = [np.exp(group_medians(np.log(side), layout.pair_rounds)) for side in locations.T]
     effects = _effects(slots, layout) if effect_size else [None] * len(pairs)
     in_time = _paired_moments(y, layout)
+    by_median = group_means(group_medians(y_medians, layout.rounds), layout.sessions)
     shift, clocks_known = _clock_shift(pairs, layout)
     in_cycles = _paired_moments(y + shift, layout) if clocks_known.any() else in_time
 
@@ -229,6 +258,7 @@ def estimate_many(
                 a12=effects[i],
                 cycles_log_ratio=theta_cycles if clocked else None,
                 cycles_interval=_interval(theta_cycles, cycles_terms, confidence) if clocked and not thin else None,
+                median_log_ratio=float(by_median[i]),
             )
         )
     return estimates
@@ -240,8 +270,8 @@ def _interval(theta: float, terms: _ErrorTerms, confidence: float) -> Interval:
 
 
 def _layout(pairs: Sequence[PairedRounds]) -> _Layout:
-    sessions = np.fromiter((len(pair.rounds) for pair in pairs), np.intp, len(pairs))
-    rounds = np.fromiter((len(session) for pair in pairs for session in pair.rounds), np.intp, int(sessions.sum()))
+    sessions = np.fromiter((len(pair.session_rounds) for pair in pairs), np.intp, len(pairs))
+    rounds = np.concatenate([pair.session_rounds for pair in pairs])
     if sessions.min() == 0 or rounds.min() == 0:
         raise ConfigError("a pair has a session without rounds; drop the session, or the pair when nothing is left")
     return _Layout(sessions, rounds, np.add.reduceat(rounds, np.cumsum(sessions) - sessions))
@@ -250,8 +280,8 @@ def _layout(pairs: Sequence[PairedRounds]) -> _Layout:
 def _slot_levels(slots: Slots, layout: _Layout, statistic: SlotStatistic) -> Floats:
     """Level at which every slot is read.
 
-    "min" reads both slots of a pair at the level of the smallest sample of the smaller one, 2 / (3 n + 1), so that
-    the side with more samples gains nothing from having them.
+    "min" reads both slots of a pair at the level of the smallest sample of the smaller one, 2 / (3 n + 1), so that more
+    samples on one side are no advantage.
     """
     smaller = slots.sizes.reshape(-1, 2).min(axis=1)
     if statistic in _LEVELS:
@@ -275,13 +305,12 @@ def _clock_shift(pairs: Sequence[PairedRounds], layout: _Layout) -> tuple[Floats
     for i, pair in enumerate(pairs):
         if pair.clocks_mhz is None:
             continue
-        readings = list(chain.from_iterable(pair.clocks_mhz))
+        readings = pair.clocks_mhz
         if len(readings) != layout.pair_rounds[i]:
             rounds = layout.pair_rounds[i]
             raise ConfigError(f"{len(readings)} clock readings for {rounds} rounds; give one pair each, None if unread")
-        if all(baseline and candidate for baseline, candidate in readings):
-            clocks = np.array(readings, np.float64)
-            shift[ends[i] - len(readings) : ends[i]] = np.log(clocks[:, 1] / clocks[:, 0])
+        if (readings > 0).all():
+            shift[ends[i] - len(readings) : ends[i]] = np.log(readings[:, 1] / readings[:, 0])
             known[i] = True
     return shift, known
 

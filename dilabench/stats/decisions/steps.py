@@ -39,9 +39,9 @@ class Step:
 def segments(history_ns: Sequence[float], *, min_size: int = 2, min_change: float = 0.02) -> list[Segment]:
     """Segments of constant level of a history of times, oldest first; one segment when nothing changed.
 
-    min_size: fewest points of a level. min_change: smallest relative change that is a step; besides, neighbouring
-    levels must lie further apart than twice the larger spread (1.4826 MAD) of the two. Works on logarithms, so that
-    scaling the history changes nothing. The time grows with the points: some 0.1 s for 5,000.
+    min_size: fewest points of a level. min_change: smallest relative change that is a step; neighbouring levels must
+    also differ by more than twice the larger spread (1.4826 MAD) of the two. Works on logarithms, so that scaling the
+    history changes nothing. The time grows with the points: some 0.1 s for 5,000.
     """
     y = np.log(checked_samples(history_ns))
     if len(y) < 2 * min_size:

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Code(StrEnum):
-    """What is claimed about the candidate's time. Everything but INCONCLUSIVE is proven at the stated confidence."""
+    """The claim about the candidate's time. All codes but INCONCLUSIVE are proven at the stated confidence."""
 
     SLOWER = "SLOWER"
     FASTER = "FASTER"

@@ -1,6 +1,6 @@
 """The location of samples of times: quantiles, the median with its interval, and which of two is higher (A12).
 
-Times have a long right tail, so no mean is ever used. Quantiles are median-unbiased: whatever the distribution, the
+Times have a long right tail, so no mean is ever used. Quantiles are median-unbiased: for any distribution, the
 k-th of n samples lies as often above as below the level (k - 1/3) / (n + 1/3) (type 8 of Hyndman and Fan, "Sample
 quantiles in statistical packages", 1996). Medians over rounds of such quantiles make 20 samples comparable with 21.
 
@@ -35,6 +35,9 @@ CONFIDENCE = 0.95
 SESSIONS_FOR_SPREAD = 3
 """From this many sessions on, their own spread is the error."""
 
+SHORT_SERIES = 256
+"""Up to this length the products of a series with itself are faster than its Fourier transform."""
+
 
 @dataclass(frozen=True, slots=True)
 class Interval:
@@ -68,6 +71,14 @@ class Location:
     interval: Interval | None
 
 
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Samples of many slots one after the other: slot i is the next `sizes[i]` of `samples_ns`."""
+
+    samples_ns: Floats
+    sizes: Counts
+
+
 def checked_samples(samples_ns: ArrayLike) -> NDArray[np.float64]:
     """The samples as one float64 vector. Raises ConfigError when empty, not finite or not positive."""
     values = np.asarray(samples_ns, dtype=np.float64).ravel()
@@ -76,7 +87,7 @@ def checked_samples(samples_ns: ArrayLike) -> NDArray[np.float64]:
     # A NaN makes the minimum NaN, which is not positive.
     if not (values.min() > 0 and values.max() < np.inf):
         bad = values[~(np.isfinite(values) & (values > 0))][0]
-        raise ConfigError(f"sample {bad} ns is not positive and finite, so it is no time; leave it out of the record")
+        raise ConfigError(f"sample {bad} ns is not a positive, finite time; remove it from the record")
     return values
 
 
@@ -129,26 +140,30 @@ def locate(samples_ns: ArrayLike, confidence: float = 0.95) -> Location:
 
 
 def locate_sessions(sessions: Sequence[Session], confidence: float = 0.95) -> Location:
-    """Summary of one case's samples, `sessions[session][turn] = samples_ns`, every slot with at least one.
+    """Summary of one case's samples, `sessions[session][turn] = samples_ns`; see `locate_slots`."""
+    slots = flatten_slots([slot for session in sessions for slot in session])
+    return locate_slots(slots, np.repeat(np.arange(len(sessions)), [len(session) for session in sessions]), confidence)
+
+
+def locate_slots(slots: Slots, sessions: ArrayLike, confidence: float = 0.95) -> Location:
+    """Summary of one case's samples; slot i was taken in session `sessions[i]`, and slots of a session follow another.
 
     As `locate` gives it, with the interval of `_interval_of_blocks`. Raises ConfigError for no or impossible samples.
     """
-    turns = list(chain.from_iterable(sessions))
-    samples = list(chain.from_iterable(turns))
-    pooled = locate(samples, confidence)
-    if pooled.interval is None:
-        return pooled
-    by_session = len(sessions) >= SESSIONS_FOR_SPREAD
-    counts = [sum(map(len, blocks)) for blocks in sessions] if by_session else [len(blocks) for blocks in turns]
-    sizes, values = np.array(counts, np.float64), np.asarray(samples, np.float64)
-    starts = np.cumsum([0, *counts[:-1]])
-    below, upto = (
-        np.add.reduceat(side(values, pooled.median_ns).astype(np.intp), starts) / sizes
-        for side in (np.less, np.less_equal)
-    )
-    shares = (below + upto) / 2
+    values = checked_samples(slots.samples_ns)
+    ordered = np.sort(values)
+    location = Location(ordered.size, quantile(ordered, 0.25), quantile(ordered, 0.5), None)
+    if ordered.size < MIN_SAMPLES:
+        return location
+    session = np.asarray(sessions)
+    begins = np.concatenate([[0], np.flatnonzero(session[1:] != session[:-1]) + 1])
+    by_session = len(begins) >= SESSIONS_FOR_SPREAD
+    counts = np.add.reduceat(slots.sizes, begins) if by_session else slots.sizes
+    sizes = counts.astype(np.float64)
+    # Those equal to it count half.
+    shares = group_sums(0.5 + 0.5 * np.sign(location.median_ns - values), counts) / sizes
     units = float(len(sizes)) if by_session else effective_size(shares)
-    return replace(pooled, interval=_interval_of_blocks(np.sort(values), sizes, shares, units, confidence))
+    return replace(location, interval=_interval_of_blocks(ordered, sizes, shares, units, confidence))
 
 
 def _interval_of_blocks(ordered: Floats, sizes: Floats, shares: Floats, units: float, confidence: float) -> Interval:
@@ -185,7 +200,12 @@ def autocorrelation(series: ArrayLike, max_lag: int) -> NDArray[np.float64]:
     centred = values - values.mean()
     n = len(centred)
     lags = min(max_lag, n - 1)
-    products = np.array([centred[: n - lag] @ centred[lag:] for lag in range(lags + 1)])
+    if n <= SHORT_SERIES:
+        products = np.correlate(centred, centred, "full")[n - 1 : n + lags]
+    else:
+        # With as many zeros behind it, the series meets none of its own values from the other end.
+        length = 1 << (2 * n - 1).bit_length()
+        products = np.fft.irfft(np.abs(np.fft.rfft(centred, length)) ** 2, length)[: lags + 1]
     correlation = np.zeros(max_lag + 1)
     correlation[0] = 1.0
     if products[0] > 0:
@@ -236,38 +256,48 @@ def a12(baseline_ns: ArrayLike, candidate_ns: ArrayLike) -> float:
     return float((below.sum() + upto.sum()) / (2 * baseline.size * candidate.size))
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """Samples of many slots one after the other: slot i is the next `sizes[i]` of `samples_ns`."""
-
-    samples_ns: Floats
-    sizes: Counts
-
-
 def flatten_slots(slots: Sequence[Sequence[float]]) -> Slots:
     """Lay the slots out flat. Raises ConfigError for an empty slot or a sample that is not a positive finite time."""
     sizes = np.fromiter(map(len, slots), np.intp, len(slots))
-    if sizes.size == 0 or sizes.min() == 0:
-        raise ConfigError("a slot (one turn of a case) holds no samples; leave it out of the record")
-    return Slots(checked_samples(np.fromiter(chain.from_iterable(slots), np.float64, int(sizes.sum()))), sizes)
+    return checked_slots(Slots(np.fromiter(chain.from_iterable(slots), np.float64, int(sizes.sum())), sizes))
+
+
+def checked_slots(slots: Slots) -> Slots:
+    """The slots. Raises ConfigError for an empty slot or a sample that is not a positive finite time."""
+    if slots.sizes.size == 0 or slots.sizes.min() == 0:
+        raise ConfigError("a slot (the samples of one case in one round) is empty; remove it from the record")
+    return Slots(checked_samples(slots.samples_ns), slots.sizes)
 
 
 def group_quantiles(values: Floats, counts: Counts, levels: Floats) -> Floats:
     """Quantile of each group at the group's level (`location.quantile`); group g is the next `counts[g]` values.
 
-    Groups of one size are sorted together, as the rows of a matrix.
+    `levels` and the result: `[..., groups]`. Groups of one size are sorted together, as the rows of a matrix.
     """
-    result = np.empty(len(counts))
+    result = np.empty(levels.shape)
     starts = np.cumsum(counts) - counts
     for count in np.unique(counts):
         chosen = np.flatnonzero(counts == count)
-        ordered = np.sort(values[starts[chosen][:, None] + np.arange(count)], axis=1)
-        position = np.clip((count + 1 / 3) * levels[chosen] - 2 / 3, 0, count - 1)
+        members = values if len(chosen) == len(counts) else values[(starts[chosen][:, None] + np.arange(count)).ravel()]
+        ordered = np.sort(members.reshape(len(chosen), count), axis=1)
+        position = np.clip((count + 1 / 3) * levels[..., chosen] - 2 / 3, 0, count - 1)
         below = position.astype(np.intp)
         rows = np.arange(len(chosen))
         low, high = ordered[rows, below], ordered[rows, np.minimum(below + 1, count - 1)]
-        result[chosen] = low + (position - below) * (high - low)
+        result[..., chosen] = low + (position - below) * (high - low)
     return result
+
+
+def joined_slots(parts: Sequence[Slots]) -> Slots:
+    """The slots of all parts, one after the other."""
+    return Slots(np.concatenate([part.samples_ns for part in parts]), np.concatenate([part.sizes for part in parts]))
+
+
+def chosen_slots(slots: Slots, chosen: Counts) -> Slots:
+    """The slots with these indices, in this order."""
+    sizes = slots.sizes[chosen]
+    begins = (np.cumsum(slots.sizes) - slots.sizes)[chosen] - (np.cumsum(sizes) - sizes)
+    return Slots(slots.samples_ns[np.repeat(begins, sizes) + np.arange(sizes.sum())], sizes)
 
 
 def group_medians(values: Floats, counts: Counts) -> Floats:

@@ -83,7 +83,7 @@ def steps_of(record: RunRecord) -> tuple[Step, ...]:
             # A mask is generated, or read from its file, once.
             densities[workload] = workload.pattern.density_of(workload.shapes)
         full = dense.get(_shape(row))
-        speedup = pair_views([(row, full.row)])[0].ratio if full else None
+        speedup = pair_views([(row, full.row)], record.device)[0].ratio if full else None
         steps.append(Step(row=row, density=densities[workload], median_ns=timed.median_ns, speedup=speedup))
     return tuple(steps)
 

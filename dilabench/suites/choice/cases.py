@@ -92,8 +92,10 @@ def _choosing(planner: Planner, asked: WorkloadRequest) -> Iterator[Implementati
     choosing = [
         implementation
         for implementation in planner.catalogue.implementations
-        if implementation.chooses and implementation.supports.computes(asked.pattern)
+        if implementation.chooses
+        and implementation.supports.max_world_size == 1
+        and implementation.supports.computes(asked.pattern)
     ]
     if not choosing:
-        raise ConfigError(f"nothing in the library chooses for pattern {asked.pattern!r}; leave it out")
+        raise ConfigError(f"the library has no choice for pattern {asked.pattern!r}; leave it out")
     yield from choosing

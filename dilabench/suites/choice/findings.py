@@ -6,7 +6,9 @@ from statistics import fmean, median
 from typing import Any
 
 from dilabench.choice.ways import way_name
-from dilabench.compare.view import common_timings, is_quotable, measured_view, pair, rank
+from dilabench.compare.pairing import common_timings, pair
+from dilabench.compare.ranking import rank
+from dilabench.compare.view import is_quotable, measured_view
 from dilabench.metadata import CHOSEN, INTERFERENCE, LAUNCH_BOUND, SHAPE
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.time import budget_option, elapsed_seconds
@@ -164,9 +166,9 @@ def _awaiting(found: Sequence[Regret]) -> Iterator[str]:
         ratios = [regret.ratio if regret.awaited is None else regret.awaited for regret in found]
         over = [regret for regret, ratio in zip(found, ratios, strict=True) if ratio > MUCH]
         itself = sum(regret.itself for regret in over)
-        front_end = f", in {itself} of these against the chosen way itself, called directly" if itself else ""
+        front_end = f", in {itself} of these against the chosen implementation called directly" if itself else ""
         yield (
-            f"Launches are in none of these times. In {counted(len(bound), 'shape')} some way takes longer to launch "
+            f"These times exclude launches. In {counted(len(bound), 'shape')} some way takes longer to launch "
             f"than to compute; by what a caller waits for, the longer of both, the choice took {fmean(ratios):.2f} "
             f"times as long in the mean, {median(ratios):.2f} in the median and {max(ratios):.2f} at worst, over "
             f"{MUCH} in {len(over)}{front_end}."
@@ -197,11 +199,11 @@ def _left_out(record: RunRecord, asked: int) -> Iterator[str]:
     if done >= asked:
         return
     if record.argv[:1] == ("merge",):
-        yield f"{asked - done} of {counted(asked, 'shape')} are left out; go on with the merged runs, then merge again."
+        yield f"{asked - done} of {counted(asked, 'shape')} are missing; continue the merged runs, then merge again."
         return
     needed = budget_option((asked - done) * elapsed_seconds(record) / done) if done else ""
     yield (
-        f"{asked - done} of {counted(asked, 'shape')} are left out; go on with "
+        f"{asked - done} of {counted(asked, 'shape')} are missing; continue with "
         f"`{resume_command(record.suite, record.run_id, needed)}`."
     )
 

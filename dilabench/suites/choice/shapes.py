@@ -16,7 +16,8 @@ from dilabench.workload.spec import WorkloadRequest, flops
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
     """The ranges from which shapes are drawn on a kind of device. No call has more tokens than the longest sequence;
-    `most_flops` is about what the slowest dense kernel computes in a second."""
+    `most_flops`: about the FLOPs of the slowest dense kernel in one second.
+    """
 
     lengths: tuple[int, int]
     num_heads: tuple[int, ...]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dilabench.compare.view import measured_view, peak_of, speedup
+from dilabench.compare.view import measured_view, peak_of
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Row, RunRecord
 from dilabench.report.columns import ABSENT
@@ -13,13 +13,13 @@ from dilabench.suites.findings.crossings import crossover_section
 from dilabench.suites.findings.series import VARIES_ALONG_A_RANGE, series_of
 from dilabench.suites.ring import findings as parallel
 from dilabench.suites.ring.findings import namer, section, workload_text
-from dilabench.units import format_bytes, format_latency, format_rate, format_ratio
+from dilabench.units import format_bytes, format_latency, format_rate, format_ratio, speedup
 
 MIB = 2**20
 STRONG_MEANING = "Strong scaling: the same workload on more ranks. Speed-up over one device, and that per rank."
 WEAK_MEANING = (
-    "Weak scaling: as many tokens on each rank. Longer sequences are more work per token wherever attention reaches "
-    "across ranks, so the efficiency is useful FLOP/s per rank against those of one device at its own length."
+    "Weak scaling: the same number of tokens on each rank. If attention crosses ranks, longer sequences need more "
+    "work per token, so the efficiency is useful FLOP/s per rank over those of one device."
 )
 MEMORY_MEANING = "Peak memory of the rank that needs most, in one call."
 
@@ -53,7 +53,7 @@ def _crossovers(record: RunRecord) -> Iterator[Section]:
     """The crossovers of the implementations on each number of ranks."""
     for ranks in sorted({row.case.world_size for row in record.rows} - {1}):
         rows = tuple(row for row in record.rows if row.case.world_size == ranks)
-        crossings = crossover_section(series_of(record.model_copy(update={"rows": rows})))
+        crossings = crossover_section(series_of(record.model_copy(update={"rows": rows})), record.device)
         if crossings is not None:
             yield replace(crossings, title=f"{crossings.title} on {ranks} ranks")
 
@@ -149,7 +149,7 @@ def _speedup_text(row: Row, single: Row) -> str:
 
 def _speedup_plot(workload: str, several: Sequence[_Scaling]) -> CurvePlot:
     most = max(ranks for scaling in several for ranks in scaling.by_ranks)
-    ideal = Curve(label="as many times one device", points=(Point(1, 1), Point(most, most)))
+    ideal = Curve(label="ideal: P times one device", points=(Point(1, 1), Point(most, most)))
     curves = _curves(
         several, lambda row, single: speedup(measured_view(single).median_ns, measured_view(row).median_ns)
     )

@@ -131,7 +131,7 @@ class Search:
         return min(options_of(request).max_seq_length, last_length(self.rows[0].case.workload))
 
     def next_length(self, longest_wanted: int) -> int | None:
-        """The next length to try, None when the search is over.
+        """The next length to try; None if the search is over.
 
         Lengths are doubled until one does not fit, and halved while none does; then the gap is halved, in steps of a
         power of two that is `RESOLUTION` times smaller than the length.
@@ -227,7 +227,7 @@ def _skip(planned: PlannedCase, implementation: Implementation, way: Way, device
         why = f"extreme searches attention on heads; {implementation.name} takes {implementation.takes}"
         return Skipped(code="unsupported", why=why)
     if way.changes.get("gradient_checkpointing") and workload.mode == "forward":
-        return Skipped(code="not_applicable", why="gradient checkpointing saves nothing in a forward pass")
+        return Skipped(code="not_applicable", why="gradient checkpointing has no effect on a forward pass")
     if way.changes.get("offload_inputs") and not device_named(device).own_memory:
         return Skipped(code="not_applicable", why="inputs are in host memory already")
     if way.chunked and cut_length(workload) is None:
@@ -236,5 +236,5 @@ def _skip(planned: PlannedCase, implementation: Implementation, way: Way, device
 
 
 def options_of(request: RunRequest) -> ExtremeOptions:
-    """The options of the search from the request, with defaults for the rest."""
+    """The options of the search from the request, with defaults for missing ones."""
     return validated(ExtremeOptions, request.options)

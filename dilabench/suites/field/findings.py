@@ -12,13 +12,13 @@ from dilabench.report.columns import ABSENT, row_name
 from dilabench.report.findings import Section
 from dilabench.suites import overview
 from dilabench.suites.ring import findings as over_ranks
-from dilabench.units import format_latency, format_ratio
+from dilabench.units import format_latency
 
 TITLE = "The field"
 COLUMNS = ("workload", "peer", "ranks", "median", "fastest of ours", "median of ours", "theirs / ours")
 MEANING = (
-    "Public projects' own code on the workloads that it computes, verified and timed beside ours in the same rounds. "
-    "theirs / ours above 1 means that ours is faster; whether that is proven is in the answer."
+    "Public projects' own code on the workloads that it computes, verified and timed in the same rounds as dilabench. "
+    "theirs / ours above 1 means that dilabench is faster; the 95 % interval is over common rounds."
 )
 NONE = "No public project was measured."
 ELSEWHERE = "Without a time"
@@ -39,7 +39,7 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
             title=TITLE,
             sentence=MEANING if measured else NONE,
             columns=COLUMNS if measured else (),
-            rows=tuple(_beside(row, ours) for row in measured),
+            rows=tuple(_against_ours(row, ours, record.device) for row in measured),
             numeric=frozenset(COLUMNS[2:]) - {"fastest of ours"},
             headed=bool(measured),
         ),
@@ -50,8 +50,8 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     )
 
 
-def _beside(row: Row, ours: Sequence[Row]) -> tuple[str, ...]:
-    """A peer's row and dilabench's fastest row of the same workload on as many ranks."""
+def _against_ours(row: Row, ours: Sequence[Row], device: str) -> tuple[str, ...]:
+    """A peer's row and dilabench's fastest row of the same workload and number of ranks."""
     case, theirs = row.case, measured_view(row)
     rivals = [
         view
@@ -68,14 +68,14 @@ def _beside(row: Row, ours: Sequence[Row]) -> tuple[str, ...]:
         format_latency(theirs.median_ns),
         ABSENT if best is None else row_name(best.row),
         ABSENT if best is None else format_latency(best.median_ns),
-        ABSENT if best is None else format_ratio(pair_views([(best.row, row)])[0].ratio),
+        ABSENT if best is None else pair_views([(best.row, row)], device)[0].text,
     )
 
 
 def _elsewhere(rows: Sequence[Row]) -> Iterator[Section]:
     if rows:
         lines = tuple((row.case.implementation, _workload_text(row), _why(row)) for row in rows)
-        sentence = "Workloads whose function is not theirs, or that they cannot run here; no time is shown for those."
+        sentence = "Workloads that a project does not compute, or cannot run here; they have no time."
         yield Section(title=ELSEWHERE, sentence=sentence, columns=WHY, rows=lines)
 
 
@@ -86,7 +86,7 @@ def _missing(peers: Sequence[Implementation], rows: Sequence[Row]) -> Iterator[S
         lines = dict.fromkeys(
             (str(peer.project), whys.get(peer.name) or _unasked(peer), peer.install or ABSENT) for peer in peers
         )
-        sentence = "Public projects that dilabench has an adapter for and that nothing could be measured of."
+        sentence = "Public projects that have an adapter in dilabench and no measured row."
         yield Section(title="Not in this run", sentence=sentence, columns=TO_GET, rows=tuple(lines))
 
 

@@ -1,19 +1,24 @@
-"""Parallel rows and the single-device rows of the same workload."""
+"""Parallel rows and the single-device rows of the same workload, of which the fastest is the base."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.view import measured_view, speedup, view_of
+from dilabench.compare.view import is_quotable, measured_view, view_of
 from dilabench.record import Row, RunRecord
+from dilabench.units import speedup
 
 MODES = ("forward", "backward", "both")
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A parallel implementation on one workload, and the single device: rows by mode, with at least one common mode."""
+    """A parallel implementation on one workload: rows by mode, at least one of which a single device has.
+
+    singles: each single-device implementation's rows by mode. single: in each mode the fastest of them.
+    """
 
     parallel: dict[str, Row]
+    singles: tuple[dict[str, Row], ...]
     single: dict[str, Row]
 
     @property
@@ -23,7 +28,7 @@ class Comparison:
 
     @property
     def single_row(self) -> Row:
-        """The single device's row in the same mode."""
+        """The fastest single-device row in the same mode, which efficiency and gain refer to."""
         return self.single[self._mode]
 
     @property
@@ -48,27 +53,24 @@ class Comparison:
 
 
 def comparisons(record: RunRecord) -> tuple[Comparison, ...]:
-    """Every parallel implementation per workload (whatever the mode) and number of ranks, in the record's order.
+    """Every parallel implementation per workload (in any mode) and number of ranks, in the record's order.
 
-    If several single-device rows were measured, the one with the same backend is used.
+    A single-device row whose time cannot be true is never the base.
     """
-    singles: dict[tuple[str, str], list[Row]] = {}
+    singles: dict[tuple[str, str], dict[str, dict[str, Row]]] = {}
     parallels: dict[str, list[Row]] = {}
     for row in record.rows:
         if view_of(row) is None:
             continue
         if row.case.world_size == 1:
-            singles.setdefault(_function(row), []).append(row)
+            alike = singles.setdefault(_function(row), {}).setdefault(_way(row), {})
+            alike[row.case.workload.mode] = row
         else:
-            others = row.case.model_dump_json(exclude={"workload"})
-            parallels.setdefault("|".join((*_function(row), others)), []).append(row)
-    compared = (
-        Comparison(
-            {row.case.workload.mode: row for row in rows},
-            _same_backend(singles.get(_function(rows[0]), ()), rows[0].case.backend),
-        )
-        for rows in parallels.values()
-    )
+            parallels.setdefault("|".join((*_function(row), _way(row))), []).append(row)
+    compared = []
+    for rows in parallels.values():
+        alone = tuple(singles.get(_function(rows[0]), {}).values())
+        compared.append(Comparison({row.case.workload.mode: row for row in rows}, alone, _fastest(alone)))
     return tuple(comparison for comparison in compared if comparison.parallel.keys() & comparison.single.keys())
 
 
@@ -77,6 +79,16 @@ def _function(row: Row) -> tuple[str, str]:
     return row.case.workload.replace(mode="both").model_dump_json(), row.planned.takes
 
 
-def _same_backend(rows: Sequence[Row], backend: str | None) -> dict[str, Row]:
-    alike = [row for row in rows if row.case.backend == backend] or rows
-    return {row.case.workload.mode: row for row in alike}
+def _way(row: Row) -> str:
+    """A key that is equal for rows of one implementation over one backend, with the same optimizations and ranks."""
+    return row.case.model_dump_json(exclude={"workload"})
+
+
+def _fastest(singles: Sequence[dict[str, Row]]) -> dict[str, Row]:
+    """In each mode the row with the smallest median."""
+    fastest: dict[str, Row] = {}
+    for mode in MODES:
+        rows = [by_mode[mode] for by_mode in singles if mode in by_mode and is_quotable(by_mode[mode])]
+        if rows:
+            fastest[mode] = min(rows, key=lambda row: measured_view(row).median_ns)
+    return fastest

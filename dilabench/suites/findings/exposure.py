@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
-from dilabench.compare.view import first_timing
 from dilabench.distributed.model import Sharding, ideal_efficiency, joined_bytes
 from dilabench.metadata import RECEIVED_BYTES
 from dilabench.record import Diagnostic, Measured, Row
@@ -55,8 +53,8 @@ def expected_bytes(row: Row, sharding: Sharding | None) -> int | None:
     return None if received is None or joined is None else received + joined
 
 
-def ideal(row: Row, single_ns: float, sharding: Sharding | None) -> float | None:
-    """Ideal efficiency of a parallel row, given one device's time; None if a part of the formula is unknown.
+def modelled(row: Row, single_ns: float, sharding: Sharding | None) -> float | None:
+    """Modelled efficiency of a parallel row, given one device's time; None if a part of the formula is unknown.
 
     T_comp = T_single / P is the work at the single device's measured rate F. V is what the formula says the rank with
     most receives (without a formula the counted bytes), B the counted bytes over the time of communication alone.
@@ -73,17 +71,6 @@ def ideal(row: Row, single_ns: float, sharding: Sharding | None) -> float | None
     computation_ns = single_ns / case.world_size
     transfer_ns = parts.communication_ns * (expected_bytes(row, sharding) or counted) / counted
     return ideal_efficiency(balance, computation_ns, transfer_ns, meanwhile * computation_ns)
-
-
-def rank_medians_ns(row: Row) -> tuple[float, ...]:
-    """The median of each rank, in the order of ranks; empty if the record has none."""
-    timing = first_timing(row)
-    ranks: list[list[int]] = []
-    for slot in timing.slots if timing else ():
-        ranks = ranks or [[] for _ in slot.rank_samples_ns]
-        for rank_ns, samples in zip(ranks, slot.rank_samples_ns, strict=True):
-            rank_ns.extend(samples)
-    return tuple(median(samples) for samples in ranks)
 
 
 def _difference(whole: Sequence[int], part: Sequence[int]) -> tuple[float, Interval | None]:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from dilabench.compare.view import Ranking, measured_view, rank, view_of
+from dilabench.compare.ranking import Ranking, rank
+from dilabench.compare.view import measured_view, view_of
 from dilabench.record import Failed, Row, RunRecord
 from dilabench.report.columns import ABSENT
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
@@ -29,7 +30,7 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
     series = [member for member in series_of(record) if member.measured]
     if len({view.row.case.workload.seq_len for member in series for view in member.measured}) < 2:
         return ()
-    sections = (_by_length(series, record.device), _growth(series), crossover_section(series))
+    sections = (_by_length(series, record.device), _growth(series), crossover_section(series, record.device))
     return tuple(section for section in sections if section)
 
 

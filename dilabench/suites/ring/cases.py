@@ -1,9 +1,11 @@
-"""Suite `ring`: the speed-up of several ranks over one device, compared with the ideal."""
+"""Suite `ring`: the speed-up of several ranks over one device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from dilabench.patterns.dense import DENSE
 from dilabench.plugins.builtin.suites import RingOptions
+from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase
 from dilabench.request import RunRequest
@@ -11,7 +13,8 @@ from dilabench.suites.planner import Planner
 from dilabench.validation import validated
 from dilabench.workload.spec import WorkloadRequest
 
-MODES = ("forward", "backward", "both")
+# Efficiency is that of both: a budget that ends early has spent its time on it.
+MODES = ("both", "forward", "backward")
 RANKS_ON_A_CPU = 2
 ON_CUDA = ("performance", "large_seq", "qwen3_32b")
 ON_CPU: tuple[dict[str, object], ...] = (
@@ -21,7 +24,7 @@ ON_CPU: tuple[dict[str, object], ...] = (
 
 
 def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """One device, then all ranks, for forward, backward and both, on each workload.
+    """One device, then all ranks, for forward, backward and both, on each workload; last what the library takes.
 
     Without presets: the largest dense ones on GPUs, two small ones on a CPU. Without `--nproc`: every GPU, or two
     processes.
@@ -33,6 +36,9 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     for workload in planner.workload_requests(ON_CPU):
         for in_mode in in_modes(workload, planner):
             cases += beside_one_device(in_mode, planner, ranks)
+            if not request.implementations:
+                parallel = planner.asking(nproc=ranks)
+                cases += _over_ranks(parallel, _library(planner.catalogue, in_mode), in_mode)
     return tuple(cases)
 
 
@@ -42,11 +48,9 @@ def ranks_here(planner: Planner) -> int:
 
 
 def in_modes(workload: WorkloadRequest, planner: Planner) -> Iterator[WorkloadRequest]:
-    """Forward, backward and both, or the mode that the user chose."""
-    if "mode" in planner.request.overrides:
-        yield workload
-        return
-    for mode in MODES:
+    """Both, forward and backward; only one of the latter if the user chose that."""
+    chosen = planner.request.overrides.get("mode", "both")
+    for mode in MODES if chosen == "both" else (chosen,):
         yield workload.model_copy(update={"mode": mode})
 
 
@@ -57,30 +61,50 @@ def beside_one_device(workload: WorkloadRequest, planner: Planner, ranks: int) -
     default = planner.over_ranks(workload, ranks)
     implementations = parallel.implementations(default)
     # An implementation with projections is compared with itself on one rank, which is the plain module.
-    beside = _on_one_device(planner, workload, default)
-    alone = dict.fromkeys(beside if sharded.takes == "heads" else sharded for sharded in implementations)
+    first, *others = _on_one_device(planner, workload, default)
+    alone = dict.fromkeys(first if sharded.takes == "heads" else sharded for sharded in implementations)
     cases = [case for implementation in alone for case in single.plan(implementation, workload)]
-    inside = validated(RingOptions, planner.request.options).sharding == "inside"
+    if first in alone:
+        # These make the base faster if they run; without them it is unchanged.
+        planned = (case for implementation in others for case in single.plan(implementation, workload))
+        cases += [case for case in planned if case.skip is None]
+    return [*cases, *_over_ranks(parallel, implementations, workload)]
+
+
+def _over_ranks(
+    parallel: Planner, implementations: Iterable[Implementation], workload: WorkloadRequest
+) -> Iterator[PlannedCase]:
+    inside = validated(RingOptions, parallel.request.options).sharding == "inside"
     for implementation in implementations:
-        cases += parallel.plan(implementation, workload, sharding_inside=inside)
-    return cases
+        yield from parallel.plan(implementation, workload, sharding_inside=inside)
 
 
-def _on_one_device(planner: Planner, workload: WorkloadRequest, over_ranks: Sequence[str]) -> Implementation:
-    """The implementation of the single device: the best of those that call a backend if those over ranks do.
+def _library(catalogue: Catalogue, workload: WorkloadRequest) -> tuple[Implementation, ...]:
+    """The library's default choice over ranks."""
+    return tuple(
+        known
+        for known in catalogue.implementations
+        if known.chooses and known.supports.max_world_size != 1 and known.supports.computes(workload.pattern)
+    )
 
-    If there is none, the first of those over ranks, on one rank.
+
+def _on_one_device(planner: Planner, workload: WorkloadRequest, over_ranks: Sequence[str]) -> list[Implementation]:
+    """The implementations of the single device: the best that calls a backend, and the best that does not.
+
+    The first is of the same kind as those over ranks; if there is none, the first of those over ranks, on one rank.
     """
     registry = planner.catalogue.implementations
-    first = registry.get(over_ranks[0])
+    sharded = registry.get(over_ranks[0])
     names = planner.where(
         lambda known: (
             known.supports.max_world_size == 1
             and known.takes == "heads"
             and known.role == "method"
-            and known.uses_backend == first.uses_backend
             and workload.pattern in known.supports.patterns
             and workload.layout in known.supports.layouts
         )
     )
-    return max(map(registry.get, names), key=lambda known: known.priority, default=first)
+    ranked = sorted(map(registry.get, names), key=lambda known: -known.priority)
+    first = next((known for known in ranked if known.uses_backend == sharded.uses_backend), sharded)
+    other = (known for known in ranked if known.uses_backend != first.uses_backend and known.priority)
+    return [first, *islice(other, 1)]

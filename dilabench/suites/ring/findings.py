@@ -1,31 +1,22 @@
-"""Suite `ring`: several ranks against one device, and against the ideal."""
+"""Suite `ring`: several ranks against one device, and against a model of their efficiency."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from dilabench.compare.view import gigabytes_per_second, measured_view
+from dilabench.compare.view import measured_view
 from dilabench.metadata import CHOSEN_BY, RECEIVED_BYTES
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report.columns import ABSENT, COLUMNS, implementation_text, row_name
 from dilabench.report.findings import BarPlot, Bars, Plot, Section
 from dilabench.suites.findings.beside_one_device import MODES, Comparison, comparisons
-from dilabench.suites.findings.exposure import expected_bytes, exposure, ideal, rank_medians_ns
+from dilabench.suites.findings.exposure import expected_bytes, exposure, modelled
 from dilabench.suites.findings.series import NS_PER_MS
-from dilabench.units import format_bytes, format_latency, format_rate, format_ratio, significant
+from dilabench.units import format_bytes, format_latency, format_rate, format_ratio, gigabytes_per_second, significant
 
 TEXT_COLUMNS = ("workload", "mode", "implementation")
-TIMES = (
-    "workload",
-    "mode",
-    "devices",
-    "forward",
-    "backward",
-    "total",
-    "tok/s",
-    "speed-up fwd, bwd, total",
-    "efficiency",
-)
-IDEAL = (
+# The columns of each mode, and its word among speed-ups.
+MODE_COLUMNS = {"forward": ("forward", "fwd"), "backward": ("backward", "bwd"), "both": ("total", "total")}
+MODEL = (
     "workload",
     "implementation",
     "ranks",
@@ -33,8 +24,8 @@ IDEAL = (
     "communication alone",
     "exposed (95 % CI)",
     "overlap",
-    "ideal",
-    "efficiency / ideal",
+    "model",
+    "efficiency / model",
 )
 BALANCE = (
     "workload",
@@ -48,19 +39,21 @@ BALANCE = (
     "median of each rank",
     "peak per rank",
 )
-IDEAL_MEANING = (
-    "Parts were timed in turns with the whole call. Exposed communication = whole call - computation alone; overlap is "
-    "the share of communication alone that this leaves hidden. Ideal efficiency = λ · T_comp / (T_comp + T_exposed), "
-    "T_comp = T_single / P, T_exposed = max(0, V/B - T_local): V the received bytes by formula, B those counted over "
-    "communication alone, T_local the part of T_comp that needs no key still under way."
+MODEL_MEANING = (
+    "Parts were timed interleaved with the whole call. Exposed communication = whole call - computation alone; "
+    "overlap is "
+    "the share of communication alone that this leaves hidden. Modelled efficiency = λ · T_comp / (T_comp + "
+    "T_exposed), T_comp = T_single / P, T_exposed = max(0, V/B - T_local): V the received bytes by formula, B those "
+    "counted over communication alone, T_local the part of T_comp that waits for no key. The model is no "
+    "bound: ranks may compute at another rate than one device, and communication alone includes packing and launches."
 )
 BALANCE_MEANING = (
-    "λ is mean over maximum of the ranks' work: the efficiency that free communication would leave. Bytes are those of "
-    "one call at the rank that receives most; GB/s are those bytes over communication alone."
+    "λ is the mean over the maximum of the ranks' work: the efficiency with free communication. Bytes are received "
+    "in one call by the rank that receives most; GB/s divides them by the time of communication alone."
 )
 # Columns that a narrow terminal may drop, in this order, because other columns or the record hold their figures.
 SPARE = (
-    "efficiency / ideal",
+    "efficiency / model",
     "received, formula",
     "computation alone",
     "communication alone",
@@ -72,13 +65,13 @@ SPARE = (
 )
 NONE = ABSENT
 ABOVE_ONE = "‡ An efficiency above 100 % is not to be quoted: the one device was slower than it can be."
-SHARED_CORES = "Ranks share this processor, so that their efficiency says nothing about devices of their own."
+SHARED_CORES = "Ranks share this processor, so their efficiency does not predict that of separate devices."
 OUTSIDE = "cutting whole tensors into shards and joining results is outside the timed call"
 INSIDE = "each timed call begins and ends with whole tensors on every rank: cutting and joining are inside"
 
 
 def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
-    """Speed-up and efficiency, exposed communication against the ideal, balance and traffic; empty without rows."""
+    """Speed-up and efficiency, exposed communication against a model, balance and traffic; empty without rows."""
     compared = comparisons(record)
     if not compared:
         return ()
@@ -87,8 +80,8 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     sharding = {INSIDE if comparison.row.case.optimizations.sharding_inside else OUTSIDE for comparison in compared}
     sentence = (
         f"Best parallel efficiency: {best.efficiency:.0%} of {case.world_size} ranks, {case.implementation} at "
-        f"{case.workload.label()} ({format_ratio(best.gain)} one device). Times are the slowest rank's of each "
-        f"sample; {'; '.join(sorted(sharding))}."
+        f"{case.workload.label()} ({format_ratio(best.gain)} {row_name(best.single_row)} on one device). "
+        f"Times are the slowest rank's of each sample; {'; '.join(sorted(sharding))}."
     )
     if any(comparison.efficiency > 1 for comparison in compared):
         sentence += f" {ABOVE_ONE}"
@@ -97,10 +90,8 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     sentence = " ".join((sentence, *_choices(compared)))
     name = namer(compared)
     return (
-        section(
-            "Several ranks against one device", sentence, TIMES, _times(compared, name), _efficiencies(compared, name)
-        ),
-        *_ideal_section(compared, name, catalogue),
+        _times_section(compared, name, sentence),
+        *_model_section(compared, name, catalogue),
         section(
             "Balance and traffic of each rank",
             BALANCE_MEANING,
@@ -143,9 +134,10 @@ def section(
     )
 
 
-def efficiency_text(comparison: Comparison) -> str:
-    """The parallel efficiency, with a mark above 100 %."""
-    return f"{comparison.efficiency:.1%}{'‡' if comparison.efficiency > 1 else ''}"
+def efficiency_text(comparison: Comparison, name: Callable[[Row], str]) -> str:
+    """The parallel efficiency and its base, the fastest on one device, with a mark above 100 %."""
+    mark = "‡" if comparison.efficiency > 1 else ""
+    return f"{comparison.efficiency:.1%}{mark} of {name(comparison.single_row)}"
 
 
 def workload_text(row: Row) -> str:
@@ -156,43 +148,59 @@ def workload_text(row: Row) -> str:
 def namer(found: Sequence[Comparison]) -> Callable[[Row], str]:
     """A function that names rows, with their backend if there are several."""
     backends = {
-        row.case.backend for comparison in found for row in (*comparison.parallel.values(), *comparison.single.values())
+        row.case.backend
+        for comparison in found
+        for by_mode in (comparison.parallel, *comparison.singles)
+        for row in by_mode.values()
+        if row.case.backend is not None
     }
     return row_name if len(backends) > 1 else lambda row: implementation_text(row.case)
 
 
-def _times(found: Sequence[Comparison], name: Callable[[Row], str]) -> Iterator[Iterator[str]]:
-    """For each workload the single device, then everything parallel."""
-    shown = []
+def _times_section(found: Sequence[Comparison], name: Callable[[Row], str], sentence: str) -> Section:
+    """The times in the modes that were measured, and the gain over one device in each."""
+    measured = {
+        mode for comparison in found for by_mode in (comparison.parallel, *comparison.singles) for mode in by_mode
+    }
+    modes = tuple(mode for mode in MODES if mode in measured)
+    times, words = zip(*(MODE_COLUMNS[mode] for mode in modes), strict=True)
+    columns = ("workload", "mode", "devices", *times, "tok/s", f"speed-up {', '.join(words)}", "efficiency")
+    lines = _times(found, name, modes)
+    return section("Several ranks against one device", sentence, columns, lines, _efficiencies(found, name))
+
+
+def _times(found: Sequence[Comparison], name: Callable[[Row], str], modes: Sequence[str]) -> Iterator[Iterator[str]]:
+    """For each workload the single-device implementations, then everything parallel."""
+    shown = set()
     for comparison in found:
-        single = sorted(row.case.case_id for row in comparison.single.values())
-        if single not in shown:
-            shown.append(single)
-            yield _line(comparison.single, f"single: {name(next(iter(comparison.single.values())))}", (NONE, NONE))
-        gains = [NONE if gain is None else format_ratio(gain) for gain in map(comparison.gain_in, MODES)]
-        yield _line(
-            comparison.parallel, f"parallel: {name(comparison.row)}", (" ".join(gains), efficiency_text(comparison))
-        )
+        for by_mode in comparison.singles:
+            single = next(iter(by_mode.values()))
+            if single.case.case_id not in shown:
+                shown.add(single.case.case_id)
+                yield _line(by_mode, modes, f"single: {name(single)}", (NONE, NONE))
+        gains = [NONE if gain is None else format_ratio(gain) for gain in map(comparison.gain_in, modes)]
+        gain = " ".join(gains), efficiency_text(comparison, name)
+        yield _line(comparison.parallel, modes, f"parallel: {name(comparison.row)}", gain)
 
 
-def _line(rows: dict[str, Row], mode: str, gain: tuple[str, str]) -> Iterator[str]:
+def _line(rows: dict[str, Row], modes: Sequence[str], what: str, gain: tuple[str, str]) -> Iterator[str]:
     row = next(iter(rows.values()))
     # The rate is that of forward and backward together, or of the requested mode.
     total = row if len(rows) == 1 else rows.get("both")
     yield workload_text(row)
-    yield mode
+    yield what
     yield str(row.case.world_size)
-    yield from (format_latency(measured_view(rows[mode]).median_ns) if mode in rows else NONE for mode in MODES)
+    yield from (format_latency(measured_view(rows[mode]).median_ns) if mode in rows else NONE for mode in modes)
     yield NONE if total is None else format_rate(measured_view(total).tokens_per_s)
     yield from gain
 
 
-def _ideal_section(found: Sequence[Comparison], name: Callable[[Row], str], catalogue: Catalogue) -> Iterator[Section]:
+def _model_section(found: Sequence[Comparison], name: Callable[[Row], str], catalogue: Catalogue) -> Iterator[Section]:
     """The section on exposed communication; empty for a record without diagnostics."""
     timed = [comparison for comparison in found if exposure(comparison.row).computation_ns is not None]
     if timed:
-        lines = (_ideal(comparison, name, catalogue) for comparison in timed)
-        yield section("Exposed communication and the ideal", IDEAL_MEANING, IDEAL, lines, _parts(timed, name))
+        lines = (_modelled(comparison, name, catalogue) for comparison in timed)
+        yield section("Exposed communication and a model", MODEL_MEANING, MODEL, lines, _parts(timed, name))
 
 
 def _efficiencies(found: Sequence[Comparison], name: Callable[[Row], str]) -> tuple[Plot, ...]:
@@ -243,9 +251,9 @@ def _ms(time_ns: float | None) -> float | None:
     return None if time_ns is None else time_ns / NS_PER_MS
 
 
-def _ideal(comparison: Comparison, name: Callable[[Row], str], catalogue: Catalogue) -> Iterator[str]:
+def _modelled(comparison: Comparison, name: Callable[[Row], str], catalogue: Catalogue) -> Iterator[str]:
     found = exposure(comparison.row)
-    best = ideal(
+    expected = modelled(
         comparison.row,
         measured_view(comparison.single_row).median_ns,
         catalogue.sharding_of(comparison.row.case.implementation),
@@ -256,8 +264,8 @@ def _ideal(comparison: Comparison, name: Callable[[Row], str], catalogue: Catalo
     low, high = (found.interval.low, found.interval.high) if found.interval else (None, None)
     yield f"{_signed(found.exposed_ns)} ({'n<5, no CI' if low is None else f'{_signed(low)} to {_signed(high)}'})"
     yield NONE if found.overlap is None else f"{found.overlap:.0%}"
-    yield NONE if best is None else f"{best:.1%}"
-    yield NONE if best is None else f"{comparison.efficiency / best:.1%}"
+    yield NONE if expected is None else f"{expected:.1%}"
+    yield NONE if expected is None else f"{comparison.efficiency / expected:.1%}"
 
 
 def _balance(comparison: Comparison, name: Callable[[Row], str], catalogue: Catalogue) -> Iterator[str]:
@@ -275,7 +283,7 @@ def _balance(comparison: Comparison, name: Callable[[Row], str], catalogue: Cata
     # Messages of other projects bypass `World` and are not counted; a formula may give their bytes.
     yield RECEIVED_BYTES.shown(counted) if counted or formula == 0 else NONE
     yield NONE if alone_ns is None else significant(gigabytes_per_second(counted, alone_ns), 3)
-    yield ", ".join(map(format_latency, rank_medians_ns(comparison.row))) or NONE
+    yield ", ".join(map(format_latency, measured_view(comparison.row).timing.rank_medians_ns)) or NONE
     yield COLUMNS["peak mem."].value_text(measured_view(comparison.row))
 
 

@@ -64,6 +64,34 @@ def fused(world):
     }
 
 
+# The first branch lies on a rank, the second crosses, the third is a segment of all; no branch covers every row.
+CROSSING = {
+    "causal": PLANNED.replace(pattern=dilated([64, 256, 512], [1, 2, 4])),
+    "full, grouped keys, rows that no branch covers": PLANNED.replace(
+        pattern=dilated([128, 512], [4, 8]), causal=False, num_heads=4
+    ),
+    "everything crosses": PLANNED.replace(pattern=dilated([512], [1])),
+}
+
+
+def fused_beside_messages(world):
+    """By case: the largest error of `fused-allgather`, its kernels interpreted, its notes, and the bytes received."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from dilabench.impls.ring import allgather
+
+    found = {}
+    for case, one in CROSSING.items():
+        inputs = [x.float() for x in random_inputs(one)]
+        wanted = results(reference.build(one, BuildContext(device=world.device)), inputs)
+        function = allgather.build_fused(one, context(world))
+        world.traffic.clear()
+        got = results(Whole(function), inputs)
+        notes = [note.code for note in function.notes]
+        received = world.traffic.received["keys"]
+        found[case] = max(float((got[part] - wanted[part]).abs().max()) for part in got), notes, received
+    return found
+
+
 def sampled(world, one, spoil):
     """Verdicts of a call measured alone over ranks: 'passed', or the check that did not and where."""
     from dilabench.engine.call.inputs import InputStore

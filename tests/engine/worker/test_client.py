@@ -3,9 +3,12 @@
 import errno
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from multiprocessing import resource_tracker
+from pathlib import Path
 
 import pytest
 
@@ -171,3 +174,45 @@ def test_closing_a_pool_leaves_no_process(pool):
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_a_pool_that_has_ended_keeps_no_worker_that_was_starting():
+    starting, ended = threading.Event(), threading.Event()
+    killed = []
+
+    class Slow:
+        def __init__(self, *_):
+            starting.set()
+            assert ended.wait(10)
+
+        alive = True
+
+        def kill(self):
+            killed.append(self)
+
+    pool = WorkerPool(WorkerSettings(device="cpu"), Slow)
+    failures = []
+
+    def ask():
+        with pytest.raises(WorkerFailure, match="the command was ended") as failure:
+            pool.resident("x")
+        failures.append(failure)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert starting.wait(10)
+    pool.end()
+    ended.set()
+    thread.join(10)
+    assert (len(failures), len(killed)) == (1, 1)
+
+
+def test_the_server_ends_with_the_command():
+    """It loads torch for seconds, and would keep the command's output open."""
+    code = (
+        "from multiprocessing import forkserver; from dilabench.engine.worker.process import warm_server; "
+        "warm_server(); print(forkserver._forkserver._forkserver_pid)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    status = Path(f"/proc/{int(ended.stdout)}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"

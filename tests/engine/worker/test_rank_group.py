@@ -4,6 +4,7 @@ import pytest
 
 from dilabench.engine.worker.protocol import IsolatedResult, RankState, Reply, WarmedUp
 from dilabench.engine.worker.rank_group import _merged, out_of_step
+from dilabench.metadata import BATCHED, LAUNCH_EXPOSED
 from dilabench.record import Check, Memory, Slot, Verification
 
 
@@ -61,3 +62,15 @@ def test_ranks_are_out_of_step_when_draws_or_messages_of_a_pair_differ(other, wh
 def test_a_timer_that_one_rank_cannot_use_is_used_by_none():
     usable, unusable = (WarmedUp(samples_ns=(), settled=True, unusable=why) for why in (None, "no capture"))
     assert _merged([Reply(warmed_up=usable), Reply(warmed_up=unusable)]).warmed_up.unusable == "no capture"
+
+
+def test_notes_of_every_rank_reach_the_row_and_name_the_rank_that_observed_most():
+    hidden, exposed = (LAUNCH_EXPOSED.note(f"launching takes {ms} ms", observed=ms) for ms in (50, 68))
+    batched = BATCHED.note("a sample is the mean of 2 calls", observed=2)
+    merged = _merged([Reply(notes=(batched,)), Reply(notes=(hidden, batched)), Reply(notes=(exposed, batched))])
+    assert [(note.code, note.message) for note in merged.notes] == [
+        ("batched", "a sample is the mean of 2 calls"),
+        ("launch_exposed", "rank 2: launching takes 68 ms"),
+    ]
+    warmed = [Reply(warmed_up=WarmedUp(samples_ns=(), settled=True, notes=notes)) for notes in ((), (exposed,))]
+    assert _merged(warmed).warmed_up.notes[0].message == "rank 1: launching takes 68 ms"

@@ -1,4 +1,4 @@
-"""Tells dilabench what this package adds. Nothing heavy is imported here."""
+"""Registers what this package adds. It imports no heavy module."""
 
 from dilabench.plugins import ANY_PATTERN, Capabilities, Implementation, PatternKind, hookimpl
 

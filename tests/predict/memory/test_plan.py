@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from dilabench.patterns.selected_blocks import SelectedBlocksPattern
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Capabilities, Implementation
 from dilabench.predict.memory import each_traced, longest_that_fits, plan, plan_memory, tracer, why_no_plan
@@ -101,6 +102,16 @@ def test_block_lists_on_cuda_add_little_to_the_minimum(peaks):
         assert 0 < plan.tables_bytes < 0.02 * unit
 
 
+def test_selected_blocks_on_cuda_hold_a_partial_result_of_each_block(peaks):
+    pytest.importorskip("triton", reason="Triton is not installed: on CUDA nothing else runs them")
+    # A group of one head is gathered: out and lse of each selected block of a token, which are then merged.
+    pattern = SelectedBlocksPattern(selector="random", block_size=64, top_k=8)
+    case = peaks.case_of("selected-blocks", pattern=pattern, dtype="bfloat16", mode="forward")
+    unit, lse = units(case.workload)
+    plan = peaks.plan(case, "cuda")
+    assert plan.peak_bytes - plan.tables_bytes == pytest.approx((4 + 8) * unit + (1 + 8) * lse, rel=0.02)
+
+
 # MiB, as measured on an H200 (torch 2.11; docs/figures/h200-memory.json).
 @pytest.mark.parametrize(("kind", "peak_mib"), [("dilated", 147.0), ("block_sparse", 145.75)])
 def test_a_compiled_backward_pass_copies_dout(kind, peak_mib, peaks):
@@ -143,6 +154,7 @@ def waiting(tmp_path, monkeypatch):
     (tmp_path / "waiting_plugin.py").write_text("import time\ndef build(workload, context):\n    time.sleep(600)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(plan, "_hung", {})
+    monkeypatch.setattr(plan, "_cache", TraceCache())
     catalogue = Catalogue()
     dense = Capabilities(patterns=frozenset({"dense"}))
     catalogue.implementations.add(Implementation("waits", "", "waiting_plugin:build", supports=dense), "theirs")

@@ -59,7 +59,7 @@ def test_the_answer_says_how_often_how_much_and_what_is_left(shape, made):
     assert "1.00 in the median and 1.25 at worst" in section.sentence
     assert "over 1.1 times slower in 1 (33.3%), 1 of them beyond doubt" in section.sentence
     assert "To choose took 2 s per shape" in section.sentence
-    assert "2 of 5 shapes are left out; go on with `dilabench run choice --resume by-hand" in section.sentence
+    assert "2 of 5 shapes are missing; continue with `dilabench run choice --resume by-hand" in section.sentence
     lines = [dict(zip(section.columns, cells, strict=True)) for cells in section.rows]
     assert [(one["shape"], one["took"], one["regret"], one["over 1.1"]) for one in lines] == [
         ("1", "strided:math (first use)", "1.25", "yes"),
@@ -72,9 +72,9 @@ def test_a_shard_misses_shapes_of_its_own_alone(shape, made):
     record = made(shape(2, 10.0, 10.0), asked=5)
     half = record.model_copy(update={"config": {**record.config, "shard": (2, 2)}})
     (section,) = analyse(half, CATALOGUE)
-    assert "1 of 2 shapes are left out" in section.sentence
+    assert "1 of 2 shapes are missing" in section.sentence
     (section,) = analyse(record.model_copy(update={"argv": ("merge", "a", "b")}), CATALOGUE)
-    assert "4 of 5 shapes are left out; go on with the merged runs, then merge again." in section.sentence
+    assert "4 of 5 shapes are missing; continue the merged runs, then merge again." in section.sentence
 
 
 def test_what_a_caller_waits_for_is_told_where_launches_take_longer(shape, made):
@@ -102,7 +102,7 @@ def test_launches_of_the_chosen_way_itself_are_told_apart(shape, made):
         notes = (*rows[at].outcome.notes, LAUNCH_BOUND.note("the host takes long", observed=host_ms * 1e6))
         rows[at] = rows[at].model_copy(update={"outcome": rows[at].outcome.model_copy(update={"notes": notes})})
     (section,) = analyse(made(rows, asked=1), CATALOGUE)
-    assert "over 1.1 in 1, in 1 of these against the chosen way itself, called directly." in section.sentence
+    assert "over 1.1 in 1, in 1 of these against the chosen implementation called directly." in section.sentence
 
 
 def test_what_noise_may_have_done_is_not_proven(shape, made, monkeypatch):
@@ -144,7 +144,7 @@ def test_a_shape_counts_whole_or_not_at_all(shape, made):
     (section,) = analyse(made(whole, half, failed, asked=3), CATALOGUE)
     assert "Over 1 shape the choice took 1.00" in section.sentence
     assert "Without a time of the choice or of another way: 1 shape (3)." in section.sentence
-    assert "1 of 3 shapes are left out" in section.sentence
+    assert "1 of 3 shapes are missing" in section.sentence
     (nothing,) = analyse(made(shape(1, None)), CATALOGUE)
     assert nothing.sentence.startswith("No shape was measured.")
     assert nothing.rows == ()

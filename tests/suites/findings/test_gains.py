@@ -66,7 +66,7 @@ def test_who_asks_the_pool_for_nothing_is_named(variant, record):
     rows = [variant(NONE, 10.0, OFF, 0), variant("buffer pool", 10.0, POOL, 1, counters=idle)]
     effects, pool = analyse(record(*rows, suite="optimization"))
     assert "buffer pool: no proven difference in 1 of 1 case." in effects.sentence
-    assert "Nothing asked for a buffer" in pool.sentence
+    assert "No buffer was requested" in pool.sentence
 
 
 def test_plots_have_a_line_of_no_change(found):

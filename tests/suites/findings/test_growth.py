@@ -64,7 +64,7 @@ def test_whiskers_of_few_turns_are_called_what_they_are(row, record):
         return [plot.caption for plot in analyse(record(*rows))[0].plots][:2]
 
     assert captions(8) == ["Latency of one call, with 95 % intervals", "Throughput, with 95 % intervals"]
-    assert all(caption.endswith("intervals, of few turns the whole range") for caption in captions(5))
+    assert all(caption.endswith("intervals; with few rounds the whole range") for caption in captions(5))
 
 
 def test_a_crossover_lies_where_the_laws_meet(row, record):
@@ -93,7 +93,7 @@ def test_where_sides_change_more_than_once_the_lengths_of_each_are_told(row, rec
 
 def test_equal_implementations_do_not_overtake_each_other(row, record):
     rows = [*rows_of(row, "gather", lambda n: n), *rows_of(row, "strided", lambda n: n, at=1)]
-    assert analyse(record(*rows))[2].sentence == "None provably overtakes another along these lengths."
+    assert analyse(record(*rows))[2].sentence == "No implementation is proven to overtake another along these lengths."
 
 
 def test_other_families_are_never_compared(row, record):

@@ -54,7 +54,7 @@ def test_strong_scaling_keeps_the_workload(sections):
     assert ring["1 device"] == "10.05 ms"
     assert ring["4 ranks"].endswith("(3.60x, 90%)")
     plot = sections["Strong scaling"].plots[0]
-    assert [curve.label for curve in plot.curves] == ["ring", "ulysses", "as many times one device"]
+    assert [curve.label for curve in plot.curves] == ["ring", "ulysses", "ideal: P times one device"]
     assert [point.x for point in plot.curves[0].points] == [1, 2, 4]
     assert plot.curves[0].points[2].y == pytest.approx(3.6)
 

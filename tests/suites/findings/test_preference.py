@@ -63,7 +63,7 @@ def test_generations_of_a_kernel_face_each_other_and_the_missing_say_why(row, re
     missing = row("dense", backend="flash3")
     _, family, *_ = analyse(record(*rows, missing, suite="backends"), CATALOGUE)
     assert family.rows[0][2:] == ("flash4", "flash2 (3.00x)")
-    assert family.sentence == f"Fastest of those that ran: flash4. flash3 did not run: {missing.outcome.why}."
+    assert family.sentence == f"Fastest of the backends that ran: flash4. flash3 did not run: {missing.outcome.why}."
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""What is right, in float64: of sampled rows, of inputs that stay where they are, of rows that ranks hold."""
+"""The right results in float64: of sampled rows, of inputs that are not copied, of rows that ranks hold."""

@@ -12,7 +12,7 @@ from dilabench.workload.spec import Workload
 
 
 class InPlaceOracle(Oracle):
-    """The oracle over a call's own q, k, v (and dout), which are not copied; nothing of their size is allocated."""
+    """The oracle over a call's own q, k, v (and dout), without copies; no memory of their size is allocated."""
 
     def __init__(
         self,

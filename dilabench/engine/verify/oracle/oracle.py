@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dilabench.engine.call.inputs import TORCH_DTYPE, input_shapes
-from dilabench.engine.verify.oracle.rounding import alike_weights, forward_sizes, gradient_sizes
+from dilabench.engine.verify.oracle.rounding import Rows, alike_weights, gradient_sizes, sized_rows
 from dilabench.engine.verify.oracle.sample import Sample, choose_sample
 from dilabench.engine.verify.oracle.tolerance import (
     LSE_FLOOR_ULPS,
@@ -57,7 +57,7 @@ class Oracle:
         self.dtype = TORCH_DTYPE[workload.dtype]
         self.sample = sample or choose_sample(workload, seed)
         self.inputs: tuple[Tensor, ...] = self._draw_inputs()
-        # What is expected of a module around an attention, for the next that is the same (embeddings.py).
+        # The expected results of a module around an attention, for the next equal module (embeddings.py).
         self.around: tuple[Shell, dict[str, Expected]] | None = None
 
     def restore(self) -> None:
@@ -73,7 +73,7 @@ class Oracle:
 
     @property
     def out_shape(self) -> torch.Size:
-        """Shape that the function's out must have: that of its first input."""
+        """Shape that the function's out must have: the shape of its first input."""
         return self.inputs[0].shape
 
     @cached_property
@@ -86,8 +86,8 @@ class Oracle:
     def sampled_dout(self) -> Tensor:
         """`full_dout` on the sampled rows, zero elsewhere.
 
-        The gradient is linear in dout: with this one, dq, dk and dv follow exactly from the sampled rows alone, also
-        where the keys of all rows are out of reach.
+        The gradient is linear in dout: with this one, dq, dk and dv follow exactly from the sampled rows, even if all
+        rows would be too many.
         """
         if self.sample.complete:
             return self.full_dout
@@ -101,7 +101,7 @@ class Oracle:
         return tensor[None] if self.workload.layout == "packed" else tensor
 
     def chosen(self, tensor: Tensor) -> Tensor:
-        """The sampled batches of a tensor of any of these shapes; where they are all, the tensor and no copy of it."""
+        """The sampled batches of a tensor of any of these shapes; the tensor itself if all are sampled."""
         tensor, batches = self.batched(tensor), self.sample.batches
         return tensor if len(batches) == tensor.shape[0] else tensor[batches.to(self.device)]
 
@@ -125,7 +125,12 @@ class Oracle:
     @cached_property
     def expected(self) -> tuple[Expected, Expected]:
         """out [b, R, H, D] and lse [b, H, R] on the sampled rows."""
-        return expected_rows(self._heads, self.workload, self.sample.rows, self.dtype, self._plain, self._alike)
+        return expected_rows(self.exact, self.workload, self.dtype, self._plain, self._alike)
+
+    @cached_property
+    def exact(self) -> Rows:
+        """out and lse on the sampled rows with their natural sizes, without what they may be off by."""
+        return exact_rows(self._heads, self.workload, self.sample.rows, self.dtype)
 
     @cached_property
     def _plain(self) -> tuple[Tensor, Tensor]:
@@ -146,11 +151,8 @@ class Oracle:
     @cached_property
     def gradients(self) -> tuple[Expected, Expected, Expected]:
         """dq [b, R, H, D] on the sampled rows, dk and dv [b, S, K, D] on the sampled keys, for `sampled_dout`."""
-        rows, keys = self.sample.rows, self.sample.keys
-        dout = self.sampled(self.full_dout)
-        out, lse = (expected.value for expected in self.expected)
-        exact = attend_rows_backward(dout, *self._heads, out, lse, self.workload, rows, keys)
-        sizes = gradient_sizes(dout, *self._heads, lse, self.workload, rows, keys, exact)
+        dout, rows, keys = self.sampled(self.full_dout), self.sample.rows, self.sample.keys
+        exact, sizes = self.exact_gradients
         dtype = plain_dtype(self.dtype)
         plain = attend_rows_backward(dout, *self._heads, *self._plain, self.workload, rows, keys, dtype)
         floor = gradient_floor_ulps(self.workload, self.dtype)
@@ -159,6 +161,14 @@ class Oracle:
             for parts in zip(exact, sizes, plain, strict=True)
         )
         return dq, dk, dv
+
+    @cached_property
+    def exact_gradients(self) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+        """dq, dk and dv as in `gradients`, and their natural sizes, without what they may be off by."""
+        dout, rows, keys = self.sampled(self.full_dout), self.sample.rows, self.sample.keys
+        out, lse = self.exact.out, self.exact.lse
+        exact = attend_rows_backward(dout, *self._heads, out, lse, self.workload, rows, keys)
+        return exact, gradient_sizes(dout, *self._heads, lse, self.workload, rows, keys, exact)
 
     @cached_property
     def planes(self) -> Planes:
@@ -187,7 +197,8 @@ class Oracle:
         for call in range(self.planes.calls):
             q, k, v = (self.chosen(tensor) for tensor in self.second_inputs(call))
             plain = attend_rows(q, k, v, self.workload, rows, plain_dtype(self.dtype))
-            results.append(expected_rows((q, k, v), self.workload, rows, self.dtype, plain)[0])
+            exact = exact_rows((q, k, v), self.workload, rows, self.dtype)
+            results.append(expected_rows(exact, self.workload, self.dtype, plain)[0])
         return tuple(results)
 
     @cached_property
@@ -200,19 +211,18 @@ class Oracle:
         return error * (eps(self.dtype) / eps(dtype) if self.dtype == torch.float64 else 1.0)
 
 
+def exact_rows(heads: tuple[Tensor, Tensor, Tensor], workload: Workload, rows: Tensor, dtype: torch.dtype) -> Rows:
+    """The out and lse at `rows`, from q, k, v of [B, N, ·, D], and the natural sizes of results of `dtype`."""
+    return sized_rows(*heads, workload, rows, weight_ulps=eps(accumulation_dtype(dtype)) / eps(dtype))
+
+
 def expected_rows(
-    heads: tuple[Tensor, Tensor, Tensor],
-    workload: Workload,
-    rows: Tensor,
-    dtype: torch.dtype,
-    plain: tuple[Tensor, Tensor],
-    alike: float = 0.0,
+    exact: Rows, workload: Workload, dtype: torch.dtype, plain: tuple[Tensor, Tensor], alike: float = 0.0
 ) -> tuple[Expected, Expected]:
-    """What out and lse must be at `rows`, from q, k, v of [B, N, ·, D]. plain: those of `attend_rows` in
-    `plain_dtype(dtype)`. alike: `rounding.alike_weights`."""
-    out, lse = attend_rows(*heads, workload, rows)
+    """The right out and lse. plain: the results of `attend_rows` in `plain_dtype(dtype)`. alike:
+    `rounding.alike_weights`.
+    """
     plain_out, plain_lse = plain
     lse_dtype = accumulation_dtype(dtype)
-    size, lse_size = forward_sizes(*heads, lse, out, workload, rows, weight_ulps=eps(lse_dtype) / eps(dtype))
-    lse_expected = expect(lse, lse_size, plain_lse, workload, lse_dtype, LSE_FLOOR_ULPS)
-    return expect(out, size, plain_out, workload, dtype, out_floor_ulps(dtype), alike), lse_expected
+    lse = expect(exact.lse, exact.lse_size, plain_lse, workload, lse_dtype, LSE_FLOOR_ULPS)
+    return expect(exact.out, exact.size, plain_out, workload, dtype, out_floor_ulps(dtype), alike), lse

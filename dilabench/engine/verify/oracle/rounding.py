@@ -1,70 +1,99 @@
-"""Natural sizes of out, lse, dq, dk, dv: what errors are measured in (tolerance.py). One more pass over the blocks."""
+"""Natural sizes of out, lse, dq, dk, dv: what errors are measured in (tolerance.py)."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dilabench.engine.call.inputs import TORCH_DTYPE
 from dilabench.engine.verify.oracle.tolerance import eps
+from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.reference import Block, attend_rows, blocks, finite, key_slots, shares_of_sum
 from dilabench.impls.summed import Part, parts_of
+from dilabench.kernels.lse import share_of_two
 from dilabench.workload.spec import Workload
 
 
-def forward_sizes(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, out: Tensor, workload: Workload, rows: Tensor, weight_ulps: float
-) -> tuple[Tensor, Tensor]:
-    """sqrt(sum_j (doubt P v)²) + |out| + weight_ulps · (size of a branch's own out), [B, R, H, D], and of lse
-    sqrt(sum_j (doubt P)²) + |lse| + 1, [B, H, R]: it moves by the mean of what its scores are off by.
+class Rows(NamedTuple):
+    """Right results of some rows in float64, with their natural sizes: out [B, R, H, D], lse [B, H, R]."""
 
-    q to rows: as in `attend_rows`, with its float64 results. Branches may be computed apart and merged by weights,
-    which are rounded absolutely: next to a large share, a small one is known to eps and no better. `weight_ulps` is
-    the eps of those weights (the accumulation dtype's) over that of out. Of a sum of attentions the sizes add up.
+    out: Tensor
+    lse: Tensor
+    size: Tensor
+    lse_size: Tensor
+
+
+def sized_rows(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor, weight_ulps: float) -> Rows:
+    """`attend_rows` in float64 and, from the same pass, its natural sizes.
+
+    Of out: sqrt(sum_j (doubt P v)²) + |out| + weight_ulps · (size of a branch's own out). Of lse:
+    sqrt(sum_j (doubt P)²) + |lse| + 1: it changes by the mean error of its scores.
+
+    Branches may be computed separately and merged by weights, which are rounded absolutely: next to a large share, a
+    small one is known to eps and no better. `weight_ulps` is the eps of those weights (the accumulation dtype's) over
+    that of out. Of a sum of attentions the sizes add up.
     """
     parts = list(parts_of(workload, q.device, torch.float64))
     if parts:
-        sizes = []
-        for part, part_lse in zip(parts, lse.split(q.shape[2], 1), strict=True):
-            own = part.keys(k.double()), part.keys(v.double())
-            part_out = attend_rows(q, *own, part.workload, rows)[0]
-            part_size, lse_size = forward_sizes(q, *own, part_lse, part_out, part.workload, rows, weight_ulps)
-            sizes.append((part_size * part.gates[rows][..., None], lse_size))
-        return torch.stack([part_sizes for part_sizes, _ in sizes]).sum(0), torch.cat(
-            [part_sizes for _, part_sizes in sizes], 1
-        )
-    size, lse_size = torch.zeros_like(out), torch.zeros_like(lse)
-    for block in blocks(workload, rows, q):
-        share, doubt = _shares(block, q, k, lse, workload)
-        values = block.take(v, workload, torch.float64)
-        squares = doubt.mul_(share).square_()
+        return _sized_sum(parts, q, k, v, rows, weight_ulps)
+    size = q.new_zeros(q.shape[0], len(rows), q.shape[2], q.shape[3], dtype=torch.float64)
+    lse_size = q.new_zeros(q.shape[0], q.shape[2], len(rows), dtype=torch.float64)
+    zero_keys = log_zero_keys(workload, q.device, torch.float64, rows=rows)
+
+    def add(block: Block, scores: Tensor, lse: Tensor, share: Tensor, values: Tensor) -> None:
+        squares = _doubt(block, q, k, scores, workload).mul_(share)
+        if zero_keys is not None:
+            squares.mul_(share_of_two(lse, zero_keys[0, block.head, block.index])[..., None])
+        squares.square_()
         block_size = (squares @ values.square()).sqrt_()
         lse_size[:, block.head, block.index] = squares.sum(-1).sqrt_()
         if len(block.counts) > 1:
             branch_size = _concentration(share, block.counts)[..., None] * values.abs().amax(1, keepdim=True)
             block_size.add_(branch_size, alpha=weight_ulps)
         size[:, block.index, block.head] = block_size
-    return size.add_(out.abs()), lse_size.add_(lse.abs().masked_fill_(lse == -torch.inf, 0.0)).add_(1.0)
+
+    out, lse = attend_rows(q, k, v, workload, rows, each=add)
+    lse_size.add_(lse.abs().masked_fill_(lse == -torch.inf, 0.0)).add_(1.0)
+    return Rows(out, lse, size.add_(out.abs()), lse_size)
+
+
+def _sized_sum(parts: list[Part], q: Tensor, k: Tensor, v: Tensor, rows: Tensor, weight_ulps: float) -> Rows:
+    found = [
+        sized_rows(q, part.keys(k.double()), part.keys(v.double()), part.workload, rows, weight_ulps) for part in parts
+    ]
+    out, size = (
+        torch.stack([part.gates[rows][..., None] * of_part[index] for part, of_part in zip(parts, found, strict=True)])
+        for index in (0, 2)
+    )
+    lse, lse_size = (torch.cat([of_part[index] for of_part in found], 1) for index in (1, 3))
+    return Rows(out.sum(0), lse, size.sum(0), lse_size)
 
 
 def _shares(block: Block, q: Tensor, k: Tensor, lse: Tensor, workload: Workload) -> tuple[Tensor, Tensor]:
-    """P of a block, and by how many eps it is in doubt: sqrt(1 + s²), s the size of its score. Both [B, R, M].
-
-    exp turns an absolute error of the score into a relative one of P, and the score is rounded in its own size:
-    scale · sqrt(sum_d q² k²) + |score|.
-    """
+    """P of a block, and by how many eps it is in doubt. Both [B, R, M]."""
     scores = block.scores(q, k, workload, torch.float64)
+    doubt = _doubt(block, q, k, scores, workload)
+    return scores.sub_(finite(lse[:, block.head, block.index])).exp_(), doubt
+
+
+def _doubt(block: Block, q: Tensor, k: Tensor, scores: Tensor, workload: Workload) -> Tensor:
+    """By how many eps P is in doubt: sqrt(1 + s²), s the size of its score, [B, R, M].
+
+    exp makes an absolute error of the score a relative error of P, and the score is rounded in its own size: scale ·
+    sqrt(sum_d q² k²) + |score|.
+    """
     doubt = q[:, block.rows, block.head].double().square_() @ block.take(k, workload, torch.float64).square_().mT
     doubt = doubt.sqrt_().mul_(workload.softmax_scale).add_(scores.abs().masked_fill_(~block.seen, 0.0))
-    share = scores.sub_(finite(lse[:, block.head, block.index])).exp_()
-    return share, doubt.square_().add_(1.0).sqrt_()
+    return doubt.square_().add_(1.0).sqrt_()
 
 
 def alike_weights(q: Tensor, k: Tensor, lse: Tensor, workload: Workload, rows: Tensor) -> float:
     """How alike the fractions of the weights P are, 0 to 1: |sum P² exp(2 pi i log2 P)| / sum P².
 
-    Rounding has no side on average where they differ. Where all weights are equal, as where a row sees one key several
-    times, all are rounded to the same side, in any kernel that rounds them.
+    If they differ, rounding is unbiased on average. If all weights are equal, for example because a row sees one key
+    several times, any kernel rounds all to the same side.
     """
     parts = list(parts_of(workload, q.device, torch.float64))
     if parts:
@@ -130,13 +159,13 @@ def gradient_sizes(
 
 
 def _kept(terms: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-    """Terms of P or dS, each at least as large as what its rounding is the eps of.
+    """Terms of P or dS, each at least so large that its rounding is relative.
 
     Below the smallest normal number rounding is absolute, eps of that number, and branches that see the key may each
     have rounded their share, all to the same side. It counts in float16, whose smallest is 6e-5: a P of 16,000 keys.
     """
     smallest = torch.finfo(dtype).tiny
-    # In dtypes with the exponents of float32 these numbers are nothing beside any gradient.
+    # In dtypes with the exponents of float32 these numbers are negligible next to any gradient.
     if smallest < eps(torch.float64):
         return terms
     shares = (block.counts > 0).sum(0) * block.seen

@@ -22,7 +22,8 @@ MAX_KEY_VALUES = 2**25
 @dataclass(frozen=True, slots=True)
 class Sample:
     """batches: [b] indices of the batch axis. rows: [R] query positions, ascending. keys: [S] key positions whose
-    gradients are compared, None for all. `complete`: rows and batches are all there are."""
+    gradients are compared, None for all. `complete`: all rows and batches are in the sample.
+    """
 
     batches: Tensor
     rows: Tensor

@@ -27,8 +27,9 @@ CANDIDATE_ROWS = 8
 
 def rows_across_ranks(workload: Workload, shards: Shards) -> NDArray[np.int64]:
     """Positions whose results show a stale message between any two ranks: for each rank and each other one, the row of
-    the former with the largest share of keys from the latter, among some; none if it sees none of them. Head 0 stands
-    for all heads."""
+    the former with the largest share of keys from the latter, among some; none if it sees none of them. Only head 0 is
+    used.
+    """
     owner = np.zeros(workload.seq_len, np.int16)
     for rank, spans in enumerate(shards.parts):
         for span in spans:
@@ -59,9 +60,9 @@ def _shares(workload: Workload, owner: NDArray[np.int16], size: int, row: np.int
 
 
 class KnownRows:
-    """A tensor [B, N, H, D] of which only some rows are known, indexed as the oracle indexes a whole one.
+    """A tensor [B, N, H, D] with only some known rows, indexed as the oracle indexes a whole one.
 
-    positions: [M], ascending; rows: [B, M, H, D]. A position that is not among them must not be asked for.
+    positions: [M], ascending; rows: [B, M, H, D]. Other positions must not be requested.
     """
 
     def __init__(self, length: int, positions: Tensor, rows: Tensor) -> None:
@@ -136,7 +137,7 @@ class RanksOracle(InPlaceOracle):
         return self.sample.batches.to(self.device)[:, None], local.to(self.device)[None, :]
 
     def _fetched(self, shard: Tensor, positions: Tensor) -> Tensor:
-        """The sampled batches and some positions of a tensor [B, N, ...] that lies in shards, on every rank."""
+        """The sampled batches and some positions of a sharded tensor [B, N, ...], on every rank."""
         shard = self.batched(shard)
         batches = self.sample.batches.to(self.device)
         index, local = (x.to(self.device) for x in self._shards.held(positions, self._world.rank))

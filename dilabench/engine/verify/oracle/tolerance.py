@@ -59,8 +59,8 @@ from dilabench.workload.spec import Workload
 
 # A softmax.
 FLOOR_ULPS = 2.0
-# Of the median row of all heads, which a row counts as at least (`row_scale`). Heads that see 4096 times as many keys
-# have rows a sixty-fourth as long.
+# Share of the median row of all heads that a row counts as at least (`row_scale`). Heads that see 4096 times as many
+# keys have rows a sixty-fourth as long.
 LEAST_OF_ALL_HEADS = 1 / 64
 # A softmax whose exp2 is an approximation.
 OUT_FLOOR_ULPS = 4.0
@@ -76,7 +76,7 @@ GRADIENT_FLOOR_ULPS = 6.0
 class Expected:
     """value: float64. size: the natural size of each value (may broadcast). tolerance: in units of size.
 
-    plain: the slope of the plain computation on `value`. slope_floor: what a slope may be off by whatever the numbers.
+    plain: the slope of the plain computation on `value`. slope_floor: allowed error of a slope for any numbers.
     plain_rows: the largest error of a row of the plain computation (`row_errors`).
     """
 
@@ -98,14 +98,13 @@ def expect(
     alike: float = 0.0,
     summed: int = 0,
 ) -> Expected:
-    """The expectation for results of `dtype`; `plain` is the plain computation in `plain_dtype(dtype)`.
+    """The expectation for results of `dtype`; `plain` is the plain computation in `plain_dtype(dtype)`. `size` is
+    clamped in place.
 
     workload: for how many terms its sums have and how many branches are merged. alike: `rounding.alike_weights`.
     summed: of how many rows the gradient of a parameter is the sum.
     """
-    # Where nothing is summed the size is zero: far below the largest, whatever is not zero is wrong.
-    largest = float(size.max()) if size.numel() else 0.0
-    size = size.clamp_min(max(torch.finfo(dtype).tiny, eps(dtype) ** 2 * largest))
+    clamp_size_(size, dtype)
     error = float(errors(plain, value, size).max()) if value.numel() else 0.0
     # float64 has no plain computation that differs from the oracle; rounding is linear in eps.
     scaled = eps(dtype) / eps(plain.dtype) if dtype == torch.float64 else 1.0
@@ -124,11 +123,17 @@ def expect(
     )
 
 
+def clamp_size_(size: Tensor, dtype: torch.dtype) -> Tensor:
+    """Clamp natural sizes in place. Without terms the size is zero: there, every value but zero is wrong."""
+    largest = float(size.max()) if size.numel() else 0.0
+    return size.clamp_min_(max(torch.finfo(dtype).tiny, eps(dtype) ** 2 * largest))
+
+
 def _slope_floor(workload: Workload, dtype: torch.dtype, alike: float) -> float:
-    """What the slope of a right result may be off by, whatever the numbers are (slope.py)."""
+    """Allowed error of the slope of a right result for any numbers (slope.py)."""
     own = eps(TORCH_DTYPE[workload.dtype])
     floor = max(GRADIENT_FLOOR_ULPS * eps(accumulation_dtype(dtype)), own / 16, alike * own / 2)
-    # The oracle rounds as well, in float64: next to results of float64 that counts as much.
+    # The oracle rounds in float64, too, which counts next to results of float64.
     return floor * (1 + eps(torch.float64) / eps(dtype))
 
 
@@ -147,9 +152,9 @@ def row_errors(actual: Tensor, value: Tensor, scale: Tensor | None = None) -> Te
 def row_scale(value: Tensor) -> Tensor:
     """|row| for each row of [b, R, H, D], at least the median of its head: a row may cancel by chance, not a head.
 
-    Rows of zeros do not count, which in a head of a high rate are most of them: no branch covers them. Nor may a head
-    be all noise, as where a query sees one key and its gradient is 0 but for rounding: a share of the median of all
-    heads is the least.
+    Rows of zeros do not count; in a head of a high rate they are the majority, because no branch covers them. A head
+    may also be all noise (a query that sees one key has a gradient of 0 but for rounding), so the least value is a
+    share of the median of all heads.
     """
     norm = torch.linalg.vector_norm(value, dim=-1)
     of_rows = norm.where(norm > 0, torch.nan)
@@ -160,8 +165,8 @@ def row_scale(value: Tensor) -> Tensor:
 def ones_tolerance(workload: Workload, dtype: torch.dtype, plain: float) -> float:
     """The tolerance of v = 1, in units of 2, the most that sqrt(sum P²) + 1 can be; `plain` is the plain error, of 1.
 
-    A sum of weights knows no cancellation, so that far less is allowed than of out: each weight, the result and every
-    further branch that is merged may be rounded once, by half an ulp, however many keys there are.
+    A sum of weights has no cancellation, so its tolerance is far smaller than that of out. Each weight, the result and
+    every further merged branch may be rounded once, by half an ulp, for any number of keys.
     """
     rounded = (1 + (workload.pattern.parts - 1) / 2) * eps(dtype)
     return max(plain, rounded / 2, _walk(workload, dtype))
@@ -174,7 +179,7 @@ def errors(actual: Tensor, value: Tensor, size: Tensor) -> Tensor:
 
 
 def _walk(workload: Workload, dtype: torch.dtype) -> float:
-    """What the sums over a score's terms and the keys of a row, or the queries of a key, round when made one by one."""
+    """Rounding of sequential sums over a score's terms and the keys of a row, or the queries of a key."""
     longest = workload.pattern.keys_per_row(max(end - start for start, end in workload.sequences))
     shift = (SIGMAS * SHIFT) ** 2 / 6 if dtype == torch.float64 else 0.0
     return math.sqrt(longest + SIGMAS**2 / 6 * workload.head_dim + shift) * eps(accumulation_dtype(dtype)) / 2

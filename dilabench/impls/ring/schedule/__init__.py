@@ -1,1 +1,1 @@
-"""What the rings are made of: pieces, exchanges and the order of calls."""
+"""The parts of rings: pieces, exchanges and the order of calls."""

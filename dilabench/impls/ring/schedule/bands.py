@@ -2,7 +2,7 @@
 
 Ranks hold different positions, so a causal mask or a window between them is a band off the diagonal. Every backend
 knows masks that start in the corner of a square (`contracts.Attend`), and every band is a few of those; one that aligns
-ends takes a causal band off the diagonal at once.
+ends takes a causal band off the diagonal in one call.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _above(q: int, m: int, k: int, n: int, low: int) -> list[Cut]:
 
 
 def _both(q: int, m: int, k: int, n: int, low: int, high: int) -> list[Cut]:
-    """A square with a window, and the band that goes on beside or below it."""
+    """A square with a window, and the band that continues next to or below it."""
     side = min(m, n)
     square = Cut(q, side, k, side, causal=high == 0, window=(-low, high))
     if m > n:

@@ -12,14 +12,15 @@ from torch import Tensor
 from dilabench.distributed.sharding import Shards
 from dilabench.distributed.world import World
 from dilabench.impls.one_operator import eager
+from dilabench.metadata import Note
 from dilabench.workload.spec import Workload
 
 
 class Algorithm(Protocol):
     """Forward and backward on local shards [B, N_local, ·, D], all ranks together.
 
-    `forward` gives out, lse and what the backward pass wants kept, each in memory of its own. How many tensors these
-    are, and their shapes and dtypes, are the same for all q, k and v of the same shapes and dtypes.
+    `forward` gives out, lse and the tensors that the backward pass needs, each in separate memory. How many tensors
+    these are, and their shapes and dtypes, are the same for all q, k and v of the same shapes and dtypes.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]: ...
@@ -29,7 +30,7 @@ class Algorithm(Protocol):
 
 
 class Local(Protocol):
-    """Attention on one device, outside autograd; `forward` gives out and lse first, and `backward` needs no more."""
+    """Attention on one device, outside autograd; `forward` gives out and lse first, and `backward` needs only these."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]: ...
     def backward(
@@ -44,7 +45,7 @@ class LocalOnly:
     local: Local
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """out and lse; nothing else is kept."""
+        """out and lse, the only kept tensors."""
         out, lse, *_ = self.local.forward(q, k, v)
         return out, lse, ()
 
@@ -56,16 +57,18 @@ class LocalOnly:
 
 
 class ShardedAttention:
-    """An AttentionFn of local shards, with lse. `shards` tells which positions they are.
+    """An AttentionFn of local shards, with lse. `shards` gives their positions.
 
-    The first call compares the shapes of all ranks; each later one looks at its own only.
+    The first call compares the shapes of all ranks; later ones check only their own.
     """
 
-    # All ranks exchange gradients, also those on which nothing depends on out.
+    # All ranks exchange gradients, also ranks whose loss does not depend on out.
     exchanges = True
 
-    def __init__(self, workload: Workload, shards: Shards, world: World, algorithm: Algorithm) -> None:
-        self.workload, self.shards, self.world = workload, shards, world
+    def __init__(
+        self, workload: Workload, shards: Shards, world: World, algorithm: Algorithm, notes: tuple[Note, ...] = ()
+    ) -> None:
+        self.workload, self.shards, self.world, self.notes = workload, shards, world, notes
         self._algorithm = algorithm
         self._compared = False
         # Shapes and dtypes of what the forward pass keeps, for an operator that hands it on as bytes.
@@ -102,7 +105,7 @@ class ShardedAttention:
         return dq[0], dk[0], dv[0]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedAttention:
-        """Itself: ranks and their connections cannot be copied, and there is nothing else in it that changes."""
+        """Itself: ranks and their connections cannot be copied, and the object has no other mutable state."""
         return self
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,45 +1,78 @@
-"""All that a rank computes of packed sequences as one launch.
+"""A rank's whole computation of packed sequences as one launch.
 
-A piece of a document is a sequence of its own, whose last row stands at its last key: the kernel for packed sequences
-must take fewer queries than keys. A document that a rank holds in several pieces has its keys there several times.
+A piece of a document is a separate sequence, whose last row is at the position of its last key: the kernel for packed
+sequences must take fewer queries than keys. A document that a rank holds in several pieces has its keys there several
+times. Keys are selected, and their gradients summed, by index tensors that are made once for a packing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext, PackedKernel
-from dilabench.distributed.row_assignment import RowAssignment, overlap, overlapping
-from dilabench.distributed.sharding import shards_of
+from dilabench.distributed.row_assignment import Intervals, RowAssignment, lengths, overlaps
 from dilabench.distributed.world import World
 from dilabench.impls.ring.schedule.function import Algorithm
 from dilabench.impls.ring.schedule.row_exchange import RowGather, RowSelection, places_in_order
-from dilabench.impls.ring.schedule.sums import Sum
+from dilabench.impls.ring.schedule.sums import Sum, wide
 from dilabench.workload.spec import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Successive keys of the one launch: where they lie, among own rows or among those that came."""
+class Occurrences:
+    """The places of rows in a launch that has some of them several times.
 
-    own: bool
-    first: int
-    rows: int
+    index: [T_k] the row at each place of the launch. layers: (rows, places) of the first occurrences of all rows, in
+    ascending order, of the second ones of those that have one, and so on.
+    """
+
+    index: Tensor
+    layers: tuple[tuple[Tensor, Tensor], ...]
+
+    @classmethod
+    def of(cls, first: Intervals, rows: int, device: torch.device) -> Occurrences:
+        """The places of rows in successive intervals, which together have each of `rows` rows at least once."""
+        index = expanded(first, device)
+        edges, coverage = _coverage(first)
+        # The numbers of rows that occur more than 0, 1, ... times: known here, without waiting for the device.
+        sizes = [int(np.diff(edges)[coverage > times].sum()) for times in range(int(coverage.max()))]
+        counts = torch.zeros(rows, dtype=torch.int64, device=device).scatter_add_(0, index, torch.ones_like(index))
+        places = torch.argsort(index, stable=True)
+        starts, most_first = counts.cumsum(0) - counts, torch.argsort(counts, descending=True, stable=True)
+        layers = []
+        for times, size in enumerate(sizes):
+            several = torch.arange(rows, device=device) if times == 0 else most_first[:size]
+            layers.append((several, places[starts[several] + times]))
+        return cls(index, tuple(layers))
+
+    def summed(self, gradient: Tensor) -> Tensor:
+        """[rows, K, D] sums of a gradient [T_k, K, D] over each row's occurrences, in a wider dtype if there are some.
+
+        They are added in the order of occurrences, so that the same gradients give the same bits.
+        """
+        (_, places), *others = self.layers
+        total = gradient.index_select(0, places)
+        if others:
+            total = total.to(wide(gradient.dtype))
+        for rows, again in others:
+            total.index_add_(0, rows, gradient.index_select(0, again).to(total.dtype))
+        return total
 
 
 @dataclass(frozen=True, slots=True)
 class InOneLaunch:
-    """`function.Algorithm` of a rank, its pieces as packed sequences. runs: the keys of each piece, in order."""
+    """`function.Algorithm` of a rank, its pieces as packed sequences. keys: of the launch, among own rows and those
+    that came after them.
+    """
 
     exchange: RowGather
     kernel: PackedKernel
-    runs: tuple[Run, ...]
+    keys: Occurrences
     options: dict[str, Any]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
@@ -53,53 +86,45 @@ class InOneLaunch:
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of this rank's shards; those of keys that came first, so that they travel meanwhile."""
+        """dq, dk, dv of this rank's shards."""
         keys, values = map(self._keys, (k, v), kept)
         dq, *gradients = self.kernel.attend_backward(dout[0], q[0], keys, values, out[0], lse[0], **self.options)
-        far = (self._summed(part, gathered, own=False) for part, gathered in zip(gradients, kept, strict=True))
-        dkeys, dvalues = (total.finish() for total in far)
+        totals = [self.keys.summed(gradient)[None] for gradient in gradients]
+        rows = k.shape[1]
+        dkeys, dvalues = (total[:, rows:].to(k.dtype) for total in totals)
         returned = self.exchange.give_back(dkeys, dvalues, k)
-        dk, dv = (self._summed(part, local, own=True) for part, local in zip(gradients, (k, v), strict=True))
+        dk, dv = Sum.like(k), Sum.like(v)
+        for own, total in zip((dk, dv), totals, strict=True):
+            own.put(total[:, :rows])
         returned.add(dk, dv)
         return dq[None], dk.finish(), dv.finish()
 
     def _keys(self, local: Tensor, gathered: Tensor) -> Tensor:
         """Keys or values [T_k, K, D] of the launch."""
-        rows = [(local if run.own else gathered)[0].narrow(0, run.first, run.rows) for run in self.runs]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-    def _summed(self, gradient: Tensor, like: Tensor, own: bool) -> Sum:
-        """dK or dV of own keys, or of those that came: a key is in as many runs as pieces see it."""
-        total, start = Sum.like(like), 0
-        for run in self.runs:
-            if run.own == own:
-                total.put(gradient[None, start : start + run.rows], run.first)
-            start += run.rows
-        return total
+        return torch.cat([local[0], gathered[0]]).index_select(0, self.keys.index)
 
 
 def in_one_launch(workload: Workload, context: BuildContext, assignment: RowAssignment) -> Algorithm | None:
-    """For packed sequences, where the backend's kernel takes what the mask makes of a piece; None elsewhere."""
+    """For packed sequences, if the backend's kernel supports the pieces under the mask; else None."""
     kernel, world = context.require_backend().packed, context.world or World.single(context.device)
     left, right = assignment.reach
     masked = (left, right) != (None, None)
     if kernel is None or context.device.type not in kernel.devices or workload.layout != "packed":
         return None
-    # The last row of a piece stands at its last key unless rows see keys behind them.
+    # The last row of a piece is at the position of its last key unless rows see later keys.
     if (masked and not (kernel.aligns_ends and right == 0)) or not assignment.held[world.rank]:
         return None
-    pieces = assignment.pieces(world.rank)
-    bounds = [0, *accumulate(len(piece.rows) for piece in pieces)]
-    key_bounds = [0, *accumulate(len(piece.keys) for piece in pieces)]
+    rows, keys = map(lengths, assignment.pieces[world.rank])
+    own = int(rows.sum())
     return InOneLaunch(
         _exchange(assignment, world),
         kernel,
-        _runs(assignment, world.rank),
+        Occurrences.of(_key_rows(assignment, world.rank), own + _came(assignment, world.rank), context.device),
         {
-            "cu_seqlens": _on_device(bounds, context.device),
-            "longest": max(len(piece.rows) for piece in pieces),
-            "cu_seqlens_k": _on_device(key_bounds, context.device),
-            "longest_k": max(len(piece.keys) for piece in pieces),
+            "cu_seqlens": _bounds(rows, context.device),
+            "longest": int(rows.max()),
+            "cu_seqlens_k": _bounds(keys, context.device),
+            "longest_k": int(keys.max()),
             "causal": workload.causal,
             "window": workload.window,
             "scale": workload.softmax_scale,
@@ -107,53 +132,56 @@ def in_one_launch(workload: Workload, context: BuildContext, assignment: RowAssi
     )
 
 
-def _on_device(bounds: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(bounds, dtype=torch.int32).to(device)
+def expanded(intervals: Intervals, device: torch.device) -> Tensor:
+    """The numbers in intervals, one after the other: int64 on a device, which makes them without being waited for."""
+    counts = lengths(intervals)
+    shifts = intervals[:, 0] - (np.cumsum(counts) - counts)
+    total = int(counts.sum())
+    small = torch.from_numpy(np.stack([shifts, counts])).to(device)
+    return torch.repeat_interleave(small[0], small[1], output_size=total) + torch.arange(total, device=device)
+
+
+def _coverage(intervals: Intervals) -> tuple[Intervals, Intervals]:
+    """The edges of intervals in ascending order, and in how many intervals the positions between two of them are."""
+    edges, at = np.unique(intervals, return_inverse=True)
+    changes = np.bincount(at.reshape(-1, 2)[:, 0], minlength=len(edges)) - np.bincount(
+        at.reshape(-1, 2)[:, 1], minlength=len(edges)
+    )
+    return edges, np.cumsum(changes)[:-1]
+
+
+def _bounds(counts: Intervals, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)).to(device)
+
+
+def _came(assignment: RowAssignment, rank: int) -> int:
+    """The number of rows that come from other ranks."""
+    return sum(assignment.moved(owner, rank) for owner in range(len(assignment.held)) if owner != rank)
 
 
 def _exchange(assignment: RowAssignment, world: World) -> RowGather:
     rank = world.rank
-    spans = shards_of(assignment.held).parts[rank]
-    held = sum(map(len, assignment.held[rank]))
-    gives = {}
+    own, gives = assignment.own[rank], {}
+    first_row = np.cumsum(lengths(own)) - lengths(own)
+    held = int(lengths(own).sum())
     for reader in world.peers:
-        sent = assignment.sent(rank, reader)
-        rows = [
-            torch.arange(len(shared)) + span.row + shared.start - span.start
-            for span in spans
-            for shared in overlapping(sent, range(span.start, span.stop))
-        ]
-        if rows:
-            index = torch.cat(rows)
-            gives[reader] = [RowSelection(0, held, None if len(index) == held else index.to(world.device))]
+        at, sent = overlaps(own, assignment.seen[reader])
+        rows = sent + (first_row - own[:, 0])[at, None]
+        count = int(lengths(rows).sum())
+        if count:
+            gives[reader] = [RowSelection(0, held, None if count == held else expanded(rows, world.device))]
     needs = {owner: assignment.moved(owner, rank) for owner in world.peers}
     return RowGather(world, sum(needs.values()), places_in_order(needs), gives)
 
 
-def _runs(assignment: RowAssignment, rank: int) -> tuple[Run, ...]:
-    """The keys of each piece, in order, from where they are; runs that follow each other there are one."""
-    places = _places(assignment, rank)
-    positions = tuple(sorted(places, key=lambda held: held.start))
-    runs: list[Run] = []
-    for piece in assignment.pieces(rank):
-        for held in overlapping(positions, piece.keys):
-            shared, place = overlap(held, piece.keys), places[held]
-            run = Run(place.own, place.first + shared.start - held.start, len(shared))
-            before = runs[-1] if runs else None
-            if before and (before.own, before.first + before.rows) == (run.own, run.first):
-                runs[-1] = Run(run.own, before.first, before.rows + run.rows)
-            else:
-                runs.append(run)
-    return tuple(runs)
-
-
-def _places(assignment: RowAssignment, rank: int) -> dict[range, Run]:
-    """Where the keys of a call are, by positions: own ones, and those that come, owner by owner."""
-    spans = shards_of(assignment.held).parts[rank]
-    places = {range(span.start, span.stop): Run(True, span.row, span.length) for span in spans}
-    came = 0
-    for owner in (other for other in range(len(assignment.held)) if other != rank):
-        for shared in assignment.sent(owner, rank):
-            places[shared] = Run(False, came, len(shared))
-            came += len(shared)
-    return places
+def _key_rows(assignment: RowAssignment, rank: int) -> Intervals:
+    """The keys of each piece, in order, as rows: own ones first, then those that came, owner by owner."""
+    owners = (other for other in range(len(assignment.held)) if other != rank)
+    places = np.concatenate([assignment.own[rank], *(assignment.sent(owner, rank) for owner in owners)])
+    first_row = np.cumsum(lengths(places)) - lengths(places)
+    order = np.argsort(places[:, 0])
+    places, first_row = places[order], first_row[order]
+    _, keys = overlaps(assignment.pieces[rank][1], places)
+    place = np.searchsorted(places[:, 0], keys[:, 0], side="right") - 1
+    rows: Intervals = keys + (first_row - places[:, 0])[place, None]
+    return rows

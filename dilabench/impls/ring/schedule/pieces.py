@@ -1,7 +1,7 @@
 """One kernel call between two ranks' local rows, as views of their tensors.
 
-Views are [B, G, L, A, D]: batch items, stack, rows, heads. The kernel gets B and G as one axis, which is a view where
-strides allow; torch copies the rows where they do not.
+Views are [B, G, L, A, D]: batch items, stack, rows, heads. The kernel gets B and G as one axis, which is a view if
+strides allow; otherwise torch copies the rows.
 """
 
 from __future__ import annotations

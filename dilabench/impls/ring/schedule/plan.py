@@ -1,7 +1,7 @@
-"""What one rank's queries see of another rank's keys, as few kernel calls as there can be (no tensors).
+"""The kernel calls of one rank's queries on another rank's keys, as few as possible (no tensors).
 
 Every pattern is a set of segments, rows at a rate on each head's residue, and a band (causal, window) between rows. The
-rows that lie on a rank are a range of those rows; between two ranges the band is shifted, and `bands.cuts` cuts it.
+rows on a rank are a range of those rows; between two ranges the band is shifted, and `bands.cuts` cuts it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Tile(NamedTuple):
 
 
 class TileShape(NamedTuple):
-    """What equal tiles have in common. `residues`: of the heads that it holds for; `step`: local rows between rows."""
+    """The shared properties of equal tiles. `residues`: of the heads that it applies to; `step`: local rows between
+    rows.
+    """
 
     queries: int
     keys: int
@@ -46,14 +48,14 @@ def pieces_between(
     *,
     aligned: bool = False,
 ) -> tuple[Piece, ...]:
-    """The kernel calls of rank `reader` on the keys of rank `owner`; empty when nothing is in reach.
+    """The kernel calls of rank `reader` on the keys of rank `owner`; empty if no key is visible.
 
     aligned: the backend takes a causal mask over fewer queries than keys.
     """
     pieces: list[Piece] = []
     for branch in branches:
         tiles = list(_tiles(workload, shards, reader, owner, branch))
-        # Of many documents' tiles most are for the same heads.
+        # Most tiles of many documents are for the same heads.
         runs_of: dict[tuple[tuple[int, ...], bool], Sequence[tuple[Run, Progression]]] = {}
         for query, key, stack, shape in _stacks(tiles):
             stackable = stack.count == 1 and workload.batch_size == 1
@@ -98,7 +100,7 @@ def _tiles(workload: Workload, shards: Shards, reader: int, owner: int, branch: 
 
 
 def _within(spans: Sequence[Span], start: int, end: int) -> Sequence[Span]:
-    """Those of rising spans that share something with [start, end), without a look at all of them."""
+    """The ascending spans that overlap [start, end), without a scan of all."""
     first = bisect_right(spans, start, key=lambda span: span.stop)
     return spans[first : bisect_left(spans, end, lo=first, key=lambda span: span.start)]
 

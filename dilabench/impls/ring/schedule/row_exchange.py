@@ -2,7 +2,7 @@
 
 A `RowSelection` says which rows of a rank another one reads. `RowExchange` receives each rank's selection packed, from
 one rank at a time (a ring) or from all in one collective. `RowGather` receives all in one batch of messages, in place:
-each arrives where it belongs among the gathered rows.
+each arrives at its place among the gathered rows.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RowSelection:
         return rows if self.index is None else self._by_part(rows).index_select(1, self.index)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """Rows [B, stop - first, K, D]. What was not selected is uninitialised, and nothing may read it."""
+        """Rows [B, stop - first, K, D]. Unselected rows are uninitialised and must not be read."""
         if self.index is None:
             return packed
         B, _, *part = packed.shape
@@ -67,7 +67,7 @@ class RowSelection:
 
 
 def select_rows(pieces: Sequence[Piece], rows: int, num_kv_heads: int, device: torch.device) -> RowSelection | None:
-    """What the pieces read of an owner with `rows` rows, each (row, head) once; None when they read nothing."""
+    """The rows of an owner with `rows` rows that the pieces read, each (row, head) once; None if they read none."""
     if not pieces:
         return None
     needed = torch.zeros(rows, num_kv_heads, dtype=torch.bool)
@@ -86,7 +86,7 @@ Selections = Mapping[int, RowSelection]
 
 @dataclass(slots=True)
 class Transfer:
-    """K and V of an owner on their way, packed; `packed` is empty where nothing comes."""
+    """K and V of an owner in transit, packed; `packed` is empty without a message."""
 
     owner: int
     work: Work
@@ -95,7 +95,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """dK and dV of own rows on their way back, packed: those of each selection of these rows."""
+    """dK and dV of own rows in transit to this rank, packed, for each selection of these rows."""
 
     work: Work
     parts: Sequence[tuple[RowSelection, Sequence[Tensor]]]
@@ -128,7 +128,7 @@ class RowExchange:
         return Transfer(owner, self.world.send_recv(sends, receives, "keys"), receives.get(owner, []))
 
     def give_back(self, distance: int, gradients: Sequence[Tensor], k: Tensor, dtype: torch.dtype) -> Returned:
-        """dK and dV of own rows by the rank `distance` after; send the one before those of its rows, packed, if any."""
+        """dK and dV of own rows from the rank `distance` after; send those of the rank before, if any."""
         reader, owner = self._peers(distance)
         sends = {owner: gradients} if gradients else {}
         receives = {reader: _empty_pair(self.gives[reader], k, dtype)} if reader in self.gives else {}
@@ -145,7 +145,9 @@ class RowExchange:
         return _split(flat, self.needs, k)
 
     def give_all_back(self, gradients: Sequence[Tensor], k: Tensor, dtype: torch.dtype) -> Returned:
-        """dK and dV of own rows by all readers; send owners those of their rows, packed, in the order of owners."""
+        """dK and dV of own rows from all readers; send owners the packed gradients of their rows, in the order of
+        owners.
+        """
         flat, work = self._all_to_all(gradients, self.needs, self.gives, k, dtype, "gradients")
         return Returned(work, [(self.gives[reader], packed) for reader, packed in _split(flat, self.gives, k)])
 
@@ -224,7 +226,7 @@ class RowGather:
 
 
 def places_in_order(needs: Mapping[int, int]) -> dict[int, list[RowSelection]]:
-    """`RowGather.places` where as many rows come from each owner, in one message, owner by owner."""
+    """`RowGather.places` if each owner sends the same number of rows in one message, in the order of owners."""
     places, first = {}, 0
     for owner, rows in needs.items():
         if rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +13,12 @@ from dilabench.distributed.sharding import Cut, Shards
 from dilabench.distributed.world import World
 from dilabench.impls import strided
 from dilabench.impls.ring.schedule.calls import Calls
+from dilabench.impls.ring.schedule.function import Local
 from dilabench.impls.ring.schedule.pieces import Piece
 from dilabench.impls.ring.schedule.plan import pieces_between
 from dilabench.impls.ring.schedule.row_exchange import RowExchange, select_rows
 from dilabench.impls.ring.schedule.sums import Softmax, Sum
 from dilabench.impls.union.branches import Branch, branches_of
-from dilabench.impls.union.union import Union
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import Workload
 
@@ -27,15 +27,15 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Share(Calls):
-    """What rank `world.rank` computes.
+    """The computation of rank `world.rank`.
 
-    local: branches whose segments all lie on this rank, as one union of strided calls. own: the other calls on its own
-    keys. reads: calls on the keys of each other rank, which `exchange` brings.
+    local: branches whose segments all lie on this rank, as one computation. own: the other calls on its own keys.
+    reads: calls on the keys of each other rank, which `exchange` brings.
     """
 
     shards: Shards
     exchange: RowExchange
-    local: Union | None
+    local: Local | None
     own: tuple[Piece, ...]
     reads: dict[int, tuple[Piece, ...]]
 
@@ -46,7 +46,7 @@ class Share(Calls):
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """What dK and dV travel in: a kernel's own result as it is, a sum over branches in float32."""
+        """The dtype of sent dK and dV: a kernel's own result as it is, a sum over branches in float32."""
         dtype: torch.dtype = getattr(torch, self.workload.dtype)
         if not self.workload.is_dense and dtype != torch.float64:
             return torch.float32
@@ -55,7 +55,7 @@ class Share(Calls):
     def attend_own(self, results: Softmax, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Add the results on this rank's own keys, which need no message."""
         if self.local is not None:
-            out, lse, _ = self.local.forward(q, k, v)
+            out, lse, *_ = self.local.forward(q, k, v)
             results.put(out, lse)
         self.attend(self.own, results, q, k, v)
 
@@ -85,8 +85,16 @@ class Share(Calls):
         return [selection.pack_rows(total.finish(self.gradient_dtype)) for total in sums[1:]]
 
 
-def share_of(workload: Workload, context: BuildContext, sharding: Cut) -> Share:
-    """This rank's share under a sharding; a context without a world is one rank that holds everything."""
+def share_of(
+    workload: Workload,
+    context: BuildContext,
+    sharding: Cut,
+    single_device: Callable[[Workload, BuildContext], Local] = strided.padded,
+) -> Share:
+    """This rank's share under a sharding; a context without a world is one rank that holds everything.
+
+    single_device: builds the computation of branches whose segments all lie on this rank.
+    """
     world = context.world or World.single(context.device)
     shards = sharding(workload.sequences, world.size)
     rank, backend = world.rank, context.require_backend()
@@ -109,14 +117,16 @@ def share_of(workload: Workload, context: BuildContext, sharding: Cut) -> Share:
         backend,
         shards,
         RowExchange(world, needs, gives),
-        _local_union(workload, context, inside, shards.rows[rank]),
+        single_device(_local(workload, inside, shards.rows[rank]), context) if inside else None,
         tuple(sorted(own, key=lambda piece: piece.step)),
         reads,
     )
 
 
 def _lies_inside(workload: Workload, branch: Branch, shards: Shards, rank: int) -> bool:
-    """Every segment of a dilated branch that touches this rank lies on it, and segments start where the rank does."""
+    """Return True if every segment of a dilated branch that touches this rank is wholly on it, and segments start at
+    the rank's first row.
+    """
     spans = shards.parts[rank]
     if workload.is_dense or workload.pattern.has_grouped_heads or workload.layout == "packed":
         return False
@@ -126,9 +136,8 @@ def _lies_inside(workload: Workload, branch: Branch, shards: Shards, rank: int) 
     return start % branch.segment_length == 0 and (stop % branch.segment_length == 0 or stop == workload.seq_len)
 
 
-def _local_union(workload: Workload, context: BuildContext, inside: Sequence[Branch], rows: int) -> Union | None:
-    if not inside:
-        return None
+def _local(workload: Workload, inside: Sequence[Branch], rows: int) -> Workload:
+    """The workload of branches in a rank's rows."""
     pattern = DilatedPattern.of(workload).model_copy(
         update={
             "segment_lengths": tuple(branch.segment_length for branch in inside),
@@ -137,4 +146,4 @@ def _local_union(workload: Workload, context: BuildContext, inside: Sequence[Bra
             "padding": "masked",
         }
     )
-    return strided.padded(workload.model_copy(update={"seq_len": rows, "pattern": pattern}), context)
+    return workload.model_copy(update={"seq_len": rows, "pattern": pattern})

@@ -1,7 +1,7 @@
 """Merges partial results: out and lse as one softmax, gradients as sums; held in a wider dtype than the tensors.
 
-On CUDA, parts on ranges of rows are kept until `finish`, where one kernel reads them all and writes the result:
-one pass over memory instead of one per part. Everything else is added immediately.
+On CUDA, parts on ranges of rows are kept until `finish`, where one kernel reads them all and writes the result: one
+pass over memory instead of one per part. Other parts are added immediately.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST_PARTS = 4
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are held in: float32 for half precision, otherwise float64, so that merging costs no accuracy."""
+    """The dtype of sums: float32 for half precision, otherwise float64, so that merging costs no accuracy."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.float64
 
 
@@ -30,7 +30,7 @@ def defers(dtype: torch.dtype, device: torch.device) -> bool:
 class Softmax:
     """out and lse of one rank's queries, from results over disjoint sets of keys.
 
-    Results that were added are read until `finish`: nothing may write to them.
+    Added results are read until `finish`: they must not be overwritten.
     """
 
     def __init__(self, q: Tensor) -> None:
@@ -113,7 +113,7 @@ class Softmax:
 class Sum:
     """The sum of partial gradients of a tensor [B, N, K, D].
 
-    Parts that were added are read until `finish`: nothing may write to them.
+    Added parts are read until `finish`: they must not be overwritten.
     """
 
     def __init__(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -129,7 +129,7 @@ class Sum:
         return cls(x.shape, x.dtype, x.device)
 
     def put(self, part: Tensor, first: int = 0) -> None:
-        """Add [B, R, K, D] to the rows from `first` on; a first part that covers everything costs nothing."""
+        """Add [B, R, K, D] to the rows from `first` on; a first part that covers all rows is free."""
         if not self._defers and (self._parts or part.shape[1] != self._shape[1]):
             self.total()[:, first : first + part.shape[1]].add_(part)
             return
@@ -177,7 +177,7 @@ class Sum:
         return self._total
 
     def finish(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The sum in a dtype (by default the tensor's own); a single part as it lies in memory."""
+        """The sum in a dtype (by default the tensor's own); a single part without a copy."""
         if not self._parts:
             self.total()
         if self._one_is_all:
@@ -200,7 +200,7 @@ class Sum:
 
 
 class PlacedSum:
-    """A tensor [B, N, H, D] like q from the rows of pieces that share no query row: nothing is summed.
+    """A tensor [B, N, H, D] like q from the rows of pieces that share no query row, so without sums.
 
     A piece of all rows is the tensor. Backends with `places_results` write each result to its rows directly.
     """
@@ -210,7 +210,7 @@ class PlacedSum:
         self._whole: Tensor | None = None
 
     def place(self, piece: Piece) -> Tensor | None:
-        """Where a kernel may write a piece's result; None for a piece of all rows."""
+        """The memory for a piece's result; None for a piece of all rows."""
         if piece.queries == self._q.shape[1]:
             return None
         if self._whole is None:
@@ -240,7 +240,7 @@ class PlacedSoftmax:
         self._lse = q.new_full((B, H, N), float("-inf"), dtype=lse_dtype)
 
     def place(self, piece: Piece) -> Tensor | None:
-        """Where a kernel may write a piece's out [B, L, H, D]; None for a piece of all rows."""
+        """The memory for a piece's out [B, L, H, D]; None for a piece of all rows."""
         return self._out.place(piece)
 
     def add(self, piece: Piece, out: Tensor, lse: Tensor) -> None:
@@ -254,7 +254,7 @@ class PlacedSoftmax:
 
 
 def _range(parts: list[tuple[Tensor, int]]) -> tuple[int, int]:
-    """The rows that parts lie on, first and stop: folding many short parts must not pass over everything each time."""
+    """The rows of parts, first and stop: folding many short parts must not pass over all rows each time."""
     return min(first for _, first in parts), max(first + part.shape[1] for part, first in parts)
 
 

@@ -5,9 +5,9 @@
 A program owns a key tile. One warp copies the query tiles that see it; two consumer warpgroups own half of its keys
 each, hold their dK and dV in registers and share what they know of a query tile, dS, through shared memory: each
 multiplies all of it with half of the columns of K, or, up to 64 columns, half of its queries with all of K. Then there
-are registers left for the keys and values, too, and of each product one operand only is read from shared memory. A
-share of dQ is added to what is in memory by the bulk copy engine, in float32 and in no fixed order, so that the last
-bits of dQ differ from call to call.
+are registers left for the keys and values, too, and of each product one operand only is read from shared memory. The
+bulk copy engine adds a share of dQ to memory, in float32 and in no fixed order, so the last bits of dQ differ from call
+to call.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 class _Form(NamedTuple):
-    """What is compiled in. HEAD: columns of the tiles, those beyond DIM are zeros; FIRST and REST: those that products
-    over columns take. HELD: what all steps multiply of keys and values is in registers; MORE: the last columns of dK
-    and dV, sums of their own (with HELD that is 5 % slower), behind SUMS.
+    """Compile-time constants. HEAD: columns of the tiles, zeros beyond DIM; FIRST and REST: those that products over
+    columns take. HELD: what all steps multiply of keys and values is in registers; MORE: the last columns of dK and dV,
+    sums of their own (with HELD that is 5 % slower), behind SUMS.
     """
 
     DIM: int
@@ -97,7 +97,7 @@ def _form(*values):
 
 @gluon.jit
 def _locate(grid, heads, spans_ptr, tables, R, form: gl.constexpr):
-    """Where a program works: batch, K/V head, super-segment, variant of lists, its item, and the key tile (negative:
+    """The place of a program: batch, K/V head, super-segment, variant of lists, its item, and the key tile (negative:
     none) with its class.
     """
     n_supers, full_supers, n_items, n_blocks, item_major = grid
@@ -167,7 +167,7 @@ def _produce(descriptors, steps, grid, heads, rows, tables, tiles, barriers, R, 
         tma.async_copy_global_to_shared(k_desc, at, key_full, k_smem.index(0))
         at = corner(batch, place, kv_head, key_row, 0, v_steps, form)
         tma.async_copy_global_to_shared(v_desc, at, key_full, v_smem.index(0))
-        # For the consumers, step 0 is one that found nothing.
+        # For the consumers, step 0 has no preceding result.
         mbarrier.arrive(query_full.index(0), count=1)
         step = 1
         for member in range(heads_per_kv):
@@ -236,7 +236,7 @@ def _consume(
         base_row, first_place, ends = segment_of(super_index, sizes, R, form.value.SHIFTED)
         end = end_of(residue, ends)
         query = gl.arange(0, BLOCK_M, layout=COLUMN_LAYOUT)
-        # Every step adds to dQ what the one before found. The first follows one that found nothing.
+        # Every step adds the preceding step's result to dQ; the first has none.
         ds_smem.index(0).slice(half * ROWS, ROWS, dim=0).store(gl.full([ROWS, BLOCK_M], 0.0, q_smem.dtype, S_LAYOUT))
         fence_async_shared()
         gl.thread_barrier()
@@ -272,7 +272,7 @@ def _consume(
                         v_rows = half_of(half, v_smem.index(keys), form, S_LAYOUT)
                     mbarrier.wait(query_full.index(stage), phase)
                     queries, douts = q_smem.index(stage), dout_smem.index(stage)
-                    # One consumer's softmax runs beside the other's products.
+                    # One consumer's softmax overlaps the other's products.
                     mbarrier.wait(turns.index(half), 1 - half)
                     logits = begin_scores(k_rows, queries, zero, form)
                     dp = begin_scores(v_rows, douts, zero, form)
@@ -298,7 +298,7 @@ def _consume(
                     ds = (p * (dp - delta[None, :])).to(q_smem.dtype)
                     ds_smem.index(step % BUFFERS).slice(half * ROWS, ROWS, dim=0).store(ds)
                     fence_async_shared()
-                    # What was to be added by the step before has left shared memory, too.
+                    # The preceding step's addition has left shared memory, too.
                     tma.store_wait(0)
                     gl.thread_barrier()
                     mbarrier.arrive(ds_full.index(step % BUFFERS), count=1)
@@ -325,7 +325,8 @@ def _consume(
         gl.thread_barrier()
         add_queries(half, dq, sums, previous, dq_smem, form)
         if form.value.ADD:
-            # Until here programs ran beside the last ones of the launch before, which wrote what they add to.
+            # Until here programs overlapped the last ones of the preceding launch, which wrote the sums that they add
+            # to.
             gdc_wait()
         slot = -1
         if form.value.SHARED:
@@ -484,13 +485,13 @@ def _backward_kernel(
 
 
 def tile_arguments(tensors: dict[str, Tensor], modulus: int, first_kv_head: int, config: TileConfig) -> dict[str, Any]:
-    """What a launch is given of tensors by their names: q, k, v and dout as `residue_view` or `residue_box` shows them,
-    with where tiles are found in those, stats, dk, dv, and sums [B, N', H', D], to which that many heads, the first
-    those of ``first_kv_head``, add their shares of dq / scale.
+    """The arguments of a launch for tensors, by their names: q, k, v and dout as `residue_view` or `residue_box` shows
+    them, with where tiles are found in those, stats, dk, dv, and sums [B, N', H', D], to which that many heads, the
+    first those of ``first_kv_head``, add their shares of dq / scale.
     """
     q, keys, sums, stats = (tensors[name] for name in ("q", "k", "sums", "stats"))
     dim, head, (first, rest) = q.shape[-1], padded_dim(q.shape[-1]), product_columns(q.shape[-1])
-    # Two accumulators of 128 columns leave no room for more.
+    # Two accumulators of 128 columns leave no registers for more.
     held = head <= 64
     rows = {"q": config.block_m, "k": config.block_n, "v": config.block_n, "dout": config.block_m}
     arguments: dict[str, Any] = {"DIM": dim, "FIRST": first, "REST": rest, "HEAD": head, "HELD": held}

@@ -1,8 +1,8 @@
 # Triton types kernel arguments itself and reads annotations as its own.
 # mypy: disable-error-code="no-untyped-def"
-"""What a consumer of the Hopper backward multiplies at a step, and how it hands on what it found.
+"""The products of a consumer of the Hopper backward at a step, and how it passes on the results.
 
-``form`` is what is compiled in (`backward._Form`).
+``form``: compile-time constants (`backward._Form`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def add_shared_to_global(tensor_desc, coord, src, _semantic=None):
 
 @gluon.constexpr_function
 def share_columns(half, head, rest):
-    """Of K, those that a consumer multiplies with all of dS, unless HELD."""
+    """The columns of K that a consumer multiplies with all of dS, unless HELD."""
     return rest if half == 1 and rest else head // 2
 
 
 @gluon.jit
 def corner(batch, place, head, row, column, steps, form: gl.constexpr):
-    """Where a tile begins in what `residue_box` shows, or `residue_view` if no columns of zeros are needed: at D128
-    fewer numbers are 4 % faster. ``steps``: columns from a place and from a head to the next.
+    """The place of a tile in `residue_box`, or in `residue_view` if no columns of zeros are needed: at D128 fewer
+    numbers are 4 % faster. ``steps``: columns from a place and from a head to the next.
     """
     class_step, head_step = steps
     boxed = (batch, place, head, row, column)
@@ -128,8 +128,8 @@ def sums_of(dv, dk, form: gl.constexpr):
 
 @gluon.jit
 def add_queries(half: gl.constexpr, dq, sums, at, dq_smem, form: gl.constexpr):
-    """Begin to add a share of dQ to what is in memory; nothing may still be on its way from this buffer. ``sums``:
-    their descriptor, and `corner`'s steps; ``at``: batch item, class, head and row.
+    """Begin to add a share of dQ to memory; no earlier copy from this buffer may be in flight. ``sums``: their
+    descriptor, and `corner`'s steps; ``at``: batch item, class, head and row.
     """
     BLOCK_M: gl.constexpr = form.value.BLOCK_M
     HEAD: gl.constexpr = form.value.HEAD
@@ -138,7 +138,7 @@ def add_queries(half: gl.constexpr, dq, sums, at, dq_smem, form: gl.constexpr):
     if form.value.HELD:
         share.reshape([BLOCK_M // 2, HEAD]).permute((1, 0)).store(dq)
     else:
-        # Columns behind are beyond DIM, where nothing is added.
+        # Later columns are beyond DIM and not added.
         share.reshape([BLOCK_M, HEAD // 2]).slice(0, share_columns(half, HEAD, form.value.REST), dim=1).store(dq)
     fence_async_shared()
     gl.thread_barrier()

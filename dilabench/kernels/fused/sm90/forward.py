@@ -50,9 +50,9 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 class _Form(NamedTuple):
-    """What is compiled in. HEAD: columns of DIM but for the last ones, TAIL, tiles of their own; ROWS: the queries of a
-    consumer, half of a tile; BATCHED: there are several batch elements; RANGES of rows that hide each key; TAKE_TURNS:
-    the consumers issue their products one after the other.
+    """Compile-time constants. HEAD: columns of DIM without the last ones, TAIL, which are separate tiles; ROWS: the
+    queries of a consumer, half of a tile; BATCHED: there are several batch elements; RANGES of rows that hide each key;
+    TAKE_TURNS: the consumers issue their products one after the other.
     """
 
     DIM: int
@@ -167,7 +167,7 @@ def _produce_item(work, step, turn, descriptors, strides, tables, geometry, tile
 
 @gluon.jit
 def _again(verdicts, WARPS: gl.constexpr):
-    """Whether either consumer has to begin again, when both have told."""
+    """Return True if either consumer has to begin again; waits for both."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     told, slots = verdicts
     mbarrier.wait(told, 0)
@@ -254,7 +254,7 @@ def _step(
     entry = gl.load(first + j)
     mbarrier.wait(k_full.index(stage), ((step + j) // STAGES) & 1)
     if form.value.TAKE_TURNS:
-        # One consumer's softmax then runs beside the other's products.
+        # One consumer's softmax then overlaps the other's products.
         mbarrier.wait(turns.index(half), (step - turn + j + half) & 1)
     next_logits = _score(half, stage, zero, tiles, form)
     mbarrier.wait(v_full.index(previous), ((step + j - 1) // STAGES) & 1)
@@ -526,7 +526,7 @@ def _forward_kernel(
         mbarrier.init(v_empty.index(i), count=2)
     verdicts = (0, 0)
     if LARGEST > 0:
-        # What the consumers tell each other and the producer, once.
+        # Barriers between the consumers and the producer, each used once.
         told = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         mbarrier.init(told.index(0), count=2)
         slots = gl.allocate_shared_memory(gl.int32, [2, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))

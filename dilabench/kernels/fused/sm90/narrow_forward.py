@@ -38,16 +38,16 @@ from dilabench.kernels.fused.sm90.tile_walk import (
 from dilabench.kernels.launch_cache import Arguments, Launch
 from dilabench.kernels.tuning import TileConfig, padded_dim, product_columns
 
-# What this kernel has no choice of.
+# Constants of this kernel.
 _NOT_GIVEN = frozenset(("TAIL", "PRECISION", "STAGES", "num_stages"))
-# Tile j of a list lies in stage j % 2.
+# Tile j of a list is in stage j % 2.
 _STAGES = gl.constexpr(2)
 _TILE_BITS = gl.constexpr(TILE_BITS)
 
 
 class _Form(NamedTuple):
-    """What is compiled in. HEAD: columns of the tiles, those beyond DIM are zeros; REST: the last of those that q.k is
-    multiplied over, in a product of their own. Sums of values apart would be 2 % slower.
+    """Compile-time constants. HEAD: columns of the tiles, zeros beyond DIM; REST: the last columns of q.k, in a
+    separate product. Separate sums of values would be 2 % slower.
     """
 
     DIM: int
@@ -138,8 +138,7 @@ def _step(
     next_logits = _begin_score(q_smem, k_smem, stage, zero, form)
     mbarrier.wait(v_full.index(previous), ((begun + j - 1) >> 1) & 1)
     next_acc = _begin_sum(weights, v_smem, previous, acc, form)
-    # What is copied next is told and found while products run: behind them there is a barrier for all warps, and the
-    # copies.
+    # The next copy is determined while products run; after them come a barrier for all warps, and the copies.
     following, one_more = j + 1 < n, j + 2 < n
     mbarrier.expect(v_full.index(previous), BLOCK_N * form.value.HEAD * 2, following)
     mbarrier.expect(k_full.index(stage), BLOCK_N * form.value.HEAD * 2, one_more)

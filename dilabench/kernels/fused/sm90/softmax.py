@@ -1,6 +1,6 @@
 # Triton types kernel arguments itself and reads annotations as its own.
 # mypy: disable-error-code="no-untyped-def"
-"""What the Hopper kernels of the forward pass do with scores: one step of the online softmax, and the end of it.
+"""The softmax of the Hopper kernels in the forward pass: one online step, and the end.
 
 ``form`` is what is compiled in, an object with ROWS (of queries that share a softmax), BLOCK_N, CAUSAL, RAGGED,
 WINDOWED, RANGES (of rows that hide each key), LARGEST (of `LARGEST_SUM`, or 0), MERGE (with the results that are
@@ -18,7 +18,7 @@ from dilabench.kernels.fused.sm90.tile_walk import bias_of, class_of, end_of, st
 
 # Steps between two that renew the running maximum, at most.
 KEPT = gl.constexpr(15)
-# Of the weights of a row in one step, if the maximum is not renewed: none is rounded to infinity then, nor is a sum of
+# Largest sum of a row's weights in one step without a new maximum: then no weight is rounded to infinity, nor a sum of
 # many with values below 2^60.
 LARGEST_SUM = {torch.float16: 65504.0, torch.bfloat16: 2.0**64}
 
@@ -116,7 +116,7 @@ def walk(
     """Take all steps of a list but the first; ``STEP`` is given its number and whether it masks and renews the maximum.
 
     Up to ``kept`` steps leave the running maximum before one renews it. In float16, where weights overflow soon, they
-    become so many by and by, for it is the first keys after which a maximum still rises much.
+    increase to this number, because the maximum still rises much after the first keys.
     """
     CAUSAL: gl.constexpr = form.value.CAUSAL
     LARGEST: gl.constexpr = form.value.LARGEST

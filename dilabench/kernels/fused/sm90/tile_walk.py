@@ -24,12 +24,12 @@ _SPAN_COLUMNS = gl.constexpr(SPAN_COLUMNS)
 
 @lru_cache(maxsize=64)
 def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """How a tile lies in shared memory: the widest swizzle that its rows allow."""
+    """The layout of a tile in shared memory: the widest swizzle that its rows allow."""
     return gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENTS[dtype])
 
 
 def tile_descriptor(x: torch.Tensor, view: tuple[list[int], list[int]], tile: tuple[int, ...]) -> TensorDescriptor:
-    """What a ``view`` (shape, strides) shows of ``x``, in tiles whose sides before those of ``tile`` are 1."""
+    """A descriptor of a ``view`` (shape, strides) of ``x``, in tiles whose leading sides are 1."""
     shape, strides = view
     block = [*[1] * (len(shape) - len(tile)), *tile]
     return TensorDescriptor(x, shape, strides, block, shared_layout(tuple(block), x.dtype))
@@ -37,13 +37,13 @@ def tile_descriptor(x: torch.Tensor, view: tuple[list[int], list[int]], tile: tu
 
 @gluon.constexpr_function
 def tiles_of(count, sides, rows, columns):
-    """The shape of so many tiles of rows and columns, which descriptors show with more ``sides`` of 1 before those."""
+    """The shape of that many tiles of rows and columns, which descriptors show with leading ``sides`` of 1."""
     return [count, *[1] * sides, rows, columns]
 
 
 @gluon.jit
 def view_place(batch, row, column, BATCHED: gl.constexpr):
-    """Where a tile begins in what `row_layout.residue_view` shows."""
+    """The place of a tile in `row_layout.residue_view`."""
     of_one = (row, column)
     return (batch, row, column) if BATCHED else of_one
 
@@ -183,7 +183,7 @@ def box_place(residue, row, box, R, ROWS: gl.constexpr, SHIFTED: gl.constexpr):
 
 @gluon.jit
 def entry_place(entry, route, ROWS: gl.constexpr, SHIFTED: gl.constexpr):
-    """`box_place` of the tile of so many rows that a list entry names. ``route``: first row of the super-segment, class
+    """`box_place` of the tile (this many rows) in a list entry. ``route``: first row of the super-segment, class
     shift, `box_place`'s box, and R.
     """
     base_row, shift, box, R = route

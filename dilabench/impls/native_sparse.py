@@ -1,6 +1,7 @@
-"""`native-sparse`: the three attentions of NSA, each through the block-sparse kernels as (out, lse), under gates.
+"""`native-sparse`: the three attentions of NSA under gates: to means of blocks and in a window by the block-sparse
+kernels, to selected blocks by those or, if tokens select for themselves, by the kernels for that.
 
-The compressed one attends means of blocks: N queries on N / block keys. Backward gives each attention its own out and
+The compressed one attends means of blocks: N queries on N / stride keys. Backward gives each attention its own out and
 lse and dout times its gates; the gradient of a gate is dout times the out that it is multiplied with.
 """
 
@@ -18,10 +19,12 @@ from torch import Tensor
 from dilabench.contracts import BuildContext
 from dilabench.impls.block_sparse.block_sparse import kernels_for
 from dilabench.impls.block_sparse.union import COLUMN_BLOCK, BlockBackward, BlockForward, require_whole_plan
-from dilabench.impls.one_operator import empty_results, outside_compilers
+from dilabench.impls.one_operator import Computation, empty_results, outside_compilers
 from dilabench.impls.operator_rules import first_derivatives
+from dilabench.impls.selected import selected_blocks
 from dilabench.impls.summed import Part, block_means, block_means_backward, parts_of
 from dilabench.kernels.block_sparse.plan import BlockPlan, Plan
+from dilabench.patterns.selected_blocks import SelectedBlocksPattern
 
 
 def build(workload: Any, context: BuildContext) -> GatedSum:
@@ -29,41 +32,58 @@ def build(workload: Any, context: BuildContext) -> GatedSum:
     parts = list(parts_of(workload, context.device, getattr(torch, workload.dtype)))
     if not parts:
         raise ValueError(f"{workload.pattern.label()} is no sum of attentions")
-    _, forward, backward = kernels_for(context.device)
-    planned = [(PlannedPart(part.pool, plan), part.gates) for part in parts if (plan := _plan(part)) is not None]
-    attentions, gates = zip(*planned, strict=True)
-    return GatedSum(attentions, torch.stack(gates), forward, backward, workload.softmax_scale)
+    built = [(computation, part) for part in parts if (computation := _computation(part, context)) is not None]
+    attentions = tuple(Attention(part.pool, part.stride, computation) for computation, part in built)
+    return GatedSum(attentions, torch.stack([part.gates for _, part in built]))
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedPart:
-    """One attention: of how many positions its keys are means, and the plan over its keys."""
+class Planned:
+    """A `one_operator.Computation` by kernels for blocks, over a plan."""
+
+    attend: BlockForward
+    attend_backward: BlockBackward
+    plan: Plan
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out and lse."""
+        return self.attend(q, k, v, self.plan, scale=self.scale)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv."""
+        return self.attend_backward(dout, q, k, v, out, lse, self.plan, scale=self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One attention: its keys are means of `pool` positions, one every `stride`."""
 
     pool: int
-    plan: Plan
+    stride: int
+    computation: Computation
 
     def keys(self, x: Tensor) -> Tensor:
-        """k or v [B, N, K, D] as the plan has them."""
-        return x if self.pool == 1 else block_means(x, self.pool)
+        """k or v [B, N, K, D] as the computation has them."""
+        return x if self.pool == 1 else block_means(x, self.pool, self.stride)
 
     def add_gradient(self, total: Tensor, part: Tensor) -> None:
         """Add the gradient of `keys(x)` to that of x, in place."""
         if self.pool == 1:
             total += part
         else:
-            whole = block_means_backward(part, self.pool)
+            whole = block_means_backward(part, self.pool, self.stride)
             total[:, : whole.shape[1]] += whole
 
 
 @dataclass(frozen=True, slots=True)
 class GatedSum:
-    """out = sum_p gates[p] · attention_p(q, k, v). `gates` [parts, N, H]: those of the pattern."""
+    """out = sum_p gates[p] · attention_p(q, k, v). `gates` [parts, N, H]: the pattern's."""
 
-    parts: tuple[PlannedPart, ...]
+    parts: tuple[Attention, ...]
     gates: Tensor
-    attend: BlockForward
-    attend_backward: BlockBackward
-    scale: float
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
@@ -76,8 +96,8 @@ class GatedSum:
 
     def attentions(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The outs and lses of all attentions, outside autograd."""
-        results = [self.attend(q, part.keys(k), part.keys(v), part.plan, scale=self.scale) for part in self.parts]
-        return [out for out, _ in results], [lse for _, lse in results]
+        results = [part.computation.forward(q, part.keys(k), part.keys(v)) for part in self.parts]
+        return [out for out, *_ in results], [lse for _, lse, *_ in results]
 
     def with_gates(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
         """The same under other gates [parts, N, H]; differentiable in them, too."""
@@ -123,14 +143,14 @@ class _GatedSum(torch.autograd.Function):
 def _gradients(
     function: GatedSum, of_gates: bool, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *results: Tensor
 ) -> tuple[Tensor, ...]:
-    """dq, dk, dv, and that of the gates where it is asked for."""
+    """dq, dk, dv, and the gradient of the gates if requested."""
     outs, lses = results[: len(results) // 2], results[len(results) // 2 :]
     wide = torch.promote_types(q.dtype, torch.float32)
     dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
     of_queries = []
     for part, gated_dout, out, lse in zip(function.parts, _gated(dout, gates), outs, lses, strict=True):
         keys, values = part.keys(k), part.keys(v)
-        dq, *shares = function.attend_backward(gated_dout, q, keys, values, out, lse, part.plan, scale=function.scale)
+        dq, *shares = part.computation.backward(gated_dout, q, keys, values, out, lse)
         of_queries.append(dq)
         for total, share in zip((dk, dv), shares, strict=True):
             part.add_gradient(total, share.to(wide))
@@ -172,16 +192,21 @@ def _gate_gradients(dout: Tensor, outs: Sequence[Tensor], gates: Tensor) -> Tens
     return torch.stack([(dout * out).sum((0, -1)) for out in outs]).to(gates.dtype)
 
 
-def _plan(part: Part) -> Plan | None:
-    """The plan over an attention's keys; None if it has no key at all."""
+def _computation(part: Part, context: BuildContext) -> Computation | None:
+    """An attention's computation over its keys; None if it has no key at all."""
+    workload = part.workload
+    if SelectedBlocksPattern.match(workload.pattern) is not None:
+        return selected_blocks.build(workload, context)
+    _, forward, backward = kernels_for(context.device)
     if part.pool == 1:
-        return require_whole_plan(part.workload)
-    (shape,) = part.workload.shapes
-    keys = np.arange(part.pool - 1, shape.length, part.pool)
-    hidden = part.workload.pattern.hidden_rows(shape)
+        return Planned(forward, backward, require_whole_plan(workload), workload.softmax_scale)
+    (shape,) = workload.shapes
+    keys = np.arange(part.pool - 1, shape.length, part.stride)
+    hidden = workload.pattern.hidden_rows(shape)
     if not len(keys) or hidden is None:
         return None
     blocks = (1, -(-shape.length // COLUMN_BLOCK), -(-len(keys) // COLUMN_BLOCK))
     seen = hidden.over(shape, np.arange(shape.length), keys)
     everything = np.broadcast_to(np.True_, blocks)
-    return BlockPlan(everything, COLUMN_BLOCK, shape.length, False, key_rows=len(keys), hidden=seen)
+    plan = BlockPlan(everything, COLUMN_BLOCK, shape.length, False, key_rows=len(keys), hidden=seen)
+    return Planned(forward, backward, plan, workload.softmax_scale)

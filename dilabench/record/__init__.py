@@ -1,4 +1,4 @@
-"""What was measured: cases, outcomes with raw samples, and the run record that holds them.
+"""Measurements: cases, outcomes with raw samples, and the run record that holds them.
 
 Raw integers only (nanoseconds, bytes); everything else is derived in `dilabench.stats` and rounded in reporters.
 The JSON form of RunRecord is the one file format; its JSON Schema is docs/reference/run-record.schema.json.
@@ -6,8 +6,10 @@ The JSON form of RunRecord is the one file format; its JSON Schema is docs/refer
 
 import importlib
 from collections import Counter
+from collections.abc import Sequence
 from enum import StrEnum
 from itertools import chain
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -16,25 +18,27 @@ from dilabench.choice.descriptors import Role as Role
 from dilabench.choice.descriptors import Takes as Takes
 from dilabench.machine import GpuInfo as GpuInfo
 from dilabench.metadata import Note as Note
-from dilabench.validation import NO_SAMPLES as NO_SAMPLES
-from dilabench.validation import Model, Times, content_hash
+from dilabench.record.samples import NO_SAMPLES as NO_SAMPLES
+from dilabench.record.samples import Slot as Slot
+from dilabench.record.samples import SlotColumns, Slots, Times
+from dilabench.validation import Model, content_hash
 from dilabench.workload.spec import Workload, WorkloadRequest
 
 if TYPE_CHECKING:
     import pandas
 
 SCHEMA_VERSION = "1.1"
-# What every output means by the time of a row (`compare.view`).
+# The time of a row in every output (`compare.view`).
 ESTIMATOR = "median of all samples"
 
 Stage = Literal["build", "verify", "warmup", "time", "memory", "worker"]
 Part = Literal["whole", "computation", "communication"]
 Procedure = Literal["interleaved", "isolated"]
 MemorySource = Literal["allocator", "resident_set", "process_peak"]
-# unsupported: the implementation, the backend or the machine cannot. not_applicable: what was to be switched on changes
-# nothing here. does_not_fit: predicted, before anything ran. out_of_memory: a real run ran out, where the longest that
-# fits is looked for. budget: no time was left. unusable_optimization: it cannot be switched on for this function.
-# far_slower: the suite asks for the fastest, and another case of the workload, verified, is so many times as fast.
+# unsupported: the implementation, the backend or the machine cannot. not_applicable: the optimization has no effect
+# here. does_not_fit: predicted, before anything ran. out_of_memory: a real run ran out, in a search for the longest
+# length. budget: it was used up. unusable_optimization: it cannot be used for this function. far_slower: the suite
+# searches the fastest, and another verified case of the workload is that many times as fast.
 SkipCode = Literal[
     "unsupported", "not_applicable", "does_not_fit", "out_of_memory", "budget", "unusable_optimization", "far_slower"
 ]
@@ -56,13 +60,13 @@ FailureCode = Literal[
 
 
 class Optimizations(Model):
-    """What may be switched on around an implementation; size zero or false means off.
+    """The optimizations around an implementation; size zero or false means off.
 
     `query_chunk`: tokens of a sequence that are processed at a time. `offload_inputs`: inputs and results stay in host
     memory, a chunk at a time on the device. `stream_tokens`: of old records. `sharding_inside`: over ranks, each call
-    begins and ends with whole tensors on every rank; otherwise with shards. `tiles`: shapes of an implementation's
-    kernels instead of its own, in its own words; empty for those it has. Fields of another version of dilabench are
-    kept and shown; a case that has any is never measured (`unknown`).
+    begins and ends with whole tensors on every rank; otherwise with shards. `tiles`: tile shapes of an implementation's
+    kernels, named as it names them; empty for its defaults. Fields of another version of dilabench are kept and shown;
+    a case that has any is never measured (`unknown`).
     """
 
     model_config = ConfigDict(extra="allow")
@@ -97,7 +101,7 @@ class Case(Model):
     def case_id(self) -> str:
         """Content hash; equal in two records exactly when the same thing was to be computed."""
         content = self.model_dump(mode="json", exclude_defaults=True)
-        # `kind` is a default of its pattern, yet tells the patterns apart.
+        # `kind` is a default of its pattern, yet it distinguishes patterns.
         content["workload"]["pattern"]["kind"] = self.workload.pattern.kind
         return content_hash(content)
 
@@ -108,7 +112,7 @@ class Case(Model):
 
 
 class Skipped(Model):
-    """A case that cannot run here, or had no time. Programs decide on `code`; `why` is for people."""
+    """A case that cannot run here, or was skipped by the budget. Programs decide on `code`; `why` is for people."""
 
     status: Literal["skipped"] = "skipped"
     code: SkipCode
@@ -116,7 +120,7 @@ class Skipped(Model):
 
 
 class PlannedCase(Model):
-    """A case with what the user asked for and the suite's labels; `skip` is its outcome if it cannot run here.
+    """A case with the user's request and the suite's labels; `skip` is its outcome if it cannot run here.
 
     `role`: its implementation's, or 'yardstick' if it computes another function than the ranked rows. `procedure`:
     interleaved with its workload's other cases, or isolated: in its own process, one set of inputs, sampled rows
@@ -136,12 +140,12 @@ class PlannedCase(Model):
     skip: Skipped | None = None
 
     def isolated(self, memory_limit_bytes: int | None) -> "PlannedCase":
-        """The same, to be measured by itself within a limit of memory."""
+        """The same, to be measured alone within a memory limit."""
         return self.model_copy(update={"procedure": "isolated", "memory_limit_bytes": memory_limit_bytes})
 
 
 class CheckName(StrEnum):
-    """What a verification check looked at (docs/reference/semantics.md §4).
+    """The names of verification checks (docs/reference/semantics.md §4).
 
     `_slope`: the regression on the oracle. `_all_rows`: every row against a confirmed implementation.
     `_from_every_row`: under an upstream gradient that is random in every row. `timed_`: a call of the timed sequence.
@@ -203,7 +207,7 @@ class Check(Model):
 
     @property
     def text(self) -> str:
-        """What is wrong, the error against its tolerance, and where it is largest."""
+        """The failed check, the error against its tolerance, and the place of the largest error."""
         known = self.error is not None and self.tolerance is not None
         far = f"error {self.error:.3g}, allowed {self.tolerance:.3g}" if known else None
         parts = filter(None, (self.detail, far, self.where and f"at {self.where}"))
@@ -211,10 +215,10 @@ class Check(Model):
 
 
 class Verification(Model):
-    """What was checked before timing. `sampled_rows`: rows compared with the oracle, None if every row was.
+    """The checks before and during timing. `sampled_rows`: rows compared with the oracle, None if every row was.
 
-    `against`: the built-in, confirmed by the oracle, that every row was compared with. `timed_calls`: those of the
-    timed sequence that were checked; `timed_rows`: of these call, batch item, position, head. `diagnosis`: a near miss.
+    `against`: the built-in, confirmed by the oracle, that every row was compared with. `timed_calls`: number of checked
+    calls of the timed sequence; `timed_rows`: of these call, batch item, position, head. `diagnosis`: a near miss.
     """
 
     checks: tuple[Check, ...]
@@ -231,46 +235,38 @@ class Verification(Model):
         return bool(self.checks) and all(check.passed for check in self.checks)
 
 
-class Slot(Model):
-    """Consecutive samples of one case: one turn in one round. The device state is read at the slot's end.
-
-    Over ranks `samples_ns` are the slowest rank's, `rank_samples_ns` those of each. `renewed`: samples on new inputs.
-    """
-
-    session: int = 0
-    round: int = 0
-    position: int = 0
-    samples_ns: Times
-    renewed: tuple[int, ...] = ()
-    rank_samples_ns: tuple[Times, ...] = ()
-    enqueue_ns: Times = ()
-    sm_clock_mhz: int | None = None
-    power_mw: int | None = None
-    temperature_c: int | None = None
-    throttle: tuple[str, ...] = ()
-
-
 class Timing(Model):
     """All samples that one timer took of one case."""
 
     timer: str
     proves: str
-    slots: tuple[Slot, ...]
+    slots: Slots
     warmup_ns: Times = ()
 
     @property
-    def samples_ns(self) -> tuple[int, ...]:
+    def columns(self) -> SlotColumns:
+        """The slots by column."""
+        return self.slots if isinstance(self.slots, SlotColumns) else SlotColumns(self.slots)
+
+    @property
+    def samples_ns(self) -> Sequence[int]:
         """The samples of all slots, in the order taken."""
-        return tuple(chain.from_iterable(slot.samples_ns for slot in self.slots))
+        return self.columns.samples_ns
+
+    @property
+    def rank_medians_ns(self) -> tuple[float, ...]:
+        """The median of each rank, in the order of ranks; empty for one device and for records without them."""
+        slots = [ranks for ranks in self.columns.column("rank_samples_ns") if ranks]
+        return tuple(median(chain.from_iterable(samples)) for samples in zip(*slots, strict=True))
 
     @property
     def has_samples(self) -> bool:
-        """Whether any sample was taken, without gathering them."""
-        return any(slot.samples_ns for slot in self.slots)
+        """Whether any sample was taken."""
+        return len(self.columns.samples_ns) > 0
 
 
 class Diagnostic(Model):
-    """Samples of a call over ranks, or of a part alone, which computes something wrong; samples i are of one turn."""
+    """Samples of a call over ranks, or of a part alone, whose result is wrong; equal indices are of one round."""
 
     part: Part
     samples_ns: Times
@@ -281,7 +277,7 @@ class Memory(Model):
     """Peak memory of one call, split by purpose; None if this device cannot measure it.
 
     `source`: torch's allocator; resident sets in old records. `kept_bytes`: of the built function. `process_bytes`:
-    what calls added to the process; what of it is not torch's counts as workspace.
+    bytes that calls added to the process; the part outside torch's allocator counts as workspace.
     """
 
     peak_bytes: int
@@ -299,9 +295,9 @@ class Memory(Model):
 class MemoryPlan(Model):
     """Bytes on the device at the fullest moment of a call, by what they are for; they add up to the peak.
 
-    inputs: q, k, v (or embeddings), with dout unless the mode is forward. saved: what lives from forward to backward,
-    the result with it, inputs left out. workspace: everything else. tables: index tensors and block lists that are kept
-    between calls. Over ranks it is what the fullest rank holds.
+    inputs: q, k, v (or embeddings), with dout unless the mode is forward. saved: tensors that live from forward to
+    backward, with the result, without inputs. workspace: all others. tables: index tensors and block lists that are
+    kept between calls. Over ranks it is what the fullest rank holds.
     """
 
     inputs_bytes: int
@@ -312,7 +308,7 @@ class MemoryPlan(Model):
 
     @property
     def peak_bytes(self) -> int:
-        """What must fit, and what the engine's memory pass measures."""
+        """The bytes that must fit, as the engine's memory pass measures them."""
         held = self.inputs_bytes + self.parameters_bytes + self.tables_bytes
         return held + self.saved_bytes + self.workspace_bytes
 
@@ -384,7 +380,7 @@ class GitInfo(Model):
 
 
 class Environment(Model):
-    """Where a run took place. `fingerprint_hard` must match for two records to be compared at all."""
+    """The environment of a run. Two records can be compared only if `fingerprint_hard` matches."""
 
     os: str
     python: str
@@ -434,7 +430,7 @@ class RunRecord(RunHeader):
 
     def to_frame(self, samples: bool = False) -> "pandas.DataFrame":
         """One line per case, or with `samples` one per sample, as a pandas frame (extra `data`); times are in ns."""
-        # By name, for reports lie above the record.
+        # By name, because reports are in a higher layer than the record.
         return importlib.import_module("dilabench.report.tidy").frame(self, samples)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:

@@ -1,0 +1,311 @@
+"""Attention over key blocks that are selected per query token, for `attention.function`: one operator under compilers.
+
+Forward and backward are an operator each, which make their plan from the indices when they run; a plain call keeps it
+between the two.
+"""
+
+# The annotations of operators are evaluated by torch: no postponed evaluation in this module.
+
+import ast
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dilabench.attention import operands
+from dilabench.choice.ways import AUTO
+from dilabench.impls.no_pairs import NOTHING_SEEN, SHAPES_ONLY
+from dilabench.impls.null_mass import sink_gradient
+from dilabench.impls.one_operator import (
+    Computation,
+    WithGradient,
+    contiguous_like,
+    empty_results,
+    is_plain_eager_call,
+)
+from dilabench.impls.operator_rules import differentiable_operator, first_derivatives, operator, refuse_forward_mode
+from dilabench.impls.selected.compressed import CompressedAttention
+from dilabench.impls.selected.selected_blocks import computation_for
+from dilabench.impls.selected.selecting import Choosing, Compression, select_by_compression
+from dilabench.impls.selected.selection import Selection
+from dilabench.kernels.lse import add_null_mass_
+from dilabench.patterns.selected_blocks import MAX_BLOCK
+from dilabench.workload.spec import Window
+
+
+class _Options(NamedTuple):
+    """The options of a computation besides its tensors. `compression`: length and stride, if keys are compressed."""
+
+    block: int
+    causal: bool
+    window: tuple[int, ...]
+    scale: float
+    cu_seqlens: tuple[int, ...]
+    compression: tuple[int, ...]
+
+
+def selected_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor,
+    block_size: int,
+    *,
+    causal: bool,
+    window: Window,
+    scale: float | None,
+    sink: Tensor | None,
+    cu_seqlens: Sequence[int] | Tensor | None,
+    backend: Any = AUTO,
+) -> tuple[Tensor, Tensor]:
+    """out and lse, which carries no gradient, of query [B, N, H, D] and key, value [B, N, K, D] (packed: [T, H, D]).
+
+    indices: integers [B, N, K, S] or [N, K, S] (packed: [T, K, S], counted in each sequence from 0). Raises ValueError
+    for what does not fit.
+    """
+    if backend != AUTO:
+        raise ValueError(f"backend {backend!r} with pattern selected_blocks, whose kernels call none; leave it out")
+    operands.check_are_tensors(query=query, key=key, value=value, indices=indices)
+    packed = cu_seqlens is not None
+    if packed:
+        operands.check_tokens(query, key, value)
+        query, key, value = query[None], key[None], value[None]
+    refuse_forward_mode(query, key, value)
+    if torch._C._is_any_autocast_enabled():
+        query, key, value = operands.as_autocast(query, key, value)
+    sides = operands.integers("window", window)
+    operands.refuse_types({"causal": causal, "window": sides, "scale": scale})
+    operands.check_operands(query.shape, key.shape, value.shape)
+    operands.check_kinds((x.dtype, x.device) for x in (query, key, value))
+    by_item = _checked(indices, query, key)
+    if sink is not None:
+        operands.check_is_tensor(sink)
+        operands.check_sink(sink, query, "exact")
+    # A compiled graph takes a tensor of bounds unread, and so serves every packing.
+    of_graph = cu_seqlens if isinstance(cu_seqlens, Tensor) and torch.compiler.is_compiling() else None
+    bounds = () if cu_seqlens is None or of_graph is not None else operands.bounds(cu_seqlens, query.shape[1])
+    _check_options(block_size, causal, sides, query.shape[1], bounds)
+    factor = float(query.shape[-1] ** -0.5 if scale is None else scale)
+    out, lse = _attend(query, key, value, by_item, sink, of_graph, (block_size, causal, sides, factor, bounds))
+    return (out[0], lse.detach()[0]) if packed else (out, lse.detach())
+
+
+def compressed_attention(
+    query: Tensor, keys: Tensor, values: Tensor, compression: Compression, scale: float
+) -> tuple[Tensor, Tensor]:
+    """out and lse of query [B, N, H, D] over compressed keys and values [B, C, K, D], each seen from its last token on.
+
+    Raises ValueError for another number of keys.
+    """
+    wanted = compression.count(query.shape[1])
+    if keys.shape != values.shape or keys.shape[1] != wanted or keys.shape[::3] != query.shape[::3]:
+        raise ValueError(
+            f"compressed keys {tuple(keys.shape)} and values {tuple(values.shape)} must be [B, C, K, D] with C = "
+            f"{wanted} for query {tuple(query.shape)}, {compression}"
+        )
+    spans = (compression.length, compression.stride)
+    return _attend(query, keys, values, None, None, None, (1, True, (-1, -1), scale, (), spans))
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor | None,
+    sink: Tensor | None,
+    bounds: Tensor | None,
+    options: tuple[Any, ...],
+) -> tuple[Tensor, Tensor]:
+    """out and lse: of eager tensors directly, of others by operators."""
+    options = options if len(options) == len(_Options._fields) else (*options, ())
+    if sink is None and is_plain_eager_call(query, key, value, *(() if indices is None else (indices,))):
+        computation = _computation(query, key, indices, _Options(*options))
+        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+            out, lse = WithGradient.apply(computation, query, key, value)
+        else:
+            out, lse, *_ = computation.forward(query, key, value)
+    elif torch._C._are_functorch_transforms_active():
+        out, lse = _Differentiable.apply(query, key, value, indices, sink, bounds, _written(*options))
+    else:
+        out, lse = _selected_op(query, key, value, indices, sink, bounds, *options)
+    return out, lse
+
+
+def _checked(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """The indices with an axis for batch items."""
+    batch, rows, kv_heads = query.shape[0], query.shape[1], key.shape[2]
+    by_item = indices[None] if indices.ndim == 3 else indices
+    wanted = f"integers [{rows}, {kv_heads}, S] or [{batch}, {rows}, {kv_heads}, S]: S key blocks for each of {rows} "
+    if indices.is_floating_point() or indices.dtype == torch.bool or by_item.ndim != 4:
+        raise ValueError(f"indices {indices.dtype} {tuple(indices.shape)} must be {wanted}tokens and {kv_heads} heads")
+    if by_item.shape[0] not in (1, batch) or tuple(by_item.shape[1:3]) != (rows, kv_heads) or not by_item.shape[3]:
+        raise ValueError(f"indices {tuple(indices.shape)} must be {wanted}tokens and {kv_heads} heads of keys")
+    if query.shape[2] % kv_heads:
+        raise ValueError(f"query has {query.shape[2]} heads, not a multiple of the {kv_heads} of key and value")
+    if indices.device != query.device:
+        raise ValueError(f"indices are on {indices.device} and query on {query.device}; move one of them")
+    return by_item
+
+
+def _check_options(
+    block_size: int, causal: bool, window: tuple[int, ...], tokens: int, bounds: tuple[int, ...]
+) -> None:
+    if block_size != 1 and (block_size % 16 or not 0 < block_size <= MAX_BLOCK):
+        raise ValueError(f"block_size {block_size} is neither 1 nor a multiple of 16 up to {MAX_BLOCK}")
+    if len(window) != 2 or min(window) < -1:
+        raise ValueError(f"window {list(window)} must be (left, right) with -1 for unbounded or at least 0")
+    if causal and window[1] > 0:
+        raise ValueError(f"window {list(window)} looks {window[1]} positions ahead, which causal=True forbids")
+    if bounds:
+        operands.without_empty(bounds, tokens)
+
+
+def _computation(query: Tensor, key: Tensor, indices: Tensor | None, options: _Options) -> Computation:
+    if query.is_meta or not query.numel():
+        return SHAPES_ONLY
+    if indices is None:
+        return CompressedAttention(Compression(*options.compression), options.scale) if key.numel() else NOTHING_SEEN
+    left, right = options.window
+    selection = Selection(indices, options.block, options.causal, (left, right))
+    return computation_for(query, selection, options.scale, options.cu_seqlens)
+
+
+def _written(
+    block: int,
+    causal: bool,
+    window: Sequence[int],
+    scale: float,
+    cu_seqlens: Sequence[int],
+    compression: Sequence[int] = (),
+) -> str:
+    """As a text that means the same in every process, for the compiler keeps what it compiles on disk."""
+    sides, bounds, spans = (tuple(map(int, numbers)) for numbers in (window, cu_seqlens, compression))
+    return repr((int(block), causal, sides, scale, bounds, spans))
+
+
+@lru_cache(maxsize=256)
+def _read(asked: str) -> _Options:
+    return _Options._make(ast.literal_eval(asked))
+
+
+def _asked(asked: str, bounds: Tensor | None) -> _Options:
+    options = _read(asked)
+    return options if bounds is None else options._replace(cu_seqlens=operands.bounds(bounds, int(bounds[-1])))
+
+
+def _shapes_of_results(q: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
+    return empty_results(q)
+
+
+@operator("selected_forward", _shapes_of_results)
+def _forward_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor | None,
+    sink: Tensor | None,
+    bounds: Tensor | None,
+    asked: str,
+) -> tuple[Tensor, Tensor]:
+    """out and lse."""
+    out, lse, *_ = _computation(query, key, indices, _asked(asked, bounds)).forward(query, key, value)
+    if sink is not None:
+        add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
+    return out.contiguous(), lse.contiguous()
+
+
+def _shapes_of_gradients(_dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> tuple[Tensor, ...]:
+    return contiguous_like(q), contiguous_like(k), contiguous_like(v)
+
+
+@operator("selected_backward", _shapes_of_gradients)
+def _backward_op(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    indices: Tensor | None,
+    bounds: Tensor | None,
+    asked: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv from the results of the forward operator."""
+    computation = _computation(query, key, indices, _asked(asked, bounds))
+    dq, dk, dv = computation.backward(dout, query, key, value, out, lse)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+class _Differentiable(torch.autograd.Function):
+    """The operator with its derivative."""
+
+    @staticmethod
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        indices: Tensor | None,
+        sink: Tensor | None,
+        bounds: Tensor | None,
+        asked: str,
+    ) -> tuple[Tensor, Tensor]:
+        return _forward_op(query, key, value, indices, sink, bounds, asked)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        query, key, value, indices, sink, bounds, ctx.asked = inputs
+        ctx.save_for_backward(query, key, value, *output, indices, bounds, sink)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, sink = ctx.saved_tensors
+
+        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+            of_inputs = _backward_op(*tensors[:8], ctx.asked)
+            if sink is None:
+                return of_inputs
+            dout, _, _, _, out, lse, _, _, sinks = tensors
+            return *of_inputs, sink_gradient(dout, out, lse, sinks)
+
+        dq, dk, dv, *of_sink = first_derivatives(gradients, dout, *saved, *(() if sink is None else (sink,)))
+        return dq, dk, dv, None, of_sink[0] if of_sink else None, None, None
+
+
+@differentiable_operator("selected")
+def _selected_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor | None,
+    sink: Tensor | None,
+    bounds: Tensor | None,
+    block: int,
+    causal: bool,
+    window: Sequence[int],
+    scale: float,
+    cu_seqlens: Sequence[int],
+    compression: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    asked = _written(block, causal, window, scale, cu_seqlens, compression)
+    out, lse = _Differentiable.apply(query, key, value, indices, sink, bounds, asked)
+    return out, lse
+
+
+def _shapes_of_indices(
+    q: Tensor, keys: Tensor, _spans: Sequence[int], _scale: float, choosing: Sequence[int]
+) -> Tensor:
+    block, top_k, _, _ = choosing
+    width = torch.sym_min(top_k, -(-q.shape[1] // block))
+    return q.new_empty((q.shape[0], q.shape[1], keys.shape[2], width), dtype=torch.int32)
+
+
+@operator("select_by_compression", _shapes_of_indices)
+def selected_by_compression(
+    query: Tensor, keys: Tensor, compression: Sequence[int], scale: float, choosing: Sequence[int]
+) -> Tensor:
+    """Indices int32 [B, N, K, S] of `selecting.select_by_compression`; choosing: block, top_k, initial, local."""
+    block, top_k, initial, local = choosing
+    of_blocks = Choosing(block, top_k, causal=True, initial=initial, local=local)
+    return select_by_compression(query.detach(), keys.detach(), Compression(*compression), scale, of_blocks)

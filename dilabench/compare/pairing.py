@@ -1,0 +1,135 @@
+"""Which slots of two cases pair: those of one round that both took part in, so that drift and load cancel."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dilabench.record import Measured, Row, Timing
+from dilabench.stats.decisions.paired import PairedRounds
+from dilabench.stats.samples.location import Counts, Floats, Slots, chosen_slots, joined_slots
+
+# Thermal and hardware slow-downs are temporary faults; large GPUs normally run at their power limit under full load.
+FAULTS = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
+MAX_FAULTY_SHARE = 0.2
+SLOT_NAMES = ("session", "round", "position")
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """The rounds of two cases. `rounds`: None if they were never interleaved. `throttled`: too many rounds were."""
+
+    rounds: PairedRounds | None
+    left_out: int = 0
+    throttled: bool = False
+
+
+def common_timings(baseline: Row, candidate: Row) -> tuple[Timing, Timing] | None:
+    """The timings of the first timer that took samples of both; None when they share none."""
+    assert isinstance(baseline.outcome, Measured)
+    assert isinstance(candidate.outcome, Measured)
+    others = {timing.timer: timing for timing in candidate.outcome.timings if timing.slots}
+    for timing in baseline.outcome.timings:
+        if timing.slots and timing.timer in others:
+            return timing, others[timing.timer]
+    return None
+
+
+def pair(timings: Iterable[tuple[Timing, Timing]]) -> Pairing:
+    """Pair the slots of two cases, (baseline, candidate) per record; each record adds its sessions.
+
+    Slots pair if they belong to one round and have different positions in it: equal positions mean that the cases were
+    measured one after the other, even if the round numbers agree. Rounds slowed down by heat are omitted while they
+    are few (a fifth at most).
+    """
+    found: list[tuple[Timing, Timing, Counts]] = []
+    left_out = 0
+    for baseline, candidate in timings:
+        sessions = matched(baseline, candidate)
+        left_out += max(len(baseline.slots), len(candidate.slots)) - sum(map(len, sessions))
+        found += ((baseline, candidate, session) for session in sessions)
+    count = sum(len(session) for *_, session in found)
+    if not count:
+        return Pairing(None, left_out)
+    sound = [(old, new, _sound(old, new, session)) for old, new, session in found]
+    faulty = count - sum(len(session) for *_, session in sound)
+    throttled = faulty > MAX_FAULTY_SHARE * count
+    if not throttled:
+        found, left_out = [entry for entry in sound if len(entry[2])], left_out + faulty
+    slots = joined_slots([_turns(old, new, session) for old, new, session in found])
+    clocks = [_clocks(old, new, session) for old, new, session in found]
+    known = [readings for readings in clocks if readings is not None]
+    rounds = PairedRounds.of_slots(
+        slots,
+        np.array([len(session) for *_, session in found], np.intp),
+        np.concatenate(known) if len(known) == len(clocks) else None,
+    )
+    return Pairing(rounds, left_out, throttled)
+
+
+def _turns(baseline: Timing, candidate: Timing, session: Counts) -> Slots:
+    """The slots of a session, the baseline's and the candidate's of each round."""
+    both = joined_slots([slots_of(baseline), slots_of(candidate)])
+    return chosen_slots(both, (session + np.array([0, len(baseline.slots)])).ravel())
+
+
+def _clocks(baseline: Timing, candidate: Timing, session: Counts) -> Floats | None:
+    """The clocks of a session's rounds, `[rounds, 2]`, NaN for one that was not read; None if none was."""
+    columns = baseline.columns, candidate.columns
+    if not all(side.is_set("sm_clock_mhz") for side in columns):
+        return None
+    sides = (np.array(side.column("sm_clock_mhz"), np.float64)[at] for side, at in zip(columns, session.T, strict=True))
+    return np.stack(tuple(sides), axis=1)
+
+
+def _sound(baseline: Timing, candidate: Timing, session: Counts) -> Counts:
+    """The rounds of a session in which no side was slowed down."""
+    for side, timing in enumerate((baseline, candidate)):
+        if faulty := _faulty(timing):
+            session = session[[slot not in faulty for slot in session[:, side].tolist()]]
+    return session
+
+
+def _faulty(timing: Timing) -> set[int]:
+    """The places of the slots that heat or power delivery slowed down."""
+    if not timing.columns.is_set("throttle"):
+        return set()
+    column = timing.columns.column("throttle")
+    # Of thousands of slots, few differ.
+    if all(FAULTS.isdisjoint(reasons) for reasons in set(column)):
+        return set()
+    return {slot for slot, reasons in enumerate(column) if not FAULTS.isdisjoint(reasons)}
+
+
+def is_throttled(timings: Sequence[Timing]) -> bool:
+    """More than a fifth of the slots were slowed down by heat or power delivery."""
+    slots = sum(len(timing.slots) for timing in timings)
+    return sum(len(_faulty(timing)) for timing in timings) > MAX_FAULTY_SHARE * slots
+
+
+def matched(baseline: Timing, candidate: Timing) -> list[Counts]:
+    """Which slots pair, by session: of each round the place of either side's slot in its timing, `[rounds, 2]`.
+
+    If round numbers are unique, they alone decide: a case whose worker died continues in a new session, while the other
+    cases stay in the old one.
+    """
+    old, new = ([timing.columns.column(name) for name in SLOT_NAMES] for timing in (baseline, candidate))
+    if old[:2] == new[:2] and list(old[1]) == list(range(len(old[1]))) and len(set(old[0])) == 1:
+        # The usual case: one session, in which both took part in each round.
+        places = np.flatnonzero(np.asarray(old[2]) != np.asarray(new[2]))
+        return [np.stack([places, places], axis=1)] if len(places) else []
+    alone = all(len(set(rounds)) == len(rounds) for _, rounds, _ in (old, new))
+    names, partners = (rounds if alone else zip(sessions, rounds, strict=True) for sessions, rounds, _ in (old, new))
+    place = {name: at for at, name in enumerate(partners)}
+    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for at, name in enumerate(names):
+        partner = place.get(name)
+        if partner is not None and new[2][partner] != old[2][at]:
+            found.setdefault((old[0][at], new[0][partner]), []).append((at, partner))
+    return [np.array(session, np.intp) for session in found.values()]
+
+
+def slots_of(timing: Timing) -> Slots:
+    """The samples of a timing, laid out flat."""
+    columns = timing.columns
+    return Slots(np.asarray(columns.samples_ns, np.float64), np.asarray(columns.sizes, np.intp))

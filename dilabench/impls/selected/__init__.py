@@ -1,0 +1,1 @@
+"""Attention over key blocks that are selected per query token and key/value head, on one device."""

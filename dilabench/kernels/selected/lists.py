@@ -1,0 +1,205 @@
+# Triton types kernel arguments itself and reads annotations as its own.
+# mypy: disable-error-code="no-untyped-def"
+"""Lists of a selection, made on the device: by query which blocks it sees, by block which queries selected it.
+
+Both begin with one kernel that sorts the indices of a query and keeps each block once, so that no attention kernel
+meets a repeated or an absent index. Sizes follow from shapes alone: the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from dilabench.kernels.launch_cache import LaunchCache
+from dilabench.kernels.selected.operands import launch
+from dilabench.kernels.selected.selection import PER_SELECTION, TokenSelection, sequence_of_row
+from dilabench.kernels.tuning import TileConfig
+
+ListsT = TypeVar("ListsT")
+
+# Elements that a program of four warps sorts at a time.
+_ELEMENTS = 1024
+_SORT = TileConfig(0, 0, 4, 1)
+_NONE = tl.constexpr(2**31 - 1)
+
+
+class QueryLists(NamedTuple):
+    """The blocks that ``queries`` successive tokens see, by tile of tokens and key/value head.
+
+    ``keys`` int32 [tiles, K, queries * S]: first rows of the union of their blocks, ascending; ``counts`` int32
+    [tiles, K]: how many. ``members`` int32, like keys: bit i if query i sees the block; None for one query.
+    """
+
+    keys: Tensor
+    counts: Tensor
+    members: Tensor | None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By the names under which kernels take them."""
+        members = {} if self.members is None else {"members": self.members}
+        return {"keys": self.keys, "counts": self.counts, **members}
+
+
+class KeyLists(NamedTuple):
+    """The queries that selected each block, ascending; the lists of one key/value head are adjacent.
+
+    ``places`` int32 [K * T * S]: (kv head * T + token) * S + n for the n-th block of a token. ``starts`` int32
+    [K * n_blocks + 1]: where in places the list of a block begins. ``counts`` int32 [T, K]: blocks of a token.
+    """
+
+    places: Tensor
+    starts: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class KeptLists:
+    """Lists of one selection that passes make when they first need them, for as long as its indices do not change.
+
+    Each stream has its own: nothing orders the work of two.
+    """
+
+    _lists: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def once(self, device: torch.device, name: Hashable, make: Callable[[], ListsT]) -> ListsT:
+        """What `make` gives at the first call on the current stream."""
+        # Where memory is only traced there is no stream.
+        on_gpu = device.type == "cuda" and torch.cuda.is_initialized()
+        stream = torch.cuda.current_stream(device) if on_gpu else None
+        if (name, stream) not in self._lists:
+            self._lists[name, stream] = make()
+        lists: ListsT = self._lists[name, stream]
+        return lists
+
+
+class Shares(NamedTuple):
+    """Lists by key in shares of up to ``entries`` queries. Programs beyond the last share have nothing to do.
+
+    ``lists`` int32 [programs]: the list of a share, the number of lists behind the last one. ``first`` int32 [lists]:
+    the first share of a list.
+    """
+
+    lists: Tensor
+    first: Tensor
+    entries: int
+
+
+@triton.jit
+def _both(key, members, other_key, other_members):
+    """The later key, with the members of both where the keys are equal."""
+    return other_key, tl.where(key == other_key, members | other_members, other_members)
+
+
+@triton.jit(do_not_specialize=PER_SELECTION)
+def _lists_kernel(
+    indices_ptr,
+    keys_ptr,
+    members_ptr,
+    blocks_ptr,
+    counts_ptr,
+    spans_ptr,
+    rows,
+    first_row,
+    length,
+    blocks_each,
+    n_blocks,
+    n_kv_heads,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    QUERIES: tl.constexpr,
+    LISTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    # A program makes LISTS lists, each of a tile of QUERIES tokens and a key/value head.
+    number = tl.program_id(0) * LISTS + tl.arange(0, LISTS)
+    place = tl.arange(0, WIDTH)[None, :]
+    tile, kv_head = (number // n_kv_heads)[:, None], (number % n_kv_heads)[:, None]
+    query = place // SLOTS
+    row = tile * QUERIES + query
+    there = (query < QUERIES) & (row < rows)
+    at = (row.to(tl.int64) * n_kv_heads + kv_head) * SLOTS + place % SLOTS
+    index = tl.load(indices_ptr + at, there, -1)
+    token = first_row + row
+    first, end, first_block = sequence_of_row(spans_ptr, token, there, length, blocks_each)
+    there = there & (index >= 0) & (index < (end - first + BLOCK - 1) // BLOCK)
+    key = first + index * BLOCK
+    if CAUSAL:
+        there = there & (key <= token)
+    ordered = tl.sort(tl.where(there, key * QUERIES + query, _NONE))
+    key = tl.where(ordered == _NONE, _NONE, ordered // QUERIES)
+    following = tl.gather(key, tl.broadcast_to(tl.minimum(place + 1, WIDTH - 1), [LISTS, WIDTH]), 1)
+    last = (key != _NONE) & ((place == WIDTH - 1) | (following != key))
+    count = tl.sum(last.to(tl.int32), 1)
+    position = tl.cumsum(last.to(tl.int32), 1) - 1
+    is_list = (number < tl.cdiv(rows, QUERIES) * n_kv_heads)[:, None]
+    tl.store(counts_ptr + number[:, None], count[:, None], is_list)
+    list_at = number.to(tl.int64)[:, None] * (QUERIES * SLOTS)
+    if keys_ptr is not None:
+        tl.store(keys_ptr + list_at + position, key, is_list & last)
+    if members_ptr is not None:
+        _, members = tl.associative_scan((key, 1 << (ordered % QUERIES)), 1, _both)
+        tl.store(members_ptr + list_at + position, members, is_list & last)
+    if blocks_ptr is not None:
+        first, _, first_block = sequence_of_row(spans_ptr, first_row + tile, tile < rows, length, blocks_each)
+        block = kv_head * n_blocks + first_block + (key - first) // BLOCK
+        list_at = (kv_head * rows + tile).to(tl.int64) * SLOTS
+        tl.store(blocks_ptr + list_at + position, block, is_list & last)
+        behind = is_list & (place < SLOTS) & (place >= count[:, None])
+        tl.store(blocks_ptr + list_at + place, tl.zeros_like(key) + n_kv_heads * n_blocks, behind)
+
+
+def query_lists(selection: TokenSelection, queries: int, cache: LaunchCache, name: Hashable) -> QueryLists:
+    """Lists by tile of ``queries`` tokens. The launch has a name in its cache."""
+    rows, kv_heads, slots = selection.indices.shape
+    tiles = -(-rows // queries)
+    keys, counts = (
+        selection.indices.new_empty(shape, dtype=torch.int32)
+        for shape in ((tiles, kv_heads, queries * slots), (tiles, kv_heads))
+    )
+    lists = QueryLists(keys, counts, torch.empty_like(keys) if queries > 1 else None)
+    _launch(selection, lists.tensors, queries, cache, name)
+    return lists
+
+
+def key_lists(selection: TokenSelection, cache: LaunchCache, name: Hashable) -> KeyLists:
+    """Lists by block, from one stable sort of the blocks that tokens see. The launch has a name in its cache."""
+    rows, kv_heads, slots = selection.indices.shape
+    lists = kv_heads * selection.n_blocks
+    # A radix sort takes as many passes as its keys have bytes.
+    dtype = torch.int16 if lists <= torch.iinfo(torch.int16).max else torch.int32
+    blocks = selection.indices.new_empty((kv_heads, rows, slots), dtype=dtype)
+    counts = selection.indices.new_empty((rows, kv_heads), dtype=torch.int32)
+    _launch(selection, {"blocks": blocks, "counts": counts}, 1, cache, name)
+    ordered, places = blocks.flatten().sort(stable=True)
+    starts = torch.searchsorted(ordered, torch.arange(lists + 1, dtype=dtype, device=blocks.device), out_int32=True)
+    return KeyLists(places.int(), starts, counts)
+
+
+def shares_of(lists: KeyLists, entries: int) -> Shares:
+    """Lists in shares of at most this many queries."""
+    ends = (-(-lists.starts.diff() // entries)).cumsum(0)
+    programs = len(lists.places) // entries + len(ends)
+    program = torch.arange(programs, device=ends.device)
+    first = torch.nn.functional.pad(ends[:-1], (1, 0)).int()
+    return Shares(torch.searchsorted(ends, program, right=True, out_int32=True), first, entries)
+
+
+def _launch(
+    selection: TokenSelection, results: dict[str, Tensor], queries: int, cache: LaunchCache, name: Hashable
+) -> None:
+    rows, kv_heads, slots = selection.indices.shape
+    width = max(2, triton.next_power_of_2(queries * slots))
+    lists = max(1, _ELEMENTS // width)
+    programs = triton.cdiv(triton.cdiv(rows, queries) * kv_heads, lists)
+    tensors = {"indices": selection.indices, **results, **selection.tensors}
+    arguments = selection.arguments | {"QUERIES": queries, "LISTS": lists, "WIDTH": width}
+    launch(_lists_kernel, programs, tensors, arguments, _SORT, cache, name)

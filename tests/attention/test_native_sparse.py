@@ -1,0 +1,152 @@
+"""Native sparse attention against the paper's equations, written out by whole matrices, with all gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilabench.attention import BlockCompression, NativeSparseAttention, native_sparse_attention
+
+N, H, K, D = 93, 6, 2, 8
+LENGTH, STRIDE, BLOCK, TOP_K, WINDOW = 16, 8, 32, 3, 11
+OPTIONS = {
+    "compression_length": LENGTH,
+    "compression_stride": STRIDE,
+    "block_size": BLOCK,
+    "top_k": TOP_K,
+    "window": WINDOW,
+}
+
+
+def inputs(length: int = N) -> dict[str, Tensor]:
+    """Tensors in float64: keys and values of each branch, and gates."""
+    generator = torch.Generator().manual_seed(0)
+    count = max(0, (length - LENGTH) // STRIDE + 1)
+    shapes = {
+        "query": (2, length, H, D),
+        "key": (2, length, K, D),
+        "value": (2, length, K, D),
+        "gates": (2, length, H, 3),
+        "compressed_key": (2, count, K, D),
+        "compressed_value": (2, count, K, D),
+        "window_key": (2, length, K, D),
+        "window_value": (2, length, K, D),
+    }
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for name, shape in shapes.items()
+    }
+
+
+def shares(query: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
+    """[B, K, G, N, M] of query [B, N, H, D] over keys [B, M, K, D]; seen [B or 1, K or 1, N, M]."""
+    scores = torch.einsum("bikgd,bjkd->bkgij", query.unflatten(2, (K, -1)), keys) * D**-0.5
+    return scores.masked_fill(~seen[:, :, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+
+
+def by_equations(given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """out, and which blocks are selected, [B, K, N, n]."""
+    query, length = given["query"], given["query"].shape[1]
+    token = torch.arange(length)
+    count, blocks = given["compressed_key"].shape[1], -(-length // BLOCK)
+    # Equation 7: a compressed key of tokens i·d to i·d + l - 1 is there once they are.
+    complete = torch.arange(count) * STRIDE + LENGTH - 1 <= token[:, None]
+    compressed = shares(query, given["compressed_key"], complete[None, None])
+    # Equation 9, whose indices count from 1: sum over m < l'/d and n < l/d of p[(l'/d) j - m - n]; equation 10.
+    importance = torch.zeros(2, K, length, blocks, dtype=torch.float64)
+    for j in range(1, blocks + 1):
+        for m in range(BLOCK // STRIDE):
+            for n in range(LENGTH // STRIDE):
+                at = BLOCK // STRIDE * j - m - n
+                if 1 <= at <= count:
+                    importance[..., j - 1] += compressed[..., at - 1].sum(2).detach()
+    own = (token // BLOCK)[:, None]
+    block = torch.arange(blocks)
+    always = (block == 0) | (block == own) | (block == own - 1)
+    importance = importance.masked_fill(always, torch.inf).masked_fill(block > own, -torch.inf)
+    chosen = torch.zeros_like(importance, dtype=torch.bool)
+    chosen.scatter_(-1, importance.topk(min(TOP_K, blocks)).indices, True)
+    chosen &= block <= own
+    causal = token <= token[:, None]
+    selected = shares(query, given["key"], chosen[..., token // BLOCK] & causal)
+    near = shares(query, given["window_key"], (causal & (token > token[:, None] - WINDOW))[None, None])
+    values = given["compressed_value"], given["value"], given["window_value"]
+    parts = [torch.einsum("bkgij,bjkd->bikgd", p, v) for p, v in zip((compressed, selected, near), values, strict=True)]
+    out = sum(part.flatten(2, 3) * gate[..., None] for part, gate in zip(parts, given["gates"].unbind(-1), strict=True))
+    return out, chosen
+
+
+@pytest.mark.parametrize("length", [N, 10, 1])
+def test_out_and_all_gradients_are_those_of_the_equations(length: int) -> None:
+    given = inputs(length)
+    wanted, _ = by_equations(given)
+    out = native_sparse_attention(**given, **OPTIONS)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    tensors = [x for x in given.values() if x.numel()]
+    torch.testing.assert_close(out, wanted, rtol=1e-9, atol=1e-10)
+    found = torch.autograd.grad(out, tensors, dout)
+    for mine, other in zip(found, torch.autograd.grad(wanted, tensors, dout), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-10)
+
+
+def test_indices_replace_the_selection() -> None:
+    given = inputs()
+    _, chosen = by_equations(given)
+    blocks = torch.arange(chosen.shape[-1]).where(chosen, -1).transpose(1, 2)
+    out = native_sparse_attention(**given, **OPTIONS)
+    torch.testing.assert_close(native_sparse_attention(**given, **OPTIONS, indices=blocks), out)
+    other = native_sparse_attention(**given, **OPTIONS, indices=torch.zeros_like(blocks))
+    assert not torch.allclose(other, out)
+
+
+def test_without_learned_compression_keys_are_means() -> None:
+    given = inputs()
+    means = {
+        f"compressed_{name}": torch.stack(
+            [given[name][:, at : at + LENGTH].mean(1) for at in range(0, N - LENGTH + 1, STRIDE)], 1
+        )
+        for name in ("key", "value")
+    }
+    few = {name: x for name, x in given.items() if not name.startswith("compressed")}
+    found = native_sparse_attention(**few, **OPTIONS)
+    torch.testing.assert_close(found, native_sparse_attention(**few, **means, **OPTIONS), rtol=1e-9, atol=1e-10)
+
+
+def test_the_module_trains_every_parameter_and_is_one_graph() -> None:
+    torch.manual_seed(0)
+    module = NativeSparseAttention(48, H, K, **OPTIONS)
+    x = torch.randn(2, N, 48)
+    out = module(x)
+    assert out.shape == x.shape
+    out.square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in module.parameters())
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), out)
+    # No token depends on a later one.
+    changed = x.clone()
+    changed[:, 50:] += 1
+    torch.testing.assert_close(module(changed)[:, :50], out[:, :50])
+
+
+def test_compression_is_a_function_of_each_whole_block() -> None:
+    compress = BlockCompression(D, LENGTH, STRIDE)
+    x = torch.randn(1, N, K, D)
+    found = compress(x)
+    assert found.shape == (1, (N - LENGTH) // STRIDE + 1, K, D)
+    block = x[0, STRIDE : STRIDE + LENGTH, 1] + compress.places
+    wanted = compress.out(torch.nn.functional.gelu(compress.hidden(block.flatten())))
+    torch.testing.assert_close(found[0, 1, 1], wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gates": torch.zeros(2, N, H)}, "one for each branch"),
+        ({"window": 0}, "at least 1"),
+        ({"compression_stride": 5}, "multiple of"),
+        ({"block_size": 36}, "multiple of"),
+        ({"compressed_key": torch.zeros(2, 3, K, D, dtype=torch.float64)}, "compressed keys"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        native_sparse_attention(**{**inputs(), **OPTIONS, **changes})

@@ -1,0 +1,53 @@
+"""Rows of timed calls: which tolerance decides, and rows of modules."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilabench.engine.call.inputs import InputStore
+from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.verify.timed_outputs import TimedOutputs
+from dilabench.engine.worker.protocol import CaseSpec
+from dilabench.impls.reference import attend_rows
+from dilabench.record import Case, Check, CheckName, Verification
+from dilabench.workload.spec import Workload
+
+CPU = torch.device("cpu")
+
+
+def build(workload: Workload, context: object) -> Callable[..., Tensor]:
+    """The plain computation in the inputs' dtype."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend_rows(q, k, v, workload, torch.arange(workload.seq_len), q.dtype)[0]
+
+    return attend
+
+
+def build_too_large(workload: Workload, context: object) -> Callable[..., Tensor]:
+    """The same times 1.1."""
+    function = build(workload, context)
+    return lambda q, k, v: function(q, k, v) * 1.1
+
+
+@pytest.mark.parametrize("known", [None, 0.0, 1e-3])
+@pytest.mark.parametrize(("target", "passed"), [("build", True), ("build_too_large", False)])
+def test_a_row_beyond_what_verification_saw_is_compared_with_the_plain_computation(
+    target: str, passed: bool, known: float | None
+) -> None:
+    """A tolerance that is known decides first; a row that it refuses may be as wrong as the plain one is there."""
+    shape = {"batch_size": 2, "seq_len": 65, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "dtype": "bfloat16"}
+    workload = Workload.model_validate({"pattern": {"kind": "dense"}, **shape})
+    spec = CaseSpec(case=Case(implementation="own", workload=workload), target=f"{__name__}:{target}", seed=3)
+    call = PreparedCall(spec, CPU, InputStore(CPU))
+    outputs = TimedOutputs(call)
+    if known is not None:
+        outputs.know(Verification(checks=(Check(name=CheckName.OUT, passed=True, error=0.0, tolerance=known),)))
+    call.timed_calls.begin(last=True)
+    for _ in range(6):
+        call.fresh()()
+    verification = outputs.check(call.timed_calls.end())
+    assert verification.timed_calls == 6
+    assert verification.passed == passed
