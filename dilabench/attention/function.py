@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast, overload
 
 import torch
@@ -24,7 +24,7 @@ from dilabench.attention.selected import selected_attention
 from dilabench.choice.computation import backend_of, implementation_of
 from dilabench.choice.descriptors import load_target
 from dilabench.choice.ways import AUTO, Way
-from dilabench.contracts import Attend, AttendBackward, AttentionFn, BuildContext, LoadedBackend, WithLse
+from dilabench.contracts import Attend, AttendBackward, BuildContext, LoadedBackend, WithLse
 from dilabench.errors import ConfigError
 from dilabench.impls.no_pairs import NOTHING_SEEN, SHAPES_ONLY, FirstRows
 from dilabench.impls.null_mass import sink_gradient
@@ -284,11 +284,8 @@ def _attend(
         )
     query, key, value = materialised(query), materialised(key), materialised(value)
     tensors = tuple((x.shape, x.dtype, x.device) for x in (query, key, value))
-    function: Any
-    if indices is None:
-        function = (_of_packing if options.cu_seqlens else _function)(pattern, tensors, options)
-    else:
-        function = _selected(pattern, tensors, options, indices)
+    make: Any = partial(_selected, indices=indices) if indices is not None else _function
+    function = (_of_packing if options.cu_seqlens else make)(pattern, tensors, options)
     transformed = torch._C._are_functorch_transforms_active()
     by_modes = torch._C._len_torch_dispatch_stack() > 0
     if isinstance(function, Computation) and (transformed or by_modes):
@@ -342,16 +339,15 @@ def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
         if workload.seq_len < shape[1]:
             # The rows of the sequences are computed, and zeros follow them.
             inside = tuple((torch.Size((1, workload.seq_len, *shape[2:])), *kind) for shape, *kind in tensors)
-            options = options._replace(cu_seqlens=workload.cu_seqlens or ())
-            return FirstRows(workload.seq_len, _of_packing(pattern, cast(Any, inside), options))
+            within = options._replace(cu_seqlens=workload.cu_seqlens or ())
+            return FirstRows(workload.seq_len, _of_packing(pattern, inside, within))
         implementation = implementation_of(workload, device)
         way = Way(implementation.name, None, workload)
         backend = backend_of(AUTO, way, device) if implementation.uses_backend else None
         build = load_target(implementation.target)
-        function: AttentionFn = build(workload, BuildContext(device=device, backend=backend))
+        return build(workload, BuildContext(device=device, backend=backend))
     except ConfigError as error:
         raise ValueError(str(error)) from None
-    return function
 
 
 # For packed sequences, whose lists grow with the tokens: those of the latest few stay.
