@@ -290,7 +290,7 @@ def _attend(
     tensors = tuple((x.shape, x.dtype, x.device) for x in (query, key, value))
     function: Any
     if indices is None:
-        function = _function(pattern, tensors, options)
+        function = (_of_packing if options.cu_seqlens else _function)(pattern, tensors, options)
     else:
         function = _selected(pattern, tensors, options, indices)
     transformed = torch._C._are_functorch_transforms_active()
@@ -338,16 +338,16 @@ def _by_operators(
 @lru_cache(maxsize=64)
 def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Options) -> Any:
     """The function for tensors of these shapes, made once."""
-    device = tensors[0][2]
+    (shape, _, device), *_ = tensors
     try:
         workload = operands.workload_of(pattern, tensors, options)
         if device.type == "meta" or workload is None:
-            return SHAPES_ONLY if device.type == "meta" or 0 in tensors[0][0] else NOTHING_SEEN
-        if workload.seq_len < tensors[0][0][1]:
+            return SHAPES_ONLY if device.type == "meta" or 0 in shape else NOTHING_SEEN
+        if workload.seq_len < shape[1]:
             # The rows of the sequences are computed, and zeros follow them.
-            inside = tuple(((1, workload.seq_len, *shape[2:]), *kind) for shape, *kind in tensors)
+            inside = tuple((torch.Size((1, workload.seq_len, *shape[2:])), *kind) for shape, *kind in tensors)
             options = options._replace(cu_seqlens=workload.cu_seqlens or ())
-            return FirstRows(workload.seq_len, _function(pattern, cast(Any, inside), options))
+            return FirstRows(workload.seq_len, _of_packing(pattern, cast(Any, inside), options))
         implementation = implementation_of(workload, device)
         way = Way(implementation.name, None, workload)
         backend = backend_of(AUTO, way, device) if implementation.uses_backend else None
@@ -356,6 +356,10 @@ def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
     except ConfigError as error:
         raise ValueError(str(error)) from None
     return function
+
+
+# For packed sequences, whose lists grow with the tokens: those of the latest few stay.
+_of_packing = lru_cache(maxsize=8)(_function.__wrapped__)
 
 
 def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Options, indices: Tensor) -> Computation:

@@ -1,4 +1,4 @@
-"""DDP or FSDP2 around the transformer of train_over_ranks.py: batches over one axis of a mesh, tokens over the other."""
+"""DDP or FSDP2 around the transformer of train_over_ranks.py: one mesh axis for batches, the other for tokens."""
 
 import sys
 
