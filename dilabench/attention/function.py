@@ -114,7 +114,8 @@ def attention(
     indices: integers that replace the pattern's selector and top_k. SelectedBlocksPattern: [B, N, K, S], [N, K, S] or
         packed [T, K, S], the S key blocks of each query token and key/value head. TopKBlocksPattern: [n, k] or
         [K, n, k], the k key blocks of each of n query blocks. A repeated index counts once, -1 means no block.
-    return_lse: also lse [B, H, N] (packed [H, T]): ln of each sum of exponentials, no gradient; -inf without keys.
+    return_lse: also return lse [B, H, N] (packed: [H, T]), the natural logarithm of each query's sum of exponentials,
+        without a gradient. A query that attends to no key has out 0 and lse -inf.
     backend: for dense and dilated patterns a name of `dilabench list backends`, or a function
         `(q, k, v, *, causal, window, scale) -> (out, lse)` of dense attention; 'auto' is the fastest way known.
 
