@@ -109,15 +109,12 @@ def attention(
     window: (left, right) in positions, -1 unbounded: (1023, 0) is a causal window of 1024 keys.
     scale: factor of the scores; 1/sqrt(D) by default.
     sink: [H], per head the logit of one more key whose value is 0 (gpt-oss); gets a gradient. inf: out and gradients 0.
-    cu_seqlens: packed sequences, bounds that rise from 0; out [T, H, D] of query [T, H, D] and key, value
-        [T, K, D]. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. The pattern restarts
-        in each. Not for NativeSparsePattern.
-    indices: integers on the tensors' device; they replace the pattern's selector and top_k. For SelectedBlocksPattern
-        [B, N, K, S] or [N, K, S] (packed: [T, K, S], counted in each sequence from 0): the S key blocks of each query
-        token and key/value head. For TopKBlocksPattern [n, k] or [K, n, k]: the k key blocks of each of n query blocks,
-        for all key/value heads or each. Order does not matter, a repeated index counts once, -1 means no block.
-    return_lse: also return lse [B, H, N], the natural logarithm of each query's sum of exponentials (packed: [H, T]),
-        without a gradient. A query that attends to no key has out 0 and lse -inf.
+    cu_seqlens: bounds of packed sequences, from 0; query and out are [T, H, D], key and value [T, K, D]. The pattern
+        restarts in each; equal bounds are empty sequences, rows beyond the last get 0. Not for NativeSparsePattern.
+    indices: integers that replace the pattern's selector and top_k. SelectedBlocksPattern: [B, N, K, S], [N, K, S] or
+        packed [T, K, S], the S key blocks of each query token and key/value head. TopKBlocksPattern: [n, k] or
+        [K, n, k], the k key blocks of each of n query blocks. A repeated index counts once, -1 means no block.
+    return_lse: also lse [B, H, N] (packed [H, T]): ln of each sum of exponentials, no gradient; -inf without keys.
     backend: for dense and dilated patterns a name of `dilabench list backends`, or a function
         `(q, k, v, *, causal, window, scale) -> (out, lse)` of dense attention; 'auto' is the fastest way known.
 
@@ -173,9 +170,8 @@ def attention(
         refuse_forward_mode(query, key, value)
         if torch._C._is_any_autocast_enabled():
             query, key, value = operands.as_autocast(query, key, value)
-        wants_gradient = torch.is_grad_enabled() and (
-            query.requires_grad or key.requires_grad or value.requires_grad or (sink is not None and sink.requires_grad)
-        )
+        inputs = (query, key, value) if sink is None else (query, key, value, sink)
+        wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
         sides = operands.integers("window", window)
         operands.refuse_types({"causal": causal, "window": sides, "scale": scale})
         options = _Options(causal, sides, scale, bounds, wants_gradient)  # type: ignore[arg-type]

@@ -71,6 +71,12 @@ class ShardedAttention:
         self.workload, self.shards, self.world, self.notes = workload, shards, world, notes
         self._algorithm = algorithm
         self._compared = False
+        lead = () if workload.layout == "packed" else (workload.batch_size,)
+        # [q, k, v] of this rank.
+        self._shapes = [
+            (*lead, shards.rows[world.rank], heads, workload.head_dim)
+            for heads in (workload.num_heads, workload.num_kv_heads, workload.num_kv_heads)
+        ]
         # Shapes and dtypes of what the forward pass keeps, for an operator that hands it on as bytes.
         self.kept: tuple[tuple[torch.Size, torch.dtype], ...] = ()
 
@@ -109,12 +115,10 @@ class ShardedAttention:
         return self
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        w = self.workload
-        rows = self.shards.rows[self.world.rank]
-        lead = (rows,) if w.layout == "packed" else (w.batch_size, rows)
-        wanted = [(*lead, heads, w.head_dim) for heads in (w.num_heads, w.num_kv_heads, w.num_kv_heads)]
-        given = [tuple(x.shape) for x in (q, k, v)]
-        right = given == wanted
+        right = [q.shape, k.shape, v.shape] == self._shapes
+        if right and self._compared:
+            return
+        w, given = self.workload, [tuple(x.shape) for x in (q, k, v)]
         if not self._compared:
             facts = self.world.share((w.model_dump_json(), self.shards.rows, None if right else str(given)))
             self._compared = True
@@ -128,5 +132,5 @@ class ShardedAttention:
         if not right:
             raise ValueError(
                 f"rank {self.world.rank} got q, k, v of {given}, but its shards of {w.label()} on {self.world.size} "
-                f"ranks are {wanted}; cut whole tensors with `shards.take(x, rank)`"
+                f"ranks are {self._shapes}; cut whole tensors with `shards.take(x, rank)`"
             )

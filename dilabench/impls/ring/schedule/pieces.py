@@ -6,7 +6,7 @@ strides allow; otherwise torch copies the rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -20,6 +20,8 @@ class Piece:
 
     `query`, `key`: local row of the first query and key for a head on residue 0; a head on residue s starts s rows
     later. `step`: local rows from one row to the next. `stack`: repetitions, by rows (segments) or by heads.
+    `whole_heads`, `whole_kv_heads`: how many heads it has if its rows follow each other and its heads are 0, 1, ... in
+    order, else 0. Of a tensor with as many heads a range of rows is then the view.
     """
 
     query: int
@@ -31,17 +33,35 @@ class Piece:
     stack: Progression
     causal: bool = False
     window: Window = UNBOUNDED
+    whole_heads: int = field(init=False, repr=False, compare=False)
+    whole_kv_heads: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Find out once what every call asks."""
+        run, successive = self.run, (self.stack.count, self.step) == (1, 1)
+        keys = run.keys.step.position, run.keys.step.kv_head
+        for name, count, step in (
+            ("whole_heads", run.heads.count, run.heads.step[:2]),
+            ("whole_kv_heads", run.keys.count, keys),
+        ):
+            object.__setattr__(self, name, count if successive and (count == 1 or step == (0, 1)) else 0)
 
     def take_queries(self, x: Tensor) -> Tensor:
         """Rows [B·G, L, A, D] of x [B, N, H, D]."""
+        if x.shape[2] == self.whole_heads:
+            return x.narrow(1, self.query + self.run.start.position, self.queries)
         return self._queries(x).flatten(0, 1)
 
     def take_keys(self, x: Tensor, first_row: int = 0) -> Tensor:
         """Rows [B·G, L, A', D] of x [B, N', K, D], whose row 0 is the owner's local row `first_row`."""
+        if x.shape[2] == self.whole_kv_heads:
+            return x.narrow(1, self.key - first_row + self.run.start.position, self.keys)
         return self._keys(x, first_row).flatten(0, 1)
 
     def take_lse(self, lse: Tensor) -> Tensor:
         """Rows [B·G, A, L] of lse [B, H, N]."""
+        if lse.shape[1] == self.whole_heads:
+            return lse.narrow(2, self.query + self.run.start.position, self.queries)
         return self.view_lse(lse).flatten(0, 1)
 
     def add_queries(self, total: Tensor, part: Tensor) -> None:
@@ -70,19 +90,11 @@ class Piece:
 
     def query_rows(self, num_heads: int) -> int | None:
         """The first row of x [B, N, H, D], where the queries are successive rows of it with all heads in order."""
-        run = self.run
-        every_head = run.heads.count == num_heads and (num_heads == 1 or run.heads.step[:2] == (0, 1))
-        return self.query + run.start.position if every_head and self._is_range else None
+        return self.query + self.run.start.position if num_heads == self.whole_heads else None
 
     def key_rows(self, num_kv_heads: int, first_row: int = 0) -> int | None:
         """The same of x [B, N', K, D], which begins at the owner's `first_row`, and the keys."""
-        run, step = self.run, self.run.keys.step
-        every_head = run.keys.count == num_kv_heads and (num_kv_heads == 1 or (step.position, step.kv_head) == (0, 1))
-        return self.key - first_row + run.start.position if every_head and self._is_range else None
-
-    @property
-    def _is_range(self) -> bool:
-        return (self.stack.count, self.step) == (1, 1)
+        return self.key - first_row + self.run.start.position if num_kv_heads == self.whole_kv_heads else None
 
     def _queries(self, x: Tensor) -> Tensor:
         return self._view(x, self.query, self.queries, self.run.start.head, self.run.heads, self.stack.step.head)

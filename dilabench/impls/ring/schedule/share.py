@@ -30,11 +30,12 @@ class Share(Calls):
     """The computation of rank `world.rank`.
 
     local: branches whose segments all lie on this rank, as one computation. own: the other calls on its own keys.
-    reads: calls on the keys of each other rank, which `exchange` brings.
+    reads: calls on the keys of each other rank, which `exchange` brings. gradient_dtype: of dK and dV that are sent.
     """
 
     shards: Shards
     exchange: RowExchange
+    gradient_dtype: torch.dtype
     local: Local | None
     own: tuple[Piece, ...]
     reads: dict[int, tuple[Piece, ...]]
@@ -43,14 +44,6 @@ class Share(Calls):
     def world(self) -> World:
         """The ranks."""
         return self.exchange.world
-
-    @property
-    def gradient_dtype(self) -> torch.dtype:
-        """The dtype of sent dK and dV: a kernel's own result as it is, a sum over branches in float32."""
-        dtype: torch.dtype = getattr(torch, self.workload.dtype)
-        if not self.workload.is_dense and dtype != torch.float64:
-            return torch.float32
-        return dtype
 
     def attend_own(self, results: Softmax, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Add the results on this rank's own keys, which need no message."""
@@ -117,10 +110,17 @@ def share_of(
         backend,
         shards,
         RowExchange(world, needs, gives),
+        _gradient_dtype(workload),
         single_device(_local(workload, inside, shards.rows[rank]), context) if inside else None,
         tuple(sorted(own, key=lambda piece: piece.step)),
         reads,
     )
+
+
+def _gradient_dtype(workload: Workload) -> torch.dtype:
+    """A kernel's own result is sent as it is, a sum over branches in float32."""
+    dtype: torch.dtype = getattr(torch, workload.dtype)
+    return dtype if workload.is_dense or dtype == torch.float64 else torch.float32
 
 
 def _lies_inside(workload: Workload, branch: Branch, shards: Shards, rank: int) -> bool:
