@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from dilabench.cli import spread
 from dilabench.cli.app import COMMANDS, app
-from dilabench.cli.arguments import spread
 from dilabench.errors import ExitCode
 from dilabench.plugins import hookspecs
 from dilabench.record import RunRecord

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast, overload
 
 import torch
@@ -24,7 +24,7 @@ from dilabench.attention.selected import selected_attention
 from dilabench.choice.computation import backend_of, implementation_of
 from dilabench.choice.descriptors import load_target
 from dilabench.choice.ways import AUTO, Way
-from dilabench.contracts import Attend, AttendBackward, AttentionFn, BuildContext, LoadedBackend, WithLse
+from dilabench.contracts import Attend, AttendBackward, BuildContext, LoadedBackend, WithLse
 from dilabench.errors import ConfigError
 from dilabench.impls.no_pairs import NOTHING_SEEN, SHAPES_ONLY, FirstRows
 from dilabench.impls.null_mass import sink_gradient
@@ -109,15 +109,12 @@ def attention(
     window: (left, right) in positions, -1 unbounded: (1023, 0) is a causal window of 1024 keys.
     scale: factor of the scores; 1/sqrt(D) by default.
     sink: [H], per head the logit of one more key whose value is 0 (gpt-oss); gets a gradient. inf: out and gradients 0.
-    cu_seqlens: packed sequences, bounds that rise from 0; out [T, H, D] of query [T, H, D] and key, value
-        [T, K, D]. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. The pattern restarts
-        in each. Not for NativeSparsePattern.
-    indices: integers on the tensors' device; they replace the pattern's selector and top_k. For SelectedBlocksPattern
-        [B, N, K, S] or [N, K, S] (packed: [T, K, S], counted in each sequence from 0): the S key blocks of each query
-        token and key/value head. For TopKBlocksPattern [n, k] or [K, n, k]: the k key blocks of each of n query blocks,
-        for all key/value heads or each. Order does not matter, a repeated index counts once, -1 means no block.
-    return_lse: also return lse [B, H, N], the natural logarithm of each query's sum of exponentials (packed: [H, T]),
-        without a gradient. A query that attends to no key has out 0 and lse -inf.
+    cu_seqlens: bounds of packed sequences, from 0; query and out are [T, H, D], key and value [T, K, D]. The pattern
+        restarts in each; equal bounds are empty sequences, rows beyond the last get 0. Not for NativeSparsePattern.
+    indices: integers that replace the pattern's selector and top_k. SelectedBlocksPattern: [B, N, K, S], [N, K, S] or
+        packed [T, K, S], the S key blocks of each query token and key/value head. TopKBlocksPattern: [n, k] or
+        [K, n, k], the k key blocks of each of n query blocks. A repeated index counts once, -1 means no block.
+    return_lse: also lse [B, H, N] (packed [H, T]): ln of each sum of exponentials, no gradient; -inf without keys.
     backend: for dense and dilated patterns a name of `dilabench list backends`, or a function
         `(q, k, v, *, causal, window, scale) -> (out, lse)` of dense attention; 'auto' is the fastest way known.
 
@@ -173,9 +170,8 @@ def attention(
         refuse_forward_mode(query, key, value)
         if torch._C._is_any_autocast_enabled():
             query, key, value = operands.as_autocast(query, key, value)
-        wants_gradient = torch.is_grad_enabled() and (
-            query.requires_grad or key.requires_grad or value.requires_grad or (sink is not None and sink.requires_grad)
-        )
+        inputs = (query, key, value) if sink is None else (query, key, value, sink)
+        wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
         sides = operands.integers("window", window)
         operands.refuse_types({"causal": causal, "window": sides, "scale": scale})
         options = _Options(causal, sides, scale, bounds, wants_gradient)  # type: ignore[arg-type]
@@ -288,11 +284,8 @@ def _attend(
         )
     query, key, value = materialised(query), materialised(key), materialised(value)
     tensors = tuple((x.shape, x.dtype, x.device) for x in (query, key, value))
-    function: Any
-    if indices is None:
-        function = _function(pattern, tensors, options)
-    else:
-        function = _selected(pattern, tensors, options, indices)
+    make: Any = partial(_selected, indices=indices) if indices is not None else _function
+    function = (_of_packing if options.cu_seqlens else make)(pattern, tensors, options)
     transformed = torch._C._are_functorch_transforms_active()
     by_modes = torch._C._len_torch_dispatch_stack() > 0
     if isinstance(function, Computation) and (transformed or by_modes):
@@ -338,24 +331,27 @@ def _by_operators(
 @lru_cache(maxsize=64)
 def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Options) -> Any:
     """The function for tensors of these shapes, made once."""
-    device = tensors[0][2]
+    (shape, _, device), *_ = tensors
     try:
         workload = operands.workload_of(pattern, tensors, options)
         if device.type == "meta" or workload is None:
-            return SHAPES_ONLY if device.type == "meta" or 0 in tensors[0][0] else NOTHING_SEEN
-        if workload.seq_len < tensors[0][0][1]:
+            return SHAPES_ONLY if device.type == "meta" or 0 in shape else NOTHING_SEEN
+        if workload.seq_len < shape[1]:
             # The rows of the sequences are computed, and zeros follow them.
-            inside = tuple(((1, workload.seq_len, *shape[2:]), *kind) for shape, *kind in tensors)
-            options = options._replace(cu_seqlens=workload.cu_seqlens or ())
-            return FirstRows(workload.seq_len, _function(pattern, cast(Any, inside), options))
+            inside = tuple((torch.Size((1, workload.seq_len, *shape[2:])), *kind) for shape, *kind in tensors)
+            within = options._replace(cu_seqlens=workload.cu_seqlens or ())
+            return FirstRows(workload.seq_len, _of_packing(pattern, inside, within))
         implementation = implementation_of(workload, device)
         way = Way(implementation.name, None, workload)
         backend = backend_of(AUTO, way, device) if implementation.uses_backend else None
         build = load_target(implementation.target)
-        function: AttentionFn = build(workload, BuildContext(device=device, backend=backend))
+        return build(workload, BuildContext(device=device, backend=backend))
     except ConfigError as error:
         raise ValueError(str(error)) from None
-    return function
+
+
+# For packed sequences, whose lists grow with the tokens: those of the latest few stay.
+_of_packing = lru_cache(maxsize=8)(_function.__wrapped__)
 
 
 def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Options, indices: Tensor) -> Computation:

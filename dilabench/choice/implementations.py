@@ -29,12 +29,19 @@ BOTH_MERGES = frozenset({"exact", "detached"})
 BOTH_LAYOUTS = frozenset({"padded", "packed"})
 LONGEST_MASKED = 2**15
 LONGEST_COUNTED = 2**17
+# 8 KiB for each token and 128 keys: half a GiB for a head.
+LONGEST_BY_TOKEN = 2**13
 
 
 def _too_long_to_count(workload: Workload) -> str | None:
     """Return why lengths are refused whose blocks take minutes to count on the host, or None."""
     if workload.seq_len > LONGEST_COUNTED:
         return f"the blocks of {workload.seq_len} positions are too many to count; it takes at most {LONGEST_COUNTED}"
+    if workload.pattern.differs_by_token and workload.seq_len > LONGEST_BY_TOKEN:
+        return (
+            f"the keys of {workload.seq_len} tokens, each with its own, are too many to keep as blocks; it takes at "
+            f"most {LONGEST_BY_TOKEN}"
+        )
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ParamSpec
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from dilabench.cli.arguments import INSTEAD, OldNames
+from dilabench.cli import INSTEAD, OldNames
 from dilabench.cli.defaults import defaults_file, defaults_of
 from dilabench.cli.terminal import note, output_lost, say, say_folded
 from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, said, text_of

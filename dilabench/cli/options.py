@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dilabench.cli.arguments import OldNames
+from dilabench.cli import OldNames
 from dilabench.cli.terminal import note
 from dilabench.errors import ConfigError
 from dilabench.units import parse_count

@@ -244,6 +244,11 @@ class Pattern(Model, ABC):
         return 1
 
     @property
+    def differs_by_token(self) -> bool:
+        """Return True if each token may have keys of its own, so that hardly two blocks of pairs are alike."""
+        return False
+
+    @property
     def is_detached(self) -> bool:
         """Return True if gradients treat the weights of parts as constants (semantics.md §2)."""
         return False

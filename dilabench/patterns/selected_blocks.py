@@ -157,6 +157,11 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
         return self.selector == "given"
 
     @property
+    def differs_by_token(self) -> bool:
+        """Each token has indices of its own."""
+        return True
+
+    @property
     def token_selector(self) -> TokenSelector | None:
         """The selector; None for given indices."""
         return TOKEN_SELECTORS.get(self.selector)

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from dilabench.compare.ranking import Ranking, rank
-from dilabench.compare.view import PairView, is_quotable, pair_views, view_of
+from dilabench.compare.view import PairView, Ranking, is_quotable, pair_views, rank, view_of
 from dilabench.plugins.axis import Axis
 from dilabench.record import Failed, Measured, Row, RunRecord, SkipCode, Skipped
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name

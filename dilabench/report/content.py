@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from dilabench.compare.ranking import Ranking, rankings
-from dilabench.compare.view import lengths_without_rows, view_of
+from dilabench.compare.view import Ranking, lengths_without_rows, rankings, view_of
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import (
     ESTIMATOR,

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dilabench.compare.ranking import rank
-from dilabench.compare.view import is_quotable, measured_view
+from dilabench.compare.view import is_quotable, measured_view, rank
 from dilabench.record import Row, RunRecord
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name
 from dilabench.report.content import environment_rows, reproduce_command, workload_tables

@@ -11,19 +11,22 @@ import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from dilabench.atomic_file import limited, read_file
-from dilabench.errors import ConfigError, DilabenchError
+from dilabench import atomic_file
+from dilabench.atomic_file import limited, read_file, write_bytes
+from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady
 from dilabench.record import SCHEMA_VERSION, Row, RunRecord
 from dilabench.report.json import SUMMARY
-from dilabench.store.files import store_root, unreadable, write_whole
 from dilabench.store.migrations import migrated
 from dilabench.validation import OverLimitError, check_counts, check_depth, counted_chunks, describe, parsed, read_json
 
+STORE_VARIABLE = "DILABENCH_STORE"
+DEFAULT_STORE = Path("benchmark_results") / "store"
 SUFFIX = ".json.gz"
 _RUN_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,127}", re.ASCII)
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(\+[1-9]\d{0,5})?" + re.escape(SUFFIX), re.ASCII)
@@ -35,6 +38,36 @@ _PLANNED = b'"planned"'
 _MOST_HEADER = 4 << 20
 _MOST_SPACE = 64
 _PLAIN = frozenset({str, int, float, bool, type(None), tuple, dict})
+
+
+def store_root() -> Path:
+    """The store's folder: $DILABENCH_STORE, else benchmark_results/store under the working folder."""
+    return Path(os.environ.get(STORE_VARIABLE) or DEFAULT_STORE)
+
+
+def write_whole(path: Path, data: bytes, *, replace: bool) -> bool:
+    """Write a file atomically; without `replace` an existing file stays, and False is returned.
+
+    Raises EnvironmentNotReady when the disk is full or the folder cannot be written; nothing is left behind then.
+    """
+    return write_bytes(path, data, replace=replace, way_out=_way_out())
+
+
+def unreadable(path: Path, error: OSError) -> EnvironmentNotReady:
+    """The error for a file or folder of the store that the system does not let this user read."""
+    reason = error.strerror or error
+    return EnvironmentNotReady(
+        f"{str(path)!r} cannot be read: {reason}; get access to it, or set {STORE_VARIABLE} to another folder"
+    )
+
+
+def locked(path: Path) -> AbstractContextManager[None]:
+    """`atomic_file.locked` for a file of the store."""
+    return atomic_file.locked(path, _way_out())
+
+
+def _way_out() -> str:
+    return f"set {STORE_VARIABLE} to a folder that you can write, or free some space"
 
 
 class Archive:

@@ -13,7 +13,7 @@ from typing import Any
 
 from dilabench.atomic_file import read_file
 from dilabench.errors import ConfigError, unknown_name
-from dilabench.store.files import locked, unreadable, write_whole
+from dilabench.store.archive import locked, unreadable, write_whole
 from dilabench.validation import Model
 
 FILENAME = "baselines.toml"

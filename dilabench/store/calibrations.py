@@ -6,7 +6,7 @@ from pydantic import Field, ValidationError
 
 from dilabench.atomic_file import read_file
 from dilabench.errors import ConfigError
-from dilabench.store.files import unreadable, write_whole
+from dilabench.store.archive import unreadable, write_whole
 from dilabench.validation import Model
 
 

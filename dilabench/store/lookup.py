@@ -8,10 +8,9 @@ from pathlib import Path
 from dilabench.compare.fingerprint import machine_key
 from dilabench.errors import ConfigError, DilabenchError
 from dilabench.record import RunRecord
-from dilabench.store.archive import SUFFIX, Archive, read_compressed, sound_records
+from dilabench.store.archive import SUFFIX, Archive, read_compressed, sound_records, store_root
 from dilabench.store.baselines import Baseline, Baselines
 from dilabench.store.calibrations import Calibration, Calibrations
-from dilabench.store.files import store_root
 from dilabench.store.run_files import read_record
 
 

@@ -257,6 +257,7 @@ def test_the_calls_of_the_page_for_models_run() -> None:
         (packed if "cu_seqlens" in line else batched).append(line)
     q, k, v = operands(torch.float32)
     names: dict[str, Any] = {"q": q, "k": k, "v": v, "sink": torch.zeros(H), "indices": torch.zeros(2, 1).int()}
+    names["blocks"] = torch.zeros(*k.shape[:3], 1).int()
     exec("\n".join(batched), names)
     assert names["lse"].shape == (2, H, N)
     names |= {"q": q[0], "k": k[0], "v": v[0]}

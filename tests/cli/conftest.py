@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 import dilabench
+from dilabench.cli import spread
 from dilabench.cli.app import app
-from dilabench.cli.arguments import spread
 
 
 @pytest.fixture(autouse=True)

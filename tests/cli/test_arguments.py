@@ -5,8 +5,8 @@ from inspect import signature
 
 import pytest
 
+from dilabench.cli import INSTEAD, OldNames, spread
 from dilabench.cli.app import COMMANDS
-from dilabench.cli.arguments import INSTEAD, OldNames, spread
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 import pytest
 
-from dilabench.compare.ranking import rank
-from dilabench.compare.view import is_quotable
+from dilabench.compare.view import is_quotable, rank
 from dilabench.metadata import ABOVE_PEAK_FLOPS, LAUNCH_BOUND
 from dilabench.record import Row, Slot
 

@@ -133,7 +133,8 @@ def test_one_graph_takes_any_bounds_in_a_tensor() -> None:
         return graph.forward
 
     compiled = torch.compile(attend, backend=count, fullgraph=True)
-    for bounds in ((0, 5, 30), (0, 7, 9, 30), (0, 1, 2, 3, 30), (0, 30), (0, 0, 11, 25), (0, 4, 8, 12, 16, 30)):
+    several = [(0, 5, 30), (0, 7, 9, 30), (0, 1, 2, 3, 30), (0, 30), (0, 0, 11, 25), (0, 4, 8, 12, 16, 30)]
+    for bounds in [*several, *((0, at, 2 * at, 30) for at in range(6, 12))]:
         q, k, v = (torch.randn(30, 2, 8, requires_grad=True) for _ in range(3))
         found = []
         for function, given in ((compiled, torch.tensor(bounds)), (attend, bounds)):

@@ -242,7 +242,7 @@ def test_keys_of_other_rows_have_no_causal_edge_or_window_and_must_fit() -> None
 
     mask = np.ones((1, 2, 3), bool)
     for hidden in ({"causal": True}, {"causal": False, "window": (4, 0)}):
-        with pytest.raises(ValueError, match="leave key_rows out"):
+        with pytest.raises(ValueError, match="omit key_rows"):
             BlockPlan(mask, 16, 32, key_rows=48, **hidden)
     q, k = torch.zeros(1, 32, 2, 16), torch.zeros(1, 32, 2, 16)
     with pytest.raises(ValueError, match="32 query rows, 48 key rows and 1 mask heads"):

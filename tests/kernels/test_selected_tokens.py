@@ -45,8 +45,8 @@ MORE = (
     "by query, part of a larger softmax",
     "gathered, part of a larger softmax",
 )
-# Of float64 results, each of which is about 1: that of the dtype, of sums of tens of terms.
-HALF = {"half by query": 4e-3, "half gathered": 4e-3, "half of single tokens": 4e-3, "bfloat16 gathered": 3e-2}
+# Relative, of out; of gradients twice as much.
+HALF = {"half by query": 1e-3, "half gathered": 1e-3, "half of single tokens": 1e-3, "bfloat16 gathered": 5e-3}
 WORKLOADS = ("implementation", "implementation, packed", "implementation, single tokens")
 SEEDS = 24
 
@@ -91,7 +91,8 @@ def test_float32(found: Errors, case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", HALF)
 def test_half_precision(found: Errors, case: str) -> None:
-    check(found[case], HALF[case])
+    check(found[case], 2 * HALF[case])
+    assert found[case]["out"] < HALF[case]
     assert found[case]["lse"] < 2e-6
 
 

@@ -68,5 +68,5 @@ def test_alike_turns_are_not_believed_beyond_independent_samples():
 
 
 def test_no_samples_are_refused():
-    with pytest.raises(ConfigError, match="no samples"):
+    with pytest.raises(ConfigError, match="is empty"):
         locate_sessions([])

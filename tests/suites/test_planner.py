@@ -162,9 +162,9 @@ def test_an_unknown_suite_is_refused(catalogue):
         (
             "quick",
             ["sinks=5"],
-            "sinks=5 would change nothing: .* window_sink, .* dense and dilated; add --set pattern=",
+            "sinks=5 has no effect: .* window_sink, .* dense and dilated; add --set pattern=",
         ),
-        ("quick", ["pattern=window_sink", "dilation_rates=1,2"], "dilation_rates=.* would change nothing"),
+        ("quick", ["pattern=window_sink", "dilation_rates=1,2"], "dilation_rates=.* has no effect"),
         ("quick", ["kind=dense"], "kind: unknown key"),
     ],
 )

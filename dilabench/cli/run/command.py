@@ -13,9 +13,9 @@ import typer
 from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 
+from dilabench.cli import OldNames
 from dilabench.cli import options as shared
 from dilabench.cli.app import list_configs
-from dilabench.cli.arguments import OldNames
 from dilabench.cli.github import GithubSummary, require_github
 from dilabench.cli.options import discovered, given, lengths_of, names
 from dilabench.cli.run import options as own

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from dilabench.cli.arguments import OldNames
+from dilabench.cli import OldNames
 from dilabench.cli.options import OUTPUT_DIR
 
 SuiteName = Annotated[str, typer.Argument(metavar="SUITE", help="The question; see `dilabench list suites`.")]

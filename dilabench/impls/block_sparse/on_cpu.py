@@ -21,6 +21,9 @@ from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.cpu import aten_flash, flash
 from dilabench.kernels.cpu.flash import Blocks, Mask
 
+# Blocks of queries whose visible blocks of keys are found in one call; memory grows with their number.
+_BLOCKS_AT_ONCE = 64
+
 
 @dataclass(frozen=True, slots=True)
 class QueryBlock:
@@ -190,13 +193,15 @@ def _blocks(plan: Plan) -> Blocks:
     seen_by, hidden = plan.visibility, plan.hidden_tiles(size)
     lists: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(plan.mask_heads)]
     pairs = 0
-    for index in range(count):
-        some = visible_tiles(seen_by, torch.tensor([index]), size, size, hidden)[0].numpy()
-        for mask_head, of_head in enumerate(lists):
-            seen = plan.seen_blocks(mask_head, index)
-            ranges = _ranges(seen[some[0, seen]], size, plan.keys)
-            of_head.append(ranges)
-            pairs += min(size, plan.rows - index * size) * int((ranges[:, 1] - ranges[:, 0]).sum())
+    for first in range(0, count, _BLOCKS_AT_ONCE):
+        queries = torch.arange(first, min(count, first + _BLOCKS_AT_ONCE))
+        some = visible_tiles(seen_by, queries, size, size, hidden)[0].numpy()
+        for index, of_block in enumerate(some, first):
+            for mask_head, of_head in enumerate(lists):
+                seen = plan.seen_blocks(mask_head, index)
+                ranges = _ranges(seen[of_block[seen]], size, plan.keys)
+                of_head.append(ranges)
+                pairs += min(size, plan.rows - index * size) * int((ranges[:, 1] - ranges[:, 0]).sum())
     found = [*chain.from_iterable(lists)]
     spans = torch.tensor([0, *accumulate(map(len, found))])
     return Blocks(

@@ -7,8 +7,7 @@ from typing import Any
 
 from dilabench.choice.ways import way_name
 from dilabench.compare.pairing import common_timings, pair
-from dilabench.compare.ranking import rank
-from dilabench.compare.view import is_quotable, measured_view
+from dilabench.compare.view import is_quotable, measured_view, rank
 from dilabench.metadata import CHOSEN, INTERFERENCE, LAUNCH_BOUND, SHAPE
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.time import budget_option, elapsed_seconds

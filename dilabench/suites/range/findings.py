@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from dilabench.compare.ranking import Ranking, rank
-from dilabench.compare.view import measured_view, view_of
+from dilabench.compare.view import Ranking, measured_view, rank, view_of
 from dilabench.record import Failed, Row, RunRecord
 from dilabench.report.columns import ABSENT
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
