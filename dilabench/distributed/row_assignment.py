@@ -83,7 +83,7 @@ class RowAssignment(Assignment):
 
     def tiles(self, rank: int) -> int:
         """The tiles of `TILE` rows and keys that a kernel computes for a rank's pieces, of each head."""
-        return int(_tiles(self.own[rank], self.sequences, self.reach, TILE)[1].sum())
+        return int(_tiles(*self.pieces[rank], self.sequences, self.reach, TILE).sum())
 
 
 @lru_cache(maxsize=64)
@@ -103,7 +103,8 @@ def balanced_rows(bounds: tuple[Interval, ...], reach: Reach, ranks: int) -> tup
         pairs = _by_chunk(edges, rows[:, 0], _visible(rows, keys, reach))
         if sight is not None:
             return pairs
-        return (pairs + float(block * block) * _by_chunk(edges, *_tiles(chunks, sequences, reach, block))) / 2
+        tiles = _by_chunk(edges, rows[:, 0], _tiles(rows, keys, sequences, reach, block))
+        return (pairs + float(block * block) * tiles) / 2
 
     return balanced(length, ranks, work_of, sight=sight)
 
@@ -196,13 +197,17 @@ def _keys_of(rows: Intervals, sequences: Intervals, reach: Reach) -> Intervals:
     return np.stack([first, stop], axis=1)
 
 
-def _tiles(own: Intervals, sequences: Intervals, reach: Reach, size: int) -> tuple[NDArray[np.int64], Edges]:
-    """The first row of each block of at most `size` rows of a piece, and the tiles of `size` keys that it sees."""
-    _, rows = overlaps(own, sequences)
+def _tiles(rows: Intervals, keys: Intervals, sequences: Intervals, reach: Reach, size: int) -> NDArray[np.int64]:
+    """The tiles of `size` keys that the blocks of at most `size` rows of each piece see."""
+    if reach == (None, 0):
+        # Block j of a piece sees the tiles before it in the sequence and j + 1 more, a short last one those to its end.
+        before, (full, rest) = rows[:, 0] - keys[:, 0], np.divmod(lengths(rows), size)
+        return full * (full + 1) // 2 + full * -(-before // size) + (rest > 0) * -(-lengths(keys) // size)
     at, nth = repeated(-(-lengths(rows) // size))
     starts = rows[at, 0] + size * nth
     blocks = np.stack([starts, np.minimum(starts + size, rows[at, 1])], axis=1)
-    return starts, -(-lengths(_keys_of(blocks, sequences, reach)) // size)
+    tiles = -(-lengths(_keys_of(blocks, sequences, reach)) // size)
+    return np.bincount(at, weights=tiles, minlength=len(rows)).astype(np.int64)
 
 
 def _visible(rows: Intervals, keys: Intervals, reach: Reach) -> NDArray[np.int64]:

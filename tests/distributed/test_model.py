@@ -86,6 +86,7 @@ def test_every_sharding_that_a_descriptor_names_answers():
         "dense": {"kind": "dense"},
         "block_sparse": {"kind": "block_sparse", "block_size": 8, "sparsity": 0.5},
         "window_sink": {"kind": "window_sink", "window_size": 16},
+        "dilated": {"kind": "dilated", "segment_lengths": (24, 96), "dilation_rates": (1, 4)},
     }
     for one in named:
         kind = next(kind for kind in patterns if one.supports.computes(kind))
