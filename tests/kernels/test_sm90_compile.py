@@ -360,12 +360,12 @@ def gluon_compiled(kernel, constants: dict[str, object], tiles: dict[str, list[i
 
 # Null mass and merging are of dilated attention, ranges of rows that keys are hidden from of block-sparse attention.
 SPECIALISED = [
-    (128, True, False, True, 0),
     (128, True, False, False, 2),
-    (96, False, True, False, 0),
     *(
         pytest.param(*shape, marks=pytest.mark.slow)
         for shape in (
+            (128, True, False, True, 0),
+            (96, False, True, False, 0),
             *((128, False, cut, True, 0) for cut in (False, True)),
             *((128, *mask, False, 0) for mask in MASKS),
             *((128, False, cut, False, 2) for cut in (False, True)),
@@ -466,7 +466,7 @@ def test_narrow_forward(dim: int, causal: bool, cut: bool, merge: bool, compact:
     assert resident * (built.metadata.shared + 1024) <= 228 * 1024
 
 
-@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize("merge", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dim", [128, pytest.param(192, marks=pytest.mark.slow)])
 def test_specialised_forward_of_several_branches(dim: int, merge: bool) -> None:
     built, report = specialised(dim, False, cut=True, null_mass=False, ranges=0, merge=merge, compact=not merge)
@@ -644,7 +644,7 @@ def specialised_backward(
 @pytest.mark.parametrize(
     ("dim", "causal", "ragged", "heads_per_kv", "shared"),
     [
-        (128, False, True, None, False),
+        pytest.param(128, False, True, None, False, marks=pytest.mark.slow),
         (128, True, False, 1, True),
         (48, False, True, None, False),
         pytest.param(64, True, False, 1, False, marks=pytest.mark.slow),
@@ -721,8 +721,9 @@ HARD_PARKED = {
 }
 
 
-@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.slow), 128])
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_windows_in_segments_that_no_rate_divides(direction: str, dim: int, causal: bool) -> None:
     name, config = select_kernel("forward", dim, causal=causal, largest_tile=128, hopper=True)

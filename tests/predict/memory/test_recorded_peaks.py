@@ -80,6 +80,8 @@ def between_lengths():
 
 
 BETWEEN = between_lengths()
+# Its lengths take long to trace.
+LONG = "h200-extreme-gather-dense"
 
 
 def names(between):
@@ -89,7 +91,7 @@ def names(between):
 @pytest.mark.parametrize(
     ("name", "between"),
     [
-        *((name, False) for name in names(False)),
+        *(pytest.param(name, False, marks=[pytest.mark.slow] * (name == LONG)) for name in names(False)),
         *(pytest.param(name, True, marks=pytest.mark.slow) for name in names(True)),
     ],
 )
