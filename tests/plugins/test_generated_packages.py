@@ -29,7 +29,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         new(f"generated-{kind}", kind, source)
     new("generated-wrong", Kind.IMPLEMENTATION, source)
     code = source / "generated-wrong" / "generated_wrong" / "attention.py"
-    body = '"""Set up, which is never timed; the function that is returned is verified and timed."""\n'
+    body = '"""Set up, untimed, and return the function that is verified and timed."""\n'
     assert body in code.read_text()
     code.write_text(code.read_text().replace(body, body + WRONG))
     plugin = code.with_name("plugin.py")

@@ -276,19 +276,25 @@ def resident_bytes(field: str) -> int:
 def measure_ceilings(device: torch.device, dtypes: Sequence[str]) -> dict[str, float]:
     """FLOP/s of a square matrix product in each dtype, bytes/s of a copy (read and written bytes count).
 
-    In float32 also the rate of tensor cores, if any, which bounds it too (`metadata.peak_flops`).
+    In float32 also the rate of tensor cores, if any, which bounds it too (`metadata.peak_flops`). Without tensor cores
+    half precision may be multiplied in float32, so its rate is the larger of the two.
     """
     from dilabench.engine.call.inputs import TORCH_DTYPE
 
-    ceilings = {}
     hardware = device_of(device)
-    more = {TENSOR_CORE_DTYPE} if "float32" in dtypes and hardware.has_tensor_cores else set()
-    for dtype in sorted({*dtypes, *more}):
+
+    def product_flops(dtype: str) -> float:
         size = hardware.facts.wide_matmul_size if dtype in {"float64", "float32"} else hardware.facts.matmul_size
         left = torch.randn(size, size, device=device).to(TORCH_DTYPE[dtype])
         out = torch.empty_like(left)
-        seconds = _best_seconds(lambda left=left, out=out: torch.matmul(left, left, out=out), hardware)  # type: ignore[misc]
-        ceilings[matmul_key(dtype)] = 2.0 * size**3 / seconds
+        return 2.0 * size**3 / _best_seconds(lambda: torch.matmul(left, left, out=out), hardware)
+
+    more = {TENSOR_CORE_DTYPE} if "float32" in dtypes and hardware.has_tensor_cores else set()
+    ceilings = {matmul_key(dtype): product_flops(dtype) for dtype in sorted({*dtypes, *more})}
+    halves = {"float16", "bfloat16"}.intersection(dtypes)
+    if halves and not hardware.has_tensor_cores:
+        wide = ceilings.get(matmul_key("float32")) or product_flops("float32")
+        ceilings |= {key: max(wide, ceilings[key]) for key in map(matmul_key, halves)}
     source = torch.ones(hardware.facts.copy_bytes // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     ceilings[COPY_KEY] = 2.0 * source.nbytes / _best_seconds(lambda: target.copy_(source), hardware)
