@@ -37,6 +37,7 @@ PRIVATE: Mapping[str, str] = {
     "torch.autograd.forward_ad._current_level": "forward-mode derivatives are refused",
     "torch.cpu._is_amx_tile_supported": "which of torch's kernels is fast on a CPU",
     "torch.cuda._sleep": "launches are timed behind a kernel that waits",
+    "torch.distributed.ProcessGroup._get_backend": "how long a group's operations wait",
     "torch.distributed.ProcessGroupNCCL.Options._timeout": "NCCL's waits end",
     "torch.distributed._symmetric_memory.empty": "messages by copy engines",
     "torch.distributed._symmetric_memory.rendezvous": "messages by copy engines",

@@ -28,7 +28,10 @@ LISTED = {*PRIVATE, *GLUON}
 # What Triton documents.
 DOCUMENTED = ("triton.jit", "triton.cdiv", "triton.next_power_of_2", "triton.language", "triton.__version__")
 # Of named tuples, and of other packages.
-NOT_TORCHS = {"_asdict", "_make", "_replace", "_fields", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward"}
+NOT_TORCHS = {
+    *("_asdict", "_make", "_replace", "_fields", "_forkserver"),
+    *("_flash_attn_varlen_forward", "_flash_attn_varlen_backward"),
+}
 
 
 def is_private(name: str) -> bool:
