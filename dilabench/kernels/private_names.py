@@ -38,7 +38,6 @@ PRIVATE: Mapping[str, str] = {
     "torch.cpu._is_amx_tile_supported": "which of torch's kernels is fast on a CPU",
     "torch.cuda._sleep": "launches are timed behind a kernel that waits",
     "torch.distributed.ProcessGroup._get_backend": "how long a group's operations wait",
-    "torch.distributed.ProcessGroupNCCL.Options._timeout": "NCCL's waits end",
     "torch.distributed._symmetric_memory.empty": "messages by copy engines",
     "torch.distributed._symmetric_memory.rendezvous": "messages by copy engines",
     "torch.distributed.distributed_c10d._get_default_store": "ranks take one way",
@@ -151,7 +150,6 @@ GLUON = tuple(
 ON_CUDA = frozenset(
     {
         "torch.cuda._sleep",
-        "torch.distributed.ProcessGroupNCCL.Options._timeout",
         "triton.runtime.driver.active.get_current_stream",
     }
 )
