@@ -42,8 +42,8 @@ class _Options(NamedTuple):
     causal: bool
     window: tuple[int, ...]
     scale: float
-    cu_seqlens: tuple[int, ...]
-    compression: tuple[int, ...]
+    cu_seqlens: tuple[int, ...] = ()
+    compression: tuple[int, ...] = ()
 
 
 def selected_attention(
@@ -88,7 +88,8 @@ def selected_attention(
     bounds = () if cu_seqlens is None or of_graph is not None else operands.bounds(cu_seqlens, query.shape[1])
     _check_options(block_size, causal, sides, query.shape[1], bounds)
     factor = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    out, lse = _attend(query, key, value, by_item, sink, of_graph, (block_size, causal, sides, factor, bounds))
+    options = _Options(block_size, causal, sides, factor, bounds)
+    out, lse = _attend(query, key, value, by_item, sink, of_graph, options)
     return (out[0], lse.detach()[0]) if packed else (out, lse.detach())
 
 
@@ -105,8 +106,8 @@ def compressed_attention(
             f"compressed keys {tuple(keys.shape)} and values {tuple(values.shape)} must be [B, C, K, D] with C = "
             f"{wanted} for query {tuple(query.shape)}, {compression}"
         )
-    spans = (compression.length, compression.stride)
-    return _attend(query, keys, values, None, None, None, (1, True, (-1, -1), scale, (), spans))
+    options = _Options(1, True, (-1, -1), scale, compression=(compression.length, compression.stride))
+    return _attend(query, keys, values, None, None, None, options)
 
 
 def _attend(
@@ -116,12 +117,11 @@ def _attend(
     indices: Tensor | None,
     sink: Tensor | None,
     bounds: Tensor | None,
-    options: tuple[Any, ...],
+    options: _Options,
 ) -> tuple[Tensor, Tensor]:
     """out and lse: of eager tensors directly, of others by operators."""
-    options = options if len(options) == len(_Options._fields) else (*options, ())
     if sink is None and is_plain_eager_call(query, key, value, *(() if indices is None else (indices,))):
-        computation = _computation(query, key, indices, _Options(*options))
+        computation = _computation(query, key, indices, options)
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
             out, lse = WithGradient.apply(computation, query, key, value)
         else:
@@ -178,7 +178,7 @@ def _written(
     window: Sequence[int],
     scale: float,
     cu_seqlens: Sequence[int],
-    compression: Sequence[int] = (),
+    compression: Sequence[int],
 ) -> str:
     """As a text that means the same in every process, for the compiler keeps what it compiles on disk."""
     sides, bounds, spans = (tuple(map(int, numbers)) for numbers in (window, cu_seqlens, compression))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.one_operator import empty_results, new_number, register
+from dilabench.impls.one_operator import contiguous_like, empty_results, new_number, register
 from dilabench.impls.selected.selection import SelectedAttention, Selection, check, over_sequences
 from dilabench.impls.selected.stand_ins import selection_of
 from dilabench.workload.spec import Workload
@@ -68,7 +68,7 @@ class Gathered(SelectedAttention):
         check(self.selection, q, k, v)
         batch, rows, kv_heads, dim = k.shape
         wide = torch.promote_types(q.dtype, torch.float32)
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        dq = contiguous_like(q)
         dk, dv = (k.new_zeros((batch * rows * kv_heads + 1, dim), dtype=wide) for _ in range(2))
         for piece in self._pieces(q, k):
             keys, values = (_gathered(x, piece) for x in (k, v))

@@ -26,11 +26,9 @@ from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.bwd_preprocess import StatsLayout, bwd_preprocess
 from dilabench.kernels.dq_accumulate import convert_dq, dq_accumulator
 from dilabench.kernels.fused.backward import _key_kernel, _query_kernel
-from dilabench.kernels.fused.row_layout import segment_arguments
+from dilabench.kernels.fused.row_layout import LOG2E, segment_arguments
 from dilabench.kernels.launch_cache import Launch, LaunchCache
 from dilabench.kernels.tuning import TileConfig, blocks_at_once_are_faster, padded_dim, select_kernel
-
-_LOG2E = 1.4426950408889634
 
 
 def block_sparse_backward(
@@ -184,7 +182,7 @@ def _launch_at_once(
         "entries_ptr": lists.entries,
         "heads_ptr": plan.head_kinds(q.shape[2], q.device),
         "scale": scale,
-        "scale_log2": scale * _LOG2E,
+        "scale_log2": scale * LOG2E,
         "n_supers": 1,
         "full_supers": 1,
         "n_kinds": plan.mask_heads,

@@ -15,6 +15,7 @@ from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.fused.branch_group import TILE_BITS, BranchGroup
 from dilabench.kernels.fused.forward import _forward_kernel
 from dilabench.kernels.fused.row_layout import (
+    LOG2E,
     check_head_dim,
     is_row_addressable,
     launch_arguments,
@@ -23,8 +24,6 @@ from dilabench.kernels.fused.row_layout import (
 )
 from dilabench.kernels.launch_cache import COPY_BYTES, Arguments, Launch
 from dilabench.kernels.tuning import Selected, TileConfig, is_persistent, select_kernel
-
-_LOG2E = 1.4426950408889634
 
 
 def block_sparse_forward(
@@ -165,7 +164,7 @@ def _hopper_launch(tensors: Mapping[str, Tensor], plan: Plan, scale: float) -> L
         "entries_ptr": entries,
         "heads_ptr": plan.head_kinds(num_heads, q.device),
         "bounds_ptr": bounds if len(bounds) else None,
-        "scale_log2": scale * _LOG2E,
+        "scale_log2": scale * LOG2E,
         "n_supers": 1,
         "full_supers": 1,
         "n_kinds": plan.mask_heads,

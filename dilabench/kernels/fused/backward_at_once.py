@@ -14,12 +14,10 @@ from dilabench.kernels.dq_accumulate import convert_dq
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.packing import ListRequest, key_lists
 from dilabench.kernels.fused.residue_plan import ResiduePlan
-from dilabench.kernels.fused.row_layout import on_hopper, segment_arguments
+from dilabench.kernels.fused.row_layout import LOG2E, on_hopper, segment_arguments
 from dilabench.kernels.fused.tile_lists import computed_pairs
 from dilabench.kernels.launch_cache import Arguments, Launch, LaunchCache
 from dilabench.kernels.tuning import L2_RESIDENT_BYTES, TileConfig, WorkByKey, at_once_is_faster, select_kernel
-
-_LOG2E = 1.4426950408889634
 
 
 class AtOnce(NamedTuple):
@@ -135,7 +133,7 @@ def _launch(
         own = {
             "slots_ptr": None,
             "scale": scale,
-            "scale_log2": scale * _LOG2E,
+            "scale_log2": scale * LOG2E,
             "n_supers": group.n_supers,
             "full_supers": group.full_supers,
             "n_kinds": len(group.kinds),

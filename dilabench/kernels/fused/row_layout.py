@@ -158,7 +158,7 @@ def residue_rows(x: Tensor, modulus: int, rows: int, columns: int) -> TensorDesc
     return TensorDescriptor(x, *residue_box(x, modulus), [1, 1, 1, rows, columns])
 
 
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 
 
 class Results(NamedTuple):
@@ -220,7 +220,7 @@ def shared_arguments(
     dim = q.shape[-1]
     head, tail = tile_columns(dim, q.element_size())
     arguments: dict[str, Any] = {
-        "scale_log2": scale * _LOG2E,
+        "scale_log2": scale * LOG2E,
         "n_supers": group.n_supers,
         "full_supers": group.full_supers,
         "n_kinds": len(group.kinds),

@@ -7,13 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from dilabench.kernels.fused.row_layout import product_precision
+from dilabench.kernels.fused.row_layout import LOG2E, product_precision
 from dilabench.kernels.launch_cache import Launch, LaunchCache, stride_unit
 from dilabench.kernels.selected.selection import PER_SELECTION
 from dilabench.kernels.tuning import TileConfig, padded_dim
 
 _OPERANDS = ("q", "k", "v", "dout")
-_LOG2E = 1.4426950408889634
 
 PER_LENGTH = (
     *PER_SELECTION,
@@ -43,7 +42,7 @@ def operand_arguments(operands: Mapping[str, Tensor], scale: float) -> dict[str,
     return {
         **strides,
         "scale": scale,
-        "scale_log2": scale * _LOG2E,
+        "scale_log2": scale * LOG2E,
         "n_heads": q.shape[1],
         "key_rows": len(k),
         "GROUP": q.shape[1] // k.shape[1],

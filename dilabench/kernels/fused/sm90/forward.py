@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.packing import query_lists
-from dilabench.kernels.fused.row_layout import PER_LENGTH, Results, residue_view, segment_arguments
+from dilabench.kernels.fused.row_layout import LOG2E, PER_LENGTH, Results, residue_view, segment_arguments
 from dilabench.kernels.fused.sm90.softmax import KEPT, LARGEST_SUM, finish, walk, weigh
 from dilabench.kernels.fused.sm90.tile_walk import (
     box_place,
@@ -43,7 +43,6 @@ from dilabench.kernels.fused.sm90.tile_walk import (
 from dilabench.kernels.launch_cache import Arguments, Launch
 from dilabench.kernels.tuning import TileConfig, is_persistent, is_softmax_bound, tile_columns
 
-_LOG2E = 1.4426950408889634
 # Registers per thread: (240 + 240 + 24) * 128 threads fill the register file; the first consumer gets what is left.
 _CONSUMER_REGISTERS = gl.constexpr(240)
 _PRODUCER_REGISTERS = gl.constexpr(24)
@@ -620,7 +619,7 @@ def group_launch(
             "bounds_ptr": None,
             **{f"{name}_token": x.stride(1) for name, x in (("q", q), ("k", k), ("v", v))},
             **{f"{name}_head": x.stride(2) for name, x in (("q", q), ("k", k), ("v", v))},
-            "scale_log2": scale * _LOG2E,
+            "scale_log2": scale * LOG2E,
             "n_supers": group.n_supers,
             "full_supers": group.full_supers,
             "n_kinds": len(group.kinds),
