@@ -7,7 +7,7 @@ The function that a workload names is written down in docs/explanation/semantics
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from itertools import accumulate
 from typing import Annotated, Any, Literal, Self
 
@@ -26,7 +26,7 @@ from dilabench.patterns.pattern import SequenceShape
 from dilabench.patterns.registry import (
     AnyPattern,
     has_kind,
-    kinds_with,
+    known_kinds,
     pattern_type,
     request_fields,
     with_present_names,
@@ -219,6 +219,16 @@ def tensor_bytes(workload: Workload) -> dict[str, int]:
     return {"q": query, "k": key, "v": key, "out": query, "lse": lse}
 
 
+def _read_by(kind: str, names: Set[str], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The named fields of a request as the pattern's kind reads them. Raises ValueError."""
+    model = pattern_type(kind).request_model()
+    try:
+        checked = model.model_validate({name: data[name] for name in names})
+    except ValidationError as error:
+        raise ValueError(describe(error, model)) from None
+    return {name: getattr(checked, name) for name in names}
+
+
 class WorkloadRequest(Model):
     """A workload as a user writes it: flat, every field optional, `auto` where the tool may choose.
 
@@ -284,20 +294,17 @@ class WorkloadRequest(Model):
         if not data.keys() <= cls.model_fields.keys() | fields_of_kind:
             # Only now are other kinds considered, because that loads plug-ins.
             data = with_present_names(data)
-        by_kind: dict[str, dict[str, Any]] = {}
-        for name in data.keys() - cls.model_fields.keys():
-            kind = kind_name if name in fields_of_kind else next(kinds_with(name), None)
-            if kind is None:
-                raise ValueError(unknown_key(name, {*cls.model_fields, *request_fields()}))
-            by_kind.setdefault(kind, {})[name] = data[name]
+        unread = data.keys() - cls.model_fields.keys()
         read: dict[str, Any] = {}
-        for kind, fields in by_kind.items():
-            model = pattern_type(kind).request_model()
-            try:
-                checked = model.model_validate(fields)
-            except ValidationError as error:
-                raise ValueError(describe(error, model)) from None
-            read |= {name: getattr(checked, name) for name in fields}
+        if fields := unread & fields_of_kind:
+            read |= _read_by(kind_name, fields, data)
+            unread -= fields
+        for kind in known_kinds() if unread else ():
+            if fields := unread & pattern_type(kind).request_model().model_fields.keys() - {"kind"}:
+                read |= _read_by(kind, fields, data)
+                unread -= fields
+        if unread:
+            raise ValueError(unknown_key(min(unread), {*cls.model_fields, *request_fields()}))
         return {**data, **read}
 
     def pattern_field(self, name: str) -> Any:
