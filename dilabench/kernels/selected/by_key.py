@@ -76,11 +76,11 @@ def _key_kernel(
     n_blocks,
     n_kv_heads,
     n_heads,
+    share_entries,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
     GROUP: tl.constexpr,
-    ENTRIES: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     UNIT: tl.constexpr,
@@ -96,7 +96,7 @@ def _key_kernel(
     number = tl.load(lists_ptr + share)
     if number >= n_kv_heads * n_blocks:
         return
-    first_entry, entries, before = share_of_list(share, number, share_ptr, starts_ptr, ENTRIES)
+    first_entry, entries, before = share_of_list(share, number, share_ptr, starts_ptr, share_entries)
     kv_head = number // n_blocks
     first, end = rows_of_block(bounds_ptr, number % n_blocks, length, blocks_each, BLOCK)
     key = first + tile * KEYS + tl.arange(0, KEYS)
@@ -135,7 +135,7 @@ def _key_kernel(
     if slot < 0:
         _store(dk, dv, dk_ptr, dv_ptr, key, end, kv_head, scale, n_kv_heads, HEAD_DIM, DIM)
     else:
-        at = _slots_of_list(slots_ptr, slot + before // ENTRIES, tile, KEYS, TILES, DIM)
+        at = _slots_of_list(slots_ptr, slot + before // share_entries, tile, KEYS, TILES, DIM)
         tl.store(at, dk)
         tl.store(at + KEYS * DIM, dv)
 
@@ -153,8 +153,8 @@ def _sum_kernel(
     blocks_each,
     n_blocks,
     n_kv_heads,
+    share_entries,
     BLOCK: tl.constexpr,
-    ENTRIES: tl.constexpr,
     KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -163,7 +163,7 @@ def _sum_kernel(
     number, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     slot = tl.load(slot_ptr + number)
     if slot >= 0:
-        shares = tl.cdiv(tl.load(starts_ptr + number + 1) - tl.load(starts_ptr + number), ENTRIES)
+        shares = tl.cdiv(tl.load(starts_ptr + number + 1) - tl.load(starts_ptr + number), share_entries)
         dk = tl.zeros([KEYS, DIM], tl.float32)
         dv = tl.zeros([KEYS, DIM], tl.float32)
         for share in range(shares):
@@ -196,7 +196,7 @@ def key_gradients(
     sums = tensors["k"].new_empty((slots, key_tiles, 2, keys, given["DIM"]), dtype=torch.float32)
     own = {"places": lists.places, "starts": lists.starts, "lists": shares.lists, "share": shares.first}
     own |= {"slot": slot, "slots": sums} | selection.tensors
-    arguments = given | selection.arguments | {"ENTRIES": shares.entries, "ROWS": tiles.block_m, "KEYS": keys}
+    arguments = given | selection.arguments | {"share_entries": shares.entries, "ROWS": tiles.block_m, "KEYS": keys}
     launch(
         _key_kernel, len(shares.lists) * key_tiles, tensors | own, arguments, tiles, cache, ("by key", shares.entries)
     )

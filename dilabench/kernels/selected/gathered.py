@@ -31,11 +31,11 @@ _MERGE = TileConfig(0, 0, 4, 1)
 
 
 @triton.jit
-def share_of_list(share, number, share_ptr, starts_ptr, ENTRIES: tl.constexpr):
+def share_of_list(share, number, share_ptr, starts_ptr, share_entries):
     """(first entry of a share, how many it has, how many of its list precede it)."""
     start = tl.load(starts_ptr + number)
-    before = (share - tl.load(share_ptr + number)) * ENTRIES
-    return start + before, tl.minimum(ENTRIES, tl.load(starts_ptr + number + 1) - start - before), before
+    before = (share - tl.load(share_ptr + number)) * share_entries
+    return start + before, tl.minimum(share_entries, tl.load(starts_ptr + number + 1) - start - before), before
 
 
 @triton.jit
@@ -118,11 +118,11 @@ def _gathered_kernel(
     n_blocks,
     n_kv_heads,
     n_heads,
+    share_entries,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
     GROUP: tl.constexpr,
-    ENTRIES: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     UNIT: tl.constexpr,
@@ -136,7 +136,7 @@ def _gathered_kernel(
     number = tl.load(lists_ptr + tl.program_id(0))
     if number >= n_kv_heads * n_blocks:
         return
-    first_entry, entries, _ = share_of_list(tl.program_id(0), number, share_ptr, starts_ptr, ENTRIES)
+    first_entry, entries, _ = share_of_list(tl.program_id(0), number, share_ptr, starts_ptr, share_entries)
     kv_head = number // n_blocks
     first, end = rows_of_block(bounds_ptr, number % n_blocks, length, blocks_each, BLOCK)
     WHOLE: tl.constexpr = BLOCK <= KEYS
@@ -272,7 +272,7 @@ def gathered_form(
     arguments = {
         **given,
         **selection.arguments,
-        "ENTRIES": shares.entries,
+        "share_entries": shares.entries,
         "ROWS": tiles.block_m,
         "KEYS": keys_of_tile(selection.block, tiles),
     }
