@@ -60,6 +60,7 @@ SHARED = {"LEAST_SHARED_STEPS": 1, "SHARING_PROGRAMS": 2**20}
 CASES = {
     "by query, one token": Case("query", 16, 3, 16, 1, True, (40,)),
     "by query, neighbours": Case("query", 16, 3, 4, 2, True),
+    "by query, many neighbours": Case("query", 16, 2, 1, 1, True, (70,), rows=64),
     "by query, several parts of a group": Case("query", 16, 4, 24, 1, False, (33,), tuned={"MOST_QUERY_ROWS": 16}),
     "by query, stretches of a block": Case("query", 64, 3, 4, 1, True, (150,), rows=32),
     "by query, blocks that tiles do not divide": Case("query", 48, 2, 8, 2, False, (101,), keys=32),

@@ -19,6 +19,7 @@ Errors = Mapping[str, Mapping[str, float]]
 QUICK = ("by query, neighbours", "documents gathered", "many blocks")
 MORE = (
     "by query, one token",
+    "by query, many neighbours",
     "by query, several parts of a group",
     "by query, stretches of a block",
     "by query, blocks that tiles do not divide",
@@ -155,6 +156,8 @@ def test_without_indices_nothing_is_seen() -> None:
         (6, 16, 16, (2, 8, 1)),
         (128, 16, 16, (1, 64, 2)),
         (16, 16, 64, (4, 16, 1)),
+        (1, 16, 64, (32, 2, 1)),
+        (2, 16, 128, (32, 4, 1)),
         (1, 100, 16, (8, 2, 1)),
         (4, 2048, 16, (1, 16, 1)),
     ],

@@ -203,7 +203,7 @@ class _Problem:
             raise ValueError(f"form {form!r} must be one of {', '.join(get_args(Form))}, or None for the cheaper one")
         if form == "gathered" and block == 1:
             raise ValueError("blocks of one token have no gathered form: give a block of 16 or more, or form='query'")
-        if max(indices.numel(), 16 * q.numel() // max(1, heads * dim)) >= 2**31:
+        if max(indices.numel(), tuned.MOST_QUERIES * q.numel() // max(1, heads * dim)) >= 2**31:
             raise ValueError(
                 f"indices {tuple(indices.shape)} pass the 2^31 of one call: give fewer batch items at a time"
             )
