@@ -31,8 +31,8 @@ from dilabench.impls.selected.selected_blocks import computation_for
 from dilabench.impls.selected.selecting import Choosing, Compression, select_by_compression
 from dilabench.impls.selected.selection import Selection
 from dilabench.kernels.lse import add_null_mass_
-from dilabench.patterns.selected_blocks import MAX_BLOCK
-from dilabench.workload.spec import Window
+from dilabench.patterns.selected_blocks import check_block
+from dilabench.workload.spec import Window, check_window
 
 
 class _Options(NamedTuple):
@@ -86,7 +86,10 @@ def selected_attention(
     # A compiled graph takes a tensor of bounds unread, and so serves every packing.
     of_graph = cu_seqlens if isinstance(cu_seqlens, Tensor) and torch.compiler.is_compiling() else None
     bounds = () if cu_seqlens is None or of_graph is not None else operands.bounds(cu_seqlens, query.shape[1])
-    _check_options(block_size, causal, sides, query.shape[1], bounds)
+    check_block(block_size)
+    check_window(sides, causal)
+    if bounds:
+        operands.without_empty(bounds, query.shape[1])
     factor = float(query.shape[-1] ** -0.5 if scale is None else scale)
     options = _Options(block_size, causal, sides, factor, bounds)
     out, lse = _attend(query, key, value, by_item, sink, of_graph, options)
@@ -147,19 +150,6 @@ def _checked(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
     if indices.device != query.device:
         raise ValueError(f"indices are on {indices.device} and query on {query.device}; move one of them")
     return by_item
-
-
-def _check_options(
-    block_size: int, causal: bool, window: tuple[int, ...], tokens: int, bounds: tuple[int, ...]
-) -> None:
-    if block_size != 1 and (block_size % 16 or not 0 < block_size <= MAX_BLOCK):
-        raise ValueError(f"block_size {block_size} is neither 1 nor a multiple of 16 up to {MAX_BLOCK}")
-    if len(window) != 2 or min(window) < -1:
-        raise ValueError(f"window {list(window)} must be (left, right) with -1 for unbounded or at least 0")
-    if causal and window[1] > 0:
-        raise ValueError(f"window {list(window)} looks {window[1]} positions ahead, which causal=True forbids")
-    if bounds:
-        operands.without_empty(bounds, tokens)
 
 
 def _computation(query: Tensor, key: Tensor, indices: Tensor | None, options: _Options) -> Computation:

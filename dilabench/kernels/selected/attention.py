@@ -34,8 +34,8 @@ from dilabench.kernels.selected.operands import in_rows, operand_arguments
 from dilabench.kernels.selected.selection import TokenSelection
 from dilabench.kernels.selected.tiles import Form, Kernel, query_rows, select_form, tiles_of
 from dilabench.kernels.tuning import TileConfig
+from dilabench.patterns.selected_blocks import check_block
 
-LARGEST_BLOCK = 4096
 LARGEST_HEAD_DIM = 256
 
 
@@ -191,8 +191,7 @@ class _Problem:
             raise ValueError(
                 f"indices {tuple(indices.shape)} of {indices.dtype} must be int32 of shape {tuple(k.shape[:-1])} and S"
             )
-        if block != 1 and not (block % 16 == 0 and 0 < block <= LARGEST_BLOCK):
-            raise ValueError(f"block {block} must be 1 or a multiple of 16 up to {LARGEST_BLOCK}")
+        check_block(block)
         if not 0 < dim <= LARGEST_HEAD_DIM:
             raise ValueError(f"head dim {dim} must be 1 to {LARGEST_HEAD_DIM}")
         if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
