@@ -25,7 +25,14 @@ from dilabench.impls.one_operator import (
     empty_results,
     is_plain_eager_call,
 )
-from dilabench.impls.operator_rules import differentiable_operator, first_derivatives, operator, refuse_forward_mode
+from dilabench.impls.operator_rules import (
+    LIBRARY,
+    differentiable_operator,
+    first_derivatives,
+    one_after_another,
+    operator,
+    refuse_forward_mode,
+)
 from dilabench.impls.selected.compressed import CompressedAttention
 from dilabench.impls.selected.selected_blocks import computation_for
 from dilabench.impls.selected.selecting import Choosing, Compression, select_by_compression
@@ -228,8 +235,15 @@ def _backward_op(
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
+# A larger batch could share a call, but for indices that its items share, and for packed sequences.
+torch.library.register_vmap("dilabench::selected_forward", one_after_another(_forward_op), lib=LIBRARY)
+torch.library.register_vmap("dilabench::selected_backward", one_after_another(_backward_op), lib=LIBRARY)
+
+
 class _Differentiable(torch.autograd.Function):
     """The operator with its derivative."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -299,3 +313,6 @@ def selected_by_compression(
     block, top_k, initial, local = choosing
     of_blocks = Choosing(block, top_k, causal=True, initial=initial, local=local)
     return select_by_compression(query.detach(), keys.detach(), Compression(*compression), scale, of_blocks)
+
+
+torch.library.register_vmap("dilabench::select_by_compression", one_after_another(selected_by_compression), lib=LIBRARY)
