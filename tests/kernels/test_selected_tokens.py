@@ -19,6 +19,14 @@ Errors = Mapping[str, Mapping[str, float]]
 QUICK = ("by query, neighbours", "documents gathered", "many blocks")
 MORE = (
     "by query, one token",
+    "by query, window",
+    "by query, window both ways",
+    "by query, window ahead",
+    "gathered, window",
+    "gathered, window over long blocks",
+    "documents gathered, window",
+    "documents by query, window",
+    "single tokens, window",
     "by query, many neighbours",
     "by query, several parts of a group",
     "by query, stretches of a block",

@@ -77,9 +77,12 @@ def _key_kernel(
     n_kv_heads,
     n_heads,
     share_entries,
+    left,
+    right,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -107,9 +110,11 @@ def _key_kernel(
     n_all = tl.cdiv(entries * GROUP, ROWS)
     # Causal queries that do not see the whole block are its own tokens: no more than it has, and first in the list.
     n_masked = 0
-    if CAUSAL:
+    if WINDOWED:
+        n_masked = n_all
+    elif CAUSAL:
         n_masked = tl.cdiv(tl.minimum(entries, tl.maximum(BLOCK - before, 0)) * GROUP, ROWS)
-    for masked in tl.static_range(1 if CAUSAL else 0, -1, -1):
+    for masked in tl.static_range(1 if CAUSAL or WINDOWED else 0, -1, -1):
         # Few tiles are masked: a second one in flight would take registers from the rest.
         for step in tl.range(
             0 if masked else n_masked, n_masked if masked else n_all, num_stages=1 if masked else STAGES
@@ -125,7 +130,10 @@ def _key_kernel(
             delta = tl.load(stats + _STATS_BLOCK, there, 0.0)
             logits = tl.dot(k, q.T, input_precision=PRECISION)
             if masked:
-                logits = tl.where(key[:, None] <= token[None, :], logits, float("-inf"))
+                seen = key[:, None] <= (token if CAUSAL else token + right)[None, :]
+                if WINDOWED:
+                    seen = seen & (key[:, None] >= (token - left)[None, :])
+                logits = tl.where(seen, logits, float("-inf"))
             p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
             dp = tl.dot(v, dout.T, input_precision=PRECISION)
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
