@@ -83,11 +83,11 @@ class Packings:
             self._zero_keys = ZeroKeysOfDocuments(self._pattern, *heads, context.device)
         self._kept: dict[Hashable, tuple[Tensor, ...]] = {}
 
-    def of(self, bounds: tuple[int, ...]) -> Fused | FusedDetached:
-        """The computation for documents from ``bounds[i]`` to ``bounds[i + 1]``, none of them empty."""
+    def of(self, bounds: tuple[int, ...] | Tensor, tokens: int = 0, longest: int = 0) -> Fused | FusedDetached:
+        """The computation for documents from ``bounds[i]`` to ``bounds[i + 1]``, as `Packing` takes them."""
         branches = self._pattern.segment_lengths, self._pattern.dilation_rates
-        plan = document_plan(*branches, bounds, *self._about, separate=self._detached, **self._options)
-        packing = Packing(bounds)
+        packing = Packing(bounds, tokens, longest)
+        plan = document_plan(*branches, packing, *self._about, separate=self._detached, **self._options)
         if self._detached:
             return FusedDetached(plan, self._scale, (), self._tiles, packing, self)
         return Fused(plan, self._scale, None, self._tiles, packing, self)
@@ -100,10 +100,10 @@ class Packings:
         if self._zero_keys is None:
             return ()
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
-        key = packing.bounds, stream, type(x)
+        key = packing, stream, type(x)
         found = self._kept.pop(key, None)
         if found is None:
-            found = self._zero_keys(packing.bounds, self._detached)
+            found = self._zero_keys(packing.bounds(x), packing.tokens, self._detached)
         self._kept[key] = found
         while len(self._kept) > _PACKINGS_WITH_ZERO_KEYS:
             del self._kept[next(iter(self._kept))]

@@ -6,8 +6,6 @@ With a mass n in addition to its keys, a row's lse becomes log(exp(lse) + n) and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -65,12 +63,11 @@ class ZeroKeysOfDocuments:
         self._segments, self._rates = torch.tensor(pattern.branches, dtype=torch.int32).to(device).T[..., None]
         self._divided = self._segments % self._rates == 0
 
-    def __call__(self, bounds: Sequence[int], apart: bool) -> tuple[Tensor, ...]:
-        """[1, H, T] of sequences from ``bounds[i]`` to ``bounds[i + 1]``, or with `apart` [H, T] of each branch;
-        float32, also where no row sees a zero key.
+    def __call__(self, edges: Tensor, tokens: int, apart: bool) -> tuple[Tensor, ...]:
+        """[1, H, T] of sequences from ``edges[i]`` to ``edges[i + 1]``, or with `apart` [H, T] of each branch; float32,
+        also where no row sees a zero key. edges: int32 on the device, up to T.
         """
-        edges = self._on_device(torch.tensor(bounds, dtype=torch.int32))
-        row = torch.arange(bounds[-1], dtype=torch.int32, device=edges.device)
+        row = torch.arange(tokens, dtype=torch.int32, device=edges.device)
         sequence = torch.bucketize(row, edges[1:], right=True)
         start, stop = edges[sequence], edges[1:][sequence]
         segment = torch.minimum(self._segments, stop - start)
@@ -87,16 +84,10 @@ class ZeroKeysOfDocuments:
         if apart:
             # Kernels are compiled for addresses that are multiples of 16 bytes, as separate allocations have.
             return tuple(torch.where(own == offsets, keys.log(), -torch.inf) for own, keys, offsets in of_branches)
-        counts = torch.zeros((1, self._offsets.shape[1], bounds[-1]), device=edges.device)
+        counts = torch.zeros((1, self._offsets.shape[1], tokens), device=edges.device)
         for own, keys, offsets in of_branches:
             counts += torch.where(own == offsets, keys, 0.0)
         return (counts.log_(),)
-
-    def _on_device(self, x: Tensor) -> Tensor:
-        # A graph that is captured would read again what another packing is written over.
-        if self._offsets.is_cuda and not torch.cuda.is_current_stream_capturing():
-            return x.pin_memory().to(self._offsets.device, non_blocking=True)
-        return x.to(self._offsets.device)
 
 
 def _places(seeing: range, start: int, rows: Tensor | None) -> slice | Tensor:

@@ -58,7 +58,7 @@ def test_zero_keys_of_documents_are_those_of_each(heads: str) -> None:
             continue
         of_documents = ZeroKeysOfDocuments(pattern, 4, 2, device)
         for apart in {False, heads == "all"}:
-            found = of_documents(bounds, apart)
+            found = of_documents(torch.tensor(bounds, dtype=torch.int32), bounds[-1], apart)
             alone = log_zero_keys(workload, device, apart=apart)
             right = torch.full((len(found), 4, bounds[-1]), -torch.inf) if alone is None else alone
             assert torch.equal(torch.cat([x.view(1, 4, -1) for x in found]), right)
