@@ -9,6 +9,7 @@ from a rounded number of documents alone, so that launches of one packing serve 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from operator import sub
@@ -23,9 +24,9 @@ from dilabench.kernels.bwd_preprocess import StatsLayout
 from dilabench.kernels.fused.branch_group import SPAN_COLUMNS, BranchGroup
 from dilabench.kernels.fused.document_lists import AT_ONCE, REQUEST_COLUMNS, lists_kernel
 from dilabench.kernels.fused.tile_lists import Integers
-from dilabench.kernels.fused.tile_tables import DocumentTables, document_tables, on_a_stream_of_its_own, tile_tables
+from dilabench.kernels.fused.tile_tables import DocumentTables, document_tables, tile_tables
 from dilabench.kernels.launch_cache import COPY_BYTES, Launch, LaunchCache
-from dilabench.kernels.streams import record
+from dilabench.kernels.streams import on_a_stream_of_its_own, record
 from dilabench.kernels.tuning import TileConfig
 
 _Written = npt.NDArray[np.int32]
@@ -148,6 +149,7 @@ class Packing:
     def __init__(self, bounds: Sequence[int] | Tensor, tokens: int = 0, longest: int = 0) -> None:
         self._numbers: tuple[int, ...] | None = None
         self._there: _There | None = None
+        self._on_device = isinstance(bounds, Tensor)
         if isinstance(bounds, Tensor):
             self.tokens, self.longest, self.count = tokens, longest, len(bounds)
             self._there = _There((bounds,), None, set())
@@ -172,6 +174,10 @@ class Packing:
             self._there = _copied(filled, x)
         return self._there.used(x)
 
+    def is_read_by_graph(self, x: Tensor) -> bool:
+        """Whether a graph is being captured that reads the bounds at each replay."""
+        return self._on_device and _is_captured(x)
+
     def tails(self, group: BranchGroup, tile: int) -> Integers:
         """The tails of the group's lists (`BranchGroup.tails_in_tiles`) that these documents need."""
         if self._numbers is None:
@@ -184,16 +190,13 @@ class Packing:
 
     def lists(self, of_pass: PassRequests, causal: bool, x: Tensor) -> PassLists:
         """The lists of a pass on the device of x, by one launch; made once for the same object."""
+        if self.is_read_by_graph(x):
+            return self._launched(of_pass, causal, x).lists
         made = self._made.get(of_pass)
         if made is None:
-            if not _is_captured(x):
+            # A captured launch would write them with the first replay.
+            with on_a_stream_of_its_own(x.device) if _is_captured(x) else nullcontext():
                 made = self._launched(of_pass, causal, x)
-            elif self._numbers is None:
-                # Each replay of the graph reads the bounds again.
-                return self._launched(of_pass, causal, x).lists
-            else:
-                with on_a_stream_of_its_own(x.device):
-                    made = self._launched(of_pass, causal, x)
             while len(self._made) >= _MOST_PASSES:
                 del self._made[next(iter(self._made))]
             self._made[of_pass] = made

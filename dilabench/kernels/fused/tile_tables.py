@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import accumulate
@@ -29,6 +28,7 @@ from dilabench.kernels.fused.tile_lists import (
     rows_of_variants,
     runs_of,
 )
+from dilabench.kernels.streams import on_a_stream_of_its_own
 
 # Elements of int32 in 16 bytes.
 _ALIGNED = 4
@@ -164,23 +164,6 @@ def document_tables(
         by_query, of_keys = (items[..., 0] >= 0).sum(2).max(1), (order[..., 0] >= 0).sum(1)
         found = _kept.put(key, DocumentTables(tables, np.array(tails), by_query, of_keys, bool(together)))
     return found
-
-
-@contextmanager
-def on_a_stream_of_its_own(device: torch.device) -> Iterator[None]:
-    """Tensors made inside wait for no other kernel, and are complete for all streams at the end."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = _stream_of(device)
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
-
-
-@cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 class _ByTail(dict[int, TileTables]):
