@@ -243,7 +243,7 @@ def patch(model: nn.Module, merge_grad: MergeGrad = "detached") -> list[str]:
 @contextmanager
 def packed(model: nn.Module, cu_seqlens: Sequence[int] | Tensor) -> Iterator[None]:
     """Within this context the dilated attentions of a patched model take [1, T, E] for packed sequences, from
-    ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``: segments, zero keys and positions restart in each. A tensor is read here.
+    ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``: segments, zero keys and positions restart in each.
 
     The model must not mix tokens elsewhere: class tokens and positions of whole sequences are up to the caller. Raises
     ValueError if no module is replaced, and for bounds that do not ascend from 0.

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.null_mass import ZeroKeysOfDocuments, log_zero_keys
+from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import differentiable, is_plain_eager_call, new_number, register
 from dilabench.kernels.fused.backward import fused_backward
 from dilabench.kernels.fused.forward import fused_forward, fused_forward_partials
 from dilabench.kernels.fused.packing import Packing
 from dilabench.kernels.fused.partials import Partials
 from dilabench.kernels.fused.residue_plan import ResiduePlan, document_plan, residue_plan
+from dilabench.kernels.fused.zero_keys import ZeroKeysOfDocuments
 from dilabench.kernels.launch_cache import Beside, Launch, LaunchCache
 from dilabench.kernels.streams import record
 from dilabench.kernels.tuning import Direction, TileConfig, read_tiles
@@ -79,8 +80,8 @@ class Packings:
         self._scale, self._tiles = workload.softmax_scale, read_tiles(context.tiles)
         self._zero_keys: ZeroKeysOfDocuments | None = None
         if self._pattern.has_zero_keys and not workload.causal:
-            heads = workload.num_heads, workload.num_kv_heads
-            self._zero_keys = ZeroKeysOfDocuments(self._pattern, *heads, context.device)
+            residues = self._pattern.residues(workload.num_heads, workload.num_kv_heads)
+            self._zero_keys = ZeroKeysOfDocuments(self._pattern.branches, residues, context.device)
         self._kept: dict[Hashable, tuple[Tensor, ...]] = {}
 
     def of(self, bounds: tuple[int, ...] | Tensor, tokens: int = 0, longest: int = 0) -> Fused | FusedDetached:

@@ -51,6 +51,12 @@ def test_lists_are_those_that_are_defined(interpreted: Callable[..., dict[str, o
     assert found == {"different": [], "shapes": [1, 1], "kept apart": True}
 
 
+def test_zero_keys_are_those_of_each_document(interpreted: Callable[..., dict[str, float]]) -> None:
+    found = interpreted("kernels/interpreted_zero_keys.py")
+    assert found["compared"] > 10
+    assert found["largest"] < 1e-5
+
+
 def random_bounds(seed: int, tokens: int = 65536) -> tuple[int, ...]:
     random = Random(seed)
     return (0, *sorted(random.sample(range(1, tokens), random.randint(18, 34))), tokens)
