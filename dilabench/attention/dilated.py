@@ -222,7 +222,7 @@ def dilated_attention(
             options = (*options[:-1], name_of(backend))
         out, lse = as_one_operator(DILATED, query, key, value, options, sink, unread)
     if cu_seqlens is not None:
-        out, lse = out[0], lse[0]
+        out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
 
 

@@ -182,7 +182,7 @@ def attention(
         options = _Options(causal, sides, scale, bounds, wants_gradient)  # type: ignore[arg-type]
         out, lse = outside_compilers(_attend, pattern, options, query, key, value, sink, indices, return_lse)
         if cu_seqlens is not None:
-            out, lse = out[0], lse[0]
+            out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse.detach()) if return_lse else out
 
 

@@ -142,7 +142,7 @@ class Fused:
         if self.packing is None:
             return differentiable(self, self.number, q, k, v)
         out, lse = differentiable(self, self.number, q[None], k[None], v[None])
-        return out[0], lse[0]
+        return out.squeeze(0), lse.squeeze(0)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None) -> tuple[Tensor, Tensor]:
         """out and lse, outside autograd; `beside`: launches to compile with it."""
@@ -208,7 +208,7 @@ class FusedDetached:
         if self.packing is None:
             return differentiable(self, self.number, q, k, v, keeps_more=True)
         out, lse = differentiable(self, self.number, q[None], k[None], v[None], keeps_more=True)
-        return out[0], lse[0]
+        return out.squeeze(0), lse.squeeze(0)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None

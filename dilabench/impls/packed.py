@@ -54,7 +54,7 @@ class OverTokens(ABC):
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out, and lse [H, T] (natural log), which carries no gradient."""
         out, lse = differentiable(self, self.number, q[None], k[None], v[None])
-        return out[0], lse[0]
+        return out.squeeze(0), lse.squeeze(0)
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import sys
+from bisect import bisect_right
 from itertools import accumulate, pairwise
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -16,6 +17,7 @@ import torch
 
 from dilabench.kernels import tuning
 from dilabench.kernels.fused import tile_tables
+from dilabench.kernels.fused.document_lists import BLOCK_TOKENS
 from dilabench.kernels.fused.packing import ListRequest, Packing, PassRequests
 from dilabench.kernels.fused.residue_plan import document_plan, residue_plan
 from dilabench.kernels.fused.tile_tables import DocumentTables, TileTables
@@ -72,10 +74,15 @@ def differ(number: int) -> bool:
         for own, stats in ((16, 1), (min(32, group.largest_tile), 32))
     ]
     lists = packing.lists(PassRequests(*requests), plan.causal, torch.empty(0))
-    for request, each, spans in zip(requests, lists.of_groups, lists.spans.tolist(), strict=True):
+    every = zip(requests, lists.of_groups, lists.spans.tolist(), lists.blocks.tolist(), strict=True)
+    for request, each, spans, blocks in every:
         right, visits = defined(request, each.tables, bounds, len(spans))
         pads = [[0, right[0][6] - 1]] * (request.most_visits - len(visits))
         if spans != right or each.spans.tolist() != right or each.visits.tolist() != visits + pads:
+            return True
+        starts = [span[0] for span in right if span[0] < NEVER]
+        begun = [bisect_right(starts, token) - 1 for token in range(0, bounds[-1], BLOCK_TOKENS)]
+        if blocks != [*begun, len(starts) - 1]:
             return True
     return False
 

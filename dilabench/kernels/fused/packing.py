@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dilabench.kernels.bwd_preprocess import StatsLayout
 from dilabench.kernels.fused.branch_group import SPAN_COLUMNS, BranchGroup
-from dilabench.kernels.fused.document_lists import AT_ONCE, REQUEST_COLUMNS, lists_kernel
+from dilabench.kernels.fused.document_lists import AT_ONCE, BLOCK_TOKENS, REQUEST_COLUMNS, lists_kernel
 from dilabench.kernels.fused.tile_lists import Integers
 from dilabench.kernels.fused.tile_tables import DocumentTables, document_tables, tile_tables
 from dilabench.kernels.launch_cache import COPY_BYTES, Launch, LaunchCache
@@ -87,10 +87,14 @@ class DocumentLists(NamedTuple):
 
 
 class PassLists(NamedTuple):
-    """Lists of each group of branches, and the spans of all of them, [groups, n, `SPAN_COLUMNS`]."""
+    """Lists of each group of branches, and the spans of all of them, [groups, n, `SPAN_COLUMNS`].
+
+    blocks: int32 [groups, n], the super-segment that holds the first token of each `BLOCK_TOKENS`; then the last one.
+    """
 
     of_groups: tuple[DocumentLists, ...]
     spans: Tensor
+    blocks: Tensor
 
 
 class PassRequests:
@@ -104,9 +108,15 @@ class PassRequests:
         self._kept: dict[tuple[bool, torch.device, type[Tensor]], _Tables] = {}
 
     @property
-    def size(self) -> int:
-        """Numbers that `Packing.lists` writes: first all spans, then all visits."""
-        return len(self.requests) * self.most_supers * SPAN_COLUMNS + 2 * sum(self.visits)
+    def sizes(self) -> tuple[int, int, int]:
+        """How many numbers of spans, visits and blocks `Packing.lists` writes, one after another."""
+        n = len(self.requests)
+        return n * self.most_supers * SPAN_COLUMNS, 2 * sum(self.visits), n * self.blocks
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of tokens, and one behind them."""
+        return -(-self.requests[0].group.length // BLOCK_TOKENS) + 1
 
     def tables(self, packing: Packing, causal: bool, x: Tensor) -> _Tables:
         """The lists for super-segments of these documents, on the device of x."""
@@ -115,7 +125,8 @@ class PassRequests:
         if kept is not None:
             return kept
         tables, numbers = [], []
-        visits_at = len(self.requests) * self.most_supers * SPAN_COLUMNS
+        visits_at, of_visits, _ = self.sizes
+        blocks_at = visits_at + of_visits
         tails_at = len(self.requests) * REQUEST_COLUMNS
         for request, visits in zip(self.requests, self.visits, strict=True):
             group, tile = request.group, min(request.own, request.other)
@@ -126,8 +137,9 @@ class PassRequests:
             listed = (made.tables.order if request.by_key else made.tables.items).shape[-2]
             sizes = group.super_tokens, group.modulus, tile, request.stats_tile, group.stored_rows, listed
             tables.append(made)
-            numbers.append((*sizes, visits_at, visits, tails_at, len(made.tails)))
+            numbers.append((*sizes, visits_at, visits, tails_at, len(made.tails), blocks_at))
             visits_at, tails_at = visits_at + 2 * visits, tails_at + len(made.tails) + len(counts)
+            blocks_at += self.blocks
         lists = (half for made, request in zip(tables, self.requests, strict=True) for half in made.of(request.by_key))
         found = _Tables(tuple(tables), _copied(np.concatenate([np.array(numbers).ravel(), *lists]).astype(np.int32), x))
         if all(made.serve_all for made in tables):
@@ -206,7 +218,7 @@ class Packing:
     def _launched(self, of_pass: PassRequests, causal: bool, x: Tensor) -> _Made:
         tables, bounds = of_pass.tables(self, causal, x), self.bounds(x)
         of_requests, requests = len(of_pass.requests), tables.numbers.used(x)
-        numbers = torch.empty(of_pass.size, dtype=torch.int32, device=x.device)
+        numbers = torch.empty(sum(of_pass.sizes), dtype=torch.int32, device=x.device)
         most, documents = of_pass.most_supers, of_pass.requests[0].group.documents
         arguments = {
             "bounds_ptr": bounds,
@@ -219,16 +231,17 @@ class Packing:
             "BLOCK": AT_ONCE,
             "SPAN": SPAN_COLUMNS,
             "REQUEST": REQUEST_COLUMNS,
+            "TOKENS": BLOCK_TOKENS,
         }
         launch = Launch(lists_kernel, lambda _: ((of_requests * (documents + 1),), arguments))
         own = {"bounds": bounds, "requests": requests, "lists": numbers}
         of_pass.cache.launch((len(bounds), bounds.data_ptr() % COPY_BYTES), [own], lambda: [launch])
-        stop = of_requests * most * SPAN_COLUMNS
-        spans = numbers[:stop].view(of_requests, most, SPAN_COLUMNS)
-        visits = numbers[stop:].view(-1, 2).split(of_pass.visits)
+        of_spans, of_visits, of_blocks = numbers.split(of_pass.sizes)
+        spans, blocks = of_spans.view(of_requests, most, SPAN_COLUMNS), of_blocks.view(of_requests, -1)
+        visits = of_visits.view(-1, 2).split(of_pass.visits)
         of_groups = tuple(map(DocumentLists, tables.of_requests, visits, spans.unbind()))
         listed = (x for made in tables.of_requests for x in made.tables.tensors)
-        return _Made(PassLists(of_groups, spans), _There.of((numbers, *listed), x))
+        return _Made(PassLists(of_groups, spans, blocks), _There.of((numbers, *listed), x))
 
 
 class _There(NamedTuple):
