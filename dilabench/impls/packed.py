@@ -159,7 +159,7 @@ def in_one_launch(workload: Workload, context: BuildContext) -> OneLaunch | None
     kernel = context.require_backend().packed
     if kernel is None or context.device.type not in kernel.devices:
         return None
-    bounds = _whole_stretches(workload, context)
+    bounds = _whole_stretches(workload, context.device)
     if bounds is None:
         return None
     packings = WholeSequences(kernel, workload, context.device) if tuple(bounds) == workload.cu_seqlens else None
@@ -180,11 +180,11 @@ class WholeSequences:
         return OneLaunch(self._kernel, varlen_arguments(self._workload, 1, list(bounds), self._device), self)
 
 
-def _whole_stretches(workload: Workload, context: BuildContext) -> list[int] | None:
+def _whole_stretches(workload: Workload, device: torch.device) -> list[int] | None:
     """The bounds of the ranges of tokens that rows see; None if rows see other sets."""
     branch, *others = branches_of(workload)
     whole = not others and branch.rate == 1 and len(branch.places) == workload.num_heads
-    if not whole or log_zero_keys(workload, context.device) is not None:
+    if not whole or log_zero_keys(workload, device) is not None:
         return None
     segments = (range(start, stop, branch.segment_length) for start, stop in workload.sequences)
     return [*chain.from_iterable(segments), workload.seq_len]
@@ -220,6 +220,17 @@ class InTiles(OverTokens):
         return x[..., : x.shape[-1] - self.behind].contiguous() if self.behind else x
 
 
+def tiles_serve(workload: Workload, device: torch.device) -> bool:
+    """Whether `in_tiles` computes a packed workload over a backend without a kernel for packed sequences."""
+    return _bounds_of_tiles(workload, device) is not None
+
+
+def _bounds_of_tiles(workload: Workload, device: torch.device) -> list[int] | None:
+    if not has_kernel(device, getattr(torch, workload.dtype)) or workload.head_dim > LARGEST_HEAD_DIM:
+        return None
+    return _whole_stretches(workload, device)
+
+
 class TilesOfSequences:
     """`InTiles` for any bounds."""
 
@@ -235,10 +246,7 @@ def in_tiles(workload: Workload, context: BuildContext) -> InTiles | None:
     """The same by our own tiles, where the backend has no kernel for packed sequences and Triton runs."""
     backend = context.require_backend()
     dtype = getattr(torch, workload.dtype)
-    tiles_run = has_kernel(context.device, dtype) and workload.head_dim <= LARGEST_HEAD_DIM
-    if backend.packed is not None or not tiles_run:
-        return None
-    bounds = _whole_stretches(workload, context)
+    bounds = None if backend.packed is not None else _bounds_of_tiles(workload, context.device)
     if bounds is None:
         return None
     message = f"{backend.name} has no kernel for packed sequences: dilabench's tiles compute them, all in one launch"
