@@ -308,6 +308,11 @@ class World:
         if self.size > 1:
             dist.monitored_barrier(self.control, timedelta(seconds=self.timeout_s), wait_all_ranks=True)
 
+    def device_barrier(self) -> None:
+        """Make later work in the current CUDA stream wait until every rank's device is here; the host goes on."""
+        if self.size > 1 and self.device.type == "cuda":
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+
     def check(self) -> None:
         """Raise RuntimeError if a message of this rank was lost: no later result may be used."""
         if self.copies is not None:

@@ -265,6 +265,7 @@ def test_ranks_attend_on_devices_that_are_not_current(group: str) -> None:
         pytest.skip("there is one GPU")
     program = str(Path(__file__).with_name("on_other_devices.py"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program, group]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr[-4000:]

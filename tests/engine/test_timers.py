@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dilabench.engine.method import choose_method
-from dilabench.engine.timers import ClockError, TimerUnusableError, graph
+from dilabench.engine.timers import ClockError, TimerUnusableError, cuda_events, graph
 from dilabench.engine.timers.cold import launch_notes
 from dilabench.engine.timers.cuda_events import Spacer
 from dilabench.engine.timers.first_call import FirstCall
@@ -116,6 +116,10 @@ def test_launches_are_judged_by_their_medians(gpu, enqueue, codes):
         (lambda *_: 40.0, 50.0),
         (lambda _, at: 3.0 if at else 90.0, 6.0),
         (lambda _, at: 90.0 if at == 5 else 12.0, 24.0),
+        # Long launches, with a spacer or without.
+        (lambda _, at: 54.0 + at % 2, 108.0),
+        (lambda *_: 150.0, 200.0),
+        (lambda *_: 300.0, 5.0),
         # Who waits for the device inside waits for the spacer, too.
         (lambda spacer_ms, _: spacer_ms + 0.3, 5.0),
         (lambda spacer_ms, _: spacer_ms + 10.0, 5.0),
@@ -126,6 +130,30 @@ def test_a_spacer_hides_launches_unless_the_call_waits_for_it(enqueue_ms, hidden
     for at in range(10):
         spacer.adapt(int(enqueue_ms(spacer.ns * 1e-6, at) * 1e6))
     assert spacer.ns == pytest.approx(hidden_ms * 1e6)
+
+
+class FakeGpu:
+    """Writes down what is queued on it."""
+
+    def __init__(self, monkeypatch):
+        self.queued = []
+        for name, fake in {"_sleep": self.adding("spin"), "synchronize": lambda _: None, "Event": self.event}.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(cuda_events, "_spin_rate", lambda _: 1.0)
+
+    def adding(self, what):
+        return lambda *_: self.queued.append(what)
+
+    def event(self, **_options):
+        return SimpleNamespace(record=self.adding("event"), elapsed_time=lambda _: 1.0)
+
+
+def test_ranks_wait_for_each_other_between_the_spin_and_the_call(monkeypatch):
+    """Each spins as long as its own launches take: one that spins less would measure how long the others spin."""
+    gpu = FakeGpu(monkeypatch)
+    call = SimpleNamespace(device=torch.device("cpu"), working_set_bytes=1, device_barrier=gpu.adding("barrier"))
+    cuda_events.ColdStage(call).run(lambda: gpu.adding("call"), 2)
+    assert gpu.queued == ["spin", "barrier", "event", "call", "event"] * 2
 
 
 def test_methods_name_their_timers(catalogue):
@@ -217,7 +245,7 @@ class FakeStreams:
             monkeypatch.setattr(torch.cuda, name, fake)
         monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
         monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", None)
-        monkeypatch.setattr(graph, "ColdStage", lambda device, working_set_bytes: None)
+        monkeypatch.setattr(graph, "ColdStage", lambda call: None)
 
     def switch(self, stream):
         self.current = stream

@@ -195,6 +195,11 @@ class PreparedCall:
         if self.world is not None:
             self.world.barrier()
 
+    def device_barrier(self) -> None:
+        """Queue a wait of this rank's GPU for the others'; no effect on one device."""
+        if self.world is not None:
+            self.world.device_barrier()
+
     def inputs(self, index: int) -> InputSet:
         """Input set number `index`; set 0 is the one that every implementation of the workload group shares.
 

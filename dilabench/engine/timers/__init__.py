@@ -46,6 +46,12 @@ class Call(Protocol):
         """Do what belongs before one call and is not timed; returns that call, good for one use."""
         ...
 
+    def device_barrier(self) -> None:
+        """Queue a wait of this GPU for those of all ranks, so that they begin the call together. No effect without
+        ranks.
+        """
+        ...
+
     def capturable(self) -> tuple[Callable[[], object], KeptCall]:
         """A call whose results stay in the object beside it, to be captured in a graph."""
         ...

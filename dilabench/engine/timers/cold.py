@@ -15,7 +15,7 @@ class Cold:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._stage = ColdStage(call.device, call.working_set_bytes)
+        self._stage = ColdStage(call)
         self._gpu_ns: list[int] = []
         self._enqueue_ns: list[int] = []
 
@@ -60,7 +60,7 @@ def launch_notes(gpu_ns: list[int], enqueue_ns: list[int], spacer_ns: int) -> li
                 f"launching takes {enqueue / 1e6:.1f} ms, the spacer hides {spacer_ns / 1e6:.0f} ms",
                 observed=enqueue,
                 threshold=spacer_ns,
-                hint="the call waits for the device inside; its samples hold gaps between kernels",
+                hint="the call waits for the device inside, or launching is very long; its samples hold launch gaps",
             )
         )
     return notes

@@ -6,10 +6,11 @@ from collections.abc import Callable
 import torch
 
 from dilabench.engine.device.device import device_of
+from dilabench.engine.timers import Call
 
 SPACER_MIN_NS = 20_000
-# For any call, and for one that is known not to wait for the device inside.
-SPACER_MAX_NS, SPACER_LONGEST_NS = 5_000_000, 50_000_000
+# For any call, for one that is not known to wait for the device inside, and for one that is known not to.
+SPACER_MAX_NS, SPACER_LONGEST_NS, SPACER_LIMIT_NS = 5_000_000, 50_000_000, 200_000_000
 OUTLASTED = 3
 PROBE_CYCLES = 2_000_000
 
@@ -17,20 +18,29 @@ PROBE_CYCLES = 2_000_000
 class Spacer:
     """How long the GPU spins before a call: twice as long as the host takes to enqueue it, so that launches are hidden.
 
-    A call that waits for the device inside takes the longer the longer the spacer is: no spacer hides its launches. One
-    is known by `OUTLASTED` calls in a row that outlast a long spacer, for any other may do so once.
+    A call that waits for the device inside takes the longer the longer the spacer is: no spacer hides its launches.
+    `OUTLASTED` calls in a row that outlast a long spacer may be such; any other may do so once. The next call gets a
+    short spacer: if it is enqueued sooner by less than half of the difference, it does not wait but needs a longer one.
     """
 
     def __init__(self) -> None:
         self.ns = SPACER_MIN_NS
         self._longest_ns = SPACER_LONGEST_NS
-        self._least_ns = SPACER_LONGEST_NS
+        self._least_ns = SPACER_LIMIT_NS
         self._outlasted = 0
+        # The long spacer that calls outlasted, and the time of enqueueing behind it, until the next call.
+        self._suspect: tuple[int, int] | None = None
 
     def adapt(self, enqueue_ns: int) -> None:
         """To the time that enqueueing a call behind the spacer took."""
+        if self._suspect is not None:
+            long_ns, behind_ns = self._suspect
+            if behind_ns - enqueue_ns < (long_ns - self.ns) // 2:
+                self._longest_ns = SPACER_LIMIT_NS
+            self._suspect = None
         self._outlasted = self._outlasted + 1 if enqueue_ns >= self.ns > SPACER_MAX_NS else 0
         if self._outlasted == OUTLASTED:
+            self._suspect = (self.ns, enqueue_ns) if self._longest_ns < SPACER_LIMIT_NS else None
             self._longest_ns = SPACER_MAX_NS
         self._least_ns = min(self._least_ns, enqueue_ns)
         most_ns = max(SPACER_MAX_NS, min(self._longest_ns, 2 * self._least_ns))
@@ -42,13 +52,15 @@ class ColdStage:
 
     Before each call a buffer of twice the L2 is zeroed, then the GPU spins (`torch.cuda._sleep`) while the host
     enqueues the call: when it starts, everything it needs is in the queue. The spin adapts to the enqueue time seen.
+    It therefore differs between ranks, whose GPUs wait for each other after it: else the sample of a rank that spins
+    less would hold its wait for messages of a rank that still spins.
     """
 
-    def __init__(self, device: torch.device, working_set_bytes: int) -> None:
-        self._device = device
+    def __init__(self, call: Call) -> None:
+        self._call, device = call, call.device
         l2 = device_of(device).l2_bytes
         # Inputs of four times the L2 push each other out: a flush would only cost time.
-        self.flushes = working_set_bytes <= 4 * l2
+        self.flushes = call.working_set_bytes <= 4 * l2
         self._flush = torch.empty(2 * l2, dtype=torch.uint8, device=device) if self.flushes else None
         self._cycles_per_ns = _spin_rate(device)
         self.spacer = Spacer()
@@ -61,6 +73,7 @@ class ColdStage:
             if self._flush is not None:
                 self._flush.zero_()
             torch.cuda._sleep(int(self.spacer.ns * self._cycles_per_ns))
+            self._call.device_barrier()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             started = time.perf_counter_ns()
             begin.record()
@@ -71,7 +84,7 @@ class ColdStage:
             events.append((begin, end))
             del call
             self.spacer.adapt(spent)
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self._call.device)
         return [elapsed_ns(begin, end) for begin, end in events], enqueue_ns
 
 

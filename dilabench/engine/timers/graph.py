@@ -22,7 +22,7 @@ class Graph:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._stage = ColdStage(call.device, call.working_set_bytes)
+        self._stage = ColdStage(call)
         self._graph, self._captured = self._capture()
 
     def take(self, count: int) -> Samples:
