@@ -100,7 +100,7 @@ def selected_attention(
     factor = float(query.shape[-1] ** -0.5 if scale is None else scale)
     options = _Options(block_size, causal, sides, factor, bounds)
     out, lse = _attend(query, key, value, by_item, sink, of_graph, options)
-    return (out[0], lse.detach()[0]) if packed else (out, lse.detach())
+    return (out.squeeze(0), lse.detach().squeeze(0)) if packed else (out, lse.detach())
 
 
 def compressed_attention(

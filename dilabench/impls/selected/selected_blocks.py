@@ -74,4 +74,4 @@ class Planning:
         if q.ndim == 4:
             return eager(self.make(), q, k, v)
         out, lse = eager(self.make(), q[None], k[None], v[None])
-        return out[0], lse[0]
+        return out.squeeze(0), lse.squeeze(0)
