@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from torch import Tensor
 
@@ -28,7 +27,7 @@ from dilabench.distributed.world import World
 from dilabench.impls.ring.schedule.calls import Calls
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.impls.ring.schedule.one_launch import in_one_launch
-from dilabench.impls.ring.schedule.pieces import Piece
+from dilabench.impls.ring.schedule.pieces import Piece, disjoint
 from dilabench.impls.ring.schedule.plan import pieces_between
 from dilabench.impls.ring.schedule.row_exchange import RowGather, RowSelection
 from dilabench.impls.ring.schedule.sums import PlacedSoftmax, PlacedSum, Softmax, Sum
@@ -117,7 +116,7 @@ def by_pieces(workload: Workload, context: BuildContext, world: World, shards: S
         {owner: selections for owner, selections in places.items() if selections},
         {reader: selections for reader, selections in gives.items() if selections},
     )
-    return Gathered(workload, backend, exchange, early, late, _shared(own, spans), _disjoint((*early, *late)))
+    return Gathered(workload, backend, exchange, early, late, _shared(own, spans), disjoint((*early, *late)))
 
 
 def _plan(
@@ -134,11 +133,6 @@ def _plan(
     spans = _united(late)
     placed = [replace(piece, key=row) for piece in late if (row := _row_of(piece, spans)) is not None]
     return tuple(early), tuple(placed), spans
-
-
-def _disjoint(pieces: Sequence[Piece]) -> bool:
-    ranges = sorted((piece.query, piece.query + piece.queries) for piece in pieces)
-    return all(stop <= start for (_, stop), (start, _) in pairwise(ranges))
 
 
 def _row_of(piece: Piece, spans: Sequence[Span]) -> int | None:
