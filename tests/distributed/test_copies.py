@@ -2,6 +2,7 @@
 
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,13 +15,15 @@ from dilabench.distributed.transport.copies import Copies
 def watched(monkeypatch):
     """Transfers whose device is a stand-in: what the watching thread sees comes from the test."""
     monkeypatch.setattr(transport, "_WATCH_S", 0.01)
+    monkeypatch.setattr(transport, "_driver", Mock())
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     made = object.__new__(Copies)
     made.__dict__.update(
         _rank=3, _device=None, _under_way=[], _trouble="", _closed=threading.Event(), _rescue=None, timeout_s=1.0
     )
     released = threading.Event()
-    made._buffers = SimpleNamespace(release=lambda _: released.set(), unsettled=lambda _: ["0 of 2 chunks came"])
+    made._buffers = SimpleNamespace(release=lambda _: None, unsettled=lambda _: ["0 of 2 chunks came"])
+    made._slots = lambda: SimpleNamespace(release=lambda _: released.set())
     made._counters = list
     made._watcher = threading.Thread(target=made._watch, daemon=True)
     yield made, released
@@ -58,27 +61,27 @@ def test_a_watching_thread_that_died_is_noticed(watched):
         copies.check()
 
 
-def test_a_message_in_a_graph_is_refused_before_anything_is_counted(watched, monkeypatch):
-    copies, _ = watched
-    copies._watcher.start()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
-    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
-        copies.send_recv({0: [torch.ones(1)]}, {0: [torch.ones(1)]})
-
-
 on_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.gpu
 @on_two_gpus
-def test_a_captured_message_is_refused_and_the_next_ones_arrive(launch):
+def test_every_replay_of_a_graph_brings_the_messages_of_this_replay(launch):
     import copy_cases
 
-    for answers, wrong in launch(copy_cases.captured, 2, [3], device="cuda"):
-        assert len(answers) == 3
-        assert all("cannot be captured" in answer for answer in answers)
+    assert launch(copy_cases.captured, 2, [[1000, 90_000_001], 6], device="cuda") == [[], []]
+
+
+@pytest.mark.gpu
+@on_two_gpus
+@pytest.mark.parametrize("by", ["copy engines", "nccl"])
+def test_attention_over_ranks_in_a_graph_gives_the_bits_of_the_call(monkeypatch, launch, by):
+    import copy_cases
+
+    monkeypatch.setenv("DILABENCH_TRANSPORT", by)
+    for carried, wrong in launch(copy_cases.graphed, 2, device="cuda"):
+        assert carried.startswith(by)
         assert wrong == []
 
 

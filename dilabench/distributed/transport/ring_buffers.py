@@ -17,9 +17,9 @@ from typing import Protocol
 # A cache line for each counter: ranks that count at the same time write different lines.
 COUNTER_STEP = 64
 # Alignment of chunks, enough for every dtype.
-_ALIGNMENT = 512
+ALIGNMENT = 512
 # Counts are compared cyclically: half of what 32 bits hold is ahead of all that occur.
-_RELEASED = 0x7FFFFFFF
+RELEASED = 0x7FFFFFFF
 LARGEST_COUNT = 0xFFFFFFFF
 
 
@@ -93,7 +93,7 @@ class RingBuffers:
         """Raise this rank's counters, which ends all its waits although the messages have not arrived."""
         for other in range(self._size):
             for counter in (self._posted(self._rank, other), self._taken(self._rank, other)):
-                queue.set(counter, _RELEASED)
+                queue.set(counter, RELEASED)
 
     def unsettled(self, counters: Sequence[int]) -> list[str]:
         """Describe how this rank's counters, in the order of their addresses, differ from the queued counts; empty once
@@ -158,4 +158,4 @@ def _counters_bytes(size: int) -> int:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
