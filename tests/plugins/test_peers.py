@@ -50,6 +50,7 @@ def test_the_projects_that_there_are_adapters_for():
         "yunchang-usp",
         "flashinfer",
         "flashinfer-vsa",
+        "fla-nsa",
     ]
 
 
@@ -87,6 +88,8 @@ def test_what_cannot_be_used_says_why(installed, name, asked, reason):
 
 BLOCKS = {"kind": "block_sparse", "block_size": 128}
 BLOCKS_OF_64 = {"kind": "block_sparse", "block_size": 64}
+SELECTED = {"kind": "selected_blocks", "block_size": 64, "top_k": 4}
+FOR_FLA = {"pattern": SELECTED, "num_heads": 32, "num_kv_heads": 2}
 FOR_CAKE = {"pattern": BLOCKS_OF_64, "causal": False, "mode": "forward", "num_kv_heads": 8, "head_dim": 128}
 
 
@@ -116,6 +119,13 @@ FOR_CAKE = {"pattern": BLOCKS_OF_64, "causal": False, "mode": "forward", "num_kv
             {**FOR_CAKE, "pattern": {**BLOCKS_OF_64, "sparsity": 0.0}, "seq_len": 8192},
             "1 to 64 blocks for each block of queries, here 128 to 128",
         ),
+        ("fla-nsa", FOR_FLA, None),
+        ("fla-nsa", {**FOR_FLA, "causal": False}, "causal False is not supported (has True)"),
+        ("fla-nsa", {**FOR_FLA, "num_kv_heads": 4}, "query heads for each key/value head, not 8"),
+        ("fla-nsa", {**FOR_FLA, "num_heads": 48}, "query heads for each key/value head, not 24"),
+        ("fla-nsa", {**FOR_FLA, "pattern": {**SELECTED, "top_k": 3}}, "a power of two of blocks, not top_k 3"),
+        ("fla-nsa", {**FOR_FLA, "pattern": {**SELECTED, "block_size": 48}}, "64 ... tokens, not of 48"),
+        ("fla-nsa", {**FOR_FLA, "pattern": {**SELECTED, "block_size": 1}}, "64 ... tokens, not of 1"),
     ],
 )
 def test_libraries_of_sparse_patterns_are_asked_for_what_they_compute(installed, name, asked, reason):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from dilabench.patterns.dilated import DilatedPattern
+from dilabench.patterns.selected_blocks import SelectedBlocksPattern
 from dilabench.plugins import Capabilities, Implementation, hookimpl
 from dilabench.workload.equal_parts import (
     against_equal_pairs,
@@ -248,6 +249,45 @@ FLASHINFER_VSA = Implementation(
 )
 
 
+def _not_flas(workload: Workload) -> str | None:
+    pattern = SelectedBlocksPattern.of(workload)
+    group = workload.num_heads // workload.num_kv_heads
+    if group < FLA_LEAST_GROUP or group & (group - 1):
+        return f"parallel_nsa has {FLA_LEAST_GROUP}, 32, 64 ... query heads for each key/value head, not {group}"
+    if pattern.top_k & (pattern.top_k - 1):
+        return f"parallel_nsa selects a power of two of blocks, not top_k {pattern.top_k}"
+    if pattern.block_size < FLA_LEAST_BLOCK or pattern.block_size & (pattern.block_size - 1):
+        return f"parallel_nsa has blocks of {FLA_LEAST_BLOCK}, 32, 64 ... tokens, not of {pattern.block_size}"
+    return "a file of indices may name a block twice, which parallel_nsa counts twice" if pattern.indices_file else None
+
+
+# Each is a side of a tile in its kernels.
+FLA_LEAST_GROUP = FLA_LEAST_BLOCK = 16
+
+FLA_NSA = Implementation(
+    "fla-nsa",
+    "the selected branch of NSA in flash-linear-attention",
+    "dilabench.impls.peers.fla_nsa:build",
+    supports=Capabilities(
+        patterns=frozenset({"selected_blocks"}),
+        devices=frozenset({"cuda"}),
+        dtypes=HALF,
+        causal=frozenset({True}),
+        window=False,
+        max_head_dim=256,
+        check=_not_flas,
+    ),
+    requires=("fla.ops.nsa", "einops", "cuda>=sm80"),
+    compiles=True,
+    quirks=(
+        "pools keys and values for the branch that is not asked for, inside the timed call",
+        "its autotuning is before the first timed call",
+    ),
+    project="flash-linear-attention",
+    install="pip install --no-deps fla-core; pip install einops",
+)
+
+
 @hookimpl
 def dilabench_register_implementations() -> list[Implementation]:
     """LongNet's module; over ranks torch's context parallelism, rings and meshes of others; sparse patterns."""
@@ -291,4 +331,5 @@ def dilabench_register_implementations() -> list[Implementation]:
         ),
         FLASHINFER,
         FLASHINFER_VSA,
+        FLA_NSA,
     ]

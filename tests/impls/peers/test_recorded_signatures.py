@@ -7,7 +7,7 @@ from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import Span, zigzag
 from dilabench.distributed.shardings import HEADS_FOR_TOKENS, HEADS_IN_RING, WHOLE_ZIGZAG_RING
 from dilabench.engine.verify import summary, verify
-from dilabench.impls.peers import flashinfer, flashinfer_vsa
+from dilabench.impls.peers import fla_nsa, flashinfer, flashinfer_vsa
 from dilabench.impls.peers.yunchang import usp_shards
 from dilabench.workload.spec import Workload
 
@@ -33,6 +33,13 @@ def test_its_kernel_of_64_row_blocks_is_given_a_mask_for_each_head(recorded, per
     pattern = {"kind": "block_sparse", "mask": "random", "block_size": 64, "sparsity": 0.6, "per_head": per_head}
     asked = {"pattern": pattern, "causal": False, "num_kv_heads": 4, "seq_len": 256, "mode": "forward"}
     assert told(flashinfer_vsa.build, **asked).endswith("checks passed")
+
+
+@pytest.mark.parametrize("selector", ["random", "compressed"])
+def test_parallel_nsa_is_given_the_blocks_of_each_token(recorded, selector):
+    pattern = {"kind": "selected_blocks", "block_size": 16, "top_k": 4, "selector": selector}
+    asked = {"pattern": pattern, "batch_size": 2, "num_heads": 32, "mode": "both"}
+    assert told(fla_nsa.build, **asked).endswith("checks passed")
 
 
 @pytest.mark.distributed
