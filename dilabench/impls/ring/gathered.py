@@ -28,10 +28,10 @@ from dilabench.impls.ring.schedule.calls import Calls
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.impls.ring.schedule.one_launch import in_one_launch
 from dilabench.impls.ring.schedule.pieces import Piece, disjoint
-from dilabench.impls.ring.schedule.plan import pieces_between
+from dilabench.impls.ring.schedule.plan import pieces_between, within
 from dilabench.impls.ring.schedule.row_exchange import RowGather, RowSelection
 from dilabench.impls.ring.schedule.sums import PlacedSoftmax, PlacedSum, Softmax, Sum
-from dilabench.impls.union.branches import branches_of
+from dilabench.impls.union.branches import Branch, branches_of
 from dilabench.workload.spec import Workload
 
 # Rows of a rank's shard, and the same rows among those that are gathered.
@@ -105,11 +105,16 @@ def _built(workload: Workload, context: BuildContext, world: World, assignment: 
 def by_pieces(workload: Workload, context: BuildContext, world: World, shards: Shards) -> Gathered:
     """On any shards of spans without gaps."""
     backend = context.require_backend()
-    plans = [_plan(workload, shards, rank, backend.aligns_ends) for rank in range(world.size)]
-    early, late, spans = plans[world.rank]
-    own = shards.parts[world.rank]
+    branches = branches_of(workload)
+    plans = [_pieces(workload, shards, rank, branches, backend.aligns_ends) for rank in range(world.size)]
+    spans_of = [_united(late) for _, late in plans]
+    spans, own = spans_of[world.rank], shards.parts[world.rank]
+    early, late = (
+        tuple(replace(piece, key=row) for piece in pieces if (row := _row_of(piece, held)) is not None)
+        for pieces, held in zip(plans[world.rank], (own, spans), strict=True)
+    )
     places = {owner: [gathered for _, gathered in _shared(shards.parts[owner], spans)] for owner in world.peers}
-    gives = {reader: [local for local, _ in _shared(own, plans[reader][2])] for reader in world.peers}
+    gives = {reader: [local for local, _ in _shared(own, spans_of[reader])] for reader in world.peers}
     exchange = RowGather(
         world,
         sum(span.length for span in spans),
@@ -119,20 +124,17 @@ def by_pieces(workload: Workload, context: BuildContext, world: World, shards: S
     return Gathered(workload, backend, exchange, early, late, _shared(own, spans), disjoint((*early, *late)))
 
 
-def _plan(
-    workload: Workload, shards: Shards, rank: int, aligned: bool
-) -> tuple[tuple[Piece, ...], tuple[Piece, ...], tuple[Span, ...]]:
-    """A rank's early pieces, in its own rows, its late ones, in gathered rows, and the positions that are gathered."""
+def _pieces(
+    workload: Workload, shards: Shards, rank: int, branches: Sequence[Branch], aligned: bool
+) -> tuple[list[Piece], list[Piece]]:
+    """A rank's pieces whose keys are all in one of its spans, and the others; `key` is a position."""
     everything = Shards((*shards.parts, (Span(0, workload.seq_len),)))
-    pieces = pieces_between(workload, everything, rank, shards.size, branches_of(workload), aligned=aligned)
+    pieces = pieces_between(workload, everything, rank, shards.size, branches, aligned=aligned)
     early: list[Piece] = []
     late: list[Piece] = []
     for piece in pieces:
-        row = _row_of(piece, shards.parts[rank])
-        (late if row is None else early).append(piece if row is None else replace(piece, key=row))
-    spans = _united(late)
-    placed = [replace(piece, key=row) for piece in late if (row := _row_of(piece, spans)) is not None]
-    return tuple(early), tuple(placed), spans
+        (late if _row_of(piece, shards.parts[rank]) is None else early).append(piece)
+    return early, late
 
 
 def _row_of(piece: Piece, spans: Sequence[Span]) -> int | None:
@@ -140,10 +142,10 @@ def _row_of(piece: Piece, spans: Sequence[Span]) -> int | None:
 
     Stacked pieces have the same distances in keys as in queries, so all have the first one's row.
     """
-    for span in spans:
-        if span.start <= piece.key and piece.key + piece.keys <= span.stop:
-            return span.row + piece.key - span.start
-    return None
+    found = within(spans, piece.key, piece.key + piece.keys)
+    if not found or found[0].start > piece.key or piece.key + piece.keys > found[0].stop:
+        return None
+    return found[0].row + piece.key - found[0].start
 
 
 def _united(pieces: Sequence[Piece]) -> tuple[Span, ...]:
@@ -155,10 +157,8 @@ def _shared(shard: Sequence[Span], gathered: Sequence[Span]) -> tuple[Shared, ..
     """The part of a rank's shard among gathered rows."""
     shared: list[Shared] = []
     for own in shard:
-        for span in gathered:
+        for span in within(gathered, own.start, own.stop):
             start, stop = max(own.start, span.start), min(own.stop, span.stop)
-            if start < stop:
-                local, place = own.row + start - own.start, span.row + start - span.start
-                length = stop - start
-                shared.append((RowSelection(local, local + length), RowSelection(place, place + length)))
+            local, place, length = own.row + start - own.start, span.row + start - span.start, stop - start
+            shared.append((RowSelection(local, local + length), RowSelection(place, place + length)))
     return tuple(shared)
