@@ -76,7 +76,7 @@ def test_every_replay_of_a_graph_brings_the_messages_of_this_replay(launch):
 @pytest.mark.gpu
 @on_two_gpus
 @pytest.mark.parametrize("by", ["copy engines", "nccl"])
-def test_attention_over_ranks_in_a_graph_gives_the_bits_of_the_call(monkeypatch, launch, by):
+def test_attention_over_ranks_in_a_graph_gives_what_the_call_gives(monkeypatch, launch, by):
     import copy_cases
 
     monkeypatch.setenv("DILABENCH_TRANSPORT", by)

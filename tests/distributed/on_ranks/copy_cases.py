@@ -85,8 +85,12 @@ def graphed(world):
             for function in (attend, replay, attend):
                 out = function(*leaves)
                 answers.append([x.clone() for x in (out, *torch.autograd.grad(out, leaves, dout))])
-            for answer in answers[1:]:
-                wrong += [(algorithm, number)] * (not all(map(torch.equal, answer, answers[0])))
+            # Kernels may add gradients in any order; a message of another replay makes them wrong by their own size.
+            for out, *gradients in answers[1:]:
+                right = torch.equal(out, answers[0][0])
+                for found, wanted in zip(gradients, answers[0][1:], strict=True):
+                    right &= bool((found - wanted).abs().max() <= 0.01 * wanted.abs().max())
+                wrong += [(algorithm, number)] * (not right)
     return shards.transport(world.device), wrong
 
 
