@@ -6,7 +6,8 @@ of the exchange is waited for, and memory for the keys of all ranks, which stay 
 K/V heads.
 
 A backend that aligns ends takes a chunk of queries and all keys before them in one call; over others it is two calls.
-Packed sequences are one launch if the backend has a kernel for that.
+Packed sequences are one launch if the backend has a kernel for that; otherwise, on GPUs, a rank's rows of each document
+among themselves are one launch of dilabench's tiles, and only rows that see other chunks are further calls.
 
 `balanced-allgather` is for packed documents, whose work is their areas under the mask: cut in order, half of two ranks
 would wait. Chunks of rows are assigned so that each rank has as many tokens and the same work.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -24,15 +26,16 @@ from dilabench.distributed.row_assignment import RowAssignment, united
 from dilabench.distributed.sharding import Shards, Span, shards_of
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.distributed.world import World
+from dilabench.impls.packed import InTiles, in_tiles
 from dilabench.impls.ring.schedule.calls import Calls
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.impls.ring.schedule.one_launch import in_one_launch
 from dilabench.impls.ring.schedule.pieces import Piece, disjoint
 from dilabench.impls.ring.schedule.plan import pieces_between, within
 from dilabench.impls.ring.schedule.row_exchange import RowGather, RowSelection
-from dilabench.impls.ring.schedule.sums import PlacedSoftmax, PlacedSum, Softmax, Sum
+from dilabench.impls.ring.schedule.sums import PlacedSoftmax, PlacedSum, Softmax, SoftmaxOnto, Sum, SumOnto
 from dilabench.impls.union.branches import Branch, branches_of
-from dilabench.workload.spec import Workload
+from dilabench.workload.spec import UNBOUNDED, Workload
 
 # Rows of a rank's shard, and the same rows among those that are gathered.
 Shared = tuple[RowSelection, RowSelection]
@@ -43,7 +46,8 @@ class Gathered(Calls):
     """`function.Algorithm` with one exchange per pass.
 
     early: the calls on this rank's own keys alone, made while messages are sent. late: those on gathered keys.
-    own: which of these are this rank's. disjoint: no two calls have queries in common.
+    own: which of these are this rank's. disjoint: no two calls have queries in common. tiles: the calls of rows on the
+    same rows, in one launch; then these are not among the early ones, and the others are disjoint.
     """
 
     exchange: RowGather
@@ -51,14 +55,19 @@ class Gathered(Calls):
     late: tuple[Piece, ...]
     own: tuple[Shared, ...]
     disjoint: bool
+    tiles: InTiles | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """out, lse, and the gathered K and V."""
-        results = PlacedSoftmax(q) if self.disjoint else Softmax(q)
         keys, values, pending = self.exchange.gather(k, v)
         for local, gathered in self.own:
             for whole, shard in ((keys, k), (values, v)):
                 copy_strided_(gathered.pack(whole), local.pack(shard))
+        results: Softmax | PlacedSoftmax | SoftmaxOnto
+        if self.tiles is not None:
+            results = SoftmaxOnto(*self.tiles.forward(q, k, v))
+        else:
+            results = PlacedSoftmax(q) if self.disjoint else Softmax(q)
         self.attend(self.early, results, q, k, v)
         pending.wait()
         self.attend(self.late, results, q, keys, values)
@@ -69,7 +78,8 @@ class Gathered(Calls):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's shards; gradients of gathered keys first, so that they are sent meanwhile."""
         keys, values = kept
-        dq = PlacedSum(q) if self.disjoint else Sum.like(q)
+        onto = SumOnto() if self.tiles is not None else None
+        dq = onto or (PlacedSum(q) if self.disjoint else Sum.like(q))
         dkeys, dvalues = Sum.like(keys), Sum.like(values)
         self.attend_backward(self.late, (dq, dkeys, dvalues), dout, q, keys, values, out, lse)
         returned = self.exchange.give_back(dkeys.finish(), dvalues.finish(), k)
@@ -77,6 +87,10 @@ class Gathered(Calls):
         for local, gathered in self.own:
             for total, part in ((dk, dkeys), (dv, dvalues)):
                 total.add_rows(part, gathered.first, gathered.stop - gathered.first, local.first)
+        if self.tiles is not None and onto is not None:
+            onto.total, *own_gradients = self.tiles.backward(dout, q, k, v, out, lse)
+            for total, found in zip((dk, dv), own_gradients, strict=True):
+                total.put(found)
         self.attend_backward(self.early, (dq, dk, dv), dout, q, k, v, out, lse)
         # Put together while the last gradients are on their way.
         whole_dq = dq.finish()
@@ -99,7 +113,8 @@ def build_balanced(workload: Workload, context: BuildContext) -> ShardedAttentio
 def _built(workload: Workload, context: BuildContext, world: World, assignment: RowAssignment) -> ShardedAttention:
     shards = shards_of(assignment.held)
     algorithm = in_one_launch(workload, context, assignment) or by_pieces(workload, context, world, shards)
-    return ShardedAttention(workload, shards, world, algorithm)
+    tiles = algorithm.tiles if isinstance(algorithm, Gathered) else None
+    return ShardedAttention(workload, shards, world, algorithm, () if tiles is None else tiles.notes)
 
 
 def by_pieces(workload: Workload, context: BuildContext, world: World, shards: Shards) -> Gathered:
@@ -121,7 +136,30 @@ def by_pieces(workload: Workload, context: BuildContext, world: World, shards: S
         {owner: selections for owner, selections in places.items() if selections},
         {reader: selections for reader, selections in gives.items() if selections},
     )
-    return Gathered(workload, backend, exchange, early, late, _shared(own, spans), disjoint((*early, *late)))
+    tiles, early = _in_tiles(workload, context, own, early, late)
+    return Gathered(workload, backend, exchange, early, late, _shared(own, spans), disjoint((*early, *late)), tiles)
+
+
+def _in_tiles(
+    workload: Workload, context: BuildContext, own: Sequence[Span], early: tuple[Piece, ...], late: tuple[Piece, ...]
+) -> tuple[InTiles | None, tuple[Piece, ...]]:
+    """The calls of rows on the same rows in one launch, if tiles run here, and the other early calls."""
+    on_same = [piece for piece in early if piece.causal and (piece.query, piece.queries) == (piece.key, piece.keys)]
+    documents = [
+        min(span.stop, stop) - max(span.start, start)
+        for start, stop in workload.sequences
+        for span in within(own, start, stop)
+    ]
+    others = tuple(piece for piece in early if piece not in on_same)
+    # Each row sees itself, in one of these calls unless another one has more keys.
+    rows = sum(piece.queries * piece.stack.count for piece in on_same)
+    all_rows = workload.layout == "packed" and workload.window == UNBOUNDED and 0 < rows == sum(documents)
+    whole = all(piece.whole_heads for piece in (*others, *late)) and disjoint((*others, *late))
+    if not (all_rows and whole):
+        return None, early
+    bounds = (0, *accumulate(documents))
+    tiles = in_tiles(workload.replace(cu_seqlens=bounds, seq_len=bounds[-1]), context)
+    return tiles, early if tiles is None else others
 
 
 def _pieces(

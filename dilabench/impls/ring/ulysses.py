@@ -19,7 +19,7 @@ from dilabench.distributed.sharding import Shards, contiguous
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.distributed.world import Work, World
 from dilabench.impls.one_operator import Computation
-from dilabench.impls.packed import in_one_launch
+from dilabench.impls.packed import in_one_launch, in_tiles
 from dilabench.impls.ring.schedule.calls import Calls
 from dilabench.impls.ring.schedule.function import Local, ShardedAttention
 from dilabench.impls.ring.schedule.pieces import Piece, disjoint
@@ -142,15 +142,16 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
 
 
 def _in_one_launch(workload: Workload, context: BuildContext, heads: range, kv_heads: range) -> Computation | None:
-    """Packed sequences with only these heads, if one launch supports them and each K/V head has the same number of
-    them.
+    """Packed sequences with only these heads, if one launch of the backend or of dilabench's tiles supports them and
+    each K/V head has the same number of them.
     """
     if workload.layout != "packed" or not heads or len(heads) % len(kv_heads):
         return None
     group = len(heads) // len(kv_heads)
     if any(kv_heads.start + at // group != head // workload.group_size for at, head in enumerate(heads)):
         return None
-    return in_one_launch(workload.replace(num_heads=len(heads), num_kv_heads=len(kv_heads)), context)
+    own = workload.replace(num_heads=len(heads), num_kv_heads=len(kv_heads))
+    return in_one_launch(own, context) or in_tiles(own, context)
 
 
 @dataclass(frozen=True, slots=True)
