@@ -136,30 +136,37 @@ def by_pieces(workload: Workload, context: BuildContext, world: World, shards: S
         {owner: selections for owner, selections in places.items() if selections},
         {reader: selections for reader, selections in gives.items() if selections},
     )
-    tiles, early = _in_tiles(workload, context, own, early, late)
+    tiles, early, late = _in_tiles(workload, context, own, early, late)
     return Gathered(workload, backend, exchange, early, late, _shared(own, spans), disjoint((*early, *late)), tiles)
 
 
 def _in_tiles(
     workload: Workload, context: BuildContext, own: Sequence[Span], early: tuple[Piece, ...], late: tuple[Piece, ...]
-) -> tuple[InTiles | None, tuple[Piece, ...]]:
-    """The calls of rows on the same rows in one launch, if tiles run here, and the other early calls."""
-    on_same = [piece for piece in early if piece.causal and (piece.query, piece.queries) == (piece.key, piece.keys)]
+) -> tuple[InTiles | None, tuple[Piece, ...], tuple[Piece, ...]]:
+    """The calls of rows on the same rows in one launch, if tiles run here; early and late calls without these."""
     documents = [
         min(span.stop, stop) - max(span.start, start)
         for start, stop in workload.sequences
         for span in within(own, start, stop)
     ]
-    others = tuple(piece for piece in early if piece not in on_same)
-    # Each row sees itself, in one of these calls unless another one has more keys.
-    rows = sum(piece.queries * piece.stack.count for piece in on_same)
-    all_rows = workload.layout == "packed" and workload.window == UNBOUNDED and 0 < rows == sum(documents)
-    whole = all(piece.whole_heads for piece in (*others, *late)) and disjoint((*others, *late))
-    if not (all_rows and whole):
-        return None, early
+    others_early, others_late = (tuple(filter(None, map(_without_itself, pieces))) for pieces in (early, late))
+    others = *others_early, *others_late
+    # Each row sees itself, in a call that is now shorter unless the backend took it together with keys before.
+    rows = sum(piece.queries * piece.stack.count for piece in (*early, *late) if _without_itself(piece) != piece)
+    masked = workload.layout == "packed" and workload.causal and workload.window == UNBOUNDED
+    in_ranges = all(piece.whole_heads for piece in others) and disjoint(others)
+    if not (masked and in_ranges and 0 < rows == sum(documents)):
+        return None, early, late
     bounds = (0, *accumulate(documents))
     tiles = in_tiles(workload.replace(cu_seqlens=bounds, seq_len=bounds[-1]), context)
-    return tiles, early if tiles is None else others
+    return (None, early, late) if tiles is None else (tiles, others_early, others_late)
+
+
+def _without_itself(piece: Piece) -> Piece | None:
+    """A call of rows on keys before them; None if its keys are the rows. A single row is the last of its keys."""
+    if piece.queries == 1:
+        return replace(piece, keys=piece.keys - 1) if piece.keys > 1 else None
+    return None if piece.causal and (piece.query, piece.queries) == (piece.key, piece.keys) else piece
 
 
 def _pieces(
