@@ -19,7 +19,7 @@ from dilabench.distributed.sharding import Shards, contiguous
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.distributed.world import Work, World
 from dilabench.impls.one_operator import Computation
-from dilabench.impls.packed import in_one_launch, in_tiles
+from dilabench.impls.packed import InTiles, in_one_launch, in_tiles
 from dilabench.impls.ring.schedule.calls import Calls
 from dilabench.impls.ring.schedule.function import Local, ShardedAttention
 from dilabench.impls.ring.schedule.pieces import Piece, disjoint
@@ -136,9 +136,9 @@ def build(workload: Workload, context: BuildContext) -> ShardedAttention:
         any_strides = all(piece.whole_heads for piece in pieces) and disjoint(pieces)
         attention = _ByPieces(Calls(workload, context.require_backend()), pieces, any_strides)
     order = _order(shards, context.device)
-    return ShardedAttention(
-        workload, shards, world, Ulysses(world, shards, queries, keys, attention, order, any_strides)
-    )
+    algorithm = Ulysses(world, shards, queries, keys, attention, order, any_strides)
+    notes = attention.notes if isinstance(attention, InTiles) else ()
+    return ShardedAttention(workload, shards, world, algorithm, notes)
 
 
 def _in_one_launch(workload: Workload, context: BuildContext, heads: range, kv_heads: range) -> Computation | None:
