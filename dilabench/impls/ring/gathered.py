@@ -35,6 +35,7 @@ from dilabench.impls.ring.schedule.plan import pieces_between, within
 from dilabench.impls.ring.schedule.row_exchange import RowGather, RowSelection
 from dilabench.impls.ring.schedule.sums import PlacedSoftmax, PlacedSum, Softmax, SoftmaxOnto, Sum, SumOnto
 from dilabench.impls.union.branches import Branch, branches_of
+from dilabench.metadata import OWN_TILES, Note
 from dilabench.workload.spec import UNBOUNDED, Workload
 
 # Rows of a rank's shard, and the same rows among those that are gathered.
@@ -56,6 +57,17 @@ class Gathered(Calls):
     own: tuple[Shared, ...]
     disjoint: bool
     tiles: InTiles | None = None
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """That tiles replace the backend."""
+        if self.tiles is None:
+            return ()
+        message = (
+            f"{self.backend.name} has no kernel for packed sequences: dilabench's tiles compute a rank's rows of each "
+            "document among themselves"
+        )
+        return (OWN_TILES.note(message, hint="choose a backend that has one"),)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """out, lse, and the gathered K and V."""
@@ -113,8 +125,8 @@ def build_balanced(workload: Workload, context: BuildContext) -> ShardedAttentio
 def _built(workload: Workload, context: BuildContext, world: World, assignment: RowAssignment) -> ShardedAttention:
     shards = shards_of(assignment.held)
     algorithm = in_one_launch(workload, context, assignment) or by_pieces(workload, context, world, shards)
-    tiles = algorithm.tiles if isinstance(algorithm, Gathered) else None
-    return ShardedAttention(workload, shards, world, algorithm, () if tiles is None else tiles.notes)
+    notes = algorithm.notes if isinstance(algorithm, Gathered) else ()
+    return ShardedAttention(workload, shards, world, algorithm, notes)
 
 
 def by_pieces(workload: Workload, context: BuildContext, world: World, shards: Shards) -> Gathered:
