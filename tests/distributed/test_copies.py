@@ -1,6 +1,9 @@
 """Messages by the copy engines of real GPUs; their protocol is held to threads in test_ring_buffers."""
 
+import itertools
 import threading
+import time
+from concurrent.futures import BrokenExecutor
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -22,8 +25,8 @@ def watched(monkeypatch):
         _rank=3, _device=None, _under_way=[], _trouble="", _closed=threading.Event(), _rescue=None, timeout_s=1.0
     )
     released = threading.Event()
-    made._buffers = SimpleNamespace(release=lambda _: None, unsettled=lambda _: ["0 of 2 chunks came"])
-    made._slots = lambda: SimpleNamespace(release=lambda _: released.set())
+    made._buffers = SimpleNamespace(release=lambda _: released.set(), unsettled=lambda _: ["0 of 2 chunks came"])
+    made._captures, made._since = False, 0.0
     made._counters = list
     made._watcher = threading.Thread(target=made._watch, daemon=True)
     yield made, released
@@ -61,6 +64,38 @@ def test_a_watching_thread_that_died_is_noticed(watched):
         copies.check()
 
 
+@pytest.mark.parametrize(
+    ("counts", "ends"),
+    [
+        ([(5, 4)], True),
+        # Nothing under way; replay after replay; one exchange later than the other.
+        ([(5, 5)], False),
+        ([(n, n - 1) for n in range(1, 9)], False),
+        ([(5, 4), (5, 5)], False),
+    ],
+)
+def test_a_replay_without_its_messages_ends_the_process(watched, monkeypatch, counts, ends):
+    copies, _ = watched
+    copies.timeout_s, copies._captures = 0.05, True
+    copies._exchanges = torch.zeros(2, dtype=torch.int64)
+    copies._seen = torch.zeros(2, dtype=torch.int64)
+    coming = itertools.cycle(counts)
+
+    def copy(_target, _source, _nbytes):
+        copies._seen.copy_(torch.tensor(next(coming)))
+
+    copies._rescue = SimpleNamespace(copy=copy, stream=SimpleNamespace(synchronize=lambda: None))
+    said = []
+    monkeypatch.setattr(transport, "_end_process", said.append)
+    copies._watcher.start()
+    time.sleep(0.3)
+    copies._closed.set()
+    copies._watcher.join()
+    copies.check()
+    assert bool(said) == ends
+    assert {*said} <= {"rank 3: messages of a replayed CUDA graph did not come within 0.05 s"}
+
+
 on_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 pytestmark = pytest.mark.distributed
 
@@ -83,6 +118,15 @@ def test_attention_over_ranks_in_a_graph_gives_what_the_call_gives(monkeypatch, 
     for carried, wrong in launch(copy_cases.graphed, 2, device="cuda"):
         assert carried.startswith(by)
         assert wrong == []
+
+
+@pytest.mark.gpu
+@on_two_gpus
+def test_a_replay_whose_peer_does_not_come_ends(launch):
+    import copy_cases
+
+    with pytest.raises(BrokenExecutor):
+        launch(copy_cases.stuck, 2, [2.0], device="cuda")
 
 
 @pytest.mark.gpu

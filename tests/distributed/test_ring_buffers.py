@@ -235,11 +235,11 @@ def test_a_replay_waits_for_the_message_of_this_replay():
     graph = ranks.record(lambda *_: 9)
     ranks.replay(graph)
     assert all(ranks.finish())
-    again = ThreadQueue()
+    sender, reader = ThreadQueue(), ThreadQueue()
     for name, arguments in graph[1][1]:
-        getattr(again, name)(*arguments)
-    assert not again.finish(0.2), "nothing was sent"
-    rescue = ThreadQueue()
-    Slots(1, ranks.addresses, SLOT).release(rescue)
-    assert rescue.finish()
-    assert again.finish()
+        getattr(reader, name)(*arguments)
+    assert not reader.finish(0.2), "nothing was sent"
+    for name, arguments in graph[0][0]:
+        getattr(sender, name)(*arguments)
+    assert sender.finish()
+    assert reader.finish()

@@ -7,6 +7,8 @@ readers copy the bytes over the links directly to their destination.
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 import threading
 import time
 from collections import deque
@@ -84,15 +86,23 @@ _RELAXED = 2
 
 
 class CopyWork:
-    """A transfer to this rank, with `wait` like torch.distributed's `Work`."""
+    """A transfer to this rank, with `wait` like torch.distributed's `Work`.
 
-    def __init__(self, copies: Copies, device: torch.device, event: torch.cuda.Event) -> None:
-        self._copies, self._device, self._event = copies, device, event
+    ended: in a graph, the count of exchanges that were waited for.
+    """
+
+    def __init__(
+        self, copies: Copies, device: torch.device, event: torch.cuda.Event, ended: Tensor | None = None
+    ) -> None:
+        self._copies, self._device, self._event, self._ended = copies, device, event, ended
 
     def wait(self) -> None:
         """Make the current stream wait for it. Raises RuntimeError after a peer was too slow."""
         self._copies.check()
         torch.cuda.current_stream(self._device).wait_event(self._event)
+        if self._ended is not None:
+            self._ended.add_(1)
+            self._ended = None
 
 
 class _Transfer(NamedTuple):
@@ -108,8 +118,9 @@ class Copies:
 
     A stream that waits for a peer cannot be interrupted, so a thread watches the deadlines. After a missed one, or if
     the device fails, the thread sets this rank's counters beyond every count, which ends all waits. From then on each
-    use raises RuntimeError, and no result may be read, because the device continued without the messages. Waits in
-    replays of a CUDA graph have no deadline, as NCCL's have none; another late transfer, or `release`, ends them.
+    use raises RuntimeError, and no result may be read, because the device continued without the messages. A
+    replay of a CUDA graph makes no call that could raise: if its messages are late, the process ends, as by NCCL's
+    watchdog.
     region: bytes of this rank's memory for each reader, the same on all ranks.
     Raises RuntimeError if the devices cannot map each other's memory.
     """
@@ -135,6 +146,10 @@ class Copies:
         # By exchange, because each begins with the first slots.
         self._slots = partial(Slots, rank, [address + first for address in self._handle.buffer_ptrs], slot)
         self._captured_memory = self._memory[first:]
+        # Exchanges in graphs: how many have begun on the device, and how many were waited for; and as seen last.
+        self._exchanges = torch.zeros(2, dtype=torch.int64, device=device)
+        self._seen = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+        self._captures, self._since = False, 0.0
         self._slots().begin(self._inward)
         self._read = torch.empty(self._buffers.counters_bytes, dtype=torch.uint8, pin_memory=True)
         self._under_way: deque[_Transfer] = deque()
@@ -159,6 +174,9 @@ class Copies:
         current = torch.cuda.current_stream(self._device)
         captured = torch.cuda.is_current_stream_capturing()
         messages, memory = (self._slots(), self._captured_memory) if captured else (self._buffers, self._memory)
+        if captured:
+            self._captures = True
+            self._exchanges[:1].add_(1)
         # Earlier work in the stream may still use the memory of the received tensors.
         self._inward.stream.wait_event(current.record_event())
         queue = StreamQueue(current)
@@ -170,7 +188,7 @@ class Copies:
                 messages.receive(self._inward, peer, tensor.data_ptr(), tensor.nbytes)
         arrived = self._inward.stream.record_event()
         if captured:
-            return CopyWork(self, self._device, arrived)
+            return CopyWork(self, self._device, arrived, self._exchanges[1:])
         deadline = time.monotonic() + self.timeout_s
         for event in (current.record_event(), arrived):
             self._under_way.append(_Transfer(deadline, self.timeout_s, event))
@@ -224,14 +242,16 @@ class Copies:
             try:
                 torch.cuda.set_device(self._device)
                 trouble = self._late()
+                stuck = self._stuck()
             # After any device error here, the queued transfers may be incomplete.
             except RuntimeError as error:
-                trouble = f"rank {self._rank}: its transfers cannot be watched: {first_line(error)}"
+                trouble, stuck = f"rank {self._rank}: its transfers cannot be watched: {first_line(error)}", ""
+            if stuck:
+                _end_process(stuck)
             self._trouble = self._trouble or trouble
             if self._trouble:
                 # Repeated each time, because a late peer lowers a counter.
                 self._buffers.release(self._rescue)
-                self._slots().release(self._rescue)
 
     def _late(self) -> str:
         """Name the missing messages if a transfer is past its deadline; else empty."""
@@ -241,6 +261,25 @@ class Copies:
             return ""
         missing = ", ".join(self._buffers.unsettled(self._counters())) or "the device did not come to them"
         return f"rank {self._rank}: messages did not come within {self._under_way[0].timeout_s:g} s: {missing}"
+
+    def _stuck(self) -> str:
+        """Name a replay whose messages are past their deadline; else empty."""
+        if not self._captures:
+            return ""
+        begun, ended = before = self._seen.tolist()
+        self._rescue.copy(self._seen.data_ptr(), self._exchanges.data_ptr(), self._seen.nbytes)
+        self._rescue.stream.synchronize()
+        if begun == ended or self._seen.tolist() != before:
+            self._since = time.monotonic()
+        if time.monotonic() - self._since <= self.timeout_s:
+            return ""
+        return f"rank {self._rank}: messages of a replayed CUDA graph did not come within {self.timeout_s:g} s"
+
+
+def _end_process(message: str) -> None:
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()
+    os.abort()
 
 
 def _send(messages: RingBuffers | Slots, memory: Tensor, queue: StreamQueue, peer: int, tensor: Tensor) -> None:

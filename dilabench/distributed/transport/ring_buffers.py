@@ -19,7 +19,7 @@ COUNTER_STEP = 64
 # Alignment of chunks, enough for every dtype.
 ALIGNMENT = 512
 # Counts are compared cyclically: half of what 32 bits hold is ahead of all that occur.
-RELEASED = 0x7FFFFFFF
+_RELEASED = 0x7FFFFFFF
 LARGEST_COUNT = 0xFFFFFFFF
 
 
@@ -93,7 +93,7 @@ class RingBuffers:
         """Raise this rank's counters, which ends all its waits although the messages have not arrived."""
         for other in range(self._size):
             for counter in (self._posted(self._rank, other), self._taken(self._rank, other)):
-                queue.set(counter, RELEASED)
+                queue.set(counter, _RELEASED)
 
     def unsettled(self, counters: Sequence[int]) -> list[str]:
         """Describe how this rank's counters, in the order of their addresses, differ from the queued counts; empty once

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from dilabench.distributed.transport.ring_buffers import ALIGNMENT, COUNTER_STEP, RELEASED, Queue
+from dilabench.distributed.transport.ring_buffers import ALIGNMENT, COUNTER_STEP, Queue
 
 SLOTS = 4
 
@@ -57,13 +57,6 @@ class Slots:
             queue.set(self._full(self._rank, peer, slot), 0)
             queue.copy(target + start, self._addresses[peer] + self._place(peer, self._rank, slot), length)
             queue.set(self._free(peer, self._rank, slot), 1)
-
-    def release(self, queue: Queue) -> None:
-        """Set this rank's flags beyond what is waited for, which ends its waits although nothing has arrived."""
-        for peer in range(len(self._addresses)):
-            for slot in range(SLOTS):
-                for flag in (self._full(self._rank, peer, slot), self._free(self._rank, peer, slot)):
-                    queue.set(flag, RELEASED)
 
     def _chunks(self, counts: list[int], peer: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
         """(slot, start, length) of each."""

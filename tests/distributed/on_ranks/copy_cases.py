@@ -70,6 +70,20 @@ def captured(world, lengths, rounds):
     return wrong
 
 
+def stuck(world, timeout_s):
+    """Rank 0 replays an exchange, rank 1 does not."""
+    peer = 1 - world.rank
+    mine, inbox = torch.zeros(8, device=world.device), torch.empty(8, device=world.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        world.send_recv({peer: [mine]}, {peer: [inbox]}, "test").wait()
+    world.copies.timeout_s = timeout_s
+    if world.rank == 0:
+        graph.replay()
+        torch.cuda.synchronize()
+    time.sleep(10 * timeout_s)
+
+
 def graphed(world):
     """`ring_attention` with gradients in graphs: what carries its messages, and which results differ from a call's."""
     wrong = []
