@@ -180,7 +180,10 @@ def first_timing(row: Row) -> Timing | None:
     """The timing that is shown: the first one with samples; None when the row was not measured."""
     if not isinstance(row.outcome, Measured):
         return None
-    return next((timing for timing in row.outcome.timings if timing.has_samples), None)
+    for timing in row.outcome.timings:
+        if timing.has_samples:
+            return timing
+    return None
 
 
 def memory_of(row: Row) -> Memory | None:

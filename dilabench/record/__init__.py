@@ -8,9 +8,10 @@ import importlib
 from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import cached_property
 from itertools import chain
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field
 
@@ -97,7 +98,14 @@ class Case(Model):
     optimizations: Optimizations = Optimizations()
     world_size: int = Field(default=1, ge=1)
 
-    @property
+    def __copy__(self) -> Self:
+        """A copy without the hashes, because `model_copy` then changes its fields."""
+        copied = super().__copy__()
+        for name in ("case_id", "group_id"):
+            copied.__dict__.pop(name, None)
+        return copied
+
+    @cached_property
     def case_id(self) -> str:
         """Content hash; equal in two records exactly when the same thing was to be computed."""
         content = self.model_dump(mode="json", exclude_defaults=True)
@@ -105,7 +113,7 @@ class Case(Model):
         content["workload"]["pattern"]["kind"] = self.workload.pattern.kind
         return content_hash(content)
 
-    @property
+    @cached_property
     def group_id(self) -> str:
         """Hash of the case without implementation and backend: cases of one workload group may be compared."""
         return content_hash(self.model_dump(mode="json", exclude={"implementation", "backend", "optimizations"}))

@@ -9,6 +9,7 @@ import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -167,7 +168,7 @@ class Section:
 # How JSON writes control characters; a backslash before such a letter looks the same, and only costs time.
 _ESCAPED = re.compile(r"\\[bfru]")
 
-_SLOTS: Any = {"rows": {"__all__": {"outcome": {"timings": {"__all__": {"slots"}}}}}}
+_SLOTS: Any = {"outcome": {"timings": {"__all__": {"slots", "warmup_ns"}}}}
 
 # Analyses of what any suite's record may hold.
 FOR_EVERY_SUITE = ("dilabench.report.findings:_pictures_of",)
@@ -343,12 +344,16 @@ def _printable(record: RunRecord) -> RunRecord:
     """The record without control characters in its texts, which a terminal would obey; mostly the record itself."""
     # Slots are most of a record, and hold no other texts than these.
     reasons = {reason for timing in _timings_of(record) for reason in timing.columns.texts}
-    text = "".join([record.model_dump_json(exclude=_SLOTS), *sorted(reasons)])
-    if not _ESCAPED.search(text) and (text.isprintable() or printable(text) == text):
+    rows = (row.model_dump_json(exclude=_SLOTS) for row in record.rows)
+    if all(map(_is_printable, chain((record.model_dump_json(exclude={"rows"}), *sorted(reasons)), rows))):
         return record
     document = record.model_dump(mode="json")
     safe = _walked(document)
     return record if safe == document else RunRecord.model_validate(safe)
+
+
+def _is_printable(text: str) -> bool:
+    return not _ESCAPED.search(text) and (text.isprintable() or printable(text) == text)
 
 
 def _timings_of(record: RunRecord) -> Iterator[Timing]:

@@ -7,7 +7,7 @@ The function that a workload names is written down in docs/explanation/semantics
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import accumulate
 from typing import Annotated, Any, Literal, Self
 
@@ -26,7 +26,7 @@ from dilabench.patterns.pattern import SequenceShape
 from dilabench.patterns.registry import (
     AnyPattern,
     has_kind,
-    kinds_with,
+    known_kinds,
     pattern_type,
     request_fields,
     with_present_names,
@@ -53,6 +53,17 @@ AUTO_TOKENS = 16384
 PACKED_EIGHTHS = (0, 1, 3, 7, 8)
 # The pattern of a request without one.
 DEFAULT_PATTERN = "dilated"
+
+
+def check_window(window: Sequence[int], causal: bool) -> None:
+    """Raise ValueError unless both sides are -1, for unbounded, or at least 0, and the right one fits a causal mask."""
+    if len(window) != 2 or min(window) < -1:
+        raise ValueError(f"window {list(window)} must be (left, right) with -1 for unbounded or at least 0")
+    if causal and window[1] > 0:
+        raise ValueError(
+            f"window {list(window)} looks {window[1]} positions ahead but causal=true forbids it; "
+            "use a right side of 0 or -1, or causal=false"
+        )
 
 
 class Workload(Model):
@@ -87,13 +98,7 @@ class Workload(Model):
             )
         if max(self.window) > MAX_SEQ_LEN:
             raise ValueError("window reaches over 2^40 positions, more than any sequence has; use -1 for unbounded")
-        if min(self.window) < -1:
-            raise ValueError(f"window {list(self.window)} must be (left, right) with -1 for unbounded or at least 0")
-        if self.causal and self.window[1] > 0:
-            raise ValueError(
-                f"window {list(self.window)} looks {self.window[1]} positions ahead but causal=true forbids it; "
-                "use a right side of 0 or -1, or causal=false"
-            )
+        check_window(self.window, self.causal)
         if self.layout == "packed":
             self._check_packed()
         elif self.cu_seqlens is not None:
@@ -219,6 +224,16 @@ def tensor_bytes(workload: Workload) -> dict[str, int]:
     return {"q": query, "k": key, "v": key, "out": query, "lse": lse}
 
 
+def _read_by(kind: str, names: Set[str], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The named fields of a request as the pattern's kind reads them. Raises ValueError."""
+    model = pattern_type(kind).request_model()
+    try:
+        checked = model.model_validate({name: data[name] for name in names})
+    except ValidationError as error:
+        raise ValueError(describe(error, model)) from None
+    return {name: getattr(checked, name) for name in names}
+
+
 class WorkloadRequest(Model):
     """A workload as a user writes it: flat, every field optional, `auto` where the tool may choose.
 
@@ -284,20 +299,17 @@ class WorkloadRequest(Model):
         if not data.keys() <= cls.model_fields.keys() | fields_of_kind:
             # Only now are other kinds considered, because that loads plug-ins.
             data = with_present_names(data)
-        by_kind: dict[str, dict[str, Any]] = {}
-        for name in data.keys() - cls.model_fields.keys():
-            kind = kind_name if name in fields_of_kind else next(kinds_with(name), None)
-            if kind is None:
-                raise ValueError(unknown_key(name, {*cls.model_fields, *request_fields()}))
-            by_kind.setdefault(kind, {})[name] = data[name]
+        unread = data.keys() - cls.model_fields.keys()
         read: dict[str, Any] = {}
-        for kind, fields in by_kind.items():
-            model = pattern_type(kind).request_model()
-            try:
-                checked = model.model_validate(fields)
-            except ValidationError as error:
-                raise ValueError(describe(error, model)) from None
-            read |= {name: getattr(checked, name) for name in fields}
+        if fields := unread & fields_of_kind:
+            read |= _read_by(kind_name, fields, data)
+            unread -= fields
+        for kind in known_kinds() if unread else ():
+            if fields := unread & pattern_type(kind).request_model().model_fields.keys() - {"kind"}:
+                read |= _read_by(kind, fields, data)
+                unread -= fields
+        if unread:
+            raise ValueError(unknown_key(min(unread), {*cls.model_fields, *request_fields()}))
         return {**data, **read}
 
     def pattern_field(self, name: str) -> Any:

@@ -109,8 +109,8 @@ def _whole_blocks(workload: Workload) -> tuple[BlockPlan, Positions, Positions] 
 
 @dataclass(frozen=True, slots=True)
 class InWholeBlocks(OverTokens):
-    """All sequences in one launch. places: int64 [T], the row of each token. tokens: int64 [rows], the token of a row.
-    None if they are the same.
+    """All sequences in one launch. places: int64 [T], the row of each token; tokens: int64 [rows], the token of each
+    row, which several rows may share. None if rows are tokens.
     """
 
     union: BlockUnion

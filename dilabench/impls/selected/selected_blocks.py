@@ -26,7 +26,7 @@ from dilabench.workload.spec import Workload
 def computation_for(q: Tensor, selection: Selection, scale: float, bounds: Sequence[int] = ()) -> SelectedAttention:
     """The computation for a q [B, N, H, D]: our own kernel if it takes it, else torch's by gathering."""
     kernel: type[SelectedAttention] = Gathered
-    if tiles.serves(q, selection):
+    if tiles.serves(q):
         kernel = tiles.Tiled
     elif q.device.type == "cpu" and flash.serves(q.dtype):
         kernel = Listed

@@ -49,6 +49,7 @@ def _rows_of_tile(
     rows,
     spans_ptr,
     length,
+    right,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
@@ -67,7 +68,7 @@ def _rows_of_tile(
     row = tile * QUERIES + query
     there = (row < rows) & (head < GROUP)
     token = first_row + row
-    return kv_head, part, tile, query, head, token, there, last_seen(spans_ptr, token, there, length, CAUSAL)
+    return kv_head, part, tile, query, head, token, there, last_seen(spans_ptr, token, there, length, right, CAUSAL)
 
 
 @triton.jit
@@ -83,7 +84,18 @@ def _steps(keys_ptr, count, last, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _keys_of_step(keys_ptr, members_ptr, step, count, query, last, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
+def _keys_of_step(
+    keys_ptr,
+    members_ptr,
+    step,
+    count,
+    query,
+    first,
+    last,
+    BLOCK: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """(rows of the keys of a step, whether each row of the tile sees each of them)."""
     place = tl.arange(0, BLOCK_N)
     if BLOCK % BLOCK_N:
@@ -102,6 +114,8 @@ def _keys_of_step(keys_ptr, members_ptr, step, count, query, last, BLOCK: tl.con
         if members_ptr is not None:
             last = tl.where(((tl.load(members_ptr + slot) >> query) & 1) != 0, last, -1)
         seen = key[None, :] <= last[:, None]
+    if WINDOWED:
+        seen = seen & (key[None, :] >= first[:, None])
     return key, seen
 
 
@@ -129,9 +143,12 @@ def _forward_kernel(
     n_kv_heads,
     n_heads,
     key_rows,
+    left,
+    right,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
@@ -145,7 +162,7 @@ def _forward_kernel(
     STAGES: tl.constexpr,
 ):
     kv_head, _, tile, query, head, token, there, last = _rows_of_tile(
-        first_row, rows, spans_ptr, length, GROUP, QUERIES, HEADS, PARTS, CAUSAL
+        first_row, rows, spans_ptr, length, right, GROUP, QUERIES, HEADS, PARTS, CAUSAL
     )
     head += kv_head * GROUP
     number = tile * n_kv_heads + kv_head
@@ -158,7 +175,9 @@ def _forward_kernel(
     total = tl.zeros([QUERIES * HEADS], tl.float32)
     acc = tl.zeros([QUERIES * HEADS, DIM], tl.float32)
     for step in tl.range(0, _steps(keys_ptr, count, last, BLOCK, BLOCK_N), num_stages=STAGES):
-        key, seen = _keys_of_step(keys_ptr, members_ptr, step, count, query, last, BLOCK, BLOCK_N)
+        key, seen = _keys_of_step(
+            keys_ptr, members_ptr, step, count, query, token - left, last, BLOCK, WINDOWED, BLOCK_N
+        )
         k = load_rows(k_ptr, key, k_token, kv_head, k_head, key < key_rows, UNIT, HEAD_DIM, DIM, WIDE)
         v = load_rows(v_ptr, key, v_token, kv_head, v_head, key < key_rows, UNIT, HEAD_DIM, DIM, WIDE)
         logits = tl.where(seen, tl.dot(q, k.T, input_precision=PRECISION), float("-inf"))
@@ -205,9 +224,12 @@ def _gradient_kernel(
     n_kv_heads,
     n_heads,
     key_rows,
+    left,
+    right,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
@@ -221,7 +243,7 @@ def _gradient_kernel(
     STAGES: tl.constexpr,
 ):
     kv_head, part, tile, query, head, token, there, last = _rows_of_tile(
-        first_row, rows, spans_ptr, length, GROUP, QUERIES, HEADS, PARTS, CAUSAL
+        first_row, rows, spans_ptr, length, right, GROUP, QUERIES, HEADS, PARTS, CAUSAL
     )
     head += kv_head * GROUP
     number = tile * n_kv_heads + kv_head
@@ -236,7 +258,9 @@ def _gradient_kernel(
     column = tl.arange(0, DIM)
     dq = tl.zeros([QUERIES * HEADS, DIM], tl.float32)
     for step in tl.range(0, _steps(keys_ptr, count, last, BLOCK, BLOCK_N), num_stages=STAGES):
-        key, seen = _keys_of_step(keys_ptr, members_ptr, step, count, query, last, BLOCK, BLOCK_N)
+        key, seen = _keys_of_step(
+            keys_ptr, members_ptr, step, count, query, token - left, last, BLOCK, WINDOWED, BLOCK_N
+        )
         k = load_rows(k_ptr, key, k_token, kv_head, k_head, key < key_rows, UNIT, HEAD_DIM, DIM, WIDE)
         v = load_rows(v_ptr, key, v_token, kv_head, v_head, key < key_rows, UNIT, HEAD_DIM, DIM, WIDE)
         logits = tl.where(seen, tl.dot(q, k.T, input_precision=PRECISION), float("-inf"))

@@ -83,6 +83,9 @@ RULES: Mapping[Kernel, Sequence[Rule]] = {
 # Rows of a tile of one token's heads at most: wider groups are several tiles, each of which reads K and V.
 MOST_QUERY_ROWS = 64
 
+# Tokens of a tile at most: which of them sees a block is a bit of 32.
+MOST_QUERIES = 32
+
 # Indices of neighbouring tokens that are sorted together at most; of one token as many as it has.
 MOST_SORTED = 1024
 
@@ -113,10 +116,11 @@ class QueryRows(NamedTuple):
     parts: int
 
 
-def query_rows(group: int, slots: int, tiles: TileConfig, most_queries: int = MOST_SORTED) -> QueryRows:
+def query_rows(group: int, slots: int, tiles: TileConfig, most_queries: int = MOST_QUERIES) -> QueryRows:
     """Rows of a tile of tokens: ``tiles.block_m`` of them, or as many as the group has, up to `MOST_QUERY_ROWS`.
 
-    Tokens are fewer, and some rows of no head, where their ``slots`` would be more than `MOST_SORTED` together.
+    Tokens are fewer, and some rows of no head, where they would be more than ``most_queries`` or their ``slots`` more
+    than `MOST_SORTED` together.
     """
     padded = triton.next_power_of_2(group)
     rows = max(tiles.block_m, min(padded, MOST_QUERY_ROWS))

@@ -1,6 +1,6 @@
 """history.html: how cases developed over stored runs, with the steps in them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,11 @@ class Trend:
     def is_drawn(self) -> bool:
         """Return True if there are at least two runs to compare."""
         return sum(len(curve.points) for curve in self.plot.curves) > 1
+
+    @property
+    def cells(self) -> Iterator[list[tuple[str, bool]]]:
+        """The cells of each line: the text, and whether it is aligned to the right."""
+        return ([(column.value_text(line), column.right) for column in self.columns] for line in self.lines)
 
 
 def to_text(trends: Sequence[Trend], heading: str) -> str:

@@ -12,7 +12,7 @@ from itertools import combinations, pairwise
 from dilabench.compare.view import is_quotable, pair_views
 from dilabench.report.findings import Section
 from dilabench.stats.scaling import Crossover, crossover
-from dilabench.suites.findings.series import Series
+from dilabench.suites.findings.series import Series, families
 from dilabench.units import format_count
 
 COLUMNS = ("faster below", "faster above", "crossover length", "95 % CI", "proven between")
@@ -44,7 +44,7 @@ def crossover_section(series: Sequence[Series], device: str) -> Section | None:
 
     None if no series has a rival.
     """
-    rivals = [(a, b) for a, b in combinations(series, 2) if a.rivals == b.rivals]
+    rivals = [pair for members in families(series).values() for pair in combinations(members, 2)]
     compared = [(a, b, ratios) for a, b in rivals if len(ratios := _ratios(a, b, device)) > 1]
     texts = list(_against_dense(series, device))
     if not compared and not texts:

@@ -3,7 +3,6 @@
 Records with more than one length have plots of latency, tokens per second and peak memory over it.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -47,15 +46,22 @@ def series_of(record: RunRecord) -> tuple[Series, ...]:
     """The series of a record, in its order."""
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in record.rows:
-        fixed = row.case.workload.model_dump_json(exclude=VARIES_ALONG_A_RANGE)
-        others = row.case.model_dump_json(exclude={"workload"})
-        groups.setdefault((fixed, others, _batch(row), row.planned.role), []).append(row)
+        fixed = row.case.model_dump_json(exclude={"workload": VARIES_ALONG_A_RANGE})
+        groups.setdefault((fixed, _batch(row), row.planned.role), []).append(row)
     ordered = [sorted(rows, key=lambda row: row.case.workload.seq_len) for rows in groups.values()]
     labels = _labels([rows[0] for rows in ordered])
     return tuple(
         Series(label=label, rivals=_rivals(rows[0]), rows=tuple(rows), measured=tuple(filter(None, map(view_of, rows))))
         for label, rows in zip(labels, ordered, strict=True)
     )
+
+
+def families(series: Sequence[Series]) -> dict[str, list[Series]]:
+    """The series that may be compared with each other, by their `rivals`."""
+    found: dict[str, list[Series]] = {}
+    for member in series:
+        found.setdefault(member.rivals, []).append(member)
+    return found
 
 
 def _rivals(row: Row) -> str:
@@ -80,10 +86,11 @@ def _labels(firsts: Sequence[Row]) -> list[str]:
     """One name per series; shared names get the fields that distinguish them."""
     labels = [row_name(row) for row in firsts]
     for tell in TOLD_APART_BY:
-        shared = {label for label, count in Counter(labels).items() if count > 1}
+        by_label: dict[str, list[int]] = {}
+        for index, label in enumerate(labels):
+            by_label.setdefault(label, []).append(index)
         marks = [tell(row.case.workload) for row in firsts]
-        for name in shared:
-            members = [index for index, label in enumerate(labels) if label == name]
+        for name, members in by_label.items():
             if len({marks[index] for index in members}) > 1:
                 for index in members:
                     labels[index] = f"{name} {marks[index]}"

@@ -1,6 +1,7 @@
 """Suite `range`: growth of time with length, and the lengths at which implementations overtake others."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 
 from dilabench.compare.view import Ranking, measured_view, rank, view_of
 from dilabench.record import Failed, Row, RunRecord
@@ -13,6 +14,7 @@ from dilabench.suites.findings.series import (
     Series,
     batch_spans,
     batch_text,
+    families,
     ns_per_sequence,
     plots_over_length,
     series_of,
@@ -35,15 +37,16 @@ def analyse(record: RunRecord) -> tuple[Section, ...]:
 
 def _by_length(series: Sequence[Series], device: str) -> Section:
     """One line per length: median and speed-up of every series."""
-    lengths = sorted({row.case.workload.seq_len for member in series for row in member.rows})
+    by_length = {member.label: _rows_by_length(member) for member in series}
+    lengths = sorted({length for rows in by_length.values() for length in rows})
     rankings = {
-        (rivals, length): rank([row for member in members for row in _at(member, length)], device)
-        for rivals, members in _families(series).items()
+        (rivals, length): rank([row for member in members for row in by_length[member.label].get(length, ())], device)
+        for rivals, members in families(series).items()
         for length in lengths
     }
     table = []
     for length in lengths:
-        at = [next(_at(member, length), None) for member in series]
+        at = [next(iter(by_length[member.label].get(length, ())), None) for member in series]
         batch = next(batch_text(row) for row in at if row is not None)
         cells = [_median_text(row, rankings[member.rivals, length]) for member, row in zip(series, at, strict=True)]
         table.append((format_count(length), batch, *cells))
@@ -68,15 +71,9 @@ def _untimed(lengths: Sequence[int]) -> str:
     return f" {len(lengths)} lengths from {format_count(lengths[0])} to {format_count(lengths[-1])} have no time."
 
 
-def _families(series: Sequence[Series]) -> dict[str, list[Series]]:
-    families: dict[str, list[Series]] = {}
-    for member in series:
-        families.setdefault(member.rivals, []).append(member)
-    return families
-
-
-def _at(series: Series, length: int) -> Iterator[Row]:
-    return (row for row in series.rows if row.case.workload.seq_len == length)
+def _rows_by_length(series: Series) -> dict[int, list[Row]]:
+    rows = groupby(series.rows, key=lambda row: row.case.workload.seq_len)
+    return {length: list(at_length) for length, at_length in rows}
 
 
 def _leaders(
@@ -84,7 +81,7 @@ def _leaders(
 ) -> str:
     """The fastest series at the largest measured length in each set of rivals, with ties."""
     texts = []
-    for rivals, members in _families(series).items():
+    for rivals, members in families(series).items():
         longest = max(length for length in lengths if rankings[rivals, length])
         ranking = rankings[rivals, longest]
         if len(members) < 2 or ranking is None:
