@@ -382,9 +382,17 @@ def _of_tensor(tensors: tuple[operands.Kind, ...], call_options: tuple[Any, ...]
         longest = min(options.max_seqlen, tokens)
         packings = _packings_like(tensors, options, len(bounds) - 1, longest)
         if packings is not None:
-            # Another object, so that the result does not hold the tensor that it is kept for.
-            there = bounds.detach().to(torch.int32).contiguous()
-            return _of_bounds.get(bounds, (packings, longest), lambda: packings.of(there, tokens, longest))
+
+            def made() -> Computation:
+                # Another object, so that the result does not hold the tensor that it is kept for.
+                there = bounds.detach().to(torch.int32).contiguous()
+                return packings.of(there, tokens, longest)
+
+            is_copied = bounds.dtype != torch.int32 or not bounds.is_contiguous()
+            if is_copied and bounds.is_cuda and torch.cuda.is_current_stream_capturing():
+                # A graph copies them at each replay.
+                return made()
+            return _of_bounds.get(bounds, (packings, longest), made)
     options = options._replace(cu_seqlens=operands.bounds(bounds, tokens), max_seqlen=0)
     return _computation(tensors, tuple(options))
 

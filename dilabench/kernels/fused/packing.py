@@ -266,7 +266,8 @@ class _There(NamedTuple):
             stream = torch.cuda.current_stream(x.device)
             if stream.cuda_stream not in self.streams:
                 self.streams.add(stream.cuda_stream)
-                if self.complete is not None:
+                # A captured stream cannot wait for what was launched before: `torch.cuda.graph` has waited.
+                if self.complete is not None and not torch.cuda.is_current_stream_capturing():
                     stream.wait_event(self.complete)
                 # Launches record only what stays from call to call.
                 record(self.tensors)
