@@ -308,6 +308,8 @@ class WorkloadRequest(Model):
             if fields := unread & pattern_type(kind).request_model().model_fields.keys() - {"kind"}:
                 read |= _read_by(kind, fields, data)
                 unread -= fields
+            if not unread:
+                break
         if unread:
             raise ValueError(unknown_key(min(unread), {*cls.model_fields, *request_fields()}))
         return {**data, **read}

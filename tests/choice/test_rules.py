@@ -165,14 +165,21 @@ def test_processes_that_write_at_once_lose_no_cell(cache: Path) -> None:
     """As ranks do, each of which measures another shape."""
     path = tune_path(CPU)
     code = (
-        "import sys; from pathlib import Path; from tests.choice.test_rules import CPU, TunedCell, remember, workload\n"
-        "for at in range(5):\n"
-        "    of = workload(seq_len=1 + at, batch_size=int(sys.argv[2]))\n"
-        "    remember(Path(sys.argv[1]), CPU, [TunedCell(workload=of, implementation='gather', median_ns=10)])"
+        "import sys; from pathlib import Path; from dilabench.machine import Machine\n"
+        "from dilabench.choice import measured\n"
+        # However long the others take on a busy machine.
+        "measured.LOCK_TIMEOUT_S = 100\n"
+        "for cell in sys.argv[2:]:\n"
+        "    cells = [measured.TunedCell.model_validate_json(cell)]\n"
+        "    measured.remember(Path(sys.argv[1]), Machine(device='cpu'), cells)"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    asked = [[sys.executable, "-c", code, str(path), str(rank)] for rank in range(1, 4)]
-    ranks = [subprocess.Popen(each, env=environment) for each in asked]
+    ranks = []
+    for rank in range(1, 4):
+        shapes = [workload(seq_len=1 + at, batch_size=rank) for at in range(5)]
+        cells = [TunedCell(workload=shape, implementation="gather", median_ns=10) for shape in shapes]
+        written = [cell.model_dump_json() for cell in cells]
+        ranks.append(subprocess.Popen([sys.executable, "-c", code, str(path), *written], env=environment))
     assert [rank.wait(120) for rank in ranks] == [0, 0, 0]
     assert len(read_tune_file(path).cells) == 15
 

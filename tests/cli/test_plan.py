@@ -40,9 +40,10 @@ def test_plan_predicts_by_length_batch_and_implementation(cli):
 
 
 def test_plan_says_what_fits_and_how_long_it_could_get(cli):
-    result = cli(
-        "plan", "-i", "strided", "--lengths", "4K,128K", "--memory", "128M", "--mode", "forward", "--device", "cpu"
-    )
+    # Dense attention over flash is traced in one call.
+    one_call = ("-i", "dense", "-b", "sdpa-flash", "--set", "pattern=dense")
+    options = ("--lengths", "4K,128K", "--memory", "128M", "--mode", "forward", "--device", "cpu")
+    result = cli("plan", *one_call, *options)
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines()]
     (small,) = [line for line in lines if line[4:5] == ["4K"]]

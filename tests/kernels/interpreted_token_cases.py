@@ -33,6 +33,7 @@ class Case:
 
     ``rows``, ``keys``: of every tile. ``tuned``: constants that replace those in `tiles`. ``mass``: the logarithm of a
     mass that the softmax has besides, None for none. ``packed``: q, k, v are views of one tensor.
+    ``united``: rows of a tile of neighbours, if there are such tiles.
     """
 
     form: str
@@ -47,10 +48,11 @@ class Case:
     rows: int = 16
     keys: int = 16
     dtype: torch.dtype = torch.float32
-    tuned: dict[str, int] = field(default_factory=dict)
+    tuned: dict[str, float] = field(default_factory=dict)
     mass: float | None = None
     packed: bool = False
     window: tuple[int, int] = (-1, -1)
+    united: int | None = None
 
     @property
     def documents(self) -> bool:
@@ -69,6 +71,13 @@ CASES = {
     "documents gathered, window": Case("gathered", 32, 3, 4, 2, False, (20, 0, 45, 33), window=(18, 3)),
     "documents by query, window": Case("query", 16, 3, 4, 2, True, (20, 0, 45, 33), window=(18, -1)),
     "single tokens, window": Case("query", 1, 9, 4, 1, True, (50,), window=(12, 0)),
+    "by query, some united": Case("query", 16, 3, 16, 1, True, (75,), united=64, tuned={"UNION_SHARE": 0.25}),
+    "by query, some united, two heads": Case(
+        "query", 32, 4, 36, 2, False, (101,), batch=2, united=64, tuned={"UNION_SHARE": 0.4}
+    ),
+    "documents by query, some united": Case(
+        "query", 16, 3, 32, 2, True, (20, 0, 45, 33), united=32, window=(30, 0), tuned={"UNION_SHARE": 0.3}
+    ),
     "by query, many neighbours": Case("query", 16, 2, 1, 1, True, (70,), rows=64),
     "by query, several parts of a group": Case("query", 16, 4, 24, 1, False, (33,), tuned={"MOST_QUERY_ROWS": 16}),
     "by query, stretches of a block": Case("query", 64, 3, 4, 1, True, (150,), rows=32),
@@ -196,6 +205,9 @@ def errors(case: Case, seed: int = 0) -> dict[str, float]:
         "form": case.form,
         "tiles": dict.fromkeys(tiles.RULES, shape),
     }
+    if case.united:
+        neighbours = TileConfig(case.united, case.keys, 4, 1)
+        options["tiles"] |= {"union_forward": neighbours, "union_gradient": neighbours}
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(vars(tiles), case.tuned))
         # A program of the interpreter scans element by element.

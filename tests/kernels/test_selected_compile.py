@@ -39,6 +39,8 @@ KERNELS = {
     "single tokens": ("by_query._forward_kernel", "by_query._gradient_kernel", "by_token._sum_kernel"),
 }
 WITHOUT_PRODUCTS = {"gathered._merge_kernel", "by_key._sum_kernel", "by_token._sum_kernel"}
+# One tile of keys stays, and none is read while another is multiplied.
+WITHOUT_STAGES = {("nsa gathered", "gathered._gathered_kernel"), ("D64", "gathered._gathered_kernel")}
 # Bytes that the assembler spills: mostly of dK and dV, whose sums take half of the registers.
 SPILLED = {
     ("nsa gathered", "gathered._merge_kernel"): 8,
@@ -122,7 +124,7 @@ def test_kernels_compile(launches: list[Launch], shape: str, kernel: str) -> Non
         assert not re.search(r"\b(atom|red)\.", ptx), "atomics would make the result depend on timing"
         if kernel not in WITHOUT_PRODUCTS:
             assert "wgmma.mma_async" in ptx or "mma.sync" in ptx
-            assert "cp.async" in ptx
+            assert "cp.async" in ptx or (shape, kernel) in WITHOUT_STAGES
         assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= SPILLED.get((shape, kernel), 0), report
         assert binary.metadata.shared <= 227 * 1024
 

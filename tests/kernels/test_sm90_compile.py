@@ -225,12 +225,13 @@ def plain_tiles(direction: Direction, dim: int, causal: bool, cut: bool = False,
 SHAPES = tuple(product((64, 128, 192, 256), (False, True), KERNELS))
 # These have code of their own for a sequence that ends inside a tile.
 CUT = [(*shape, True) for shape in SHAPES if not shape[1] or shape[2] == "backward_key"]
-# Again: as later groups of branches run them, which need the most registers. Wide heads as those alone.
+# Again: as later groups of branches run them, which need the most registers; as the first group, one head dim. A causal
+# mask adds code to each; the others are slow.
 SHIPPED = [
-    pytest.param(*shape, again, marks=() if again and shape[0] == 128 else pytest.mark.slow)
+    pytest.param(*shape, again, marks=() if again and shape[:2] == (128, True) else pytest.mark.slow)
     for shape in [*((*shape, False) for shape in SHAPES), *CUT]
     for again in (False, True)
-    if again or shape[0] <= 128
+    if again or shape[0] == 128
 ]
 
 
@@ -277,13 +278,24 @@ def test_the_forward_of_few_keys(dim: int) -> None:
     assert 3 * (kernel.metadata.shared + 1024) <= 228 * 1024
 
 
-BLOCK_SHAPES = [(*shape, False) for shape in product((64, 128), KERNELS)]
-BLOCK_SHAPES += [(dim, "backward_key", True) for dim in (64, 128)]
-BLOCK_SHAPES = [pytest.param(*shape, marks=() if shape[0] == 128 else pytest.mark.slow) for shape in BLOCK_SHAPES]
+# Both masks where bytes are parked, else one of them. Without shares the backward pass of keys has less code.
+QUICK_BLOCKS = [(128, True, "forward", False), (128, True, "backward_key", True)]
+BLOCK_SHAPES = [
+    *QUICK_BLOCKS,
+    *(
+        pytest.param(*shape, marks=pytest.mark.slow)
+        for shape in (
+            *((128, causal, "backward_key", False) for causal in (False, True)),
+            (128, False, "backward_key", True),
+            (128, True, "backward_query", False),
+            *((64, False, direction, False) for direction in KERNELS),
+            (64, True, "backward_key", True),
+        )
+    ),
+]
 
 
-@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize(("dim", "direction", "shares"), BLOCK_SHAPES, ids=str)
+@pytest.mark.parametrize(("dim", "causal", "direction", "shares"), BLOCK_SHAPES, ids=str)
 def test_block_sparse_configurations(
     dim: int, causal: bool, direction: Direction, shares: bool, tmp_path: Path
 ) -> None:
@@ -438,24 +450,28 @@ def narrow(
     return gluon_compiled(kernel, constants, tiles, {"num_warps": 4, "maxnreg": config.max_registers})
 
 
+# Every form of one head dim, and two of the others.
+NARROW_FORMS = [
+    (True, False, False, False),
+    (False, True, False, True),
+    (True, False, True, False),
+    (False, True, False, False),
+    *((False, False, merge, False) for merge in (False, True)),
+]
+
+
 @pytest.mark.parametrize(
-    ("causal", "cut", "merge", "compact"),
+    ("dim", "causal", "cut", "merge", "compact"),
     [
-        (True, False, False, False),
-        (False, True, True, False),
-        (False, True, False, True),
+        (64, False, True, True, False),
         *(
             pytest.param(*shape, marks=pytest.mark.slow)
             for shape in (
-                (True, False, True, False),
-                (False, True, False, False),
-                *((False, False, merge, False) for merge in (False, True)),
+                *((64, *form) for form in NARROW_FORMS),
+                *((dim, *form) for dim in (48, 32) for form in [(False, True, True, False), *NARROW_FORMS[:1]]),
             )
         ),
     ],
-)
-@pytest.mark.parametrize(
-    "dim", [64, pytest.param(48, marks=pytest.mark.slow), pytest.param(32, marks=pytest.mark.slow)]
 )
 def test_narrow_forward(dim: int, causal: bool, cut: bool, merge: bool, compact: bool) -> None:
     name, config = select_kernel("forward", dim, causal=causal, largest_tile=128, hopper=True)
@@ -470,8 +486,9 @@ def test_narrow_forward(dim: int, causal: bool, cut: bool, merge: bool, compact:
     assert resident * (built.metadata.shared + 1024) <= 228 * 1024
 
 
-@pytest.mark.parametrize("merge", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dim", [128, pytest.param(192, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize("dim", [128, 192])
 def test_specialised_forward_of_several_branches(dim: int, merge: bool) -> None:
     built, report = specialised(dim, False, cut=True, null_mass=False, ranges=0, merge=merge, compact=not merge)
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= SPECIALISED_PARKED["merging"], report
@@ -650,7 +667,7 @@ def specialised_backward(
     [
         pytest.param(128, False, True, None, False, marks=pytest.mark.slow),
         (128, True, False, 1, True),
-        (48, False, True, None, False),
+        pytest.param(48, False, True, None, False, marks=pytest.mark.slow),
         pytest.param(64, True, False, 1, False, marks=pytest.mark.slow),
         pytest.param(128, True, False, 1, False, marks=pytest.mark.slow),
         pytest.param(96, False, True, None, False, marks=pytest.mark.slow),
@@ -667,13 +684,6 @@ def test_specialised_backward(dim: int, causal: bool, ragged: bool, heads_per_kv
     assert built.metadata.shared <= 227 * 1024
 
 
-# The kernels that need the most registers in each pass; the others are slow.
-DIRECTIONS = [
-    "backward_key",
-    "specialised",
-    "at once",
-    *(pytest.param(direction, marks=pytest.mark.slow) for direction in ("forward", "backward_query")),
-]
 # Bytes parked over documents, by direction, head dim and mask.
 DOCUMENTS_PARKED = {
     ("backward_key", 64, True): 44,
@@ -689,11 +699,23 @@ DOCUMENTS_PARKED = {
 }
 
 
-@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
+# Where nothing is parked, one head dim under each mask.
+NOT_PARKED = ("forward", "backward_query", "specialised")
+
+
 @pytest.mark.parametrize(
-    "dim", [64, pytest.param(48, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.slow)]
+    ("direction", "dim", "causal"),
+    [
+        ("at once", 64, True),
+        *(
+            pytest.param(*shape, marks=pytest.mark.slow)
+            for shape in (
+                *(shape for shape in DOCUMENTS_PARKED if shape != ("at once", 64, True)),
+                *((direction, *shape) for direction in NOT_PARKED for shape in ((128, True), (48, False))),
+            )
+        ),
+    ],
 )
-@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_documents(direction: str, dim: int, causal: bool) -> None:
     name, config = select_kernel("forward", dim, causal=causal, largest_tile=128, hopper=True)
     if direction == "at once":
@@ -726,9 +748,14 @@ HARD_PARKED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    ("direction", "dim", "causal"),
+    [
+        *HARD_PARKED,
+        *((direction, 128, True) for direction in NOT_PARKED),
+        *((direction, 64, False) for direction in NOT_PARKED[:2]),
+    ],
+)
 def test_windows_in_segments_that_no_rate_divides(direction: str, dim: int, causal: bool) -> None:
     name, config = select_kernel("forward", dim, causal=causal, largest_tile=128, hopper=True)
     if direction == "at once":

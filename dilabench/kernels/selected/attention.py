@@ -18,7 +18,7 @@ from dilabench.kernels.bwd_preprocess import StatsLayout, bwd_preprocess
 from dilabench.kernels.launch_cache import LaunchCache, layout
 from dilabench.kernels.selected import tiles as tuned
 from dilabench.kernels.selected.by_key import entries_of_share, key_gradients
-from dilabench.kernels.selected.by_query import query_form_forward, query_form_gradient
+from dilabench.kernels.selected.by_query import QueryTiles, query_form
 from dilabench.kernels.selected.by_token import add_token_gradients
 from dilabench.kernels.selected.gathered import gathered_form, keys_of_tile
 from dilabench.kernels.selected.lists import (
@@ -32,7 +32,7 @@ from dilabench.kernels.selected.lists import (
 )
 from dilabench.kernels.selected.operands import in_rows, operand_arguments
 from dilabench.kernels.selected.selection import TokenSelection
-from dilabench.kernels.selected.tiles import Form, Kernel, query_rows, select_form, tiles_of
+from dilabench.kernels.selected.tiles import Form, Kernel, query_rows, rules_of, select_form, tiles_of, union_rows
 from dilabench.kernels.tuning import TileConfig
 from dilabench.patterns.selected_blocks import check_block
 from dilabench.workload.spec import UNBOUNDED, Window, check_window
@@ -79,10 +79,8 @@ def selected_forward(
     lists = _Lists(problem.selection(indices, cu_seqlens, kept), kept, cache)
     results = operands | {"out": out.view(rows, heads, dim), "lse": lse}
     if problem.form("forward", q) == "query":
-        config = problem.tiles("query_forward", q)
-        shape = query_rows(given["GROUP"], indices.shape[-1], config)
-        listed = lists.by_query(lists.selection, shape.queries)
-        query_form_forward(results, given, lists.selection, listed, shape, config, cache)
+        tiles_of_query = problem.query_tiles("forward", q, lists)
+        query_form("forward", results, given, lists.selection, *tiles_of_query, cache)
         return out, lse
     config = problem.tiles("gathered_forward", q)
     entries = _entries(block, given["GROUP"], config)
@@ -134,10 +132,8 @@ def selected_backward(
         _token_gradients(tensors, dk, dv, given, lists, problem)
         return dq, dk, dv
     if problem.form("gradient", q) == "query":
-        config = problem.tiles("query_gradient", q)
-        shape = query_rows(given["GROUP"], indices.shape[-1], config)
-        listed = lists.by_query(lists.selection, shape.queries)
-        query_form_gradient(tensors, given, lists.selection, listed, shape, config, cache)
+        tiles_of_query = problem.query_tiles("gradient", q, lists)
+        query_form("gradient", tensors, given, lists.selection, *tiles_of_query, cache)
     else:
         config = problem.tiles("gathered_gradient", q)
         entries = _entries(block, given["GROUP"], config)
@@ -233,11 +229,31 @@ class _Problem:
 
     def form(self, direction: tuned.Direction, q: Tensor) -> Form:
         """The requested form, or the cheaper one."""
-        return self.requested_form or select_form(direction, self.group, self.block, q.shape[-1], q.element_size())
+        return self.requested_form or select_form(direction, *self._kind(q))
 
     def tiles(self, kernel: Kernel, q: Tensor) -> TileConfig:
         """The requested tiles, or the table's."""
-        return dict(self.requested_tiles).get(kernel) or tiles_of(kernel, self.block, q.shape[-1], q.element_size())
+        return dict(self.requested_tiles).get(kernel) or tiles_of(kernel, *self._kind(q))
+
+    def _kind(self, q: Tensor) -> tuple[int, int, int, int]:
+        """What tiles depend on."""
+        return self.group, self.block, q.shape[-1], q.element_size()
+
+    def query_tiles(
+        self, direction: tuned.Direction, q: Tensor, lists: _Lists
+    ) -> tuple[QueryTiles, tuple[QueryTiles, int] | None]:
+        """Tiles of single tokens, or of as many as fill one, and of neighbours with the blocks that they may see."""
+        selection, united = lists.selection, None
+        slots = selection.indices.shape[-1]
+        config = self.tiles("query_forward" if direction == "forward" else "query_gradient", q)
+        shape = query_rows(self.group, slots, config)
+        kernel: Kernel = "union_forward" if direction == "forward" else "union_gradient"
+        if kernel in dict(self.requested_tiles) or rules_of(kernel, *self._kind(q)):
+            rows = union_rows(self.group, self.block, slots, self.tiles(kernel, q))
+            if rows and rows.shape.queries > shape.queries:
+                listed = lists.by_query(selection, rows.shape.queries)
+                united = QueryTiles(listed, rows.shape, rows.tiles), rows.most_blocks
+        return QueryTiles(lists.by_query(selection, shape.queries), shape, config), united
 
 
 @dataclass(frozen=True)
@@ -309,7 +325,8 @@ def _token_gradients(
         tokens, _, slots = part.indices.shape
         parts = q.new_empty((kv_heads, tokens, slots, shape.parts, 2, dim))
         own = tensors | {"parts": parts}
-        query_form_gradient(own, given, part, lists.by_query(part, 1), shape, config, lists.cache)
+        each = QueryTiles(lists.by_query(part, 1), shape, config)
+        query_form("gradient", own, given, part, each, None, lists.cache)
         add_token_gradients(parts, sums, lists.by_key(part), lists.cache)
     gradient_k, gradient_v = sums[:, :rows].transpose(0, 1).unbind(2)
     dk.view(rows, kv_heads, dim).copy_(gradient_k * problem.scale)

@@ -9,7 +9,7 @@ as many short blocks as fill a tile, so that blocks of one token are gathered ro
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -20,7 +20,7 @@ from dilabench.kernels.launch_cache import LaunchCache
 from dilabench.kernels.selected.lists import QueryLists
 from dilabench.kernels.selected.operands import PER_LENGTH, launch
 from dilabench.kernels.selected.selection import TokenSelection, last_seen, load_rows, tile_at
-from dilabench.kernels.selected.tiles import QueryRows
+from dilabench.kernels.selected.tiles import Direction, QueryRows
 from dilabench.kernels.softmax import finite
 from dilabench.kernels.tuning import TileConfig
 
@@ -69,6 +69,17 @@ def _rows_of_tile(
     there = (row < rows) & (head < GROUP)
     token = first_row + row
     return kv_head, part, tile, query, head, token, there, last_seen(spans_ptr, token, there, length, right, CAUSAL)
+
+
+@triton.jit
+def _is_others(
+    unions_ptr, tile, kv_head, n_kv_heads, QUERIES: tl.constexpr, UNITED: tl.constexpr, MOST_BLOCKS: tl.constexpr
+):
+    """Whether the tokens of a tile are computed by the other launch: those of a tile of UNITED neighbours together, if
+    they see few blocks, else each of them on its own.
+    """
+    blocks = tl.load(unions_ptr + tile * QUERIES // UNITED * n_kv_heads + kv_head)
+    return (blocks > MOST_BLOCKS) if QUERIES == UNITED else (blocks <= MOST_BLOCKS)
 
 
 @triton.jit
@@ -130,6 +141,7 @@ def _forward_kernel(
     counts_ptr,
     members_ptr,
     spans_ptr,
+    unions_ptr,
     scale_log2,
     q_token,
     q_head,
@@ -153,6 +165,8 @@ def _forward_kernel(
     QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
+    UNITED: tl.constexpr,
+    MOST_BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -164,6 +178,9 @@ def _forward_kernel(
     kv_head, _, tile, query, head, token, there, last = _rows_of_tile(
         first_row, rows, spans_ptr, length, right, GROUP, QUERIES, HEADS, PARTS, CAUSAL
     )
+    if unions_ptr is not None:  # noqa: SIM102 - a condition of the compiler and one of the kernel
+        if _is_others(unions_ptr, tile, kv_head, n_kv_heads, QUERIES, UNITED, MOST_BLOCKS):
+            return
     head += kv_head * GROUP
     number = tile * n_kv_heads + kv_head
     keys_ptr += number.to(tl.int64) * (QUERIES * SLOTS)
@@ -208,6 +225,7 @@ def _gradient_kernel(
     counts_ptr,
     members_ptr,
     spans_ptr,
+    unions_ptr,
     scale,
     scale_log2,
     q_token,
@@ -234,6 +252,8 @@ def _gradient_kernel(
     QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
+    UNITED: tl.constexpr,
+    MOST_BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -245,6 +265,9 @@ def _gradient_kernel(
     kv_head, part, tile, query, head, token, there, last = _rows_of_tile(
         first_row, rows, spans_ptr, length, right, GROUP, QUERIES, HEADS, PARTS, CAUSAL
     )
+    if unions_ptr is not None:  # noqa: SIM102 - a condition of the compiler and one of the kernel
+        if _is_others(unions_ptr, tile, kv_head, n_kv_heads, QUERIES, UNITED, MOST_BLOCKS):
+            return
     head += kv_head * GROUP
     number = tile * n_kv_heads + kv_head
     keys_ptr += number.to(tl.int64) * (QUERIES * SLOTS)
@@ -282,46 +305,42 @@ def _gradient_kernel(
     tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), there[:, None] & (column < HEAD_DIM)[None, :])
 
 
-def query_form_forward(
+class QueryTiles(NamedTuple):
+    """The tiles of a launch and the blocks that they see."""
+
+    lists: QueryLists
+    shape: QueryRows
+    tiles: TileConfig
+
+
+def query_form(
+    direction: Direction,
     tensors: dict[str, Tensor],
     given: dict[str, Any],
     selection: TokenSelection,
-    lists: QueryLists,
-    shape: QueryRows,
-    tiles: TileConfig,
+    each: QueryTiles,
+    united: tuple[QueryTiles, int] | None,
     cache: LaunchCache,
 ) -> None:
-    """Write ``out`` [T, H, D] and ``lse`` [B, H, N] of ``tensors``; ``given``: `operands.operand_arguments`."""
-    _launch(_forward_kernel, tensors, given, selection, lists, shape, tiles, cache)
+    """Forward: write ``out`` [T, H, D] and ``lse`` [B, H, N] of ``tensors``; else ``dq`` [T, H, D], and ``parts`` [K,
+    tokens, S, shape.parts, 2, D], if it is there: what each token adds to dK / scale and dV of the keys in its list.
 
-
-def query_form_gradient(
-    tensors: dict[str, Tensor],
-    given: dict[str, Any],
-    selection: TokenSelection,
-    lists: QueryLists,
-    shape: QueryRows,
-    tiles: TileConfig,
-    cache: LaunchCache,
-) -> None:
-    """Write ``dq`` [T, H, D] of ``tensors``, and ``parts`` [K, tokens, S, shape.parts, 2, D], if it is there: what each
-    token adds to dK / scale and dV of the keys in its list.
+    ``given``: `operands.operand_arguments`. ``united``: tiles of neighbours, of which those that see at most so many
+    blocks are taken as a whole, the tokens of the others as ``each``.
     """
-    _launch(_gradient_kernel, tensors, given, selection, lists, shape, tiles, cache)
-
-
-def _launch(
-    kernel: Any,
-    tensors: dict[str, Tensor],
-    given: dict[str, Any],
-    selection: TokenSelection,
-    lists: QueryLists,
-    shape: QueryRows,
-    tiles: TileConfig,
-    cache: LaunchCache,
-) -> None:
-    own = {"QUERIES": shape.queries, "HEADS": shape.heads, "PARTS": shape.parts, "BLOCK_N": tiles.block_n}
-    tensors = tensors | lists.tensors | selection.tensors
-    arguments = given | selection.arguments | own
-    name = ("by query", selection.first_row, len(selection.indices), shape)
-    launch(kernel, lists.counts.numel() * shape.parts, tensors, arguments, tiles, cache, name)
+    kernel = _forward_kernel if direction == "forward" else _gradient_kernel
+    for part in (each,) if united is None else (united[0], each):
+        own: dict[str, Any] = {
+            "QUERIES": part.shape.queries,
+            "HEADS": part.shape.heads,
+            "PARTS": part.shape.parts,
+            "UNITED": united[0].shape.queries if united else 1,
+            "MOST_BLOCKS": united[1] if united else 0,
+            "BLOCK_N": part.tiles.block_n,
+        }
+        used = tensors | part.lists.tensors | selection.tensors
+        if united:
+            used["unions"] = united[0].lists.counts
+        name = ("by query", selection.first_row, len(selection.indices), part.shape)
+        programs = part.lists.counts.numel() * part.shape.parts
+        launch(kernel, programs, used, given | selection.arguments | own, part.tiles, cache, name)

@@ -34,8 +34,14 @@ def check(peaks):
 
 
 # What a shape changes, it changes in the backward pass, too.
-@pytest.mark.parametrize(("shape", "mode"), [("plain", "forward"), *((shape, "both") for shape in SHAPES)])
-@pytest.mark.parametrize("implementation", ["dense", "gather", "strided"])
+@pytest.mark.parametrize(
+    ("implementation", "shape", "mode"),
+    [
+        *(("strided", shape, "both") for shape in SHAPES),
+        *((name, shape, "both") for name, shape in (("dense", "short_tail"), ("gather", "plain"), ("gather", "odd"))),
+        *((name, "plain", "forward") for name in ("dense", "gather")),
+    ],
+)
 def test_traces_hold_against_measured_peaks(implementation, shape, mode, peaks, check):
     fields = SHAPES[shape]
     if implementation == "dense":
@@ -108,20 +114,30 @@ MATH_SHAPES = {
 }
 
 
-FORWARD_MATH = ("rows_in_blocks", "batches_in_blocks", "half")
+# Their blocks are those of another shape in another size.
+SLOW_MATH = ("one_block", "half", "full", "float64")
 
 
 @pytest.mark.parametrize(
-    ("shape", "mode"), [*((shape, "forward") for shape in FORWARD_MATH), *((shape, "both") for shape in MATH_SHAPES)]
+    ("shape", "mode"),
+    [
+        *((shape, "forward") for shape in ("rows_in_blocks", "half_batches")),
+        *(pytest.param(shape, "both", marks=[pytest.mark.slow] * (shape in SLOW_MATH)) for shape in MATH_SHAPES),
+    ],
 )
 def test_blocks_of_the_math_backend(shape, mode, peaks, check):
     check(peaks.case_of("dense", "math", peaks.DENSE, mode=mode, **MATH_SHAPES[shape]))
 
 
 @pytest.mark.parametrize(
-    ("shape", "mode"), [("plain", "forward"), ("plain", "both"), ("one_key_head", "both"), ("odd", "both")]
+    ("implementation", "shape", "mode"),
+    [
+        ("gather", "plain", "forward"),
+        ("gather", "odd", "both"),
+        ("strided", "plain", "both"),
+        ("strided", "one_key_head", "both"),
+    ],
 )
-@pytest.mark.parametrize("implementation", ["gather", "strided"])
 def test_branches_through_the_math_backend(implementation, shape, mode, peaks, check):
     check(peaks.case_of(implementation, "math", mode=mode, **SHAPES[shape]))
 
@@ -170,7 +186,10 @@ REFERENCE = {
 
 @pytest.mark.parametrize(
     ("shape", "mode"),
-    [("rows_in_blocks", "forward"), ("branches", "forward"), *((shape, "both") for shape in REFERENCE)],
+    [
+        ("branches", "forward"),
+        *(pytest.param(shape, "both", marks=[pytest.mark.slow] * (shape == "batch")) for shape in REFERENCE),
+    ],
 )
 def test_the_formula_itself(shape, mode, peaks, check):
     pattern, fields = REFERENCE[shape]

@@ -40,16 +40,27 @@ def check(peaks):
 
 # What key heads, batch and dtype change, they change in the backward pass, too; a causal mask decides what is sent.
 @pytest.mark.parametrize(
-    ("shape", "mode"), [("causal", "forward"), slow("full", "forward"), *((shape, "both") for shape in SHAPES)]
+    ("implementation", "shape", "mode"),
+    [
+        *((name, "causal", "both") for name in (*OVER_RANKS, "zigzag-ring", "zigzag-allgather")),
+        *((name, "grouped_batch_in_float64", "both") for name in ("ring", "ulysses", "zigzag-allgather")),
+        *((name, "full", "both") for name in ("ring-overlap", "ring-allgather", "zigzag-ring")),
+        *((name, "causal", "forward") for name in ("ring", "zigzag-allgather")),
+        slow("ring", "full", "forward"),
+    ],
 )
-@pytest.mark.parametrize("implementation", [*OVER_RANKS, "zigzag-ring", "zigzag-allgather"])
 def test_dense_attention(implementation, shape, mode, peaks, check):
     check(implementation, 4, pattern=peaks.DENSE, mode=mode, seq_len=1024, **SHAPES[shape])
 
 
-@MOSTLY_BOTH
-@pytest.mark.parametrize("branches", BRANCHES)
-@pytest.mark.parametrize("implementation", OVER_RANKS)
+@pytest.mark.parametrize(
+    ("implementation", "branches", "mode"),
+    [
+        *((name, "one_across", "both") for name in OVER_RANKS),
+        *((name, branches, "both") for name in ("ring", "ulysses") for branches in ("inside", "all_across")),
+        *(slow(name, "one_across", "forward") for name in OVER_RANKS),
+    ],
+)
 def test_branches_inside_and_across_ranks(implementation, branches, mode, check):
     check(implementation, 4, pattern={"kind": "dilated", **BRANCHES[branches]}, mode=mode)
 
@@ -58,7 +69,7 @@ def test_branches_inside_and_across_ranks(implementation, branches, mode, check)
     ("implementation", "mode"),
     [
         ("ring", "forward"),
-        *((name, "both") for name in ("ring", "zigzag-ring", "zigzag-allgather", "ring-allgather", "ulysses")),
+        *((name, "both") for name in ("ring", "zigzag-allgather", "ulysses")),
     ],
 )
 def test_through_the_math_backend_in_half_precision(implementation, mode, peaks, check):
@@ -77,9 +88,15 @@ def test_all_keys_in_one_exchange(backend, causal, num_kv_heads, batch_size, ran
     check("zigzag-allgather", ranks, backend, pattern=peaks.DENSE, mode=mode, **fields)
 
 
-@MOSTLY_BOTH
-@pytest.mark.parametrize("shape", ["causal", "full"])
-@pytest.mark.parametrize("bounds", PACKED, ids=str)
+@pytest.mark.parametrize(
+    ("bounds", "shape", "mode"),
+    [
+        *((bounds, "causal", "both") for bounds in PACKED),
+        (PACKED[0], "full", "both"),
+        slow(PACKED[0], "causal", "forward"),
+    ],
+    ids=str,
+)
 def test_packed_sequences(bounds, shape, mode, peaks, check):
     fields = {**SHAPES[shape], "layout": "packed", "cu_seqlens": bounds}
     check("ring-varlen", 4, pattern=peaks.DENSE, mode=mode, **fields)

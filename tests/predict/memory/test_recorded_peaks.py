@@ -79,24 +79,35 @@ def between_lengths():
     return {place for lengths in alike.values() for _, place in sorted(lengths)[1:-1]}
 
 
-BETWEEN = between_lengths()
+def seen_before():
+    """Places in ON_CUDA of rows whose implementation, backend, kind of pattern, mode and dtype an earlier file has."""
+    known = {}
+    for place, (name, case, _) in enumerate(ON_CUDA):
+        workload = case.workload
+        kind = workload.pattern.kind, workload.mode, workload.dtype, workload.layout, case.world_size
+        if known.setdefault((case.implementation, case.backend, *kind), name) != name:
+            yield place
+
+
+# Rows that say little more than another does; they are slow.
+REPEATED = between_lengths() | set(seen_before())
 # Its lengths take long to trace.
 LONG = "h200-extreme-gather-dense"
 
 
-def names(between):
-    return sorted({name for place, (name, _, _) in enumerate(ON_CUDA) if (place in BETWEEN) == between})
+def names(repeated):
+    return sorted({name for place, (name, _, _) in enumerate(ON_CUDA) if (place in REPEATED) == repeated})
 
 
 @pytest.mark.parametrize(
-    ("name", "between"),
+    ("name", "repeated"),
     [
         *(pytest.param(name, False, marks=[pytest.mark.slow] * (name == LONG)) for name in names(False)),
         *(pytest.param(name, True, marks=pytest.mark.slow) for name in names(True)),
     ],
 )
-def test_traces_hold_against_recorded_peaks(name, between):
-    rows = [row for place, row in enumerate(ON_CUDA) if row[0] == name and (place in BETWEEN) == between]
+def test_traces_hold_against_recorded_peaks(name, repeated):
+    rows = [row for place, row in enumerate(ON_CUDA) if row[0] == name and (place in REPEATED) == repeated]
     for _, case, peak in rows:
         plan = plan_memory(case, "cuda", CATALOGUE)
         if plan is not None:
