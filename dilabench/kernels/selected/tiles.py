@@ -134,7 +134,7 @@ def tiles_of(kernel: Kernel, group: int, block: int, head_dim: int, itemsize: in
 
 
 def rules_of(kernel: Kernel, group: int, block: int, head_dim: int, itemsize: int) -> list[Rule]:
-    """The rules that hold, the best first; none where there are no such tiles."""
+    """The rules that hold, the best first; empty if there are no such tiles."""
     return [
         rule
         for rule in RULES[kernel]
