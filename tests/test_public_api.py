@@ -10,6 +10,7 @@ import importlib
 import inspect
 import json
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ def described(value: Any) -> Any:
         fields = {}
     own = {name: inspect.unwrap(getattr(one, "__func__", one)) for name, one in vars(value).items()}
     methods = {name: arguments(one) for name, one in own.items() if name[0] != "_" and inspect.isfunction(one)}
-    properties = {name: "property" for name, one in own.items() if name[0] != "_" and isinstance(one, property)}
+    kinds = property | cached_property
+    properties = {name: "property" for name, one in own.items() if name[0] != "_" and isinstance(one, kinds)}
     return fields | methods | properties
 
 
