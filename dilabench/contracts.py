@@ -231,6 +231,20 @@ class LoadedBackend:
         return self.attend_backward
 
 
+class Packings(Protocol):
+    """Computations (`impls.one_operator.Computation`) of packed sequences of one configuration, as many tokens and
+    similar lengths.
+    """
+
+    def of(self, bounds: tuple[int, ...] | Tensor, tokens: int = 0, longest: int = 0) -> Any:
+        """The computation for sequences from ``bounds[i]`` to ``bounds[i + 1]``, none of them empty.
+
+        bounds: or int32 [n] on the device, not to be read. Then some may be empty, and both others are given: all
+        tokens, and those of the longest sequence or more.
+        """
+        ...
+
+
 class PatternCache:
     """Index tensors and tables that are expensive to build, kept on their device, bounded by a number of entries.
 

@@ -270,7 +270,8 @@ def test_gradcheck(causal: bool) -> None:
 
 def test_operators_keep_torchs_rules() -> None:
     """Schemas, fake kernels and autograd registration, by torch's own checker."""
-    options = ([7, 24], [1, 3], True, [-1, -1], 0.5, "all", "modulo", "head", "masked", "exact", [], True, "", "math")
+    rules = "all", "modulo", "head", "masked", "exact"
+    options = ([7, 24], [1, 3], True, [-1, -1], 0.5, *rules, [], True, "", 0, "math")
     inputs = tensors()
     for sink in (None, torch.randn(5, requires_grad=True)):
         torch.library.opcheck(one_operator._attention_op, (*inputs, sink, None, one_operator.DILATED, *options))

@@ -92,7 +92,7 @@ def described(value: Any) -> Any:
         fields = {}
     own = {name: inspect.unwrap(getattr(one, "__func__", one)) for name, one in vars(value).items()}
     methods = {name: arguments(one) for name, one in own.items() if name[0] != "_" and inspect.isfunction(one)}
-    kinds = property | cached_property
+    kinds = property, cached_property
     properties = {name: "property" for name, one in own.items() if name[0] != "_" and isinstance(one, kinds)}
     return fields | methods | properties
 

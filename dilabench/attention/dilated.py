@@ -14,7 +14,7 @@ torch.compile without graph breaks: forward and backward are one custom operator
 from collections.abc import Sequence
 from functools import lru_cache
 from operator import sub
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from dilabench.attention import operands
 from dilabench.choice.computation import automatic, backend_of, check_backend, name_of, over
 from dilabench.choice.measured import doublings_of_mean
 from dilabench.choice.ways import AUTO, Way
-from dilabench.contracts import Attend
+from dilabench.contracts import Attend, Packings
 from dilabench.errors import ConfigError
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.no_pairs import NOTHING_SEEN, SHAPES_ONLY, FirstRows
@@ -42,10 +42,6 @@ from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.validation import validated
 from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
-
-if TYPE_CHECKING:
-    # Triton may not be installed.
-    from dilabench.impls import fused
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention", "dilated_attention"]
 
@@ -79,6 +75,7 @@ def dilated_attention(
     dilation_rates: Sequence[int],
     sink: Tensor | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
+    max_seqlen: int | None = None,
     return_lse: Literal[False] = False,
     **options: Unpack[AttentionOptions],
 ) -> Tensor: ...
@@ -92,6 +89,7 @@ def dilated_attention(
     dilation_rates: Sequence[int],
     sink: Tensor | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
+    max_seqlen: int | None = None,
     return_lse: Literal[True],
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...
@@ -113,6 +111,7 @@ def dilated_attention(
     merge_grad: Literal["exact", "detached"] = "exact",
     sink: Tensor | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
+    max_seqlen: int | None = None,
     return_lse: bool = False,
     backend: str | Attend = AUTO,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -120,7 +119,9 @@ def dilated_attention(
 
     With `cu_seqlens`, ascending from 0: packed sequences, out [T, H, D] of query [T, H, D] and key, value [T, K, D].
     Segments restart in each sequence. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. A
-    list is better than a tensor, which has to be read from its device. B, N or T may be 0.
+    tensor on a GPU is read from it at the first call, which waits for the GPU, unless `max_seqlen` is given and all
+    sequences are one launch (dense attention, `fused`): then nothing waits. `max_seqlen`: tokens of the longest
+    sequence, or more, such as T; bounds that are not read are not checked, and must end at T. B, N or T may be 0.
 
     `segment_lengths` and `dilation_rates` pair up to branches; any sizes work, also segments that do not divide N or
     rates that do not divide segments. Without any branch it is dense attention. `window` is (left, right) in positions,
@@ -157,11 +158,15 @@ def dilated_attention(
     if cu_seqlens is not None:
         operands.check_tokens(query, key, value)
         query, key, value = query[None], key[None], value[None]
+    longest, unread = 0 if max_seqlen is None else operands.rounded_up(max_seqlen), None
     # A compiled graph takes a tensor of bounds unread, and so serves every packing.
-    of_graph = cu_seqlens if isinstance(cu_seqlens, Tensor) and torch.compiler.is_compiling() else None
-    if of_graph is not None and of_graph.ndim != 1:
-        raise ValueError(f"cu_seqlens {tuple(of_graph.shape)} must be one row of bounds that rise from 0")
-    bounds = () if cu_seqlens is None or of_graph is not None else operands.bounds(cu_seqlens, query.shape[1])
+    if isinstance(cu_seqlens, Tensor) and (
+        torch.compiler.is_compiling() or (longest and operands.may_stay(cu_seqlens))
+    ):
+        if cu_seqlens.ndim != 1:
+            raise ValueError(f"cu_seqlens {tuple(cu_seqlens.shape)} must be one row of bounds that rise from 0")
+        unread = cu_seqlens
+    bounds = () if cu_seqlens is None or unread is not None else operands.bounds(cu_seqlens, query.shape[1])
     if forward_ad._current_level >= 0:
         refuse_forward_mode(query, key, value, *(() if sink is None else (sink,)))
     wants_gradient = torch.is_grad_enabled() and (
@@ -188,12 +193,14 @@ def dilated_attention(
         bounds,
         wants_gradient,
         "",
+        0 if unread is None else longest,
         backend,
     )
     if sink is None and is_plain_eager_call(query, key, value):
         of_query, of_key = (query.shape, query.dtype, query.device), (key.shape, key.dtype, key.device)
         try:
-            computation = _computation((of_query, of_key, (value.shape, value.dtype, value.device)), options)
+            tensors = of_query, of_key, (value.shape, value.dtype, value.device)
+            computation = _computation(tensors, options) if unread is None else _of_tensor(tensors, options, unread)
         except TypeError:
             operands.refuse_types(Options(*options)._asdict())
             raise
@@ -213,9 +220,9 @@ def dilated_attention(
         if not isinstance(backend, str):
             # Operators accept only texts.
             options = (*options[:-1], name_of(backend))
-        out, lse = as_one_operator(DILATED, query, key, value, options, sink, of_graph)
+        out, lse = as_one_operator(DILATED, query, key, value, options, sink, unread)
     if cu_seqlens is not None:
-        out, lse = out[0], lse[0]
+        out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse) if return_lse else out
 
 
@@ -236,7 +243,13 @@ class DilatedAttention(nn.Module):
         self.options = options
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Sequence[int] | Tensor | None = None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> Tensor:
         """out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D]; with `cu_seqlens` [T, H, D] of [T, H, D]
         and [T, K, D].
@@ -248,6 +261,7 @@ class DilatedAttention(nn.Module):
             segment_lengths=self.segment_lengths,
             dilation_rates=self.dilation_rates,
             cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
             **self.options,
         )
 
@@ -293,9 +307,12 @@ class MultiheadDilatedAttention(ProjectedAttention):
 class _ByOptions:
     """The computations that the operators look up by tensors and options."""
 
-    def _computation_for(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Computation:
+    def _computation_for(
+        self, query: Tensor, key: Tensor, value: Tensor, options: Options, bounds: Tensor | None = None
+    ) -> Computation:
         of_query, of_key = (query.shape, query.dtype, query.device), (key.shape, key.dtype, key.device)
-        return _computation((of_query, of_key, (value.shape, value.dtype, value.device)), tuple(options))
+        tensors = of_query, of_key, (value.shape, value.dtype, value.device)
+        return _computation(tensors, options) if bounds is None else _of_tensor(tensors, options, bounds)
 
     def _pairs_for(self, query: torch.Size, key: torch.Size, options: Options) -> int:
         # The number of pairs is the same for every dtype and device.
@@ -353,17 +370,48 @@ def _of_documents(tensors: tuple[operands.Kind, ...], options: Options) -> Compu
     bounds = operands.without_empty(options.cu_seqlens, tokens)
     if len(bounds) < 3 or bounds[-1] < tokens:
         return None
-    longest = max(map(sub, bounds[1:], bounds))
-    rounded = min([1 << (longest - 1).bit_length(), *(w for w in options.segment_lengths if w >= longest)])
-    doublings = doublings_of_mean(tokens, len(bounds) - 1)
-    packings = _packings(tensors, options._replace(cu_seqlens=()), min(rounded, tokens - 1), doublings)
+    packings = _packings_like(tensors, options, len(bounds) - 1, max(map(sub, bounds[1:], bounds)))
     return None if packings is None else packings.of(bounds)
 
 
+def _of_tensor(tensors: tuple[operands.Kind, ...], call_options: tuple[Any, ...], bounds: Tensor) -> Computation:
+    """As `_computation` for packed sequences with these bounds, which are read if their numbers are needed."""
+    options, tokens = Options(*call_options), tensors[0][0][1]
+    if options.max_seqlen and options.backend == AUTO and operands.may_stay(bounds) and len(bounds) > 1:
+        operands.check_options(options._asdict())
+        longest = min(options.max_seqlen, tokens)
+        packings = _packings_like(tensors, options, len(bounds) - 1, longest)
+        if packings is not None:
+
+            def made() -> Computation:
+                # Another object, so that the result does not hold the tensor that it is kept for.
+                there = bounds.detach().to(torch.int32).contiguous()
+                return packings.of(there, tokens, longest)
+
+            is_copied = bounds.dtype != torch.int32 or not bounds.is_contiguous()
+            if is_copied and bounds.is_cuda and torch.cuda.is_current_stream_capturing():
+                # A graph copies them at each replay.
+                return made()
+            return _of_bounds.get(bounds, (packings, longest), made)
+    options = options._replace(cu_seqlens=operands.bounds(bounds, tokens), max_seqlen=0)
+    return _computation(tensors, tuple(options))
+
+
+_of_bounds = operands.OfTensors[Computation]()
+
+
+def _packings_like(
+    tensors: tuple[operands.Kind, ...], options: Options, sequences: int, longest: int
+) -> Packings | None:
+    """`_packings` for this number of sequences, the longest of this many tokens or fewer."""
+    tokens = tensors[0][0][1]
+    rounded = min([1 << (longest - 1).bit_length(), *(w for w in options.segment_lengths if w >= longest)])
+    shared = options._replace(cu_seqlens=(), max_seqlen=0)
+    return _packings(tensors, shared, min(rounded, tokens - 1), doublings_of_mean(tokens, sequences))
+
+
 @lru_cache(maxsize=64)
-def _packings(
-    tensors: tuple[operands.Kind, ...], options: Options, longest: int, doublings: int
-) -> "fused.Packings | None":
+def _packings(tensors: tuple[operands.Kind, ...], options: Options, longest: int, doublings: int) -> Packings | None:
     """The shared part of computations for packings of similar mean length with the longest of `longest` tokens, of the
     implementation that is fastest for one of them.
     """

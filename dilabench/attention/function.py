@@ -68,6 +68,7 @@ class AttentionOptions(CallOptions, total=False):
 
     pattern: Pattern | None
     cu_seqlens: Sequence[int] | Tensor | None
+    max_seqlen: int | None
     backend: str | Attend
 
 
@@ -95,6 +96,7 @@ def attention(
     scale: float | None = None,
     sink: Tensor | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
+    max_seqlen: int | None = None,
     indices: Tensor | None = None,
     return_lse: bool = False,
     backend: str | Attend = AUTO,
@@ -111,6 +113,7 @@ def attention(
     sink: [H], per head the logit of one more key whose value is 0 (gpt-oss); gets a gradient. inf: out and gradients 0.
     cu_seqlens: bounds of packed sequences, from 0; query and out are [T, H, D], key and value [T, K, D]. The pattern
         restarts in each; equal bounds are empty sequences, rows beyond the last get 0. Not for NativeSparsePattern.
+    max_seqlen: of the longest sequence, or more: calls of dense and dilated patterns then wait for no bounds on a GPU.
     indices: integers that replace the pattern's selector and top_k. SelectedBlocksPattern: [B, N, K, S], [N, K, S] or
         packed [T, K, S], the S key blocks of each query token and key/value head. TopKBlocksPattern: [n, k] or
         [K, n, k], the k key blocks of each of n query blocks. A repeated index counts once, -1 means no block.
@@ -149,6 +152,7 @@ def attention(
             scale=scale,
             sink=sink,
             cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
             backend=backend,
             return_lse=True,
             **fields,
@@ -178,7 +182,7 @@ def attention(
         options = _Options(causal, sides, scale, bounds, wants_gradient)  # type: ignore[arg-type]
         out, lse = outside_compilers(_attend, pattern, options, query, key, value, sink, indices, return_lse)
         if cu_seqlens is not None:
-            out, lse = out[0], lse[0]
+            out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse.detach()) if return_lse else out
 
 
@@ -364,8 +368,7 @@ def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
     if selection is None:
         raise ValueError(f"indices with pattern {pattern.kind}: they are blocks of {SELECTED_BY_INDICES}")
     (_, length, _, _), size, heads = tensors[0][0], selection.block_size, tensors[1][0][2]
-    blocks = -(-length // size)
-    shape = tuple(indices.shape)
+    blocks, shape = -(-length // size), tuple(indices.shape)
     if indices.is_floating_point() or shape[:-1] not in {(blocks,), (1, blocks), (heads, blocks)}:
         raise ValueError(
             f"indices {indices.dtype} {shape} must be integers [{blocks}, k] or [{heads}, {blocks}, k]: k key blocks "

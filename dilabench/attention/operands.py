@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cache
 from operator import le
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dilabench.patterns.pattern import Pattern
 from dilabench.validation import validated
@@ -19,6 +20,32 @@ Kind = tuple[torch.Size, torch.dtype, torch.device]
 """Shape, dtype and device of a tensor."""
 # With this few tokens of this many heads, the axes are likely swapped.
 FEW_TOKENS, MANY_HEADS = 64, 256
+
+
+_MadeT = TypeVar("_MadeT")
+
+
+class OfTensors(Generic[_MadeT]):
+    """Results that depend on the contents of a tensor, for as long as it exists and is not written to.
+
+    They must not hold the tensor itself. Tensors of `torch.inference_mode`, which count no writes, have none.
+    """
+
+    def __init__(self) -> None:
+        self._kept = WeakTensorKeyDictionary()
+
+    def get(self, x: Tensor, key: Hashable, make: Callable[[], _MadeT]) -> _MadeT:
+        """The result of `make` for this tensor and key."""
+        if x.is_inference():
+            return make()
+        version, made = self._kept.get(x, (None, {}))
+        if version != x._version:
+            made = {}
+            self._kept[x] = x._version, made
+        if key not in made:
+            made[key] = make()
+        found: _MadeT = made[key]
+        return found
 
 
 class Options(Protocol):
@@ -202,15 +229,38 @@ def refuse_types(options: Mapping[str, Any]) -> None:
 
 
 def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
-    """The bounds as numbers, at least one: an empty tuple means a batch."""
+    """The bounds as numbers, at least one: an empty tuple means a batch. A tensor is read from its device once."""
     if not isinstance(cu_seqlens, Tensor):
         cu_seqlens = integers("cu_seqlens", cu_seqlens)
     elif cu_seqlens.is_meta:
         raise ValueError("cu_seqlens is on meta, and bounds are read; give a list")
-    bounds = tuple(cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)
+    bounds = _numbers(cu_seqlens) if isinstance(cu_seqlens, Tensor) else tuple(cu_seqlens)
     if not bounds or (isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim != 1):
         raise ValueError(f"cu_seqlens {cu_seqlens} must be one row of bounds that rise from 0 to {tokens}")
     return bounds
+
+
+def may_stay(bounds: Tensor) -> bool:
+    """Whether to read bounds is to wait for a GPU."""
+    return type(bounds) is Tensor and bounds.is_cuda
+
+
+def rounded_up(max_seqlen: int) -> int:
+    """The next power of two, from 1024 on, so that few graphs of compilers and few plans serve all lengths."""
+    if isinstance(max_seqlen, Tensor):
+        raise ValueError(f"max_seqlen is a tensor, {max_seqlen!r:.80}; give a number, such as that of all tokens")
+    longest = 1024
+    # A compiler guards comparisons, but would compile for each number of bits.
+    while longest < max_seqlen:
+        longest *= 2
+    return longest
+
+
+_read_bounds = OfTensors[tuple[int, ...]]()
+
+
+def _numbers(bounds: Tensor) -> tuple[int, ...]:
+    return _read_bounds.get(bounds, (), lambda: tuple(bounds.tolist()))
 
 
 def check_is_tensor(sink: object) -> None:

@@ -25,14 +25,21 @@ from dilabench.impls.one_operator import (
     empty_results,
     is_plain_eager_call,
 )
-from dilabench.impls.operator_rules import differentiable_operator, first_derivatives, operator, refuse_forward_mode
+from dilabench.impls.operator_rules import (
+    LIBRARY,
+    differentiable_operator,
+    first_derivatives,
+    one_after_another,
+    operator,
+    refuse_forward_mode,
+)
 from dilabench.impls.selected.compressed import CompressedAttention
 from dilabench.impls.selected.selected_blocks import computation_for
 from dilabench.impls.selected.selecting import Choosing, Compression, select_by_compression
 from dilabench.impls.selected.selection import Selection
 from dilabench.kernels.lse import add_null_mass_
-from dilabench.patterns.selected_blocks import MAX_BLOCK
-from dilabench.workload.spec import Window
+from dilabench.patterns.selected_blocks import check_block
+from dilabench.workload.spec import Window, check_window
 
 
 class _Options(NamedTuple):
@@ -86,11 +93,14 @@ def selected_attention(
     # A compiled graph takes a tensor of bounds unread, and so serves every packing.
     of_graph = cu_seqlens if isinstance(cu_seqlens, Tensor) and torch.compiler.is_compiling() else None
     bounds = () if cu_seqlens is None or of_graph is not None else operands.bounds(cu_seqlens, query.shape[1])
-    _check_options(block_size, causal, sides, query.shape[1], bounds)
+    check_block(block_size)
+    check_window(sides, causal)
+    if bounds:
+        operands.without_empty(bounds, query.shape[1])
     factor = float(query.shape[-1] ** -0.5 if scale is None else scale)
     options = _Options(block_size, causal, sides, factor, bounds)
     out, lse = _attend(query, key, value, by_item, sink, of_graph, options)
-    return (out[0], lse.detach()[0]) if packed else (out, lse.detach())
+    return (out.squeeze(0), lse.detach().squeeze(0)) if packed else (out, lse.detach())
 
 
 def compressed_attention(
@@ -147,19 +157,6 @@ def _checked(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
     if indices.device != query.device:
         raise ValueError(f"indices are on {indices.device} and query on {query.device}; move one of them")
     return by_item
-
-
-def _check_options(
-    block_size: int, causal: bool, window: tuple[int, ...], tokens: int, bounds: tuple[int, ...]
-) -> None:
-    if block_size != 1 and (block_size % 16 or not 0 < block_size <= MAX_BLOCK):
-        raise ValueError(f"block_size {block_size} is neither 1 nor a multiple of 16 up to {MAX_BLOCK}")
-    if len(window) != 2 or min(window) < -1:
-        raise ValueError(f"window {list(window)} must be (left, right) with -1 for unbounded or at least 0")
-    if causal and window[1] > 0:
-        raise ValueError(f"window {list(window)} looks {window[1]} positions ahead, which causal=True forbids")
-    if bounds:
-        operands.without_empty(bounds, tokens)
 
 
 def _computation(query: Tensor, key: Tensor, indices: Tensor | None, options: _Options) -> Computation:
@@ -238,8 +235,15 @@ def _backward_op(
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
+# A larger batch could share a call, but for indices that its items share, and for packed sequences.
+torch.library.register_vmap("dilabench::selected_forward", one_after_another(_forward_op), lib=LIBRARY)
+torch.library.register_vmap("dilabench::selected_backward", one_after_another(_backward_op), lib=LIBRARY)
+
+
 class _Differentiable(torch.autograd.Function):
     """The operator with its derivative."""
+
+    generate_vmap_rule = True
 
     @staticmethod
     def forward(
@@ -309,3 +313,6 @@ def selected_by_compression(
     block, top_k, initial, local = choosing
     of_blocks = Choosing(block, top_k, causal=True, initial=initial, local=local)
     return select_by_compression(query.detach(), keys.detach(), Compression(*compression), scale, of_blocks)
+
+
+torch.library.register_vmap("dilabench::select_by_compression", one_after_another(selected_by_compression), lib=LIBRARY)

@@ -209,9 +209,8 @@ class Implementation:
     implementation with the highest. Over ranks, if that one has a `sharding`, `auto` takes the one that its sharding
     predicts to be fastest (`dilabench.choice.over_ranks`). 0 is never taken. Suites over ranks list higher ones first.
     `uses_backend`: it calls a dense kernel given by the context, so suites measure one row per backend; `backends`:
-    the only ones that it can call, if not any; `one_launch`: packed sequences are one launch over a backend with a
-    packed kernel and many calls over any other, so that `-b auto` prefers these kernels; `calls_window`: it calls them
-    under a window, for any window of the workload.
+    the only ones that it can call, if not any; `calls_window`: it calls them under a window, for any window of the
+    workload.
     `takes` says what a call receives: 'heads' is q, k, v of [B, N, H, D]; 'embeddings' is [B, N, E], a module
     with projections around the attention. Rows with different inputs are never ranked together.
     `compiles`: the first call at each shape takes tens of seconds. Its cases are built last in their group, and a suite
@@ -238,7 +237,6 @@ class Implementation:
     aliases: tuple[Name, ...] = ()
     uses_backend: bool = False
     backends: tuple[str, ...] = ()
-    one_launch: bool = False
     calls_window: bool = False
     takes: Takes = "heads"
     deterministic: bool = False

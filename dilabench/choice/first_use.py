@@ -176,16 +176,26 @@ def ways_to_measure(ways: Ways, machine: Machine, workload: Workload) -> list[Wa
 
 def _served(ways: Ways, machine: Machine, workload: Workload, names: Iterable[str]) -> Iterator[Way]:
     """Yield the named implementations over each backend that supports the workload."""
+    # Loaded here, for most calls choose nothing.
+    from dilabench.impls.packed import tiles_serve
+
     for name in names:
-        over = ways.preferred_backends(machine) if ways.implementations.get(name).uses_backend else (None,)
+        over: tuple[str | None, ...] = (None,)
+        in_tiles = False
+        if ways.implementations.get(name).uses_backend:
+            over = ways.preferred_backends(machine)
+            # Dilabench's tiles compute packed sequences alike over each backend without a kernel for them.
+            in_tiles = workload.layout == "packed" and tiles_serve(workload, torch.device(machine.device))
         for backend in over:
             way = Way(name, backend, workload)
             if ways.reasons_against(way, machine) or ways.reasons_untried(way, machine):
                 continue
             # One call after another of each length that packed sequences have would only prepare itself for seconds.
-            if workload.layout == "packed" and backend and not ways.backends.get(backend).packed_target:
+            has_none = workload.layout == "packed" and backend and not ways.backends.get(backend).packed_target
+            if has_none and not in_tiles:
                 continue
             if backend is None or not ways.reasons_against_backend(way, machine):
+                in_tiles = in_tiles and not has_none
                 yield way
 
 

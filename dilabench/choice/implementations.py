@@ -133,9 +133,7 @@ FLEX_ON_CUDA = Capabilities(
 )
 
 
-SELECTED_ON_CUDA = Capabilities(
-    patterns=PER_TOKEN, dtypes=HALF | {"float32"}, layouts=BOTH_LAYOUTS, window=False, max_head_dim=256
-)
+SELECTED_ON_CUDA = Capabilities(patterns=PER_TOKEN, dtypes=HALF | {"float32"}, layouts=BOTH_LAYOUTS, max_head_dim=256)
 
 
 def no_block_tiles(workload: Workload) -> str | None:

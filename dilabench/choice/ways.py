@@ -224,17 +224,12 @@ class Ways:
     def choose_backend(self, way: Candidate, machine: Machine) -> tuple[str | None, str]:
         """Resolve backend `auto` for a way here: the one of highest priority that supports it and is tried for it.
 
-        If none is tried for it, the first that supports it. Kernels for packed sequences, which are for CUDA, come
-        first for an implementation that calls one in a single launch (`Implementation.one_launch`). The second value
-        gives the reasons against the preceding ones.
+        If none is tried for it, the first that supports it. The second value gives the reasons against the preceding
+        ones.
         """
         against: list[str] = []
         able: str | None = None
-        names = self.preferred_backends(machine)
-        if way.implementation in self.implementations and way.workload.layout == "packed" and machine.device == "cuda":
-            packs = self.implementations.get(way.implementation).one_launch
-            names = tuple(sorted(names, key=lambda name: packs and self.backends.get(name).packed_target is None))
-        for name in names:
+        for name in self.preferred_backends(machine):
             reasons = self.reasons_against_backend(way, machine, name)
             if not reasons:
                 able = able or name

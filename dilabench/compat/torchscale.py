@@ -241,15 +241,15 @@ def patch(model: nn.Module, merge_grad: MergeGrad = "detached") -> list[str]:
 
 
 @contextmanager
-def packed(model: nn.Module, cu_seqlens: Sequence[int]) -> Iterator[None]:
+def packed(model: nn.Module, cu_seqlens: Sequence[int] | Tensor) -> Iterator[None]:
     """Within this context the dilated attentions of a patched model take [1, T, E] for packed sequences, from
     ``cu_seqlens[i]`` to ``cu_seqlens[i + 1]``: segments, zero keys and positions restart in each.
 
     The model must not mix tokens elsewhere: class tokens and positions of whole sequences are up to the caller. Raises
     ValueError if no module is replaced, and for bounds that do not ascend from 0.
     """
-    bounds = operands.integers("cu_seqlens", cu_seqlens)
-    operands.without_empty(bounds, bounds[-1] if bounds else 0)
+    bounds = operands.bounds(cu_seqlens, 0)
+    operands.without_empty(bounds, bounds[-1])
     modules = [module for module in model.modules() if isinstance(module, DilatedAttention)]
     if not modules:
         raise ValueError(f"{type(model).__name__} has no dilated attention of dilabench; call patch(model) first")

@@ -321,7 +321,7 @@ class World:
     def confirm_counts(self) -> None:
         """Compare the devices' counters with the queued messages; call it after a `barrier`.
 
-        Raises RuntimeError if a message was not delivered exactly once (by a replayed CUDA graph, for example).
+        Raises RuntimeError if a message was not delivered exactly once.
         """
         if self.copies is not None:
             self.copies.confirm_counts()

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.null_mass import ZeroKeysOfDocuments, log_zero_keys
+from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import differentiable, is_plain_eager_call, new_number, register
 from dilabench.kernels.fused.backward import fused_backward
 from dilabench.kernels.fused.forward import fused_forward, fused_forward_partials
 from dilabench.kernels.fused.packing import Packing
 from dilabench.kernels.fused.partials import Partials
 from dilabench.kernels.fused.residue_plan import ResiduePlan, document_plan, residue_plan
+from dilabench.kernels.fused.zero_keys import ZeroKeysOfDocuments
 from dilabench.kernels.launch_cache import Beside, Launch, LaunchCache
 from dilabench.kernels.streams import record
 from dilabench.kernels.tuning import Direction, TileConfig, read_tiles
@@ -79,15 +80,15 @@ class Packings:
         self._scale, self._tiles = workload.softmax_scale, read_tiles(context.tiles)
         self._zero_keys: ZeroKeysOfDocuments | None = None
         if self._pattern.has_zero_keys and not workload.causal:
-            heads = workload.num_heads, workload.num_kv_heads
-            self._zero_keys = ZeroKeysOfDocuments(self._pattern, *heads, context.device)
+            residues = self._pattern.residues(workload.num_heads, workload.num_kv_heads)
+            self._zero_keys = ZeroKeysOfDocuments(self._pattern.branches, residues, context.device)
         self._kept: dict[Hashable, tuple[Tensor, ...]] = {}
 
-    def of(self, bounds: tuple[int, ...]) -> Fused | FusedDetached:
-        """The computation for documents from ``bounds[i]`` to ``bounds[i + 1]``, none of them empty."""
+    def of(self, bounds: tuple[int, ...] | Tensor, tokens: int = 0, longest: int = 0) -> Fused | FusedDetached:
+        """The computation for documents from ``bounds[i]`` to ``bounds[i + 1]``, as `Packing` takes them."""
         branches = self._pattern.segment_lengths, self._pattern.dilation_rates
-        plan = document_plan(*branches, bounds, *self._about, separate=self._detached, **self._options)
-        packing = Packing(bounds)
+        packing = Packing(bounds, tokens, longest)
+        plan = document_plan(*branches, packing, *self._about, separate=self._detached, **self._options)
         if self._detached:
             return FusedDetached(plan, self._scale, (), self._tiles, packing, self)
         return Fused(plan, self._scale, None, self._tiles, packing, self)
@@ -99,11 +100,13 @@ class Packings:
         """
         if self._zero_keys is None:
             return ()
+        if packing.is_read_by_graph(x):
+            return self._zero_keys(packing.bounds(x), packing.tokens, self._detached)
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
-        key = packing.bounds, stream, type(x)
+        key = packing, stream, type(x)
         found = self._kept.pop(key, None)
         if found is None:
-            found = self._zero_keys(packing.bounds, self._detached)
+            found = self._zero_keys(packing.bounds(x), packing.tokens, self._detached)
         self._kept[key] = found
         while len(self._kept) > _PACKINGS_WITH_ZERO_KEYS:
             del self._kept[next(iter(self._kept))]
@@ -139,7 +142,7 @@ class Fused:
         if self.packing is None:
             return differentiable(self, self.number, q, k, v)
         out, lse = differentiable(self, self.number, q[None], k[None], v[None])
-        return out[0], lse[0]
+        return out.squeeze(0), lse.squeeze(0)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None) -> tuple[Tensor, Tensor]:
         """out and lse, outside autograd; `beside`: launches to compile with it."""
@@ -205,7 +208,7 @@ class FusedDetached:
         if self.packing is None:
             return differentiable(self, self.number, q, k, v, keeps_more=True)
         out, lse = differentiable(self, self.number, q[None], k[None], v[None], keeps_more=True)
-        return out[0], lse[0]
+        return out.squeeze(0), lse.squeeze(0)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None

@@ -6,12 +6,9 @@ With a mass n in addition to its keys, a row's lse becomes log(exp(lse) + n) and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import Workload
 
 
@@ -43,60 +40,6 @@ def log_zero_keys(
     for head, start, keys in zero_keys:
         counts[keys.part if apart else 0, head, _places(keys.rows, start, rows)] += keys.count
     return counts.log_().to(device)
-
-
-class ZeroKeysOfDocuments:
-    """As `log_zero_keys` for packings of sequences without a causal mask, made on the device without waiting for it.
-
-    A row of a segment sees the same number of zero keys in every head that has it: only the set of heads differs.
-    """
-
-    def __init__(self, pattern: DilatedPattern, num_heads: int, num_kv_heads: int, device: torch.device) -> None:
-        of_head = pattern.branch_of_head(num_heads)
-        offsets = [
-            [
-                pattern.head_offset(head, r, num_heads, num_kv_heads) if of_head in (None, branch) else -1
-                for head, of_head in enumerate(of_head or [None] * num_heads)
-            ]
-            for branch, (_, r) in enumerate(pattern.branches)
-        ]
-        # [branches, H, 1], and [branches, 1] of each of the others.
-        self._offsets = torch.tensor(offsets, dtype=torch.int32).to(device)[..., None]
-        self._segments, self._rates = torch.tensor(pattern.branches, dtype=torch.int32).to(device).T[..., None]
-        self._divided = self._segments % self._rates == 0
-
-    def __call__(self, bounds: Sequence[int], apart: bool) -> tuple[Tensor, ...]:
-        """[1, H, T] of sequences from ``bounds[i]`` to ``bounds[i + 1]``, or with `apart` [H, T] of each branch;
-        float32, also where no row sees a zero key.
-        """
-        edges = self._on_device(torch.tensor(bounds, dtype=torch.int32))
-        row = torch.arange(bounds[-1], dtype=torch.int32, device=edges.device)
-        sequence = torch.bucketize(row, edges[1:], right=True)
-        start, stop = edges[sequence], edges[1:][sequence]
-        segment = torch.minimum(self._segments, stop - start)
-        inside = (row - start) % segment
-        left = stop - (row - inside)
-        kept = torch.minimum(segment, left)
-        residue = inside % self._rates
-        behind = self._rates - 1
-        # The rows of a padded segment on a residue, minus the existing ones; if the rate divides the segment, only the
-        # last one of a sequence can lack rows.
-        lacking = (segment + behind) // self._rates - (kept - residue + behind) // self._rates
-        lacking.masked_fill_(self._divided & (kept < left), 0)
-        of_branches = [*zip(residue, lacking.float(), self._offsets, strict=True)]
-        if apart:
-            # Kernels are compiled for addresses that are multiples of 16 bytes, as separate allocations have.
-            return tuple(torch.where(own == offsets, keys.log(), -torch.inf) for own, keys, offsets in of_branches)
-        counts = torch.zeros((1, self._offsets.shape[1], bounds[-1]), device=edges.device)
-        for own, keys, offsets in of_branches:
-            counts += torch.where(own == offsets, keys, 0.0)
-        return (counts.log_(),)
-
-    def _on_device(self, x: Tensor) -> Tensor:
-        # A graph that is captured would read again what another packing is written over.
-        if self._offsets.is_cuda and not torch.cuda.is_current_stream_capturing():
-            return x.pin_memory().to(self._offsets.device, non_blocking=True)
-        return x.to(self._offsets.device)
 
 
 def _places(seeing: range, start: int, rows: Tensor | None) -> slice | Tensor:

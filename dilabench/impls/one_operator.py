@@ -55,7 +55,7 @@ class Computation(Protocol):
 class Options(NamedTuple):
     """The key of a computation, with the shapes of its tensors.
 
-    As of `attention.dilated_attention`. `algorithm`: over ranks, by name; '' on one device.
+    As of `attention.dilated_attention`, 0 for no `max_seqlen`. `algorithm`: over ranks, by name; '' on one device.
     """
 
     segment_lengths: tuple[int, ...] = ()
@@ -71,6 +71,7 @@ class Options(NamedTuple):
     cu_seqlens: tuple[int, ...] = ()
     wants_gradient: bool = False
     algorithm: str = ""
+    max_seqlen: int = 0
     backend: str = ""
 
 
@@ -114,7 +115,9 @@ def register(number: int, computation: Computation | FoundByOptions) -> None:
     _registered[int(number)] = computation
 
 
-def _computation(number: int, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Computation:
+def _computation(
+    number: int, query: Tensor, key: Tensor, value: Tensor, options: Options, bounds: Tensor | None = None
+) -> Computation:
     registered: Any = _registered.get(number)
     if registered is None:
         raise RuntimeError(
@@ -122,7 +125,8 @@ def _computation(number: int, query: Tensor, key: Tensor, value: Tensor, options
             "done, and for as long as you call what was compiled from them"
         )
     find = getattr(registered, "_computation_for", None)
-    found: Computation = find(query, key, value, options) if find else registered
+    arguments = (query, key, value, options) if bounds is None else (query, key, value, options, bounds)
+    found: Computation = find(*arguments) if find else registered
     return found
 
 
@@ -232,7 +236,7 @@ def as_one_operator(
     """out [B, N, H, D] and lse [B, H, N], which carries no gradient, by what is registered under this number.
 
     Differentiable, also by torch.func. options: the fields of `Options`. sink: [H], the logits of a key of value 0.
-    bounds: [S + 1], `Options.cu_seqlens` as a tensor, so that one graph serves all packings; it is read when it runs.
+    bounds: [S + 1], `Options.cu_seqlens` as a tensor for `_computation_for`, so that one graph serves all packings.
     """
     if not torch.compiler.is_compiling() and FLOP_COUNTER in sys.modules:
         let_flops_be_counted(_pairs)
@@ -272,8 +276,8 @@ def _forward_op(
     query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bounds: Tensor | None, number: int, asked: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, and the bytes of what ranks want kept for the backward pass."""
-    options = _with_bounds(_read(asked), bounds)
-    computation = _computation(number, query, key, value, options)
+    options = _read(asked)
+    computation = _computation(number, query, key, value, options, bounds)
     forward = getattr(computation, "forward_before_backward", None) if options.wants_gradient else None
     out, lse, *more = (forward or computation.forward)(query, key, value)
     if sink is not None:
@@ -304,15 +308,11 @@ def _backward_op(
     asked: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from the results of the forward operator."""
-    options = _with_bounds(_read(asked), bounds)
-    computation: Any = _computation(number, query, key, value, options)
+    options = _read(asked)
+    computation: Any = _computation(number, query, key, value, options, bounds)
     more = [_from_bytes(computation, kept)] if options.algorithm else []
     dq, dk, dv = computation.backward(dout, query, key, value, out, lse, *more)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
-
-
-def _with_bounds(options: Options, bounds: Tensor | None) -> Options:
-    return options if bounds is None else options._replace(cu_seqlens=tuple(bounds.tolist()))
 
 
 def _is_alone(number: int, asked: str) -> bool:
@@ -414,12 +414,13 @@ def _attention_op(
     cu_seqlens: Sequence[int],
     wants_gradient: bool,
     algorithm: str,
+    max_seqlen: int,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if cu_seqlens and torch._C._len_torch_dispatch_stack() > 0:
         _warn_of_packings(tuple(map(int, cu_seqlens)))
     # A trace must see all results whose size it does not know.
-    rules = heads, offset, offset_by, padding, merge_grad, cu_seqlens, wants_gradient, algorithm, backend
+    rules = heads, offset, offset_by, padding, merge_grad, cu_seqlens, wants_gradient, algorithm, max_seqlen, backend
     asked = _written((segment_lengths, dilation_rates, causal, window, scale, *rules))
     out, lse, kept = _Differentiable.apply(query, key, value, sink, bounds, number, asked)
     return out, lse, kept

@@ -151,7 +151,21 @@ def refuse_forward_mode(*tensors: Tensor) -> None:
         )
 
 
-Rule = Callable[..., tuple[tuple[Tensor, ...], tuple[int, ...]]]
+Rule = Callable[..., tuple[Any, Any]]
+
+
+def one_after_another(op: Callable[..., Any]) -> Rule:
+    """The rule by which `torch.func.vmap` calls an operator once for each sample."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *given: Any) -> tuple[Any, Any]:
+        arguments = [*zip(given, in_dims, strict=True)]
+        samples = [op(*(_sample(x, dim, at) for x, dim in arguments)) for at in range(info.batch_size)]
+        if isinstance(samples[0], Tensor):
+            return torch.stack(samples), 0
+        results = tuple(map(torch.stack, zip(*samples, strict=True)))
+        return results, (0,) * len(results)
+
+    return rule
 
 
 def mapped(op: Callable[..., tuple[Tensor, ...]], batched: Sequence[int], is_alone: Callable[[int, str], bool]) -> Rule:
@@ -161,7 +175,9 @@ def mapped(op: Callable[..., tuple[Tensor, ...]], batched: Sequence[int], is_alo
     between them, and the last two, number and options, allow it. Otherwise they are computed one after another.
     """
 
-    def rule(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    alone = one_after_another(op)
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *given: Any) -> tuple[Any, Any]:
         *tensors, number, asked = given
         size = info.batch_size
         of_tensors = [*zip(tensors, in_dims[: len(tensors)], strict=True)]
@@ -175,10 +191,8 @@ def mapped(op: Callable[..., tuple[Tensor, ...]], batched: Sequence[int], is_alo
                 x.unflatten(0, (size, x.shape[0] // size)) if x.ndim > 1 else x.expand(size, 0)
                 for x in op(*joined, number, asked)
             )
-        else:
-            samples = [op(*(_sample(x, dim, at) for x, dim in of_tensors), number, asked) for at in range(size)]
-            results = tuple(map(torch.stack, zip(*samples, strict=True)))
-        return results, (0,) * len(results)
+            return results, (0,) * len(results)
+        return alone(info, in_dims, *given)
 
     return rule
 
@@ -189,7 +203,8 @@ def _joined(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def _sample(x: Any, dim: int | None, at: int) -> Any:
-    return x if dim is None else x.select(dim, at)
+    # Of an argument that is a list there is one for each number.
+    return x.select(dim, at) if isinstance(dim, int) else x
 
 
 @cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,6 +29,7 @@ from dilabench.workload.spec import Workload
 
 if TYPE_CHECKING:
     # Triton is not installed everywhere.
+    from dilabench.impls import fused
     from dilabench.impls.fused import Fused, FusedDetached
 
 # For dilabench's tiles.
@@ -53,7 +54,7 @@ class OverTokens(ABC):
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out, and lse [H, T] (natural log), which carries no gradient."""
         out, lse = differentiable(self, self.number, q[None], k[None], v[None])
-        return out[0], lse[0]
+        return out.squeeze(0), lse.squeeze(0)
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,11 +133,12 @@ def build_packed(
 @dataclass(frozen=True, slots=True)
 class OneLaunch(OverTokens):
     """All sequences in one launch by a backend's kernel for packed ones. arguments: sequences, mask and scale, as it
-    takes them.
+    takes them. packings: of other bounds, unless segments cut the sequences.
     """
 
     kernel: PackedKernel
     arguments: Mapping[str, Any] = field(compare=False)
+    packings: WholeSequences | None = field(default=None, repr=False, compare=False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         record(self.arguments.values())
@@ -157,15 +159,32 @@ def in_one_launch(workload: Workload, context: BuildContext) -> OneLaunch | None
     kernel = context.require_backend().packed
     if kernel is None or context.device.type not in kernel.devices:
         return None
-    bounds = _whole_stretches(workload, context)
-    return None if bounds is None else OneLaunch(kernel, varlen_arguments(workload, 1, bounds, context.device))
+    bounds = _whole_stretches(workload, context.device)
+    if bounds is None:
+        return None
+    packings = WholeSequences(kernel, workload, context.device) if tuple(bounds) == workload.cu_seqlens else None
+    return OneLaunch(kernel, varlen_arguments(workload, 1, bounds, context.device), packings)
 
 
-def _whole_stretches(workload: Workload, context: BuildContext) -> list[int] | None:
+class WholeSequences:
+    """`OneLaunch` for any bounds; the workload's do not matter."""
+
+    def __init__(self, kernel: PackedKernel, workload: Workload, device: torch.device) -> None:
+        self._kernel, self._workload, self._device = kernel, workload, device
+        self._alike = varlen_arguments(workload, 1, [0], device)
+
+    def of(self, bounds: tuple[int, ...] | Tensor, tokens: int = 0, longest: int = 0) -> OneLaunch:  # noqa: ARG002
+        """As `contracts.Packings`."""
+        if isinstance(bounds, Tensor):
+            return OneLaunch(self._kernel, {**self._alike, "cu_seqlens": bounds, "longest": longest}, self)
+        return OneLaunch(self._kernel, varlen_arguments(self._workload, 1, list(bounds), self._device), self)
+
+
+def _whole_stretches(workload: Workload, device: torch.device) -> list[int] | None:
     """The bounds of the ranges of tokens that rows see; None if rows see other sets."""
     branch, *others = branches_of(workload)
     whole = not others and branch.rate == 1 and len(branch.places) == workload.num_heads
-    if not whole or log_zero_keys(workload, context.device) is not None:
+    if not whole or log_zero_keys(workload, device) is not None:
         return None
     segments = (range(start, stop, branch.segment_length) for start, stop in workload.sequences)
     return [*chain.from_iterable(segments), workload.seq_len]
@@ -174,12 +193,13 @@ def _whole_stretches(workload: Workload, context: BuildContext) -> list[int] | N
 @dataclass(frozen=True, slots=True)
 class InTiles(OverTokens):
     """All sequences in one launch by dilabench's tiles, for head dims with this many columns `behind` that bulk copies
-    skip. `notes`: that they replace the backend.
+    skip. `notes`: that they replace the backend. packings: of other bounds.
     """
 
     tiles: Fused | FusedDetached
     behind: int
     notes: tuple[Note, ...]
+    packings: TilesOfSequences | None = field(default=None, repr=False, compare=False)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         q, k, v = map(self._wider, (q, k, v))
@@ -200,14 +220,33 @@ class InTiles(OverTokens):
         return x[..., : x.shape[-1] - self.behind].contiguous() if self.behind else x
 
 
+def tiles_serve(workload: Workload, device: torch.device) -> bool:
+    """Whether `in_tiles` computes a packed workload over a backend without a kernel for packed sequences."""
+    return _bounds_of_tiles(workload, device) is not None
+
+
+def _bounds_of_tiles(workload: Workload, device: torch.device) -> list[int] | None:
+    if not has_kernel(device, getattr(torch, workload.dtype)) or workload.head_dim > LARGEST_HEAD_DIM:
+        return None
+    return _whole_stretches(workload, device)
+
+
+class TilesOfSequences:
+    """`InTiles` for any bounds."""
+
+    def __init__(self, tiles: fused.Packings, behind: int, notes: tuple[Note, ...]) -> None:
+        self._tiles, self._behind, self._notes = tiles, behind, notes
+
+    def of(self, bounds: tuple[int, ...] | Tensor, tokens: int = 0, longest: int = 0) -> InTiles:
+        """As `contracts.Packings`."""
+        return InTiles(self._tiles.of(bounds, tokens, longest), self._behind, self._notes, self)
+
+
 def in_tiles(workload: Workload, context: BuildContext) -> InTiles | None:
     """The same by our own tiles, where the backend has no kernel for packed sequences and Triton runs."""
     backend = context.require_backend()
     dtype = getattr(torch, workload.dtype)
-    tiles_run = has_kernel(context.device, dtype) and workload.head_dim <= LARGEST_HEAD_DIM
-    if backend.packed is not None or not tiles_run:
-        return None
-    bounds = _whole_stretches(workload, context)
+    bounds = None if backend.packed is not None else _bounds_of_tiles(workload, context.device)
     if bounds is None:
         return None
     message = f"{backend.name} has no kernel for packed sequences: dilabench's tiles compute them, all in one launch"
@@ -219,7 +258,9 @@ def in_tiles(workload: Workload, context: BuildContext) -> InTiles | None:
     pattern = {"kind": "dilated", "segment_lengths": (1 << (longest - 1).bit_length(),), "dilation_rates": (1,)}
     behind = -workload.head_dim % (ROW_BYTES // dtype.itemsize)
     wider = workload.replace(pattern=pattern, head_dim=workload.head_dim + behind, scale=workload.softmax_scale)
-    return InTiles(Packings(wider, context).of(tuple(bounds)), behind, (note,))
+    packings = TilesOfSequences(Packings(wider, context), behind, (note,))
+    computation = packings.of(tuple(bounds))
+    return computation if tuple(bounds) == workload.cu_seqlens else replace(computation, packings=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,9 @@ that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,3 +28,20 @@ def wait_for(x: Tensor) -> None:
     """Return when the current stream has made x."""
     if type(x) is Tensor and x.is_cuda:
         torch.cuda.current_stream(x.device).synchronize()
+
+
+@contextmanager
+def on_a_stream_of_its_own(device: torch.device) -> Iterator[None]:
+    """Tensors made inside wait for no other kernel, and are complete for all streams at the end."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = _stream_of(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

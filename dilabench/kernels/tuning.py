@@ -357,6 +357,7 @@ _NUMBERS_AND_ROWS: Mapping[str, tuple[int, float]] = {
     "bwd_preprocess": (4096, inf),
     "gates": (4096, 16),
     "wider_rows": (4096, 64),
+    "convert": (4096, 64),
 }
 
 

@@ -189,6 +189,17 @@ class DilatedPattern(Pattern):
         size, larger = divmod(num_heads, len(self.branches))
         return tuple(index for index in range(len(self.branches)) for _ in range(size + (index < larger)))
 
+    def residues(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[int, ...], ...]:
+        """Of each branch, the residue that each head keeps; -1 of heads that have no part in it."""
+        of_heads = self.branch_of_head(num_heads) or (None,) * num_heads
+        return tuple(
+            tuple(
+                self.head_offset(head, r, num_heads, num_kv_heads) if of_head in (None, branch) else -1
+                for head, of_head in enumerate(of_heads)
+            )
+            for branch, (_, r) in enumerate(self.branches)
+        )
+
     def strided_segments(self, shape: SequenceShape, head: int) -> tuple[StridedSegments, ...]:
         """The branches of a head, with segments clamped to the sequence."""
         return tuple(

@@ -47,6 +47,14 @@ MOST_COMPARED = 64
 LABELLED_ROWS = 256
 
 
+def check_block(size: int) -> None:
+    """Raise ValueError for sizes of blocks that no kernel takes."""
+    if not 0 < size <= MAX_BLOCK:
+        raise ValueError(f"block_size {size} is not between 1 and {MAX_BLOCK}")
+    if size != 1 and size % 16:
+        raise ValueError(f"block_size {size} is neither 1 nor a multiple of 16; use {-(-size // 16) * 16}")
+
+
 class SelectedBlocksRequest(Model):
     """Request fields of a selection per token."""
 
@@ -76,10 +84,7 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
     def _possible(self) -> Self:
         if (self.selector == "given") != (self.indices_file is not None):
             raise ValueError("selector=given and an indices_file need each other; give both or neither")
-        if self.block_size != 1 and self.block_size % 16:
-            raise ValueError(
-                f"block_size {self.block_size} is neither 1 nor a multiple of 16; use {-(-self.block_size // 16) * 16}"
-            )
+        check_block(self.block_size)
         return self
 
     # Requests.

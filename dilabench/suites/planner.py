@@ -229,7 +229,7 @@ class Planner:
             return case, reasons
         chosen, against = self.catalogue.choose_backend(case, self.machine)
         reasons = reasons if chosen else (f"no backend can serve it here ({against})", *reasons)
-        return case.model_copy(update={"backend": chosen}), reasons
+        return Case(**{**dict(case), "backend": chosen}), reasons
 
 
 class Nodes(Protocol):

@@ -7,7 +7,7 @@ The function that a workload names is written down in docs/explanation/semantics
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import accumulate
 from typing import Annotated, Any, Literal, Self
 
@@ -55,6 +55,17 @@ PACKED_EIGHTHS = (0, 1, 3, 7, 8)
 DEFAULT_PATTERN = "dilated"
 
 
+def check_window(window: Sequence[int], causal: bool) -> None:
+    """Raise ValueError unless both sides are -1, for unbounded, or at least 0, and the right one fits a causal mask."""
+    if len(window) != 2 or min(window) < -1:
+        raise ValueError(f"window {list(window)} must be (left, right) with -1 for unbounded or at least 0")
+    if causal and window[1] > 0:
+        raise ValueError(
+            f"window {list(window)} looks {window[1]} positions ahead but causal=true forbids it; "
+            "use a right side of 0 or -1, or causal=false"
+        )
+
+
 class Workload(Model):
     """One attention computation: pattern, shape, dtype and timed mode. No field is `auto`."""
 
@@ -87,13 +98,7 @@ class Workload(Model):
             )
         if max(self.window) > MAX_SEQ_LEN:
             raise ValueError("window reaches over 2^40 positions, more than any sequence has; use -1 for unbounded")
-        if min(self.window) < -1:
-            raise ValueError(f"window {list(self.window)} must be (left, right) with -1 for unbounded or at least 0")
-        if self.causal and self.window[1] > 0:
-            raise ValueError(
-                f"window {list(self.window)} looks {self.window[1]} positions ahead but causal=true forbids it; "
-                "use a right side of 0 or -1, or causal=false"
-            )
+        check_window(self.window, self.causal)
         if self.layout == "packed":
             self._check_packed()
         elif self.cu_seqlens is not None:
@@ -303,6 +308,8 @@ class WorkloadRequest(Model):
             if fields := unread & pattern_type(kind).request_model().model_fields.keys() - {"kind"}:
                 read |= _read_by(kind, fields, data)
                 unread -= fields
+            if not unread:
+                break
         if unread:
             raise ValueError(unknown_key(min(unread), {*cls.model_fields, *request_fields()}))
         return {**data, **read}

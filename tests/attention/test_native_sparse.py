@@ -111,6 +111,23 @@ def test_without_learned_compression_keys_are_means() -> None:
     torch.testing.assert_close(found, native_sparse_attention(**few, **means, **OPTIONS), rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:.*batching rule for aten..unfold_backward")
+def test_vmap_gives_what_each_sample_gives() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, gates = (
+        torch.randn(3, 1, 40, heads, width, generator=generator) for heads, width in ((4, 16), (2, 16), (4, 3))
+    )
+
+    def loss(q: Tensor, k: Tensor, gates: Tensor) -> Tensor:
+        spans = {"compression_length": 8, "compression_stride": 4, "block_size": 16, "top_k": 2, "window": 9}
+        return native_sparse_attention(q, k, k, gates, **spans).sin().sum()
+
+    found = torch.vmap(torch.func.grad(loss, (0, 1, 2)))(q, k, gates)
+    wanted = zip(*(torch.func.grad(loss, (0, 1, 2))(*each) for each in zip(q, k, gates, strict=True)), strict=True)
+    for mine, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, torch.stack(other))
+
+
 def test_the_module_trains_every_parameter_and_is_one_graph() -> None:
     torch.manual_seed(0)
     module = NativeSparseAttention(48, H, K, **OPTIONS)

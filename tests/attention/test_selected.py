@@ -115,6 +115,28 @@ def test_there_may_be_no_tokens_and_no_data() -> None:
     assert attention(*(x.to("meta") for x in (q, k, v)), indices=indices.to("meta"), **options).shape == q.shape
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("own_indices", [True, False])
+def test_vmap_gives_what_each_sample_gives(own_indices: bool) -> None:
+    *tensors, indices = inputs(batch=6)
+    q, k, v = (x.detach().unflatten(0, (3, 2)) for x in tensors)
+    indices = indices.unflatten(0, (3, 2)) if own_indices else indices[0]
+
+    def of_one(q: Tensor, k: Tensor, v: Tensor, indices: Tensor) -> Tensor:
+        return attention(q, k, v, pattern=PATTERN, indices=indices, causal=True).sin()
+
+    gradient = torch.func.grad(lambda *given: of_one(*given).sum(), (0, 1, 2))
+    each = [(*x, indices[at] if own_indices else indices) for at, x in enumerate(zip(q, k, v, strict=True))]
+    where = (0, 0, 0, 0 if own_indices else None)
+    assert torch.equal(torch.vmap(of_one, where)(q, k, v, indices), torch.stack([of_one(*x) for x in each]))
+    for found, wanted in zip(
+        torch.vmap(gradient, where)(q, k, v, indices),
+        zip(*map(gradient, *zip(*each, strict=True)), strict=True),
+        strict=True,
+    ):
+        assert torch.equal(found, torch.stack(wanted))
+
+
 def test_functional_gradients_and_window() -> None:
     q, k, v, indices = inputs()
     options = {"pattern": PATTERN, "indices": indices, "causal": True, "window": (20, 0)}

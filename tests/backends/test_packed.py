@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -291,6 +292,20 @@ def test_a_mask_over_more_keys_is_refused_where_ends_are_not_aligned(monkeypatch
     for mask in ({"causal": True}, {"window": (5, 0)}):
         with pytest.raises(ValueError, match="does not align the last query with the last key"):
             agrees_with_math(kernel, "cpu", torch.float64, "more keys", **mask)
+
+
+def test_flash4_gets_head_dims_that_it_computes_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_flash4(monkeypatch)
+    module, seen = sys.modules["flash_attn.cute.interface"], set()
+
+    def noted(call: Callable[..., Any], *tensors: Tensor, **options: Any) -> Any:
+        seen.update(x.shape[-1] for x in tensors if x.ndim == 3)
+        return call(*tensors, **options)
+
+    for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
+        monkeypatch.setattr(module, name, partial(noted, getattr(module, name)))
+    agrees_with_math(flash4.packed, "cpu", torch.float64)
+    assert seen == {64}
 
 
 def test_keys_are_named_whole() -> None:

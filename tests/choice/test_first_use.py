@@ -16,6 +16,7 @@ from dilabench.choice.measured import TunedCell, TuneFile, configuration, read_t
 from dilabench.choice.ways import Way, own_ways
 from dilabench.contracts import BuildContext, WithNotes
 from dilabench.errors import EnvironmentNotReady
+from dilabench.impls import packed as packed_impl
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.workload.spec import Workload, WorkloadRequest
@@ -205,6 +206,20 @@ def test_ways_of_packings_take_them_in_one_launch(monkeypatch: pytest.MonkeyPatc
         found = first_use.ways_to_measure(own_ways(), machine_of("cpu"), asked)
         assert {way.backend for way in found if way.implementation == "strided"} == backends
         assert "fused" in {way.implementation for way in found}
+
+
+def test_one_backend_without_a_kernel_for_packings_stands_for_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(own_ways()), "reasons_against", lambda *_: ())
+    monkeypatch.setattr(type(own_ways()), "reasons_against_backend", lambda *_: ())
+    monkeypatch.setattr(type(own_ways()), "reasons_untried", lambda *_: ())
+    monkeypatch.setattr(type(own_ways()), "preferred_backends", lambda *_: ("sdpa-cudnn", "flash2", "math"))
+    monkeypatch.setattr(packed_impl, "has_kernel", lambda *_: True)
+    dense, branches = {"pattern": "dense"}, {"segment_lengths": (32, 64), "dilation_rates": (1, 2)}
+    for fields, backends in ((dense, ["sdpa-cudnn", "flash2"]), (branches, ["flash2"])):
+        asked = workload(layout="packed", cu_seqlens=(0, 100, 256), **fields)
+        found = first_use.ways_to_measure(own_ways(), machine_of("cpu"), asked)
+        own = {way.implementation for way in found if way.backend} & {"dense", "strided"}
+        assert [way.backend for way in found if way.implementation in own] == backends
 
 
 @pytest.mark.parametrize(

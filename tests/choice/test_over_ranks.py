@@ -115,13 +115,13 @@ def test_a_sharding_that_was_written_before_the_question_does_not_add_up() -> No
 
 @pytest.mark.parametrize(
     ("installed", "chosen"),
-    [((), "sdpa-flash"), (("flash-attn",), "flash2"), (("flash-attn", "flash-attn-4"), "flash4")],
+    [((), "sdpa-cudnn"), (("flash-attn",), "sdpa-cudnn"), (("flash-attn", "flash-attn-4"), "flash4")],
 )
 @pytest.mark.parametrize("implementation", ["balanced-allgather", "zigzag-allgather", "ulysses"])
-def test_packed_sequences_over_ranks_take_the_best_installed_packed_kernel(
+def test_packed_sequences_over_ranks_take_the_backend_of_one_device(
     implementation: str, installed: tuple[str, ...], chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without one, cuDNN would be called document by document; padded sequences still take it."""
+    """Rows on the same rows go by dilabench's tiles where cuDNN has no kernel for packed sequences."""
     kernels = {"flash-attn>=2.7", "flash-attn-4", "flash_attn_interface"}
 
     def unmet(requires: tuple[str, ...], *_: object) -> tuple[str, ...]:
@@ -130,15 +130,9 @@ def test_packed_sequences_over_ranks_take_the_best_installed_packed_kernel(
 
     monkeypatch.setattr("dilabench.choice.ways.unmet", unmet)
     machine = h200s(4)
-    packed = Way(implementation, None, preset("packed_documents_128k"), 4)
-    assert own_ways(over_ranks=True).choose_backend(packed, machine)[0] == chosen
-    padded = Way(implementation, None, preset("large"), 4)
-    assert own_ways(over_ranks=True).choose_backend(padded, machine)[0] == (
-        "flash4" if "flash-attn-4" in installed else "sdpa-cudnn"
-    )
-    # On one device dilabench's tiles take cuDNN's place: on an H200 163 ms, where FlashAttention 2 takes 207.
-    alone = Way("dense", None, preset("packed_documents_128k"))
-    assert own_ways().choose_backend(alone, machine)[0] == ("flash4" if "flash-attn-4" in installed else "sdpa-cudnn")
+    for workload in map(preset, ("packed_documents_128k", "large")):
+        assert own_ways(over_ranks=True).choose_backend(Way(implementation, None, workload, 4), machine)[0] == chosen
+        assert own_ways().choose_backend(Way("dense", None, workload), machine)[0] == chosen
     on_cpu = Way(implementation, None, preset("packed_documents_128k"), 2)
     assert own_ways(over_ranks=True).choose_backend(on_cpu, Machine(device="cpu"))[0] == "flash-cpu"
 

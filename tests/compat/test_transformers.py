@@ -130,7 +130,8 @@ def test_packed_documents_have_sdpas_logits_and_gradients(
 ) -> None:
     batch = _documents(1, 7, 12, 3, 19, bounds=bounds)
     _assert_same_step(*_pair(_config(model)), use_cache=False, **batch)
-    assert [call["cu_seqlens"] for call in calls] == [(0, 1, 8, 20, 23, 42)] * 2
+    assert [tuple(torch.as_tensor(call["cu_seqlens"]).tolist()) for call in calls] == [(0, 1, 8, 20, 23, 42)] * 2
+    assert [call["max_seqlen"] for call in calls] == [19 if bounds else None] * 2
 
 
 def test_bounds_hold_where_a_cache_hides_restarting_positions() -> None:

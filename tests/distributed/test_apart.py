@@ -38,6 +38,15 @@ def test_local_branches_are_fused_beside_the_exchange_of_the_others(launch):
         assert sum(received) > 0, case
 
 
+@pytest.mark.slow
+def test_packed_documents_of_a_rank_are_one_launch_of_tiles(launch):
+    import apart_cases
+
+    for found in launch(apart_cases.packed_in_tiles, 2):
+        assert max(error for error, _ in found.values()) < 1e-5, found
+        assert [notes for _, notes in found.values()] == [["own_tiles"]] * 2
+
+
 # 41 tokens: every row is compared; 10000: a sample. The longest segment crosses ranks, so that keys come from several.
 @pytest.mark.parametrize(
     ("length", "segments", "rates"),

@@ -1,7 +1,11 @@
 """Messages by the copy engines of real GPUs; their protocol is held to threads in test_ring_buffers."""
 
+import itertools
 import threading
+import time
+from concurrent.futures import BrokenExecutor
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from dilabench.distributed.transport.copies import Copies
 def watched(monkeypatch):
     """Transfers whose device is a stand-in: what the watching thread sees comes from the test."""
     monkeypatch.setattr(transport, "_WATCH_S", 0.01)
+    monkeypatch.setattr(transport, "_driver", Mock())
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     made = object.__new__(Copies)
     made.__dict__.update(
@@ -21,6 +26,7 @@ def watched(monkeypatch):
     )
     released = threading.Event()
     made._buffers = SimpleNamespace(release=lambda _: released.set(), unsettled=lambda _: ["0 of 2 chunks came"])
+    made._captures, made._since = False, 0.0
     made._counters = list
     made._watcher = threading.Thread(target=made._watch, daemon=True)
     yield made, released
@@ -58,13 +64,36 @@ def test_a_watching_thread_that_died_is_noticed(watched):
         copies.check()
 
 
-def test_a_message_in_a_graph_is_refused_before_anything_is_counted(watched, monkeypatch):
+@pytest.mark.parametrize(
+    ("counts", "ends"),
+    [
+        ([(5, 4)], True),
+        # Nothing under way; replay after replay; one exchange later than the other.
+        ([(5, 5)], False),
+        ([(n, n - 1) for n in range(1, 9)], False),
+        ([(5, 4), (5, 5)], False),
+    ],
+)
+def test_a_replay_without_its_messages_ends_the_process(watched, monkeypatch, counts, ends):
     copies, _ = watched
+    copies.timeout_s, copies._captures = 0.05, True
+    copies._exchanges = torch.zeros(2, dtype=torch.int64)
+    copies._seen = torch.zeros(2, dtype=torch.int64)
+    coming = itertools.cycle(counts)
+
+    def copy(_target, _source, _nbytes):
+        copies._seen.copy_(torch.tensor(next(coming)))
+
+    copies._rescue = SimpleNamespace(copy=copy, stream=SimpleNamespace(synchronize=lambda: None))
+    said = []
+    monkeypatch.setattr(transport, "_end_process", said.append)
     copies._watcher.start()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
-    with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"):
-        copies.send_recv({0: [torch.ones(1)]}, {0: [torch.ones(1)]})
+    time.sleep(0.3)
+    copies._closed.set()
+    copies._watcher.join()
+    copies.check()
+    assert bool(said) == ends
+    assert {*said} <= {"rank 3: messages of a replayed CUDA graph did not come within 0.05 s"}
 
 
 on_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -73,13 +102,31 @@ pytestmark = pytest.mark.distributed
 
 @pytest.mark.gpu
 @on_two_gpus
-def test_a_captured_message_is_refused_and_the_next_ones_arrive(launch):
+def test_every_replay_of_a_graph_brings_the_messages_of_this_replay(launch):
     import copy_cases
 
-    for answers, wrong in launch(copy_cases.captured, 2, [3], device="cuda"):
-        assert len(answers) == 3
-        assert all("cannot be captured" in answer for answer in answers)
+    assert launch(copy_cases.captured, 2, [[1000, 90_000_001], 6], device="cuda") == [[], []]
+
+
+@pytest.mark.gpu
+@on_two_gpus
+@pytest.mark.parametrize("by", ["copy engines", "nccl"])
+def test_attention_over_ranks_in_a_graph_gives_what_the_call_gives(monkeypatch, launch, by):
+    import copy_cases
+
+    monkeypatch.setenv("DILABENCH_TRANSPORT", by)
+    for carried, wrong in launch(copy_cases.graphed, 2, device="cuda"):
+        assert carried.startswith(by)
         assert wrong == []
+
+
+@pytest.mark.gpu
+@on_two_gpus
+def test_a_replay_whose_peer_does_not_come_ends(launch):
+    import copy_cases
+
+    with pytest.raises(BrokenExecutor):
+        launch(copy_cases.stuck, 2, [2.0], device="cuda")
 
 
 @pytest.mark.gpu

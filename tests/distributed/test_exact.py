@@ -50,6 +50,12 @@ def test_packed_sequences_in_one_call_are_as_exact(launch):
     assert launch(ring_cases.with_packed_kernel, 2, [["ulysses", *sorted(ring_cases.GATHERING)]]) == [[]] * 2
 
 
+def test_packed_sequences_in_tiles_are_as_exact(launch):
+    import ring_cases
+
+    assert launch(ring_cases.with_tiles, 3, [["ulysses", *sorted(ring_cases.GATHERING)]]) == [[]] * 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_any_packing_is_as_exact(ranks, launch):
@@ -60,6 +66,7 @@ def test_any_packing_is_as_exact(ranks, launch):
     assert launch(ring_cases.exact, ranks, [by_pieces, packings]) == [[]] * ranks
     in_one = ["zigzag-allgather", "balanced-allgather", "ulysses"]
     assert launch(ring_cases.with_packed_kernel, ranks, [in_one, packings]) == [[]] * ranks
+    assert launch(ring_cases.with_tiles, ranks, [in_one, packings]) == [[]] * ranks
 
 
 def test_a_ring_that_forgets_returned_gradients_is_caught(launch):

@@ -1,4 +1,4 @@
-"""Messages over ring buffers, with threads in place of the device's queues and host memory in place of the device's."""
+"""Messages over ring buffers and slots, with threads for the device's queues and host memory for the device's."""
 
 import ctypes
 import random
@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from dilabench.distributed.transport.ring_buffers import COUNTER_STEP, RingBuffers
+from dilabench.distributed.transport.slots import SLOTS, Slots
 
 # Places are multiples of 512 bytes: three of them, and the longest chunk takes half of that.
 REGION = 1536
@@ -34,6 +35,9 @@ class ThreadQueue:
 
     def copy(self, target, source, nbytes):
         self._steps.put(lambda: ctypes.memmove(target, source, nbytes))
+
+    def do(self, step):
+        self._steps.put(step)
 
     def finish(self, timeout_s=TIMEOUT_S):
         """Whether everything was done in time."""
@@ -142,3 +146,100 @@ def test_counters_agree_with_the_queued_counts_only_when_all_is_done():
     # Queued, and never carried out.
     ranks.buffers[1].receive(Mock(), 0, ctypes.addressof(place), 600)
     assert unsettled(1) == ["1 of 2 chunks came from rank 0"]
+
+
+SLOT = 1024
+
+
+class Replayed:
+    """Exchanges of all ranks that are recorded once and carried out many times, as CUDA graphs do."""
+
+    def __init__(self, size):
+        self.size = size
+        self.memory = [ctypes.create_string_buffer(Slots.memory_bytes(size, SLOT)) for _ in range(size)]
+        self.addresses = [ctypes.addressof(memory) for memory in self.memory]
+        self.outward, self.inward = ([ThreadQueue() for _ in range(size)] for _ in range(2))
+        for rank, queue in enumerate(self.inward):
+            Slots(rank, self.addresses, SLOT).begin(queue)
+        self.sent, self.arrived = [], []
+
+    def record(self, lengths):
+        """A graph: the message of each pair of ranks as it is sent and as it arrives, and each queue's steps."""
+        size, pairs = self.size, [(a, b) for a in range(self.size) for b in range(self.size) if a != b]
+        graph = {
+            "mine": {pair: ctypes.create_string_buffer(lengths(*pair)) for pair in pairs},
+            "place": {pair: ctypes.create_string_buffer(lengths(*pair)) for pair in pairs},
+        }
+        for rank in range(size):
+            outward, inward = Steps(), Steps()
+            slots = Slots(rank, self.addresses, SLOT)
+            for distance in range(1, size):
+                peer = (rank + distance) % size
+                source = ctypes.addressof(graph["mine"][rank, peer])
+
+                def lay(place, start, length, rank=rank, source=source, outward=outward):
+                    assert place + length <= len(self.memory[rank])
+                    outward.copy(self.addresses[rank] + place, source + start, length)
+
+                slots.send(outward, peer, lengths(rank, peer), lay)
+            for distance in range(1, size):
+                peer = (rank - distance) % size
+                slots.receive(inward, peer, ctypes.addressof(graph["place"][peer, rank]), lengths(peer, rank))
+            graph[rank] = outward.steps, inward.steps
+        return graph
+
+    def replay(self, graph):
+        """Queue it on every rank with other messages; nothing waits for it here."""
+        number = len(self.sent)
+        messages = {pair: random.randbytes(len(mine)) for pair, mine in graph["mine"].items()}
+        self.sent.append(messages)
+        self.arrived.append({})
+        for rank in range(self.size):
+            own = {pair: message for pair, message in messages.items() if pair[0] == rank}
+            for pair, message in own.items():
+                self.outward[rank].do(lambda pair=pair, message=message: setattr(graph["mine"][pair], "raw", message))
+            for queue, steps in zip((self.outward[rank], self.inward[rank]), graph[rank], strict=True):
+                for name, arguments in steps:
+                    getattr(queue, name)(*arguments)
+            for pair in (pair for pair in messages if pair[1] == rank):
+                self.inward[rank].do(lambda pair=pair: self.arrived[number].__setitem__(pair, graph["place"][pair].raw))
+
+    def finish(self):
+        return [queue.finish() for queue in self.outward + self.inward]
+
+
+class Steps:
+    """A queue that only writes down what is asked of it."""
+
+    def __init__(self):
+        self.steps = []
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.steps.append((name, arguments))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_graphs_bring_the_messages_of_each_replay_in_any_order_of_graphs(size):
+    ranks = Replayed(size)
+    sizes = [1, 511, SLOT, SLOT + 1, SLOTS * SLOT, (2 * SLOTS + 1) * SLOT + 5]
+    graphs = [ranks.record(lambda a, b, at=at: sizes[(at + a + 2 * b) % len(sizes)]) for at in range(3)]
+    for at in (0, 0, 1, 0, 2, 2, 1, 0, 2, 1):
+        ranks.replay(graphs[at])
+    assert all(ranks.finish()), "some queue waits for ever"
+    assert ranks.sent == ranks.arrived
+
+
+def test_a_replay_waits_for_the_message_of_this_replay():
+    """The counts of a ring buffer would have been reached by the first."""
+    ranks = Replayed(2)
+    graph = ranks.record(lambda *_: 9)
+    ranks.replay(graph)
+    assert all(ranks.finish())
+    sender, reader = ThreadQueue(), ThreadQueue()
+    for name, arguments in graph[1][1]:
+        getattr(reader, name)(*arguments)
+    assert not reader.finish(0.2), "nothing was sent"
+    for name, arguments in graph[0][0]:
+        getattr(sender, name)(*arguments)
+    assert sender.finish()
+    assert reader.finish()

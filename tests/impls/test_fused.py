@@ -43,9 +43,13 @@ def test_equals_the_oracle(errors: dict[str, dict[str, float]], case: str) -> No
 
 
 @pytest.mark.parametrize("merge_grad", ["exact", "detached"])
-def test_zero_keys_of_the_latest_packings_alone_are_kept(merge_grad: str) -> None:
+def test_zero_keys_of_the_latest_packings_alone_are_kept(merge_grad: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import JITFunction
+
     from dilabench.impls import fused
 
+    # What writes them needs a GPU.
+    monkeypatch.setattr(JITFunction, "run", lambda *_arguments, **_options: None)
     pattern = {"kind": "dilated", "segment_lengths": (12, 60), "dilation_rates": (2, 5), "padding": "zero_key"}
     workload = Workload.model_validate(
         {

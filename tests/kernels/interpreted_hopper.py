@@ -194,9 +194,9 @@ def documents(case: tuple, causal: bool, detached: bool = False) -> dict[str, fl
     operands = operands_of((1, bounds[-1], heads, kv_heads, dim))
     q, k, v, dout = operands
     about = (heads, kv_heads, causal, "modulo", "head", 16)
-    with mock.patch.object(residue_plan_module, "_SHORTEST_DOCUMENTS", 1):
-        plan = document_plan(segments, rates, bounds, *about, separate=detached, window=window)
     packing, own = Packing(bounds), None
+    with mock.patch.object(residue_plan_module, "_SHORTEST_DOCUMENTS", 1):
+        plan = document_plan(segments, rates, packing, *about, separate=detached, window=window)
     with own_kernel(case):
         if detached:
             out, lse, own = forward.fused_forward_partials(q, k, v, plan, packing=packing)

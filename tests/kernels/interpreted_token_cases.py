@@ -33,6 +33,7 @@ class Case:
 
     ``rows``, ``keys``: of every tile. ``tuned``: constants that replace those in `tiles`. ``mass``: the logarithm of a
     mass that the softmax has besides, None for none. ``packed``: q, k, v are views of one tensor.
+    ``united``: rows of a tile of neighbours, if there are such tiles.
     """
 
     form: str
@@ -47,9 +48,11 @@ class Case:
     rows: int = 16
     keys: int = 16
     dtype: torch.dtype = torch.float32
-    tuned: dict[str, int] = field(default_factory=dict)
+    tuned: dict[str, float] = field(default_factory=dict)
     mass: float | None = None
     packed: bool = False
+    window: tuple[int, int] = (-1, -1)
+    united: int | None = None
 
     @property
     def documents(self) -> bool:
@@ -60,6 +63,22 @@ SHARED = {"LEAST_SHARED_STEPS": 1, "SHARING_PROGRAMS": 2**20}
 CASES = {
     "by query, one token": Case("query", 16, 3, 16, 1, True, (40,)),
     "by query, neighbours": Case("query", 16, 3, 4, 2, True),
+    "by query, window": Case("query", 16, 3, 4, 2, True, window=(21, -1)),
+    "by query, window both ways": Case("query", 64, 3, 16, 1, False, (150,), keys=32, window=(30, 7)),
+    "by query, window ahead": Case("query", 16, 3, 2, 2, False, keys=32, window=(-1, 9)),
+    "gathered, window": Case("gathered", 16, 3, 6, 2, True, (75,), batch=2, window=(11, 0)),
+    "gathered, window over long blocks": Case("gathered", 64, 3, 4, 2, False, (150,), rows=32, window=(40, 5)),
+    "documents gathered, window": Case("gathered", 32, 3, 4, 2, False, (20, 0, 45, 33), window=(18, 3)),
+    "documents by query, window": Case("query", 16, 3, 4, 2, True, (20, 0, 45, 33), window=(18, -1)),
+    "single tokens, window": Case("query", 1, 9, 4, 1, True, (50,), window=(12, 0)),
+    "by query, some united": Case("query", 16, 3, 16, 1, True, (75,), united=64, tuned={"UNION_SHARE": 0.25}),
+    "by query, some united, two heads": Case(
+        "query", 32, 4, 36, 2, False, (101,), batch=2, united=64, tuned={"UNION_SHARE": 0.4}
+    ),
+    "documents by query, some united": Case(
+        "query", 16, 3, 32, 2, True, (20, 0, 45, 33), united=32, window=(30, 0), tuned={"UNION_SHARE": 0.3}
+    ),
+    "by query, many neighbours": Case("query", 16, 2, 1, 1, True, (70,), rows=64),
     "by query, several parts of a group": Case("query", 16, 4, 24, 1, False, (33,), tuned={"MOST_QUERY_ROWS": 16}),
     "by query, stretches of a block": Case("query", 64, 3, 4, 1, True, (150,), rows=32),
     "by query, blocks that tiles do not divide": Case("query", 48, 2, 8, 2, False, (101,), keys=32),
@@ -114,6 +133,7 @@ def random_case(seed: int) -> Case:
         dim=int(random.choice([16, 24, 32])),
         rows=int(random.choice([16, 32])),
         keys=int(random.choice([16, 32, 64])),
+        window=(-1, -1) if random.integers(2) else (int(random.integers(0, 60)), 0),
         tuned={"PARTIAL_BYTES": int(random.choice([10_000, 1 << 20]))} | (SHARED if random.integers(2) else {}),
     )
 
@@ -145,6 +165,9 @@ def expected(case: Case, q: Tensor, k: Tensor, v: Tensor, indices: Tensor, scale
         seen = (indices[rows][:, :, None] == (at // case.block)[None, None, :, None]).any(-1)
         if case.causal:
             seen = seen & (at[None, :] <= at[:, None])[:, None]
+        left, right = (length if side < 0 else side for side in case.window)
+        ahead = at[None, :] - at[:, None]
+        seen = seen & ((ahead >= -left) & (ahead <= right))[:, None]
         keys, values = (x[rows].repeat_interleave(group, 1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->ihj", q[rows], keys) * scale
         scores = scores.masked_fill(~seen.repeat_interleave(group, 1), -torch.inf)
@@ -176,7 +199,15 @@ def errors(case: Case, seed: int = 0) -> dict[str, float]:
         q, k, v, dout, indices = (x.unflatten(0, (case.batch, -1)) for x in (q, k, v, dout, indices))
     given = (indices, case.block, case.causal, scale)
     shape = TileConfig(case.rows, case.keys, 4, 1)
-    options = {"cu_seqlens": cu_seqlens, "form": case.form, "tiles": dict.fromkeys(tiles.RULES, shape)}
+    options = {
+        "window": case.window,
+        "cu_seqlens": cu_seqlens,
+        "form": case.form,
+        "tiles": dict.fromkeys(tiles.RULES, shape),
+    }
+    if case.united:
+        neighbours = TileConfig(case.united, case.keys, 4, 1)
+        options["tiles"] |= {"union_forward": neighbours, "union_gradient": neighbours}
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(vars(tiles), case.tuned))
         # A program of the interpreter scans element by element.

@@ -16,13 +16,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dilabench.attention import attention
+from dilabench.attention import attention, operands
 from dilabench.contracts import Attend
 from dilabench.patterns.pattern import Pattern
 from dilabench.workload.spec import UNBOUNDED, Window
@@ -167,6 +166,7 @@ def _attend(
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """out [B, N, H, D] of query [B, H, N, D], key and value [B, K, M, D], as the interface of transformers asks."""
@@ -203,8 +203,8 @@ def _attend(
     if cu_seq_lens_q is not None:
         if mask.tokens is not None:
             raise ValueError("attention_mask has padding, and cu_seq_lens_q packs without; give one of the two")
-        bounds = _read(cu_seq_lens_q)
-        if cu_seq_lens_k is not None and not torch.compiler.is_compiling() and _read(cu_seq_lens_k) != bounds:
+        bounds = cu_seq_lens_q
+        if not torch.compiler.is_compiling() and _may_differ(cu_seq_lens_q, cu_seq_lens_k, max_length_q):
             raise ValueError("cu_seq_lens_k differs from cu_seq_lens_q: documents attend to themselves; give the same")
     if (value_dim := value.shape[-1]) < key.shape[-1]:
         value = torch.nn.functional.pad(value, (0, key.shape[-1] - value_dim))
@@ -215,7 +215,9 @@ def _attend(
     else:
         tokens = None if mask.tokens is None else mask.tokens.to(query.device)
         q, k, v = (x.flatten(0, 1) if tokens is None else x.flatten(0, 1).index_select(0, tokens) for x in (q, k, v))
-        out = attention(q, k, v, cu_seqlens=bounds, sink=s_aux, **options)
+        # A graph that is being compiled would serve this length alone.
+        longest = max_length_q if not torch.compiler.is_compiling() and isinstance(max_length_q, int) else None
+        out = attention(q, k, v, cu_seqlens=bounds, max_seqlen=longest, sink=s_aux, **options)
         if tokens is not None:
             out = out.new_zeros(query.shape[0] * query.shape[2], *out.shape[1:]).index_copy(0, tokens, out)
         out = out.unflatten(0, (query.shape[0], query.shape[2]))
@@ -245,18 +247,15 @@ def _why_not(
     return None
 
 
-_bounds = WeakTensorKeyDictionary()
-
-
-def _read(bounds: Tensor) -> tuple[int, ...] | Tensor:
-    """Bounds as numbers, read from their device once for all layers of a model; a compiled graph takes the tensor."""
-    if torch.compiler.is_compiling():
-        return bounds
-    version, numbers = _bounds.get(bounds, (None, ()))
-    if version != bounds._version:
-        numbers = tuple(bounds.tolist())
-        _bounds[bounds] = bounds._version, numbers
-    return cast("tuple[int, ...]", numbers)
+def _may_differ(queries: Tensor, keys: Tensor | None, longest: int | None) -> bool:
+    """Whether bounds differ. On a GPU only their number is compared if the longest length is given, with which
+    attention reads no bounds either.
+    """
+    if keys is None or keys is queries:
+        return False
+    if keys.is_cuda and longest is not None:
+        return keys.shape != queries.shape
+    return operands.bounds(keys, 0) != operands.bounds(queries, 0)
 
 
 @cache

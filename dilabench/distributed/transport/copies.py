@@ -7,18 +7,21 @@ readers copy the bytes over the links directly to their destination.
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dilabench.distributed.transport.ring_buffers import COUNTER_STEP, LARGEST_COUNT, RingBuffers
+from dilabench.distributed.transport.ring_buffers import ALIGNMENT, COUNTER_STEP, LARGEST_COUNT, RingBuffers
+from dilabench.distributed.transport.slots import SLOTS, Slots
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.errors import first_line
 
@@ -73,26 +76,33 @@ def _check(status: int) -> None:
 # Share of the device's memory for ring buffers: 2.2 GiB of an H200. A longer message goes in several chunks, and
 # its sender waits for the first of them to be taken.
 _MEMORY_SHARE = 64
+# Share of each reader's region for messages in CUDA graphs.
+_CAPTURED_SHARE = 4
 # Interval at which the deadlines of transfers are checked.
 _WATCH_S = 0.5
 _TRIAL_NUMBERS = 1 << 20
-NOT_CAPTURED = (
-    "messages by copy engines cannot be captured in a CUDA graph: a replay would not wait, and would read the "
-    "messages of an earlier call; set DILABENCH_TRANSPORT=nccl to capture "
-    "calls over ranks"
-)
+# Of the CUDA driver API's CUstreamCaptureMode: calls of this thread do not end a capture of another one.
+_RELAXED = 2
 
 
 class CopyWork:
-    """A transfer to this rank, with `wait` like torch.distributed's `Work`."""
+    """A transfer to this rank, with `wait` like torch.distributed's `Work`.
 
-    def __init__(self, copies: Copies, device: torch.device, event: torch.cuda.Event) -> None:
-        self._copies, self._device, self._event = copies, device, event
+    ended: in a graph, the count of exchanges that were waited for.
+    """
+
+    def __init__(
+        self, copies: Copies, device: torch.device, event: torch.cuda.Event, ended: Tensor | None = None
+    ) -> None:
+        self._copies, self._device, self._event, self._ended = copies, device, event, ended
 
     def wait(self) -> None:
         """Make the current stream wait for it. Raises RuntimeError after a peer was too slow."""
         self._copies.check()
         torch.cuda.current_stream(self._device).wait_event(self._event)
+        if self._ended is not None:
+            self._ended.add_(1)
+            self._ended = None
 
 
 class _Transfer(NamedTuple):
@@ -108,7 +118,9 @@ class Copies:
 
     A stream that waits for a peer cannot be interrupted, so a thread watches the deadlines. After a missed one, or if
     the device fails, the thread sets this rank's counters beyond every count, which ends all waits. From then on each
-    use raises RuntimeError, and no result may be read, because the device continued without the messages.
+    use raises RuntimeError, and no result may be read, because the device continued without the messages. A
+    replay of a CUDA graph makes no call that could raise: if its messages are late, the process ends, as by NCCL's
+    watchdog.
     region: bytes of this rank's memory for each reader, the same on all ranks.
     Raises RuntimeError if the devices cannot map each other's memory.
     """
@@ -120,13 +132,25 @@ class Copies:
 
         self.timeout_s = timeout_s
         self._rank, self._size, self._device = rank, group.size(), device
-        self._memory = symmetric.empty(RingBuffers.memory_bytes(self._size, region), dtype=torch.uint8, device=device)
+        slot = region // _CAPTURED_SHARE // SLOTS // ALIGNMENT * ALIGNMENT
+        region -= SLOTS * slot
+        first = RingBuffers.memory_bytes(self._size, region)
+        nbytes = first + Slots.memory_bytes(self._size, slot)
+        self._memory = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
         self._memory.zero_()
         torch.cuda.synchronize(device)
         # Stored, because the mapping ends with it.
         self._handle = symmetric.rendezvous(self._memory, group)
         self._inward, self._rescue = (StreamQueue(torch.cuda.Stream(device, priority=-1)) for _ in range(2))
         self._buffers = RingBuffers(rank, self._handle.buffer_ptrs, region)
+        # By exchange, because each begins with the first slots.
+        self._slots = partial(Slots, rank, [address + first for address in self._handle.buffer_ptrs], slot)
+        self._captured_memory = self._memory[first:]
+        # Exchanges in graphs: how many have begun on the device, and how many were waited for; and as seen last.
+        self._exchanges = torch.zeros(2, dtype=torch.int64, device=device)
+        self._seen = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+        self._captures, self._since = False, 0.0
+        self._slots().begin(self._inward)
         self._read = torch.empty(self._buffers.counters_bytes, dtype=torch.uint8, pin_memory=True)
         self._under_way: deque[_Transfer] = deque()
         self._trouble = ""
@@ -143,23 +167,28 @@ class Copies:
     def send_recv(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> CopyWork:
         """Send tensors to ranks and receive into contiguous tensors from ranks, after the work in the current stream.
 
-        Later work on the current stream may overwrite the sent tensors.
-        Raises RuntimeError while a CUDA graph is captured, before anything is queued.
+        Later work on the current stream may overwrite the sent tensors. While a CUDA graph is captured, the messages
+        become part of it.
         """
         self.check()
         current = torch.cuda.current_stream(self._device)
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(NOT_CAPTURED)
+        captured = torch.cuda.is_current_stream_capturing()
+        messages, memory = (self._slots(), self._captured_memory) if captured else (self._buffers, self._memory)
+        if captured:
+            self._captures = True
+            self._exchanges[:1].add_(1)
         # Earlier work in the stream may still use the memory of the received tensors.
         self._inward.stream.wait_event(current.record_event())
         queue = StreamQueue(current)
         for peer in sorted(sends, key=lambda peer: (peer - self._rank) % self._size):
             for tensor in sends[peer]:
-                self._send(queue, peer, tensor)
+                _send(messages, memory, queue, peer, tensor)
         for peer in sorted(receives, key=lambda peer: (self._rank - peer) % self._size):
             for tensor in receives[peer]:
-                self._buffers.receive(self._inward, peer, tensor.data_ptr(), tensor.nbytes)
+                messages.receive(self._inward, peer, tensor.data_ptr(), tensor.nbytes)
         arrived = self._inward.stream.record_event()
+        if captured:
+            return CopyWork(self, self._device, arrived, self._exchanges[1:])
         deadline = time.monotonic() + self.timeout_s
         for event in (current.record_event(), arrived):
             self._under_way.append(_Transfer(deadline, self.timeout_s, event))
@@ -207,27 +236,18 @@ class Copies:
         counters: list[int] = self._read.view(torch.int32)[:: COUNTER_STEP // 4].tolist()
         return counters
 
-    def _send(self, queue: StreamQueue, peer: int, tensor: Tensor) -> None:
-        in_pieces = tensor.nbytes > self._buffers.longest_chunk
-        flat = tensor.contiguous().view(-1).view(torch.uint8) if in_pieces else tensor
-
-        def write_chunk(place: int, start: int, length: int) -> None:
-            target = self._memory[place : place + length]
-            if in_pieces:
-                target.copy_(flat[start : start + length])
-            else:
-                copy_strided_(target.view(tensor.dtype).view(tensor.shape), tensor)
-
-        self._buffers.send(queue, peer, tensor.nbytes, write_chunk)
-
     def _watch(self) -> None:
+        _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
         while not self._closed.wait(_WATCH_S):
             try:
                 torch.cuda.set_device(self._device)
                 trouble = self._late()
+                stuck = self._stuck()
             # After any device error here, the queued transfers may be incomplete.
             except RuntimeError as error:
-                trouble = f"rank {self._rank}: its transfers cannot be watched: {first_line(error)}"
+                trouble, stuck = f"rank {self._rank}: its transfers cannot be watched: {first_line(error)}", ""
+            if stuck:
+                _end_process(stuck)
             self._trouble = self._trouble or trouble
             if self._trouble:
                 # Repeated each time, because a late peer lowers a counter.
@@ -241,3 +261,37 @@ class Copies:
             return ""
         missing = ", ".join(self._buffers.unsettled(self._counters())) or "the device did not come to them"
         return f"rank {self._rank}: messages did not come within {self._under_way[0].timeout_s:g} s: {missing}"
+
+    def _stuck(self) -> str:
+        """Name a replay whose messages are past their deadline; else empty."""
+        if not self._captures:
+            return ""
+        begun, ended = before = self._seen.tolist()
+        self._rescue.copy(self._seen.data_ptr(), self._exchanges.data_ptr(), self._seen.nbytes)
+        self._rescue.stream.synchronize()
+        if begun == ended or self._seen.tolist() != before:
+            self._since = time.monotonic()
+        if time.monotonic() - self._since <= self.timeout_s:
+            return ""
+        return f"rank {self._rank}: messages of a replayed CUDA graph did not come within {self.timeout_s:g} s"
+
+
+def _end_process(message: str) -> None:
+    sys.stderr.write(f"{message}\n")
+    sys.stderr.flush()
+    os.abort()
+
+
+def _send(messages: RingBuffers | Slots, memory: Tensor, queue: StreamQueue, peer: int, tensor: Tensor) -> None:
+    """Queue a message to a rank through the sender's memory."""
+    in_pieces = tensor.nbytes > messages.longest_chunk
+    flat = tensor.contiguous().view(-1).view(torch.uint8) if in_pieces else tensor
+
+    def write_chunk(place: int, start: int, length: int) -> None:
+        target = memory[place : place + length]
+        if in_pieces:
+            target.copy_(flat[start : start + length])
+        else:
+            copy_strided_(target.view(tensor.dtype).view(tensor.shape), tensor)
+
+    messages.send(queue, peer, tensor.nbytes, write_chunk)

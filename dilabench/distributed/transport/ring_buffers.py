@@ -17,7 +17,7 @@ from typing import Protocol
 # A cache line for each counter: ranks that count at the same time write different lines.
 COUNTER_STEP = 64
 # Alignment of chunks, enough for every dtype.
-_ALIGNMENT = 512
+ALIGNMENT = 512
 # Counts are compared cyclically: half of what 32 bits hold is ahead of all that occur.
 _RELEASED = 0x7FFFFFFF
 LARGEST_COUNT = 0xFFFFFFFF
@@ -158,4 +158,4 @@ def _counters_bytes(size: int) -> int:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

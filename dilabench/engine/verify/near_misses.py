@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -53,8 +54,8 @@ class CountedOnce(Pattern):
             yield KeyGroup(group.rows, (group.keys(),))
 
     def zero_keys(self, shape: SequenceShape, head: int) -> Iterable[ZeroKeys]:
-        """The counts of the other pattern."""
-        return self.inner.zero_keys(shape, head)
+        """The counts of the other pattern, in one part."""
+        return (replace(keys, part=0) for keys in self.inner.zero_keys(shape, head))
 
 
 class StrictlyEarlier(Pattern):

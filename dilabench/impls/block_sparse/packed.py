@@ -24,6 +24,7 @@ from dilabench.impls.block_sparse.union import (
 )
 from dilabench.impls.packed import OverTokens, Packed, build_packed
 from dilabench.kernels.block_sparse.plan import BlockPlan
+from dilabench.kernels.streams import on_a_stream_of_its_own, record
 from dilabench.patterns.answers import HiddenRows, Positions
 from dilabench.workload.spec import Workload
 
@@ -38,13 +39,16 @@ def packed_union(
         count = -(-workload.seq_len // COLUMN_BLOCK)
         everything = np.broadcast_to(np.True_, (1, count, count))
         plan = BlockPlan(everything, COLUMN_BLOCK, workload.seq_len, workload.causal, workload.window, hidden=hidden)
-        return InWholeBlocks(union_over_everything(workload, context, plan, *kernels), None, plan.rows)
+        return InWholeBlocks(union_over_everything(workload, context, plan, *kernels))
     found = _whole_blocks(workload)
     if found is None:
         return build_packed(partial(_padded, kernels), workload, context)
-    plan, places = found
-    there = None if len(places) == plan.rows else torch.from_numpy(places).to(context.device)
-    return InWholeBlocks(union_over_everything(workload, context, plan, *kernels), there, plan.rows)
+    plan, places, tokens = found
+    union = union_over_everything(workload, context, plan, *kernels)
+    if len(places) == len(tokens):
+        return InWholeBlocks(union)
+    with on_a_stream_of_its_own(context.device):
+        return InWholeBlocks(union, *(torch.from_numpy(x).to(context.device) for x in (places, tokens)))
 
 
 def _padded(kernels: tuple[str, BlockForward, BlockBackward], workload: Workload, context: BuildContext) -> BlockUnion:
@@ -75,9 +79,9 @@ def _hidden_rows(workload: Workload) -> HiddenRows | None:
     return HiddenRows.of(tokens, *zip(*ranges, strict=True))
 
 
-def _whole_blocks(workload: Workload) -> tuple[BlockPlan, Positions] | None:
-    """A plan over rows in which sequences begin at whole blocks, and the row of each token; None if the pattern is no
-    mask of blocks.
+def _whole_blocks(workload: Workload) -> tuple[BlockPlan, Positions, Positions] | None:
+    """A plan over rows in which sequences begin at whole blocks, the row of each token, and the token of each row: the
+    last one of its sequence behind that. None if the pattern is no mask of blocks.
     """
     found = [workload.pattern.whole_blocks(shape) for shape in workload.shapes]
     masks = [blocks.mask for blocks in found if blocks is not None]
@@ -89,44 +93,51 @@ def _whole_blocks(workload: Workload) -> tuple[BlockPlan, Positions] | None:
     for mask, begin, stop in zip(masks, begins, begins[1:], strict=False):
         whole[:, begin:stop, begin:stop] = mask
     bounds = np.array(workload.cu_seqlens)
-    places = np.arange(workload.seq_len) + (begins[:-1] * size - bounds[:-1]).repeat(np.diff(bounds))
+    lengths, starts = np.diff(bounds), bounds[:-1]
+    places = np.arange(workload.seq_len) + (begins[:-1] * size - starts).repeat(lengths)
     rows = int(places[-1]) + 1
+    of_sequence = np.diff(begins) * size
+    inside = np.arange(begins[-1] * size) - (begins[:-1] * size).repeat(of_sequence)
+    tokens = (np.minimum(inside, (lengths - 1).repeat(of_sequence)) + starts.repeat(of_sequence))[:rows]
     hidden = None
     if len(places) < rows:
         filled = np.zeros(rows, bool)
         filled[places] = True
         hidden = HiddenRows.of(rows, (np.zeros(rows, np.int64), np.where(filled, 0, rows)))
-    return BlockPlan(whole, size, rows, workload.causal, workload.window, hidden=hidden), places
+    return BlockPlan(whole, size, rows, workload.causal, workload.window, hidden=hidden), places, tokens
 
 
 @dataclass(frozen=True, slots=True)
 class InWholeBlocks(OverTokens):
-    """All sequences in one launch. places: int64 [T], the row of each token among `rows`; None if they are the same."""
+    """All sequences in one launch. places: int64 [T], the row of each token; tokens: int64 [rows], the token of each
+    row, which several rows may share. None if rows are tokens.
+    """
 
     union: BlockUnion
-    places: Tensor | None
-    rows: int
+    places: Tensor | None = None
+    tokens: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self.union.forward(*map(self._placed, (q, k, v)))
-        return self._taken(out, 1), self._taken(lse, 2)
+        record((self.places, self.tokens))
+        out, lse, *_ = self.union.forward(*(_rows(x, self.tokens) for x in (q, k, v)))
+        return _rows(out, self.places), lse if self.places is None else lse.index_select(2, self.places)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if self.places is not None:
+        record((self.places, self.tokens))
+        if self.places is not None and self.tokens is not None:
             # A weight of exp(-inf) is 0 in rows that only fill blocks.
-            infinite = lse.new_full((*lse.shape[:2], self.rows), torch.inf)
+            infinite = lse.new_full((*lse.shape[:2], len(self.tokens)), torch.inf)
             lse = infinite.index_copy_(2, self.places, lse)
-        dout, q, k, v, out = map(self._placed, (dout, q, k, v, out))
+        dout, q, k, v, out = (_rows(x, self.tokens) for x in (dout, q, k, v, out))
         dq, dk, dv = self.union.backward(dout, q, k, v, out, lse)
-        return self._taken(dq, 1), self._taken(dk, 1), self._taken(dv, 1)
+        return _rows(dq, self.places), _rows(dk, self.places), _rows(dv, self.places)
 
-    def _placed(self, x: Tensor) -> Tensor:
-        """[1, rows, ·, D] of x [1, T, ·, D]."""
-        if self.places is None:
-            return x
-        return x.new_zeros(1, self.rows, *x.shape[2:]).index_copy_(1, self.places, x)
 
-    def _taken(self, x: Tensor, dim: int) -> Tensor:
-        return x if self.places is None else x.index_select(dim, self.places)
+def _rows(x: Tensor, index: Tensor | None) -> Tensor:
+    """[1, n, ·, D] of x [1, N, ·, D]: the rows of an index [n], or all of them."""
+    if index is None:
+        return x
+    # In two dimensions torch copies whole rows.
+    return x[0].flatten(1).index_select(0, index).view(1, -1, *x.shape[2:])

@@ -90,7 +90,7 @@ class Flex:
         """out, and lse [B, H, N] (natural log, float32), which carries no gradient."""
         if q.ndim == 3:
             out, lse = self.with_lse(q[None], k[None], v[None])
-            return out[0], lse[0]
+            return out.squeeze(0), lse.squeeze(0)
         heads_first = (x.transpose(1, 2) for x in (q, k, v))
         out, extra = self.run(*heads_first, self.score, self.mask, self.scale, dict(self.options) or None)
         lse = extra if isinstance(extra, Tensor) else extra.lse

@@ -6,7 +6,8 @@ of the exchange is waited for, and memory for the keys of all ranks, which stay 
 K/V heads.
 
 A backend that aligns ends takes a chunk of queries and all keys before them in one call; over others it is two calls.
-Packed sequences are one launch if the backend has a kernel for that.
+Packed sequences are one launch if the backend has a kernel for that; otherwise, on GPUs, a rank's rows of each document
+among themselves are one launch of dilabench's tiles, and only rows that see other chunks are further calls.
 
 `balanced-allgather` is for packed documents, whose work is their areas under the mask: cut in order, half of two ranks
 would wait. Chunks of rows are assigned so that each rank has as many tokens and the same work.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate
 
 from torch import Tensor
 
@@ -25,15 +26,17 @@ from dilabench.distributed.row_assignment import RowAssignment, united
 from dilabench.distributed.sharding import Shards, Span, shards_of
 from dilabench.distributed.transport.strided_copy import copy_strided_
 from dilabench.distributed.world import World
+from dilabench.impls.packed import InTiles, in_tiles
 from dilabench.impls.ring.schedule.calls import Calls
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.impls.ring.schedule.one_launch import in_one_launch
-from dilabench.impls.ring.schedule.pieces import Piece
-from dilabench.impls.ring.schedule.plan import pieces_between
+from dilabench.impls.ring.schedule.pieces import Piece, disjoint
+from dilabench.impls.ring.schedule.plan import pieces_between, within
 from dilabench.impls.ring.schedule.row_exchange import RowGather, RowSelection
-from dilabench.impls.ring.schedule.sums import PlacedSoftmax, PlacedSum, Softmax, Sum
-from dilabench.impls.union.branches import branches_of
-from dilabench.workload.spec import Workload
+from dilabench.impls.ring.schedule.sums import PlacedSoftmax, PlacedSum, Softmax, SoftmaxOnto, Sum, SumOnto
+from dilabench.impls.union.branches import Branch, branches_of
+from dilabench.metadata import OWN_TILES, Note
+from dilabench.workload.spec import UNBOUNDED, Workload
 
 # Rows of a rank's shard, and the same rows among those that are gathered.
 Shared = tuple[RowSelection, RowSelection]
@@ -44,7 +47,8 @@ class Gathered(Calls):
     """`function.Algorithm` with one exchange per pass.
 
     early: the calls on this rank's own keys alone, made while messages are sent. late: those on gathered keys.
-    own: which of these are this rank's. disjoint: no two calls have queries in common.
+    own: which of these are this rank's. disjoint: no two calls have queries in common. tiles: the calls of rows on the
+    same rows, in one launch; then these are not among the early ones, and the others are disjoint.
     """
 
     exchange: RowGather
@@ -52,14 +56,30 @@ class Gathered(Calls):
     late: tuple[Piece, ...]
     own: tuple[Shared, ...]
     disjoint: bool
+    tiles: InTiles | None = None
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """That tiles replace the backend."""
+        if self.tiles is None:
+            return ()
+        message = (
+            f"{self.backend.name} has no kernel for packed sequences: dilabench's tiles compute a rank's rows of each "
+            "document among themselves"
+        )
+        return (OWN_TILES.note(message, hint="choose a backend that has one"),)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """out, lse, and the gathered K and V."""
-        results = PlacedSoftmax(q) if self.disjoint else Softmax(q)
         keys, values, pending = self.exchange.gather(k, v)
         for local, gathered in self.own:
             for whole, shard in ((keys, k), (values, v)):
                 copy_strided_(gathered.pack(whole), local.pack(shard))
+        results: Softmax | PlacedSoftmax | SoftmaxOnto
+        if self.tiles is not None:
+            results = SoftmaxOnto(*self.tiles.forward(q, k, v))
+        else:
+            results = PlacedSoftmax(q) if self.disjoint else Softmax(q)
         self.attend(self.early, results, q, k, v)
         pending.wait()
         self.attend(self.late, results, q, keys, values)
@@ -70,7 +90,8 @@ class Gathered(Calls):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of this rank's shards; gradients of gathered keys first, so that they are sent meanwhile."""
         keys, values = kept
-        dq = PlacedSum(q) if self.disjoint else Sum.like(q)
+        onto = SumOnto() if self.tiles is not None else None
+        dq = onto or (PlacedSum(q) if self.disjoint else Sum.like(q))
         dkeys, dvalues = Sum.like(keys), Sum.like(values)
         self.attend_backward(self.late, (dq, dkeys, dvalues), dout, q, keys, values, out, lse)
         returned = self.exchange.give_back(dkeys.finish(), dvalues.finish(), k)
@@ -78,6 +99,10 @@ class Gathered(Calls):
         for local, gathered in self.own:
             for total, part in ((dk, dkeys), (dv, dvalues)):
                 total.add_rows(part, gathered.first, gathered.stop - gathered.first, local.first)
+        if self.tiles is not None and onto is not None:
+            onto.total, *own_gradients = self.tiles.backward(dout, q, k, v, out, lse)
+            for total, found in zip((dk, dv), own_gradients, strict=True):
+                total.put(found)
         self.attend_backward(self.early, (dq, dk, dv), dout, q, k, v, out, lse)
         # Put together while the last gradients are on their way.
         whole_dq = dq.finish()
@@ -100,45 +125,73 @@ def build_balanced(workload: Workload, context: BuildContext) -> ShardedAttentio
 def _built(workload: Workload, context: BuildContext, world: World, assignment: RowAssignment) -> ShardedAttention:
     shards = shards_of(assignment.held)
     algorithm = in_one_launch(workload, context, assignment) or by_pieces(workload, context, world, shards)
-    return ShardedAttention(workload, shards, world, algorithm)
+    notes = algorithm.notes if isinstance(algorithm, Gathered) else ()
+    return ShardedAttention(workload, shards, world, algorithm, notes)
 
 
 def by_pieces(workload: Workload, context: BuildContext, world: World, shards: Shards) -> Gathered:
     """On any shards of spans without gaps."""
     backend = context.require_backend()
-    plans = [_plan(workload, shards, rank, backend.aligns_ends) for rank in range(world.size)]
-    early, late, spans = plans[world.rank]
-    own = shards.parts[world.rank]
+    branches = branches_of(workload)
+    plans = [_pieces(workload, shards, rank, branches, backend.aligns_ends) for rank in range(world.size)]
+    spans_of = [_united(late) for _, late in plans]
+    spans, own = spans_of[world.rank], shards.parts[world.rank]
+    early, late = (
+        tuple(replace(piece, key=row) for piece in pieces if (row := _row_of(piece, held)) is not None)
+        for pieces, held in zip(plans[world.rank], (own, spans), strict=True)
+    )
     places = {owner: [gathered for _, gathered in _shared(shards.parts[owner], spans)] for owner in world.peers}
-    gives = {reader: [local for local, _ in _shared(own, plans[reader][2])] for reader in world.peers}
+    gives = {reader: [local for local, _ in _shared(own, spans_of[reader])] for reader in world.peers}
     exchange = RowGather(
         world,
         sum(span.length for span in spans),
         {owner: selections for owner, selections in places.items() if selections},
         {reader: selections for reader, selections in gives.items() if selections},
     )
-    return Gathered(workload, backend, exchange, early, late, _shared(own, spans), _disjoint((*early, *late)))
+    tiles, early, late = _in_tiles(workload, context, own, early, late)
+    return Gathered(workload, backend, exchange, early, late, _shared(own, spans), disjoint((*early, *late)), tiles)
 
 
-def _plan(
-    workload: Workload, shards: Shards, rank: int, aligned: bool
-) -> tuple[tuple[Piece, ...], tuple[Piece, ...], tuple[Span, ...]]:
-    """A rank's early pieces, in its own rows, its late ones, in gathered rows, and the positions that are gathered."""
+def _in_tiles(
+    workload: Workload, context: BuildContext, own: Sequence[Span], early: tuple[Piece, ...], late: tuple[Piece, ...]
+) -> tuple[InTiles | None, tuple[Piece, ...], tuple[Piece, ...]]:
+    """The calls of rows on the same rows in one launch, if tiles run here; early and late calls without these."""
+    documents = [
+        min(span.stop, stop) - max(span.start, start)
+        for start, stop in workload.sequences
+        for span in within(own, start, stop)
+    ]
+    others_early, others_late = (tuple(filter(None, map(_without_itself, pieces))) for pieces in (early, late))
+    others = *others_early, *others_late
+    # Each row sees itself, in a call that is now shorter unless the backend took it together with keys before.
+    rows = sum(piece.queries * piece.stack.count for piece in (*early, *late) if _without_itself(piece) != piece)
+    masked = workload.layout == "packed" and workload.causal and workload.window == UNBOUNDED
+    in_ranges = all(piece.whole_heads for piece in others) and disjoint(others)
+    if not (masked and in_ranges and 0 < rows == sum(documents)):
+        return None, early, late
+    bounds = (0, *accumulate(documents))
+    tiles = in_tiles(workload.replace(cu_seqlens=bounds, seq_len=bounds[-1]), context)
+    return (None, early, late) if tiles is None else (tiles, others_early, others_late)
+
+
+def _without_itself(piece: Piece) -> Piece | None:
+    """A call of rows on keys before them; None if its keys are the rows. A single row is the last of its keys."""
+    if piece.queries == 1:
+        return replace(piece, keys=piece.keys - 1) if piece.keys > 1 else None
+    return None if piece.causal and (piece.query, piece.queries) == (piece.key, piece.keys) else piece
+
+
+def _pieces(
+    workload: Workload, shards: Shards, rank: int, branches: Sequence[Branch], aligned: bool
+) -> tuple[list[Piece], list[Piece]]:
+    """A rank's pieces whose keys are all in one of its spans, and the others; `key` is a position."""
     everything = Shards((*shards.parts, (Span(0, workload.seq_len),)))
-    pieces = pieces_between(workload, everything, rank, shards.size, branches_of(workload), aligned=aligned)
+    pieces = pieces_between(workload, everything, rank, shards.size, branches, aligned=aligned)
     early: list[Piece] = []
     late: list[Piece] = []
     for piece in pieces:
-        row = _row_of(piece, shards.parts[rank])
-        (late if row is None else early).append(piece if row is None else replace(piece, key=row))
-    spans = _united(late)
-    placed = [replace(piece, key=row) for piece in late if (row := _row_of(piece, spans)) is not None]
-    return tuple(early), tuple(placed), spans
-
-
-def _disjoint(pieces: Sequence[Piece]) -> bool:
-    ranges = sorted((piece.query, piece.query + piece.queries) for piece in pieces)
-    return all(stop <= start for (_, stop), (start, _) in pairwise(ranges))
+        (late if _row_of(piece, shards.parts[rank]) is None else early).append(piece)
+    return early, late
 
 
 def _row_of(piece: Piece, spans: Sequence[Span]) -> int | None:
@@ -146,10 +199,10 @@ def _row_of(piece: Piece, spans: Sequence[Span]) -> int | None:
 
     Stacked pieces have the same distances in keys as in queries, so all have the first one's row.
     """
-    for span in spans:
-        if span.start <= piece.key and piece.key + piece.keys <= span.stop:
-            return span.row + piece.key - span.start
-    return None
+    found = within(spans, piece.key, piece.key + piece.keys)
+    if not found or found[0].start > piece.key or piece.key + piece.keys > found[0].stop:
+        return None
+    return found[0].row + piece.key - found[0].start
 
 
 def _united(pieces: Sequence[Piece]) -> tuple[Span, ...]:
@@ -161,10 +214,8 @@ def _shared(shard: Sequence[Span], gathered: Sequence[Span]) -> tuple[Shared, ..
     """The part of a rank's shard among gathered rows."""
     shared: list[Shared] = []
     for own in shard:
-        for span in gathered:
+        for span in within(gathered, own.start, own.stop):
             start, stop = max(own.start, span.start), min(own.stop, span.stop)
-            if start < stop:
-                local, place = own.row + start - own.start, span.row + start - span.start
-                length = stop - start
-                shared.append((RowSelection(local, local + length), RowSelection(place, place + length)))
+            local, place, length = own.row + start - own.start, span.row + start - span.start, stop - start
+            shared.append((RowSelection(local, local + length), RowSelection(place, place + length)))
     return tuple(shared)

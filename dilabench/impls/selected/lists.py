@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dilabench.impls.one_operator import new_number, register
 from dilabench.impls.selected.selection import SelectedAttention, Selection, check
@@ -99,7 +100,13 @@ def lists_of(selection: Selection, group: int, item: int = 0) -> Blocks:
 def _ranges(selection: Selection, item: int, first: int, last: int) -> tuple[np.ndarray, list[np.ndarray]]:
     """How many ranges each head and row has, [K, R], and the ranges of each head, int64 [·, 2]; neighbours as one."""
     one = Selection(selection.indices[item : item + 1], selection.block, selection.causal, selection.window)
-    blocks = one.distinct(first, last)[0].transpose(0, 1).cpu().numpy()
+    if isinstance(selection.indices, FakeTensor):
+        # Memory is traced, without numbers: as many ranges as there can be, of which no two are neighbours.
+        _, _, kv_heads, slots = selection.indices.shape
+        apart = np.arange(0, selection.blocks, 2)[:slots]
+        blocks = np.broadcast_to(apart, (kv_heads, last - first, len(apart)))
+    else:
+        blocks = one.distinct(first, last)[0].transpose(0, 1).cpu().numpy()
     rows = np.arange(first, last)[:, None]
     left, right = selection.reach
     low = np.zeros_like(rows) if left is None else np.maximum(rows - left, 0)

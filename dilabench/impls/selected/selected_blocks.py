@@ -26,7 +26,7 @@ from dilabench.workload.spec import Workload
 def computation_for(q: Tensor, selection: Selection, scale: float, bounds: Sequence[int] = ()) -> SelectedAttention:
     """The computation for a q [B, N, H, D]: our own kernel if it takes it, else torch's by gathering."""
     kernel: type[SelectedAttention] = Gathered
-    if tiles.serves(q, selection):
+    if tiles.serves(q):
         kernel = tiles.Tiled
     elif q.device.type == "cpu" and flash.serves(q.dtype):
         kernel = Listed
@@ -74,4 +74,4 @@ class Planning:
         if q.ndim == 4:
             return eager(self.make(), q, k, v)
         out, lse = eager(self.make(), q[None], k[None], v[None])
-        return out[0], lse[0]
+        return out.squeeze(0), lse.squeeze(0)

@@ -77,7 +77,7 @@ class SelectedAttention(ABC):
         if q.ndim == 4:
             return differentiable(self, self.number, q, k, v)
         out, lse = differentiable(self, self.number, q[None], k[None], v[None])
-        return out[0], lse[0]
+        return out.squeeze(0), lse.squeeze(0)
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

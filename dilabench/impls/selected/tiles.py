@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 from dilabench.impls.one_operator import new_number, register
 from dilabench.impls.selected.selection import SelectedAttention, Selection, check
 from dilabench.kernels.lse import has_kernel
-from dilabench.workload.spec import UNBOUNDED
 
 if TYPE_CHECKING:
     from dilabench.kernels.selected.lists import KeptLists
@@ -23,8 +22,9 @@ LARGEST_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Tiled(SelectedAttention):
-    """Over one sequence, padded, or over packed ones with `bounds`. The kernels know no window. Lists are made by the
-    first pass that needs them and kept."""
+    """Over one sequence, padded, or over packed ones with `bounds`. Lists are made by the first pass that needs them,
+    and kept.
+    """
 
     selection: Selection
     scale: float
@@ -44,13 +44,14 @@ class Tiled(SelectedAttention):
         from dilabench.kernels.selected.attention import selected_forward
 
         check(self.selection, q, k, v)
-        block, causal, scale, indices = self.selection.block, self.selection.causal, self.scale, self._indices(q)
+        indices, options = self._indices(q), (self.selection.block, self.selection.causal, self.scale)
+        window = self.selection.window
         kept = self._lists_of(len(q))
         if not self.bounds:
-            return selected_forward(q, k, v, indices, block, causal, scale, kept=kept)
+            return selected_forward(q, k, v, indices, *options, window=window, kept=kept)
         rows, bounds = self.bounds[-1], self._bounds(q)
         q, k, v, indices = (x[0, :rows] for x in (q, k, v, indices))
-        out, lse = selected_forward(q, k, v, indices, block, causal, scale, cu_seqlens=bounds, kept=kept)
+        out, lse = selected_forward(q, k, v, indices, *options, window=window, cu_seqlens=bounds, kept=kept)
         missing = self.selection.length - rows
         return pad(out, (0, 0, 0, 0, 0, missing))[None], pad(lse, (0, missing), value=-torch.inf)[None]
 
@@ -61,15 +62,17 @@ class Tiled(SelectedAttention):
         from dilabench.kernels.selected.attention import selected_backward
 
         check(self.selection, q, k, v)
-        block, causal, scale, indices = self.selection.block, self.selection.causal, self.scale, self._indices(q)
+        indices, options = self._indices(q), (self.selection.block, self.selection.causal, self.scale)
+        window = self.selection.window
         kept = self._lists_of(len(q))
         if not self.bounds:
-            return selected_backward(dout, q, k, v, out, lse, indices, block, causal, scale, kept=kept)
+            return selected_backward(dout, q, k, v, out, lse, indices, *options, window=window, kept=kept)
         rows, bounds = self.bounds[-1], self._bounds(q)
         dout, q, k, v, out, indices = (x[0, :rows] for x in (dout, q, k, v, out, indices))
         lse = lse[0, :, :rows]
-        options = block, causal, scale
-        gradients = selected_backward(dout, q, k, v, out, lse, indices, *options, cu_seqlens=bounds, kept=kept)
+        gradients = selected_backward(
+            dout, q, k, v, out, lse, indices, *options, window=window, cu_seqlens=bounds, kept=kept
+        )
         missing = self.selection.length - rows
         dq, dk, dv = (pad(x, (0, 0, 0, 0, 0, missing))[None] for x in gradients)
         return dq, dk, dv
@@ -91,7 +94,6 @@ class Tiled(SelectedAttention):
         return self._kept[q.device]
 
 
-def serves(q: Tensor, selection: Selection) -> bool:
-    """Return True if the kernels run here, and take q [B, N, H, D] and the selection."""
-    fits = q.shape[-1] <= LARGEST_HEAD_DIM and selection.window == UNBOUNDED
-    return fits and has_kernel(q.device, q.dtype)
+def serves(q: Tensor) -> bool:
+    """Return True if the kernels run here, and take q [B, N, H, D]."""
+    return q.shape[-1] <= LARGEST_HEAD_DIM and has_kernel(q.device, q.dtype)

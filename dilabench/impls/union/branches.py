@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from dilabench.patterns.dilated import rows_kept
@@ -132,16 +133,18 @@ class Run:
     keys: Progression
 
 
-def fewest_runs(places: Sequence[Place], group_size: int, stackable: bool) -> list[tuple[Run, Progression]]:
+@lru_cache(maxsize=256)
+def fewest_runs(places: tuple[Place, ...], group_size: int, stackable: bool) -> tuple[tuple[Run, Progression], ...]:
     """Heads cut into as few runs as there can be, each with the stack that it repeats in.
 
-    Only where asked are equal runs put on top of each other; a run alone is a stack of one.
+    Only where asked are equal runs put on top of each other; a run alone is a stack of one. Cached, because each rank
+    plans for all ranks, and each step of training has another packing of the same heads.
     """
-    best: list[tuple[Run, Progression]] = []
+    best: tuple[tuple[Run, Progression], ...] = ()
     for apart in (1, group_size):
         for order in _orders(places, apart):
             runs = list(_runs(order))
-            stacks = list(_stacks(runs)) if stackable else [(run, Progression(1, ORIGIN)) for run in runs]
+            stacks = tuple(_stacks(runs)) if stackable else tuple((run, Progression(1, ORIGIN)) for run in runs)
             if not best or len(stacks) < len(best):
                 best = stacks
     return best

@@ -21,6 +21,7 @@ from dilabench.impls.union.branches import Branch, Place, branches_of
 from dilabench.impls.union.gathered_rows import GatheredRows
 from dilabench.impls.union.union import Rows, Union
 from dilabench.kernels.lse import merge_rows_
+from dilabench.kernels.streams import on_a_stream_of_its_own
 from dilabench.workload.spec import Workload
 
 Positions = npt.NDArray[np.int64]
@@ -154,8 +155,11 @@ def varlen_arguments(workload: Workload, rate: int, bounds: list[int], device: t
     `rate`.
     """
     left, right = (side if side < 0 else side // rate for side in workload.window)
+    # A copy on the current stream would wait for all that it has to do.
+    with on_a_stream_of_its_own(device):
+        there = torch.tensor(bounds, dtype=torch.int32).to(device)
     return {
-        "cu_seqlens": torch.tensor(bounds, dtype=torch.int32).to(device),
+        "cu_seqlens": there,
         "longest": max((stop - start for start, stop in pairwise(bounds)), default=0),
         "causal": workload.causal,
         "window": (left, right),

@@ -234,7 +234,7 @@ def _rectangles_of(
                 shape = length, key_length, queries.rate, keys.rate, keys.offset - queries.offset
                 shapes.setdefault(shape, []).append(place._replace(position=queries.offset))
         for (length, key_length, rate, key_rate, ahead), places in shapes.items():
-            for run, residues_stacked in fewest_runs(places, workload.group_size, stackable=one_segment):
+            for run, residues_stacked in fewest_runs(tuple(places), workload.group_size, stackable=one_segment):
                 rectangle = Rectangle(
                     rate=rate,
                     part=branch.part,

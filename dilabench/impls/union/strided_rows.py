@@ -178,7 +178,7 @@ def _rows_of_segments(workload: Workload, branch: Branch, segments: Segments, co
     """Calls of the segments of one length; batch items and segments share the batch axis where strides allow."""
     one_segment = segments.count * workload.batch_size == 1
     for length, places in places_by_rows(branch, segments).items():
-        for run, residues in fewest_runs(places, workload.group_size, stackable=one_segment):
+        for run, residues in fewest_runs(tuple(places), workload.group_size, stackable=one_segment):
             rows = StridedRows(
                 rate=branch.rate,
                 part=branch.part,

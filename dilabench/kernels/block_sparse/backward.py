@@ -162,7 +162,7 @@ def _run_at_once(
             return [_launch_at_once(tensors, lists, plan, first_kv_head, scale, tiles)]
 
         cache.launch(("at once", first), [tensors], prepare)
-        convert_dq(sums, scale, dq[:, :, first : first + sums.shape[2]])
+        convert_dq(sums, scale, dq[:, :, first : first + sums.shape[2]], cache, ("dq", first))
 
 
 def _launch_at_once(

@@ -22,7 +22,7 @@ from dilabench.kernels.bwd_preprocess import STATS_BLOCK, OneClass, StatsLayout,
 from dilabench.kernels.dq_accumulate import dq_accumulator
 from dilabench.kernels.fused.backward_at_once import AtOnce, groups_at_once, run_at_once
 from dilabench.kernels.fused.branch_group import BranchGroup
-from dilabench.kernels.fused.packing import DocumentLists, ListRequest, Packing, key_lists, query_lists
+from dilabench.kernels.fused.packing import DocumentLists, ListRequest, Packing, PassRequests, key_lists, query_lists
 from dilabench.kernels.fused.partials import Partials, partial_places
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
@@ -492,9 +492,9 @@ class _TwoPasses(NamedTuple):
         )
 
 
-def _requests(at_once: list[AtOnce], passes: list[_TwoPasses]) -> tuple[ListRequest, ...]:
+def _requests(at_once: list[AtOnce], passes: list[_TwoPasses]) -> PassRequests:
     """The lists of all launches, for documents."""
-    return (*(step.request for step in at_once), *(request for step in passes for request in step.requests))
+    return PassRequests(*(step.request for step in at_once), *(request for step in passes for request in step.requests))
 
 
 def _passes(

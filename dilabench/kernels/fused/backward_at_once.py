@@ -108,7 +108,7 @@ def run_at_once(
                 yield _launch(step, own, first * kv_heads // heads, causal, scale, index > 0)
 
         cache.launch(("at once", first), tensors, prepare)
-        convert_dq(sums, scale, dq[:, :, first : first + some])
+        convert_dq(sums, scale, dq[:, :, first : first + some], cache, ("dq", first))
 
 
 def _launch(

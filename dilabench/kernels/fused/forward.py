@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
-from dilabench.kernels.fused.packing import ListRequest, Packing, PassLists, query_lists
+from dilabench.kernels.fused.packing import ListRequest, Packing, PassLists, PassRequests, query_lists
 from dilabench.kernels.fused.partials import Partials, partial_places
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.fused.row_layout import (
@@ -298,7 +298,7 @@ def fused_forward_partials(
     if packing is not None:
         lists = _lists(q, plan, packing, config, cache)
         tensors = [own | of_group.by_query for own, of_group in zip(tensors, lists.of_groups, strict=True)]
-        merged["spans"] = lists.spans
+        merged |= {"spans": lists.spans, "blocks": lists.blocks}
 
     def prepare() -> Iterator[Launch]:
         for index, (own, group) in enumerate(zip(tensors, plan.groups, strict=True)):
@@ -313,10 +313,10 @@ def fused_forward_partials(
 def _lists(q: Tensor, plan: ResiduePlan, packing: Packing, config: TileConfig | None, cache: LaunchCache) -> PassLists:
     """Lists of documents for each group."""
 
-    def requests() -> tuple[ListRequest, ...]:
+    def requests() -> PassRequests:
         tiles = (_selected(q, group, plan.causal, config, cut=True).tiles for group in plan.groups)
-        return tuple(
-            ListRequest(group, own.block_m, own.block_n) for group, own in zip(plan.groups, tiles, strict=True)
+        return PassRequests(
+            *(ListRequest(group, own.block_m, own.block_n) for group, own in zip(plan.groups, tiles, strict=True))
         )
 
     return packing.lists(cache.once("lists", requests), plan.causal, q)

@@ -8,9 +8,11 @@ from a rounded number of documents alone, so that launches of one packing serve 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from operator import sub
 from typing import NamedTuple
 
 import numpy as np
@@ -20,30 +22,25 @@ from torch import Tensor
 
 from dilabench.kernels.bwd_preprocess import StatsLayout
 from dilabench.kernels.fused.branch_group import SPAN_COLUMNS, BranchGroup
+from dilabench.kernels.fused.document_lists import AT_ONCE, BLOCK_TOKENS, REQUEST_COLUMNS, lists_kernel
 from dilabench.kernels.fused.tile_lists import Integers
-from dilabench.kernels.fused.tile_tables import DocumentTables, document_tables, on_a_stream_of_its_own, tile_tables
-from dilabench.kernels.streams import record
+from dilabench.kernels.fused.tile_tables import DocumentTables, document_tables, tile_tables
+from dilabench.kernels.launch_cache import COPY_BYTES, Launch, LaunchCache
+from dilabench.kernels.streams import on_a_stream_of_its_own, record
 from dilabench.kernels.tuning import TileConfig
 
 _Written = npt.NDArray[np.int32]
 
-# Beyond every token.
-_NEVER = np.iinfo(np.int32).max
-
 
 @dataclass(frozen=True, eq=False)
 class ListRequest:
-    """Lists of tiles of ``other`` rows for tiles of ``own`` rows, and statistics in tiles of ``stats_tile`` rows.
-
-    What all packings have of them in common stays with the request.
-    """
+    """Lists of tiles of ``other`` rows for tiles of ``own`` rows, and statistics in tiles of ``stats_tile`` rows."""
 
     group: BranchGroup
     own: int
     other: int
     by_key: bool = False
     stats_tile: int = 1
-    _tables: dict[tuple[bool, torch.device, type[Tensor]], DocumentTables] = field(default_factory=dict, repr=False)
 
     @cached_property
     def most_visits(self) -> int:
@@ -56,27 +53,11 @@ class ListRequest:
         # Two visits are 16 bytes: kernels are compiled again for lists that begin elsewhere.
         return most + most % 2
 
-    @property
-    def tile(self) -> int:
-        """The rows by whose number lists of shorter super-segments differ."""
-        return min(self.own, self.other)
-
     def stats_layout(self, block: int) -> StatsLayout:
         """The layout of as many rows as documents have at most, in blocks that divide the tile."""
         group = self.group
         rows = group.length // group.modulus + group.most_supers * self.stats_tile
         return StatsLayout(group.modulus, 1, group.length, -(-rows // block) * block, block)
-
-    def tables(self, tails: Integers, causal: bool, x: Tensor) -> DocumentTables:
-        """Lists for super-segments of documents with these tails (`document_tables`), on the device of x."""
-        where = causal, x.device, type(x)
-        found = self._tables.get(where)
-        if found is None:
-            tiles = self.group, self.own, self.other, causal, self.by_key
-            found = document_tables(*tiles, x, np.unique(tails[tails >= 0]))
-            if found.serve_all:
-                self._tables[where] = found
-        return found
 
 
 class DocumentLists(NamedTuple):
@@ -106,10 +87,64 @@ class DocumentLists(NamedTuple):
 
 
 class PassLists(NamedTuple):
-    """Lists of each group of branches, and the spans of all of them, [groups, n, `SPAN_COLUMNS`]."""
+    """Lists of each group of branches, and the spans of all of them, [groups, n, `SPAN_COLUMNS`].
+
+    blocks: int32 [groups, n], the super-segment that holds the first token of each `BLOCK_TOKENS`; then the last one.
+    """
 
     of_groups: tuple[DocumentLists, ...]
     spans: Tensor
+    blocks: Tensor
+
+
+class PassRequests:
+    """The lists that the launches of a pass need, with the numbers that they depend on besides the bounds."""
+
+    def __init__(self, *requests: ListRequest) -> None:
+        self.requests = requests
+        self.most_supers = max(request.group.most_supers for request in requests)
+        self.visits = [request.most_visits for request in requests]
+        self.cache = LaunchCache()
+        self._kept: dict[tuple[bool, torch.device, type[Tensor]], _Tables] = {}
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """How many numbers of spans, visits and blocks `Packing.lists` writes, one after another."""
+        n = len(self.requests)
+        return n * self.most_supers * SPAN_COLUMNS, 2 * sum(self.visits), n * self.blocks
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of tokens, and one behind them."""
+        return -(-self.requests[0].group.length // BLOCK_TOKENS) + 1
+
+    def tables(self, packing: Packing, causal: bool, x: Tensor) -> _Tables:
+        """The lists for super-segments of these documents, on the device of x."""
+        key = causal, x.device, type(x)
+        kept = self._kept.get(key)
+        if kept is not None:
+            return kept
+        tables, numbers = [], []
+        visits_at, of_visits, _ = self.sizes
+        blocks_at = visits_at + of_visits
+        tails_at = len(self.requests) * REQUEST_COLUMNS
+        for request, visits in zip(self.requests, self.visits, strict=True):
+            group, tile = request.group, min(request.own, request.other)
+            made = document_tables(
+                group, request.own, request.other, causal, request.by_key, x, partial(packing.tails, group, tile)
+            )
+            counts = made.by_key if request.by_key else made.by_query
+            listed = (made.tables.order if request.by_key else made.tables.items).shape[-2]
+            sizes = group.super_tokens, group.modulus, tile, request.stats_tile, group.stored_rows, listed
+            tables.append(made)
+            numbers.append((*sizes, visits_at, visits, tails_at, len(made.tails), blocks_at))
+            visits_at, tails_at = visits_at + 2 * visits, tails_at + len(made.tails) + len(counts)
+            blocks_at += self.blocks
+        lists = (half for made, request in zip(tables, self.requests, strict=True) for half in made.of(request.by_key))
+        found = _Tables(tuple(tables), _copied(np.concatenate([np.array(numbers).ravel(), *lists]).astype(np.int32), x))
+        if all(made.serve_all for made in tables):
+            self._kept[key] = found
+        return found
 
 
 # Passes over one packing whose lists are kept: forward and backward of a few layouts of tensors.
@@ -117,169 +152,154 @@ _MOST_PASSES = 8
 
 
 class Packing:
-    """Documents from ``bounds[i]`` to ``bounds[i + 1]``, none of them empty, with the lists that passes were given."""
+    """Documents from ``bounds[i]`` to ``bounds[i + 1]``, none of them empty, with the lists that passes were given.
 
-    def __init__(self, bounds: Sequence[int]) -> None:
-        self.bounds = tuple(bounds)
-        self._made: dict[int, _Made] = {}
-        # Passes and groups of branches share them.
-        self._ends: Integers | None = None
-        self._supers: dict[tuple[int, int], _Supers] = {}
+    tokens, longest: of all documents, and of the longest one or more. Both are given for bounds on the device (int32
+    [n]), which are not read: some documents may be empty, and tokens behind the last bound are one more.
+    """
 
-    def lists(self, requests: tuple[ListRequest, ...], causal: bool, x: Tensor) -> PassLists:
-        """For each request of a pass, on the device of x; made once for the same object."""
-        made = self._made.get(id(requests))
+    def __init__(self, bounds: Sequence[int] | Tensor, tokens: int = 0, longest: int = 0) -> None:
+        self._numbers: tuple[int, ...] | None = None
+        self._there: _There | None = None
+        self._on_device = isinstance(bounds, Tensor)
+        if isinstance(bounds, Tensor):
+            self.tokens, self.longest, self.count = tokens, longest, len(bounds)
+            self._there = _There((bounds,), None, set())
+        else:
+            self._numbers = tuple(bounds)
+            self.tokens, self.count = self._numbers[-1], len(self._numbers) - 1
+            self.longest = max(map(sub, self._numbers[1:], self._numbers))
+        self._made: dict[PassRequests, _Made] = {}
+
+    @property
+    def documents(self) -> int:
+        """A rounded number of documents, as many as there are or more."""
+        step = 1 << max(0, self.count.bit_length() - 3)
+        return -(-self.count // step) * step
+
+    def bounds(self, x: Tensor) -> Tensor:
+        """int32 on the device of x: the bounds, perhaps followed by further ones at the last token."""
+        if self._there is None:
+            assert self._numbers is not None
+            filled = np.full(self.documents + 1, self.tokens, np.int32)
+            filled[: len(self._numbers)] = self._numbers
+            self._there = _copied(filled, x)
+        return self._there.used(x)
+
+    def is_read_by_graph(self, x: Tensor) -> bool:
+        """Whether a graph is being captured that reads the bounds at each replay."""
+        return self._on_device and _is_captured(x)
+
+    def tails(self, group: BranchGroup, tile: int) -> Integers:
+        """The tails of the group's lists (`BranchGroup.tails_in_tiles`) that these documents need."""
+        if self._numbers is None:
+            assert self._there is not None
+            self._numbers = (*self._there.tensors[0].tolist(), self.tokens)
+        rest = np.diff(self._numbers) % group.super_tokens
+        in_tiles = -(-rest // (group.modulus * tile)) * tile
+        tails = np.minimum(group.modulus * in_tiles - (rest // group.modulus < in_tiles), group.super_tokens - 1)
+        return np.unique(tails[rest > 0])
+
+    def lists(self, of_pass: PassRequests, causal: bool, x: Tensor) -> PassLists:
+        """The lists of a pass on the device of x, by one launch; made once for the same object."""
+        if self.is_read_by_graph(x):
+            return self._launched(of_pass, causal, x).lists
+        made = self._made.get(of_pass)
         if made is None:
+            # A captured launch would write them with the first replay.
+            with on_a_stream_of_its_own(x.device) if _is_captured(x) else nullcontext():
+                made = self._launched(of_pass, causal, x)
             while len(self._made) >= _MOST_PASSES:
                 del self._made[next(iter(self._made))]
-            made = self._made[id(requests)] = _Made.of(self.supers, requests, causal, x)
-        if x.is_cuda and made.streams is not None:
-            stream = torch.cuda.current_stream(x.device)
-            if stream.cuda_stream not in made.streams:
-                made.streams.add(stream.cuda_stream)
-                if made.copied is not None:
-                    stream.wait_event(made.copied)
-                # The lists are exchanged from launch to launch, which records only what stays.
-                record(
-                    x for lists in made.lists.of_groups for x in (*lists.by_query.values(), *lists.by_key().values())
-                )
+            self._made[of_pass] = made
+        made.there.used(x)
         return made.lists
 
-    def supers(self, group: BranchGroup) -> _Supers:
-        """The super-segments of a group, made once for groups that cut documents alike."""
-        key = group.super_tokens, group.modulus
-        found = self._supers.get(key)
-        if found is None:
-            if self._ends is None:
-                self._ends = np.array(self.bounds)
-            found = self._supers[key] = _Supers.of(self._ends, *key)
-        return found
+    def _launched(self, of_pass: PassRequests, causal: bool, x: Tensor) -> _Made:
+        tables, bounds = of_pass.tables(self, causal, x), self.bounds(x)
+        of_requests, requests = len(of_pass.requests), tables.numbers.used(x)
+        numbers = torch.empty(sum(of_pass.sizes), dtype=torch.int32, device=x.device)
+        most, documents = of_pass.most_supers, of_pass.requests[0].group.documents
+        arguments = {
+            "bounds_ptr": bounds,
+            "requests_ptr": requests,
+            "lists_ptr": numbers,
+            "n_bounds": len(bounds),
+            "n_documents": documents,
+            "n_spans": most,
+            "tokens": self.tokens,
+            "BLOCK": AT_ONCE,
+            "SPAN": SPAN_COLUMNS,
+            "REQUEST": REQUEST_COLUMNS,
+            "TOKENS": BLOCK_TOKENS,
+        }
+        launch = Launch(lists_kernel, lambda _: ((of_requests * (documents + 1),), arguments))
+        own = {"bounds": bounds, "requests": requests, "lists": numbers}
+        of_pass.cache.launch((len(bounds), bounds.data_ptr() % COPY_BYTES), [own], lambda: [launch])
+        of_spans, of_visits, of_blocks = numbers.split(of_pass.sizes)
+        spans, blocks = of_spans.view(of_requests, most, SPAN_COLUMNS), of_blocks.view(of_requests, -1)
+        visits = of_visits.view(-1, 2).split(of_pass.visits)
+        of_groups = tuple(map(DocumentLists, tables.of_requests, visits, spans.unbind()))
+        listed = (x for made in tables.of_requests for x in made.tables.tensors)
+        return _Made(PassLists(of_groups, spans, blocks), _There.of((numbers, *listed), x))
+
+
+class _There(NamedTuple):
+    """Tensors on a device, when they are complete (None: for every stream), and the streams that use them."""
+
+    tensors: tuple[Tensor, ...]
+    complete: torch.cuda.Event | None
+    streams: set[int]
+
+    @classmethod
+    def of(cls, tensors: tuple[Tensor, ...], x: Tensor) -> _There:
+        """Made by the current stream of the device of x."""
+        complete = None
+        if type(x) is Tensor and x.is_cuda and not _is_captured(x):
+            complete = torch.cuda.Event()
+            complete.record(torch.cuda.current_stream(x.device))
+        return cls(tensors, complete, set())
+
+    def used(self, x: Tensor) -> Tensor:
+        """The first one, for the current stream of the device of x."""
+        if type(x) is Tensor and x.is_cuda:
+            stream = torch.cuda.current_stream(x.device)
+            if stream.cuda_stream not in self.streams:
+                self.streams.add(stream.cuda_stream)
+                # A captured stream cannot wait for what was launched before: `torch.cuda.graph` has waited.
+                if self.complete is not None and not torch.cuda.is_current_stream_capturing():
+                    stream.wait_event(self.complete)
+                # Launches record only what stays from call to call.
+                record(self.tensors)
+        return self.tensors[0]
+
+
+class _Tables(NamedTuple):
+    """The lists for super-segments of each request, and the numbers that `lists_kernel` reads of all requests."""
+
+    of_requests: tuple[DocumentTables, ...]
+    numbers: _There
 
 
 class _Made(NamedTuple):
-    """Lists with what they were made for, so that no other object takes its identity, and the streams that use them.
+    """The lists of a pass, and all tensors that they consist of."""
 
-    copied: when they are on the device, where the call that copied them did not wait for it.
-    """
-
-    requests: tuple[ListRequest, ...]
     lists: PassLists
-    copied: torch.cuda.Event | None
-    streams: set[int] | None
-
-    @classmethod
-    def of(
-        cls,
-        of_documents: Callable[[BranchGroup], _Supers],
-        requests: tuple[ListRequest, ...],
-        causal: bool,
-        x: Tensor,
-    ) -> _Made:
-        """A row of numbers with all of them is copied at once."""
-        most = max(request.group.most_supers for request in requests)
-        visits = [request.most_visits for request in requests]
-        numbers_of_spans = len(requests) * most * SPAN_COLUMNS
-        numbers = np.empty(numbers_of_spans + 2 * sum(visits), np.int32)
-        spans = numbers[:numbers_of_spans].reshape(len(requests), most, SPAN_COLUMNS)
-        spans.fill(_NEVER)
-        pairs, stop = numbers[numbers_of_spans:].reshape(-1, 2), 0
-        tables = []
-        for request, own, count in zip(requests, spans, visits, strict=True):
-            supers = of_documents(request.group)
-            lists = request.tables(supers.tails(request), causal, x)
-            variants = supers.variants(request, lists)
-            own[: len(variants), :5] = supers.spans(request, lists)
-            own[:, 5] = request.group.stored_rows
-            own[:, 6] = listed = (lists.tables.order if request.by_key else lists.tables.items).shape[-2]
-            of_variant = lists.by_key if request.by_key else lists.by_query
-            write_visits(variants, supers.order, of_variant, listed - 1, pairs[stop : stop + count])
-            stop += count
-            tables.append(lists)
-        there, copied = _copied(numbers, x)
-        spans_there = there[:numbers_of_spans].view(len(requests), most, SPAN_COLUMNS)
-        visits_there = there[numbers_of_spans:].view(-1, 2).split(visits)
-        of_groups = tuple(map(DocumentLists, tables, visits_there, spans_there.unbind()))
-        return cls(requests, PassLists(of_groups, spans_there), copied, set() if x.is_cuda else None)
+    there: _There
 
 
-def _copied(numbers: _Written, x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Numbers on the device of x, and an event for their arrival unless it was waited for."""
+def _copied(numbers: _Written, x: Tensor) -> _There:
+    """Numbers on the device of x, by a copy that nothing waits for on the host."""
     here = torch.from_numpy(numbers)
-    if type(x) is not Tensor or not x.is_cuda or torch.cuda.is_current_stream_capturing():
+    if type(x) is not Tensor or not x.is_cuda or _is_captured(x):
         with on_a_stream_of_its_own(x.device):
-            return here.to(x.device), None
-    there, copied = here.pin_memory().to(x.device, non_blocking=True), torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(x.device))
-    return there, copied
+            return _There((here.to(x.device),), None, set())
+    return _There.of((here.pin_memory().to(x.device, non_blocking=True),), x)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Supers:
-    """Super-segments of documents in the order of their tokens: first token, tokens, and the rows that the longest
-    classes and all of them have; then the numbers of the longest first. What requests share of them is kept.
-    """
-
-    most: int
-    modulus: int
-    first: Integers
-    tokens: Integers
-    rows: Integers
-    sure: Integers
-    order: Integers
-    _kept: dict[tuple[int | str, ...], Integers] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, bounds: Integers, most: int, modulus: int) -> _Supers:
-        """The super-segments of documents, each of at most `most` tokens, in rows of `modulus` tokens."""
-        lengths = bounds[1:] - bounds[:-1]
-        supers = -(-lengths // most)
-        document = np.arange(len(lengths)).repeat(supers)
-        inside = (np.arange(len(document)) - (supers.cumsum() - supers).repeat(supers)) * most
-        tokens = np.minimum(most, lengths[document] - inside)
-        order = np.argsort(-tokens, kind="stable")
-        return cls(most, modulus, bounds[document] + inside, tokens, -(-tokens // modulus), tokens // modulus, order)
-
-    def tails(self, request: ListRequest) -> Integers:
-        """The tail of each super-segment's lists (`BranchGroup.tails_in_tiles`), -1 for a whole one."""
-        key = "tails", request.tile
-        found = self._kept.get(key)
-        if found is None:
-            tile = request.tile
-            in_tiles = -(-self.rows // tile) * tile
-            tails = np.minimum(self.modulus * in_tiles - (self.sure < in_tiles), self.most - 1)
-            found = self._kept[key] = np.where(self.tokens < self.most, tails, -1)
-        return found
-
-    def variants(self, request: ListRequest, lists: DocumentTables) -> Integers:
-        """The variant of each super-segment's lists: 0 of a whole one."""
-        key = "variants", request.tile, lists.serve_all
-        found = self._kept.get(key)
-        if found is None:
-            # No tail is below 0, so that a whole one comes first.
-            found = self._kept[key] = lists.tails.searchsorted(self.tails(request)) + (self.tokens < self.most)
-        return found
-
-    def spans(self, request: ListRequest, lists: DocumentTables) -> Integers:
-        """The first columns of `DocumentLists.spans`: [n, 5]."""
-        key = "spans", request.tile, lists.serve_all, request.stats_tile
-        found = self._kept.get(key)
-        if found is None:
-            rows, stats = self.rows, request.stats_tile
-            of_stats = rows if stats == 1 else -(-rows // stats) * stats
-            columns = self.first, self.tokens, self.variants(request, lists), of_stats.cumsum() - of_stats
-            found = self._kept[key] = np.stack((*columns, rows.cumsum() - rows), 1)
-        return found
-
-
-def write_visits(variants: Integers, order: Integers, items_of_variant: Integers, none: int, visits: _Written) -> None:
-    """Every item of every super-segment, the longest first; those that pad have an item that there is none of."""
-    items = items_of_variant[variants[order]]
-    stop = items.cumsum()
-    total = int(stop[-1])
-    visits[:total, 0] = order.repeat(items)
-    visits[:total, 1] = np.arange(total) - (stop - items).repeat(items)
-    visits[total:, 0] = 0
-    visits[total:, 1] = none
+def _is_captured(x: Tensor) -> bool:
+    """Whether a graph is being captured on the device of x."""
+    return type(x) is Tensor and x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def query_lists(

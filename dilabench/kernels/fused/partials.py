@@ -22,8 +22,9 @@ from torch import Tensor
 
 from dilabench.kernels import tuning
 from dilabench.kernels.fused.branch_group import SPAN_COLUMNS, BranchGroup
+from dilabench.kernels.fused.document_lists import BLOCK_TOKENS
 from dilabench.kernels.fused.residue_plan import ResiduePlan
-from dilabench.kernels.fused.tile_walk import find_span
+from dilabench.kernels.fused.tile_walk import find_span_among
 from dilabench.kernels.launch_cache import COPY_BYTES, Arguments, Launch
 from dilabench.kernels.softmax import weights_of_two
 
@@ -33,6 +34,7 @@ _UNIT = COPY_BYTES // 2
 # Numbers of a branch in the table before the class of each head.
 _BEFORE_CLASSES = 8
 _SPAN_COLUMNS = tl.constexpr(SPAN_COLUMNS)
+_BLOCK_TOKENS = tl.constexpr(BLOCK_TOKENS)
 
 
 class Partials(NamedTuple):
@@ -96,7 +98,8 @@ class PartialPlaces:
 
     def merge(self, tensors: dict[str, Tensor]) -> Launch:
         """The launch that merges outs and lses to out [B, N, H, D] and lse [B, H, N]: 0 and -inf in rows that no branch
-        covers. For documents, spans [groups, n, columns] say where rows of each group are (`packing.DocumentLists`).
+        covers. For documents, spans [groups, n, columns] say where rows of each group are, and blocks [groups, m] in
+        which of them blocks of tokens begin (`packing.PassLists`).
         """
         batch, length, heads, dim = self.shape
         columns = triton.next_power_of_2(dim)
@@ -106,8 +109,10 @@ class PartialPlaces:
             step = self.step if uniform else 1
             own = {
                 "spans_ptr": None,
+                "blocks_ptr": None,
                 **{f"{name}_ptr": x for name, x in tensors.items()},
                 "n_spans": tensors["spans"].shape[1] if "spans" in tensors else 0,
+                "n_blocks": tensors["blocks"].shape[1] if "blocks" in tensors else 0,
                 "table_ptr": self.table,
                 "length": length,
                 "n_heads": heads,
@@ -151,7 +156,7 @@ def _add_own(state, out_ptr, lse_ptr, row, seen, n_heads, column, HEAD_DIM: tl.c
     return higher, total * kept + share, merged * kept[:, None] + out.to(tl.float32) * share[:, None]
 
 
-@triton.jit(do_not_specialize=("length", "n_heads", "step", "width", "n_spans"))
+@triton.jit(do_not_specialize=("length", "n_heads", "step", "width", "n_spans", "n_blocks"))
 def _merge_kernel(
     outs_ptr,
     lses_ptr,
@@ -159,11 +164,13 @@ def _merge_kernel(
     lse_ptr,
     table_ptr,
     spans_ptr,
+    blocks_ptr,
     length,
     n_heads,
     step,
     width,
     n_spans,
+    n_blocks,
     GROUPS: tl.constexpr,
     BEFORE_CLASSES: tl.constexpr,
     UNIFORM: tl.constexpr,
@@ -206,10 +213,15 @@ def _merge_kernel(
                 inside = token - segment * segment_tokens
                 first_row = segment * tl.load(of_group + 4)
             else:
-                span = find_span(spans_ptr, token, n_spans, 0)
+                # A program has successive tokens, few of which begin a super-segment.
+                block = (rest % blocks) * ROWS // _BLOCK_TOKENS
+                last_block = tl.minimum(((rest % blocks) * ROWS + ROWS - 1) // _BLOCK_TOKENS + 1, n_blocks - 1)
+                first_span, last_span = tl.load(blocks_ptr + block), tl.load(blocks_ptr + last_block)
+                span = find_span_among(spans_ptr, token, first_span, last_span, 0)
                 inside = token - tl.load(spans_ptr + span * _SPAN_COLUMNS)
                 first_row = tl.load(spans_ptr + span * _SPAN_COLUMNS + 4)
                 spans_ptr += n_spans * _SPAN_COLUMNS
+                blocks_ptr += n_blocks
             within = inside // rate
             row, seen = first_row + within, valid & (inside - within * rate == own_class)
             top, total, merged = _add_own(state, own_out, own_lse, row, seen, n_heads, column, HEAD_DIM)

@@ -19,12 +19,10 @@ Grouped heads take part in one branch each: in the others they have no residue, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from operator import sub
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dilabench.kernels.fused.branch_group import (
     MAX_MODULUS,
@@ -40,6 +38,10 @@ from dilabench.kernels.fused.branch_group import (
 )
 from dilabench.kernels.fused.tile_lists import computed_pairs
 from dilabench.kernels.tuning import GROUP_COST_PAIRS, MERGE_COST_PAIRS
+
+if TYPE_CHECKING:
+    # Triton is not installed everywhere.
+    from dilabench.kernels.fused.packing import Packing
 
 # If a length is no multiple of all moduli, tensors may be padded to one that is, by less than this many tokens.
 MOST_TOKENS_BEHIND = 4096
@@ -124,24 +126,21 @@ _SHORTEST_DOCUMENTS = 512
 def document_plan(
     segment_lengths: tuple[int, ...],
     dilation_rates: tuple[int, ...],
-    bounds: Sequence[int],
+    packing: Packing,
     *shape: Any,
     **options: Any,
 ) -> ResiduePlan:
-    """As `residue_plan` for documents from ``bounds[i]`` to ``bounds[i + 1]``, each a separate sequence.
+    """As `residue_plan` for documents, each a separate sequence.
 
     The plan of many packings of as many tokens: it knows by rounded numbers how many documents there are, and how long
     they are. ``shape``: what `residue_plan` takes behind the length.
     """
-    count, longest, most = len(bounds) - 1, max(map(sub, bounds[1:], bounds)), max(segment_lengths)
+    longest, most, tokens, documents = packing.longest, max(segment_lengths), packing.tokens, packing.documents
     doublings = (longest - 1).bit_length()
     # Every second power of two: each has separate lists.
     rounded = max(_SHORTEST_DOCUMENTS, 1 << doublings + (doublings + 1) % 2)
     # Lengths above all segments have the same lists.
     rounded = rounded if rounded <= most else 2 * most
-    step = 1 << max(0, count.bit_length() - 3)
-    documents = -(-count // step) * step
-    tokens = bounds[-1]
     try:
         return _document_plan(segment_lengths, dilation_rates, rounded, tokens, documents, *shape, **options)
     except ValueError:

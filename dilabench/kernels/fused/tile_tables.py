@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import accumulate
@@ -29,6 +28,7 @@ from dilabench.kernels.fused.tile_lists import (
     rows_of_variants,
     runs_of,
 )
+from dilabench.kernels.streams import on_a_stream_of_its_own
 
 # Elements of int32 in 16 bytes.
 _ALIGNED = 4
@@ -54,6 +54,11 @@ class TileTables:
     order: Tensor
     entries: Tensor
     heads: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them."""
+        return self.items, self.lookup, self.order, self.entries, self.heads
 
     @property
     def nbytes(self) -> int:
@@ -126,6 +131,10 @@ class DocumentTables(NamedTuple):
     by_key: Integers
     serve_all: bool
 
+    def of(self, by_key: bool) -> tuple[Integers, Integers]:
+        """The tails, and how many items each variant has."""
+        return self.tails, self.by_key if by_key else self.by_query
+
     @property
     def nbytes(self) -> int:
         """As of `TileTables`."""
@@ -133,17 +142,16 @@ class DocumentTables(NamedTuple):
 
 
 def document_tables(
-    group: BranchGroup, own: int, other: int, causal: bool, by_key: bool, x: Tensor, needed: Integers
+    group: BranchGroup, own: int, other: int, causal: bool, by_key: bool, x: Tensor, needed: Callable[[], Integers]
 ) -> DocumentTables:
-    """As `tile_tables` for super-segments of documents, of which the last ones have as many tokens as `needed` says, in
-    tiles (`BranchGroup.tails_in_tiles`), on the device of x. Where lists are short, all that documents may need are
-    made at once.
+    """As `tile_tables` for super-segments of documents, on the device of x. If lists are short, they are made for all
+    tails that documents may have (`BranchGroup.tails_in_tiles`), else for the `needed` ones.
     """
     by_key = _checked(group, own, other, causal, by_key)
     whole = replace(group, length=group.super_tokens, documents=0)
     most = tuning.DOCUMENT_ENTRIES, tuning.DOCUMENT_TILES
     together = _made_together(whole, own, other, causal, by_key, *most)
-    tails = together or tuple(needed.tolist())
+    tails = together or tuple(needed().tolist())
     # Tables of tensors with data, or only traced.
     device, kind = x.device, type(x)
     key = ("documents", whole, tails, own, other, causal, by_key, device, kind)
@@ -156,23 +164,6 @@ def document_tables(
         by_query, of_keys = (items[..., 0] >= 0).sum(2).max(1), (order[..., 0] >= 0).sum(1)
         found = _kept.put(key, DocumentTables(tables, np.array(tails), by_query, of_keys, bool(together)))
     return found
-
-
-@contextmanager
-def on_a_stream_of_its_own(device: torch.device) -> Iterator[None]:
-    """Tensors made inside wait for no other kernel, and are complete for all streams at the end."""
-    if device.type != "cuda":
-        yield
-        return
-    stream = _stream_of(device)
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
-
-
-@cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 class _ByTail(dict[int, TileTables]):

@@ -57,14 +57,20 @@ def find_work(visits_ptr, spans_ptr, n_items, n_blocks, item_major, n_supers, fu
 @triton.jit
 def find_span(spans_ptr, x, n_spans, COLUMN: tl.constexpr):
     """For numbers x >= 0 the last super-segment of documents whose column of the spans (`packing`) is at most x."""
-    span = x * 0
+    return find_span_among(spans_ptr, x, 0, n_spans - 1, COLUMN)
+
+
+@triton.jit
+def find_span_among(spans_ptr, x, first, last, COLUMN: tl.constexpr):
+    """`find_span` that is known to be one of these."""
+    span = x * 0 + first
     width = 1
-    while width < n_spans:
+    while width < last - first + 1:
         width *= 2
     while width > 1:
         width = width // 2
         further = span + width
-        at = tl.load(spans_ptr + further * _SPAN_COLUMNS + COLUMN, further < n_spans, 0x7FFFFFFF)
+        at = tl.load(spans_ptr + further * _SPAN_COLUMNS + COLUMN, further <= last, 0x7FFFFFFF)
         span = tl.where(at <= x, further, span)
     return span
 

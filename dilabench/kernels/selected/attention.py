@@ -18,7 +18,7 @@ from dilabench.kernels.bwd_preprocess import StatsLayout, bwd_preprocess
 from dilabench.kernels.launch_cache import LaunchCache, layout
 from dilabench.kernels.selected import tiles as tuned
 from dilabench.kernels.selected.by_key import entries_of_share, key_gradients
-from dilabench.kernels.selected.by_query import query_form_forward, query_form_gradient
+from dilabench.kernels.selected.by_query import QueryTiles, query_form
 from dilabench.kernels.selected.by_token import add_token_gradients
 from dilabench.kernels.selected.gathered import gathered_form, keys_of_tile
 from dilabench.kernels.selected.lists import (
@@ -32,10 +32,11 @@ from dilabench.kernels.selected.lists import (
 )
 from dilabench.kernels.selected.operands import in_rows, operand_arguments
 from dilabench.kernels.selected.selection import TokenSelection
-from dilabench.kernels.selected.tiles import Form, Kernel, query_rows, select_form, tiles_of
+from dilabench.kernels.selected.tiles import Form, Kernel, query_rows, rules_of, select_form, tiles_of, union_rows
 from dilabench.kernels.tuning import TileConfig
+from dilabench.patterns.selected_blocks import check_block
+from dilabench.workload.spec import UNBOUNDED, Window, check_window
 
-LARGEST_BLOCK = 4096
 LARGEST_HEAD_DIM = 256
 
 
@@ -48,6 +49,7 @@ def selected_forward(
     causal: bool,
     scale: float,
     *,
+    window: Window = UNBOUNDED,
     cu_seqlens: Tensor | None = None,
     form: Form | None = None,
     tiles: Mapping[Kernel, TileConfig] | None = None,
@@ -58,13 +60,14 @@ def selected_forward(
     q [B, N, H, D]; k, v [B, N, K, D] with H a multiple of K; ``indices`` int32 [B, N, K, S]: blocks of ``block`` keys
     in any order, of which one outside of the sequence stands for none and a repeated one counts once. ``cu_seqlens``
     int [documents + 1] on the device, from 0 to T: q [T, H, D], k, v [T, K, D], indices [T, K, S] count from the first
-    block of each document, and results are [T, H, D] and [H, T]. ``form``, ``tiles``: override `tiles`.
+    block of each document, and results are [T, H, D] and [H, T]. ``window``: how many positions (back, ahead) a token
+    sees, -1 for all. ``form``, ``tiles``: override `tiles`.
     ``kept``: lists that an earlier pass over these indices left there, or that this one leaves.
 
     Raises ValueError on shapes, dtypes, blocks and scales that the kernels do not take.
     """
     kept = kept or KeptLists()
-    problem = _Problem.of(q, k, v, indices, block, causal, scale, cu_seqlens, form, tiles)
+    problem = _Problem.of(q, k, v, indices, block, causal, scale, window, cu_seqlens, form, tiles)
     operands = {"q": in_rows(q), "k": in_rows(k), "v": in_rows(v)}
     rows, heads, dim = operands["q"].shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -76,10 +79,8 @@ def selected_forward(
     lists = _Lists(problem.selection(indices, cu_seqlens, kept), kept, cache)
     results = operands | {"out": out.view(rows, heads, dim), "lse": lse}
     if problem.form("forward", q) == "query":
-        config = problem.tiles("query_forward", q)
-        shape = query_rows(given["GROUP"], indices.shape[-1], config)
-        listed = lists.by_query(lists.selection, shape.queries)
-        query_form_forward(results, given, lists.selection, listed, shape, config, cache)
+        tiles_of_query = problem.query_tiles("forward", q, lists)
+        query_form("forward", results, given, lists.selection, *tiles_of_query, cache)
         return out, lse
     config = problem.tiles("gathered_forward", q)
     entries = _entries(block, given["GROUP"], config)
@@ -101,6 +102,7 @@ def selected_backward(
     causal: bool,
     scale: float,
     *,
+    window: Window = UNBOUNDED,
     cu_seqlens: Tensor | None = None,
     form: Form | None = None,
     tiles: Mapping[Kernel, TileConfig] | None = None,
@@ -112,7 +114,7 @@ def selected_backward(
     ``form``: of dq; the rest as there. Raises ValueError as it does.
     """
     kept = kept or KeptLists()
-    problem = _Problem.of(q, k, v, indices, block, causal, scale, cu_seqlens, form, tiles)
+    problem = _Problem.of(q, k, v, indices, block, causal, scale, window, cu_seqlens, form, tiles)
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if indices.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
@@ -130,10 +132,8 @@ def selected_backward(
         _token_gradients(tensors, dk, dv, given, lists, problem)
         return dq, dk, dv
     if problem.form("gradient", q) == "query":
-        config = problem.tiles("query_gradient", q)
-        shape = query_rows(given["GROUP"], indices.shape[-1], config)
-        listed = lists.by_query(lists.selection, shape.queries)
-        query_form_gradient(tensors, given, lists.selection, listed, shape, config, cache)
+        tiles_of_query = problem.query_tiles("gradient", q, lists)
+        query_form("gradient", tensors, given, lists.selection, *tiles_of_query, cache)
     else:
         config = problem.tiles("gathered_gradient", q)
         entries = _entries(block, given["GROUP"], config)
@@ -155,6 +155,7 @@ class _Problem:
     block: int
     causal: bool
     scale: float
+    window: Window
     documents: int | None
     requested_form: Form | None
     requested_tiles: tuple[tuple[Kernel, TileConfig], ...]
@@ -171,6 +172,7 @@ class _Problem:
         block: int,
         causal: bool,
         scale: float,
+        window: Window,
         cu_seqlens: Tensor | None,
         form: Form | None,
         tiles: Mapping[Kernel, TileConfig] | None,
@@ -191,8 +193,8 @@ class _Problem:
             raise ValueError(
                 f"indices {tuple(indices.shape)} of {indices.dtype} must be int32 of shape {tuple(k.shape[:-1])} and S"
             )
-        if block != 1 and not (block % 16 == 0 and 0 < block <= LARGEST_BLOCK):
-            raise ValueError(f"block {block} must be 1 or a multiple of 16 up to {LARGEST_BLOCK}")
+        check_block(block)
+        check_window(window, causal)
         if not 0 < dim <= LARGEST_HEAD_DIM:
             raise ValueError(f"head dim {dim} must be 1 to {LARGEST_HEAD_DIM}")
         if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -203,13 +205,13 @@ class _Problem:
             raise ValueError(f"form {form!r} must be one of {', '.join(get_args(Form))}, or None for the cheaper one")
         if form == "gathered" and block == 1:
             raise ValueError("blocks of one token have no gathered form: give a block of 16 or more, or form='query'")
-        if max(indices.numel(), 16 * q.numel() // max(1, heads * dim)) >= 2**31:
+        if max(indices.numel(), tuned.MOST_QUERIES * q.numel() // max(1, heads * dim)) >= 2**31:
             raise ValueError(
                 f"indices {tuple(indices.shape)} pass the 2^31 of one call: give fewer batch items at a time"
             )
         documents = None if cu_seqlens is None else len(cu_seqlens) - 1
         requested = tuple((tiles or {}).items())
-        return cls(block, causal, scale, documents, form, requested, heads // kv_heads, layout(indices))
+        return cls(block, causal, scale, window, documents, form, requested, heads // kv_heads, layout(indices))
 
     def cache(self, name: str, operands: Mapping[str, Tensor]) -> LaunchCache:
         """The launch cache of a pass over operands of these layouts."""
@@ -220,18 +222,38 @@ class _Problem:
 
         def make() -> TokenSelection:
             if cu_seqlens is None:
-                return TokenSelection.of_batch(indices, self.block, self.causal)
-            return TokenSelection.of_documents(indices, self.block, self.causal, cu_seqlens)
+                return TokenSelection.of_batch(indices, self.block, self.causal, self.window)
+            return TokenSelection.of_documents(indices, self.block, self.causal, cu_seqlens, self.window)
 
         return kept.once(indices.device, "selection", make)
 
     def form(self, direction: tuned.Direction, q: Tensor) -> Form:
         """The requested form, or the cheaper one."""
-        return self.requested_form or select_form(direction, self.group, self.block, q.shape[-1], q.element_size())
+        return self.requested_form or select_form(direction, *self._kind(q))
 
     def tiles(self, kernel: Kernel, q: Tensor) -> TileConfig:
         """The requested tiles, or the table's."""
-        return dict(self.requested_tiles).get(kernel) or tiles_of(kernel, self.block, q.shape[-1], q.element_size())
+        return dict(self.requested_tiles).get(kernel) or tiles_of(kernel, *self._kind(q))
+
+    def _kind(self, q: Tensor) -> tuple[int, int, int, int]:
+        """What tiles depend on."""
+        return self.group, self.block, q.shape[-1], q.element_size()
+
+    def query_tiles(
+        self, direction: tuned.Direction, q: Tensor, lists: _Lists
+    ) -> tuple[QueryTiles, tuple[QueryTiles, int] | None]:
+        """Tiles of single tokens, or of as many as fill one, and of neighbours with the blocks that they may see."""
+        selection, united = lists.selection, None
+        slots = selection.indices.shape[-1]
+        config = self.tiles("query_forward" if direction == "forward" else "query_gradient", q)
+        shape = query_rows(self.group, slots, config)
+        kernel: Kernel = "union_forward" if direction == "forward" else "union_gradient"
+        if kernel in dict(self.requested_tiles) or rules_of(kernel, *self._kind(q)):
+            rows = union_rows(self.group, self.block, slots, self.tiles(kernel, q))
+            if rows and rows.shape.queries > shape.queries:
+                listed = lists.by_query(selection, rows.shape.queries)
+                united = QueryTiles(listed, rows.shape, rows.tiles), rows.most_blocks
+        return QueryTiles(lists.by_query(selection, shape.queries), shape, config), united
 
 
 @dataclass(frozen=True)
@@ -303,7 +325,8 @@ def _token_gradients(
         tokens, _, slots = part.indices.shape
         parts = q.new_empty((kv_heads, tokens, slots, shape.parts, 2, dim))
         own = tensors | {"parts": parts}
-        query_form_gradient(own, given, part, lists.by_query(part, 1), shape, config, lists.cache)
+        each = QueryTiles(lists.by_query(part, 1), shape, config)
+        query_form("gradient", own, given, part, each, None, lists.cache)
         add_token_gradients(parts, sums, lists.by_key(part), lists.cache)
     gradient_k, gradient_v = sums[:, :rows].transpose(0, 1).unbind(2)
     dk.view(rows, kv_heads, dim).copy_(gradient_k * problem.scale)

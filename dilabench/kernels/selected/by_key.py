@@ -76,11 +76,14 @@ def _key_kernel(
     n_blocks,
     n_kv_heads,
     n_heads,
+    share_entries,
+    left,
+    right,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
     GROUP: tl.constexpr,
-    ENTRIES: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     UNIT: tl.constexpr,
@@ -96,7 +99,7 @@ def _key_kernel(
     number = tl.load(lists_ptr + share)
     if number >= n_kv_heads * n_blocks:
         return
-    first_entry, entries, before = share_of_list(share, number, share_ptr, starts_ptr, ENTRIES)
+    first_entry, entries, before = share_of_list(share, number, share_ptr, starts_ptr, share_entries)
     kv_head = number // n_blocks
     first, end = rows_of_block(bounds_ptr, number % n_blocks, length, blocks_each, BLOCK)
     key = first + tile * KEYS + tl.arange(0, KEYS)
@@ -107,9 +110,11 @@ def _key_kernel(
     n_all = tl.cdiv(entries * GROUP, ROWS)
     # Causal queries that do not see the whole block are its own tokens: no more than it has, and first in the list.
     n_masked = 0
-    if CAUSAL:
+    if WINDOWED:
+        n_masked = n_all
+    elif CAUSAL:
         n_masked = tl.cdiv(tl.minimum(entries, tl.maximum(BLOCK - before, 0)) * GROUP, ROWS)
-    for masked in tl.static_range(1 if CAUSAL else 0, -1, -1):
+    for masked in tl.static_range(1 if CAUSAL or WINDOWED else 0, -1, -1):
         # Few tiles are masked: a second one in flight would take registers from the rest.
         for step in tl.range(
             0 if masked else n_masked, n_masked if masked else n_all, num_stages=1 if masked else STAGES
@@ -125,7 +130,10 @@ def _key_kernel(
             delta = tl.load(stats + _STATS_BLOCK, there, 0.0)
             logits = tl.dot(k, q.T, input_precision=PRECISION)
             if masked:
-                logits = tl.where(key[:, None] <= token[None, :], logits, float("-inf"))
+                seen = key[:, None] <= (token if CAUSAL else token + right)[None, :]
+                if WINDOWED:
+                    seen = seen & (key[:, None] >= (token - left)[None, :])
+                logits = tl.where(seen, logits, float("-inf"))
             p = tl.math.exp2(logits * scale_log2 - log2_lse[None, :])
             dp = tl.dot(v, dout.T, input_precision=PRECISION)
             dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=PRECISION)
@@ -135,7 +143,7 @@ def _key_kernel(
     if slot < 0:
         _store(dk, dv, dk_ptr, dv_ptr, key, end, kv_head, scale, n_kv_heads, HEAD_DIM, DIM)
     else:
-        at = _slots_of_list(slots_ptr, slot + before // ENTRIES, tile, KEYS, TILES, DIM)
+        at = _slots_of_list(slots_ptr, slot + before // share_entries, tile, KEYS, TILES, DIM)
         tl.store(at, dk)
         tl.store(at + KEYS * DIM, dv)
 
@@ -153,8 +161,8 @@ def _sum_kernel(
     blocks_each,
     n_blocks,
     n_kv_heads,
+    share_entries,
     BLOCK: tl.constexpr,
-    ENTRIES: tl.constexpr,
     KEYS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -163,7 +171,7 @@ def _sum_kernel(
     number, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     slot = tl.load(slot_ptr + number)
     if slot >= 0:
-        shares = tl.cdiv(tl.load(starts_ptr + number + 1) - tl.load(starts_ptr + number), ENTRIES)
+        shares = tl.cdiv(tl.load(starts_ptr + number + 1) - tl.load(starts_ptr + number), share_entries)
         dk = tl.zeros([KEYS, DIM], tl.float32)
         dv = tl.zeros([KEYS, DIM], tl.float32)
         for share in range(shares):
@@ -196,7 +204,7 @@ def key_gradients(
     sums = tensors["k"].new_empty((slots, key_tiles, 2, keys, given["DIM"]), dtype=torch.float32)
     own = {"places": lists.places, "starts": lists.starts, "lists": shares.lists, "share": shares.first}
     own |= {"slot": slot, "slots": sums} | selection.tensors
-    arguments = given | selection.arguments | {"ENTRIES": shares.entries, "ROWS": tiles.block_m, "KEYS": keys}
+    arguments = given | selection.arguments | {"share_entries": shares.entries, "ROWS": tiles.block_m, "KEYS": keys}
     launch(
         _key_kernel, len(shares.lists) * key_tiles, tensors | own, arguments, tiles, cache, ("by key", shares.entries)
     )

@@ -9,7 +9,7 @@ as many short blocks as fill a tile, so that blocks of one token are gathered ro
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -20,7 +20,7 @@ from dilabench.kernels.launch_cache import LaunchCache
 from dilabench.kernels.selected.lists import QueryLists
 from dilabench.kernels.selected.operands import PER_LENGTH, launch
 from dilabench.kernels.selected.selection import TokenSelection, last_seen, load_rows, tile_at
-from dilabench.kernels.selected.tiles import QueryRows
+from dilabench.kernels.selected.tiles import Direction, QueryRows
 from dilabench.kernels.softmax import finite
 from dilabench.kernels.tuning import TileConfig
 
@@ -49,6 +49,7 @@ def _rows_of_tile(
     rows,
     spans_ptr,
     length,
+    right,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
@@ -67,7 +68,18 @@ def _rows_of_tile(
     row = tile * QUERIES + query
     there = (row < rows) & (head < GROUP)
     token = first_row + row
-    return kv_head, part, tile, query, head, token, there, last_seen(spans_ptr, token, there, length, CAUSAL)
+    return kv_head, part, tile, query, head, token, there, last_seen(spans_ptr, token, there, length, right, CAUSAL)
+
+
+@triton.jit
+def _is_others(
+    unions_ptr, tile, kv_head, n_kv_heads, QUERIES: tl.constexpr, UNITED: tl.constexpr, MOST_BLOCKS: tl.constexpr
+):
+    """Whether the tokens of a tile are computed by the other launch: those of a tile of UNITED neighbours together, if
+    they see few blocks, else each of them on its own.
+    """
+    blocks = tl.load(unions_ptr + tile * QUERIES // UNITED * n_kv_heads + kv_head)
+    return (blocks > MOST_BLOCKS) if QUERIES == UNITED else (blocks <= MOST_BLOCKS)
 
 
 @triton.jit
@@ -83,7 +95,18 @@ def _steps(keys_ptr, count, last, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _keys_of_step(keys_ptr, members_ptr, step, count, query, last, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
+def _keys_of_step(
+    keys_ptr,
+    members_ptr,
+    step,
+    count,
+    query,
+    first,
+    last,
+    BLOCK: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """(rows of the keys of a step, whether each row of the tile sees each of them)."""
     place = tl.arange(0, BLOCK_N)
     if BLOCK % BLOCK_N:
@@ -102,6 +125,8 @@ def _keys_of_step(keys_ptr, members_ptr, step, count, query, last, BLOCK: tl.con
         if members_ptr is not None:
             last = tl.where(((tl.load(members_ptr + slot) >> query) & 1) != 0, last, -1)
         seen = key[None, :] <= last[:, None]
+    if WINDOWED:
+        seen = seen & (key[None, :] >= first[:, None])
     return key, seen
 
 
@@ -116,6 +141,7 @@ def _forward_kernel(
     counts_ptr,
     members_ptr,
     spans_ptr,
+    unions_ptr,
     scale_log2,
     q_token,
     q_head,
@@ -129,13 +155,18 @@ def _forward_kernel(
     n_kv_heads,
     n_heads,
     key_rows,
+    left,
+    right,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
+    UNITED: tl.constexpr,
+    MOST_BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -145,8 +176,11 @@ def _forward_kernel(
     STAGES: tl.constexpr,
 ):
     kv_head, _, tile, query, head, token, there, last = _rows_of_tile(
-        first_row, rows, spans_ptr, length, GROUP, QUERIES, HEADS, PARTS, CAUSAL
+        first_row, rows, spans_ptr, length, right, GROUP, QUERIES, HEADS, PARTS, CAUSAL
     )
+    if unions_ptr is not None:  # noqa: SIM102 - a condition of the compiler and one of the kernel
+        if _is_others(unions_ptr, tile, kv_head, n_kv_heads, QUERIES, UNITED, MOST_BLOCKS):
+            return
     head += kv_head * GROUP
     number = tile * n_kv_heads + kv_head
     keys_ptr += number.to(tl.int64) * (QUERIES * SLOTS)
@@ -158,7 +192,9 @@ def _forward_kernel(
     total = tl.zeros([QUERIES * HEADS], tl.float32)
     acc = tl.zeros([QUERIES * HEADS, DIM], tl.float32)
     for step in tl.range(0, _steps(keys_ptr, count, last, BLOCK, BLOCK_N), num_stages=STAGES):
-        key, seen = _keys_of_step(keys_ptr, members_ptr, step, count, query, last, BLOCK, BLOCK_N)
+        key, seen = _keys_of_step(
+            keys_ptr, members_ptr, step, count, query, token - left, last, BLOCK, WINDOWED, BLOCK_N
+        )
         k = load_rows(k_ptr, key, k_token, kv_head, k_head, key < key_rows, UNIT, HEAD_DIM, DIM, WIDE)
         v = load_rows(v_ptr, key, v_token, kv_head, v_head, key < key_rows, UNIT, HEAD_DIM, DIM, WIDE)
         logits = tl.where(seen, tl.dot(q, k.T, input_precision=PRECISION), float("-inf"))
@@ -189,6 +225,7 @@ def _gradient_kernel(
     counts_ptr,
     members_ptr,
     spans_ptr,
+    unions_ptr,
     scale,
     scale_log2,
     q_token,
@@ -205,13 +242,18 @@ def _gradient_kernel(
     n_kv_heads,
     n_heads,
     key_rows,
+    left,
+    right,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
+    UNITED: tl.constexpr,
+    MOST_BLOCKS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     UNIT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -221,8 +263,11 @@ def _gradient_kernel(
     STAGES: tl.constexpr,
 ):
     kv_head, part, tile, query, head, token, there, last = _rows_of_tile(
-        first_row, rows, spans_ptr, length, GROUP, QUERIES, HEADS, PARTS, CAUSAL
+        first_row, rows, spans_ptr, length, right, GROUP, QUERIES, HEADS, PARTS, CAUSAL
     )
+    if unions_ptr is not None:  # noqa: SIM102 - a condition of the compiler and one of the kernel
+        if _is_others(unions_ptr, tile, kv_head, n_kv_heads, QUERIES, UNITED, MOST_BLOCKS):
+            return
     head += kv_head * GROUP
     number = tile * n_kv_heads + kv_head
     keys_ptr += number.to(tl.int64) * (QUERIES * SLOTS)
@@ -236,7 +281,9 @@ def _gradient_kernel(
     column = tl.arange(0, DIM)
     dq = tl.zeros([QUERIES * HEADS, DIM], tl.float32)
     for step in tl.range(0, _steps(keys_ptr, count, last, BLOCK, BLOCK_N), num_stages=STAGES):
-        key, seen = _keys_of_step(keys_ptr, members_ptr, step, count, query, last, BLOCK, BLOCK_N)
+        key, seen = _keys_of_step(
+            keys_ptr, members_ptr, step, count, query, token - left, last, BLOCK, WINDOWED, BLOCK_N
+        )
         k = load_rows(k_ptr, key, k_token, kv_head, k_head, key < key_rows, UNIT, HEAD_DIM, DIM, WIDE)
         v = load_rows(v_ptr, key, v_token, kv_head, v_head, key < key_rows, UNIT, HEAD_DIM, DIM, WIDE)
         logits = tl.where(seen, tl.dot(q, k.T, input_precision=PRECISION), float("-inf"))
@@ -258,46 +305,42 @@ def _gradient_kernel(
     tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), there[:, None] & (column < HEAD_DIM)[None, :])
 
 
-def query_form_forward(
+class QueryTiles(NamedTuple):
+    """The tiles of a launch and the blocks that they see."""
+
+    lists: QueryLists
+    shape: QueryRows
+    tiles: TileConfig
+
+
+def query_form(
+    direction: Direction,
     tensors: dict[str, Tensor],
     given: dict[str, Any],
     selection: TokenSelection,
-    lists: QueryLists,
-    shape: QueryRows,
-    tiles: TileConfig,
+    each: QueryTiles,
+    united: tuple[QueryTiles, int] | None,
     cache: LaunchCache,
 ) -> None:
-    """Write ``out`` [T, H, D] and ``lse`` [B, H, N] of ``tensors``; ``given``: `operands.operand_arguments`."""
-    _launch(_forward_kernel, tensors, given, selection, lists, shape, tiles, cache)
+    """Forward: write ``out`` [T, H, D] and ``lse`` [B, H, N] of ``tensors``; else ``dq`` [T, H, D], and ``parts`` [K,
+    tokens, S, shape.parts, 2, D], if it is there: what each token adds to dK / scale and dV of the keys in its list.
 
-
-def query_form_gradient(
-    tensors: dict[str, Tensor],
-    given: dict[str, Any],
-    selection: TokenSelection,
-    lists: QueryLists,
-    shape: QueryRows,
-    tiles: TileConfig,
-    cache: LaunchCache,
-) -> None:
-    """Write ``dq`` [T, H, D] of ``tensors``, and ``parts`` [K, tokens, S, shape.parts, 2, D], if it is there: what each
-    token adds to dK / scale and dV of the keys in its list.
+    ``given``: `operands.operand_arguments`. ``united``: tiles of neighbours, of which those that see at most that many
+    blocks are taken as a whole, the tokens of the others as ``each``.
     """
-    _launch(_gradient_kernel, tensors, given, selection, lists, shape, tiles, cache)
-
-
-def _launch(
-    kernel: Any,
-    tensors: dict[str, Tensor],
-    given: dict[str, Any],
-    selection: TokenSelection,
-    lists: QueryLists,
-    shape: QueryRows,
-    tiles: TileConfig,
-    cache: LaunchCache,
-) -> None:
-    own = {"QUERIES": shape.queries, "HEADS": shape.heads, "PARTS": shape.parts, "BLOCK_N": tiles.block_n}
-    tensors = tensors | lists.tensors | selection.tensors
-    arguments = given | selection.arguments | own
-    name = ("by query", selection.first_row, len(selection.indices), shape)
-    launch(kernel, lists.counts.numel() * shape.parts, tensors, arguments, tiles, cache, name)
+    kernel = _forward_kernel if direction == "forward" else _gradient_kernel
+    for part in (each,) if united is None else (united[0], each):
+        own: dict[str, Any] = {
+            "QUERIES": part.shape.queries,
+            "HEADS": part.shape.heads,
+            "PARTS": part.shape.parts,
+            "UNITED": united[0].shape.queries if united else 1,
+            "MOST_BLOCKS": united[1] if united else 0,
+            "BLOCK_N": part.tiles.block_n,
+        }
+        used = tensors | part.lists.tensors | selection.tensors
+        if united:
+            used["unions"] = united[0].lists.counts
+        name = ("by query", selection.first_row, len(selection.indices), part.shape)
+        programs = part.lists.counts.numel() * part.shape.parts
+        launch(kernel, programs, used, given | selection.arguments | own, part.tiles, cache, name)

@@ -31,11 +31,11 @@ _MERGE = TileConfig(0, 0, 4, 1)
 
 
 @triton.jit
-def share_of_list(share, number, share_ptr, starts_ptr, ENTRIES: tl.constexpr):
+def share_of_list(share, number, share_ptr, starts_ptr, share_entries):
     """(first entry of a share, how many it has, how many of its list precede it)."""
     start = tl.load(starts_ptr + number)
-    before = (share - tl.load(share_ptr + number)) * ENTRIES
-    return start + before, tl.minimum(ENTRIES, tl.load(starts_ptr + number + 1) - start - before), before
+    before = (share - tl.load(share_ptr + number)) * share_entries
+    return start + before, tl.minimum(share_entries, tl.load(starts_ptr + number + 1) - start - before), before
 
 
 @triton.jit
@@ -54,12 +54,23 @@ def token_of_place(place, kv_head, first_row, rows, there, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _last_of_block(token, end, there, CAUSAL: tl.constexpr):
+def _last_of_block(token, end, there, right, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr):
     """The last key row of a block that rows see; of rows without a query the last one."""
     last = tl.zeros_like(token) + (end - 1)
     if CAUSAL:
         last = tl.where(there, tl.minimum(token, end - 1), last)
+    elif WINDOWED:
+        last = tl.where(there, tl.minimum(token + right, end - 1), last)
     return last
+
+
+@triton.jit
+def keys_seen(key, first, last, WINDOWED: tl.constexpr):
+    """[rows, keys]: whether a row sees a key, from the first to the last of its window."""
+    seen = key[None, :] <= last[:, None]
+    if WINDOWED:
+        seen = seen & (key[None, :] >= first[:, None])
+    return seen
 
 
 @triton.jit
@@ -118,9 +129,12 @@ def _gathered_kernel(
     n_blocks,
     n_kv_heads,
     n_heads,
+    left,
+    right,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
     GROUP: tl.constexpr,
     ENTRIES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -148,7 +162,8 @@ def _gathered_kernel(
     for tile in tl.range(0, tl.cdiv(entries * GROUP, ROWS), num_stages=STAGES if WHOLE else 1):
         place, head, there = rows_of_entries(places_ptr, tile, entries, first_entry, GROUP, ROWS)
         token = token_of_place(place, kv_head, first_row, rows, there, SLOTS)
-        last = _last_of_block(token, end, there, CAUSAL)
+        last = _last_of_block(token, end, there, right, CAUSAL, WINDOWED)
+        window_first = tl.where(there, token - left, 0) if WINDOWED else last
         partial_row = place.to(tl.int64) * GROUP + head
         head += kv_head * GROUP
         q = load_rows(q_ptr, token, q_token, head, q_head, there, UNIT, HEAD_DIM, DIM, WIDE)
@@ -161,24 +176,28 @@ def _gathered_kernel(
             stats = stats_at(stats_ptr, token, head, n_heads, WIDE)
             log2_lse, delta = tl.load(stats, there, 0.0), tl.load(stats + _STATS_BLOCK, there, 0.0)
         if WHOLE:
-            seen = key[None, :] <= last[:, None]
+            seen = keys_seen(key, window_first, last, WINDOWED)
             if dout_ptr is None:
                 top, total, result = _add_keys(q, k, v, top, total, result, seen, scale_log2, True, PRECISION)
             else:
                 result = _add_gradient(q, dout, k, v, result, log2_lse, delta, seen, scale_log2, True, PRECISION)
         else:
             # Tiles of keys that all rows see wholly, and the others that any row sees.
+            n_hidden = 0
             n_full = (tl.min(last, 0) + 1 - first) // KEYS
+            if WINDOWED:
+                n_hidden = tl.maximum(tl.min(window_first, 0) - first, 0) // KEYS
+                n_full = n_hidden
             n_all = tl.cdiv(tl.max(last, 0) + 1 - first, KEYS)
             for masked in tl.static_range(2):
                 # Few tiles are cut: a second one in flight would take registers from the rest.
                 for step in tl.range(
-                    n_full if masked else 0, n_all if masked else n_full, num_stages=1 if masked else STAGES
+                    n_full if masked else n_hidden, n_all if masked else n_full, num_stages=1 if masked else STAGES
                 ):
                     row = first + step * KEYS + tl.arange(0, KEYS)
                     keys = load_rows(k_ptr, row, k_token, kv_head, k_head, row < end, UNIT, HEAD_DIM, DIM, WIDE)
                     values = load_rows(v_ptr, row, v_token, kv_head, v_head, row < end, UNIT, HEAD_DIM, DIM, WIDE)
-                    seen = row[None, :] <= last[:, None]
+                    seen = keys_seen(row, window_first, last, WINDOWED)
                     if dout_ptr is None:
                         top, total, result = _add_keys(
                             q, keys, values, top, total, result, seen, scale_log2, masked, PRECISION

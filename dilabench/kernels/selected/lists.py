@@ -112,9 +112,12 @@ def _lists_kernel(
     blocks_each,
     n_blocks,
     n_kv_heads,
+    left,
+    right,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
     QUERIES: tl.constexpr,
     LISTS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -134,6 +137,8 @@ def _lists_kernel(
     key = first + index * BLOCK
     if CAUSAL:
         there = there & (key <= token)
+    if WINDOWED:
+        there = there & (key <= token + right) & (key + BLOCK > token - left)
     ordered = tl.sort(tl.where(there, key * QUERIES + query, _NONE))
     key = tl.where(ordered == _NONE, _NONE, ordered // QUERIES)
     following = tl.gather(key, tl.broadcast_to(tl.minimum(place + 1, WIDTH - 1), [LISTS, WIDTH]), 1)

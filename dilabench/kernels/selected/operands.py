@@ -19,6 +19,7 @@ PER_LENGTH = (
     *(f"{name}_{axis}" for name in _OPERANDS for axis in ("token", "head")),
     "key_rows",
     "n_heads",
+    "share_entries",
 )
 
 

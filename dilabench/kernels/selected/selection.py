@@ -17,8 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dilabench.workload.spec import UNBOUNDED, Window
+
 # Values that change with a sequence or a selection cause no compilation.
-PER_SELECTION = ("rows", "first_row", "length", "blocks_each", "n_blocks", "n_kv_heads")
+PER_SELECTION = ("rows", "first_row", "length", "blocks_each", "n_blocks", "n_kv_heads", "left", "right")
+
+# Further than any key: with a row it stays below 2^31.
+_FAR = 2**30
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +34,7 @@ class TokenSelection:
     sequence; of documents T. ``n_blocks``: blocks of all sequences, of documents an upper bound. ``spans`` int32
     [T, 3] of documents: first row, end row and first block of a row's document. ``bounds`` int32 [n_blocks, 2] of
     documents: first and end row of a block. ``first_row``: the row of the first token, if others precede it.
+    ``window``: how many rows back and ahead a token sees, -1 for all.
     """
 
     indices: Tensor
@@ -39,15 +45,19 @@ class TokenSelection:
     spans: Tensor | None = None
     bounds: Tensor | None = None
     first_row: int = 0
+    window: Window = UNBOUNDED
 
     @classmethod
-    def of_batch(cls, indices: Tensor, block: int, causal: bool) -> TokenSelection:
+    def of_batch(cls, indices: Tensor, block: int, causal: bool, window: Window = UNBOUNDED) -> TokenSelection:
         """The selection of ``indices`` int32 [B, N, K, S]."""
         batch, length = indices.shape[:2]
-        return cls(indices.flatten(0, 1).contiguous(), block, length, causal, batch * -(-length // block))
+        n_blocks = batch * -(-length // block)
+        return cls(indices.flatten(0, 1).contiguous(), block, length, causal, n_blocks, window=window)
 
     @classmethod
-    def of_documents(cls, indices: Tensor, block: int, causal: bool, cu_seqlens: Tensor) -> TokenSelection:
+    def of_documents(
+        cls, indices: Tensor, block: int, causal: bool, cu_seqlens: Tensor, window: Window = UNBOUNDED
+    ) -> TokenSelection:
         """The selection of ``indices`` int32 [T, K, S] and ``cu_seqlens`` int [documents + 1] on their device, from 0
         to T; the host waits for nothing.
         """
@@ -65,7 +75,7 @@ class TokenSelection:
         end = torch.minimum(first + block, bounds[document + 1])
         # No row selects a block behind the last one.
         tables = spans.int(), torch.stack((torch.minimum(first, end), end), 1).int()
-        return cls(indices.contiguous(), block, rows, causal, n_blocks, *tables)
+        return cls(indices.contiguous(), block, rows, causal, n_blocks, *tables, window=window)
 
     def part(self, first_row: int, rows: int) -> TokenSelection:
         """The selections of some of the tokens, over the same keys."""
@@ -81,8 +91,14 @@ class TokenSelection:
     def arguments(self) -> dict[str, Any]:
         """The arguments of every kernel over a selection."""
         rows, kv_heads, slots = self.indices.shape
+        left, right = (_FAR if side < 0 else min(side, _FAR) for side in self.window)
+        right = 0 if self.causal else right
         return {
             "rows": rows,
+            "left": left,
+            "right": right,
+            # A causal mask alone is cheaper than as a window.
+            "WINDOWED": left < _FAR or (right < _FAR and not self.causal),
             "first_row": self.first_row,
             "length": self.length,
             "blocks_each": -(-self.length // self.block),
@@ -108,13 +124,13 @@ def sequence_of_row(spans_ptr, row, there, length, blocks_each):
 
 
 @triton.jit
-def last_seen(spans_ptr, row, there, length, CAUSAL: tl.constexpr):
+def last_seen(spans_ptr, row, there, length, right, CAUSAL: tl.constexpr):
     """The last key row that queries may see, -1 where there is no query."""
     if CAUSAL:
         last = row
     else:
         _, end, _ = sequence_of_row(spans_ptr, row, there, length, 0)
-        last = end - 1
+        last = tl.minimum(row + right, end - 1)
     return tl.where(there, last, -1)
 
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from dilabench.patterns.dilated import DilatedPattern
-from dilabench.patterns.selected_blocks import SelectedBlocksPattern
 from dilabench.plugins import Capabilities, Implementation, hookimpl
 from dilabench.workload.equal_parts import (
     against_equal_pairs,
@@ -250,6 +249,8 @@ FLASHINFER_VSA = Implementation(
 
 
 def _not_flas(workload: Workload) -> str | None:
+    from dilabench.patterns.selected_blocks import SelectedBlocksPattern
+
     pattern = SelectedBlocksPattern.of(workload)
     group = workload.num_heads // workload.num_kv_heads
     if group < FLA_LEAST_GROUP or group & (group - 1):

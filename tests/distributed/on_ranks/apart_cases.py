@@ -92,6 +92,28 @@ def fused_beside_messages(world):
     return found
 
 
+def packed_in_tiles(world):
+    """By implementation: the largest error of packed documents whose rows on the same rows dilabench's tiles compute,
+    interpreted, and the notes.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"
+    from dilabench.impls import packed
+    from dilabench.impls.ring import gathered, ulysses
+
+    packed.has_kernel = lambda *_: True
+    fields = {"seq_len": 512, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": "float32", "batch_size": 1}
+    one = workload(layout="packed", cu_seqlens=(0, 60, 61, 190, 512), **fields)
+    inputs = [x.float() for x in random_inputs(one)]
+    wanted = results(reference.build(one, BuildContext(device=world.device)), inputs)
+    found = {}
+    for name, build in {"balanced-allgather": gathered.build_balanced, "ulysses": ulysses.build}.items():
+        function = build(one, context(world))
+        got = results(Whole(function, packed=True), inputs)
+        notes = [note.code for note in function.notes]
+        found[name] = max(float((got[part] - wanted[part]).abs().max()) for part in got), notes
+    return found
+
+
 def sampled(world, one, spoil):
     """Verdicts of a call measured alone over ranks: 'passed', or the check that did not and where."""
     from dilabench.engine.call.inputs import InputStore

@@ -1,8 +1,11 @@
 """What ranks do with the copy engines of real GPUs."""
 
 import time
+from functools import partial
 
 import torch
+
+from dilabench.attention import ring_attention, sequence_shards
 
 
 def swapped(world, lengths):
@@ -38,26 +41,71 @@ def late(world, timeout_s):
     raise RuntimeError("connection closed by peer")
 
 
-def captured(world, rounds):
-    """An exchange in a CUDA graph: what it is answered, and which messages of other exchanges arrive wrong after it."""
+def captured(world, lengths, rounds):
+    """An exchange of each length in a graph of its own, replayed between eager exchanges: which arrive wrong."""
     peer = 1 - world.rank
-    mine, inbox = torch.zeros(1000, device=world.device), torch.empty(1000, device=world.device)
-    answers, wrong = [], []
-    for number in range(rounds):
+    exchanges = []
+    for length in lengths:
+        mine, inbox = torch.zeros(length, device=world.device), torch.empty(length, device=world.device)
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                world.send_recv({peer: [mine]}, {peer: [inbox]}, "test").wait()
-            graph.replay()
-        except RuntimeError as error:
-            answers.append(str(error))
-        torch.cuda.synchronize()
-        mine.fill_(10 * number + world.rank)
+        with torch.cuda.graph(graph):
+            world.send_recv({peer: [mine]}, {peer: [inbox]}, "test").wait()
+        exchanges.append((mine, inbox, graph.replay))
+    mine, inbox = (torch.empty(1000, device=world.device) for _ in range(2))
+
+    def eager():
         world.send_recv({peer: [mine]}, {peer: [inbox]}, "test").wait()
-        wrong += [number] * (not bool((inbox == 10 * number + peer).all()))
+
+    wrong = []
+    for number in range(rounds):
+        for at, (sent, arrived, exchange) in enumerate([*exchanges, (mine, inbox, eager), *exchanges]):
+            value = 100 * number + 10 * at
+            sent.fill_(value + world.rank)
+            if world.rank == number % 2:
+                time.sleep(0.02)
+            exchange()
+            wrong += [(number, at)] * (not bool((arrived == value + peer).all()))
     world.barrier()
     world.confirm_counts()
-    return answers, wrong
+    return wrong
+
+
+def stuck(world, timeout_s):
+    """Rank 0 replays an exchange, rank 1 does not."""
+    peer = 1 - world.rank
+    mine, inbox = torch.zeros(8, device=world.device), torch.empty(8, device=world.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        world.send_recv({peer: [mine]}, {peer: [inbox]}, "test").wait()
+    world.copies.timeout_s = timeout_s
+    if world.rank == 0:
+        graph.replay()
+        torch.cuda.synchronize()
+    time.sleep(10 * timeout_s)
+
+
+def graphed(world):
+    """`ring_attention` with gradients in graphs: what carries its messages, and which results differ from a call's."""
+    wrong = []
+    for algorithm, order in (("zigzag-ring", "zigzag"), ("zigzag-allgather", "zigzag"), ("ulysses", "contiguous")):
+        shards = sequence_shards(1030, order=order)
+        draw = partial(torch.randn, 2, shards.rows, 4, 64, device=world.device, dtype=torch.bfloat16)
+        attend = partial(ring_attention, shards=shards, algorithm=algorithm)
+        samples = tuple(draw().requires_grad_() for _ in range(3))
+        replay = torch.cuda.make_graphed_callables(lambda q, k, v, attend=attend: attend(q, k, v), samples)
+        for number in range(4):
+            leaves, dout = [draw().requires_grad_() for _ in range(3)], draw()
+            answers = []
+            for function in (attend, replay, attend):
+                out = function(*leaves)
+                answers.append([x.clone() for x in (out, *torch.autograd.grad(out, leaves, dout))])
+            # Kernels may add gradients in any order; a message of another replay makes them wrong by their own size.
+            for out, *gradients in answers[1:]:
+                right = torch.equal(out, answers[0][0])
+                for found, wanted in zip(gradients, answers[0][1:], strict=True):
+                    right &= bool((found - wanted).abs().max() <= 0.01 * wanted.abs().max())
+                wrong += [(algorithm, number)] * (not right)
+    return shards.transport(world.device), wrong
 
 
 def miscounted(world):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from random import Random
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from dilabench.distributed.sharding import contiguous
 from dilabench.distributed.single_rank import SingleRank
 from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
-from dilabench.impls import reference
+from dilabench.impls import reference, strided
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.ring import allgather, gathered, multihead, rings, ulysses
 from dilabench.impls.ring.schedule import sums
@@ -192,6 +193,24 @@ def with_packed_kernel(world, names, more=None):
     windowed = pieces.replace(window=(40, 0))
     further = {"six heads of three": one, "long documents in pieces": pieces, "windows of pieces": windowed}
     return exact(world, names, PACKED | further | (more or {}))
+
+
+def with_tiles(world, names, cases=None):
+    """What `exact` finds if a stand-in for dilabench's tiles, which are for GPUs, takes rows on the same rows."""
+    used = []
+
+    def in_tiles(one, its_context):
+        if one.pattern.kind != "dense":
+            return None
+        used.append(one.cu_seqlens)
+        built = strided.build(one, its_context)
+        return SimpleNamespace(forward=built.forward, backward=built.backward, notes=())
+
+    gathered.in_tiles = ulysses.in_tiles = in_tiles
+    long = packed(0, 1, 3, 290, 300, 700, 701, 1024, num_heads=4, num_kv_heads=2)
+    wrong = exact(world, names, cases or PACKED | {"long documents in pieces": long})
+    assert used
+    return wrong
 
 
 def projected(world):

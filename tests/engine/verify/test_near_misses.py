@@ -11,6 +11,9 @@ from dilabench.contracts import BuildContext
 from dilabench.engine.verify import summary, verify
 from dilabench.engine.verify.near_misses import CountedOnce, StrictlyEarlier
 from dilabench.impls.reference import build
+from dilabench.patterns.pattern import Pattern
+from dilabench.patterns.registry import pattern_type
+from dilabench.plugins.manager import discover
 from dilabench.workload.spec import Workload
 
 MakeWorkload = Callable[..., Workload]
@@ -181,3 +184,19 @@ def test_what_is_no_near_miss_is_not_called_one(make_workload: MakeWorkload, rig
     verification = verify(half_wrong, workload)
     assert not verification.passed
     assert verification.diagnosis is None
+
+
+EXAMPLES = [example for kind in discover().catalogue.patterns for example in pattern_type(kind.name).examples()]
+
+
+@pytest.mark.parametrize("pattern", EXAMPLES, ids=str)
+def test_every_mistake_can_be_compared_with_a_wrong_gradient(pattern: Pattern, make_workload: MakeWorkload) -> None:
+    workload = make_workload(mode="both", pattern=pattern, causal=False, dtype="float64")
+    function = build(workload, CONTEXT)
+
+    def with_a_wrong_dq(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        added = q.sin() * 3
+        return function(q, k, v) + (added - added.detach())
+
+    verification = verify(with_a_wrong_dq, workload)
+    assert "dq" in {check.name for check in verification.checks if not check.passed}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dilabench.contracts import LoadedBackend
 from dilabench.impls.ring.schedule.pieces import Piece
-from dilabench.impls.ring.schedule.sums import PlacedSoftmax, PlacedSum, Softmax, Sum
+from dilabench.impls.ring.schedule.sums import PlacedSoftmax, PlacedSum, Softmax, SoftmaxOnto, Sum, SumOnto
 from dilabench.workload.spec import Workload
 
 
@@ -24,7 +24,7 @@ class Calls:
     def attend(
         self,
         pieces: Sequence[Piece],
-        results: Softmax | PlacedSoftmax,
+        results: Softmax | PlacedSoftmax | SoftmaxOnto,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -43,7 +43,7 @@ class Calls:
     def attend_backward(
         self,
         pieces: Sequence[Piece],
-        sums: tuple[Sum | PlacedSum, Sum, Sum],
+        sums: tuple[Sum | PlacedSum | SumOnto, Sum, Sum],
         dout: Tensor,
         q: Tensor,
         k: Tensor,
@@ -72,7 +72,9 @@ class Calls:
             sums[1].add_keys(piece, dk, first_row)
             sums[2].add_keys(piece, dv, first_row)
 
-    def _place(self, name: str, results: Softmax | PlacedSoftmax | Sum | PlacedSum, piece: Piece) -> dict[str, Any]:
+    def _place(
+        self, name: str, results: Softmax | PlacedSoftmax | SoftmaxOnto | Sum | PlacedSum | SumOnto, piece: Piece
+    ) -> dict[str, Any]:
         """The argument that says where a result of a piece goes, if the backend takes one and there is a place."""
         place = results.place(piece) if self.backend.places_results else None
         return {} if place is None else {name: place}

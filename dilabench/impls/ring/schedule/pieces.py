@@ -6,7 +6,9 @@ strides allow; otherwise torch copies the rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -118,3 +120,9 @@ class Piece:
             ),
             x.storage_offset() + (start + self.run.start.position) * token + head * head_step,
         )
+
+
+def disjoint(pieces: Sequence[Piece]) -> bool:
+    """Return True if no two of these pieces of a dense pattern have a query in common."""
+    ranges = sorted((piece.query, piece.query + piece.queries) for piece in pieces)
+    return all(stop <= start for (_, stop), (start, _) in pairwise(ranges))

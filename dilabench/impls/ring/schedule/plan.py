@@ -61,7 +61,7 @@ def pieces_between(
             stackable = stack.count == 1 and workload.batch_size == 1
             runs = runs_of.get((shape.residues, stackable))
             if runs is None:
-                places = [place for place in branch.places if place.position in shape.residues]
+                places = tuple(place for place in branch.places if place.position in shape.residues)
                 runs = runs_of[shape.residues, stackable] = fewest_runs(places, workload.group_size, stackable)
             for cut in cuts(shape.queries, shape.keys, shape.low, shape.high, aligned=aligned):
                 for run, residues in runs:
@@ -85,8 +85,8 @@ def _tiles(workload: Workload, shards: Shards, reader: int, owner: int, branch: 
     # A rank's local dense part is one unshifted mask per sequence, although its spans are not adjacent.
     collapse = reader == owner and every_row and workload.window == UNBOUNDED
     for start, end in workload.sequences:
-        readers = _within(shards.parts[reader], start, end)
-        owners = _within(shards.parts[owner], start, end)
+        readers = within(shards.parts[reader], start, end)
+        owners = within(shards.parts[owner], start, end)
         inside = all(start <= span.start and span.stop <= end for span in readers)
         if collapse and len(readers) > 1 and inside:
             rows = sum(span.length for span in readers)
@@ -99,7 +99,7 @@ def _tiles(workload: Workload, shards: Shards, reader: int, owner: int, branch: 
                 yield from _span_tiles(workload, branch, queries, keys, start, end)
 
 
-def _within(spans: Sequence[Span], start: int, end: int) -> Sequence[Span]:
+def within(spans: Sequence[Span], start: int, end: int) -> Sequence[Span]:
     """The ascending spans that overlap [start, end), without a scan of all."""
     first = bisect_right(spans, start, key=lambda span: span.stop)
     return spans[first : bisect_left(spans, end, lo=first, key=lambda span: span.start)]

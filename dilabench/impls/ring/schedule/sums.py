@@ -253,6 +253,59 @@ class PlacedSoftmax:
         return self._out.finish(), self._lse
 
 
+class SoftmaxOnto:
+    """out [B, N, H, D] and lse [B, H, N] of all queries, onto which pieces that share no query row are merged in place:
+    one pass over their rows alone.
+    """
+
+    def __init__(self, out: Tensor, lse: Tensor) -> None:
+        self._out, self._lse = out, lse
+        self._defers = defers(out.dtype, out.device)
+
+    def place(self, _piece: Piece) -> Tensor | None:
+        """None: no result has a place before it is merged."""
+        return None
+
+    def add(self, piece: Piece, out: Tensor, lse: Tensor) -> None:
+        """Results of a piece, [B, L, H, D] and [B, H, L]."""
+        rows, rows_lse = piece.take_queries(self._out), piece.take_lse(self._lse)
+        if self._defers:
+            _softmax_(rows, rows_lse, [(rows, rows_lse, 0), (out, lse, 0)])
+        else:
+            merge_rows_(rows, rows_lse, out, lse)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """out and lse."""
+        return self._out, self._lse
+
+
+class SumOnto:
+    """A gradient `total` of all queries, set before `finish`, which adds pieces without a common query row to it."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self._parts: list[tuple[Piece, Tensor]] = []
+
+    def place(self, _piece: Piece) -> Tensor | None:
+        """None: no part has a place before it is added."""
+        return None
+
+    def add_queries(self, piece: Piece, part: Tensor) -> None:
+        """Add a piece's [B, L, H, D], which must not be overwritten before `finish`."""
+        self._parts.append((piece, part))
+
+    def finish(self) -> Tensor:
+        """The whole gradient [B, N, H, D]."""
+        assert self.total is not None
+        for piece, part in self._parts:
+            rows = piece.take_queries(self.total)
+            if defers(rows.dtype, rows.device):
+                _sum_(rows, [(rows, 0), (part, 0)])
+            else:
+                rows.add_(part)
+        return self.total
+
+
 def _range(parts: list[tuple[Tensor, int]]) -> tuple[int, int]:
     """The rows of parts, first and stop: folding many short parts must not pass over all rows each time."""
     return min(first for _, first in parts), max(first + part.shape[1] for part, first in parts)
