@@ -229,6 +229,7 @@ def test_flash_attention_4_is_tried_in_half_precision() -> None:
     assert found == {(2, False): ("BACKEND=FLASH",), (2, True): ("BACKEND=FLASH",), (4, False): (), (4, True): ()}
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
     ("name", "mask"),
     [
