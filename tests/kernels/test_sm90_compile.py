@@ -28,13 +28,17 @@ from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, floa
 from dilabench.kernels import combine, merge
 from dilabench.kernels.block_sparse import forward as block_sparse_forward
 from dilabench.kernels.block_sparse import plan as block_plan
+from dilabench.kernels.dq_accumulate import _convert_kernel
 from dilabench.kernels.fused import backward as fused_backward
 from dilabench.kernels.fused import forward as fused_forward
+from dilabench.kernels.fused.branch_group import SPAN_COLUMNS
+from dilabench.kernels.fused.document_lists import AT_ONCE, BLOCK_TOKENS, REQUEST_COLUMNS, lists_kernel
 from dilabench.kernels.fused.residue_plan import residue_plan
 from dilabench.kernels.fused.row_layout import PER_LENGTH, Results
 from dilabench.kernels.fused.sm90 import backward as sm90_backward
 from dilabench.kernels.fused.sm90 import forward as sm90_forward
 from dilabench.kernels.fused.sm90 import narrow_forward as sm90_narrow_forward
+from dilabench.kernels.fused.zero_keys import _zero_keys_kernel
 from dilabench.kernels.launch_cache import LaunchCache
 from dilabench.kernels.tuning import (
     Direction,
@@ -378,9 +382,9 @@ SPECIALISED = [
         for shape in (
             (128, True, False, True, 0),
             (96, False, True, False, 0),
-            *((128, False, cut, True, 0) for cut in (False, True)),
+            (128, False, True, True, 0),
             *((128, *mask, False, 0) for mask in MASKS),
-            *((128, False, cut, False, 2) for cut in (False, True)),
+            (128, False, True, False, 2),
             # Of one range the mask that parks most with two.
             (128, True, False, False, 1),
             (80, True, False, False, 0),
@@ -767,3 +771,33 @@ def test_windows_in_segments_that_no_rate_divides(direction: str, dim: int, caus
     parked = HARD_PARKED.get((direction, dim, causal), 0)
     assert int(re.search(r"(\d+) bytes spill stores", report)[1]) <= parked, report
     assert "serialized" not in report, report
+
+
+OF_LISTS = {"BLOCK": AT_ONCE, "SPAN": SPAN_COLUMNS, "REQUEST": REQUEST_COLUMNS, "TOKENS": BLOCK_TOKENS}
+OF_ZERO_KEYS = {"HEADS": 16, "ROWS": 128}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [(lists_kernel, OF_LISTS), *((_zero_keys_kernel, OF_ZERO_KEYS | {"APART": apart}) for apart in (False, True))],
+    ids=["lists", "zero keys of all branches", "zero keys of each"],
+)
+def test_kernels_of_packings(kernel, constants: dict[str, object]) -> None:
+    _, report = compiled(kernel, constants, {}, TileConfig(64, 64, 4, 1))
+    assert "0 bytes spill stores" in report
+
+
+def test_sums_of_dq_are_read_in_whole_vectors() -> None:
+    pointers = {"sums_ptr": "*fp32", "dq_ptr": "*bf16", "scale": "fp32"}
+    names = _convert_kernel.arg_names
+    constants = {"COLUMNS": 512, "ROWS": 8}
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    aligned = ("sums_ptr", "dq_ptr", "width", "step")
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(_convert_kernel, signature, values, attributes)
+    kernel, report = assembled(source, {"num_warps": 4, "num_stages": 1, "maxnreg": None})
+    ptx = kernel.asm["ptx"]
+    assert "0 bytes spill stores" in report
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
