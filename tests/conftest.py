@@ -4,6 +4,7 @@ skipped, with the reason, where there is none; texts are laid out at a fixed wid
 
 import gc
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,6 +135,16 @@ def interpreted():
         return json.loads(done.stdout.splitlines()[-1])
 
     return run
+
+
+def smallest_of_each_suite(records):
+    """The smallest of these record files of each suite: what differs between suites, in the least time."""
+    first = {}
+    for path in sorted(records, key=lambda path: path.stat().st_size):
+        suite = re.search(r'"suite":\s*"([^"]+)"', path.read_text())
+        if suite:
+            first.setdefault(suite[1], path)
+    return set(first.values())
 
 
 def role_of(name):

@@ -16,6 +16,7 @@ from dilabench.record import Failed, Measured, Row, RunRecord, SkipCode, Skipped
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name
 from dilabench.report.content import WorkloadTable, shape_id, workload_tables
 from dilabench.stats.decisions.paired import MIN_ROUNDS
+from dilabench.units import counted
 
 TITLE = "Answer"
 # Before a ratio that is not proven to be another than 1.
@@ -28,7 +29,9 @@ SEPARATELY = "measured separately"
 # A sentence on each of more workloads than this would be no sentence any more.
 MAX_WORKLOADS = 3
 # A longer reason is left to the list of skipped rows.
-MAX_WHY = 40
+MAX_WHY, UNSUPPORTED = 40, "is not supported"
+# As many reasons why nothing has a time are named.
+MOST_NAMED = 2
 WHY_NONE: dict[SkipCode, str] = {"budget": "time ran out", "does_not_fit": "does not fit into memory"}
 SAYS_NOTHING = {"", ABSENT}
 # Omitted if a terminal is too narrow, the first one first.
@@ -221,7 +224,9 @@ def _against_one_device(line: AnswerRow, alone: Row | None, device: str) -> Answ
 
 
 def _why_none(rows: Sequence[Row]) -> str:
+    """What kept rows from a time; what rows do not support only if no other reason kept any."""
     codes: dict[str, None] = {}
+    unsupported: dict[str, None] = {}
     for row in rows:
         outcome = row.outcome
         if isinstance(outcome, Failed):
@@ -229,9 +234,13 @@ def _why_none(rows: Sequence[Row]) -> str:
         elif isinstance(outcome, Skipped) and outcome.code == "unsupported":
             # The list of skipped rows has the cause, in brackets.
             why = outcome.why.partition(" (")[0]
-            codes.setdefault(f"{row.case.implementation} {why}" if len(why) <= MAX_WHY else "unsupported")
+            unsupported.setdefault(f"{row.case.implementation} {why if len(why) <= MAX_WHY else UNSUPPORTED}")
         elif isinstance(outcome, Skipped):
             codes.setdefault(WHY_NONE.get(outcome.code, outcome.code.replace("_", " ")))
+    if not codes and unsupported:
+        named = list(unsupported)[:MOST_NAMED]
+        others = len(unsupported) - len(named)
+        return ", ".join(named) + (f" and {counted(others, 'other reason')}" if others else "")
     return ", ".join(codes) or "every time is impossible"
 
 

@@ -35,9 +35,8 @@ BRANCHES = (
 
 def of_number(number: int) -> dict[str, float]:
     choose = random.Random(number)
-    lengths = [
-        choose.choice((1, 2, 15, 16, 17, 33, 64, 70, 128, choose.randint(1, 200))) for _ in range(choose.randint(1, 6))
-    ]
+    # The longest are beyond the largest tile and all segments but one.
+    lengths = [choose.choice((1, 2, 15, 16, 17, 33, 64, choose.randint(1, 140))) for _ in range(choose.randint(1, 5))]
     segments, rates = BRANCHES[number % len(BRANCHES)]
     causal, detached = choose.random() < 0.5, choose.random() < 0.3 and len(segments) > 1
     kv_heads = choose.choice((1, 2))

@@ -382,9 +382,9 @@ SPECIALISED = [
         for shape in (
             (128, True, False, True, 0),
             (96, False, True, False, 0),
-            *((128, False, cut, True, 0) for cut in (False, True)),
+            (128, False, True, True, 0),
             *((128, *mask, False, 0) for mask in MASKS),
-            *((128, False, cut, False, 2) for cut in (False, True)),
+            (128, False, True, False, 2),
             # Of one range the mask that parks most with two.
             (128, True, False, False, 1),
             (80, True, False, False, 0),

@@ -141,6 +141,19 @@ def test_why_nothing_was_measured_is_said_in_words(make_row, record) -> None:
     assert answer(record(needs), LENGTH).sentence == "length 1K not measured: fused needs a CUDA GPU."
 
 
+def test_what_is_not_supported_is_said_only_if_nothing_else_kept_a_time(make_row, record) -> None:
+    unsupported = [
+        make_row(name, outcome=Skipped(code="unsupported", why=f"pattern of {name} is not supported"), seq_len=1024)
+        for name in ("flex", "gather-multihead", "native-sparse", "selected-gather")
+    ]
+    late = make_row("fused", outcome=Skipped(code="budget", why="budget of 35 s used up"), seq_len=1024)
+    assert answer(record(*unsupported, late), LENGTH).sentence == "length 1K not measured: time ran out."
+    assert answer(record(*unsupported), LENGTH).sentence == (
+        "length 1K not measured: flex pattern of flex is not supported, gather-multihead is not supported and 2 other "
+        "reasons."
+    )
+
+
 def test_lines_follow_the_axis_whatever_the_order_of_the_record(row, record) -> None:
     found = answer(record(row("gather", 1, 4096), row("gather", 1, 512), row("gather", 1, 1024)), LENGTH)
     assert [line.at for line in found.rows] == ["512", "1K", "4K"]

@@ -33,6 +33,7 @@ from dilabench.store.run_files import read_record
 from dilabench.suites.findings.series import plots_over_length, series_of
 from dilabench.suites.overview import bars_of
 from dilabench.units import format_bytes, format_latency, format_rate
+from tests.conftest import smallest_of_each_suite
 
 ROOT = Path(__file__).parents[2]
 RECORDS = [ROOT / "tests" / "golden" / "run_record.v1.json"] + [
@@ -46,11 +47,7 @@ read = cache(read_record)
 
 
 # The smallest record of each suite shows what its rows hold; the others are slow.
-FIRST: dict[str, Path] = {}
-for path in sorted(RECORDS, key=lambda path: path.stat().st_size):
-    (suite,) = re.findall(r'"suite":\s*"([^"]+)"', path.read_text())[:1]
-    FIRST.setdefault(suite, path)
-QUICK = {*FIRST.values(), RECORDS[0]}
+QUICK = {RECORDS[0], *smallest_of_each_suite(RECORDS)}
 
 
 @pytest.fixture(

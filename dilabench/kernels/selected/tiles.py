@@ -134,7 +134,7 @@ def tiles_of(kernel: Kernel, group: int, block: int, head_dim: int, itemsize: in
 
 
 def rules_of(kernel: Kernel, group: int, block: int, head_dim: int, itemsize: int) -> list[Rule]:
-    """The rules that hold, the best first; none where there are no such tiles."""
+    """The rules that hold, the best first; empty if there are no such tiles."""
     return [
         rule
         for rule in RULES[kernel]
@@ -173,7 +173,7 @@ class UnionRows(NamedTuple):
 
 
 def union_rows(group: int, block: int, slots: int, tiles: TileConfig) -> UnionRows | None:
-    """Rows of a tile of neighbours, or None where one token has enough of them, or fewer than a product takes."""
+    """Rows of a tile of neighbours; None if one token has enough of them, or all have fewer than a product takes."""
     shape = query_rows(group, slots, tiles)
     if group < LEAST_UNITED or shape.queries == 1 or block % tiles.block_n:
         return None

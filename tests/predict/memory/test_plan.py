@@ -33,7 +33,7 @@ def test_what_cannot_run_has_no_plan_and_a_reason(peaks):
 @pytest.mark.parametrize(("implementation", "ranks"), [pytest.param("strided", 1, marks=pytest.mark.slow), ("ring", 4)])
 def test_longest_that_fits_is_the_last_length_that_does(implementation, ranks, peaks):
     case = peaks.case_of(implementation, "sdpa-flash", mode="both").model_copy(update={"world_size": ranks})
-    capacity = 300 * 2**20
+    capacity = 100 * 2**20
     longest = longest_that_fits(case, "cpu", capacity, peaks.catalogue())
 
     def peak(length):
