@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.launch_cache import COPY_BYTES, Launch, LaunchCache
-from dilabench.kernels.streams import on_a_stream_of_its_own, record
+from dilabench.kernels.streams import on_a_stream_of_its_own
 
 _ROWS = 128
 
@@ -42,7 +42,6 @@ class ZeroKeysOfDocuments:
 
         float32, -inf for no zero key. bounds: int32 on the device, of which several may be equal.
         """
-        record([self._numbers])
         size, parts = self._heads * tokens, self._branches if apart else 1
         # Kernels are compiled for addresses that are multiples of 16 bytes.
         step = size + -size % (COPY_BYTES // 4)
