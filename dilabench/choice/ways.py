@@ -130,11 +130,12 @@ class Ways:
         self.backends: Registry[Backend] = Registry("backend", left_out)
 
     def reasons_against(self, way: Candidate, machine: Machine) -> tuple[str, ...]:
-        """Return why it cannot run on this machine; empty if no reason is known."""
+        """Return why it cannot run on this machine; empty if no reason is known.
+
+        Ranks count as there, whatever this process sees of their GPUs: each may see its own alone, or be on a node.
+        """
         implementation = self.implementations.get(way.implementation)
         reasons = self._reasons_here(implementation, way.workload, machine, way.world_size)
-        if machine.device == "cuda" and way.world_size > len(machine.gpus):
-            reasons.append(f"{way.world_size} ranks need as many GPUs, have {len(machine.gpus)}")
         if way.backend is not None:
             reasons += [f"backend {way.backend}: {why}" for why in self.reasons_against_backend(way, machine)]
         return tuple(reasons)

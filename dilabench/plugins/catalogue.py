@@ -8,9 +8,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from dilabench.choice.descriptors import Backend, Capabilities, Implementation
-from dilabench.choice.ways import OverBackend, Registry, Ways
+from dilabench.choice.ways import Candidate, OverBackend, Registry, Ways
 from dilabench.distributed.model import Sharding
 from dilabench.errors import PluginError
+from dilabench.machine import Machine
 from dilabench.patterns.registry import PatternKind
 from dilabench.plugins.boundary import Problem, answered, guarded
 from dilabench.plugins.descriptors import Reporter, Suite, Timer, WorkloadPreset
@@ -48,6 +49,13 @@ class Catalogue(Ways):
             plugins.append(self.backends.origin(case.backend))
         sources = dict.fromkeys(self.sources.get(plugin, plugin) for plugin in plugins if plugin not in OWN)
         return ", ".join(sources) or None
+
+    def reasons_against(self, way: Candidate, machine: Machine) -> tuple[str, ...]:
+        """As `Ways.reasons_against`, for a command that starts the ranks, each on a GPU of the machine."""
+        reasons = super().reasons_against(way, machine)
+        if machine.device == "cuda" and way.world_size > len(machine.gpus):
+            return (f"{way.world_size} ranks need as many GPUs, have {len(machine.gpus)}", *reasons)
+        return reasons
 
     def _left_out(self) -> Iterable[str]:
         return (problem.plugin for problem in self.problems)

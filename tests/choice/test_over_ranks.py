@@ -154,3 +154,13 @@ def test_tokens_in_a_known_order_need_no_prediction(monkeypatch: pytest.MonkeyPa
     function = shards._computation_for(x, x, x, Options((), (), True, (-1, -1), None, algorithm="auto", backend="auto"))
     assert isinstance(function, ShardedAttention)
     assert function.shards == cut
+
+
+@pytest.mark.parametrize("ranks", [2, 16])
+@pytest.mark.parametrize("name", ["medium", "longnet_128k", "packed_documents_32k"])
+def test_ranks_that_see_their_own_gpu_alone_have_an_algorithm(name: str, ranks: int) -> None:
+    """As with CUDA_VISIBLE_DEVICES for each process, or on several nodes; a command needs the GPUs of its ranks."""
+    workload = preset(name)
+    choice = choose(own_ways(over_ranks=True), h200s(1), workload, ranks)
+    case = Case(implementation=choice.implementation, workload=workload, world_size=ranks)
+    assert f"{ranks} ranks need as many GPUs, have 1" in CATALOGUE.reasons_against(case, h200s(1))
