@@ -141,7 +141,9 @@ class PassRequests:
             visits_at, tails_at = visits_at + 2 * visits, tails_at + len(made.tails) + len(counts)
             blocks_at += self.blocks
         lists = (half for made, request in zip(tables, self.requests, strict=True) for half in made.of(request.by_key))
-        found = _Tables(tuple(tables), _copied(np.concatenate([np.array(numbers).ravel(), *lists]).astype(np.int32), x))
+        there = _copied(np.concatenate([np.array(numbers).ravel(), *lists]).astype(np.int32), x)
+        of_tables = (x for made in tables for x in made.tables.tensors)
+        found = _Tables(tuple(tables), there._replace(tensors=(*there.tensors, *of_tables)))
         if all(made.serve_all for made in tables):
             self._kept[key] = found
         return found
@@ -212,7 +214,8 @@ class Packing:
             while len(self._made) >= _MOST_PASSES:
                 del self._made[next(iter(self._made))]
             self._made[of_pass] = made
-        made.there.used(x)
+        made.numbers.used(x)
+        made.tables.numbers.used(x)
         return made.lists
 
     def _launched(self, of_pass: PassRequests, causal: bool, x: Tensor) -> _Made:
@@ -240,8 +243,7 @@ class Packing:
         spans, blocks = of_spans.view(of_requests, most, SPAN_COLUMNS), of_blocks.view(of_requests, -1)
         visits = of_visits.view(-1, 2).split(of_pass.visits)
         of_groups = tuple(map(DocumentLists, tables.of_requests, visits, spans.unbind()))
-        listed = (x for made in tables.of_requests for x in made.tables.tensors)
-        return _Made(PassLists(of_groups, spans, blocks), _There.of((numbers, *listed), x))
+        return _Made(PassLists(of_groups, spans, blocks), tables, _There.of((numbers,), x))
 
 
 class _There(NamedTuple):
@@ -275,17 +277,20 @@ class _There(NamedTuple):
 
 
 class _Tables(NamedTuple):
-    """The lists for super-segments of each request, and the numbers that `lists_kernel` reads of all requests."""
+    """The lists for super-segments of each request, and the numbers that `lists_kernel` reads of all requests, which
+    record the streams of both.
+    """
 
     of_requests: tuple[DocumentTables, ...]
     numbers: _There
 
 
 class _Made(NamedTuple):
-    """The lists of a pass, and all tensors that they consist of."""
+    """The lists of a pass, and what they consist of."""
 
     lists: PassLists
-    there: _There
+    tables: _Tables
+    numbers: _There
 
 
 def _copied(numbers: _Written, x: Tensor) -> _There:

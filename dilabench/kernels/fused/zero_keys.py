@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.launch_cache import COPY_BYTES, Launch, LaunchCache
+from dilabench.kernels.streams import on_a_stream_of_its_own
 
 _ROWS = 128
 
@@ -29,7 +30,11 @@ class ZeroKeysOfDocuments:
     ) -> None:
         self._branches, self._heads = len(branches), len(residues[0])
         numbers = [n for branch, own in zip(branches, residues, strict=True) for n in (*branch, *own)]
-        self._numbers = torch.tensor(numbers, dtype=torch.int32).to(device)
+        here = torch.tensor(numbers, dtype=torch.int32)
+        # Of pinned memory, on another stream, so that no call waits for the launches before it.
+        with on_a_stream_of_its_own(device):
+            pinned = here.pin_memory() if device.type == "cuda" and torch.cuda.is_available() else here
+            self._numbers = pinned.to(device, non_blocking=True)
         self._cache = LaunchCache()
 
     def __call__(self, bounds: Tensor, tokens: int, apart: bool) -> tuple[Tensor, ...]:
