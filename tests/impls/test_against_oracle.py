@@ -123,8 +123,7 @@ def test_dense_equals_oracle(workload: Workload) -> None:
     assert_equals_oracle(strided, workload)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("module", [gather, strided], ids=["gather", "strided"])
+@pytest.mark.parametrize(("module", "causal"), [(gather, False), (strided, True)], ids=["gather", "strided"])
 def test_the_papers_setting_scaled_down(module: ModuleType, causal: bool) -> None:
     """r = 6 and 12 divide neither their segments nor the residues of 12 heads evenly."""
     workload = Workload.model_validate(

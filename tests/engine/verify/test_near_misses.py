@@ -25,14 +25,21 @@ def computing(workload: Workload, **pattern: Any) -> Callable[..., Tensor]:
     return build(workload.replace(pattern={**workload.pattern.model_dump(), **pattern}), CONTEXT)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("changes", "pattern", "name"),
+    ("dtype", "changes", "pattern", "name"),
     [
-        ({}, {"offset": "blocked"}, "out is that of offset=blocked"),
-        ({"num_heads": 6, "num_kv_heads": 3}, {"offset_by": "kv_head"}, "out is that of offset_by=kv_head"),
-        ({}, {"heads": "grouped"}, "out is that of heads=grouped"),
-        ({"mode": "both"}, {"merge_grad": "detached"}, "dq is that of merge_grad=detached"),
+        ("bfloat16", {}, {"offset": "blocked"}, "out is that of offset=blocked"),
+        (
+            "float32",
+            {"num_heads": 6, "num_kv_heads": 3},
+            {"offset_by": "kv_head"},
+            "out is that of offset_by=kv_head",
+        ),
+        ("float32", {}, {"heads": "grouped"}, "out is that of heads=grouped"),
+        *(
+            (dtype, {"mode": "both"}, {"merge_grad": "detached"}, "dq is that of merge_grad=detached")
+            for dtype in ("float32", "bfloat16")
+        ),
     ],
 )
 def test_options_of_the_pattern(
