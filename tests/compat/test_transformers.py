@@ -335,3 +335,14 @@ def test_windows_with_sinks_restart_in_each_document() -> None:
     for part in (slice(0, 9), slice(9, 21)):
         alone = ours(batch["input_ids"][:, part]).logits[0]
         torch.testing.assert_close(together[part], alone, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2", 3])
+def test_refuses_to_replace_attention_of_transformers(name: Any) -> None:
+    with pytest.raises(ValueError, match="must be a text and none of transformers' own"):
+        register(name)
+
+
+def test_refuses_what_is_no_pattern() -> None:
+    with pytest.raises(ValueError, match=r"pattern 'dilated' must be an object of dilabench\.patterns"):
+        register("dilabench-longnet", pattern="dilated")  # type: ignore[arg-type]

@@ -27,7 +27,8 @@ def register(name: str = "dilabench", *, pattern: Pattern | None = None, backend
     not compute, they raise ValueError. Softcaps raise ValueError. Under torch.compile padding, windows and position ids
     that restart go to SDPA, too; with `cu_seq_lens_q` they are computed, and any packing is the same graph.
 
-    Raises ImportError without transformers (extra `transformers`).
+    Raises ImportError without transformers (extra `transformers`), ValueError for a name of transformers' own, such as
+    'sdpa', and for a pattern that is no object of `dilabench.patterns`.
     """
     try:
         from dilabench.compat.transformers.interface import add

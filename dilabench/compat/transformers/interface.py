@@ -29,10 +29,15 @@ from dilabench.workload.spec import UNBOUNDED, Window
 logger = logging.getLogger("dilabench.compat.transformers")
 
 _SDPA = "torch's scaled_dot_product_attention"
+# Attention that models already name, whose function every model with that name would lose.
+_BEFORE = frozenset({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()})
 
 
 def add(name: str, pattern: Pattern | None, backend: str | Attend) -> None:
-    """Add the attention and the masks of `register`."""
+    """Add the attention and the masks of `register`. Raises ValueError as it does."""
+    if not isinstance(name, str) or name in _BEFORE:
+        raise ValueError(f"name {name!r} must be a text and none of transformers' own; give for example 'dilabench'")
+    operands.check_pattern(pattern)
     ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, pattern, backend))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, _mask)
 
