@@ -98,7 +98,8 @@ def _out_of_reach(pairs: Sequence[ComparedPair]) -> str:
     if both:
         way = f"{max(both)} on either side would do"
     else:
-        way = "one does not show their spread" if beyond[0].confidence is None else "they differ too much"
+        alone = "one session does not show the spread between sessions"
+        way = alone if beyond[0].confidence is None else "they differ too much"
     return (
         f"; the baseline has too few sessions to show SAME in {len(beyond)} of {len(pairs)} cases: {way} "
         "(`baseline save --add` adds some, `--relative-to` an unchanged implementation brings them together)"
@@ -174,7 +175,7 @@ class Check:
         again = Remeasure(discover(self.strict_plugins), self.baseline[-1], self.output, self.store, self.progress)
         planned = self.budget.groups_of(ids)
         refuse_other_machine(self.baseline, [again.here()], EnvironmentNotReady)
-        self.tell(f"measuring {len(planned)} of {len(self.cases)} cases in {count} fresh sessions")
+        self.tell(f"measuring {len(planned)} of {len(self.cases)} cases in {counted(count, 'fresh session')}")
         began_s = self.budget.clock()
         records = again.sessions(planned, count)
         self.budget.learn(records[-1], (self.budget.clock() - began_s) / count)

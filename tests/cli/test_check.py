@@ -231,7 +231,7 @@ def test_below_five_sessions_times_only_advise(cli, measured, make_row, make_rec
     result = cli("check", "--against", "main")
     assert result.exit_code == 0
     assert "advisory" in result.stdout
-    assert "one does not show their spread" in result.stderr
+    assert "one session does not show the spread between sessions" in result.stderr
     assert len(measured.asked) == 1
 
 

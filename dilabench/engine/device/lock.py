@@ -116,7 +116,7 @@ def _acquire(
                 f"{lock.device} is in use by {holder} (lock {lock.path}), which did not end within "
                 f"{format_seconds(wait_s)}; two runs at the same time would disturb each other: wait for it or end it"
             )
-        progress.waiting(f"{lock.device} is in use by {holder}; waiting for it")
+        progress.waiting(f"{lock.device} is in use by {holder}")
         sleep(POLL_S)
 
 
