@@ -165,6 +165,7 @@ def dilated_attention(
     ):
         if cu_seqlens.ndim != 1:
             raise ValueError(f"cu_seqlens {tuple(cu_seqlens.shape)} must be one row of bounds that rise from 0")
+        operands.check_bounds_dtype(cu_seqlens)
         unread = cu_seqlens
     bounds = () if cu_seqlens is None or unread is not None else operands.bounds(cu_seqlens, query.shape[1])
     if forward_ad._current_level >= 0:

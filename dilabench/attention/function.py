@@ -138,6 +138,7 @@ def attention(
     >>> attention(q, k, v, pattern=pattern).shape
     torch.Size([1, 64, 4, 16])
     """
+    operands.check_pattern(pattern)
     dilated = None if pattern is None else DilatedPattern.match(pattern)
     if pattern is None or pattern == DENSE or dilated is not None:
         if indices is not None:
@@ -368,14 +369,7 @@ def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
     if selection is None:
         raise ValueError(f"indices with pattern {pattern.kind}: they are blocks of {SELECTED_BY_INDICES}")
     (_, length, _, _), size, heads = tensors[0][0], selection.block_size, tensors[1][0][2]
-    blocks, shape = -(-length // size), tuple(indices.shape)
-    if indices.is_floating_point() or shape[:-1] not in {(blocks,), (1, blocks), (heads, blocks)}:
-        raise ValueError(
-            f"indices {indices.dtype} {shape} must be integers [{blocks}, k] or [{heads}, {blocks}, k]: k key blocks "
-            f"for each of {blocks} blocks of {size} queries"
-        )
-    if indices.device != tensors[0][2]:
-        raise ValueError(f"indices are on {indices.device} and query on {tensors[0][2]}; move one of them")
+    operands.check_indices(indices, heads, -(-length // size), size, tensors[0][2])
     if indices.is_meta or 0 in tensors[0][0]:
         # Built like a pattern with drawn indices, which refuses shapes that do not fit.
         return cast(Computation, _function(pattern, tensors, options))

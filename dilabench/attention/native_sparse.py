@@ -23,6 +23,7 @@ from dilabench.attention.dilated import dilated_attention
 from dilabench.attention.selected import compressed_attention, selected_attention, selected_by_compression
 from dilabench.impls.selected.selecting import Compression
 from dilabench.impls.summed import block_means
+from dilabench.patterns.selected_blocks import check_block
 from dilabench.patterns.token_selectors import TOKEN_SELECTORS
 
 __all__ = ["BlockCompression", "NativeSparseAttention", "native_sparse_attention"]
@@ -71,10 +72,18 @@ def native_sparse_attention(
     """
     operands.check_are_tensors(query=query, key=key, value=value, gates=gates)
     operands.check_operands(query.shape, key.shape, value.shape)
+    operands.check_kinds((x.dtype, x.device) for x in (query, key, value))
     if gates.shape != (*query.shape[:3], BRANCHES):
         raise ValueError(f"gates {tuple(gates.shape)} must be {(*query.shape[:3], BRANCHES)}: one for each branch")
-    if window < 1:
-        raise ValueError(f"window {window} must be at least 1, the token itself")
+    if gates.device != query.device:
+        raise ValueError(f"gates are on {gates.device} and query on {query.device}; move one of them")
+    operands.check_options({"scale": scale})
+    operands.check_scale(scale)
+    least = {"block_size": "one key", "top_k": "the token's own block", "window": "the token itself"}
+    for (name, meaning), number in zip(least.items(), (block_size, top_k, window), strict=True):
+        if not isinstance(number, int | torch.SymInt) or number < 1:
+            raise ValueError(f"{name} {number!r:.80} must be a whole number of at least 1, {meaning}")
+    check_block(block_size)
     spans = compression_length, compression_stride
     compression = Compression(*spans)
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)

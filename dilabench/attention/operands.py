@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
-from operator import le
+from math import inf
+from operator import index, le
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -20,6 +22,7 @@ Kind = tuple[torch.Size, torch.dtype, torch.device]
 """Shape, dtype and device of a tensor."""
 # With this few tokens of this many heads, the axes are likely swapped.
 FEW_TOKENS, MANY_HEADS = 64, 256
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 _MadeT = TypeVar("_MadeT")
@@ -154,13 +157,38 @@ def _warn_of_layout(query: tuple[int, ...]) -> None:
     )
 
 
+def check_pattern(pattern: object) -> None:
+    """Refuse what is neither None nor a pattern, such as its name, its class or its fields."""
+    if pattern is not None and not isinstance(pattern, Pattern):
+        example = "such as DilatedPattern(...)"
+        raise ValueError(f"pattern {pattern!r:.80} must be an object of dilabench.patterns, {example}")
+
+
+def check_indices(indices: object, kv_heads: int, blocks: int, block_size: int, device: torch.device) -> None:
+    """Refuse indices that are not integers [n, k] or [K, n, k] on `device`: k key blocks for each query block."""
+    check_are_tensors(indices=indices)
+    assert isinstance(indices, Tensor)
+    shape, no_numbers = tuple(indices.shape), indices.is_floating_point() or indices.dtype == torch.bool
+    if no_numbers or shape[:-1] not in {(blocks,), (1, blocks), (kv_heads, blocks)}:
+        raise ValueError(
+            f"indices {indices.dtype} {shape} must be integers [{blocks}, k] or [{kv_heads}, {blocks}, k]: k key "
+            f"blocks for each of {blocks} blocks of {block_size} queries"
+        )
+    if indices.device != device:
+        raise ValueError(f"indices are on {indices.device} and query on {device}; move one of them")
+
+
 def check_kinds(kinds: Iterable[tuple[torch.dtype, torch.device]]) -> None:
-    """Refuse dtypes or devices that differ."""
+    """Refuse dtypes or devices that differ, and dtypes that no kernel computes."""
     found = [*kinds]
     if len({*found}) > 1:
         named = (f"{str(dtype).removeprefix('torch.')} on {device}" for dtype, device in found)
         got = ", ".join(f"{name} {kind}" for name, kind in zip(("query", "key", "value"), named, strict=True))
         raise ValueError(f"query, key and value must share dtype and device, got {got}")
+    dtype = found[0][0]
+    if dtype not in _DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"dtype {name!r} should be 'float64', 'float32', 'float16' or 'bfloat16'")
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -190,8 +218,11 @@ def integers(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Tensor):
         numbers = tuple(value)
         # Bounds may be thousands, and nearly always are plain integers.
-        if {*map(type, numbers)} <= {int} or not any(isinstance(x, str | Tensor) for x in numbers):
+        if {*map(type, numbers)} <= {int, torch.SymInt}:
             return numbers
+        if not any(isinstance(x, str | Tensor) for x in numbers):
+            with suppress(TypeError):
+                return tuple(map(index, numbers))
         if all(isinstance(x, str) and len(x) == 1 for x in numbers):
             # A text that was split into characters.
             value = "".join(numbers)
@@ -218,6 +249,12 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"backend {value!r} must be a name of `dilabench list backends`, a function, or 'auto'")
 
 
+def check_scale(scale: float | None) -> None:
+    """Refuse a factor of the scores that is not a finite number above 0."""
+    if scale is not None and not 0 < scale < inf:
+        raise ValueError(f"scale {scale} should be a finite number greater than 0")
+
+
 def refuse_types(options: Mapping[str, Any]) -> None:
     """`check_options`, and refuse unhashable values such as lists and dicts."""
     check_options(options)
@@ -237,6 +274,8 @@ def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
     bounds = _numbers(cu_seqlens) if isinstance(cu_seqlens, Tensor) else tuple(cu_seqlens)
     if not bounds or (isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim != 1):
         raise ValueError(f"cu_seqlens {cu_seqlens} must be one row of bounds that rise from 0 to {tokens}")
+    if isinstance(cu_seqlens, Tensor):
+        check_bounds_dtype(cu_seqlens)
     return bounds
 
 
@@ -245,10 +284,26 @@ def may_stay(bounds: Tensor) -> bool:
     return type(bounds) is Tensor and bounds.is_cuda
 
 
+def check_bounds_dtype(cu_seqlens: Tensor) -> None:
+    """Refuse bounds that are fractions or bools."""
+    if cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
+        raise ValueError(f"cu_seqlens has dtype {cu_seqlens.dtype} and must be {_INTEGERS['cu_seqlens']}")
+
+
 def rounded_up(max_seqlen: int) -> int:
-    """The next power of two, from 1024 on, so that few graphs of compilers and few plans serve all lengths."""
+    """The next power of two, from 1024 on, so that few graphs of compilers and few plans serve all lengths.
+
+    Raises ValueError for tensors, negative numbers, and what is no integer.
+    """
     if isinstance(max_seqlen, Tensor):
         raise ValueError(f"max_seqlen is a tensor, {max_seqlen!r:.80}; give a number, such as that of all tokens")
+    if not isinstance(max_seqlen, int | torch.SymInt):
+        try:
+            max_seqlen = index(max_seqlen)
+        except TypeError:
+            raise ValueError(f"max_seqlen {max_seqlen!r:.80} must be a whole number of tokens") from None
+    if max_seqlen < 0:
+        raise ValueError(f"max_seqlen {max_seqlen} must be the tokens of the longest sequence or more")
     longest = 1024
     # A compiler guards comparisons, but would compile for each number of bits.
     while longest < max_seqlen:

@@ -84,6 +84,7 @@ def selected_attention(
         query, key, value = operands.as_autocast(query, key, value)
     sides = operands.integers("window", window)
     operands.refuse_types({"causal": causal, "window": sides, "scale": scale})
+    operands.check_scale(scale)
     operands.check_operands(query.shape, key.shape, value.shape)
     operands.check_kinds((x.dtype, x.device) for x in (query, key, value))
     by_item = _checked(indices, query, key)
@@ -150,7 +151,8 @@ def _checked(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
     wanted = f"integers [{rows}, {kv_heads}, S] or [{batch}, {rows}, {kv_heads}, S]: S key blocks for each of {rows} "
     if indices.is_floating_point() or indices.dtype == torch.bool or by_item.ndim != 4:
         raise ValueError(f"indices {indices.dtype} {tuple(indices.shape)} must be {wanted}tokens and {kv_heads} heads")
-    if by_item.shape[0] not in (1, batch) or tuple(by_item.shape[1:3]) != (rows, kv_heads) or not by_item.shape[3]:
+    fits = by_item.shape[0] in (1, batch) and tuple(by_item.shape[1:3]) == (rows, kv_heads)
+    if not fits or (rows and not by_item.shape[3]):
         raise ValueError(f"indices {tuple(indices.shape)} must be {wanted}tokens and {kv_heads} heads of keys")
     if query.shape[2] % kv_heads:
         raise ValueError(f"query has {query.shape[2]} heads, not a multiple of the {kv_heads} of key and value")

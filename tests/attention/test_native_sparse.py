@@ -161,9 +161,26 @@ def test_compression_is_a_function_of_each_whole_block() -> None:
         ({"window": 0}, "at least 1"),
         ({"compression_stride": 5}, "multiple of"),
         ({"block_size": 36}, "multiple of"),
+        ({"block_size": 0}, "block_size 0 must be a whole number of at least 1"),
+        ({"top_k": 2.5}, "top_k 2.5 must be a whole number"),
+        ({"scale": -1.0}, "scale -1.0 should be a finite number greater than 0"),
+        ({"scale": torch.tensor(1.0)}, "scale is a tensor"),
+        ({"gates": torch.zeros(2, N, H, 3, device="meta")}, "gates are on meta and query on cpu"),
+        ({"query": torch.zeros(2, N, H, D, dtype=torch.float32)}, "must share dtype and device"),
         ({"compressed_key": torch.zeros(2, 3, K, D, dtype=torch.float64)}, "compressed keys"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         native_sparse_attention(**{**inputs(), **OPTIONS, **changes})
+
+
+def test_integers_are_refused() -> None:
+    x = torch.ones(1, 40, 2, 16, dtype=torch.int32)
+    with pytest.raises(ValueError, match="dtype 'int32' should be 'float64'"):
+        native_sparse_attention(x, x, x, torch.ones(1, 40, 2, 3))
+
+
+def test_no_tokens_give_no_rows() -> None:
+    q, gates = torch.zeros(2, 0, 4, 16), torch.zeros(2, 0, 4, 3)
+    assert native_sparse_attention(q, q, q, gates).shape == q.shape

@@ -156,6 +156,9 @@ def test_functional_gradients_and_window() -> None:
         ({"indices": [[0]]}, "give a tensor"),
         ({"window": (3, 2)}, "looks 2 positions ahead"),
         ({"window": (-2, 0)}, "-1 for unbounded"),
+        ({"window": (3.5, 0)}, "must be two integers"),
+        ({"scale": 0.0}, "scale 0.0 should be a finite number greater than 0"),
+        ({"scale": float("nan")}, "scale nan should be a finite number"),
         ({"backend": "math"}, "leave it out"),
         ({"pattern": BlockSparsePattern(mask="random", block_size=16)}, "SelectedBlocksPattern"),
         ({"pattern": None}, "SelectedBlocksPattern"),
@@ -166,3 +169,11 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
     q, k, v, indices = inputs()
     with pytest.raises(ValueError, match=message):
         attention(q, k, v, **{"pattern": PATTERN, "indices": indices, "causal": True, **changes})
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64], ids=str)
+def test_refuses_dtypes_that_no_kernel_computes(dtype: torch.dtype) -> None:
+    q, k, v, indices = inputs()
+    q, k, v = (x.detach().to(dtype) for x in (q, k, v))
+    with pytest.raises(ValueError, match=r"dtype '.*' should be 'float64'"):
+        attention(q, k, v, pattern=PATTERN, indices=indices)

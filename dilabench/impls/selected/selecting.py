@@ -86,7 +86,7 @@ class Compression:
         for shift in range(self.length // self.stride):
             width = min(shares.shape[-1], strips - shift)
             total[..., shift : shift + width] += shares[..., :width]
-        return total.unflatten(-1, (blocks, -1)).sum(-1)
+        return total.unflatten(-1, (blocks, block // self.stride)).sum(-1)
 
 
 @torch.no_grad()
@@ -150,7 +150,7 @@ def select_by_indexer(queries: Tensor, weights: Tensor, keys: Tensor, choosing: 
 def _in_pieces(q: Tensor, per_row: int, scores: Callable[[slice], Tensor], choosing: Choosing) -> Tensor:
     """The best blocks of all rows of q [B, N, ...], some at a time; `per_row`: scores of a row of one batch item."""
     length, at_once = q.shape[1], max(1, SCORES_AT_ONCE // max(1, q.shape[0] * per_row))
-    pieces = [slice(first, min(first + at_once, length)) for first in range(0, length, at_once)]
+    pieces = [slice(first, min(first + at_once, length)) for first in range(0, max(1, length), at_once)]
     best = [choosing.best(scores(rows), torch.arange(rows.start, rows.stop, device=q.device)) for rows in pieces]
     return torch.cat(best, 1)
 
