@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from dilabench.choice.descriptors import Implementation, load_target
 from dilabench.choice.rules import Choice, by_priority, choose
@@ -16,7 +17,7 @@ from dilabench.contracts import Attend, BuildContext, LoadedBackend
 from dilabench.errors import ConfigError, said
 from dilabench.impls.one_operator import Computation
 from dilabench.machine import CPU, CUDA, Machine, detect
-from dilabench.workload.spec import Workload
+from dilabench.workload.spec import UNBOUNDED, Window, Workload
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def backend_of(backend: str | Attend, way: Candidate, device: torch.device) -> L
     if function is not None:
         from dilabench.backends import math
 
-        return LoadedBackend(getattr(function, "__name__", "function"), function, math.attend_backward)
+        return LoadedBackend(getattr(function, "__name__", "function"), _checked(function), math.attend_backward)
     assert isinstance(backend, str)
     ways, machine = own_ways(way.world_size > 1), machine_of(device)
     if backend == AUTO:
@@ -107,6 +108,25 @@ def backend_of(backend: str | Attend, way: Candidate, device: torch.device) -> L
     if name is None or (backend != AUTO and reasons):
         raise ValueError(f"backend {backend!r} cannot serve this call: {reasons}")
     return load_backend(ways.backends.get(name))
+
+
+def _checked(function: Attend) -> Attend:
+    """The caller's function. Raises ValueError if it returns anything but out and lse in the shapes of `Attend`."""
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Window = UNBOUNDED, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        result = function(q, k, v, causal=causal, window=window, scale=scale)
+        of_out, of_lse = tuple(q.shape), (q.shape[0], q.shape[2], q.shape[1])
+        is_pair = isinstance(result, tuple) and all(isinstance(x, Tensor) for x in result)
+        found = [tuple(x.shape) for x in result] if is_pair else type(result).__name__
+        if found != [of_out, of_lse]:
+            raise ValueError(
+                f"backend {function} returned {found}; it must return (out, lse), of shapes {of_out} and {of_lse}"
+            )
+        return result
+
+    return attend
 
 
 # Functions that callers gave as backends, by the names that operators take for them.

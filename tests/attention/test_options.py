@@ -165,3 +165,16 @@ def test_refuses_indices_of_blocks_that_are_no_integers(indices: Any) -> None:
     q, k, v = tensors()
     with pytest.raises(ValueError, match=r"indices .*(torch\.as_tensor|must be integers)"):
         block_sparse_attention(q, k, v, indices=indices, block_size=q.shape[1] // 4)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [lambda q: q, lambda q: (q, q), lambda q: (q[:, 1:], q[..., 0].mT), lambda q: (q, None)],
+    ids=["out", "lse of another shape", "out of another shape", "no lse"],
+)
+def test_refuses_a_function_that_returns_no_out_and_lse(result: Callable[[Tensor], Any]) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        return result(q)
+
+    with pytest.raises(ValueError, match=r"backend .*attend.* must return \(out, lse\), of shapes"):
+        attention(*tensors(), backend=attend)

@@ -244,7 +244,7 @@ def test_a_pattern_generates_without_a_cache() -> None:
     ours = _pair(_config("llama"))[1].eval()
     ours.set_attn_implementation("dilabench-longnet")
     options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
-    with pytest.raises(ValueError, match=r"a cache.*with pattern dilated"):
+    with pytest.raises(ValueError, match=r"a cache; use_cache=False has none.*with pattern dilated"):
         ours.generate(_ids(), **options)
     found = ours.generate(_ids(), **options, use_cache=False)
     assert torch.equal(found[:, -1], ours(found[:, :-1]).logits[:, -1].argmax(-1))

@@ -242,7 +242,7 @@ def _why_not(
     if isinstance(given, Tensor):
         return "attention_mask is a tensor for every pair"
     if query.shape[2] != key.shape[2]:
-        return "there are more keys than queries (a cache)"
+        return "there are more keys than queries (a cache; use_cache=False has none)"
     if dropout:
         return f"dropout {dropout} of attention weights (config.attention_dropout)"
     if others.get("position_bias") is not None:
