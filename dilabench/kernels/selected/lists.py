@@ -53,7 +53,7 @@ class QueryLists(NamedTuple):
 def are_alike(lists: QueryLists, most_blocks: int) -> bool | None:
     """Whether `tiles.ALIKE` of the tiles or more see no more blocks than these, for which the host waits once.
 
-    None where it does not wait: for few tiles, while a graph is captured, and where memory is traced.
+    None if it does not wait: for few tiles, while a graph is captured, and while memory is traced.
     """
     counts = lists.counts
     traced = isinstance(counts, FakeTensor)
