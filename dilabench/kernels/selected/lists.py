@@ -51,7 +51,7 @@ class QueryLists(NamedTuple):
 
 
 def are_alike(lists: QueryLists, most_blocks: int) -> bool | None:
-    """Whether `tiles.ALIKE` of the tiles or more see no more blocks than these, for which the host waits once.
+    """Return True if a share `tiles.ALIKE` of the tiles, or more, see at most ``most_blocks``. The host waits for it.
 
     None if it does not wait: for few tiles, while a graph is captured, and while memory is traced.
     """
