@@ -123,19 +123,24 @@ class Registry(Generic[DescriptorT]):
 
 
 class Ways:
-    """Implementations and backends, and why one of them cannot, or should not, compute a workload on a machine."""
+    """Implementations and backends, and why one of them cannot, or should not, compute a workload on a machine.
+
+    `starts_ranks`: ranks are started on this machine, each on a GPU. Else they are there already, whatever this process
+    sees of their GPUs: each may see its own alone, or be on a node.
+    """
+
+    starts_ranks = False
 
     def __init__(self, left_out: Callable[[], Iterable[str]] = tuple) -> None:
         self.implementations: Registry[Implementation] = Registry("implementation", left_out)
         self.backends: Registry[Backend] = Registry("backend", left_out)
 
     def reasons_against(self, way: Candidate, machine: Machine) -> tuple[str, ...]:
-        """Return why it cannot run on this machine; empty if no reason is known.
-
-        Ranks count as there, whatever this process sees of their GPUs: each may see its own alone, or be on a node.
-        """
+        """Return why it cannot run on this machine; empty if no reason is known."""
         implementation = self.implementations.get(way.implementation)
         reasons = self._reasons_here(implementation, way.workload, machine, way.world_size)
+        if self.starts_ranks and machine.device == "cuda" and way.world_size > len(machine.gpus):
+            reasons.append(f"{way.world_size} ranks need as many GPUs, have {len(machine.gpus)}")
         if way.backend is not None:
             reasons += [f"backend {way.backend}: {why}" for why in self.reasons_against_backend(way, machine)]
         return tuple(reasons)

@@ -102,7 +102,8 @@ class Packings:
             return ()
         if packing.is_read_by_graph(x):
             return self._zero_keys(packing.bounds(x), packing.tokens, self._detached)
-        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+        is_there = type(x) is Tensor and x.is_cuda
+        stream = torch.cuda.current_stream(x.device).cuda_stream if is_there else 0
         key = packing, stream, type(x)
         found = self._kept.pop(key, None)
         if found is None:

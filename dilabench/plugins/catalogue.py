@@ -8,10 +8,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from dilabench.choice.descriptors import Backend, Capabilities, Implementation
-from dilabench.choice.ways import Candidate, OverBackend, Registry, Ways
+from dilabench.choice.ways import OverBackend, Registry, Ways
 from dilabench.distributed.model import Sharding
 from dilabench.errors import PluginError
-from dilabench.machine import Machine
 from dilabench.patterns.registry import PatternKind
 from dilabench.plugins.boundary import Problem, answered, guarded
 from dilabench.plugins.descriptors import Reporter, Suite, Timer, WorkloadPreset
@@ -28,6 +27,8 @@ class Catalogue(Ways):
     `problems`: failures of plug-ins, at loading or later; with `strict` they are errors instead.
     `sources`: the package that each plug-in comes from, by the plug-in's name; its name itself if there is none.
     """
+
+    starts_ranks = True
 
     def __init__(self, strict: bool = False) -> None:
         super().__init__(self._left_out)
@@ -49,13 +50,6 @@ class Catalogue(Ways):
             plugins.append(self.backends.origin(case.backend))
         sources = dict.fromkeys(self.sources.get(plugin, plugin) for plugin in plugins if plugin not in OWN)
         return ", ".join(sources) or None
-
-    def reasons_against(self, way: Candidate, machine: Machine) -> tuple[str, ...]:
-        """As `Ways.reasons_against`, for a command that starts the ranks, each on a GPU of the machine."""
-        reasons = super().reasons_against(way, machine)
-        if machine.device == "cuda" and way.world_size > len(machine.gpus):
-            return (f"{way.world_size} ranks need as many GPUs, have {len(machine.gpus)}", *reasons)
-        return reasons
 
     def _left_out(self) -> Iterable[str]:
         return (problem.plugin for problem in self.problems)

@@ -70,7 +70,8 @@ def how_to_go_on(record: RunRecord, machine: Machine, folder: Path, more_follow:
         needed_s, source = max(predicted_s, 2 * elapsed_s), "predicted for the first"
     rest = "; more follow" if more_follow else ""
     had_no = (
-        f"{counted(len(missing), 'case')} were skipped by the budget. To continue ({format_seconds(needed_s)} "
+        f"{counted(len(missing), 'case')} {'was' if len(missing) == 1 else 'were'} skipped by the budget. "
+        f"To continue ({format_seconds(needed_s)} "
         f"{source}{rest}):"
     )
     return f"{had_no}\n  {resume_command(record.suite, name, budget_option(needed_s))}"

@@ -72,6 +72,12 @@ CASES = {
     "documents by query, window": Case("query", 16, 3, 4, 2, True, (20, 0, 45, 33), window=(18, -1)),
     "single tokens, window": Case("query", 1, 9, 4, 1, True, (50,), window=(12, 0)),
     "by query, some united": Case("query", 16, 3, 16, 1, True, (75,), united=64, tuned={"UNION_SHARE": 0.25}),
+    "by query, few united, so none": Case(
+        "query", 16, 3, 16, 1, True, (75,), united=64, tuned={"UNION_SHARE": 0.25, "LEAST_READ": 1, "ALIKE": 0.9}
+    ),
+    "by query, enough united": Case(
+        "query", 16, 3, 16, 1, True, (75,), united=64, tuned={"UNION_SHARE": 0.25, "LEAST_READ": 1, "ALIKE": 0.5}
+    ),
     "by query, some united, two heads": Case(
         "query", 32, 4, 36, 2, False, (101,), batch=2, united=64, tuned={"UNION_SHARE": 0.4}
     ),

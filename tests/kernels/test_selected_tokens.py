@@ -28,6 +28,8 @@ MORE = (
     "documents by query, window",
     "single tokens, window",
     "by query, some united",
+    "by query, few united, so none",
+    "by query, enough united",
     "by query, some united, two heads",
     "documents by query, some united",
     "by query, many neighbours",
@@ -208,8 +210,14 @@ def test_the_gathered_form_is_taken_while_a_group_is_narrow() -> None:
     ids=["nsa_64k", "msa_128k", "half of its group", "moba_64k"],
 )
 def test_the_form_is_the_one_that_took_less_time(group: int, block: int, form: str) -> None:
-    """Of the forward pass, on an H200; at random both take nsa_64k as long."""
-    assert tiles.select_form("forward", group, block, 128, 2) == form
+    """Of the forward pass, on an H200, at random; both take nsa_64k as long, but for lists."""
+    assert tiles.select_form("forward", group, block, 128, 2, alike=False) == form
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_neighbours_that_select_alike_are_taken_by_query(block: int) -> None:
+    assert tiles.select_form("forward", 16, block, 128, 2, alike=True) == "query"
+    assert tiles.select_form("forward", 8, 128, 128, 2, alike=True) == "gathered"
 
 
 def test_neighbours_are_united_if_one_token_does_not_fill_a_tile() -> None:

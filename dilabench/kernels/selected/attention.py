@@ -26,13 +26,24 @@ from dilabench.kernels.selected.lists import (
     KeyLists,
     QueryLists,
     Shares,
+    are_alike,
     key_lists,
     query_lists,
     shares_of,
 )
 from dilabench.kernels.selected.operands import in_rows, operand_arguments
 from dilabench.kernels.selected.selection import TokenSelection
-from dilabench.kernels.selected.tiles import Form, Kernel, query_rows, rules_of, select_form, tiles_of, union_rows
+from dilabench.kernels.selected.tiles import (
+    Form,
+    Kernel,
+    QueryRows,
+    UnionRows,
+    query_rows,
+    rules_of,
+    select_form,
+    tiles_of,
+    union_rows,
+)
 from dilabench.kernels.tuning import TileConfig
 from dilabench.patterns.selected_blocks import check_block
 from dilabench.workload.spec import UNBOUNDED, Window, check_window
@@ -78,8 +89,10 @@ def selected_forward(
     given = cache.once("operands", lambda: operand_arguments(operands, scale))
     lists = _Lists(problem.selection(indices, cu_seqlens, kept), kept, cache)
     results = operands | {"out": out.view(rows, heads, dim), "lse": lse}
-    if problem.form("forward", q) == "query":
-        tiles_of_query = problem.query_tiles("forward", q, lists)
+    unions = problem.unions("forward", q, indices.shape[-1])
+    alike = unions and lists.alike(unions)
+    if problem.form("forward", q, alike) == "query":
+        tiles_of_query = problem.query_tiles("forward", q, lists, None if alike is False else unions)
         query_form("forward", results, given, lists.selection, *tiles_of_query, cache)
         return out, lse
     config = problem.tiles("gathered_forward", q)
@@ -132,7 +145,8 @@ def selected_backward(
         _token_gradients(tensors, dk, dv, given, lists, problem)
         return dq, dk, dv
     if problem.form("gradient", q) == "query":
-        tiles_of_query = problem.query_tiles("gradient", q, lists)
+        unions = problem.unions("gradient", q, indices.shape[-1])
+        tiles_of_query = problem.query_tiles("gradient", q, lists, unions)
         query_form("gradient", tensors, given, lists.selection, *tiles_of_query, cache)
     else:
         config = problem.tiles("gathered_gradient", q)
@@ -227,9 +241,9 @@ class _Problem:
 
         return kept.once(indices.device, "selection", make)
 
-    def form(self, direction: tuned.Direction, q: Tensor) -> Form:
+    def form(self, direction: tuned.Direction, q: Tensor, alike: bool | None = None) -> Form:
         """The requested form, or the cheaper one."""
-        return self.requested_form or select_form(direction, *self._kind(q))
+        return self.requested_form or select_form(direction, *self._kind(q), alike)
 
     def tiles(self, kernel: Kernel, q: Tensor) -> TileConfig:
         """The requested tiles, or the table's."""
@@ -239,21 +253,28 @@ class _Problem:
         """What tiles depend on."""
         return self.group, self.block, q.shape[-1], q.element_size()
 
+    def unions(self, direction: tuned.Direction, q: Tensor, slots: int) -> UnionRows | None:
+        """Tiles of neighbours, if more of them fit into one than into a tile of tokens."""
+        kernel: Kernel = "union_forward" if direction == "forward" else "union_gradient"
+        if kernel not in dict(self.requested_tiles) and not rules_of(kernel, *self._kind(q)):
+            return None
+        rows = union_rows(self.group, self.block, slots, self.tiles(kernel, q))
+        return rows if rows and rows.shape.queries > self._query_rows(direction, q, slots)[0].queries else None
+
     def query_tiles(
-        self, direction: tuned.Direction, q: Tensor, lists: _Lists
+        self, direction: tuned.Direction, q: Tensor, lists: _Lists, unions: UnionRows | None
     ) -> tuple[QueryTiles, tuple[QueryTiles, int] | None]:
         """Tiles of single tokens, or of as many as fill one, and of neighbours with the blocks that they may see."""
-        selection, united = lists.selection, None
-        slots = selection.indices.shape[-1]
+        shape, config = self._query_rows(direction, q, lists.selection.indices.shape[-1])
+        each = QueryTiles(lists.by_query(lists.selection, shape.queries), shape, config)
+        if unions is None:
+            return each, None
+        listed = lists.by_query(lists.selection, unions.shape.queries)
+        return each, (QueryTiles(listed, unions.shape, unions.tiles), unions.most_blocks)
+
+    def _query_rows(self, direction: tuned.Direction, q: Tensor, slots: int) -> tuple[QueryRows, TileConfig]:
         config = self.tiles("query_forward" if direction == "forward" else "query_gradient", q)
-        shape = query_rows(self.group, slots, config)
-        kernel: Kernel = "union_forward" if direction == "forward" else "union_gradient"
-        if kernel in dict(self.requested_tiles) or rules_of(kernel, *self._kind(q)):
-            rows = union_rows(self.group, self.block, slots, self.tiles(kernel, q))
-            if rows and rows.shape.queries > shape.queries:
-                listed = lists.by_query(selection, rows.shape.queries)
-                united = QueryTiles(listed, rows.shape, rows.tiles), rows.most_blocks
-        return QueryTiles(lists.by_query(selection, shape.queries), shape, config), united
+        return query_rows(self.group, slots, config), config
 
 
 @dataclass(frozen=True)
@@ -269,6 +290,11 @@ class _Lists:
         return self.kept.once(
             part.indices.device, name, lambda: query_lists(part, queries, self.cache, ("lists", *name))
         )
+
+    def alike(self, unions: UnionRows) -> bool | None:
+        listed = self.by_query(self.selection, unions.shape.queries)
+        name = ("alike", unions.shape.queries, unions.most_blocks)
+        return self.kept.once(listed.counts.device, name, lambda: are_alike(listed, unions.most_blocks))
 
     def by_key(self, part: TokenSelection) -> KeyLists:
         name = ("by key", *_tokens(part))

@@ -341,6 +341,6 @@ def query_form(
         used = tensors | part.lists.tensors | selection.tensors
         if united:
             used["unions"] = united[0].lists.counts
-        name = ("by query", selection.first_row, len(selection.indices), part.shape)
+        name = ("by query", selection.first_row, len(selection.indices), part.shape, own["UNITED"], own["MOST_BLOCKS"])
         programs = part.lists.counts.numel() * part.shape.parts
         launch(kernel, programs, used, given | selection.arguments | own, part.tiles, cache, name)

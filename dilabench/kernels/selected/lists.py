@@ -3,7 +3,7 @@
 """Lists of a selection, made on the device: by query which blocks it sees, by block which queries selected it.
 
 Both begin with one kernel that sorts the indices of a query and keeps each block once, so that no attention kernel
-meets a repeated or an absent index. Sizes follow from shapes alone: the host waits for nothing.
+meets a repeated or an absent index. Sizes follow from shapes alone: the host waits for no list.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dilabench.kernels.launch_cache import LaunchCache
+from dilabench.kernels.selected import tiles as tuned
 from dilabench.kernels.selected.operands import launch
 from dilabench.kernels.selected.selection import PER_SELECTION, TokenSelection, sequence_of_row
 from dilabench.kernels.tuning import TileConfig
@@ -46,6 +48,18 @@ class QueryLists(NamedTuple):
         """By the names under which kernels take them."""
         members = {} if self.members is None else {"members": self.members}
         return {"keys": self.keys, "counts": self.counts, **members}
+
+
+def are_alike(lists: QueryLists, most_blocks: int) -> bool | None:
+    """Return True if a share `tiles.ALIKE` of the tiles, or more, see at most ``most_blocks``. The host waits for it.
+
+    None if it does not wait: for few tiles, while a graph is captured, and while memory is traced.
+    """
+    counts = lists.counts
+    traced = isinstance(counts, FakeTensor)
+    if traced or counts.numel() < tuned.LEAST_READ or (counts.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    return bool((counts <= most_blocks).float().mean() >= tuned.ALIKE)
 
 
 class KeyLists(NamedTuple):

@@ -108,6 +108,12 @@ MOST_QUERY_ROWS = 64
 # they select. At 0.67 (forward) and 0.73 (gradient) of them both ways take as long.
 UNION_SHARE = 2 / 3
 
+# Both ways in one pass take longer than tokens alone if few tiles are taken together: at random 17.2 ms forward where
+# tokens alone take 14.6 (dQ 0.1 ms more), where neighbours are alike 7.4, near 9.1. So the forward pass unites
+# neighbours if this share of the tiles can be. The host reads it once for a selection of `LEAST_READ` tiles or more.
+ALIKE = 1 / 3
+LEAST_READ = 4096
+
 # Tokens of a tile at most: which of them sees a block is a bit of 32.
 MOST_QUERIES = 32
 
@@ -189,12 +195,19 @@ LEAST_UNITED = 16
 _L2_BYTES, _MEMORY_BYTES = 9.3e12, 6.8e12
 _NARROW_FLOPS, _WIDE_FLOPS, _GATHERED_FLOPS = 200e12, 450e12, 316e12
 _ROWS_OF_WIDE = 64
-# Neighbours that select alike, as in models, take 0.55 to 0.67 of the time of those that do not.
-_WITH_UNIONS = 0.8
+# Tokens that are taken together with neighbours take this much of the time of tokens alone: 0.51 where they are alike,
+# 0.63 where they are near. Where it is not known whether they are, something between.
+_UNITED, _PERHAPS_UNITED = 0.55, 0.8
+# Lists by key, which only the gathered form needs in a forward pass: seconds for each token, head and block.
+_LISTED_SECONDS = 0.3e-9
 
 
-def select_form(direction: Direction, group: int, block: int, head_dim: int, itemsize: int) -> Form:
+def select_form(
+    direction: Direction, group: int, block: int, head_dim: int, itemsize: int, alike: bool | None = None
+) -> Form:
     """The form that takes less time, by bytes and products of one token, key/value head and selected block.
+
+    ``alike``: whether neighbours select alike, None if that is not known.
 
     The query form reads K and V of the block from the L2 cache for each token, or tile of neighbours that select alike.
     The gathered form reads and writes rows of each query head: q, and a partial result, which is then read once more.
@@ -214,7 +227,9 @@ def select_form(direction: Direction, group: int, block: int, head_dim: int, ite
     by_query = max(2 * block * row * tiles.parts / _L2_BYTES, products * padded / flops)
     united = rules_of("union_forward" if forward else "union_gradient", *given)
     if united and union_rows(group, block, 1, united[0].tiles):
-        by_query *= _WITH_UNIONS
+        by_query *= {True: _UNITED, None: _PERHAPS_UNITED, False: 1.0}[alike]
     read = 1 if forward else 2
     gathered = (read + 2) * group * row / _MEMORY_BYTES + products * group / _GATHERED_FLOPS
+    if forward:
+        gathered += _LISTED_SECONDS
     return "query" if by_query <= gathered else "gathered"

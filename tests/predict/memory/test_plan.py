@@ -93,6 +93,16 @@ def test_fused_on_cuda_holds_the_minimum_and_offloading_only_a_chunk(peaks):
     assert needed(offloaded) == pytest.approx((4 * unit + lse) / 4, rel=0.3)
 
 
+def test_packed_documents_with_zero_keys_have_a_plan_on_cuda(peaks):
+    pattern = {"segment_lengths": (1024, 4096), "dilation_rates": (1, 2), "padding": "zero_key", "offset": "blocked"}
+    packed = {"layout": "packed", "cu_seqlens": (0, 3000, 8192), "seq_len": 8192, "dtype": "float16"}
+    for merge_grad in ("exact", "detached"):
+        branches = {"kind": "dilated", **pattern, "merge_grad": merge_grad}
+        plan = peaks.plan(peaks.case_of("fused", pattern=branches, causal=False, mode="both", **packed), "cuda")
+        # lse and zero keys of 4 heads, in float32.
+        assert plan.workspace_bytes + plan.saved_bytes > 2 * 8192 * 4 * 4
+
+
 def test_block_lists_on_cuda_add_little_to_the_minimum(peaks):
     for mode, minimum in (("forward", (4, 1)), ("both", (8, 3))):
         case = peaks.case_of("block-sparse", pattern=peaks.sparse(), dtype="bfloat16", mode=mode)
