@@ -265,11 +265,15 @@ def calls_of():
             nonlocal count
             count += event in ("call", "c_call")
 
+        # What is freed meanwhile may call functions, too.
+        gc.collect()
+        gc.disable()
         sys.setprofile(counted)
         try:
             function(*arguments)
         finally:
             sys.setprofile(None)
+            gc.enable()
         return count
 
     return count_calls

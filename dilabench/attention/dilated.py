@@ -276,7 +276,7 @@ class MultiheadDilatedAttention(ProjectedAttention):
     """Multi-head self-attention on embeddings [B, N, E]: projections around `DilatedAttention`.
 
     Returns one tensor [B, N, E]; called with `cu_seqlens`, [T, E] of packed sequences [T, E]. `norm` adds LongNet's
-    layer norm before the output projection; the other options are those of `dilated_attention`.
+    layer norm before the output projection; the other options are as for `dilated_attention`.
     """
 
     def __init__(

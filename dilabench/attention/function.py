@@ -230,7 +230,7 @@ def block_sparse_attention(
     With `indices` [n, k] or [K, n, k], each block of `block_size` queries attends to its k blocks of keys, and `mask`,
     `density` and `seed` are not used. Without, `mask` names one that is drawn: local_window, global_local,
     dilated_sparse, strided, hierarchical or random, with a share of `density` of the visible blocks. On a GPU
-    `block_size` is a multiple of 16. The other options are those of `attention`. Raises ValueError.
+    `block_size` is a multiple of 16. The other options are as for `attention`. Raises ValueError.
 
     >>> import torch
     >>> from dilabench.attention import block_sparse_attention
@@ -356,7 +356,7 @@ def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
         raise ValueError(str(error)) from None
 
 
-# For packed sequences, whose lists grow with the tokens: those of the latest few stay.
+# For packed sequences, whose lists grow with the tokens: only the latest few stay.
 _of_packing = lru_cache(maxsize=8)(_function.__wrapped__)
 
 

@@ -142,7 +142,7 @@ class BlockCompression(nn.Module):
 class NativeSparseAttention(nn.Module):
     """NSA with its projections: queries, keys and values of each branch, gates, and learned compression.
 
-    Each of the three branches has keys and values of its own, and each head a gate for each branch, a sigmoid of the
+    Each of the three branches has its own keys and values, and each head a gate for each branch, a sigmoid of the
     token. Options as of `native_sparse_attention`. `position`: what encodes positions in queries and keys
     [B, N, heads, D], rotary embeddings for example; none by default. Raises ValueError when sizes do not divide.
     """

@@ -1,7 +1,7 @@
 """Check a backend: one trial of forward, lse and backward against float64, on a union of two sets of keys.
 
 The first set is masked (causal, window), the second is seen by every query, so that out and lse given to the backward
-pass are those of a larger softmax: the case that merging branches and ring steps needs.
+pass belong to a larger softmax: the case that merging branches and ring steps needs.
 """
 
 from __future__ import annotations

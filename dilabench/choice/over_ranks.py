@@ -62,7 +62,7 @@ def expected_seconds(way: Candidate, device: str, ways: Ways) -> float | None:
 def fastest_expected(
     candidates: Sequence[CandidateT], device: str, ways: Ways
 ) -> list[tuple[CandidateT, float | None]]:
-    """Sort the candidates of one workload by expected seconds; those of unknown time are last.
+    """Sort the candidates of one workload by expected seconds; candidates of unknown time are last.
 
     They are given by falling priority, and that order stays if the first one's time is unknown.
     """

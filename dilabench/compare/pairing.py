@@ -1,4 +1,4 @@
-"""Which slots of two cases pair: those of one round that both took part in, so that drift and load cancel."""
+"""Which slots of two cases pair: the slots of one round that both took part in, so that drift and load cancel."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

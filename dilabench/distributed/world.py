@@ -31,7 +31,7 @@ DEFAULT_TIMEOUT_S = 120.0
 class Traffic:
     """Bytes that one rank actually sent and received; local copies do not count.
 
-    Kinds are those of `metadata.TRAFFIC`, or a plug-in's ('plugin:kind').
+    Kinds are the keys of `metadata.TRAFFIC`, or a plug-in's ('plugin:kind').
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""The formula itself (semantics.md §1), from explicit C, blocked so that memory stays bounded: the oracle.
+"""The oracle: the formula itself (semantics.md §1), from explicit C, in blocks so that memory is bounded.
 
-`build` gives it as an implementation in float64. `attend_rows` and `attend_rows_backward` evaluate it for a sample of
-query rows, in float64 or, as the yardstick of rounding, in the plain way in the inputs' own dtype.
+`build` returns it as an implementation in float64. `attend_rows` and `attend_rows_backward` evaluate the formula for a
+sample of query rows. They compute in float64, or in the plain way in the inputs' own dtype, to measure rounding.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Reference:
 
 
 class ReferenceOfSum:
-    """AttentionFn of a sum of attentions, padded [B, N, H, D]; it has no lse, for each of them has its own."""
+    """AttentionFn of a sum of attentions, padded [B, N, H, D]; it has no lse, because each attention has its own."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -126,15 +126,19 @@ def attend_rows_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq [B, R, H, D] of the rows, and dk, dv [B, S, K, D] at the positions `keys` (None: all), from dout [B, R, H, D].
 
-    Exact for a dout that is zero outside `rows`: the gradient is linear in dout, so only those rows contribute.
-    `out` and `lse` are those of `attend_rows` in the same dtype. With P the softmax of the formula and dP = dout·v,
-    "exact" is
+    Exact for a dout that is zero outside `rows`: the gradient is linear in dout, so only those rows contribute. `out`
+    and `lse` are the results of `attend_rows` in the same dtype. P is the softmax of the formula and dP = dout·v. The
+    merge gradient "exact" is
+
         dS[i, j] = P[i, j] · (dP[i, j] - dout[i]·out[i])
-    "detached" (LongNet's code: out = sum_b a_b O_b with a_b = exp(lse_b - lse) held constant) differentiates each
-    branch's own softmax P_b, weighted by a_b; a_b P_b = C_b exp(s - lse) is branch b's share of P, hence
+
+    "detached" is LongNet's code: out = sum_b a_b O_b with a_b = exp(lse_b - lse) held constant. It differentiates each
+    branch's own softmax P_b, weighted by a_b. a_b P_b = C_b exp(s - lse) is branch b's share of P, hence
+
         dS[i, j] = sum_b a_b P_b[i, j] · (dP[i, j] - sum_j' P_b[i, j'] dP[i, j'])
-    dv is P^T dout under both. Zero keys count in out, lse, lse_b and P_b, and have no gradient. Of a sum of attentions,
-    each has the share of its own out and lse under its gates times dout.
+
+    dv is P^T dout under both. Zero keys count in out, lse, lse_b and P_b, and have no gradient. In a sum of attentions,
+    each attention's share comes from its own out and lse, and from its gates times dout.
     """
     parts = list(parts_of(workload, q.device, dtype))
     if parts:
@@ -166,7 +170,7 @@ def _attend_part(
 class ShareOfSum(NamedTuple):
     """One attention of a sum in the backward pass. `own`: its k and v. `gated`: dout times its gates.
 
-    `gradients`: dq, and dk and dv of its own keys and values.
+    `gradients`: dq, and dk and dv of `own`.
     """
 
     part: Part
@@ -220,7 +224,7 @@ def differentiable_rows(
 ) -> tuple[Tensor, Tensor]:
     """`attend_rows` for autograd: out [B, N, H, D] is zero outside `rows`, lse is [B, H, R] and carries no gradient.
 
-    Gradients are those of a dout whose other rows do not matter.
+    Gradients depend only on the rows of dout at `rows`.
     """
     return _AttendRows.apply(q, k, v, workload, rows, dtype)
 
@@ -274,7 +278,7 @@ def finite(lse: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some rows of one head and the keys that any of them may see; `index`: of the rows in the sample.
+    """Some rows of one head and the keys that any of them may see; `index`: the rows' positions in the sample.
 
     counts: [parts, M]. log_counts: [M], log of their sum, float64. seen: [R, M].
     """
@@ -297,7 +301,7 @@ class Block:
         return slot >= 0, slot[slot >= 0]
 
     def scores(self, q: Tensor, k: Tensor, workload: Workload, dtype: torch.dtype) -> Tensor:
-        """scale·q·k + log C, [B, R, M], in the accumulation dtype; -inf where a row does not see the key."""
+        """scale·q·k + log C, [B, R, M], in the accumulation dtype; -inf if a row does not see the key."""
         scores = q[:, self.rows, self.head].to(dtype) * workload.softmax_scale @ self.take(k, workload, dtype).mT
         bias = self.log_counts.to(accumulation_dtype(dtype))
         return scores.to(bias.dtype).add_(bias).masked_fill_(~self.seen, -torch.inf)
@@ -338,7 +342,10 @@ def score_gradient(
 
 
 def blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterable[Block]:
-    """Blocks that cover every (row, head) with a key once, each within MAX_BLOCK_SCORES scores where one row is."""
+    """Blocks that cover every (row, head) with a key once.
+
+    Each has at most MAX_BLOCK_SCORES scores, unless one row alone has more.
+    """
     keep = _keep.get()
     heads = workload.num_heads if _heads.get() is None else 1
     if keep is None or not 0 < heads * len(rows) * workload.seq_len <= FEW_PAIRS:
@@ -348,7 +355,7 @@ def blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterable[Block]:
 
 @contextmanager
 def only_heads(heads: Sequence[int]) -> Iterator[None]:
-    """Leave out the blocks of all other heads inside: what is computed is then right for these alone."""
+    """Skip the blocks of all other heads inside the context: results are right only for these heads."""
     token = _heads.set(heads)
     try:
         with blocks_kept():
@@ -359,7 +366,7 @@ def only_heads(heads: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def blocks_kept() -> Iterator[None]:
-    """Inside, cache the blocks of small workloads: finding them takes longer than using them."""
+    """Cache the blocks of small workloads inside the context: finding them takes longer than using them."""
 
     @lru_cache(maxsize=4)
     def found(workload: Workload, rows: bytes, batch: int, device: torch.device) -> tuple[Block, ...]:

@@ -297,7 +297,7 @@ _compiled: set[tuple[Hashable, ...]] = set()
 
 
 def compile_ahead(launches: Iterable[Launch]) -> None:
-    """Compile both forms of those of a kind that is new, side by side, and load them, which takes milliseconds."""
+    """Compile both forms of the launches of a new kind, side by side, and load them, which takes milliseconds."""
     new = {launch.of: launch for launch in launches if launch.is_new}
     if not new:
         return

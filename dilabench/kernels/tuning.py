@@ -98,7 +98,7 @@ RULES: Mapping[Direction, Sequence[Rule]] = {
         # 5792 32768 65536, r 1 2 4 8: D80 500 to 312, D96 582 to 373 (two stages 505), D128 642 to 500, D192 609 to 211
         # (three stages 603), D256 742 to 278; causal, nested: D128 557 to 434, D256 628 to 222. Up to D64 three
         # resident programs of the plain kernel are as fast (D48 319 to 325, D64 451 to 454, nested 539 to 554, causal
-        # 440 to 360). Columns beyond the head dim would be those of the next head.
+        # 440 to 360). Columns beyond the head dim would belong to the next head.
         Rule((65, 96), "specialized", TileConfig(128, 128, 4, 3), hopper=True, least_tile=128, exact=True),
         Rule((97, 128), "specialized", TileConfig(128, 128, 4, 2), hopper=True, least_tile=128, exact=True),
         Rule((129, 256), "specialized", TileConfig(128, 64, 4, 2), hopper=True, least_tile=128, exact=True),

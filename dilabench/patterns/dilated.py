@@ -35,7 +35,7 @@ MAX_COUNTED_POSITIONS = 2**22
 
 
 class DilatedRequest(Model):
-    """Request fields of a dilated pattern; `auto` segments and rates are those of the catalogue."""
+    """Request fields of a dilated pattern; `auto` segments and rates come from the catalogue."""
 
     segment_lengths: SizesOrAuto = "auto"
     dilation_rates: SizesOrAuto = "auto"

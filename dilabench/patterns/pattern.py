@@ -245,7 +245,7 @@ class Pattern(Model, ABC):
 
     @property
     def differs_by_token(self) -> bool:
-        """Return True if each token may have keys of its own, so that hardly two blocks of pairs are alike."""
+        """Return True if each token may have its own keys, so that hardly two blocks of pairs are alike."""
         return False
 
     @property

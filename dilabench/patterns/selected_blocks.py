@@ -163,7 +163,7 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
 
     @property
     def differs_by_token(self) -> bool:
-        """Each token has indices of its own."""
+        """Each token has its own indices."""
         return True
 
     @property
@@ -189,7 +189,7 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
     # Names.
 
     def label(self) -> str:
-        """The label, with the unit that has a selection of its own."""
+        """The label, with the unit that has its own selection."""
         return f"{super().label()} per token"
 
     def row_labels(self, shapes: Sequence[SequenceShape]) -> dict[str, str]:
@@ -330,7 +330,7 @@ class MistakenSelection(Pattern):
     def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:
         """A group for each row."""
         right: SelectedBlocksPattern = self.inner
-        # Without a mask of its own the mistake still selects as under one.
+        # Without its own mask the mistake still selects as under one.
         selecting = replace(shape, causal=True) if self.change == "unclipped" else shape
         kv_head = 0 if self.change == "first_head" else right.head_key(shape, head)
         # Kernels with single tokens as blocks of keys have longer blocks of queries.

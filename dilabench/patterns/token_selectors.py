@@ -101,7 +101,7 @@ class TokenSelector:
         return ranks
 
     def all_ranks(self, tokens: Tokens, kv_head: int, rows: Positions) -> Ranks:
-        """[R, C]: those of all blocks, or under a causal mask of all that some row may see."""
+        """[R, C]: the ranks of all blocks, or under a causal mask of all that some row may see."""
         last = int(rows.max()) // tokens.block + 1 if tokens.causal and len(rows) else tokens.blocks
         return self.ranks(tokens, kv_head, rows, np.arange(last))
 

@@ -264,7 +264,7 @@ class SlotColumns(Sequence[Slot]):
             fields[name] = column.of(at) if isinstance(column, _Lists) else column[at]
         fields["renewed"] = tuple(fields["renewed"])
         # As `model_construct` does, which looks up all fields and defaults again for each slot. The set of names is
-        # shared, for one of its own takes more memory than a slot's samples.
+        # shared, because a separate set takes more memory than a slot's samples.
         slot = Slot.__new__(Slot)
         for name, value in (("dict", fields), ("pydantic_fields_set", _FIELDS), *_NOTHING_ELSE):
             object.__setattr__(slot, f"__{name}__", value)

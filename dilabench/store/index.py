@@ -168,7 +168,7 @@ class HistoryIndex:
 
 
 def _is_damaged(error: Exception) -> bool:
-    """Return True for a file that is no database, or one whose tables or columns are not those of `SCHEMA`."""
+    """Return True for a file that is no database, or one whose tables or columns differ from `SCHEMA`."""
     if not isinstance(error, sqlite3.OperationalError):
         return isinstance(error, sqlite3.Error)
     return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR

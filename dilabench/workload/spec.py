@@ -7,7 +7,7 @@ The function that a workload names is written down in docs/explanation/semantics
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, Literal, Self
 
@@ -224,16 +224,6 @@ def tensor_bytes(workload: Workload) -> dict[str, int]:
     return {"q": query, "k": key, "v": key, "out": query, "lse": lse}
 
 
-def _read_by(kind: str, names: Set[str], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The named fields of a request as the pattern's kind reads them. Raises ValueError."""
-    model = pattern_type(kind).request_model()
-    try:
-        checked = model.model_validate({name: data[name] for name in names})
-    except ValidationError as error:
-        raise ValueError(describe(error, model)) from None
-    return {name: getattr(checked, name) for name in names}
-
-
 class WorkloadRequest(Model):
     """A workload as a user writes it: flat, every field optional, `auto` where the tool may choose.
 
@@ -300,18 +290,24 @@ class WorkloadRequest(Model):
             # Only now are other kinds considered, because that loads plug-ins.
             data = with_present_names(data)
         unread = data.keys() - cls.model_fields.keys()
-        read: dict[str, Any] = {}
-        if fields := unread & fields_of_kind:
-            read |= _read_by(kind_name, fields, data)
-            unread -= fields
+        by_kind = {kind_name: unread & fields_of_kind} if unread & fields_of_kind else {}
+        unread -= fields_of_kind
         for kind in known_kinds() if unread else ():
-            if fields := unread & pattern_type(kind).request_model().model_fields.keys() - {"kind"}:
-                read |= _read_by(kind, fields, data)
-                unread -= fields
+            if names := unread & pattern_type(kind).request_model().model_fields.keys() - {"kind"}:
+                by_kind[kind] = names
+                unread -= names
             if not unread:
                 break
         if unread:
             raise ValueError(unknown_key(min(unread), {*cls.model_fields, *request_fields()}))
+        read: dict[str, Any] = {}
+        for kind, names in by_kind.items():
+            model = pattern_type(kind).request_model()
+            try:
+                checked = model.model_validate({name: data[name] for name in names})
+            except ValidationError as error:
+                raise ValueError(describe(error, model)) from None
+            read |= {name: getattr(checked, name) for name in names}
         return {**data, **read}
 
     def pattern_field(self, name: str) -> Any:

@@ -1,9 +1,11 @@
 """Threads that run plug-in code at once: their prints go to stderr, the command's own lines never do."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Barrier, Thread
 
@@ -106,7 +108,16 @@ def test_a_plugin_that_ends_the_process_is_named(
     installed(PLUGIN.format(ending=code, at_import=at_import))
     arguments = ["list", "plugins"] if at_import else ["run", "ending", "--dry-run"]
     command = [sys.executable, "-m", "dilabench", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+        # A shell that runs the tests in the background ignores it.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
     said = " ".join((done.stdout + done.stderr).split())
     assert shown.format("loaded" if at_import else "running: suite 'ending'") in said
     if not at_import and ending != "exit in C":

@@ -14,15 +14,19 @@ AXES = {"batch_size": lambda at: 1 + at, "seq_len": lambda at: 96 + 32 * at}
 # Only along a range do batch sizes form series.
 @pytest.mark.parametrize(("suite", "axis"), [("range", "batch_size"), *((suite, "seq_len") for suite in SUITES)])
 def test_each_further_workload_takes_as_many_calls(calls_of, make_row, make_record, suite, axis):
+    # They stay until the end: a record that is freed calls functions.
+    records = []
+
     def calls(workloads):
         rows = [
             make_row(name, position=place, ns=1e6 * (1 + place), role=role, **{axis: AXES[axis](at)})
             for at in range(workloads)
             for place, (name, role) in enumerate(ROWS)
         ]
-        return calls_of(sections_of, make_record(rows, suite=suite), CATALOGUE)
+        records.append(make_record(rows, suite=suite))
+        return calls_of(sections_of, records[-1], CATALOGUE)
 
     calls(2)
     few, more, most = map(calls, (5, 10, 15))
-    # What is sorted or searched takes a few more.
+    # Short sequences take a few calls less.
     assert most - more < 1.005 * (more - few)

@@ -24,7 +24,7 @@ LARGEST_COUNT = 0xFFFFFFFF
 
 
 class Queue(Protocol):
-    """Work that is executed in the order in which it was queued. Addresses are those of this process."""
+    """Work that is executed in the order in which it was queued. Addresses are this process's."""
 
     def wait(self, counter: int, count: int) -> None:
         """Wait until the 32-bit counter at this address has reached the count."""

@@ -47,7 +47,7 @@ class Call(Protocol):
         ...
 
     def device_barrier(self) -> None:
-        """Queue a wait of this GPU for those of all ranks, so that they begin the call together. No effect without
+        """Queue a wait of this GPU for the GPUs of all ranks, so that they begin the call together. No effect without
         ranks.
         """
         ...

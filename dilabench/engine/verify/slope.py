@@ -1,31 +1,34 @@
 """The deviation of a result's regression on the oracle from slope 1: rounding averages out, mistakes do not.
 
-Errors y = (actual - value) / size and values x = value / size are measured in natural sizes, as in tolerance.py, so
-that every element counts by how well it is known. The least squares slope of y on x is
+Errors y = (actual - value) / size and values x = value / size are measured in natural sizes, as in tolerance.py. Every
+element therefore counts by how well it is known. The least squares slope of y on x is
 
     deviation = sum(x y) / sum(x²)
 
-zero for a right result up to rounding, 0.01 for one that is 1.01 times too large. Independent rounding of relative size
-eps gives it a standard error of about eps · rms(y / eps) / (rms(x) · sqrt(n)): in bf16 at 10^5 elements a few 1e-5,
-where the largest error alone is a few 1e-2. Elements of a row share its divisor, so n counts rows, not elements. The
-standard error is that of row sums, sqrt(sum_rows (sum x (y - deviation x))²) / sum(x²), which needs no assumption about
-what happens inside a row.
+It is zero for a right result up to rounding, and 0.01 for a result that is 1.01 times too large. Independent rounding
+of relative size eps gives it a standard error of about eps · rms(y / eps) / (rms(x) · sqrt(n)). In bf16 at 10^5
+elements the standard error is a few 1e-5, while the largest error alone is a few 1e-2. Elements of a row share its
+divisor, so n counts rows, not elements. The standard error is that of row sums,
+sqrt(sum_rows (sum x (y - deviation x))²) / sum(x²). This formula needs no assumption about errors inside a row.
 
     limit = 2 · |plain deviation| + SIGMAS · max(own standard error, plain's) + floor + noise
 
-plain is the plain same-dtype computation, as in tolerance.py: if rounding is biased (scores rounded in half precision
-make lse larger on average, numbers below float16's smallest become zero), plain has this bias, too, and right results
-have at most as much. Six standard errors of 64 rows or more are exceeded once in 10^7 results (Student's t), and errors
-that cancel in a row make it less. The gradient of a parameter is a sum over positions, and the error of one position is
-in all its rows. So it is known only as well as the gradient of the input, whose rows are positions.
+plain is the plain same-dtype computation, as in tolerance.py. Rounding may be biased: scores rounded in half precision
+make lse larger on average, and numbers below float16's smallest become zero. Then plain has this bias, too, and right
+results have at most as much. Six standard errors of 64 rows or more are exceeded once in 10^7 results (Student's t).
+Errors that cancel in a row make it less.
 
-The floor covers biases of any kernel: exp2 and log2 and a rounded `scale · log2(e)`, six ulp of the accumulation dtype
-(tolerance.py), and an exp that is only as exact as half precision needs: torch's flash kernel on a CPU was seen to be
-off by 5e-6 on average, FlashAttention 4 takes a polynomial that is right to 1e-4. A sixteenth of eps of the workload's
-dtype, 6e-5 in float16, is more than the first and 5e-4 in bfloat16 more than the second. Where the weights are alike
-(rounding.py), they are rounded to one side, by half of eps at most: this share of it counts too. The noise is the
-oracle's own: if the right values are zero but for rounding, x is this rounding, and a regression on it has no meaning.
-An error of 4 eps of float64 in x moves the slope by at most its square over the mean of x².
+The gradient of a parameter is a sum over positions, and the error of one position is in all its rows. Its slope is
+therefore known only as well as that of the gradient of the input, whose rows are positions.
+
+The floor covers biases of any kernel. exp2, log2 and a rounded `scale · log2(e)` give six ulp of the accumulation dtype
+(tolerance.py). An exp may be only as exact as half precision needs. torch's flash kernel on a CPU was seen to be off by
+5e-6 on average, and FlashAttention 4 takes a polynomial that is right to 1e-4. A sixteenth of eps of the workload's
+dtype covers both: 6e-5 in float16 is more than the first, and 5e-4 in bfloat16 is more than the second. If the weights
+are alike (rounding.py), they are rounded to one side, by half of eps at most. This share of it counts too.
+
+The noise is the oracle's own. If the right values are zero but for rounding, x is this rounding, and a regression on it
+has no meaning. An error of 4 eps of float64 in x moves the slope by at most its square over the mean of x².
 """
 
 from __future__ import annotations
@@ -42,8 +45,9 @@ MIN_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """`deviation` from 1, its standard `error`, the number of rows of equal weight with the same information, and
-    `noise`.
+    """The slope's `deviation` from 1, its standard `error`, and its `noise`.
+
+    `rows`: the number of rows of equal weight with the same information.
     """
 
     deviation: float = 0.0
@@ -56,7 +60,7 @@ NO_SLOPE = Slope()
 
 
 def slope(actual: Tensor, value: Tensor, size: Tensor) -> Slope:
-    """The regression over all elements; rows lie along the last axis. Infinite values on both sides do not count."""
+    """The regression over all elements; rows are along the last axis. Infinite values on both sides do not count."""
     x, y = value / size, (actual.double() - value) / size
     ordinary = torch.isfinite(x)
     if not bool(ordinary.all()):
@@ -79,7 +83,7 @@ def no_better_than(found: Slope, by_position: Slope) -> Slope:
 
 
 def slope_limit(own: Slope, plain: Slope, floor: float) -> float:
-    """How far from 1 the slope of a right result may be; infinite where too little is known to say."""
+    """How far from 1 the slope of a right result may be; infinite if too little is known to say."""
     if own.rows < MIN_ROWS or own.noise > 1:
         return float("inf")
     return 2 * abs(plain.deviation) + SIGMAS * max(own.error, plain.error) + floor + own.noise

@@ -64,7 +64,7 @@ def blocked_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float
 def blocked_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the shapes and dtypes of q, k, v, from an out and lse that may be those of a larger softmax."""
+    """dq, dk, dv in the shapes and dtypes of q, k, v, from an out and lse that may belong to a larger softmax."""
     plan.check(q, k, v)
     dq = torch.zeros(q.shape, dtype=q.dtype)
     dk, dv = (torch.zeros(x.shape, dtype=_sum_dtype(x)) for x in (k, v))

@@ -87,7 +87,7 @@ class SelectedAttention(ABC):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv in the dtypes of q, k, v, from an out and lse that may be those of a larger softmax."""
+        """dq, dk, dv in the dtypes of q, k, v, from an out and lse that may belong to a larger softmax."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)

@@ -165,12 +165,13 @@ def _what_counts(steps: Sequence[Step]) -> Iterable[str]:
 def _steps_of_calls(steps: Sequence[Step]) -> Iterable[str]:
     """The times of a call's steps, from the difference between rows of one workload with and without each."""
     by_method: dict[tuple[str | None, Workload], dict[tuple[str, ...], float]] = {}
+    asked: dict[Workload, str] = {}
     for step in steps:
+        asked.setdefault(step.row.case.workload, step.asked)
         done = tuple((STEPS.of(step.row.planned) or "").split())
         rows = by_method.setdefault((STEPS_OF.of(step.row.planned), step.row.case.workload), {})
         rows[done] = min(step.median_ns, rows.get(done, step.median_ns))
     for (method, workload), rows in by_method.items():
-        asked = next(step.asked for step in steps if step.row.case.workload == workload)
         shares = [
             f"{done[0]} {format_latency(max(0.0, median_ns - rows[done[1:]]))}"
             for done, median_ns in rows.items()
@@ -180,8 +181,8 @@ def _steps_of_calls(steps: Sequence[Step]) -> Iterable[str]:
             longest = max(rows, key=len)
             parts = f"attend {format_latency(rows[longest[-1:]])}, " if longest[-1:] in rows else ""
             whole = format_latency(rows[longest])
-            which = f" of {method}" if method else ""
-            yield f"With {asked}, a call{which} that does all of it takes {whole}: {parts}{', '.join(shares)}."
+            call = f"With {asked[workload]}, a call{f' of {method}' if method else ''}"
+            yield f"{call} that does all of it takes {whole}: {parts}{', '.join(shares)}."
 
 
 def _figures(step: Step) -> tuple[str, ...]:

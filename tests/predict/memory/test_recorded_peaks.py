@@ -37,6 +37,14 @@ OUTDATED = (
     | {("h100-float32-one-item", "fused", 8192, "forward"), ("h100-float32-one-item-both", "fused", 8192, "both")}
     # With the gradients of gathered keys, which are given back to the allocator once they are sent since.
     | {("h200-ring-four-gpus", "zigzag-allgather", 16384, "both")}
+    # With flat copies before and after each exchange, which go from and to their places since.
+    | {
+        ("h200-field-two-gpus", "ulysses", 8192, "both"),
+        ("h200-two-gpus-peers", "ulysses", 8192, "both"),
+        ("h200-ring-four-gpus", "ulysses", 16384, "both"),
+    }
+    # With a copy of packed results in the backward pass.
+    | {("h200-packed-two-gpus", "dense", 131072, "both"), ("h200-packed-two-gpus-flash2", "dense", 131072, "both")}
     # With a second gradient of out, which took the batch axis of packed shards away and is no longer made.
     | {
         ("h200-packed-two-gpus", "balanced-allgather", 131072, "both"),

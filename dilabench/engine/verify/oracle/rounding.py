@@ -1,4 +1,4 @@
-"""Natural sizes of out, lse, dq, dk, dv: what errors are measured in (tolerance.py)."""
+"""Natural sizes of out, lse, dq, dk and dv: the units in which errors are measured (tolerance.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dilabench.workload.spec import Workload
 
 
 class Rows(NamedTuple):
-    """Right results of some rows in float64, with their natural sizes: out [B, R, H, D], lse [B, H, R]."""
+    """Right results of some rows in float64, and their natural sizes: out [B, R, H, D], lse [B, H, R]."""
 
     out: Tensor
     lse: Tensor
@@ -26,14 +26,14 @@ class Rows(NamedTuple):
 
 
 def sized_rows(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor, weight_ulps: float) -> Rows:
-    """`attend_rows` in float64 and, from the same pass, its natural sizes.
+    """Return the results of `attend_rows` in float64 and, from the same pass, their natural sizes.
 
-    Of out: sqrt(sum_j (doubt P v)²) + |out| + weight_ulps · (size of a branch's own out). Of lse:
-    sqrt(sum_j (doubt P)²) + |lse| + 1: it changes by the mean error of its scores.
+    The size of out is sqrt(sum_j (doubt P v)²) + |out| + weight_ulps · (size of a branch's own out). The size of lse is
+    sqrt(sum_j (doubt P)²) + |lse| + 1, because lse changes by the mean error of its scores.
 
-    Branches may be computed separately and merged by weights, which are rounded absolutely: next to a large share, a
-    small one is known to eps and no better. `weight_ulps` is the eps of those weights (the accumulation dtype's) over
-    that of out. Of a sum of attentions the sizes add up.
+    Branches may be computed separately and merged by weights, which are rounded absolutely. Next to a large share, a
+    small one is known to eps and no better. `weight_ulps` is the eps of those weights, the accumulation dtype's, over
+    that of out. The sizes of a sum of attentions add up.
     """
     parts = list(parts_of(workload, q.device, torch.float64))
     if parts:
@@ -72,16 +72,16 @@ def _sized_sum(parts: list[Part], q: Tensor, k: Tensor, v: Tensor, rows: Tensor,
 
 
 def _shares(block: Block, q: Tensor, k: Tensor, lse: Tensor, workload: Workload) -> tuple[Tensor, Tensor]:
-    """P of a block, and by how many eps it is in doubt. Both [B, R, M]."""
+    """P of a block, and the number of eps by which it is in doubt. Both [B, R, M]."""
     scores = block.scores(q, k, workload, torch.float64)
     doubt = _doubt(block, q, k, scores, workload)
     return scores.sub_(finite(lse[:, block.head, block.index])).exp_(), doubt
 
 
 def _doubt(block: Block, q: Tensor, k: Tensor, scores: Tensor, workload: Workload) -> Tensor:
-    """By how many eps P is in doubt: sqrt(1 + s²), s the size of its score, [B, R, M].
+    """The number of eps by which P is in doubt: sqrt(1 + s²), s the size of its score, [B, R, M].
 
-    exp makes an absolute error of the score a relative error of P, and the score is rounded in its own size: scale ·
+    exp turns an absolute error of the score into a relative error of P. The score is rounded in its own size: scale ·
     sqrt(sum_d q² k²) + |score|.
     """
     doubt = q[:, block.rows, block.head].double().square_() @ block.take(k, workload, torch.float64).square_().mT
@@ -92,8 +92,8 @@ def _doubt(block: Block, q: Tensor, k: Tensor, scores: Tensor, workload: Workloa
 def alike_weights(q: Tensor, k: Tensor, lse: Tensor, workload: Workload, rows: Tensor) -> float:
     """How alike the fractions of the weights P are, 0 to 1: |sum P² exp(2 pi i log2 P)| / sum P².
 
-    If they differ, rounding is unbiased on average. If all weights are equal, for example because a row sees one key
-    several times, any kernel rounds all to the same side.
+    If they differ, rounding is unbiased on average. If all weights are equal, any kernel rounds all of them to the same
+    side. An example is a row that sees one key several times.
     """
     parts = list(parts_of(workload, q.device, torch.float64))
     if parts:
@@ -132,7 +132,7 @@ def gradient_sizes(
     keys: Tensor | None,
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for dq, dk and dv. The terms of dS are P dP and P mean(dP), which may cancel, so both count."""
+    """The natural sizes of dq, dk and dv. The terms of dS are P dP and P mean(dP), which may cancel, so both count."""
     parts = list(parts_of(workload, q.device, torch.float64))
     if parts:
         return _sizes_of_sum(parts, dout, q, k, v, lse, rows, keys, gradients)
@@ -143,7 +143,7 @@ def gradient_sizes(
         share, doubt = _shares(block, q, k, lse, workload)
         dout_block = dout[:, block.index, block.head].double()
         values = block.take(v, workload, torch.float64)
-        # dP = dout·v is a sum of rounded terms itself: kernels take its mean from an out that is already rounded.
+        # dP = dout·v is itself a sum of rounded terms. Kernels take its mean from an out that is already rounded.
         share_grad = (dout_block.square() @ values.square().mT).sqrt_().add_((dout_block @ values.mT).abs_())
         terms = share_grad.add_((share * share_grad).sum(-1, keepdim=True)).mul_(share)
         terms = _kept(terms.mul_(doubt), block, dtype).mul_(workload.softmax_scale).square_()
@@ -161,8 +161,8 @@ def gradient_sizes(
 def _kept(terms: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """Terms of P or dS, each at least so large that its rounding is relative.
 
-    Below the smallest normal number rounding is absolute, eps of that number, and branches that see the key may each
-    have rounded their share, all to the same side. It counts in float16, whose smallest is 6e-5: a P of 16,000 keys.
+    Below the smallest normal number rounding is absolute: eps of that number. Each branch that sees the key may have
+    rounded its share, all to the same side. This matters in float16, whose smallest is 6e-5: a P of 16,000 keys.
     """
     smallest = torch.finfo(dtype).tiny
     # In dtypes with the exponents of float32 these numbers are negligible next to any gradient.
@@ -183,7 +183,7 @@ def _sizes_of_sum(
     keys: Tensor | None,
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The natural sizes of the shares of all attentions of a sum, added up."""
+    """The natural sizes of dq, dk and dv of a sum of attentions: the sum of the sizes of each attention's share."""
     dq, dk, dv = (torch.zeros_like(gradient) for gradient in gradients)
     for share in shares_of_sum(parts, dout.double(), q, k, v, lse, rows, torch.float64):
         sizes = gradient_sizes(share.gated, q, *share.own, share.lse, share.part.workload, rows, None, share.gradients)

@@ -1,47 +1,56 @@
-"""How far a result may be from the oracle, derived from rounding.
+"""Tolerances: how far a result may be from the oracle, derived from rounding.
 
-An error is measured in units of the value's natural size: sqrt(sum of the squared terms) + |value|, what independent
-rounding of the terms moves, over eps; a term counts for more where its score is larger (rounding.py). Measured so,
-the error of a right computation is about the same in every row, whether it averages three keys or a million, and a
-row of zeros is far beyond it.
+An error is measured in units of the value's natural size, sqrt(sum of the squared terms) + |value|. Independent
+rounding of the terms moves the value by eps times this size. A term counts for more if its score is larger
+(rounding.py). In these units the error of a right computation is about the same in every row, whether the row averages
+three keys or a million. A row of zeros is far beyond it.
 
     tolerance = max(2 · plain + exact, (floor + merges / 2) · eps, walk)
 
-plain is the largest error of the plain same-dtype computation of the formula on the same rows; exact is the oracle's
-own, the same number scaled from that dtype's eps to float64's. The floor is for where plain rounds nothing (one key,
-say): two ulp for a softmax, and half an ulp, one rounding, for each further branch that is merged into it. GPU kernels
-take exp2 and log2 from approximations that are right to two ulp each (CUDA C++ Programming Guide, intrinsic functions):
-an out of few keys may be off by two ulp more, lse by four, for nothing after them averages that out, and gradients,
-which take P from that lse by one more exp2, by six. These are ulp of the accumulation dtype: for half precision all of
-them are less than two of its own.
+plain is the largest error of the plain same-dtype computation of the formula on the same rows. exact is the oracle's
+own error: the same number, scaled from that dtype's eps to float64's.
 
-They take it from scores that are summed once more, too, and maybe in another order. A score is a sum of D terms of any
-signs: after d of them it is about sqrt(d / D) of its size, and each addition rounds by up to u = eps / 2 of that,
-evenly, so that the sum has an error of standard deviation u / sqrt(3) · sqrt(sum_d d / D) = u sqrt(D / 6) of its size.
-lse and the second score are two such sums: six standard deviations of their difference are 6 u sqrt(D / 3). It shows in
-float32 where a row sees one key: its P is 1 in plain, which sums both in one order, and was seen to be off by 1.3e-6 of
-its size at D = 256.
+The floor covers rows in which plain rounds nothing, such as rows with one key. It is two ulp for a softmax, and half an
+ulp, one rounding, for each further branch that is merged into it. GPU kernels take exp2 and log2 from approximations
+that are right to two ulp each (CUDA C++ Programming Guide, intrinsic functions). No later step averages these errors
+out. An out of few keys may therefore be off by two ulp more, and lse by four. Gradients may be off by six, because they
+take P from that lse by one more exp2. These are ulp of the accumulation dtype. For half precision all of them are less
+than two ulp of the half-precision dtype.
 
-walk is for sums in sequence: plain is one of few rows, in the order that its matrix product likes, but a kernel may
+Gradients also take P from scores that are summed a second time, perhaps in another order. A score is a sum of D terms
+of either sign. After d terms the sum is about sqrt(d / D) of its size. Each addition rounds by up to u = eps / 2 of
+that, uniformly distributed. The error of the sum has a standard deviation of u / sqrt(3) · sqrt(sum_d d / D) =
+u sqrt(D / 6) of its size. lse and the second score are two such sums. Six standard deviations of their difference are
+6 u sqrt(D / 3). The difference shows in float32 if a row sees one key. The row's P is 1 in plain, which sums both
+scores in one order. In a kernel this P was seen to be off by 1.3e-6 of its size at D = 256.
+
+walk covers sequential sums. plain is computed for few rows, in the order that suits its matrix product. A kernel may
 add n terms to one running sum, and a check may look at every row. Each addition rounds by up to u = eps / 2 of the sum
-so far, at random, which makes lambda sqrt(n) u of it (Higham and Mary 2019, "A New Approach to Probabilistic Rounding
-Error Analysis", theorem 2.4). Sizes count a sum about twice, so that lambda = 1 here is 2 there: six standard
-deviations for a sum that grows evenly. eps is that of the accumulation dtype, so this matters where results are as
-exact as sums: on an H200 float32 over 8192 keys was off by 2.7e-6 with FlexAttention and with torch's plain kernels,
-where 2 · plain was 1.0e-6 and sqrt(n) u is 5.4e-6. A weight is known no better than its score, which is a sum of D
-terms of any signs: six of its standard deviations (above) are sqrt(6 D) u, so that n counts six times D with the keys
-of a row. In float64, whose plain computation subtracts the row's maximum in float32, n also counts what exp(score -
-constant) rounds: a difference between 16 and 32 by up to 16 u, evenly, in weights whose size is at least sqrt(2) eps,
-so that six standard deviations are 6 · 16 / sqrt(6) u.
+so far, at random. The error of the sum is then lambda sqrt(n) u of it (Higham and Mary 2019, "A New Approach to
+Probabilistic Rounding Error Analysis", theorem 2.4). Sizes count a sum about twice, so that lambda = 1 here is 2 there.
+This is six standard deviations for a sum that grows evenly.
 
-Of a module with projections, out and the gradients of what stands behind the attention are linear in the attention's
-out; dx and the gradients of what stands before it are linear in dq, dk and dv. What independent rounding of these moves
-them by is the root mean square of J (± size(out)), or of J^T (± size(dq), ± size(dk), ± size(dv)), with random signs,
-over a row of embeddings, a vector, or the row and the column of a matrix. It adds to the size of the value. The parts
-may cancel, altogether where each row sees one key, and rounding knows nothing of that: beside the row of dx alone, a
-right result's error was seen to vary from 34 to 88 eps, and beside this size from 3 to 5. The gradient of a parameter
-is a sum over all rows, n of them, of any signs: after k of them it is about sqrt(k / n) of its size S, so that one
-running sum has an error of standard deviation u S sqrt(sum_k k / n) = u S sqrt(n / 2), and six of these are allowed.
+The eps of walk is that of the accumulation dtype, so walk matters if results are as exact as sums. On an H200, float32
+over 8192 keys was off by 2.7e-6 with FlexAttention and with torch's plain kernels. There 2 · plain was 1.0e-6, and
+sqrt(n) u is 5.4e-6. A weight is known no better than its score, which is a sum of D terms of either sign. Six of the
+score's standard deviations (above) are sqrt(6 D) u. n therefore counts six times D in addition to the keys of a row.
+
+In float64, n also counts the rounding of exp(score - constant), because plain subtracts the row's maximum in float32. A
+difference between 16 and 32 is rounded by up to 16 u, uniformly distributed. The affected weights have a size of at
+least sqrt(2) eps. Six standard deviations are therefore 6 · 16 / sqrt(6) u.
+
+In a module with projections, out and the gradients of layers after the attention are linear in the attention's out. dx
+and the gradients of layers before the attention are linear in dq, dk and dv. Independent rounding moves them by the
+root mean square of J (± size(out)), or of J^T (± size(dq), ± size(dk), ± size(dv)), with random signs. The mean is over
+a row of embeddings, a vector, or the row and the column of a matrix. This amount is added to the size of the value.
+
+The parts may cancel, and they cancel completely if each row sees one key. Their rounding errors do not. In units of the
+row of dx alone, a right result's error was seen to vary from 34 to 88 eps. In units of this size it was seen to vary
+from 3 to 5 eps.
+
+The gradient of a parameter is a sum over all n rows, whose terms have either sign. After k of them the sum is about
+sqrt(k / n) of its size S. The error of one running sum has a standard deviation of u S sqrt(sum_k k / n) =
+u S sqrt(n / 2). Six of these are allowed.
 """
 
 from __future__ import annotations
@@ -59,14 +68,14 @@ from dilabench.workload.spec import Workload
 
 # A softmax.
 FLOOR_ULPS = 2.0
-# Share of the median row of all heads that a row counts as at least (`row_scale`). Heads that see 4096 times as many
+# A row counts as at least this share of the median row of all heads (`row_scale`). Heads that see 4096 times as many
 # keys have rows a sixty-fourth as long.
 LEAST_OF_ALL_HEADS = 1 / 64
 # A softmax whose exp2 is an approximation.
 OUT_FLOOR_ULPS = 4.0
 # exp2 and log2, two ulp each.
 LSE_FLOOR_ULPS = 4.0
-# Scores less a constant of up to 32, in place of the row's maximum, are rounded by half of 16 eps.
+# Scores minus a constant of up to 32, instead of the row's maximum, are rounded by half of 16 eps.
 SHIFT = 16.0
 # The lse, and exp2 once more.
 GRADIENT_FLOOR_ULPS = 6.0
@@ -98,11 +107,10 @@ def expect(
     alike: float = 0.0,
     summed: int = 0,
 ) -> Expected:
-    """The expectation for results of `dtype`; `plain` is the plain computation in `plain_dtype(dtype)`. `size` is
-    clamped in place.
+    """Return the expectation for results of `dtype`. `size` is clamped in place.
 
-    workload: for how many terms its sums have and how many branches are merged. alike: `rounding.alike_weights`.
-    summed: of how many rows the gradient of a parameter is the sum.
+    plain: the plain computation in `plain_dtype(dtype)`. workload: gives the number of terms in each sum and of merged
+    branches. alike: `rounding.alike_weights`. summed: the number of rows that the gradient of a parameter sums.
     """
     clamp_size_(size, dtype)
     error = float(errors(plain, value, size).max()) if value.numel() else 0.0
@@ -124,7 +132,7 @@ def expect(
 
 
 def clamp_size_(size: Tensor, dtype: torch.dtype) -> Tensor:
-    """Clamp natural sizes in place. Without terms the size is zero: there, every value but zero is wrong."""
+    """Clamp natural sizes in place. A value without terms has size zero: any result but zero is wrong there."""
     largest = float(size.max()) if size.numel() else 0.0
     return size.clamp_min_(max(torch.finfo(dtype).tiny, eps(dtype) ** 2 * largest))
 
@@ -133,17 +141,17 @@ def _slope_floor(workload: Workload, dtype: torch.dtype, alike: float) -> float:
     """Allowed error of the slope of a right result for any numbers (slope.py)."""
     own = eps(TORCH_DTYPE[workload.dtype])
     floor = max(GRADIENT_FLOOR_ULPS * eps(accumulation_dtype(dtype)), own / 16, alike * own / 2)
-    # The oracle rounds in float64, too, which counts next to results of float64.
+    # The oracle rounds in float64, too, which matters for results of float64.
     return floor * (1 + eps(torch.float64) / eps(dtype))
 
 
 def rows_last(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of out's or k's shape [b, R, H, D] as they are; of lse's shape [b, H, R] with an axis for D."""
+    """Return tensors of out's or k's shape [b, R, H, D] as they are; lse's shape [b, H, R] gets an axis for D."""
     return tuple(tensor if tensor.ndim > 3 else tensor[..., None] for tensor in tensors)
 
 
 def row_errors(actual: Tensor, value: Tensor, scale: Tensor | None = None) -> Tensor:
-    """|actual - value| of each row [b, R, H] over `scale`, by default `row_scale(value)`; NaN where a value is."""
+    """|actual - value| of each row [b, R, H] over `scale`, by default `row_scale(value)`; NaN if a value is NaN."""
     difference = torch.linalg.vector_norm(actual.to(value.dtype) - value, dim=-1)
     scale = row_scale(value) if scale is None else scale
     return difference.where(difference == 0, difference / scale)
@@ -152,9 +160,9 @@ def row_errors(actual: Tensor, value: Tensor, scale: Tensor | None = None) -> Te
 def row_scale(value: Tensor) -> Tensor:
     """|row| for each row of [b, R, H, D], at least the median of its head: a row may cancel by chance, not a head.
 
-    Rows of zeros do not count; in a head of a high rate they are the majority, because no branch covers them. A head
-    may also be all noise (a query that sees one key has a gradient of 0 but for rounding), so the least value is a
-    share of the median of all heads.
+    Rows of zeros do not count. In a head of a high rate they are the majority, because no branch covers them. All rows
+    of a head may be noise: a query that sees one key has a gradient of 0 but for rounding. The least value is therefore
+    a share of the median of all heads.
     """
     norm = torch.linalg.vector_norm(value, dim=-1)
     of_rows = norm.where(norm > 0, torch.nan)
@@ -166,7 +174,7 @@ def ones_tolerance(workload: Workload, dtype: torch.dtype, plain: float) -> floa
     """The tolerance of v = 1, in units of 2, the most that sqrt(sum P²) + 1 can be; `plain` is the plain error, of 1.
 
     A sum of weights has no cancellation, so its tolerance is far smaller than that of out. Each weight, the result and
-    every further merged branch may be rounded once, by half an ulp, for any number of keys.
+    every further merged branch may be rounded once, by half an ulp. This holds for any number of keys.
     """
     rounded = (1 + (workload.pattern.parts - 1) / 2) * eps(dtype)
     return max(plain, rounded / 2, _walk(workload, dtype))
