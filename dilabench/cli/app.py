@@ -77,7 +77,21 @@ def stopped(message: str, code: ExitCode) -> typer.Exit:
     return typer.Exit(code)
 
 
-class Answering(TyperCommand):
+class Refusing(TyperCommand):
+    """A command whose refusals of a value begin with the value."""
+
+    def parse_args(self, context: Any, args: list[str]) -> list[str]:
+        """As any command's."""
+        try:
+            return super().parse_args(context, args)
+        except Exception as error:
+            if isinstance(message := getattr(error, "message", None), str):
+                # The prefix of pydantic for the names of a type, by which typer reads values.
+                error.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]
+            raise
+
+
+class Answering(Refusing):
     """A command that accepts the names of options in other tools, or names the replacement."""
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
@@ -93,9 +107,6 @@ class Answering(TyperCommand):
                 raise stopped(
                     f"error: there is no {name}; write instead: {INSTEAD[name]}", ExitCode.BAD_REQUEST
                 ) from None
-            if isinstance(message := getattr(error, "message", None), str):
-                # The prefix of pydantic for the names of a type, by which typer reads values.
-                error.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]
             _tell_defaults(context)
             raise
 
@@ -177,6 +188,8 @@ class Command:
         """The click command; `settings` go to its context."""
         target = _load(self.target)
         if isinstance(target, typer.Typer):
+            for info in target.registered_commands:
+                info.cls = Refusing
             return typer.main.get_command(target)
         alone = typer.Typer(
             add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=dict(settings)

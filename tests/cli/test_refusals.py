@@ -54,6 +54,7 @@ WRONG = [
     ("run quick --resume nowhere", "'nowhere'"),
     ("run quick --device cuda:1", "device 'cuda:1' must be auto, cpu, cuda or the name of another, with no number"),
     ("list implementatins", "'implementatins' is not one of 'patterns'"),
+    ("plugin new mine --kind sort", "'--kind' / '-k': 'sort' is not one of 'implementation'"),
     ("run", "Missing argument 'SUITE'"),
     ("run quick --no-such-option", "No such option: --no-such-option"),
     ("verify stridet", "unknown implementation 'stridet'; did you mean strided"),
