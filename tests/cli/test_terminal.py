@@ -191,6 +191,12 @@ def test_verify_speaks_up_only_where_its_table_is_silent(capsys):
     ]
 
 
+def test_the_first_check_foretells_no_duration(capsys):
+    moments = iter([0.0, 12.0, 12.0])
+    CheckedLines(167, lambda: next(moments)).checked(1, "first")
+    assert capsys.readouterr().err == "1 of 167 checked; last: first\n"
+
+
 def row_of(status, length=512, **planned):
     case = Case(implementation="gather", workload=WorkloadRequest(batch_size=32, seq_len=length).resolve("float32"))
     outcomes = {

@@ -228,7 +228,9 @@ class CheckedLines:
         now = self._clock()
         if now - self._spoke_at >= EVERY_S and done < self._total:
             about = (now - self._started) / done * (self._total - done)
-            say(f"{done} of {self._total} checked, about {format_seconds(about)} left; last: {what}", err=True)
+            # The first case also compiles kernels, so its time foretells nothing.
+            left = f", about {format_seconds(about)} left" if done > 1 else ""
+            say(f"{done} of {self._total} checked{left}; last: {what}", err=True)
             self.spoke()
 
 
