@@ -13,7 +13,7 @@ from dilabench.errors import ExitCode, exit_code_for
 from dilabench.record import RunRecord
 from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.history import LOOK_SESSIONS
-from dilabench.stats.decisions.verdicts import Code, confirm
+from dilabench.stats.decisions.verdicts import Code, Verdict, confirm
 
 CaseIds = Collection[str]
 
@@ -39,9 +39,12 @@ def exit_code(comparison: Comparison, fail_on: Collection[str] = ("slower", "lar
 
 
 def common_change(comparison: Comparison) -> str | None:
-    """Return a warning if all of several cases moved beyond their margins in one direction, else None."""
+    """Return a warning if all of several cases moved beyond their margins in one direction, else None.
+
+    A case whose interval contains 1 says nothing.
+    """
     logs = [pair.verdict.numbers.log_ratio for pair in comparison.pairs]
-    beyond = all(abs(pair.verdict.numbers.log_ratio) > log1p(pair.verdict.threshold) for pair in comparison.pairs)
+    beyond = all(_moved(pair.verdict) for pair in comparison.pairs)
     if len(logs) < 2 or not beyond or min(logs) < 0 < max(logs):
         return None
     direction = "slower" if logs[0] > 0 else "faster"
@@ -49,6 +52,14 @@ def common_change(comparison: Comparison) -> str | None:
         f"all {len(logs)} cases look {direction}: either code that they share has changed, or the machine; "
         "`--relative-to IMPL`, with an implementation whose code did not change, decides which"
     )
+
+
+def _moved(verdict: Verdict) -> bool:
+    """Return True if the ratio is beyond the margin, and 1 outside of its interval."""
+    numbers = verdict.numbers
+    low, high = numbers.ratio_low, numbers.ratio_high
+    certain = low is not None and high is not None and not low <= 1 <= high
+    return certain and abs(numbers.log_ratio) > log1p(verdict.threshold)
 
 
 def confirmed(first: Comparison, second: Comparison | None) -> Comparison:

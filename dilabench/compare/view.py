@@ -24,7 +24,7 @@ import numpy as np
 
 from dilabench.compare.pairing import common_timings, pair, slots_of
 from dilabench.metadata import NOTES, WAY
-from dilabench.record import Measured, Memory, Row, RunRecord, Timing
+from dilabench.record import Measured, Memory, Row, RunRecord, Skipped, Timing
 from dilabench.stats.decisions.decide import Policy, decide
 from dilabench.stats.decisions.paired import Estimate, estimate_many
 from dilabench.stats.decisions.verdicts import Cause, Code
@@ -169,11 +169,23 @@ def is_impossible(row: Row) -> bool:
 def lengths_without_rows(record: RunRecord) -> tuple[int, ...]:
     """The lengths in tokens, in ascending order, without a measured row in the record.
 
-    The lengths of a search (label `way`) do not count: it continues until one is too long.
+    If the budget kept rows from a time, a yardstick beside them is not enough. The lengths of a search (label `way`) do
+    not count: it continues until one is too long.
     """
-    planned = {row.case.workload.seq_len for row in record.rows if WAY.of(row.planned) is None}
-    measured = {row.case.workload.seq_len for row in record.rows if isinstance(row.outcome, Measured)}
-    return tuple(sorted(planned - measured))
+    planned: set[int] = set()
+    # With a measured yardstick, with a measured row of any other role, and with one that the budget kept from a time.
+    yardsticks: set[int] = set()
+    ranked: set[int] = set()
+    late: set[int] = set()
+    for row in record.rows:
+        length, is_ranked = row.case.workload.seq_len, row.planned.role != "yardstick"
+        if WAY.of(row.planned) is None:
+            planned.add(length)
+        if isinstance(row.outcome, Measured):
+            (ranked if is_ranked else yardsticks).add(length)
+        elif is_ranked and isinstance(row.outcome, Skipped) and row.outcome.code == "budget":
+            late.add(length)
+    return tuple(sorted(planned - ranked - (yardsticks - late)))
 
 
 def first_timing(row: Row) -> Timing | None:

@@ -36,12 +36,13 @@ WRONG = Failed(
 )
 
 
-def record(*outcomes, status="complete", labels=(), lengths=()):
+def record(*outcomes, status="complete", labels=(), lengths=(), yardsticks=()):
     rows = tuple(
         Row(
             planned=PlannedCase(
                 case=Case(implementation=f"number-{index}", workload=WORKLOAD.replace(seq_len=length)),
                 labels=dict(labels),
+                role="yardstick" if index in yardsticks else "method",
             ),
             outcome=outcome,
         )
@@ -97,6 +98,21 @@ def test_a_length_without_a_row_is_incomplete(outcomes, lengths, code, word):
     assert ("No row was measured at length" in headline(found)) is bool(
         code is ExitCode.INCOMPLETE or (code is ExitCode.CASE_FAILED)
     )
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "code"),
+    [
+        ((MEASURED, LATE), ExitCode.INCOMPLETE),
+        ((MEASURED, SKIPPED, LATE), ExitCode.INCOMPLETE),
+        ((MEASURED, MEASURED, LATE), ExitCode.OK),
+        # Nothing here could have had a time.
+        ((MEASURED, SKIPPED), ExitCode.OK),
+        ((MEASURED,), ExitCode.OK),
+    ],
+)
+def test_a_yardstick_alone_is_no_answer_where_the_budget_ended(outcomes, code):
+    assert exit_code(record(*outcomes, yardsticks=(0,))) is code
 
 
 def test_a_search_goes_on_until_a_length_has_no_row():

@@ -1,5 +1,6 @@
 """Times relative to a reference that took turns with them."""
 
+from dataclasses import replace
 from math import log
 
 import pytest
@@ -80,6 +81,15 @@ def test_a_change_that_all_cases_share_may_be_the_machine(history, session):
     alike = compare_across(steady, [session(10, 1.2)], policy=CPU)
     assert "all 3 cases look slower: either code that they share has changed, or the machine" in common_change(alike)
     assert common_change(compare_across(steady, [session(10, strided=1.2)], policy=CPU)) is None
+
+
+def test_ratios_that_may_be_1_are_no_change_that_all_cases_share(history, session):
+    alike = compare_across([session(index) for index in range(6)], [session(10, 1.2)], policy=CPU)
+    pairs = []
+    for pair in alike.pairs:
+        numbers = replace(pair.verdict.numbers, ratio_low=0.9)
+        pairs.append(replace(pair, verdict=replace(pair.verdict, numbers=numbers)))
+    assert common_change(replace(alike, pairs=tuple(pairs))) is None
 
 
 def test_the_reference_has_no_other_timer(history, session, make_row):
