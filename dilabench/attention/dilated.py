@@ -158,7 +158,7 @@ def dilated_attention(
     if cu_seqlens is not None:
         operands.check_tokens(query, key, value)
         query, key, value = query[None], key[None], value[None]
-    longest, unread = 0 if max_seqlen is None else operands.rounded_up(max_seqlen), None
+    longest, unread = 0 if max_seqlen is None else operands.rounded_up(max_seqlen, cu_seqlens), None
     # A compiled graph takes a tensor of bounds unread, and so serves every packing.
     if isinstance(cu_seqlens, Tensor) and (
         torch.compiler.is_compiling() or (longest and operands.may_stay(cu_seqlens))

@@ -158,7 +158,10 @@ def attention(
             return_lse=True,
             **fields,
         )
-    elif indices is not None and (selected := SelectedBlocksPattern.match(pattern)) is not None:
+        return (out, lse.detach()) if return_lse else out
+    if max_seqlen is not None:
+        operands.rounded_up(max_seqlen, cu_seqlens)
+    if indices is not None and (selected := SelectedBlocksPattern.match(pattern)) is not None:
         given: Any = {"causal": causal, "window": window, "scale": scale, "sink": sink, "cu_seqlens": cu_seqlens}
         out, lse = selected_attention(query, key, value, indices, selected.block_size, backend=backend, **given)
     else:

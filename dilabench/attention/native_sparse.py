@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from dilabench.attention import operands
 from dilabench.attention.dilated import dilated_attention
 from dilabench.attention.selected import compressed_attention, selected_attention, selected_by_compression
+from dilabench.impls.multihead import check_embeddings
 from dilabench.impls.selected.selecting import Compression
 from dilabench.impls.summed import block_means
 from dilabench.patterns.selected_blocks import check_block
@@ -171,6 +172,7 @@ class NativeSparseAttention(nn.Module):
             if embed_dim % num_heads:
                 raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}; give head_dim")
             head_dim = embed_dim // num_heads
+        self.embed_dim = embed_dim
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.position = position
         self.compression_length, self.compression_stride = compression_length, compression_stride
@@ -187,7 +189,9 @@ class NativeSparseAttention(nn.Module):
         self.out_proj = nn.Linear(num_heads * head_dim, embed_dim, bias=bias, **made)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, N, E] of x [B, N, E]."""
+        """[B, N, E] of x [B, N, E]. Raises ValueError for other shapes and for what is no tensor."""
+        way_out = "packed sequences (cu_seqlens) are not supported, one sequence is [1, N, E]"
+        check_embeddings("[B, N, E]", self.embed_dim, way_out, x=x)
         heads = (BRANCHES, self.num_kv_heads, self.head_dim)
         query = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         keys = self.k_proj(x).unflatten(-1, heads).unbind(-3)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from math import inf
-from operator import index, le
+from operator import index, le, sub
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dilabench.patterns.pattern import Pattern
 from dilabench.validation import validated
-from dilabench.workload.spec import Workload
+from dilabench.workload.spec import Workload, bounds_of_lengths
 
 Kind = tuple[torch.Size, torch.dtype, torch.device]
 """Shape, dtype and device of a tensor."""
@@ -112,7 +112,7 @@ def without_empty(cu_seqlens: Sequence[int], tokens: int) -> tuple[int, ...]:
         several = [*cu_seqlens] if len(cu_seqlens) < 8 else [*cu_seqlens[:3], "...", cu_seqlens[-1]]
         raise ValueError(
             f"cu_seqlens [{', '.join(map(str, several))}] must rise from 0 to {tokens}, the tokens, or less; "
-            "equal bounds are empty sequences"
+            f"equal bounds are empty sequences{bounds_of_lengths(cu_seqlens, tokens)}"
         )
     return tuple(dict.fromkeys(cu_seqlens))
 
@@ -290,10 +290,11 @@ def check_bounds_dtype(cu_seqlens: Tensor) -> None:
         raise ValueError(f"cu_seqlens has dtype {cu_seqlens.dtype} and must be {_INTEGERS['cu_seqlens']}")
 
 
-def rounded_up(max_seqlen: int) -> int:
+def rounded_up(max_seqlen: int, cu_seqlens: Sequence[int] | Tensor | None) -> int:
     """The next power of two, from 1024 on, so that few graphs of compilers and few plans serve all lengths.
 
-    Raises ValueError for tensors, negative numbers, and what is no integer.
+    Raises ValueError for tensors, negative numbers, what is no integer, without bounds, and for fewer tokens than the
+    longest sequence of bounds that are read anyway.
     """
     if isinstance(max_seqlen, Tensor):
         raise ValueError(f"max_seqlen is a tensor, {max_seqlen!r:.80}; give a number, such as that of all tokens")
@@ -304,11 +305,32 @@ def rounded_up(max_seqlen: int) -> int:
             raise ValueError(f"max_seqlen {max_seqlen!r:.80} must be a whole number of tokens") from None
     if max_seqlen < 0:
         raise ValueError(f"max_seqlen {max_seqlen} must be the tokens of the longest sequence or more")
+    if cu_seqlens is None:
+        raise ValueError(
+            f"max_seqlen {max_seqlen} without cu_seqlens, the bounds of packed sequences; give both or none"
+        )
+    if not torch.compiler.is_compiling():
+        _check_longest(max_seqlen, cu_seqlens)
     longest = 1024
     # A compiler guards comparisons, but would compile for each number of bits.
     while longest < max_seqlen:
         longest *= 2
     return longest
+
+
+def _check_longest(max_seqlen: int, cu_seqlens: Sequence[int] | Tensor) -> None:
+    if not isinstance(cu_seqlens, Tensor):
+        bounds = integers("cu_seqlens", cu_seqlens)
+    elif may_stay(cu_seqlens) or cu_seqlens.is_meta or cu_seqlens.ndim != 1:
+        return
+    else:
+        bounds = _numbers(cu_seqlens)
+    longest = max(map(sub, bounds[1:], bounds), default=0)
+    if max_seqlen < longest:
+        raise ValueError(
+            f"max_seqlen {max_seqlen} is less than {longest}, the tokens of the longest sequence of cu_seqlens; give "
+            "that or more"
+        )
 
 
 _read_bounds = OfTensors[tuple[int, ...]]()

@@ -88,6 +88,10 @@ class Refusing(TyperCommand):
             if isinstance(message := getattr(error, "message", None), str):
                 # The prefix of pydantic for the names of a type, by which typer reads values.
                 error.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]
+                parameter = getattr(error, "param", None)
+                if not message and getattr(parameter, "param_type_name", None) == "argument":
+                    # A missing one, whose error has no text: the help says what to give.
+                    error.message = getattr(parameter, "help", None) or ""  # type: ignore[attr-defined]
             raise
 
 

@@ -14,6 +14,17 @@ from dilabench.workload.spec import Workload
 SEED = 0
 
 
+def check_embeddings(shape: str, width: int, way_out: str, **embeddings: object) -> None:
+    """Raise ValueError for embeddings, by name, that are no tensor or not `shape` ('[B, N, E]') with E = `width`."""
+    for name, x in embeddings.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is a {type(x).__module__}.{type(x).__qualname__}; give a tensor {shape}")
+        if x.ndim != shape.count(",") + 1:
+            raise ValueError(f"{name} {tuple(x.shape)} must be {shape} with E = {width}; {way_out}")
+        if x.shape[-1] != width:
+            raise ValueError(f"{name} {tuple(x.shape)} must be {shape} with E = {width}, the embed_dim of the module")
+
+
 class ProjectedAttention(nn.Module):
     """Query, key, value and output projections around an attention function.
 
@@ -72,10 +83,17 @@ class ProjectedAttention(nn.Module):
     ) -> Tensor:
         """[B, N, E] of query [B, N, E]; without a key it is the query, without a value it is the key.
 
-        With `cu_seqlens`, ascending bounds of packed sequences from 0: [T, E] of query [T, E].
+        With `cu_seqlens`, ascending bounds of packed sequences from 0: [T, E] of query [T, E]. Raises ValueError for
+        other shapes and for what is no tensor.
         """
         key = query if key is None else key
         value = key if value is None else value
+        if cu_seqlens is None:
+            way_out = "packed sequences [T, E] take cu_seqlens, one sequence is [1, N, E]"
+            check_embeddings("[B, N, E]", self.embed_dim, way_out, query=query, key=key, value=value)
+        else:
+            way_out = "leave out the batch axis, or cu_seqlens"
+            check_embeddings("[T, E]", self.embed_dim, way_out, query=query, key=key, value=value)
         q = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.head_dim))

@@ -17,8 +17,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
+from dilabench.errors import ConfigError
 from dilabench.patterns.answers import HiddenRows as HiddenRows
 from dilabench.patterns.answers import KeyGroup as KeyGroup
 from dilabench.patterns.answers import Pairs as Pairs
@@ -29,7 +30,7 @@ from dilabench.patterns.answers import StridedSegments as StridedSegments
 from dilabench.patterns.answers import WholeBlocks as WholeBlocks
 from dilabench.patterns.answers import ZeroKeys as ZeroKeys
 from dilabench.units import format_count
-from dilabench.validation import Model, validated
+from dilabench.validation import Model, describe, validated
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
 # Beyond this size a picture drawn from `counts` would take too long.
 MAX_PICTURED_LENGTH = 2**17
 ROWS_PER_LINE = 16
+
+
+class PatternError(ConfigError, ValueError):
+    """A pattern was constructed from values that it does not take."""
 
 
 class Pattern(Model, ABC):
@@ -54,6 +59,18 @@ class Pattern(Model, ABC):
     former_fields: ClassVar[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {}
     # Fields of requests that determine the density: files of masks, indices or bounds.
     given_whole_by: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, **fields: Any) -> None:
+        """Raises PatternError, a ValueError, for fields that the pattern does not take."""
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise PatternError(describe(error, type(self))) from None
+        except ConfigError as error:
+            raise PatternError(str(error)) from None
+
+    # As on pydantic's own: `model_validate` sets the fields without a call of `__init__`.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     # The definition.
 

@@ -66,6 +66,12 @@ def check_window(window: Sequence[int], causal: bool) -> None:
         )
 
 
+def bounds_of_lengths(cu_seqlens: Sequence[int], tokens: int) -> str:
+    """The hint for refused bounds that may be lengths of sequences; empty if they cannot be."""
+    may_be = min(cu_seqlens) >= 0 and (cu_seqlens[0] > 0 or sum(cu_seqlens) == tokens)
+    return "; if these are lengths, their bounds are [0, *lengths.cumsum(0)]" if may_be else ""
+
+
 class Workload(Model):
     """One attention computation: pattern, shape, dtype and timed mode. No field is `auto`."""
 
@@ -116,7 +122,7 @@ class Workload(Model):
             shown = ", ".join(map(str, bounds if len(bounds) < 8 else (*bounds[:3], "...", bounds[-1])))
             raise ValueError(
                 f"cu_seqlens [{shown}] must rise from 0 to seq_len={self.seq_len} (the number of packed tokens); "
-                "give one of the two alone"
+                f"give one of the two alone{bounds_of_lengths(bounds, self.seq_len)}"
             )
         if self.batch_size != 1:
             raise ValueError(

@@ -1,5 +1,8 @@
 """Native sparse attention against the paper's equations, written out by whole matrices, with all gradients."""
 
+import re
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -173,6 +176,20 @@ def test_compression_is_a_function_of_each_whole_block() -> None:
 def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         native_sparse_attention(**{**inputs(), **OPTIONS, **changes})
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(1, 20, 15), r"x (1, 20, 15) must be [B, N, E] with E = 16, the embed_dim"),
+        (torch.zeros(20, 16), r"x (20, 16) must be [B, N, E] with E = 16; packed sequences (cu_seqlens) are not"),
+        (np.zeros((1, 20, 16)), r"x is a numpy.ndarray; give a tensor [B, N, E]"),
+    ],
+    ids=["width", "no batch", "numpy"],
+)
+def test_other_embeddings_are_refused(x: object, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        NativeSparseAttention(16, 2, 1)(x)
 
 
 def test_integers_are_refused() -> None:

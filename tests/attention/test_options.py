@@ -16,7 +16,7 @@ from dilabench.attention import (
     dilated_attention,
 )
 from dilabench.compat.torchscale import DilatedAttention as FromTorchscale
-from dilabench.patterns import DilatedPattern
+from dilabench.patterns import DilatedPattern, WindowSinkPattern
 
 BRANCHES: dict[str, Any] = {"segment_lengths": (16, 64), "dilation_rates": (1, 2)}
 
@@ -150,6 +150,37 @@ def test_refuses_a_longest_sequence_that_is_no_number_of_tokens(longest: Any) ->
     q, k, v = (x[0] for x in tensors())
     with pytest.raises(ValueError, match=f"max_seqlen {longest!r} must be"):
         attention(q, k, v, cu_seqlens=[0, len(q)], max_seqlen=longest)
+
+
+PATTERNS = [None, WindowSinkPattern(sinks=1, window_size=8)]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=["dense", "window_sink"])
+def test_refuses_a_longest_sequence_of_a_batch(pattern: Any) -> None:
+    with pytest.raises(ValueError, match="max_seqlen 64 without cu_seqlens"):
+        attention(*tensors(), pattern=pattern, max_seqlen=64)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("pattern", PATTERNS, ids=["dense", "window_sink"])
+def test_refuses_a_longest_sequence_that_is_too_short(pattern: Any, as_tensor: bool) -> None:
+    q, k, v = (x[0] for x in tensors())
+    bounds: Any = [0, 9, len(q)]
+    bounds = torch.tensor(bounds) if as_tensor else bounds
+    with pytest.raises(ValueError, match=f"max_seqlen 9 is less than {len(q) - 9}, the tokens of the longest"):
+        attention(q, k, v, pattern=pattern, cu_seqlens=bounds, max_seqlen=9)
+    attention(q, k, v, pattern=pattern, cu_seqlens=bounds, max_seqlen=len(q) - 9)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_lengths_instead_of_bounds_are_named(as_tensor: bool) -> None:
+    q, k, v = (x[0] for x in tensors())
+    lengths = [0, len(q) - 3, 3]
+    for given in (lengths, lengths[1:]):
+        with pytest.raises(ValueError, match=r"if these are lengths, their bounds are \[0, \*lengths.cumsum\(0\)\]"):
+            attention(q, k, v, cu_seqlens=torch.tensor(given) if as_tensor else given)
+    with pytest.raises(ValueError, match=r"equal bounds are empty sequences$"):
+        attention(q, k, v, cu_seqlens=[0, 9, 3])
 
 
 @pytest.mark.parametrize("pattern", ["dilated", DilatedPattern, {"kind": "dilated"}], ids=str)

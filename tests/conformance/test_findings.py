@@ -14,13 +14,14 @@ from dilabench.conformance.fresh_import import import_reports
 from dilabench.conformance.implementation import check_implementation
 from dilabench.conformance.pattern import QUESTIONS, SHAPES
 from dilabench.conformance.scorecard import Finding, Findings, Listener, Scorecard
+from dilabench.engine.worker.outcomes import mistake_of
 from dilabench.errors import ExitCode
 from dilabench.machine import Machine
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.pattern import Pairs, SequenceShape
 from dilabench.plugins import Suite, hookimpl
 from dilabench.plugins.manager import discover
-from dilabench.record import Skipped
+from dilabench.record import Check, Skipped, Verification
 from dilabench.testing import check_plugin
 
 CPU = Machine(device="cpu", no_cuda="test")
@@ -200,3 +201,10 @@ def test_a_result_is_told_as_soon_as_its_last_case_is_known(monkeypatch):
     assert "pattern dense" in told[-1]
     assert "pattern window_sink" not in told[-1]
     assert heard == [(done, len(told)) for done in range(len(told) + 1)]
+
+
+def test_a_mistake_of_no_known_kind_is_the_check_that_fails():
+    checks = (Check(name="lse", passed=True), Check(name="out", passed=False, error=0.5, tolerance=1e-6))
+    assert mistake_of(Verification(checks=checks)) == ("check out fails", "out: error 0.5, allowed 1e-06")
+    known = Verification(checks=checks, diagnosis="out is that of no window")
+    assert mistake_of(known)[0] == "out is that of no window"

@@ -1,8 +1,10 @@
 """The modules around `gather` and `strided`: same parameters everywhere, projections and nothing else."""
 
+import re
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -86,6 +88,26 @@ def test_impossible_sizes_are_refused(sizes: tuple[int, int, int], message: str)
     embed_dim, num_heads, num_kv_heads = sizes
     with pytest.raises(ValueError, match=message):
         ProjectedAttention(embed_dim, num_heads, lambda q, k, v: q, num_kv_heads=num_kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("embeddings", "bounds", "message"),
+    [
+        (torch.zeros(2, 37, 23), None, r"query (2, 37, 23) must be [B, N, E] with E = 24, the embed_dim"),
+        (torch.zeros(37, 24), None, r"query (37, 24) must be [B, N, E] with E = 24; packed sequences [T, E] take"),
+        (torch.zeros(1, 37, 24), (0, 37), r"query (1, 37, 24) must be [T, E] with E = 24; leave out the batch axis"),
+        (np.zeros((2, 37, 24)), None, r"query is a numpy.ndarray; give a tensor [B, N, E]"),
+    ],
+    ids=["width", "no batch", "batch", "numpy"],
+)
+def test_other_embeddings_are_refused(embeddings: Any, bounds: Any, message: str) -> None:
+    module = MultiheadDilatedAttention(24, 6, segment_lengths=(10,), dilation_rates=(1,))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        module(embeddings, cu_seqlens=bounds)
+    name = "key" if bounds is None else "value"
+    good = torch.zeros((37, 24) if bounds else (2, 37, 24))
+    with pytest.raises(ValueError, match=re.escape(message.replace("query", name))):
+        module(good, **{"key": good, name: embeddings}, cu_seqlens=bounds)
 
 
 def test_packed_embeddings_come_out_as_each_sequence_does_alone() -> None:

@@ -1,7 +1,9 @@
 """What a pattern answers by itself is what follows from its counts, for every kind and for one of a third party."""
 
 import importlib.util
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from dilabench.patterns import registry
 from dilabench.patterns.dense import DENSE, DensePattern
 from dilabench.patterns.pattern import Pattern, SequenceShape
 from dilabench.patterns.registry import PatternKind, known_kinds, load, pattern_type, read_pattern
+from dilabench.patterns.selected_blocks import SelectedBlocksPattern
 from dilabench.validation import validated
 from dilabench.workload.spec import Workload, WorkloadRequest
 
@@ -29,6 +32,38 @@ def third_party() -> type[Pattern]:
 KINDS = ("dense", "dilated", "block_sparse", "window_sink", "column_bounds", "topk_blocks", "selected_blocks")
 BUILT_IN = [pattern_type(kind) for kind in KINDS]
 EXAMPLES = [example for kind in (*BUILT_IN, third_party()) for example in kind.examples()]
+
+
+WRONG = [
+    (kind, {**kind.examples()[0].__dict__, name: ["wrong", None]}, name)
+    for kind in (*BUILT_IN, third_party())
+    for name in ("no_field", *kind.model_fields)
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "name"), WRONG, ids=[f"{kind.__name__}-{name}" for kind, _, name in WRONG])
+def test_a_constructor_refuses_values_in_a_sentence(kind: type[Pattern], fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=name) as refusal:
+        kind(**fields)
+    assert "http" not in str(refusal.value)
+    assert "validation error" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block_size": 17}, "block_size 17 is neither 1 nor a multiple of 16; use 32"),
+        ({"block_size": None}, "block_size None should be a valid integer"),
+        ({"block_size": 0}, "block_size 0 must be at least 1"),
+        ({"blocksize": 64}, "blocksize: unknown key; did you mean block_size?"),
+    ],
+    ids=str,
+)
+def test_a_constructor_says_what_a_request_does(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        SelectedBlocksPattern(**fields)
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        validated(SelectedBlocksPattern, fields)
 
 
 @pytest.mark.parametrize("question", QUESTIONS)

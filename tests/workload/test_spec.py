@@ -176,6 +176,10 @@ IMPOSSIBLE = [
     ({"layout": "padded", "cu_seqlens": (0, 8192)}, "cu_seqlens is given but layout is 'padded'"),
     ({"layout": "packed", "cu_seqlens": (0, 5), "seq_len": 8, "batch_size": 1}, "must rise from 0 to seq_len=8 "),
     ({"layout": "packed", "cu_seqlens": (0, 9, 5, 8192), "batch_size": 1}, "must rise from 0"),
+    (
+        {"layout": "packed", "cu_seqlens": (5, 3), "seq_len": 8, "batch_size": 1},
+        "if these are lengths, their bounds are [0, *lengths.cumsum(0)]",
+    ),
     ({"layout": "packed", "batch_size": 3}, "batch_size is 3, use 1"),
     ({"batch_size": 2**25}, "batch_size 33554432 should be less than or equal to 16777216"),
 ]

@@ -37,7 +37,9 @@ class By(StrEnum):
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="BASE NEW... | RUN...", help="Files, folders, ids, 'latest' or baselines."),
+        typer.Argument(
+            metavar="BASE NEW... | RUN...", help="Files, folders, ids (`dilabench history`), 'latest' or baselines."
+        ),
     ],
     by: Annotated[By | None, typer.Option("--by", help="Compare rows inside RUN, which are interleaved.")] = None,
     base: Annotated[str | None, typer.Option("--base", metavar="NAME", help="With --by: what to compare with.")] = None,
@@ -85,7 +87,10 @@ def compare(
     if as_json:
         form = Format.JSON
     if by is None and len(runs) < 2:
-        raise ConfigError("one run is given; name two or more, BASE first, or compare the rows of one by --by")
+        raise ConfigError(
+            "one run is given; name two or more, BASE first ('latest', or ids of `dilabench history`), or compare the "
+            "rows of one by --by"
+        )
     if by is not None and form is Format.HTML:
         raise ConfigError(
             "-f html compares runs; the rows of one, which --by compares, are in `dilabench report -f html`"

@@ -12,7 +12,9 @@ from dilabench.units import counted
 
 
 def merge(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="Folders, run.json files or ids of runs.")],
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN", help="Folders, run.json files or ids (`dilabench history`) of runs.")
+    ],
     output: Annotated[
         Path,
         typer.Option("--output", "-o", metavar="DIR", help="Folder that gets a folder for the record."),

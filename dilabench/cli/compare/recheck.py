@@ -17,7 +17,9 @@ from dilabench.units import counted
 
 
 def recheck(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, run.json or id, or 'latest'.")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's folder, run.json or id (`dilabench history`), or 'latest'.")
+    ],
     rows: Annotated[int, typer.Option("--rows", metavar="N", min=1, help="How many measured rows, at random.")] = 3,
     seed: Annotated[
         int | None, typer.Option("--seed", metavar="N", help="Draw these rows again (default: other ones each time).")

@@ -39,7 +39,10 @@ INDENT = "    "
 
 def report(
     runs: Annotated[
-        list[str], typer.Argument(metavar="RUN", help="A run's folder, run.json or id, or 'latest'; or several.")
+        list[str],
+        typer.Argument(
+            metavar="RUN", help="A run's folder, run.json or id (`dilabench history`), or 'latest'; or several."
+        ),
     ],
     formats: Annotated[
         list[str] | None, typer.Option("--format", "-f", metavar="FORMAT", help="Name of a reporter. Repeatable.")

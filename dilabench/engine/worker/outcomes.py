@@ -152,5 +152,5 @@ def mistake_of(outcome: Outcome) -> tuple[str, str]:
         return outcome.why, outcome.why
     failed = [check for check in outcome.checks if not check.passed]
     first = failed[0].text if failed else "nothing was checked"
-    name = outcome.diagnosis or (failed[0].name if failed else first)
+    name = outcome.diagnosis or (f"check {failed[0].name} fails" if failed else first)
     return name, "; ".join(filter(None, (outcome.diagnosis, first)))
