@@ -294,7 +294,7 @@ def rounded_up(max_seqlen: int, cu_seqlens: Sequence[int] | Tensor | None) -> in
     """The next power of two, from 1024 on, so that few graphs of compilers and few plans serve all lengths.
 
     Raises ValueError for tensors, negative numbers, what is no integer, without bounds, and for fewer tokens than the
-    longest sequence of bounds that are read anyway.
+    longest sequence of a list of bounds; a tensor of bounds is not read.
     """
     if isinstance(max_seqlen, Tensor):
         raise ValueError(f"max_seqlen is a tensor, {max_seqlen!r:.80}; give a number, such as that of all tokens")
@@ -309,28 +309,19 @@ def rounded_up(max_seqlen: int, cu_seqlens: Sequence[int] | Tensor | None) -> in
         raise ValueError(
             f"max_seqlen {max_seqlen} without cu_seqlens, the bounds of packed sequences; give both or none"
         )
-    if not torch.compiler.is_compiling():
-        _check_longest(max_seqlen, cu_seqlens)
+    if not (isinstance(cu_seqlens, Tensor) or torch.compiler.is_compiling()):
+        bounds = integers("cu_seqlens", cu_seqlens)
+        longest = max(map(sub, bounds[1:], bounds), default=0)
+        if max_seqlen < longest:
+            raise ValueError(
+                f"max_seqlen {max_seqlen} is less than {longest}, the tokens of the longest sequence of cu_seqlens; "
+                "give that or more"
+            )
     longest = 1024
     # A compiler guards comparisons, but would compile for each number of bits.
     while longest < max_seqlen:
         longest *= 2
     return longest
-
-
-def _check_longest(max_seqlen: int, cu_seqlens: Sequence[int] | Tensor) -> None:
-    if not isinstance(cu_seqlens, Tensor):
-        bounds = integers("cu_seqlens", cu_seqlens)
-    elif may_stay(cu_seqlens) or cu_seqlens.is_meta or cu_seqlens.ndim != 1:
-        return
-    else:
-        bounds = _numbers(cu_seqlens)
-    longest = max(map(sub, bounds[1:], bounds), default=0)
-    if max_seqlen < longest:
-        raise ValueError(
-            f"max_seqlen {max_seqlen} is less than {longest}, the tokens of the longest sequence of cu_seqlens; give "
-            "that or more"
-        )
 
 
 _read_bounds = OfTensors[tuple[int, ...]]()
