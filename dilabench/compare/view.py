@@ -7,11 +7,12 @@ ratio (`stats.decisions.paired`).
 The ratio of two rows comes from their common rounds, so that drift and load cancel. One is proven faster if the
 interval of this ratio is beyond the margin of `compare`. Without common rounds the ratio of medians proves nothing.
 
-Rounds are compared by their undisturbed samples. If most rounds of a row are disturbed (kernel launches on a busy host,
-say), these samples differ from what its user sees: a row is proven faster only if its median is smaller, too.
+Rounds are compared by their undisturbed samples. If most are disturbed (launches on a busy host), these differ from what
+the user sees: a row is proven faster only if its median is smaller, too.
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -169,33 +170,22 @@ def is_impossible(row: Row) -> bool:
 def lengths_without_rows(record: RunRecord) -> tuple[int, ...]:
     """The lengths in tokens, in ascending order, without a measured row in the record.
 
-    If the budget kept rows from a time, a yardstick beside them is not enough. The lengths of a search (label `way`) do
-    not count: it continues until one is too long.
+    A yardstick is not enough if the budget kept other rows from a time. The lengths of a search (label `way`) do not
+    count: it continues until one is too long.
     """
-    planned: set[int] = set()
-    # With a measured yardstick, with a measured row of any other role, and with one that the budget kept from a time.
-    yardsticks: set[int] = set()
-    ranked: set[int] = set()
-    late: set[int] = set()
+    planned = {row.case.workload.seq_len for row in record.rows if WAY.of(row.planned) is None}
+    lengths: dict[tuple[str, bool], set[int]] = defaultdict(set)
     for row in record.rows:
-        length, is_ranked = row.case.workload.seq_len, row.planned.role != "yardstick"
-        if WAY.of(row.planned) is None:
-            planned.add(length)
-        if isinstance(row.outcome, Measured):
-            (ranked if is_ranked else yardsticks).add(length)
-        elif is_ranked and isinstance(row.outcome, Skipped) and row.outcome.code == "budget":
-            late.add(length)
-    return tuple(sorted(planned - ranked - (yardsticks - late)))
+        status = row.outcome.code if isinstance(row.outcome, Skipped) else row.outcome.status
+        lengths[status, row.planned.role == "yardstick"].add(row.case.workload.seq_len)
+    answered = lengths["measured", False] | (lengths["measured", True] - lengths["budget", False])
+    return tuple(sorted(planned - answered))
 
 
 def first_timing(row: Row) -> Timing | None:
     """The timing that is shown: the first one with samples; None when the row was not measured."""
-    if not isinstance(row.outcome, Measured):
-        return None
-    for timing in row.outcome.timings:
-        if timing.has_samples:
-            return timing
-    return None
+    timings = row.outcome.timings if isinstance(row.outcome, Measured) else ()
+    return next((timing for timing in timings if timing.has_samples), None)
 
 
 def memory_of(row: Row) -> Memory | None:
