@@ -3,10 +3,10 @@
 A separate process runs the implementation on tensors without data (`dilabench.engine.trace`); answers are cached.
 """
 
+from dilabench.predict.memory.longest import longest_that_fits
 from dilabench.predict.memory.plan import (
     WITHIN,
     each_traced,
-    longest_that_fits,
     plan_ahead,
     plan_memory,
     why_no_plan,
