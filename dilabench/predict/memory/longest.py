@@ -9,7 +9,7 @@ from dilabench.workload.cuts import uncut_step
 from dilabench.workload.last_length import last_length
 from dilabench.workload.spec import MAX_SEQ_LEN
 
-# Lengths that are tried are multiples of a unit with so many significant bits. The precision is 1 in 256 or better.
+# Significant bits of a length that is tried, counted in units. A step is one unit, or at most 1 in 256 of the length.
 BITS = 9
 # If fewer lengths fit at which no segment is cut, lengths between them are tried, too.
 SEVERAL = 4
@@ -27,9 +27,10 @@ def longest_that_fits(case: Case, device: str, capacity_bytes: int, catalogue: C
     The batch size, heads and branches stay. Packed sequences and a mask from a file have a fixed length. A pattern that
     refuses long sequences may end the search at its longest. The length in `case` is only where the search starts.
 
-    Lengths that cut segments need more memory. The result is therefore a length at which no segment is cut, on any
-    rank, if four such lengths fit; else it may cut segments. It fits, and a step more (at most 1 in 256, or one
-    uncut length) does not. It is a prediction: `extreme` finds the length by real runs.
+    Lengths that cut segments need more memory. If at least four lengths fit at which no rank cuts a segment, the result
+    is the longest of them; else it may cut segments. It fits, and a step more does not. A step is at most 1 in 256 of
+    the length, or the distance between two lengths without a cut. It is a prediction: `extreme` finds the length by
+    real runs.
     """
     workload = case.workload
     if workload.has_given_length:
