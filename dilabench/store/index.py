@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from dilabench.compare.comparison import searchable
 from dilabench.compare.fingerprint import machine_key
 from dilabench.errors import DilabenchError
-from dilabench.record import Measured, Row, RunRecord, Skipped
+from dilabench.record import Measured, Row, RunRecord
 from dilabench.store.archive import Archive, moment_of, run_and_version, sound_records
 
 FILENAME = "history.sqlite"
-VERSION = 4
+VERSION = 5
 WAIT_S = 20.0
 SCHEMA = """
 CREATE TABLE runs (file TEXT PRIMARY KEY, version INTEGER, run_id TEXT, suite TEXT, device TEXT, machine TEXT,
@@ -43,7 +43,7 @@ BY_DATE = "ORDER BY started_at, file"
 class RunEntry:
     """One run of the archive. machine: key of its hard fingerprint; git: short commit, with '+' when changed.
 
-    status: the record's, or 'incomplete' if the time budget skipped a row or a length has no measured row.
+    status: the record's, or 'incomplete' if a length has no row.
     """
 
     file: str
@@ -216,11 +216,10 @@ def _run_fields(file: str, record: RunRecord) -> tuple[object, ...]:
 
 
 def _is_incomplete(record: RunRecord) -> bool:
-    """Return True if a row was not measured for lack of time, or a length has no row."""
+    """Return True if a length has no row, as the verdict of its command says."""
     from dilabench.compare.view import lengths_without_rows
 
-    late = any(isinstance(row.outcome, Skipped) and row.outcome.code == "budget" for row in record.rows)
-    return late or bool(lengths_without_rows(record))
+    return bool(lengths_without_rows(record))
 
 
 def _row_fields(row: Row) -> tuple[object, ...]:

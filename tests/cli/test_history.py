@@ -31,7 +31,12 @@ def test_runs(cli):
 
 @pytest.mark.parametrize(
     ("code", "length", "status"),
-    [("budget", 4096, "incomplete"), ("unsupported", 4096, "incomplete"), ("unsupported", None, "complete")],
+    [
+        ("budget", 4096, "incomplete"),
+        ("budget", None, "complete"),
+        ("unsupported", 4096, "incomplete"),
+        ("unsupported", None, "complete"),
+    ],
 )
 def test_a_run_that_lacks_rows_is_incomplete(cli, make_row, make_record, code, length, status):
     fields = {"seq_len": length} if length else {}
