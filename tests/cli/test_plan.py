@@ -5,6 +5,9 @@ import os
 
 import pytest
 
+from dilabench.predict.memory import longest
+from dilabench.record import MemoryPlan
+
 
 @pytest.fixture
 def plugin(tmp_path, monkeypatch):
@@ -51,6 +54,21 @@ def test_plan_says_what_fits_and_how_long_it_could_get(cli):
     assert (small[-1], large[-1]) == ("yes", "NO")
     assert "The longest sequence that fits into 128.0 MiB" in result.stdout
     assert "not measured" in result.stdout
+
+
+def test_the_table_of_longest_sequences_says_why_one_is_unknown(cli, monkeypatch):
+    peak = MemoryPlan(inputs_bytes=2**20, workspace_bytes=0)
+
+    def plan_of(case, device, catalogue):
+        return None if case.implementation == "strided" and case.workload.seq_len != 4096 else peak
+
+    monkeypatch.setattr(longest, "plan_memory", plan_of)
+    monkeypatch.setattr(longest, "why_no_plan", lambda *_: "its trace took more than 60 s")
+    options = ("--lengths", "4K", "--memory", "128M", "--mode", "forward", "--device", "cpu")
+    result = cli("plan", "-i", "dense,strided", "-b", "sdpa-flash", *options)
+    table = result.stdout.partition("The longest sequence that fits")[2]
+    (row,) = [line for line in table.splitlines() if line.startswith("strided")]
+    assert row.endswith("unknown: its trace took more than 60 s")
 
 
 def test_plan_says_where_it_knows_nothing(cli):

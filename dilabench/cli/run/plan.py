@@ -17,6 +17,7 @@ from dilabench.cli.terminal import Lines, print_table, say, say_folded
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.machine import detect, memory_bytes, rank_memory_bytes
 from dilabench.predict.memory import (
+    SEVERAL,
     WITHIN,
     MemoryPlan,
     each_traced,
@@ -91,7 +92,8 @@ def plan(
 ) -> None:
     """Predict the memory of each length, batch size and implementation, and the longest sequence that fits.
 
-    With --nproc it is what the fullest rank needs, of the memory that each rank has.
+    With --nproc it is what the fullest rank needs, of the memory that each rank has. The longest sequence is one that
+    cuts no segment, if several such lengths fit.
     """
     found = discovered(strict_plugins)
     if budget is not None and not check:
@@ -241,21 +243,30 @@ def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None
         say_folded(f"no trace of {', '.join(dict.fromkeys(implementations))}: {why}", "  ")
     if capacity is None:
         return
-    alike = {(*_names(case), case.case.workload.mode, str(case.case.workload.batch_size)): case for case in planned}
-    lengths = each_traced(
-        lambda case: longest_that_fits(case.case, planner.machine.device, capacity, planner.catalogue), alike.values()
-    )
-    found_lengths = list(zip(alike, lengths, strict=True))
-    longest = {key: f"{length:,}".replace(",", "_") for key, length in found_lengths if length is not None}
-    if not longest:
+    alike: dict[tuple[str, ...], PlannedCase] = {}
+    for case in planned:
+        key, traced = _head(case)[:-1], _memory(case, planner) is not None
+        # The search starts from a length that has a trace, if there is one.
+        if (traced or case.skip is None) and not case.case.workload.has_given_length:
+            alike[key] = case if traced else alike.get(key, case)
+    if not any(_memory(case, planner) for case in alike.values()):
         return
+    device, catalogue = planner.machine.device, planner.catalogue
+    lengths = each_traced(lambda case: longest_that_fits(case.case, device, capacity, catalogue), alike.values())
+    shown = [
+        (*key, f"unknown: {length}" if isinstance(length, str) else f"{length:_}")
+        for key, length in zip(alike, lengths, strict=True)
+    ]
     say()
     ranks = max(case.case.world_size for case in planned)
     title = f"The longest sequence that fits into {format_bytes(capacity)}" + (
         f" on each of {ranks} ranks" if ranks > 1 else ""
     )
-    print_table(title, LONGEST_COLUMNS, [(*k, v) for k, v in longest.items()], right=("batch",))
-    say_folded("Traced without data, not measured; `dilabench run extreme` finds the longest sequence by real runs.")
+    print_table(title, LONGEST_COLUMNS, shown, right=("batch",))
+    say_folded(
+        "Traced without data, not measured; `dilabench run extreme` finds the longest sequence by real runs. Lengths "
+        f"that cut segments need more memory: if at least {SEVERAL} others fit, the longest of those is shown."
+    )
 
 
 def _as_data(case: PlannedCase, planner: Planner, capacity: int | None) -> dict[str, Any]:

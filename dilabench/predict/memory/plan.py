@@ -1,4 +1,4 @@
-"""The memory plan of a case (from a trace) or the reason why there is none; the longest sequence whose plan fits."""
+"""The memory plan of a case (from a trace) or the reason why there is none."""
 
 import contextlib
 import hashlib
@@ -20,9 +20,6 @@ from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.memory.tracer import Tracer
 from dilabench.record import Case, MemoryPlan
 from dilabench.validation import content_hash
-from dilabench.workload.cuts import uncut_step
-from dilabench.workload.last_length import last_length
-from dilabench.workload.spec import MAX_SEQ_LEN
 
 CaseT = TypeVar("CaseT")
 AnswerT = TypeVar("AnswerT")
@@ -216,55 +213,3 @@ def _is_ours(case: Case, order: dict[str, Any]) -> bool:
     if order["backend"] is not None:
         targets.append(order["backend"]["target"])
     return all(target.startswith(OURS) for target in targets)
-
-
-# Relative precision of the longest length: a step more does not fit. Few traces are needed, because sizes grow almost
-# in proportion to the length.
-RESOLUTION = 256
-
-
-def longest_that_fits(case: Case, device: str, capacity_bytes: int, catalogue: Catalogue) -> int | None:
-    """Return the largest sequence length whose plan fits into `capacity_bytes`; None without a plan, 0 if none fits.
-
-    The batch size, heads and branches stay. Packed sequences and a mask from a file have a fixed length and give None.
-    A pattern that refuses long sequences may end the search at its longest. The result is confirmed to a step of about
-    a three-hundredth: it fits, a step more does not. Over ranks, lengths that cut segments need more memory, so they
-    are tried only if few others fit. It is a prediction: `extreme` finds the length by real runs.
-    """
-    if case.workload.has_given_length:
-        return None
-
-    def peak(length: int) -> int | None:
-        workload = case.workload.replace(seq_len=length)
-        plan = plan_memory(case.model_copy(update={"workload": workload}), device, catalogue)
-        return None if plan is None else plan.peak_bytes
-
-    length, last = case.workload.seq_len, last_length(case.workload)
-    fits, too_long = (0, 0), (MAX_SEQ_LEN, MAX_SEQ_LEN)
-    uncut = uncut_step(case.workload, case.world_size)
-    while (needed := peak(length)) is not None:
-        if needed <= capacity_bytes:
-            fits = (length, needed)
-        else:
-            too_long = (length, needed)
-        low, high = fits[0], too_long[0]
-        # The power of two that is about a three-hundredth of the length.
-        step = max(1, 1 << max(0, (low or high).bit_length() - RESOLUTION.bit_length()))
-        if case.world_size > 1 and 4 * uncut <= _guess(fits, too_long, capacity_bytes, step):
-            # Lengths at which ranks cut no segment; a trace of many cut segments takes long.
-            step = max(step, uncut)
-        if high - low <= step or low >= min(last, MAX_SEQ_LEN // 2):
-            return low
-        length = min(last, _guess(fits, too_long, capacity_bytes, step))
-    return None
-
-
-def _guess(fits: tuple[int, int], too_long: tuple[int, int], capacity: int, step: int) -> int:
-    """Interpolate the length that reaches the capacity, between the two known ones, on a multiple of the step."""
-    (low, low_bytes), (high, high_bytes) = fits, too_long
-    if high == MAX_SEQ_LEN:
-        # All lengths fit so far: extrapolate in proportion plus one step, so that the next may end the search.
-        return min(MAX_SEQ_LEN // 2, max(low + step, low * capacity // max(1, low_bytes) // step * step + step))
-    at = low + (high - low) * (capacity - low_bytes) // max(1, high_bytes - low_bytes)
-    nearest = at // step * step
-    return min(max(nearest, low + step), high - 1) if low else max(1, min(nearest, high // 2))

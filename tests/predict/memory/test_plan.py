@@ -10,7 +10,7 @@ import pytest
 from dilabench.patterns.selected_blocks import SelectedBlocksPattern
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Capabilities, Implementation
-from dilabench.predict.memory import each_traced, longest_that_fits, plan, plan_memory, tracer, why_no_plan
+from dilabench.predict.memory import each_traced, longest, longest_that_fits, plan, plan_memory, tracer, why_no_plan
 from dilabench.predict.memory.plan import TraceCache
 from dilabench.record import Case, Optimizations
 from dilabench.workload.spec import WorkloadRequest
@@ -27,28 +27,55 @@ def test_what_cannot_run_has_no_plan_and_a_reason(peaks):
     ):
         assert plan_memory(case, device, peaks.catalogue()) is None
         assert reason in why_no_plan(case, device, peaks.catalogue())
-    assert longest_that_fits(peaks.case_of("flex"), "cpu", 2**40, peaks.catalogue()) is None
+    assert "device cpu" in longest_that_fits(peaks.case_of("flex"), "cpu", 2**40, peaks.catalogue())
 
 
-@pytest.mark.parametrize(("implementation", "ranks"), [pytest.param("strided", 1, marks=pytest.mark.slow), ("ring", 4)])
-def test_longest_that_fits_is_the_last_length_that_does(implementation, ranks, peaks):
-    case = peaks.case_of(implementation, "sdpa-flash", mode="both").model_copy(update={"world_size": ranks})
-    capacity = 100 * 2**20
-    longest = longest_that_fits(case, "cpu", capacity, peaks.catalogue())
+# Rounded lengths and odd ones, below and above the answers.
+STARTS = (1000, 4096, 6996, 65536, 100_000)
 
-    def peak(length):
-        longer = case.model_copy(update={"workload": case.workload.replace(seq_len=length)})
-        return peaks.plan(longer, "cpu").peak_bytes
 
-    assert peak(longest) <= capacity < peak(longest + longest // 100)
+@pytest.mark.parametrize(
+    ("kind", "ranks", "step"),
+    [("gather", 1, 256), ("strided", 1, 256), ("dense", 1, 32), ("block-sparse", 1, 32), ("ring", 4, 1024)],
+)
+def test_the_longest_that_fits_is_the_same_from_any_start(kind, ranks, step, peaks, monkeypatch):
+    pattern = {"dense": peaks.DENSE, "block-sparse": peaks.sparse()}.get(kind, peaks.BRANCHES)
+    case = peaks.case_of(kind, None if kind == "block-sparse" else "sdpa-flash", pattern, mode="both")
+    case, capacity, traced = case.model_copy(update={"world_size": ranks}), 100 * 2**20, []
+
+    def at(length):
+        return case.model_copy(update={"workload": case.workload.replace(seq_len=length)})
+
+    def counted(case, device, catalogue):
+        traced.append(case.workload.seq_len)
+        return plan_memory(case, device, catalogue)
+
+    monkeypatch.setattr(longest, "plan_memory", counted)
+    found = {start: longest_that_fits(at(start), "cpu", capacity, peaks.catalogue()) for start in STARTS}
+    assert len(set(found.values())) == 1, found
+    assert len(traced) <= 4 * len(STARTS)
+    (length,) = set(found.values())
+    assert length % step == 0
+    assert peaks.plan(at(length), "cpu").peak_bytes <= capacity < peaks.plan(at(length + step), "cpu").peak_bytes
     assert longest_that_fits(case, "cpu", 1, peaks.catalogue()) == 0
+
+
+def test_the_longest_may_cut_segments_if_few_lengths_without_a_cut_fit(peaks):
+    case, capacity = peaks.case_of("strided", "sdpa-flash", peaks.LONG_BRANCHES, mode="both"), 30 * 2**20
+
+    def at(length):
+        return case.model_copy(update={"workload": case.workload.replace(seq_len=length)})
+
+    (length,) = {longest_that_fits(at(start), "cpu", capacity, peaks.catalogue()) for start in STARTS}
+    assert 2048 < length < 4096
+    assert peaks.plan(at(length), "cpu").peak_bytes <= capacity < peaks.plan(at(length + 8), "cpu").peak_bytes
 
 
 def test_a_length_that_is_given_has_no_longest(peaks):
     packed = {"layout": "packed", "cu_seqlens": (0, 1024, 4096)}
     case = peaks.case_of("ring-varlen", "sdpa-flash", peaks.DENSE, **packed)
     assert peaks.plan(case, "cpu") is not None
-    assert longest_that_fits(case, "cpu", 2**40, peaks.catalogue()) is None
+    assert longest_that_fits(case, "cpu", 2**40, peaks.catalogue()) == "its sequences have a fixed length"
 
 
 def test_the_longest_is_one_that_the_pattern_takes(peaks):
@@ -190,6 +217,7 @@ def test_a_trace_that_waits_is_given_up_and_no_other_length_is_tried(waiting, mo
     monkeypatch.setattr(tracer.Tracer, "ask", None)
     longer = case.model_copy(update={"workload": case.workload.replace(seq_len=1024)})
     assert why_no_plan(longer, "cpu", catalogue) == "its trace took more than 1 s"
+    assert longest_that_fits(longer, "cpu", 2**40, catalogue) == "its trace took more than 1 s"
 
 
 @pytest.mark.parametrize("started", [True, False], ids=["while it is traced", "before its process starts"])
