@@ -7,8 +7,8 @@ ratio (`stats.decisions.paired`).
 The ratio of two rows comes from their common rounds, so that drift and load cancel. One is proven faster if the
 interval of this ratio is beyond the margin of `compare`. Without common rounds the ratio of medians proves nothing.
 
-Rounds are compared by their undisturbed samples. If most are disturbed (launches on a busy host), these differ from what
-the user sees: a row is proven faster only if its median is smaller, too.
+Rounds are compared by their undisturbed samples. If most are disturbed (launches on a busy host), these differ from
+what the user sees: a row is proven faster only if its median is smaller, too.
 """
 
 import weakref
