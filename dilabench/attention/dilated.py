@@ -38,6 +38,7 @@ from dilabench.impls.one_operator import (
     register,
 )
 from dilabench.impls.operator_rules import refuse_forward_mode
+from dilabench.kernels.streams import is_captured
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.validation import validated
@@ -390,7 +391,7 @@ def _of_tensor(tensors: tuple[operands.Kind, ...], call_options: tuple[Any, ...]
                 return packings.of(there, tokens, longest)
 
             is_copied = bounds.dtype != torch.int32 or not bounds.is_contiguous()
-            if is_copied and bounds.is_cuda and torch.cuda.is_current_stream_capturing():
+            if is_copied and is_captured(bounds):
                 # A graph copies them at each replay.
                 return made()
             return _of_bounds.get(bounds, (packings, longest), made)

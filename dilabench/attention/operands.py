@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import cache
 from math import inf
 from operator import index, le, sub
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -16,13 +16,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dilabench.patterns.pattern import Pattern
 from dilabench.validation import validated
-from dilabench.workload.spec import Workload, bounds_of_lengths
+from dilabench.workload.spec import DType, Workload, bounds_of_lengths
 
 Kind = tuple[torch.Size, torch.dtype, torch.device]
 """Shape, dtype and device of a tensor."""
 # With this few tokens of this many heads, the axes are likely swapped.
 FEW_TOKENS, MANY_HEADS = 64, 256
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = {getattr(torch, name): name for name in get_args(DType)}
 
 
 _MadeT = TypeVar("_MadeT")
@@ -188,7 +188,8 @@ def check_kinds(kinds: Iterable[tuple[torch.dtype, torch.device]]) -> None:
     dtype = found[0][0]
     if dtype not in _DTYPES:
         name = str(dtype).removeprefix("torch.")
-        raise ValueError(f"dtype {name!r} should be 'float64', 'float32', 'float16' or 'bfloat16'")
+        *others, last = map(repr, _DTYPES.values())
+        raise ValueError(f"dtype {name!r} should be {', '.join(others)} or {last}")
 
 
 def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -30,6 +30,11 @@ def wait_for(x: Tensor) -> None:
         torch.cuda.current_stream(x.device).synchronize()
 
 
+def is_captured(x: Tensor) -> bool:
+    """Return True if a CUDA graph is being captured from what is launched on the device of x."""
+    return type(x) is Tensor and x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 @contextmanager
 def on_a_stream_of_its_own(device: torch.device) -> Iterator[None]:
     """Tensors made inside wait for no other kernel, and are complete for all streams at the end."""

@@ -26,7 +26,7 @@ from dilabench.kernels.fused.document_lists import AT_ONCE, BLOCK_TOKENS, REQUES
 from dilabench.kernels.fused.tile_lists import Integers
 from dilabench.kernels.fused.tile_tables import DocumentTables, document_tables, tile_tables
 from dilabench.kernels.launch_cache import COPY_BYTES, Launch, LaunchCache
-from dilabench.kernels.streams import on_a_stream_of_its_own, record
+from dilabench.kernels.streams import is_captured, on_a_stream_of_its_own, record
 from dilabench.kernels.tuning import TileConfig
 
 _Written = npt.NDArray[np.int32]
@@ -190,7 +190,7 @@ class Packing:
 
     def is_read_by_graph(self, x: Tensor) -> bool:
         """Whether a graph is being captured that reads the bounds at each replay."""
-        return self._on_device and _is_captured(x)
+        return self._on_device and is_captured(x)
 
     def tails(self, group: BranchGroup, tile: int) -> Integers:
         """The tails of the group's lists (`BranchGroup.tails_in_tiles`) that these documents need."""
@@ -209,7 +209,7 @@ class Packing:
         made = self._made.get(of_pass)
         if made is None:
             # A captured launch would write them with the first replay.
-            with on_a_stream_of_its_own(x.device) if _is_captured(x) else nullcontext():
+            with on_a_stream_of_its_own(x.device) if is_captured(x) else nullcontext():
                 made = self._launched(of_pass, causal, x)
             while len(self._made) >= _MOST_PASSES:
                 del self._made[next(iter(self._made))]
@@ -257,7 +257,7 @@ class _There(NamedTuple):
     def of(cls, tensors: tuple[Tensor, ...], x: Tensor) -> _There:
         """Made by the current stream of the device of x."""
         complete = None
-        if type(x) is Tensor and x.is_cuda and not _is_captured(x):
+        if type(x) is Tensor and x.is_cuda and not is_captured(x):
             complete = torch.cuda.Event()
             complete.record(torch.cuda.current_stream(x.device))
         return cls(tensors, complete, set())
@@ -269,7 +269,7 @@ class _There(NamedTuple):
             if stream.cuda_stream not in self.streams:
                 self.streams.add(stream.cuda_stream)
                 # A captured stream cannot wait for what was launched before: `torch.cuda.graph` has waited.
-                if self.complete is not None and not torch.cuda.is_current_stream_capturing():
+                if self.complete is not None and not is_captured(x):
                     stream.wait_event(self.complete)
                 # Launches record only what stays from call to call.
                 record(self.tensors)
@@ -296,15 +296,10 @@ class _Made(NamedTuple):
 def _copied(numbers: _Written, x: Tensor) -> _There:
     """Numbers on the device of x, by a copy that nothing waits for on the host."""
     here = torch.from_numpy(numbers)
-    if type(x) is not Tensor or not x.is_cuda or _is_captured(x):
+    if type(x) is not Tensor or not x.is_cuda or is_captured(x):
         with on_a_stream_of_its_own(x.device):
             return _There((here.to(x.device),), None, set())
     return _There.of((here.pin_memory().to(x.device, non_blocking=True),), x)
-
-
-def _is_captured(x: Tensor) -> bool:
-    """Whether a graph is being captured on the device of x."""
-    return type(x) is Tensor and x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def query_lists(

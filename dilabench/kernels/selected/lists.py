@@ -22,6 +22,7 @@ from dilabench.kernels.launch_cache import LaunchCache
 from dilabench.kernels.selected import tiles as tuned
 from dilabench.kernels.selected.operands import launch
 from dilabench.kernels.selected.selection import PER_SELECTION, TokenSelection, sequence_of_row
+from dilabench.kernels.streams import is_captured
 from dilabench.kernels.tuning import TileConfig
 
 ListsT = TypeVar("ListsT")
@@ -57,7 +58,7 @@ def are_alike(lists: QueryLists, most_blocks: int) -> bool | None:
     """
     counts = lists.counts
     traced = isinstance(counts, FakeTensor)
-    if traced or counts.numel() < tuned.LEAST_READ or (counts.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if traced or counts.numel() < tuned.LEAST_READ or is_captured(counts):
         return None
     return bool((counts <= most_blocks).float().mean() >= tuned.ALIKE)
 
