@@ -116,25 +116,47 @@ def launch(monkeypatch, warm_server):
 
 
 @pytest.fixture(scope="session")
-def interpreted():
-    """Runs a script of cases in Triton's interpreter, with options for Python and arguments for the script, and gives
-    what it prints last.
+def interpreted(tmp_path_factory):
+    """Runs a script of cases with its arguments in Triton's interpreter, and gives what it prints last.
 
-    In a process of its own: the interpreter is switched on before Triton is imported.
+    The interpreter is switched on before Triton is imported, so it has a process; scripts run in forks of it.
     """
     import json
+    import signal
     import subprocess
-    import sys
 
-    def run(script, *options, arguments=()):
-        here = Path(__file__).resolve().parent
-        environment = os.environ | {"PYTHONPATH": str(here.parent), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, *options, str(here / "kernels" / "interpreter.py"), str(here / script), *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(done.stdout.splitlines()[-1])
+    here, folder, server = Path(__file__).resolve().parent, tmp_path_factory.mktemp("interpreted"), None
 
-    return run
+    def run(script, arguments=()):
+        nonlocal server
+        if server is None:
+            environment = os.environ | {"PYTHONPATH": str(here.parent), "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, "-W", "ignore", str(here / "kernels" / "interpreter.py")]
+            pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+            server = subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
+        output = folder / "output"
+        try:
+            server.stdin.write(json.dumps([str(output), str(here / script), *arguments]) + "\n")
+            server.stdin.flush()
+            status = server.stdout.readline()
+        except BaseException:
+            # The time limit of a test ends the script, too.
+            os.killpg(server.pid, signal.SIGKILL)
+            stop()
+            raise
+        printed = output.read_text()
+        assert status == "0\n", printed[-3000:]
+        return json.loads(printed.splitlines()[-1])
+
+    def stop():
+        nonlocal server
+        with server:
+            server.stdin.close()
+        server = None
+
+    yield run
+    if server is not None:
+        stop()
 
 
 def smallest_of_each_suite(records):

@@ -31,7 +31,7 @@ CASES = (
 
 @pytest.fixture(scope="module")
 def errors(interpreted) -> dict[str, dict[str, float]]:
-    return interpreted("impls/fused_cases.py", "-W", "ignore")
+    return interpreted("impls/fused_cases.py")
 
 
 @pytest.mark.slow

@@ -1,29 +1,36 @@
-"""Runs a script, whose path comes first, in Triton's interpreter on the CPU: `interpreted` in tests/conftest.py.
+"""Runs scripts in Triton's interpreter on the CPU, for `interpreted` in tests/conftest.py: each in a fork of this
+process, which has loaded torch and Triton. A line of standard input is a list in JSON: the file for all output, the
+script, its arguments. The exit status of each is printed.
 
-It multiplies tiles of bfloat16 as the 16-bit integers that it keeps them as; here they are numbers. Memory that the
-script leaves uninitialised is full of NaN.
+The interpreter multiplies tiles of bfloat16 as the 16-bit integers that it keeps them as; here they are numbers.
+Memory that the script leaves uninitialised is full of NaN.
 
-What is left out takes two thirds of the interpreter's time and changes no result: sums and products of 32-bit
-integers are not repeated in 64 bits to see whether they overflow, Triton's language, which a launch replaces by the
-interpreter's, is not replaced again at every call of a function in a kernel, and what follows from a shape or a dtype
-is not made again for every tensor.
+What is left out takes most of the interpreter's time and changes no result: sums and products of 32-bit integers are
+not repeated in 64 bits to see whether they overflow, Triton's language, which a launch replaces by the interpreter's,
+is not replaced again at every call of a function in a kernel, and types are made once for each shape and dtype, so that
+operands of one type are known not to need conversion.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import runpy
 import sys
+import traceback
+from collections.abc import Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
+from typing import Any, ClassVar, NoReturn
 
 # Read when a kernel is decorated.
 os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
-from triton.language import core
+from triton import language
+from triton.language import core, semantic
 from triton.runtime import interpreter
 
 from dilabench.engine.verify import poisoned
@@ -38,6 +45,31 @@ def call(function: interpreter.InterpretedFunction, *arguments: object, **named:
     return function.rewrite()(*arguments, **named)
 
 
+class Block(core.block_type):
+    """One object for each shape and element type."""
+
+    made: ClassVar[dict[tuple[str, tuple[int, ...]], Block]] = {}
+
+    def __new__(cls, element_ty: core.dtype, shape: Sequence[int | core.constexpr]) -> Block:
+        sizes = tuple([size.value if type(size) is core.constexpr else size for size in shape])
+        key = element_ty.name, sizes
+        if key not in cls.made:
+            made = super().__new__(cls)
+            super(Block, made).__init__(element_ty, list(sizes))
+            made.in_constants = in_constants(sizes)
+            cls.made[key] = made
+        return cls.made[key]
+
+    def __init__(self, element_ty: core.dtype, shape: object) -> None:
+        """`__new__` has made it."""
+
+    def with_element_ty(self, scalar_ty: core.dtype) -> Block:
+        return Block(scalar_ty, self.shape.values)
+
+    def to_ir(self, builder: object) -> Block:
+        return self
+
+
 @cache
 def in_constants(shape: tuple[int, ...]) -> tuple[core.tuple, core.constexpr]:
     """A shape as kernels read it, and the number of elements."""
@@ -46,7 +78,68 @@ def in_constants(shape: tuple[int, ...]) -> tuple[core.tuple, core.constexpr]:
 
 def tensor(self: core.tensor, handle: object, of: core.dtype) -> None:
     self.handle, self.type, self.dtype = handle, of, of.scalar
-    self.shape, self.numel = in_constants(of.shape if of.is_block() else ())
+    self.shape, self.numel = of.in_constants if type(of) is Block else in_constants(())
+
+
+def equal(self: core.tuple, other: object) -> bool:
+    """Elements are compared one by one, constants or numbers."""
+    values = other.values if type(other) is core.tuple else other
+    return self.values == (list(values) if isinstance(values, tuple) else values)
+
+
+# Dtypes that numpy has, and the numbers that do not change them; how large these may be.
+NUMBERS = {"int32": (int,), "int64": (int,), "fp16": (int, float), "fp32": (int, float), "fp64": (int, float)}
+LARGEST = 2**15
+
+
+def constant(number: float, like: core.tensor) -> core.tensor:
+    """A number in the type of a tensor."""
+    data = np.full(like.handle.data.shape, number, numpy_dtype(like.dtype))
+    return core.tensor(interpreter.TensorHandle(data, like.dtype), like.type)
+
+
+def of_one_shape(self: object, lhs: core.tensor, rhs: core.tensor) -> Any:
+    return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+
+def operands(
+    self: object,
+    lhs: Any,
+    rhs: Any,
+    allow_lhs_ptr: bool = False,
+    allow_rhs_ptr: bool = False,
+    arithmetic_check: bool = True,
+    div_or_mod: bool = False,
+) -> Any:
+    """Both operands in the type and shape of the result."""
+    if not div_or_mod and type(lhs) is core.tensor and lhs.dtype.name in NUMBERS:
+        if type(rhs) is core.tensor:
+            if lhs.type is rhs.type:
+                return lhs, rhs
+        elif arithmetic_check and type(rhs) in NUMBERS[lhs.dtype.name] and -LARGEST < rhs < LARGEST:
+            return lhs, constant(rhs, lhs)
+    return converted(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+def unwrapped(x: Any) -> Any:
+    """A constant's value; anything else as it is."""
+    kind = type(x)
+    return x.value if kind is core.constexpr else x if kind in PLAIN else unwrapped_anything(x)
+
+
+def same(self: core.dtype, other: object) -> bool:
+    return self is other or same_name(self, other)
+
+
+def in_place_of(owner: object, name: str, member: Any, builder: object, scope: Any) -> None:
+    """A function of Triton's language that the interpreter's builder serves."""
+    inner, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+    def function(*arguments: Any, **named: Any) -> Any:
+        named["_semantic"] = semantic
+        return inner(*arguments, **named)
+
+    scope.set_attr(owner, name, function)
 
 
 def numpy_dtype(of: core.dtype) -> np.dtype:
@@ -66,6 +159,24 @@ def in_float32(x: interpreter.TensorHandle) -> interpreter.TensorHandle:
     return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), core.float32)
 
 
+def run_here(output: Path, script: list[str]) -> NoReturn:
+    """Run a script with its arguments as this process's program, and exit."""
+    with output.open("w") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    sys.argv, sys.path[0] = [__file__, *script], str(Path(script[0]).parent)
+    status = 1
+    try:
+        with poisoned():
+            runpy.run_path(script[0], run_name="__main__")
+        status = 0
+    except BaseException:  # noqa: BLE001 - printed, whatever it is
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
     multiply = interpreter.InterpreterBuilder.create_dot
     interpreter.InterpreterBuilder.create_dot = dot
@@ -74,9 +185,22 @@ if __name__ == "__main__":
     made_anew = interpreter._get_np_dtype
     interpreter.InterpretedFunction.__call__ = call
     core.tensor.__init__ = tensor
+    core.block_type = language.block_type = Block
+    core.tuple.__eq__ = equal
+    same_name, core.dtype.__eq__ = core.dtype.__eq__, same
+    unwrapped_anything, core._unwrap_if_constexpr = core._unwrap_if_constexpr, unwrapped
+    PLAIN = {core.tensor, core.dtype, int, float, bool, str, type(None)}
+    language_rules = semantic.TritonSemantic
+    converted, language_rules.binary_op_type_checking_impl = language_rules.binary_op_type_checking_impl, operands
+    broadcast, language_rules.broadcast_impl_value = language_rules.broadcast_impl_value, of_one_shape
+    interpreter._patch_attr = in_place_of
     interpreter._get_np_dtype = numpy_dtype
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
-    sys.path[0] = str(Path(sys.argv[1]).parent)
-    with poisoned():
-        runpy.run_path(sys.argv[1], run_name="__main__")
+    for line in sys.stdin:
+        output, *script = json.loads(line)
+        child = os.fork()
+        if not child:
+            run_here(Path(output), script)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)  # noqa: T201 - the process that tests run in reads it

@@ -43,7 +43,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def errors(interpreted: Callable[..., dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
     pytest.importorskip("triton", reason="Triton is not installed: its interpreter runs these kernels on the CPU")
-    return interpreted("kernels/interpreted_block_cases.py", "-W", "ignore::RuntimeWarning")
+    return interpreted("kernels/interpreted_block_cases.py")
 
 
 @pytest.mark.slow
@@ -58,7 +58,7 @@ def test_float32_is_masked_softmax(errors: dict[str, dict[str, float]], case: st
 @pytest.mark.slow
 def test_packed_documents_are_each_by_itself(interpreted: Callable[..., dict[str, dict[str, float]]]) -> None:
     pytest.importorskip("triton", reason="Triton is not installed: its interpreter runs these kernels on the CPU")
-    found = interpreted("kernels/interpreted_block_packings.py", "-W", "ignore::RuntimeWarning")
+    found = interpreted("kernels/interpreted_block_packings.py")
     assert len(found) == 5
     for name, errors in found.items():
         errors.pop("number of empty rows")

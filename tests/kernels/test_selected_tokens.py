@@ -74,7 +74,7 @@ def check(found: Mapping[str, float], tolerance: float = 4e-6) -> None:
 
 @pytest.fixture(scope="module")
 def quick(interpreted: Callable[..., Errors]) -> Errors:
-    return interpreted("kernels/interpreted_token_cases.py", "-W", "ignore::RuntimeWarning", arguments=QUICK)
+    return interpreted("kernels/interpreted_token_cases.py", arguments=QUICK)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def found(interpreted: Callable[..., Errors]) -> Errors:
     names, errors = (*MORE, *HALF, *WORKLOADS), {}
     for first in range(0, len(names), 6):
         some = names[first : first + 6]
-        errors |= interpreted("kernels/interpreted_token_cases.py", "-W", "ignore::RuntimeWarning", arguments=some)
+        errors |= interpreted("kernels/interpreted_token_cases.py", arguments=some)
     return errors
 
 
@@ -120,9 +120,7 @@ def test_the_implementation_equals_the_oracle(found: Errors, case: str) -> None:
 @pytest.mark.parametrize("first", range(0, SEEDS, 8))
 def test_random_selections(interpreted: Callable[..., Errors], first: int) -> None:
     seeds = [str(seed) for seed in range(first, first + 8)]
-    for errors in interpreted(
-        "kernels/interpreted_token_cases.py", "-W", "ignore::RuntimeWarning", arguments=seeds
-    ).values():
+    for errors in interpreted("kernels/interpreted_token_cases.py", arguments=seeds).values():
         check(errors, 1e-5)
 
 
