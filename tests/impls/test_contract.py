@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from dilabench.choice.computation import load_backend
-from dilabench.choice.descriptors import load_target
+from dilabench.choice.descriptors import Backend, Implementation, load_target, unmet
 from dilabench.contracts import BuildContext
 from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.verification import summary, verify
 from dilabench.machine import Machine, detect
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.plugins.descriptors import Implementation
 from dilabench.plugins.manager import discover
 from dilabench.record import Case, GpuInfo
 from dilabench.workload.spec import Workload
@@ -137,15 +136,23 @@ H200 = Machine(device="cuda", gpus=(GpuInfo(name="NVIDIA H200", compute_capabili
 def usable(catalogue: Catalogue, machine: Machine) -> Iterator[Case]:
     """Forward and backward of every implementation and backend that this machine can do."""
     shapes = SHAPES if machine.device == "cpu" else SHAPES | GPU_SHAPES
-    for implementation in catalogue.implementations:
-        backends = catalogue.backends.names if implementation.uses_backend else (None,)
-        for fields in shapes.values():
-            for dtype in DTYPES:
-                for backend in backends:
-                    workload = Workload.model_validate({**fields, "dtype": dtype, "mode": "both"})
-                    case = Case(implementation=implementation.name, backend=backend, workload=workload)
-                    if not catalogue.reasons_against(case, machine):
-                        yield case
+    workloads = [
+        Workload.model_validate({**fields, "dtype": dtype, "mode": "both"})
+        for fields in shapes.values()
+        for dtype in DTYPES
+    ]
+
+    def ready(of: Implementation | Backend) -> bool:
+        """Asked once of each: the answer reads what is installed."""
+        return not unmet(of.requires, machine, catalogue.find_module)
+
+    backends = [backend.name for backend in catalogue.backends if ready(backend)]
+    for implementation in filter(ready, catalogue.implementations):
+        for workload in workloads:
+            for backend in backends if implementation.uses_backend else (None,):
+                case = Case(implementation=implementation.name, backend=backend, workload=workload)
+                if not catalogue.reasons_against(case, machine):
+                    yield case
 
 
 def compiles(catalogue: Catalogue, case: Case) -> bool:
