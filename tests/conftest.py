@@ -109,7 +109,8 @@ def warm_server() -> None:
 @pytest.fixture
 def launch(monkeypatch, warm_server):
     """Run a function on ranks; their processes import it by its module's name, for they inherit sys.path."""
-    monkeypatch.syspath_prepend(Path(__file__).parent / "distributed" / "on_ranks")
+    for folder in ("kernels", "distributed/on_ranks"):
+        monkeypatch.syspath_prepend(Path(__file__).parent / folder)
     from launching import launch as on_ranks
 
     return on_ranks

@@ -185,27 +185,38 @@ def run_here(output: Path, script: list[str]) -> NoReturn:
     os._exit(status)
 
 
-if __name__ == "__main__":
-    multiply = interpreter.InterpreterBuilder.create_dot
+multiply = interpreter.InterpreterBuilder.create_dot
+replaced: set[int] = set()
+numpy_dtypes: dict[str, np.dtype] = {}
+made_anew = interpreter._get_np_dtype
+same_name = core.dtype.__eq__
+unwrapped_anything = core._unwrap_if_constexpr
+PLAIN = {core.tensor, core.dtype, int, float, bool, str, type(None)}
+converted = semantic.TritonSemantic.binary_op_type_checking_impl
+broadcast = semantic.TritonSemantic.broadcast_impl_value
+apply = interpreter.ReduceOps.apply_impl
+
+
+def set_up() -> None:
+    """Replace what is slow or wrong in the interpreter of this process."""
     interpreter.InterpreterBuilder.create_dot = dot
-    replaced: set[int] = set()
-    numpy_dtypes: dict[str, np.dtype] = {}
-    made_anew = interpreter._get_np_dtype
     interpreter.InterpretedFunction.__call__ = call
     core.tensor.__init__ = tensor
     core.block_type = language.block_type = Block
     core.tuple.__eq__ = equal
-    same_name, core.dtype.__eq__ = core.dtype.__eq__, same
-    unwrapped_anything, core._unwrap_if_constexpr = core._unwrap_if_constexpr, unwrapped
-    PLAIN = {core.tensor, core.dtype, int, float, bool, str, type(None)}
-    language_rules = semantic.TritonSemantic
-    converted, language_rules.binary_op_type_checking_impl = language_rules.binary_op_type_checking_impl, operands
-    broadcast, language_rules.broadcast_impl_value = language_rules.broadcast_impl_value, of_one_shape
-    apply, interpreter.ReduceOps.apply_impl = interpreter.ReduceOps.apply_impl, reduced
+    core.dtype.__eq__ = same
+    core._unwrap_if_constexpr = unwrapped
+    semantic.TritonSemantic.binary_op_type_checking_impl = operands
+    semantic.TritonSemantic.broadcast_impl_value = of_one_shape
+    interpreter.ReduceOps.apply_impl = reduced
     interpreter._patch_attr = in_place_of
     interpreter._get_np_dtype = numpy_dtype
     options = interpreter.interpreter_builder.options
     interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+
+
+if __name__ == "__main__":
+    set_up()
     for line in sys.stdin:
         output, *script = json.loads(line)
         child = os.fork()

@@ -1,7 +1,5 @@
 """`fused-sharded` on ranks against the formula: its cuts and shards with another local part, and its own kernels."""
 
-import os
-
 import torch
 from ring_cases import context, difference, dilated, random_inputs, results, workload
 
@@ -50,9 +48,16 @@ def exact(world):
     return found, world.traffic.counters()
 
 
+def interpret():
+    """Kernels that this process imports from now on run in Triton's interpreter."""
+    import interpreter
+
+    interpreter.set_up()
+
+
 def fused(world):
     """The largest error of each result of the kernels, interpreted, in float32."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     from dilabench.impls.ring import fused_sharded
 
     inputs = [x.float() for x in random_inputs(PLANNED)]
@@ -76,7 +81,7 @@ CROSSING = {
 
 def fused_beside_messages(world):
     """By case: the largest error of `fused-allgather`, its kernels interpreted, its notes, and the bytes received."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     from dilabench.impls.ring import allgather
 
     found = {}
@@ -96,7 +101,7 @@ def packed_in_tiles(world):
     """By implementation: the largest error of packed documents whose rows on the same rows dilabench's tiles compute,
     interpreted, and the notes.
     """
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     from dilabench.impls import packed
     from dilabench.impls.ring import gathered, ulysses
 
