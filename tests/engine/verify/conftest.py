@@ -11,7 +11,7 @@ from dilabench.impls.visible_keys import multiplicity
 from dilabench.workload.spec import Workload
 
 BRANCHES = {"kind": "dilated", "segment_lengths": (16, 48, 256), "dilation_rates": (1, 3, 6)}
-BASE = {"pattern": BRANCHES, "batch_size": 2, "seq_len": 97, "num_heads": 5, "num_kv_heads": 5, "head_dim": 24}
+BASE = {"pattern": BRANCHES, "batch_size": 2, "seq_len": 61, "num_heads": 5, "num_kv_heads": 5, "head_dim": 24}
 
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 

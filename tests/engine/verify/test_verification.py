@@ -27,7 +27,7 @@ SPARSE = {"kind": "dilated", "segment_lengths": (7, 30), "dilation_rates": (2, 4
         {"causal": False, "seq_len": 96, "head_dim": 80},
         {"pattern": SPARSE, "causal": False, "num_heads": 6, "num_kv_heads": 3},
         {"pattern": {"kind": "dense"}, "window": (9, -1)},
-        {"batch_size": 1, "layout": "packed", "cu_seqlens": (0, 1, 40, 97)},
+        {"batch_size": 1, "layout": "packed", "cu_seqlens": (0, 1, 40, 61)},
         {"head_dim": 1},
         {"seq_len": 1},
     ],
