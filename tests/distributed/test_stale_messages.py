@@ -18,8 +18,8 @@ WAYS = {
 def workload(causal=True, pattern="dense"):
     import ring_cases
 
-    kinds = {"dense": {"kind": "dense"}, "dilated": ring_cases.dilated([128, 512], [1, 2])}
-    shape = {"seq_len": 512, "batch_size": 3, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16}
+    kinds = {"dense": {"kind": "dense"}, "dilated": ring_cases.dilated([64, 256], [1, 2])}
+    shape = {"seq_len": 256, "batch_size": 3, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16}
     return ring_cases.workload(pattern=kinds[pattern], **shape, dtype="bfloat16", causal=causal)
 
 
