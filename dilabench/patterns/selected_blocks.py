@@ -195,16 +195,7 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
     def row_labels(self, shapes: Sequence[SequenceShape]) -> dict[str, str]:
         """Labels of some rows: a digest of their indices, and the share of blocks that a token and the one before it
         have in common."""
-        digest, shared, chosen = hashlib.sha256(), 0, 0
-        for shape in shapes:
-            rows = np.unique(np.linspace(0, shape.length - 1, LABELLED_ROWS).astype(np.int64))
-            for head in range(shape.num_kv_heads):
-                of_rows = self.selected(shape, head, rows)
-                before = self.selected(shape, head, np.maximum(rows - 1, 0))
-                digest.update(of_rows.tobytes())
-                is_shared = ((of_rows[:, :, None] == before[:, None]) & (of_rows[:, :, None] != ABSENT)).any(2)
-                shared, chosen = shared + int(is_shared[rows > 0].sum()), chosen + int((of_rows[rows > 0] >= 0).sum())
-        return {"selection": digest.hexdigest()[:16], "overlap": f"{shared / max(1, chosen):.2f}"}
+        return dict(_row_labels(self, tuple(shapes)))
 
     # The selection.
 
@@ -352,6 +343,21 @@ class MistakenSelection(Pattern):
         """As of the right selection."""
         right: SelectedBlocksPattern = self.inner
         return right.head_key(shape, head)
+
+
+@lru_cache(maxsize=16)
+def _row_labels(pattern: SelectedBlocksPattern, shapes: tuple[SequenceShape, ...]) -> dict[str, str]:
+    """Kept, because every implementation and mode of a plan has them."""
+    digest, shared, chosen = hashlib.sha256(), 0, 0
+    for shape in shapes:
+        rows = np.unique(np.linspace(0, shape.length - 1, LABELLED_ROWS).astype(np.int64))
+        for head in range(shape.num_kv_heads):
+            of_rows = pattern.selected(shape, head, rows)
+            before = pattern.selected(shape, head, np.maximum(rows - 1, 0))
+            digest.update(of_rows.tobytes())
+            is_shared = ((of_rows[:, :, None] == before[:, None]) & (of_rows[:, :, None] != ABSENT)).any(2)
+            shared, chosen = shared + int(is_shared[rows > 0].sum()), chosen + int((of_rows[rows > 0] >= 0).sum())
+    return {"selection": digest.hexdigest()[:16], "overlap": f"{shared / max(1, chosen):.2f}"}
 
 
 def _pieces(rows: Positions, columns: int) -> list[Positions]:

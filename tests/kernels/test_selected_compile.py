@@ -131,5 +131,5 @@ def test_kernels_compile(launches: list[Launch], shape: str, kernel: str) -> Non
 
 @pytest.mark.parametrize("shape", ["nsa by query", "nsa gathered", "moba"])
 def test_another_length_compiles_nothing(launches: list[Launch], shape: str) -> None:
-    kernels = [set(map(compiled_for, launched(launches, shape, rows))) for rows in (1000, 3333, 12_345)]
+    kernels = [set(map(compiled_for, launched(launches, shape, rows))) for rows in (1000, 1667, 3333)]
     assert kernels[0] == kernels[1] == kernels[2]

@@ -9,7 +9,12 @@ from dilabench.distributed.whole import Whole
 from dilabench.engine.call.overlap_timing import communication_only, computation_only
 
 
-def ablated(world, name, one):
+def ablated(world, calls):
+    """For each call (name, workload), `_ablated`."""
+    return [_ablated(world, *call) for call in calls]
+
+
+def _ablated(world, name, one):
     """(kernel calls, bytes received) of the call as it is, without communication, without computation."""
     called = []
 
