@@ -1,6 +1,6 @@
 """Whole documents of a packing assigned to ranks, for patterns with cuts: no rank needs keys of another.
 
-The segments of dilated attention begin anew in every document, so a rank that holds whole documents sends nothing. A
+The segments of dilated attention begin again in every document, so a rank that holds whole documents sends nothing. A
 document longer than the least common multiple of the segment lengths is cut at its multiples, where no segment crosses.
 """
 
