@@ -1,7 +1,7 @@
 """Messages between the GPUs of one host by their copy engines, over memory that torch maps into every rank.
 
-The sender copies its bytes into a ring buffer, and readers copy them over the links directly to their destination. Both
-run on separate streams, beside the work in the current stream.
+The sender copies its bytes into a ring buffer on the current stream, in one pass; the rest runs on other streams:
+readers copy the bytes over the links directly to their destination.
 """
 
 from __future__ import annotations
@@ -39,42 +39,31 @@ class StreamQueue:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
-        self._handle = stream.cuda_stream
-        driver = _driver()
-        self._wait, self._write = driver.cuStreamWaitValue32_v2, driver.cuStreamWriteValue32_v2
-        self._copy = driver.cuMemcpyAsync
+        self._handle = ctypes.c_void_p(stream.cuda_stream)
+        self._driver = _driver()
 
     def wait(self, counter: int, count: int) -> None:
         """Wait until the counter has reached the count; counts may exceed 2^32, as they are compared cyclically."""
-        _check(self._wait(self._handle, counter, count & LARGEST_COUNT, _WAIT_UNTIL_AT_LEAST))
+        address, value = ctypes.c_uint64(counter), ctypes.c_uint32(count & LARGEST_COUNT)
+        _check(self._driver.cuStreamWaitValue32_v2(self._handle, address, value, _WAIT_UNTIL_AT_LEAST))
 
     def set(self, counter: int, count: int) -> None:
         """Write the count; the driver orders it after all writes before it, for all devices."""
-        _check(self._write(self._handle, counter, count & LARGEST_COUNT, 0))
+        address, value = ctypes.c_uint64(counter), ctypes.c_uint32(count & LARGEST_COUNT)
+        _check(self._driver.cuStreamWriteValue32_v2(self._handle, address, value, 0))
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy bytes from or to a device that this one can reach."""
-        _check(self._copy(target, source, nbytes, self._handle))
-
-
-# Arguments of the driver's functions: a stream's handle, addresses, and values of 32 bits or sizes.
-_STREAM, _ADDRESS, _VALUE = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
-_ARGUMENTS = {
-    "cuStreamWaitValue32_v2": (_STREAM, _ADDRESS, _VALUE, ctypes.c_uint),
-    "cuStreamWriteValue32_v2": (_STREAM, _ADDRESS, _VALUE, ctypes.c_uint),
-    "cuMemcpyAsync": (_ADDRESS, _ADDRESS, ctypes.c_size_t, _STREAM),
-}
+        sizes = ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes)
+        _check(self._driver.cuMemcpyAsync(*sizes, self._handle))
 
 
 @cache
 def _driver() -> ctypes.CDLL:
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise RuntimeError(f"the CUDA driver cannot be called: {error}") from error
-    for name, arguments in _ARGUMENTS.items():
-        getattr(driver, name).argtypes = arguments
-    return driver
 
 
 def _check(status: int) -> None:
@@ -89,8 +78,6 @@ def _check(status: int) -> None:
 _MEMORY_SHARE = 64
 # Share of each reader's region for messages in CUDA graphs.
 _CAPTURED_SHARE = 4
-# A message of more contiguous parts is written by one kernel instead of a copy for each.
-_MOST_RUNS = 16
 # Interval at which the deadlines of transfers are checked.
 _WATCH_S = 0.5
 _TRIAL_NUMBERS = 1 << 20
@@ -99,22 +86,20 @@ _RELAXED = 2
 
 
 class CopyWork:
-    """Transfers from and to this rank, with `wait` like torch.distributed's `Work`.
+    """A transfer to this rank, with `wait` like torch.distributed's `Work`.
 
     ended: in a graph, the count of exchanges that were waited for.
     """
 
     def __init__(
-        self, copies: Copies, device: torch.device, events: Sequence[torch.cuda.Event], ended: Tensor | None = None
+        self, copies: Copies, device: torch.device, event: torch.cuda.Event, ended: Tensor | None = None
     ) -> None:
-        self._copies, self._device, self._events, self._ended = copies, device, events, ended
+        self._copies, self._device, self._event, self._ended = copies, device, event, ended
 
     def wait(self) -> None:
-        """Make the current stream wait for them. Raises RuntimeError after a peer was too slow."""
+        """Make the current stream wait for it. Raises RuntimeError after a peer was too slow."""
         self._copies.check()
-        current = torch.cuda.current_stream(self._device)
-        for event in self._events:
-            current.wait_event(event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
         if self._ended is not None:
             self._ended.add_(1)
             self._ended = None
@@ -156,9 +141,7 @@ class Copies:
         torch.cuda.synchronize(device)
         # Stored, because the mapping ends with it.
         self._handle = symmetric.rendezvous(self._memory, group)
-        self._outward, self._inward, self._rescue = (
-            StreamQueue(torch.cuda.Stream(device, priority=-1)) for _ in range(3)
-        )
+        self._inward, self._rescue = (StreamQueue(torch.cuda.Stream(device, priority=-1)) for _ in range(2))
         self._buffers = RingBuffers(rank, self._handle.buffer_ptrs, region)
         # By exchange, because each begins with the first slots.
         self._slots = partial(Slots, rank, [address + first for address in self._handle.buffer_ptrs], slot)
@@ -184,35 +167,32 @@ class Copies:
     def send_recv(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> CopyWork:
         """Send tensors to ranks and receive into contiguous tensors from ranks, after the work in the current stream.
 
-        Sent tensors may be overwritten, and all be freed, after `CopyWork.wait`. While a CUDA graph is captured, the
-        messages become part of it.
+        Later work on the current stream may overwrite the sent tensors. While a CUDA graph is captured, the messages
+        become part of it.
         """
         self.check()
+        current = torch.cuda.current_stream(self._device)
         captured = torch.cuda.is_current_stream_capturing()
         messages, memory = (self._slots(), self._captured_memory) if captured else (self._buffers, self._memory)
         if captured:
             self._captures = True
             self._exchanges[:1].add_(1)
-        # Sent tensors are made by earlier work in the stream, which may still use the memory of the received ones.
-        begun = torch.cuda.current_stream(self._device).record_event()
-        events = []
-        if any(sends.values()):
-            self._outward.stream.wait_event(begun)
-            for peer in sorted(sends, key=lambda peer: (peer - self._rank) % self._size):
-                for tensor in sends[peer]:
-                    _send(messages, memory, self._outward, peer, tensor)
-            events.append(self._outward.stream.record_event())
-        if any(receives.values()):
-            self._inward.stream.wait_event(begun)
-            for peer in sorted(receives, key=lambda peer: (self._rank - peer) % self._size):
-                for tensor in receives[peer]:
-                    messages.receive(self._inward, peer, tensor.data_ptr(), tensor.nbytes)
-            events.append(self._inward.stream.record_event())
+        # Earlier work in the stream may still use the memory of the received tensors.
+        self._inward.stream.wait_event(current.record_event())
+        queue = StreamQueue(current)
+        for peer in sorted(sends, key=lambda peer: (peer - self._rank) % self._size):
+            for tensor in sends[peer]:
+                _send(messages, memory, queue, peer, tensor)
+        for peer in sorted(receives, key=lambda peer: (self._rank - peer) % self._size):
+            for tensor in receives[peer]:
+                messages.receive(self._inward, peer, tensor.data_ptr(), tensor.nbytes)
+        arrived = self._inward.stream.record_event()
         if captured:
-            return CopyWork(self, self._device, events, self._exchanges[1:])
+            return CopyWork(self, self._device, arrived, self._exchanges[1:])
         deadline = time.monotonic() + self.timeout_s
-        self._under_way.extend(_Transfer(deadline, self.timeout_s, event) for event in events)
-        return CopyWork(self, self._device, events)
+        for event in (current.record_event(), arrived):
+            self._under_way.append(_Transfer(deadline, self.timeout_s, event))
+        return CopyWork(self, self._device, arrived)
 
     def try_out(self) -> None:
         """Exchange known values with every rank. Raises RuntimeError when they do not arrive as they were sent."""
@@ -304,37 +284,14 @@ def _end_process(message: str) -> None:
 
 def _send(messages: RingBuffers | Slots, memory: Tensor, queue: StreamQueue, peer: int, tensor: Tensor) -> None:
     """Queue a message to a rank through the sender's memory."""
-    runs = _runs(tensor)
-    if runs:
-        base = memory.data_ptr()
+    in_pieces = tensor.nbytes > messages.longest_chunk
+    flat = tensor.contiguous().view(-1).view(torch.uint8) if in_pieces else tensor
 
-        def copy_runs(place: int, start: int, length: int) -> None:
-            for at, source, nbytes in runs:
-                first, stop = max(at, start), min(at + nbytes, start + length)
-                if first < stop:
-                    queue.copy(base + place + first - start, source + first - at, stop - first)
+    def write_chunk(place: int, start: int, length: int) -> None:
+        target = memory[place : place + length]
+        if in_pieces:
+            target.copy_(flat[start : start + length])
+        else:
+            copy_strided_(target.view(tensor.dtype).view(tensor.shape), tensor)
 
-        messages.send(queue, peer, tensor.nbytes, copy_runs)
-        return
-    with torch.cuda.stream(queue.stream):
-        in_pieces = tensor.nbytes > messages.longest_chunk
-        flat = tensor.contiguous().view(-1).view(torch.uint8) if in_pieces else tensor
-
-        def copy_elements(place: int, start: int, length: int) -> None:
-            target = memory[place : place + length]
-            if in_pieces:
-                target.copy_(flat[start : start + length])
-            else:
-                copy_strided_(target.view(tensor.dtype).view(tensor.shape), tensor)
-
-        messages.send(queue, peer, tensor.nbytes, copy_elements)
-
-
-def _runs(x: Tensor) -> list[tuple[int, int, int]]:
-    """(start, address, bytes) of the contiguous parts of a tensor, in its order; empty if there are many."""
-    if x.is_contiguous():
-        return [(0, x.data_ptr(), x.nbytes)]
-    if x.shape[0] > _MOST_RUNS or not x[0].is_contiguous():
-        return []
-    nbytes, step = x.nbytes // x.shape[0], x.stride(0) * x.element_size()
-    return [(at * nbytes, x.data_ptr() + at * step, nbytes) for at in range(x.shape[0])]
+    messages.send(queue, peer, tensor.nbytes, write_chunk)
