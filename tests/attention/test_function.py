@@ -241,7 +241,8 @@ def test_blocks_of_packed_queries_count_in_each_sequence_from_the_first(as_tenso
     q, k, v = (x[0].detach().requires_grad_() for x in operands())
     counts = [-(-(last - first) // BLOCK) for first, last in pairwise(bounds)]
     choose = torch.Generator().manual_seed(3)
-    indices = torch.randint(-1, 4, (K, sum(counts), 2), generator=choose)
+    of_sequence = torch.tensor(counts).repeat_interleave(torch.tensor(counts))[None, :, None]
+    indices = (torch.rand(K, sum(counts), 2, generator=choose) * (of_sequence + 1)).long() - 1
     if not per_head:
         indices = indices[0]
     sink = torch.linspace(-1, 1, H, dtype=torch.float64)
