@@ -32,15 +32,16 @@ from dilabench.kernels.varlen import TileReach, keys_seen, tiles_seen
 
 BLOCK = 128
 
-# torch 2.9 replaced return_lse=True (a tuple with lse) by return_aux (a tuple with a record).
-_ASK_FOR_LSE: dict[str, Any] = (
-    {"return_aux": flex.AuxRequest(lse=True)} if hasattr(flex, "AuxRequest") else {"return_lse": True}
-)
-
 
 def _call(q: Tensor, k: Tensor, v: Tensor, mask: flex.BlockMask | None, scale: float) -> tuple[Tensor, Any]:
     return flex.flex_attention(
-        q, k, v, block_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **_ASK_FOR_LSE
+        q,
+        k,
+        v,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        return_aux=flex.AuxRequest(lse=True),
     )
 
 
@@ -79,8 +80,8 @@ def _run(
     if mask is not None:
         record(mask.as_tuple())
     run = _compiled(q.shape, k.shape, q.dtype, q.device, kind, q.requires_grad)
-    out, lse = run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, scale)
-    return out.transpose(1, 2), lse if isinstance(lse, Tensor) else lse.lse
+    out, extra = run(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, scale)
+    return out.transpose(1, 2), extra.lse
 
 
 def _backward(

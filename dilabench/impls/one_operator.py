@@ -431,7 +431,7 @@ _packings: set[tuple[int, ...]] = set()
 
 def _warn_of_packings(cu_seqlens: tuple[int, ...]) -> None:
     """Log a warning when the number of compiled lists of bounds reaches torch's limit of graphs per function."""
-    limit: int = getattr(torch._dynamo.config, "recompile_limit", 8)
+    limit = torch._dynamo.config.recompile_limit
     if len(_packings) < limit and cu_seqlens not in _packings:
         _packings.add(cu_seqlens)
         if len(_packings) == limit:

@@ -157,7 +157,7 @@ def install_sdpa_flash(patch: pytest.MonkeyPatch) -> None:
 
 
 def install_efficient(patch: pytest.MonkeyPatch) -> None:
-    """torch 2.6 to 2.13: rows of lse for each sequence, as many as the longest has, padded with NaN here."""
+    """torch 2.10 to 2.13: rows of lse for each sequence, as many as the longest has, padded with NaN here."""
 
     def masked(mask_type: int, window_size: int | None) -> dict[str, Any]:
         assert mask_type in (0, 2)

@@ -49,7 +49,6 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> Calls:
             heads_first(*math.attend_backward(dout, q, k, v, o, logsumexp.squeeze(-1), causal=is_causal, scale=scale))
         )
 
-    monkeypatch.setattr(sdpa_cudnn, "LSE_IS_A_COLUMN", True)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward, raising=False)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", backward, raising=False)
     return calls
@@ -96,7 +95,7 @@ def test_cudnn_refuses_a_window_instead_of_leaving_it_out(cudnn: Calls) -> None:
 
 @pytest.fixture
 def efficient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two cutlass operators as in torch 2.6 to 2.13; lse padded as there, with NaN."""
+    """The two cutlass operators as in torch 2.10 to 2.13; lse padded as there, with NaN."""
 
     def window(mask_type: int, window_size: int | None) -> dict[str, Any]:
         return {"causal": mask_type == 1, "window": (-1 if window_size is None else window_size - 1, -1)}
@@ -144,7 +143,7 @@ def test_efficient_refuses_a_window_that_looks_ahead(efficient: None) -> None:
 
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two FlashAttention operators as in torch 2.6 to 2.13."""
+    """The two FlashAttention operators as in torch 2.10 to 2.13."""
 
     def forward(
         query: Tensor, key: Tensor, value: Tensor, cum_seq_q: None, cum_seq_k: None, max_q: int, max_k: int,

@@ -19,12 +19,8 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 from dilabench.backends.adapt import CUDA_KERNEL, Call, adapted
-
-# Since torch 2.9 the operators' lse is [B, H, M, 1], before that [B, H, M].
-LSE_IS_A_COLUMN = TorchVersion(torch.__version__) >= "2.9"
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -36,7 +32,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *_heads_first(q, k, v), None, True, 0.0, call.band.causal, False, scale=call.scale
     )
-    return out.transpose(1, 2)[:, :rows], (lse.squeeze(-1) if LSE_IS_A_COLUMN else lse)[:, :, :rows]
+    # The operators' lse is [B, H, M, 1].
+    return out.transpose(1, 2)[:, :rows], lse.squeeze(-1)[:, :, :rows]
 
 
 def _backward(
@@ -52,7 +49,7 @@ def _backward(
     unread = torch.empty((), dtype=torch.int64, device=q.device)
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         *_heads_first(dout, q, k, v, out),
-        lse.unsqueeze(-1) if LSE_IS_A_COLUMN else lse,
+        lse.unsqueeze(-1),
         unread,
         unread,
         None,

@@ -26,8 +26,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # The two tensors of the random generator's state (named philox_seed and philox_offset up to torch 2.6, rng_state
-    # and unused since) are read only with dropout.
+    # The random generator's state and the tensor after it are read only with dropout.
     unread = torch.empty(2, dtype=torch.int64, device=q.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         dout,

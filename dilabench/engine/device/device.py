@@ -83,8 +83,8 @@ class Device:
 
     def release_cached(self) -> None:
         """Give memory that the allocator holds back to the device, for other processes."""
-        # torch has this from 2.9 on, and not for every device.
-        with suppress(AttributeError, RuntimeError):
+        # Not every device has a cache.
+        with suppress(RuntimeError):
             torch.accelerator.empty_cache()
 
     def free_bytes(self) -> int | None:
@@ -98,8 +98,8 @@ class Device:
             self.synchronize()
             before = int(torch.accelerator.memory_allocated(self.where))
             torch.accelerator.reset_peak_memory_stats(self.where)
-        # torch before 2.9, or a device whose allocator keeps no statistics.
-        except (AttributeError, RuntimeError):
+        # A device whose allocator keeps no statistics.
+        except RuntimeError:
             return None
         work()
         return int(torch.accelerator.max_memory_allocated(self.where)) - before

@@ -208,8 +208,6 @@ class _FlexFunction(torch.autograd.Function):
 
 def _flex_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     out, lse = _FlexFunction.apply(q, k, v)
-    if options.get("return_lse"):
-        return out, lse
     return (out, SimpleNamespace(lse=lse)) if options.get("return_aux") is not None else out
 
 

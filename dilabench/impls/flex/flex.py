@@ -21,11 +21,6 @@ from dilabench.contracts import BuildContext
 from dilabench.impls.flex.blocks import BLOCK, Blocks, CountedBlocks, counted_blocks
 from dilabench.workload.spec import Workload
 
-# torch 2.9 replaced return_lse=True (a tuple with lse) by return_aux (a tuple with a record).
-_ASK_FOR_LSE: dict[str, Any] = (
-    {"return_aux": flex.AuxRequest(lse=True)} if hasattr(flex, "AuxRequest") else {"return_lse": True}
-)
-
 # The block of a position, and its place inside: without the signs that // and % have to mind.
 SHIFT, INSIDE = BLOCK.bit_length() - 1, BLOCK - 1
 
@@ -93,8 +88,7 @@ class Flex:
             return out.squeeze(0), lse.squeeze(0)
         heads_first = (x.transpose(1, 2) for x in (q, k, v))
         out, extra = self.run(*heads_first, self.score, self.mask, self.scale, dict(self.options) or None)
-        lse = extra if isinstance(extra, Tensor) else extra.lse
-        return out.transpose(1, 2), lse.detach()
+        return out.transpose(1, 2), extra.lse.detach()
 
 
 def _attend(
@@ -115,7 +109,7 @@ def _attend(
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
         kernel_options=options,
-        **_ASK_FOR_LSE,
+        return_aux=flex.AuxRequest(lse=True),
     )
 
 
