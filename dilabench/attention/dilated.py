@@ -212,8 +212,7 @@ def dilated_attention(
             out, lse = computation.forward(query, key, value)[:2]
     else:
         operands.check_operands(query.shape, key.shape, value.shape)
-        check = operands.check_options if torch.compiler.is_compiling() else operands.refuse_types
-        check(Options(*options)._asdict())
+        operands.refuse_types(Options(*options)._asdict())
         if sink is not None:
             operands.check_sink(sink, query, merge_grad)
         if not torch.compiler.is_compiling() and torch._C._is_tracing():

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -202,9 +203,12 @@ def test_more_parts_than_a_byte_counts_are_refused() -> None:
 def test_kernel_options_reach_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = workload_of(EXAMPLES["dilated, nested"])
     seen = []
-    monkeypatch.setattr(
-        flex_attention, "flex_attention", lambda q, *_, **more: seen.append(more["kernel_options"]) or (q, q[..., 0])
-    )
+
+    def called(q: Any, *_: Any, kernel_options: Any, **_more: Any) -> tuple[Any, Any]:
+        seen.append(kernel_options)
+        return q, SimpleNamespace(lse=q[..., 0])
+
+    monkeypatch.setattr(flex_attention, "flex_attention", called)
     q, k, v = (torch.zeros(2, 300, heads, 16) for heads in (4, 2, 2))
     monkeypatch.setattr(flex, "_has_flash4", lambda: True)
     for tiles in ("", "BACKEND=FLASH", "BLOCK_M=64, BLOCK_N=32"):
