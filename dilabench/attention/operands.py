@@ -271,7 +271,7 @@ def check_scale(scale: float | None) -> None:
 
 
 def refuse_types(options: Mapping[str, Any]) -> None:
-    """`check_options`, and refuse unhashable values such as lists, unless compiled: torch 2.10 does not trace `hash`."""
+    """`check_options`, and refuse unhashable values such as lists; torch 2.10 cannot compile `hash`."""
     check_options(options)
     for name, value in () if torch.compiler.is_compiling() else options.items():
         try:
