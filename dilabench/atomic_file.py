@@ -38,16 +38,38 @@ def file_chunks(path: Path, *, pipe: bool = False, size: int = _CHUNK) -> Iterat
 
     Raises OSError with the reason: no plain file, more bytes than `most_bytes`, or a pipe that is silent for SILENCE_S.
     """
-    # Without O_NONBLOCK a pipe without a writer would be waited for, for ever.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+    with os.fdopen(_opened(path, os.O_RDONLY, pipe=pipe), "rb", buffering=0) as file:
         state = os.fstat(file.fileno())
-        if stat.S_ISDIR(state.st_mode):
-            raise IsADirectoryError(errno.EISDIR, "it is a folder")
-        plain = stat.S_ISREG(state.st_mode)
-        if not plain and not pipe:
-            raise OSError(errno.EINVAL, "it is no plain file")
         # A buffer of the whole size is made first.
-        yield from limited(_chunks(file, min(size, max(_CHUNK, state.st_size + 1)), waiting=not plain))
+        first = min(size, max(_CHUNK, state.st_size + 1))
+        yield from limited(_chunks(file, first, waiting=not stat.S_ISREG(state.st_mode)))
+
+
+def open_to_append(path: Path) -> io.FileIO:
+    """A plain file, created if missing, to append to without a buffer; raises OSError, for a pipe or device, too."""
+    # For writing only, a pipe without a reader has another error.
+    return os.fdopen(_opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
+
+
+def _opened(path: Path, flags: int, *, pipe: bool = False) -> int:
+    """The descriptor of a plain file or, with `pipe`, of anything but a folder; raises OSError for others."""
+    # Without O_NONBLOCK a pipe without a writer would be waited for, for ever.
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode) or (pipe and not stat.S_ISDIR(mode)):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    raise OSError(errno.EINVAL, "it is no plain file")
+
+
+def check_writable(folder: Path, size: int) -> None:
+    """Write this many bytes to an unnamed file in a folder; raises OSError if that fails."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(size))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def most_bytes() -> int:
@@ -132,16 +154,12 @@ def open_lock(path: Path, flags: int = 0) -> int:
 
     Raises OSError if it cannot be opened or is no plain file: a pipe would block for ever.
     """
-    flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
+    flags |= os.O_RDWR
     try:
         # In everybody's folder, Linux refuses to "create" a file that another user has (fs.protected_regular).
-        descriptor = os.open(path, flags)
+        return _opened(path, flags)
     except FileNotFoundError:
-        descriptor = os.open(path, flags | os.O_CREAT, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a plain file")
-    return descriptor
+        return _opened(path, flags | os.O_CREAT)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """The cache folder: traced memory, tune files, compiled C++, the charting library. All of it can be made again."""
 
-import errno
 import functools
 import hashlib
 import logging
@@ -8,6 +7,8 @@ import os
 import stat
 import tempfile
 from pathlib import Path
+
+from dilabench.atomic_file import check_writable, read_file
 
 CACHE_VARIABLE = "DILABENCH_CACHE"
 COMPILED_VARIABLE = "DILABENCH_COMPILED"
@@ -52,20 +53,10 @@ def why_not_writable(folder: Path) -> str | None:
     """Why no file can be written to a folder, which is created if missing; None if one can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(1 << 16))
-            file.flush()
+        check_writable(folder, 1 << 16)
     except OSError as error:
         return f"{str(folder)!r} cannot be written: {error.strerror or error}"
     return None
-
-
-def read_file(path: Path) -> bytes:
-    """The content of a plain file; raises OSError for a pipe, a device or a folder, which might never end."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is no plain file")
-        return file.read()
 
 
 def with_digest(data: bytes) -> bytes:

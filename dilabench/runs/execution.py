@@ -18,7 +18,7 @@ from dilabench.engine.device.environment import snapshot
 from dilabench.engine.progress import Progress
 from dilabench.engine.runner import FollowUp, Project
 from dilabench.engine.runner import run as run_cases
-from dilabench.errors import DilabenchError, ExitCode, PluginError, exit_code_for
+from dilabench.errors import DilabenchError, ExitCode, PluginError, encodable, exit_code_for
 from dilabench.machine import Machine
 from dilabench.plugins.boundary import answered
 from dilabench.plugins.catalogue import OWN, Catalogue
@@ -180,7 +180,8 @@ def new_header(found: Found, machine: Machine, request: RunRequest, argv: Sequen
         tool_version=__version__,
         run_id=secrets.token_hex(4),
         suite=request.suite,
-        argv=tuple(sys.argv[1:] if argv is None else argv),
+        # A path may have bytes that are no text.
+        argv=tuple(map(encodable, sys.argv[1:] if argv is None else argv)),
         config=request.model_dump(mode="json"),
         seed=request.seed,
         device=machine.device,

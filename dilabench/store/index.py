@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 from dilabench.compare.comparison import searchable
 from dilabench.compare.fingerprint import machine_key
@@ -86,6 +87,8 @@ class HistoryIndex:
         self._archive = archive
         self._tell = tell
         self._path = archive.root / FILENAME
+        # SQLite opens the others along with it.
+        self._files = [self._path.with_name(FILENAME + suffix) for suffix in ("", "-journal", "-wal", "-shm")]
         self._connection = self._opened(rebuild)
 
     def __enter__(self) -> "HistoryIndex":
@@ -116,7 +119,7 @@ class HistoryIndex:
         try:
             if rebuild:
                 self._path.unlink(missing_ok=True)
-            if self._path.exists() and not (self._path.is_file() or self._path.is_dir()):
+            if any(map(_is_pipe_or_device, self._files)):
                 raise sqlite3.DatabaseError("it is no plain file")
             return self._up_to_date(str(self._path))
         except (sqlite3.Error, OSError) as error:
@@ -126,7 +129,8 @@ class HistoryIndex:
             else:
                 self._tell(f"the index {str(self._path)!r} was unreadable ({error}); rebuilt from the run files")
                 with contextlib.suppress(sqlite3.Error, OSError):
-                    self._path.unlink()
+                    for path in self._files:
+                        path.unlink(missing_ok=True)
                     return self._up_to_date(str(self._path))
         return self._up_to_date(":memory:")
 
@@ -165,6 +169,11 @@ class HistoryIndex:
                 continue
             _insert(connection, "runs", [_run_fields(file, record)])
             _insert(connection, "cells", cells)
+
+
+def _is_pipe_or_device(path: Path) -> bool:
+    """Return True for what SQLite might read for ever; it refuses a folder."""
+    return path.exists() and not (path.is_file() or path.is_dir())
 
 
 def _is_damaged(error: Exception) -> bool:

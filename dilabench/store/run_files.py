@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from dilabench.atomic_file import file_chunks, read_file, write_text
+from dilabench.atomic_file import check_writable, file_chunks, open_to_append, read_file, write_text
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
 from dilabench.record import SCHEMA_VERSION, Row, RunHeader, RunRecord, Skipped
@@ -47,7 +47,7 @@ class RunFolder:
     def _open(self, waiting: Callable[[str], None]) -> None:
         """Open and lock the rows until the run ends, so that no other process resumes it meanwhile."""
         path = self.path / ROWS_NAME
-        self._stream = path.open("ab", buffering=0)
+        self._stream = open_to_append(path)
         try:
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -96,8 +96,7 @@ class RunFolder:
     def keep_masks(self, workloads: Iterable[Workload]) -> None:
         """Copy the mask files of the patterns: reports need them even if the originals are deleted."""
         for path, digest in {file for workload in workloads for file in workload.pattern.files()}:
-            with _refused(self.path):
-                keep_mask(path, digest, self.path / MASKS_NAME)
+            keep_mask(path, digest, self.path / MASKS_NAME)
 
     def row(self, row: Row) -> None:
         """Append a row and sync it to disk. Raises EnvironmentNotReady if that fails; earlier rows stay intact."""
@@ -192,7 +191,8 @@ def read_record(run: Path) -> RunRecord:
             f"{str(path)!r} is JSON, but no run record: it has none of {', '.join(MARKS)}, so no run of dilabench "
             f"wrote it; name a run's folder or its {RECORD_NAME}"
         )
-    for row in document.get("rows", ()):
+    listed = document.get("rows")
+    for row in listed if isinstance(listed, list) else ():
         # The output of `report --json` is accepted, too; its figures follow from the samples.
         if isinstance(row, dict):
             row.pop(SUMMARY, None)
@@ -293,7 +293,7 @@ def _end_last_line(path: Path) -> None:
     except ValueError:
         os.truncate(path, len(data) - len(last))
     else:
-        with path.open("ab", buffering=0) as file:
+        with open_to_append(path) as file:
             file.write(b"\n")
 
 
@@ -332,19 +332,13 @@ def _refused(path: Path, way_out: str = "choose another folder with -o") -> Iter
 
 
 def _probe(folder: Path) -> None:
-    """Write and remove a file of some size. A folder that was created only for this is removed, too."""
-    probe = folder / ".probe"
+    """Check that a file of some size can be written. A folder that was created only for this is removed if not."""
     try:
-        with probe.open("wb") as file:
-            file.write(bytes(RESERVE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
+        check_writable(folder, RESERVE_BYTES)
     except OSError:
-        probe.unlink(missing_ok=True)
         if not any(folder.iterdir()):
             folder.rmdir()
         raise
-    probe.unlink()
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

@@ -83,10 +83,10 @@ def _origin(record: RunRecord) -> str:
 def _picture(plot: Plot, about: str, origin: str, form: str, series: tuple[str, ...]) -> bytes:
     """The plot in a form, with what it is of and where that comes from; a page shows what a file holds, too."""
     # Only plots need matplotlib, which takes a while to load.
-    import matplotlib
+    from dilabench.report.plots.drawing import rc_context
 
     picture = io.BytesIO()
-    with matplotlib.rc_context(STYLE):
+    with rc_context(STYLE):
         # Drawn for each form: a layout that was there before would move the next by a hair.
         figure = _drawn(plot, series)
         figure.suptitle(f"{plot.caption}\n{about}", x=0.01, ha="left", fontsize=9)
