@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from dilabench.atomic_file import check_writable, file_chunks, open_to_append, read_file, write_text
+from dilabench.atomic_file import OTHER_FOLDER, check_writable, file_chunks, open_to_append, read_file, write_bytes
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
 from dilabench.record import SCHEMA_VERSION, Row, RunHeader, RunRecord, Skipped
@@ -100,20 +100,24 @@ class RunFolder:
 
     def row(self, row: Row) -> None:
         """Append a row and sync it to disk. Raises EnvironmentNotReady if that fails; earlier rows stay intact."""
-        way_out = f"earlier rows are kept: free some space and continue with --resume {self.path}"
-        with _refused(self.path / ROWS_NAME, way_out):
+        with _refused(self.path / ROWS_NAME, self._how_to_go_on):
             self._append({"row": row.model_dump(mode="json")})
 
     def finish(self, record: RunRecord) -> None:
-        """Write run.json in one step and close the stream."""
+        """Write run.json in one step and close the stream. Raises EnvironmentNotReady if that fails; rows stay."""
         self.close()
-        write_text(self.path / RECORD_NAME, to_text(record))
+        way_out = self._how_to_go_on if self.can_be_resumed else OTHER_FOLDER
+        write_bytes(self.path / RECORD_NAME, to_text(record).encode(), way_out=way_out)
 
     def close(self) -> None:
         """Close the stream of a run that ends without a record; what was written stays."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+
+    @property
+    def _how_to_go_on(self) -> str:
+        return f"the rows so far are kept: free some space and continue with --resume {self.path}"
 
     @property
     def can_be_resumed(self) -> bool:
@@ -323,7 +327,7 @@ def _unreadable(path: Path, reason: str) -> ConfigError:
 
 
 @contextlib.contextmanager
-def _refused(path: Path, way_out: str = "choose another folder with -o") -> Iterator[None]:
+def _refused(path: Path, way_out: str = OTHER_FOLDER) -> Iterator[None]:
     """Turn an OSError inside the block into EnvironmentNotReady with the path and a way out."""
     try:
         yield

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import dilabench
+from dilabench.cli.terminal import print_table
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent
 from dilabench.engine.temporary_folder import PREFIX, remove_left_over, temporary_folder
@@ -22,7 +23,7 @@ from dilabench.patterns.mask_files import mask_digest, read_mask_file
 from dilabench.plugins.manager import discover
 from dilabench.record import SCHEMA_VERSION
 from dilabench.request import RunRequest
-from dilabench.runs.execution import new_header
+from dilabench.runs.execution import Reports, new_header
 from dilabench.store.archive import Archive
 from dilabench.store.baselines import Baselines
 from dilabench.store.run_files import RunFolder, read_record
@@ -295,6 +296,34 @@ def test_a_folder_hides_no_baseline(cli, archive):
 
 
 # What is printed.
+
+
+@pytest.mark.parametrize("taken", ["plots", "report.md", "report.html"])
+def test_a_report_that_cannot_be_written_takes_no_other_with_it(make_row, make_record, tmp_path, taken):
+    catalogue = discover().catalogue
+    reports = Reports.of(make_record([make_row()]), catalogue, {})
+    place = tmp_path / taken
+    if taken == "plots":
+        place.write_text("")
+    else:
+        place.mkdir()
+    paths, refusal = reports.written([catalogue.reporters.get("csv")], tmp_path)
+    assert "cannot be written" in str(refusal)
+    there = {path.name for path in paths if path.is_file()} - {"plots"}
+    assert there == {"report.md", "report.html", "cases.csv"} - {taken}
+
+
+def test_a_table_moves_no_cursor(capsys):
+    print_table("t\x1b[2J", ["c\u202e"], [["x\x9b8m"]])
+    out = capsys.readouterr().out
+    assert "\\u001b[2J" in out
+    assert not [letter for letter in out if letter != printable(letter)]
+
+
+def test_a_baseline_without_runs_is_refused(cli, archive):
+    (archive.root / "baselines.toml").write_text('[main]\nruns = []\nsaved_at = "now"\n')
+    for command in (("report", "main"), ("compare", "main", "latest"), ("baseline", "list")):
+        assert "baselines.toml" in refused(cli(*command))
 
 
 def test_escape_sequences_of_a_record_are_spelt_out(cli, make_row, make_record, tmp_path):

@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dilabench.errors import EnvironmentNotReady
+from dilabench.atomic_file import write_bytes
 from dilabench.record import RunRecord
 from dilabench.report.content import device_text
 from dilabench.report.findings import BarPlot, CurvePlot, MaskPlot, Plot, Section
@@ -65,14 +65,8 @@ def subject(record: RunRecord) -> str:
 
 
 def _write(plot: Plot, record: RunRecord, folder: Path, series: tuple[str, ...]) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for form in FORMS:
-            picture = _picture(plot, subject(record), _origin(record), form, series)
-            (folder / f"{plot.name}.{form}").write_bytes(picture)
-    except OSError as error:
-        why = f"{str(folder / plot.name)!r} cannot be written: {error.strerror or error}"
-        raise EnvironmentNotReady(f"{why}; choose another folder with -o") from error
+    for form in FORMS:
+        write_bytes(folder / f"{plot.name}.{form}", _picture(plot, subject(record), _origin(record), form, series))
 
 
 def _origin(record: RunRecord) -> str:
