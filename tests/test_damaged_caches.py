@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dilabench import cache_folder as cache
+from dilabench import atomic_file as cache
 from dilabench.choice import measured
 from dilabench.choice.measured import TunedCell, read_tune_file, remember
 from dilabench.machine import Machine

@@ -14,8 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dilabench.atomic_file import file_chunks, read_file, write_bytes
-from dilabench.cache_folder import OTHER_CACHE, cache_folder
+from dilabench.atomic_file import OTHER_CACHE, cache_folder, file_chunks, read_file, write_bytes
 from dilabench.errors import ConfigError, said
 
 if TYPE_CHECKING:

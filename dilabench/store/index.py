@@ -37,7 +37,9 @@ CASE_FIELDS = (
 )
 # A resumed run replaces its first part.
 NEWEST = "NOT EXISTS (SELECT 1 FROM runs later WHERE later.run_id = runs.run_id AND later.version > runs.version)"
-BY_DATE = "ORDER BY started_at, file"
+# As for `archive.is_past`: a date in the future is no newest one.
+AHEAD = "(started_at > strftime('%Y-%m-%dT%H:%M:%S', 'now', '+1 day'))"
+BY_DATE = f"ORDER BY {AHEAD} DESC, started_at, file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +101,15 @@ class HistoryIndex:
 
     def runs(self, limit: int | None = None) -> list[RunEntry]:
         """The runs, oldest first; with a limit, the newest ones."""
-        query = f"SELECT {RUN_FIELDS} FROM runs WHERE {NEWEST} ORDER BY started_at DESC, file DESC LIMIT ?"
-        entries = [RunEntry(*row) for row in self._connection.execute(query, (-1 if limit is None else limit,))]
-        return entries[::-1]
+        # In two parts, each of which the index of dates answers.
+        parts = [
+            f"SELECT * FROM (SELECT {RUN_FIELDS} FROM runs WHERE {NEWEST} AND {when} "
+            "ORDER BY started_at DESC, file DESC LIMIT :limit)"
+            for when in (f"NOT {AHEAD}", AHEAD)
+        ]
+        query = " UNION ALL ".join(parts) + " LIMIT :limit"
+        entries = self._connection.execute(query, {"limit": -1 if limit is None else limit})
+        return [RunEntry(*row) for row in entries][::-1]
 
     def cases(self, words: Sequence[str] = ()) -> Iterator[CaseEntry]:
         """The cases of all runs whose name holds all the words, oldest first."""

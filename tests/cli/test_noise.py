@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dilabench.cache_folder import CACHE_VARIABLE, OTHER_CACHE
+from dilabench.atomic_file import CACHE_VARIABLE, OTHER_CACHE
 from dilabench.kernels.cpu import compiled
 from dilabench.machine import Machine
 from dilabench.runs.machine_state import GpuState, MachineState, notes, notes_at_start, read

@@ -2,7 +2,7 @@
 
 import json
 
-from dilabench.cache_folder import OTHER_CACHE, cache_folder, compiled_folder, why_not_writable
+from dilabench.atomic_file import OTHER_CACHE, cache_folder, compiled_folder, why_not_writable
 from dilabench.cli.options import AsJson
 from dilabench.cli.show.advice import advice
 from dilabench.cli.show.availability import reasons_against

@@ -14,8 +14,7 @@ from pathlib import Path
 from queue import LifoQueue
 from typing import Any, TypeVar
 
-from dilabench.atomic_file import open_to_append, read_file
-from dilabench.cache_folder import cache_folder
+from dilabench.atomic_file import cache_folder, open_to_append, read_file
 from dilabench.errors import first_line
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.memory.tracer import Tracer
