@@ -245,10 +245,10 @@ def _without_home() -> Path:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Why no file can be written to a folder, which is created if missing; None if one can."""
+    """Why no file can be written to a folder, or to its nearest parent if it is missing; None if one can."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        check_writable(folder, 1 << 16)
+        whole = folder.absolute()
+        check_writable(next(path for path in (whole, *whole.parents) if os.path.lexists(path)), 1 << 16)
     except OSError as error:
         return f"{str(folder)!r} cannot be written: {error.strerror or error}"
     return None

@@ -21,6 +21,8 @@ from dilabench.store import index
 from dilabench.store.archive import Archive
 from dilabench.workload.spec import WorkloadRequest
 
+pytestmark = pytest.mark.faults
+
 
 def _replace(data: bytes) -> Callable[[Path], object]:
     return lambda path: path.write_bytes(data)

@@ -26,6 +26,8 @@ from dilabench.store.baselines import Baselines
 from dilabench.store.calibrations import Calibrations
 from dilabench.store.run_files import RunFolder, completed_rows, read_record, read_rows
 
+pytestmark = pytest.mark.faults
+
 ARCHIVED = "runs/20260102T030405Z-a.json.gz"
 GOLDEN = Path(__file__).parent / "golden" / "run_record.v1.json"
 

@@ -512,6 +512,8 @@ KEPT = """
 import os, signal, time
 from dilabench.cli import end_by_signals
 
+pytestmark = pytest.mark.faults
+
 class Deaf:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -43,6 +43,8 @@ from dilabench.record import Case, PlannedCase, RunHeader
 from dilabench.workload.spec import Workload
 from dilabench.store.run_files import RunFolder
 
+pytestmark = pytest.mark.faults
+
 
 class Killer(Silent):
     rows = 0

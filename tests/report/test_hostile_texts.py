@@ -22,6 +22,8 @@ from dilabench.report.pull_request import of_comparison, of_matrix, of_run
 from dilabench.stats.decisions.decide import Policy
 from dilabench.store.run_files import read_record
 
+pytestmark = pytest.mark.faults
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "run_record.v1.json"
 HOSTILE = (
     "=1+1 \x1b[2J \x9b8m \u200f\u061c\u202e\u2066 "
