@@ -17,7 +17,8 @@ from dilabench.errors import DilabenchError
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.manager import discover
 from dilabench.record import RunRecord
-from dilabench.report.findings import render, sections_of
+from dilabench.report.findings import Curve, CurvePlot, Point, render, sections_of
+from dilabench.report.plots.plots import _picture
 from dilabench.report.pull_request import of_comparison, of_matrix, of_run
 from dilabench.stats.decisions.decide import Policy
 from dilabench.store.run_files import read_record
@@ -70,6 +71,14 @@ def rendered(record: RunRecord, catalogue: Catalogue, name: str) -> str:
 @pytest.mark.parametrize("name", ["table", "markdown", "pull-request", "csv", "csv-samples", "html", "json"])
 def test_no_control_character_is_printed(record: RunRecord, catalogue: Catalogue, name: str) -> None:
     assert not CONTROLS.search(rendered(record, catalogue, name))
+
+
+@pytest.mark.parametrize("form", ["png", "svg"])
+def test_long_names_leave_room_for_a_plot(form: str) -> None:
+    long = "n" * 100_000
+    curve = Curve(label=long, points=(Point(x=1, y=1.0), Point(x=2, y=2.0)))
+    plot = CurvePlot(name="p", title=long, x_label=long, y_label=long, curves=(curve,))
+    assert len(_picture(plot, long, long, form, (long,))) < 1 << 20
 
 
 @pytest.mark.parametrize("of", [of_run, of_comparison, of_matrix])
