@@ -29,6 +29,8 @@ from dilabench.store.baselines import Baselines
 from dilabench.store.run_files import RunFolder, read_record
 from dilabench.units import printable
 
+pytestmark = pytest.mark.faults
+
 MANY = "9" * 5000
 DEEP = "[" * 5000 + "]" * 5000
 
@@ -511,8 +513,6 @@ def test_an_interrupt_before_a_command_has_begun_prints_no_traceback():
 KEPT = """
 import os, signal, time
 from dilabench.cli import end_by_signals
-
-pytestmark = pytest.mark.faults
 
 class Deaf:
     def __del__(self):
