@@ -132,7 +132,9 @@ def test_kernels_compile(launches: list[Launch], shape: str, kernel: str) -> Non
 
 @pytest.mark.parametrize("shape", ["nsa by query", "nsa gathered", "moba"])
 def test_another_length_compiles_nothing(monkeypatch: pytest.MonkeyPatch, launches: list[Launch], shape: str) -> None:
-    """All lengths have several parts, and lists enough for a sample."""
-    monkeypatch.setattr(tiles, "ALIKE", 0.0)
-    kernels = [set(map(compiled_for, launched(launches, shape, rows))) for rows in (17_000, 20_001, 23_456)]
+    """All lengths have several parts, and lists enough for a sample: both limits are an eighth, to hold few bytes."""
+    limits = {"LEAST_READ": tiles.LEAST_READ // 8, "PARTIAL_BYTES": tiles.PARTIAL_BYTES // 8}
+    for name, value in {"ALIKE": 0.0, **limits}.items():
+        monkeypatch.setattr(tiles, name, value)
+    kernels = [set(map(compiled_for, launched(launches, shape, rows))) for rows in (2125, 2501, 2928)]
     assert kernels[0] == kernels[1] == kernels[2]
