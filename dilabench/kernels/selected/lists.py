@@ -260,10 +260,11 @@ def shares_of(lists: KeyLists, selection: TokenSelection, entries: int, cache: L
     else:
         parts, rows = 1, total
         edges = torch.stack((lists.starts[:-1], lists.starts[1:]))
-    ends = (-(-edges.diff(dim=0) // entries)).cumsum(1)
-    programs = torch.arange(kv_heads * rows * slots // entries + count, device=ends.device).repeat(parts, 1)
-    first = torch.nn.functional.pad(ends[:, :-1], (1, 0)).int()
-    return Shares(torch.searchsorted(ends, programs, right=True, out_int32=True), first, edges, entries)
+    counts = (edges[1:] - edges[:-1] + (entries - 1)) // entries
+    ends = counts.cumsum(1, dtype=torch.int32)
+    programs = kv_heads * rows * slots // entries + count
+    share = torch.arange(programs, dtype=torch.int32, device=ends.device).repeat(parts, 1)
+    return Shares(torch.searchsorted(ends, share, right=True, out_int32=True), ends - counts, edges, entries)
 
 
 @triton.jit(do_not_specialize=(*PER_SELECTION, "part_rows", "n_edges", "steps"))
