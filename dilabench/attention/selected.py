@@ -39,8 +39,12 @@ from dilabench.impls.selected.selected_blocks import computation_for
 from dilabench.impls.selected.selecting import Choosing, Compression, select_by_compression
 from dilabench.impls.selected.selection import Selection
 from dilabench.kernels.lse import add_null_mass_
-from dilabench.patterns.selected_blocks import check_block
+from dilabench.patterns.pattern import Pattern
+from dilabench.patterns.selected_blocks import SelectedBlocksPattern, check_block
+from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.workload.spec import Window, check_window
+
+SELECTED_BY_INDICES = "pattern=SelectedBlocksPattern(block_size=...), per token, or TopKBlocksPattern, per query block"
 
 
 class _Options(NamedTuple):
@@ -108,6 +112,48 @@ def selected_attention(
     options = _Options(block_size, causal, sides, factor, bounds)
     out, lse = _attend(query, key, value, by_item, sink, of_graph, options)
     return (out.squeeze(0), lse.detach().squeeze(0)) if packed else (out, lse.detach())
+
+
+def of_tokens(
+    indices: Tensor | None, pattern: Pattern, query: Tensor, key: Tensor, cu_seqlens: Sequence[int] | Tensor | None
+) -> tuple[Tensor | None, int]:
+    """The indices of each token, and the block size, of a pattern that selects per token, or per block of queries of
+    packed sequences. Raises ValueError for other patterns and for what does not fit.
+    """
+    per_token = SelectedBlocksPattern.match(pattern)
+    if per_token is not None:
+        return indices, per_token.block_size
+    per_block = TopKBlocksPattern.match(pattern)
+    if per_block is None or indices is None or cu_seqlens is None:
+        raise ValueError(f"indices with pattern {pattern.kind}: they are blocks of {SELECTED_BY_INDICES}")
+    check_block(per_block.block_size)
+    return _of_query_blocks(indices, per_block.block_size, query, key, cu_seqlens), per_block.block_size
+
+
+def _of_query_blocks(
+    indices: Tensor, block_size: int, query: Tensor, key: Tensor, cu_seqlens: Sequence[int] | Tensor
+) -> Tensor:
+    """[T, K, k] of packed query [T, H, D] and key [T, K, D], from [n, k] or [K, n, k] of each block of `block_size`
+    queries: n blocks of all sequences, one after another. Under a compiler bounds in a tensor stay unread, and n is not
+    checked.
+    """
+    operands.check_are_tensors(query=query, key=key, indices=indices)
+    tokens, kv_heads = operands.check_tokens(query, key, key), key.shape[1]
+    if isinstance(cu_seqlens, Tensor) and torch.compiler.is_compiling():
+        bounds = cu_seqlens.to(device=query.device, dtype=torch.int64)
+    else:
+        numbers = operands.without_empty(operands.bounds(cu_seqlens, tokens), tokens)
+        blocks = sum(-(-(stop - start) // block_size) for start, stop in pairwise(numbers))
+        operands.check_indices(indices, kv_heads, blocks, block_size, query.device)
+        bounds = torch.tensor(numbers, device=query.device)
+    token = torch.arange(tokens, device=query.device)
+    sequence = torch.searchsorted(bounds, token, right=True) - 1
+    blocks_of = (bounds.diff(append=bounds[-1:]) + block_size - 1) // block_size
+    block = (blocks_of.cumsum(0) - blocks_of)[sequence] + (token - bounds[sequence]) // block_size
+    by_head = indices if indices.ndim == 3 else indices[None]
+    # Tokens behind the last sequence see no key.
+    block = block.clamp_max(by_head.shape[1] - 1)
+    return by_head.transpose(0, 1)[block].expand(-1, kv_heads, -1)
 
 
 def compressed_attention(

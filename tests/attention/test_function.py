@@ -224,7 +224,6 @@ def test_other_patterns_break_the_graph_and_are_right() -> None:
         ({"pattern": NativeSparsePattern.examples()[0], "return_lse": True}, "a sum of several softmaxes"),
         ({"pattern": NativeSparsePattern.examples()[0], "sink": torch.zeros(H)}, "a sum of several softmaxes"),
         ({"pattern": WindowSinkPattern(sinks=4), "backend": "math"}, "whose kernels call none"),
-        ({"pattern": SELECTION, "indices": INDICES, "cu_seqlens": (0, N)}, "indices with cu_seqlens"),
         ({"backend": "mth"}, "did you mean"),
         ({"sink": torch.zeros(3)}, "must be one logit per query head"),
     ],
@@ -232,6 +231,36 @@ def test_other_patterns_break_the_graph_and_are_right() -> None:
 def test_what_does_not_fit_is_refused_with_a_way_out(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attention(*operands(), **options)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_blocks_of_packed_queries_count_in_each_sequence_from_the_first(as_tensor: bool, per_head: bool) -> None:
+    """Gradients included; sequences of one token, of none and of whole blocks, and tokens behind the last one."""
+    bounds = (0, 1, 41, 41, 73, 90)
+    q, k, v = (x[0].detach().requires_grad_() for x in operands())
+    counts = [-(-(last - first) // BLOCK) for first, last in pairwise(bounds)]
+    choose = torch.Generator().manual_seed(3)
+    of_sequence = torch.tensor(counts).repeat_interleave(torch.tensor(counts))[None, :, None]
+    indices = (torch.rand(K, sum(counts), 2, generator=choose) * (of_sequence + 1)).long() - 1
+    if not per_head:
+        indices = indices[0]
+    sink = torch.linspace(-1, 1, H, dtype=torch.float64)
+    options: dict[str, Any] = {"pattern": SELECTION, "causal": True, "window": (30, 0), "sink": sink}
+    packed: Any = torch.tensor(bounds) if as_tensor else bounds
+    out, lse = attention(q, k, v, indices=indices, cu_seqlens=packed, return_lse=True, **options)
+    parts = [attention(q[90:], k[90:], v[90:], cu_seqlens=(0, 0))]
+    for (first, last), own in zip(pairwise(bounds), indices.split(counts, -2), strict=True):
+        if first < last:
+            alone = (x[None, first:last] for x in (q, k, v))
+            parts.insert(-1, attention(*alone, indices=own, **options)[0])
+    expected, dout = torch.cat(parts), torch.randn_like(out)
+    torch.testing.assert_close(out, expected)
+    found, wanted = (torch.autograd.grad(each, (q, k, v), dout) for each in (out, expected))
+    torch.testing.assert_close(found, wanted)
+    assert torch.equal(lse[:, 90:], sink[:, None].expand(-1, 6)), "rows that see only the sink"
+    with pytest.raises(ValueError, match=rf"must be integers \[{sum(counts)}, k\]"):
+        attention(q, k, v, indices=indices[..., 1:, :], cu_seqlens=packed, **options)
 
 
 def test_sums_of_attentions_take_no_packings() -> None:
