@@ -156,9 +156,7 @@ def measured_view(row: Row) -> RowView:
 
 def is_quotable(row: Row) -> bool:
     """Return True if the row was measured and no note says that its time cannot be true."""
-    if not isinstance(row.outcome, Measured) or not any(timing.has_samples for timing in row.outcome.timings):
-        return False
-    return not is_impossible(row)
+    return first_timing(row) is not None and not is_impossible(row)
 
 
 def is_impossible(row: Row) -> bool:
@@ -184,8 +182,11 @@ def lengths_without_rows(record: RunRecord) -> tuple[int, ...]:
 
 def first_timing(row: Row) -> Timing | None:
     """The timing that is shown: the first one with samples; None when the row was not measured."""
-    timings = row.outcome.timings if isinstance(row.outcome, Measured) else ()
-    return next((timing for timing in timings if timing.has_samples), None)
+    if isinstance(row.outcome, Measured):
+        for timing in row.outcome.timings:
+            if timing.has_samples:
+                return timing
+    return None
 
 
 def memory_of(row: Row) -> Memory | None:
@@ -282,9 +283,14 @@ class PairView:
 def pair_views(pairs: Sequence[tuple[Row, Row]], device: str) -> list[PairView]:
     """Compare each (baseline, candidate), both measured, by the rule of `compare` on that device."""
     policy = Policy.for_device(device)
+    estimated = _estimated(pairs, policy.sigma_aa or 0.0)
+    # Rows are hashed by their samples, which takes longer.
+    views = {id(row): measured_view(row) for both in pairs for row in both}
     return [
-        _of_medians(*both) if known.estimate is None else _of_rounds(*both, known.estimate, known.throttled, policy)
-        for both, known in zip(pairs, _estimated(pairs, policy.sigma_aa or 0.0), strict=True)
+        _of_medians(views[id(old)], views[id(new)])
+        if known.estimate is None
+        else _of_rounds(views[id(old)], views[id(new)], known.estimate, known.throttled, policy)
+        for (old, new), known in zip(pairs, estimated, strict=True)
     ]
 
 
@@ -323,7 +329,9 @@ def _is_known(key: tuple[int, int, float], both: tuple[Timing, Timing]) -> bool:
     return known is not None and all(ref() is timing for ref, timing in zip(known[:2], both, strict=True))
 
 
-def _of_rounds(baseline: Row, candidate: Row, estimate: Estimate, throttled: bool, policy: Policy) -> PairView:
+def _of_rounds(
+    baseline: RowView, candidate: RowView, estimate: Estimate, throttled: bool, policy: Policy
+) -> PairView:
     verdict, by_median = decide(estimate, policy), estimate.median_log_ratio or 0.0
     too_few = throttled or verdict.cause is Cause.TOO_FEW_ROUNDS
     if too_few:
@@ -343,9 +351,9 @@ def _of_rounds(baseline: Row, candidate: Row, estimate: Estimate, throttled: boo
     )
 
 
-def _of_medians(baseline: Row, candidate: Row) -> PairView:
+def _of_medians(baseline: RowView, candidate: RowView) -> PairView:
     """Compare two rows that were never interleaved, which proves nothing."""
-    ratio = measured_view(candidate).median_ns / measured_view(baseline).median_ns
+    ratio = candidate.median_ns / baseline.median_ns
     return PairView(
         ratio=ratio,
         interval=None,
@@ -357,17 +365,17 @@ def _of_medians(baseline: Row, candidate: Row) -> PairView:
     )
 
 
-def disjoint(baseline: Row, candidate: Row) -> Side | None:
+def disjoint(baseline: RowView, candidate: RowView) -> Side | None:
     """The side with the smaller median if the intervals of the two do not overlap."""
     (old_low, old_high), (new_low, new_high) = _reach(baseline), _reach(candidate)
     return "baseline" if old_high < new_low else "candidate" if new_high < old_low else None
 
 
-def _reach(row: Row) -> tuple[float, float]:
+def _reach(view: RowView) -> tuple[float, float]:
     """The ends of the interval of its median in ns; below five samples the smallest and the largest."""
-    view = measured_view(row)
-    samples = view.timing.samples_ns
-    return (view.interval.low, view.interval.high) if view.interval else (min(samples), max(samples))
+    if view.interval:
+        return view.interval.low, view.interval.high
+    return min(view.timing.samples_ns), max(view.timing.samples_ns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -439,11 +447,12 @@ def _ranking(
     by_median = [(sharpest, 1.0), *((row, view.median_ratio) for row, view in undecided)]
     fastest, _ = min(by_median, key=lambda entry: entry[1])
     tied = tuple(row for row, _ in by_median if row is not fastest)
+    best = measured_view(fastest)
     return Ranking(
         fastest=fastest,
         baseline=baseline,
         speedups={row.case.case_id: 1 / ratio for row, ratio in zip(rows, ratios, strict=True)},
         tied=tied,
         too_few_rounds=too_few_rounds,
-        probable=too_few_rounds and all(disjoint(fastest, row) == "baseline" for row in tied),
+        probable=too_few_rounds and all(disjoint(best, measured_view(row)) == "baseline" for row in tied),
     )
