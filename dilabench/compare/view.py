@@ -74,7 +74,7 @@ class RowView:
     @property
     def sessions(self) -> int:
         """In how many sessions they were taken."""
-        return len(set(self.timing.columns.column("session")))
+        return len(set(self.timing.columns.turns[0]))
 
     @property
     def p25_ns(self) -> float:
@@ -182,11 +182,7 @@ def lengths_without_rows(record: RunRecord) -> tuple[int, ...]:
 
 def first_timing(row: Row) -> Timing | None:
     """The timing that is shown: the first one with samples; None when the row was not measured."""
-    if isinstance(row.outcome, Measured):
-        for timing in row.outcome.timings:
-            if timing.has_samples:
-                return timing
-    return None
+    return row.outcome.first_timing if isinstance(row.outcome, Measured) else None
 
 
 def memory_of(row: Row) -> Memory | None:
@@ -225,8 +221,8 @@ def location_of(timing: Timing) -> Location:
 
 
 def _located(timing: Timing) -> Location:
-    slots, sessions = slots_of(timing), np.asarray(timing.columns.column("session"))
-    if not slots.sizes.all() or (sessions != sessions[0]).any():
+    slots, sessions = slots_of(timing), np.asarray(timing.columns.turns[0])
+    if not slots.sizes.all() or len(set(timing.columns.turns[0])) > 1:
         taken = np.flatnonzero(slots.sizes)
         _, first, session = np.unique(sessions[taken], return_index=True, return_inverse=True)
         # By session, in the order in which the sessions began.
@@ -285,7 +281,8 @@ def pair_views(pairs: Sequence[tuple[Row, Row]], device: str) -> list[PairView]:
     policy = Policy.for_device(device)
     estimated = _estimated(pairs, policy.sigma_aa or 0.0)
     # Rows are hashed by their samples, which takes longer.
-    views = {id(row): measured_view(row) for both in pairs for row in both}
+    rows = {id(row): row for both in pairs for row in both}
+    views = {key: measured_view(row) for key, row in rows.items()}
     return [
         _of_medians(views[id(old)], views[id(new)])
         if known.estimate is None

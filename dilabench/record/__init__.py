@@ -11,7 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import chain
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -97,13 +97,6 @@ class Case(Model):
     workload: Workload
     optimizations: Optimizations = Optimizations()
     world_size: int = Field(default=1, ge=1)
-
-    def __copy__(self) -> Self:
-        """A copy without the hashes, because `model_copy` then changes its fields."""
-        copied = super().__copy__()
-        for name in ("case_id", "group_id"):
-            copied.__dict__.pop(name, None)
-        return copied
 
     @cached_property
     def case_id(self) -> str:
@@ -267,11 +260,6 @@ class Timing(Model):
         slots = [ranks for ranks in self.columns.column("rank_samples_ns") if ranks]
         return tuple(median(chain.from_iterable(samples)) for samples in zip(*slots, strict=True))
 
-    @property
-    def has_samples(self) -> bool:
-        """Whether any sample was taken."""
-        return any(self.columns.sizes)
-
 
 class Diagnostic(Model):
     """Samples of a call over ranks, or of a part alone, whose result is wrong; equal indices are of one round."""
@@ -330,7 +318,7 @@ class KernelUse(Model):
 
 
 class Measured(Model):
-    """A case that was verified and timed. The first timing is the one that tables show."""
+    """A case that was verified and timed."""
 
     status: Literal["measured"] = "measured"
     verification: Verification
@@ -341,6 +329,11 @@ class Measured(Model):
     counters: dict[str, int] = Field(default_factory=dict)
     diagnostics: tuple[Diagnostic, ...] = ()
     notes: tuple[Note, ...] = ()
+
+    @cached_property
+    def first_timing(self) -> Timing | None:
+        """The timing that tables show: the first one with samples."""
+        return next((timing for timing in self.timings if any(timing.columns.sizes)), None)
 
 
 class Failed(Model):

@@ -240,6 +240,12 @@ class SlotColumns(Sequence[Slot]):
             return [known.of(slot) for slot in range(self._count)]
         return [Slot.model_fields[name].default] * self._count if known is None else known
 
+    @property
+    def turns(self) -> "tuple[array[int], array[int], array[int]]":
+        """Session, round and position of each slot."""
+        session, number, position = (self._columns[name] for name in _NUMBERS)
+        return session, number, position
+
     def is_set(self, name: str) -> bool:
         """Return True if a slot has more in this field than its default."""
         return name in self._columns

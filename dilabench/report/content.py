@@ -25,6 +25,7 @@ from dilabench.record import (
 )
 from dilabench.report.columns import Column, DisplayRow, chosen_columns, row_name, workload_title
 from dilabench.units import counted, format_bytes, format_count
+from dilabench.workload.spec import Workload
 
 ESTIMATES = f"time: the {ESTIMATOR}; speed-up: from common rounds, else from the times"
 FOOTNOTES = {
@@ -82,16 +83,16 @@ def workload_tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
 
 
 def _tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
-    groups: dict[str, list[Row]] = {}
+    groups: dict[tuple[Workload, int], list[Row]] = {}
     yardsticks: list[Row] = []
     for row in record.rows:
         if row.planned.role == "yardstick":
             yardsticks.append(row)
         else:
-            groups.setdefault(row.case.group_id, []).append(row)
-    shape_owner = {shape_id(rows[0].case): cell for cell, rows in reversed(groups.items())}
+            groups.setdefault((row.case.workload, row.case.world_size), []).append(row)
+    shape_owner = {shape_of(rows[0].case): cell for cell, rows in reversed(groups.items())}
     for row in yardsticks:
-        cell = shape_owner.setdefault(shape_id(row.case), row.case.group_id)
+        cell = shape_owner.setdefault(shape_of(row.case), (row.case.workload, row.case.world_size))
         groups.setdefault(cell, []).append(row)
     sections = [_by_title(rows) for rows in groups.values()]
     every = [rows for titled in sections for rows in titled.values()]
@@ -121,9 +122,9 @@ def footnotes(tables: Iterable[WorkloadTable], columns: Sequence[Column] = ()) -
     return (*([ESTIMATES] if any(row.view for row in rows) else []), *bases, *marks)
 
 
-def shape_id(case: Case) -> str:
+def shape_of(case: Case) -> tuple[Workload, int]:
     """Equal for cases that differ only in what is computed from inputs of one shape."""
-    return case.model_copy(update={"workload": case.workload.as_dense()}).group_id
+    return case.workload.as_dense(), case.world_size
 
 
 def _by_title(rows: Sequence[Row]) -> dict[str | None, list[Row]]:

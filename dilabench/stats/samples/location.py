@@ -156,9 +156,9 @@ def locate_slots(slots: Slots, sessions: ArrayLike, confidence: float = 0.95) ->
     if ordered.size < MIN_SAMPLES:
         return location
     session = np.asarray(sessions)
-    begins = np.concatenate([[0], np.flatnonzero(session[1:] != session[:-1]) + 1])
-    by_session = len(begins) >= SESSIONS_FOR_SPREAD
-    counts = np.add.reduceat(slots.sizes, begins) if by_session else slots.sizes
+    ends = np.flatnonzero(session[1:] != session[:-1]) + 1
+    by_session = len(ends) + 1 >= SESSIONS_FOR_SPREAD
+    counts = np.add.reduceat(slots.sizes, [0, *ends]) if by_session else slots.sizes
     sizes = counts.astype(np.float64)
     # Those equal to it count half.
     shares = group_sums(0.5 + 0.5 * np.sign(location.median_ns - values), counts) / sizes
