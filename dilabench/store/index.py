@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 from dilabench.compare.comparison import searchable
 from dilabench.compare.fingerprint import machine_key
@@ -135,7 +136,7 @@ class HistoryIndex:
             place = ":memory:"
         connection = sqlite3.connect(place, timeout=WAIT_S, isolation_level=None)
         # Invalid UTF-8 must not raise in the query that reads it.
-        connection.text_factory = lambda text: text.decode(errors="replace")
+        connection.text_factory = partial(str, encoding="utf-8", errors="replace")
         try:
             connection.execute("BEGIN IMMEDIATE")
             _check(connection)
