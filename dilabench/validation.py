@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -48,13 +48,6 @@ class Model(BaseModel):
     """Base of all data that crosses a boundary: frozen, unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-
-    def __copy__(self) -> Self:
-        """A copy without cached properties, because `model_copy` then changes its fields."""
-        copied = super().__copy__()
-        for name in copied.__dict__.keys() - type(self).model_fields.keys():
-            del copied.__dict__[name]
-        return copied
 
 
 def validated(model: type[ModelT], fields: Any) -> ModelT:

@@ -130,6 +130,18 @@ def matched(baseline: Timing, candidate: Timing) -> list[Counts]:
     return [np.array(session, np.intp) for session in found.values()]
 
 
+def sessions_of(timings: Iterable[Timing]) -> list[list[Sequence[int]]]:
+    """The slots of one case by session, each record adding its own."""
+    sessions: list[list[Sequence[int]]] = []
+    for timing in timings:
+        by_session: dict[int, list[Sequence[int]]] = {}
+        columns = timing.columns
+        for session, samples_ns in zip(columns.column("session"), columns.column("samples_ns"), strict=True):
+            by_session.setdefault(session, []).append(samples_ns)
+        sessions += by_session.values()
+    return sessions
+
+
 @lru_cache
 def _counted(count: int) -> "array[int]":
     return array("q", range(count))

@@ -23,21 +23,20 @@ from typing import Literal
 
 import numpy as np
 
-from dilabench.compare.pairing import common_timings, pair, slots_of
+from dilabench.compare.pairing import common_timings, pair
 from dilabench.metadata import NOTES, WAY
 from dilabench.record import Measured, Memory, Row, RunRecord, Skipped, Timing
 from dilabench.stats.decisions.decide import Policy, decide
 from dilabench.stats.decisions.paired import Estimate, estimate_many
 from dilabench.stats.decisions.verdicts import Cause, Code
-from dilabench.stats.samples.location import Interval, Location, chosen_slots, locate_sessions, locate_slots, quantile
+from dilabench.stats.samples.location import Interval, Location, locate_slots, quantile
 from dilabench.units import format_ratio, tflops_per_second, tokens_per_second
 from dilabench.workload.spec import flops
 
-# More pairs at once save no more time, and each takes memory.
-ESTIMATED_TOGETHER = 256
+# More pairs, or samples, at once save no more time, and each takes memory.
+ESTIMATED_TOGETHER, LOCATED_TOGETHER = 256, 2**15
 
 Side = Literal["baseline", "candidate"]
-SessionSlots = list[Sequence[int]]
 
 # Keyed by the identity of live timings: comparing thousands of samples would take longer than locating them.
 _LOCATIONS: dict[int, tuple[weakref.ref[Timing], Location]] = {}
@@ -213,39 +212,33 @@ def verified_text(outcome: Measured) -> str:
 
 def location_of(timing: Timing) -> Location:
     """Return median and interval of a timing's samples; cached, because tables, rankings and plots all use it."""
-    key, known = id(timing), _LOCATIONS.get(id(timing))
+    known = _LOCATIONS.get(id(timing))
     if known is None or known[0]() is not timing:
-        known = weakref.ref(timing, lambda _: _LOCATIONS.pop(key, None)), _located(timing)
-        _LOCATIONS[key] = known
+        _locate([timing])
+        known = _LOCATIONS[id(timing)]
     return known[1]
 
 
-def _located(timing: Timing) -> Location:
-    slots, sessions = slots_of(timing), np.asarray(timing.columns.turns[0])
-    if not slots.sizes.all() or len(set(timing.columns.turns[0])) > 1:
-        taken = np.flatnonzero(slots.sizes)
-        _, first, session = np.unique(sessions[taken], return_index=True, return_inverse=True)
-        # By session, in the order in which the sessions began.
-        order = taken[np.argsort(first[session], kind="stable")]
-        slots, sessions = chosen_slots(slots, order), sessions[order]
-    return locate_slots(slots, sessions)
+def locate_rows(rows: Iterable[Row]) -> None:
+    """Locate the samples of all rows, so that `view_of` finds them; many together take half the time."""
+    alike: dict[tuple[bytes, bytes], list[Timing]] = defaultdict(list)
+    for timing in filter(None, map(first_timing, rows)):
+        if id(timing) not in _LOCATIONS:
+            alike[bytes(timing.columns.sizes), bytes(timing.columns.turns[0])].append(timing)
+    for timings in alike.values():
+        together = max(1, LOCATED_TOGETHER // len(timings[0].samples_ns))
+        for first in range(0, len(timings), together):
+            _locate(timings[first : first + together])
 
 
-def median_over(timings: Sequence[Timing]) -> float:
-    """The median of all samples of one case in one or several records, in ns."""
-    return (location_of(timings[0]) if len(timings) == 1 else locate_sessions(sessions_of(timings))).median_ns
-
-
-def sessions_of(timings: Iterable[Timing]) -> list[SessionSlots]:
-    """The slots of one case by session, each record adding its own."""
-    sessions: list[SessionSlots] = []
-    for timing in timings:
-        by_session: dict[int, SessionSlots] = {}
-        columns = timing.columns
-        for session, samples_ns in zip(columns.column("session"), columns.column("samples_ns"), strict=True):
-            by_session.setdefault(session, []).append(samples_ns)
-        sessions += by_session.values()
-    return sessions
+def _locate(timings: Sequence[Timing]) -> None:
+    """Locate the samples of timings whose slots have equal sizes and sessions."""
+    columns = timings[0].columns
+    samples = np.array([timing.columns.samples_ns for timing in timings], np.float64)
+    located = locate_slots(samples, np.asarray(columns.sizes, np.intp), np.asarray(columns.turns[0]))
+    for timing, location in zip(timings, located, strict=True):
+        # The dead reference is what `pop` answers with if there is nothing.
+        _LOCATIONS[id(timing)] = weakref.ref(timing, partial(_LOCATIONS.pop, id(timing))), location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,7 +308,7 @@ def _estimated(pairs: Sequence[tuple[Row, Row]], sigma_aa: float) -> list[_Estim
         estimates = iter(estimate_many(in_common, sigma_aa=sigma_aa, effect_size=False))
         for (key, both), pairing in zip(batch, pairings, strict=True):
             found = _Estimated(None if pairing.rounds is None else next(estimates), pairing.throttled)
-            # The dead reference is what `pop` answers with if the other side's was faster.
+            # As above; the other side's may be faster.
             old, new = (weakref.ref(timing, partial(_ESTIMATED.pop, key)) for timing in both)
             _ESTIMATED[key] = old, new, found
     return [_Estimated() if both is None else _ESTIMATED[id(both[0]), id(both[1]), sigma_aa][2] for both in timings]
@@ -326,9 +319,7 @@ def _is_known(key: tuple[int, int, float], both: tuple[Timing, Timing]) -> bool:
     return known is not None and all(ref() is timing for ref, timing in zip(known[:2], both, strict=True))
 
 
-def _of_rounds(
-    baseline: RowView, candidate: RowView, estimate: Estimate, throttled: bool, policy: Policy
-) -> PairView:
+def _of_rounds(baseline: RowView, candidate: RowView, estimate: Estimate, throttled: bool, policy: Policy) -> PairView:
     verdict, by_median = decide(estimate, policy), estimate.median_log_ratio or 0.0
     too_few = throttled or verdict.cause is Cause.TOO_FEW_ROUNDS
     if too_few:

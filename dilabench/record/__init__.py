@@ -11,7 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import chain
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field
 
@@ -60,6 +60,17 @@ FailureCode = Literal[
 ]
 
 
+class _WithCache(Model):
+    """A model with cached properties."""
+
+    def __copy__(self) -> Self:
+        """A copy without their values, because `model_copy` then changes its fields."""
+        copied = super().__copy__()
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
+
+
 class Optimizations(Model):
     """The optimizations around an implementation; size zero or false means off.
 
@@ -89,7 +100,7 @@ class Optimizations(Model):
         return tuple(self.model_extra or ())
 
 
-class Case(Model):
+class Case(_WithCache):
     """One row: implementation x backend x workload x optimizations x world size, all of them effective values."""
 
     implementation: str
@@ -317,7 +328,7 @@ class KernelUse(Model):
     duration_ns: int
 
 
-class Measured(Model):
+class Measured(_WithCache):
     """A case that was verified and timed."""
 
     status: Literal["measured"] = "measured"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from dilabench.compare.view import Ranking, lengths_without_rows, rankings, view_of
+from dilabench.compare.view import Ranking, lengths_without_rows, locate_rows, rankings, view_of
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import (
     ESTIMATOR,
@@ -83,6 +83,7 @@ def workload_tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
 
 
 def _tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
+    locate_rows(record.rows)
     groups: dict[tuple[Workload, int], list[Row]] = {}
     yardsticks: list[Row] = []
     for row in record.rows:
