@@ -56,9 +56,13 @@ class Section:
 class WorkloadTable:
     """The rows of one effective workload: `members` as they are in the record, `sections` as they are shown."""
 
-    title: str
     members: tuple[Row, ...]
     sections: tuple[Section, ...]
+
+    @property
+    def title(self) -> str:
+        """Shape, pattern, mode and world size."""
+        return workload_title(self.members[0].case)
 
     @property
     def rows(self) -> tuple[DisplayRow, ...]:
@@ -100,7 +104,6 @@ def _tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
     ranked = iter(rankings([() if _is_unranked(rows) else rows for rows in every], record.device))
     return tuple(
         WorkloadTable(
-            title=workload_title(rows[0].case),
             members=tuple(rows),
             sections=tuple(_section(title, members, next(ranked)) for title, members in titled.items()),
         )

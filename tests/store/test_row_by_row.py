@@ -32,6 +32,16 @@ def test_a_record_is_the_same_as_read_whole(record, form):
     assert read_row_by_row([FORMS[form](record).encode()]) == record
 
 
+def test_rows_share_equal_requests_and_workloads_and_no_others(make_row, make_record):
+    rows = [make_row(name, batch_size=size) for name in ("gather", "strided") for size in (1, 2)]
+    found = read_row_by_row([to_text(make_record(rows)).encode()]).rows
+    for first in found:
+        for second in found:
+            equal = first.case.workload == second.case.workload
+            assert (first.case.workload is second.case.workload) == equal
+    assert found == tuple(rows)
+
+
 CHANGES = {
     "older": ('"schema_version": "1.1"', '"schema_version": "1.0"'),
     "cut": ("\n  ]", ""),
