@@ -181,7 +181,11 @@ def lengths_without_rows(record: RunRecord) -> tuple[int, ...]:
 
 def first_timing(row: Row) -> Timing | None:
     """The timing that is shown: the first one with samples; None when the row was not measured."""
-    return row.outcome.first_timing if isinstance(row.outcome, Measured) else None
+    if isinstance(row.outcome, Measured):
+        for timing in row.outcome.timings:
+            if timing.has_samples:
+                return timing
+    return None
 
 
 def memory_of(row: Row) -> Memory | None:

@@ -60,17 +60,6 @@ FailureCode = Literal[
 ]
 
 
-class _WithCache(Model):
-    """A model with cached properties."""
-
-    def __copy__(self) -> Self:
-        """A copy without their values, because `model_copy` then changes its fields."""
-        copied = super().__copy__()
-        for name in copied.__dict__.keys() - type(self).model_fields.keys():
-            del copied.__dict__[name]
-        return copied
-
-
 class Optimizations(Model):
     """The optimizations around an implementation; size zero or false means off.
 
@@ -100,7 +89,7 @@ class Optimizations(Model):
         return tuple(self.model_extra or ())
 
 
-class Case(_WithCache):
+class Case(Model):
     """One row: implementation x backend x workload x optimizations x world size, all of them effective values."""
 
     implementation: str
@@ -108,6 +97,13 @@ class Case(_WithCache):
     workload: Workload
     optimizations: Optimizations = Optimizations()
     world_size: int = Field(default=1, ge=1)
+
+    def __copy__(self) -> Self:
+        """A copy without the hashes, because `model_copy` then changes its fields."""
+        copied = super().__copy__()
+        for name in ("case_id", "group_id"):
+            copied.__dict__.pop(name, None)
+        return copied
 
     @cached_property
     def case_id(self) -> str:
@@ -271,6 +267,11 @@ class Timing(Model):
         slots = [ranks for ranks in self.columns.column("rank_samples_ns") if ranks]
         return tuple(median(chain.from_iterable(samples)) for samples in zip(*slots, strict=True))
 
+    @property
+    def has_samples(self) -> bool:
+        """Whether any sample was taken."""
+        return any(self.columns.sizes)
+
 
 class Diagnostic(Model):
     """Samples of a call over ranks, or of a part alone, whose result is wrong; equal indices are of one round."""
@@ -328,8 +329,8 @@ class KernelUse(Model):
     duration_ns: int
 
 
-class Measured(_WithCache):
-    """A case that was verified and timed."""
+class Measured(Model):
+    """A case that was verified and timed. The first timing is the one that tables show."""
 
     status: Literal["measured"] = "measured"
     verification: Verification
@@ -340,11 +341,6 @@ class Measured(_WithCache):
     counters: dict[str, int] = Field(default_factory=dict)
     diagnostics: tuple[Diagnostic, ...] = ()
     notes: tuple[Note, ...] = ()
-
-    @cached_property
-    def first_timing(self) -> Timing | None:
-        """The timing that tables show: the first one with samples."""
-        return next((timing for timing in self.timings if any(timing.columns.sizes)), None)
 
 
 class Failed(Model):

@@ -43,10 +43,3 @@ def test_ten_times_the_rows_are_located_by_less_than_ten_times_the_calls(calls_o
     few, many = ([make_row(seed=seed) for seed in range(count)] for count in (10, 100))
     view.locate_rows([make_row()])
     assert calls_of(view.locate_rows, many) < 10 * calls_of(view.locate_rows, few)
-
-
-def test_a_copy_with_other_timings_has_their_figures(make_row):
-    slow, fast = make_row(ns=2e7).outcome, make_row(ns=1e7).outcome
-    assert slow.first_timing is slow.timings[0]
-    copy = slow.model_copy(update={"timings": fast.timings})
-    assert copy.first_timing is fast.timings[0]
