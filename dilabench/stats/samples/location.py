@@ -162,7 +162,7 @@ def locate_slots(samples_ns: Floats, slot_sizes: Counts, sessions: Counts, confi
     if not slot_sizes.all() or (sessions != sessions[0]).any():
         values, slot_sizes, sessions = _by_session(values, slot_sizes, sessions)
     ordered = np.sort(values, axis=1)
-    count = values.shape[1]
+    count = ordered.shape[-1]
     p25s, medians = (_quantiles(ordered.T, level).tolist() for level in (0.25, 0.5))
     if count < MIN_SAMPLES:
         return [Location(count, p25, median, None) for p25, median in zip(p25s, medians, strict=True)]
