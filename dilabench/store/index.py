@@ -154,11 +154,16 @@ class HistoryIndex:
         for file in known.difference(present):
             for table in ("runs", "cells"):
                 connection.execute(f"DELETE FROM {table} WHERE file = ?", (file,))
-        for file, record in sound_records(self._archive, [name for name in present if name not in known]):
+        added = [name for name in present if name not in known]
+        if added:
+            # Its statistics take a while to load.
+            from dilabench.compare.view import locate_rows
+        for file, record in sound_records(self._archive, added):
             if isinstance(record, DilabenchError):
                 self._tell(str(record))
                 continue
             try:
+                locate_rows(record.rows)
                 cells = [(file, row.case.case_id, searchable(row.case), *_row_fields(row)) for row in record.rows]
             except (DilabenchError, ArithmeticError, ValueError) as error:
                 # An unknown pattern or impossible numbers: this file is skipped, the others are shown.
