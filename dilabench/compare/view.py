@@ -63,7 +63,7 @@ class RowView:
     @property
     def is_quotable(self) -> bool:
         """Return True if no note says that its time cannot be true."""
-        return is_quotable(self.row)
+        return not is_impossible(self.row)
 
     @property
     def samples(self) -> int:
