@@ -272,8 +272,8 @@ class _RowReader:
 
     def _shared(self, kind: type[BaseModel], document: Any) -> BaseModel:
         """The model of a part of a row, the same one for equal parts."""
-        # The text differs wherever the JSON does.
-        key = kind, str(document)
+        # It differs wherever the JSON does.
+        key = kind, repr(document)
         model = self._parts.get(key)
         if model is None:
             check_depth(document)
