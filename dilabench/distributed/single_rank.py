@@ -39,14 +39,13 @@ class SingleRank(World):
     ) -> Work:
         """Send nothing; without other ranks the tensors that a real rank keeps until `wait` are kept, too.
 
-        Between GPUs (`meta` in a trace) that is all of them; gloo keeps what it sends.
+        Copy engines, which carry messages between GPUs (`meta` in a trace), copy sent tensors into separate buffers.
         """
         if self.group:
             return Work(())
-        given = [tensor for tensors in sends.values() for tensor in tensors]
-        if self.device.type == "cpu":
-            return Work((), [tensor.contiguous() for tensor in given])
-        return Work((), [*given, *(tensor for tensors in receives.values() for tensor in tensors)])
+        if self.device.type != "cpu":
+            return Work((), [tensor for tensors in receives.values() for tensor in tensors])
+        return Work((), [tensor.contiguous() for tensors in sends.values() for tensor in tensors])
 
     def all_to_all(
         self, flat: Tensor, input_split_sizes: Sequence[int], output_split_sizes: Sequence[int], kind: str

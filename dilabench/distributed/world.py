@@ -225,15 +225,14 @@ class World:
     ) -> Work:
         """Send tensors to peers and receive into contiguous tensors from peers, all in one batch.
 
-        Sent tensors may be overwritten after `Work.wait`: they are read on another stream, and kept until then.
+        Sent tensors may be overwritten after `Work.wait`, because NCCL reads them on its stream.
         """
         if not any(sends.values()) and not any(receives.values()):
             return Work(())
         sent, received = self.counts.add(sends, receives)
         self.traffic.add(kind, sent=sent, received=received)
         if self.copies is not None:
-            kept = [tensor for side in (sends, receives) for tensors in side.values() for tensor in tensors]
-            return Work([self.copies.send_recv(sends, receives)], kept)
+            return Work([self.copies.send_recv(sends, receives)], [x for several in receives.values() for x in several])
         contiguous = {peer: [tensor.contiguous() for tensor in tensors] for peer, tensors in sends.items()}
         works = dist.batch_isend_irecv(
             [*self._operations(dist.irecv, receives), *self._operations(dist.isend, contiguous)]
@@ -258,7 +257,7 @@ class World:
         self.traffic.add(kind, sent=bytes_sent, received=bytes_received)
         if self.copies is not None:
             taken[self.rank].copy_(given[self.rank])
-            return received, Work([self.copies.send_recv(sends, receives)], [flat, received])
+            return received, Work([self.copies.send_recv(sends, receives)], taken)
         aliases = [_alias(x) for x in (received, flat)] if self.device.type == "cpu" else []
         into, from_ = aliases or (received, flat)
         work = dist.all_to_all_single(

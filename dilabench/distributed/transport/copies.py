@@ -1,7 +1,7 @@
 """Messages between the GPUs of one host by their copy engines, over memory that torch maps into every rank.
 
-The sender copies its bytes into a ring buffer, and readers copy them over the links directly to their destination. Both
-run on separate streams, beside the work in the current stream.
+The sender copies its bytes into a ring buffer on the current stream, in one pass; the rest runs on other streams:
+readers copy the bytes over the links directly to their destination.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -99,22 +99,20 @@ _RELAXED = 2
 
 
 class CopyWork:
-    """Transfers from and to this rank, with `wait` like torch.distributed's `Work`.
+    """A transfer to this rank, with `wait` like torch.distributed's `Work`.
 
     ended: in a graph, the count of exchanges that were waited for.
     """
 
     def __init__(
-        self, copies: Copies, device: torch.device, events: Sequence[torch.cuda.Event], ended: Tensor | None = None
+        self, copies: Copies, device: torch.device, event: torch.cuda.Event, ended: Tensor | None = None
     ) -> None:
-        self._copies, self._device, self._events, self._ended = copies, device, events, ended
+        self._copies, self._device, self._event, self._ended = copies, device, event, ended
 
     def wait(self) -> None:
-        """Make the current stream wait for them. Raises RuntimeError after a peer was too slow."""
+        """Make the current stream wait for it. Raises RuntimeError after a peer was too slow."""
         self._copies.check()
-        current = torch.cuda.current_stream(self._device)
-        for event in self._events:
-            current.wait_event(event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
         if self._ended is not None:
             self._ended.add_(1)
             self._ended = None
@@ -156,9 +154,7 @@ class Copies:
         torch.cuda.synchronize(device)
         # Stored, because the mapping ends with it.
         self._handle = symmetric.rendezvous(self._memory, group)
-        self._outward, self._inward, self._rescue = (
-            StreamQueue(torch.cuda.Stream(device, priority=-1)) for _ in range(3)
-        )
+        self._inward, self._rescue = (StreamQueue(torch.cuda.Stream(device, priority=-1)) for _ in range(2))
         self._buffers = RingBuffers(rank, self._handle.buffer_ptrs, region)
         # By exchange, because each begins with the first slots.
         self._slots = partial(Slots, rank, [address + first for address in self._handle.buffer_ptrs], slot)
@@ -184,35 +180,39 @@ class Copies:
     def send_recv(self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]) -> CopyWork:
         """Send tensors to ranks and receive into contiguous tensors from ranks, after the work in the current stream.
 
-        Sent tensors may be overwritten, and all be freed, after `CopyWork.wait`. While a CUDA graph is captured, the
-        messages become part of it.
+        Later work on the current stream may overwrite the sent tensors. While a CUDA graph is captured, the messages
+        become part of it. A copy on another stream would not be sooner: within a device it takes multiprocessors, which
+        an attention kernel that began meanwhile does not give up.
         """
         self.check()
+        current = torch.cuda.current_stream(self._device)
         captured = torch.cuda.is_current_stream_capturing()
         messages, memory = (self._slots(), self._captured_memory) if captured else (self._buffers, self._memory)
         if captured:
             self._captures = True
             self._exchanges[:1].add_(1)
-        # Sent tensors are made by earlier work in the stream, which may still use the memory of the received ones.
-        begun = torch.cuda.current_stream(self._device).record_event()
-        events = []
-        if any(sends.values()):
-            self._outward.stream.wait_event(begun)
-            for peer in sorted(sends, key=lambda peer: (peer - self._rank) % self._size):
-                for tensor in sends[peer]:
-                    _send(messages, memory, self._outward, peer, tensor)
-            events.append(self._outward.stream.record_event())
-        if any(receives.values()):
-            self._inward.stream.wait_event(begun)
-            for peer in sorted(receives, key=lambda peer: (self._rank - peer) % self._size):
-                for tensor in receives[peer]:
-                    messages.receive(self._inward, peer, tensor.data_ptr(), tensor.nbytes)
-            events.append(self._inward.stream.record_event())
+        # Earlier work in the stream may still use the memory of the received tensors.
+        self._inward.stream.wait_event(current.record_event())
+        queue = StreamQueue(current)
+        for peer in self._by_distance(sends, 1):
+            for tensor in sends[peer]:
+                _send(messages, memory, queue, peer, tensor)
+        for peer in self._by_distance(receives, -1):
+            for tensor in receives[peer]:
+                messages.receive(self._inward, peer, tensor.data_ptr(), tensor.nbytes)
+        arrived = self._inward.stream.record_event()
         if captured:
-            return CopyWork(self, self._device, events, self._exchanges[1:])
+            return CopyWork(self, self._device, arrived, self._exchanges[1:])
         deadline = time.monotonic() + self.timeout_s
-        self._under_way.extend(_Transfer(deadline, self.timeout_s, event) for event in events)
-        return CopyWork(self, self._device, events)
+        for event in (current.record_event(), arrived):
+            self._under_way.append(_Transfer(deadline, self.timeout_s, event))
+        return CopyWork(self, self._device, arrived)
+
+    def _by_distance(self, peers: Collection[int], direction: int) -> Iterable[int]:
+        """Peers in the order in which they follow this rank, or precede it (-1)."""
+        if len(peers) < 2:
+            return peers
+        return sorted(peers, key=lambda peer: direction * (peer - self._rank) % self._size)
 
     def try_out(self) -> None:
         """Exchange known values with every rank. Raises RuntimeError when they do not arrive as they were sent."""
@@ -316,18 +316,17 @@ def _send(messages: RingBuffers | Slots, memory: Tensor, queue: StreamQueue, pee
 
         messages.send(queue, peer, tensor.nbytes, copy_runs)
         return
-    with torch.cuda.stream(queue.stream):
-        in_pieces = tensor.nbytes > messages.longest_chunk
-        flat = tensor.contiguous().view(-1).view(torch.uint8) if in_pieces else tensor
+    in_pieces = tensor.nbytes > messages.longest_chunk
+    flat = tensor.contiguous().view(-1).view(torch.uint8) if in_pieces else tensor
 
-        def copy_elements(place: int, start: int, length: int) -> None:
-            target = memory[place : place + length]
-            if in_pieces:
-                target.copy_(flat[start : start + length])
-            else:
-                copy_strided_(target.view(tensor.dtype).view(tensor.shape), tensor)
+    def copy_elements(place: int, start: int, length: int) -> None:
+        target = memory[place : place + length]
+        if in_pieces:
+            target.copy_(flat[start : start + length])
+        else:
+            copy_strided_(target.view(tensor.dtype).view(tensor.shape), tensor)
 
-        messages.send(queue, peer, tensor.nbytes, copy_elements)
+    messages.send(queue, peer, tensor.nbytes, copy_elements)
 
 
 def _runs(x: Tensor) -> list[tuple[int, int, int]]:
