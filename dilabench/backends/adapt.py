@@ -318,6 +318,7 @@ def _batch(plain: Plain, span: int | None, *tensors: Tensor) -> int:
         return batch
     for x in tensors:
         if x.untyped_storage().nbytes() <= span * x.element_size():
+            # No view of it spans more.
             continue
         item = _span(x[:1])
         if item > span:
