@@ -148,6 +148,12 @@ def test_a_message_of_any_strides_arrives_in_its_order(name, items, rows):
     assert torch.equal(place, sent)
 
 
+def test_a_send_says_whether_a_rank_must_take_something_first():
+    buffers, queue = Ranks(2).buffers[0], Mock()
+    assert [buffers.send(queue, 1, REGION // 3, Mock()) for _ in range(4)] == [False, False, False, True]
+    assert queue.wait.call_count == 1
+
+
 def test_a_released_rank_waits_for_nobody():
     ranks = Ranks(2)
     ranks.receive(0, 1, ctypes.create_string_buffer(9))

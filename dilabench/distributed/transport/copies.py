@@ -193,19 +193,20 @@ class Copies:
             self._exchanges[:1].add_(1)
         # Earlier work in the stream may still use the memory of the received tensors.
         self._inward.stream.wait_event(current.record_event())
-        queue = StreamQueue(current)
+        queue, waits = StreamQueue(current), False
         for peer in self._by_distance(sends, 1):
             for tensor in sends[peer]:
-                _send(messages, memory, queue, peer, tensor)
+                waits |= _send(messages, memory, queue, peer, tensor)
         for peer in self._by_distance(receives, -1):
             for tensor in receives[peer]:
                 messages.receive(self._inward, peer, tensor.data_ptr(), tensor.nbytes)
         arrived = self._inward.stream.record_event()
         if captured:
             return CopyWork(self, self._device, arrived, self._exchanges[1:])
+        # Sends that wait for no rank need no deadline.
+        events = (current.record_event(), arrived) if waits else (arrived,)
         deadline = time.monotonic() + self.timeout_s
-        for event in (current.record_event(), arrived):
-            self._under_way.append(_Transfer(deadline, self.timeout_s, event))
+        self._under_way.extend(_Transfer(deadline, self.timeout_s, event) for event in events)
         return CopyWork(self, self._device, arrived)
 
     def _by_distance(self, peers: Collection[int], direction: int) -> Iterable[int]:
@@ -302,8 +303,8 @@ def _end_process(message: str) -> None:
     os.abort()
 
 
-def _send(messages: RingBuffers | Slots, memory: Tensor, queue: StreamQueue, peer: int, tensor: Tensor) -> None:
-    """Queue a message to a rank through the sender's memory."""
+def _send(messages: RingBuffers | Slots, memory: Tensor, queue: StreamQueue, peer: int, tensor: Tensor) -> bool:
+    """Queue a message to a rank through the sender's memory; return as `RingBuffers.send`."""
     runs = _runs(tensor)
     if runs:
         base = memory.data_ptr()
@@ -314,8 +315,7 @@ def _send(messages: RingBuffers | Slots, memory: Tensor, queue: StreamQueue, pee
                 if first < stop:
                     queue.copy(base + place + first - start, source + first - at, stop - first)
 
-        messages.send(queue, peer, tensor.nbytes, copy_runs)
-        return
+        return messages.send(queue, peer, tensor.nbytes, copy_runs)
     in_pieces = tensor.nbytes > messages.longest_chunk
     flat = tensor.contiguous().view(-1).view(torch.uint8) if in_pieces else tensor
 
@@ -326,7 +326,7 @@ def _send(messages: RingBuffers | Slots, memory: Tensor, queue: StreamQueue, pee
         else:
             copy_strided_(target.view(tensor.dtype).view(tensor.shape), tensor)
 
-    messages.send(queue, peer, tensor.nbytes, copy_elements)
+    return messages.send(queue, peer, tensor.nbytes, copy_elements)
 
 
 def _runs(x: Tensor) -> list[tuple[int, int, int]]:

@@ -76,11 +76,12 @@ class RingBuffers:
         """Bytes of one rank's memory among `size` ranks, with `region` bytes for each reader."""
         return _counters_bytes(size) + (size - 1) * region
 
-    def send(self, queue: Queue, peer: int, nbytes: int, write_chunk: Callable[[int, int, int], None]) -> None:
-        """Queue a message to a rank.
+    def send(self, queue: Queue, peer: int, nbytes: int, write_chunk: Callable[[int, int, int], None]) -> bool:
+        """Queue a message to a rank; return True if the queue may have to wait for that rank.
 
         write_chunk: queues the copy of a chunk, given its place in this rank's memory, its start and its length.
         """
+        waits = False
         channel, most = self._out[peer], self.longest_chunk
         for start in range(0, nbytes, most):
             length = min(most, nbytes - start)
@@ -90,9 +91,11 @@ class RingBuffers:
                 must_be_taken = channel.untaken.popleft()[1]
             if must_be_taken:
                 queue.wait(channel.taken, must_be_taken)
+                waits = True
             write_chunk(channel.memory + first % self._region, start, length)
             queue.set(channel.posted, channel.count)
             channel.untaken.append((first, channel.count))
+        return waits
 
     def receive(self, queue: Queue, peer: int, target: int, nbytes: int) -> None:
         """Queue a message from a rank to an address; as many bytes as it sends."""
