@@ -74,7 +74,9 @@ def _with_second_query(x: Tensor) -> Tensor:
 
 def _laid_out_like(x: Tensor, q: Tensor) -> bool:
     """Return True for equal strides in all dimensions with more than one element."""
-    return x.stride() == q.stride() or all(a == b for a, b, size in zip(x.stride(), q.stride(), q.shape, strict=True) if size > 1)
+    return x.stride() == q.stride() or all(
+        a == b for a, b, size in zip(x.stride(), q.stride(), q.shape, strict=True) if size > 1
+    )
 
 
 def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
