@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dilabench.attention import operands
 from dilabench.attention.dilated import IN_PATTERN, dilated_attention
-from dilabench.attention.selected import selected_attention
+from dilabench.attention.selected import SELECTED_BY_INDICES, of_tokens, selected_attention
 from dilabench.choice.computation import backend_of, implementation_of
 from dilabench.choice.descriptors import load_target
 from dilabench.choice.ways import AUTO, Way
@@ -44,13 +44,13 @@ from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.selected_blocks import SelectedBlocksPattern
+from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
 
 __all__ = ["attention", "block_sparse_attention"]
 
 # Dense attention's fields of a dilated pattern.
 NO_BRANCHES: dict[str, Any] = {"segment_lengths": (), "dilation_rates": ()}
-SELECTED_BY_INDICES = "pattern=SelectedBlocksPattern(block_size=...), per token, or TopKBlocksPattern, per query block"
 
 
 class CallOptions(TypedDict, total=False):
@@ -115,8 +115,10 @@ def attention(
         restarts in each; equal bounds are empty sequences, rows beyond the last get 0. Not for NativeSparsePattern.
     max_seqlen: of the longest sequence, or more: calls of dense and dilated patterns then wait for no bounds on a GPU.
     indices: integers that replace the pattern's selector and top_k. SelectedBlocksPattern: [B, N, K, S], [N, K, S] or
-        packed [T, K, S], the S key blocks of each query token and key/value head. TopKBlocksPattern: [n, k] or
-        [K, n, k], the k key blocks of each of n query blocks. A repeated index counts once, -1 means no block.
+        packed [T, K, S], the S key blocks of each query token and key/value head, required if its selector reads
+        queries. TopKBlocksPattern: [n, k] or [K, n, k], the k key blocks of each of n query blocks. With cu_seqlens
+        blocks count from 0 in each sequence, and n is the sum over sequences. A repeated index counts once, -1 means no
+        block; other numbers without a block are refused on a CPU and ignored on a GPU.
     return_lse: also return lse [B, H, N] (packed: [H, T]), the natural logarithm of each query's sum of exponentials,
         without a gradient. A query that attends to no key has out 0 and lse -inf.
     backend: for dense and dilated patterns a name of `dilabench list backends`, or a function
@@ -161,9 +163,12 @@ def attention(
         return (out, lse.detach()) if return_lse else out
     if max_seqlen is not None:
         operands.rounded_up(max_seqlen, cu_seqlens)
-    if indices is not None and (selected := SelectedBlocksPattern.match(pattern)) is not None:
+    selected = SelectedBlocksPattern.match(pattern)
+    selects_per_token = selected is not None and (indices is not None or selected.reads_queries)
+    if selects_per_token or (indices is not None and cu_seqlens is not None):
+        by_token, block_size = of_tokens(indices, pattern, query, key, cu_seqlens)
         given: Any = {"causal": causal, "window": window, "scale": scale, "sink": sink, "cu_seqlens": cu_seqlens}
-        out, lse = selected_attention(query, key, value, indices, selected.block_size, backend=backend, **given)
+        out, lse = selected_attention(query, key, value, by_token, block_size, backend=backend, **given)
     else:
         if sink is not None:
             operands.check_is_tensor(sink)
@@ -172,8 +177,6 @@ def attention(
         operands.check_are_tensors(query=query, key=key, value=value)
         bounds: tuple[int, ...] = ()
         if cu_seqlens is not None:
-            if indices is not None:
-                raise ValueError(f"indices with cu_seqlens and pattern {pattern.kind}: leave one of them out")
             bounds = operands.bounds(cu_seqlens, operands.check_tokens(query, key, value))
             query, key, value = query[None], key[None], value[None]
         refuse_forward_mode(query, key, value)
@@ -254,7 +257,6 @@ def block_sparse_attention(
 @lru_cache(maxsize=64)
 def _block_pattern(mask: str, block_size: int, density: float, seed: int, selected: bool) -> Pattern:
     from dilabench.patterns.block_sparse import BlockSparsePattern
-    from dilabench.patterns.topk_blocks import TopKBlocksPattern
 
     try:
         if selected:
@@ -366,7 +368,6 @@ _of_packing = lru_cache(maxsize=8)(_function.__wrapped__)
 def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Options, indices: Tensor) -> Computation:
     """The function over the key blocks that `indices` name."""
     from dilabench.kernels.block_sparse.selected import SelectedPlan
-    from dilabench.patterns.topk_blocks import TopKBlocksPattern
 
     selection = TopKBlocksPattern.match(pattern)
     if selection is None:
@@ -377,6 +378,7 @@ def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
         # Built like a pattern with drawn indices, which refuses shapes that do not fit.
         return cast(Computation, _function(pattern, tensors, options))
     # In the form that dilabench's selectors return.
+    operands.check_blocks(indices, -(-length // size))
     by_head = (materialised(indices) if indices.ndim == 3 else indices[None]).to(torch.int32).contiguous()
     plan = SelectedPlan(by_head, size, length, options.causal, options.window)
     union, rows = _over_blocks(pattern, tensors, options)

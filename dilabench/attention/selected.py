@@ -9,6 +9,7 @@ between the two.
 import ast
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +39,12 @@ from dilabench.impls.selected.selected_blocks import computation_for
 from dilabench.impls.selected.selecting import Choosing, Compression, select_by_compression
 from dilabench.impls.selected.selection import Selection
 from dilabench.kernels.lse import add_null_mass_
-from dilabench.patterns.selected_blocks import check_block
+from dilabench.patterns.pattern import Pattern
+from dilabench.patterns.selected_blocks import SelectedBlocksPattern, check_block
+from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.workload.spec import Window, check_window
+
+SELECTED_BY_INDICES = "pattern=SelectedBlocksPattern(block_size=...), per token, or TopKBlocksPattern, per query block"
 
 
 class _Options(NamedTuple):
@@ -57,7 +62,7 @@ def selected_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     block_size: int,
     *,
     causal: bool,
@@ -70,8 +75,13 @@ def selected_attention(
     """out and lse, which carries no gradient, of query [B, N, H, D] and key, value [B, N, K, D] (packed: [T, H, D]).
 
     indices: integers [B, N, K, S] or [N, K, S] (packed: [T, K, S], counted in each sequence from 0). Raises ValueError
-    for what does not fit.
+    for what does not fit, and without indices.
     """
+    if indices is None:
+        raise ValueError(
+            "pattern selected_blocks without indices: its selectors read stand-ins, not query and key; give the blocks "
+            "that your model selects, indices=[B, N, K, S], or let native_sparse_attention select them"
+        )
     if backend != AUTO:
         raise ValueError(f"backend {backend!r} with pattern selected_blocks, whose kernels call none; leave it out")
     operands.check_are_tensors(query=query, key=key, value=value, indices=indices)
@@ -104,6 +114,48 @@ def selected_attention(
     return (out.squeeze(0), lse.detach().squeeze(0)) if packed else (out, lse.detach())
 
 
+def of_tokens(
+    indices: Tensor | None, pattern: Pattern, query: Tensor, key: Tensor, cu_seqlens: Sequence[int] | Tensor | None
+) -> tuple[Tensor | None, int]:
+    """The indices of each token, and the block size, of a pattern that selects per token, or per block of queries of
+    packed sequences. Raises ValueError for other patterns and for what does not fit.
+    """
+    per_token = SelectedBlocksPattern.match(pattern)
+    if per_token is not None:
+        return indices, per_token.block_size
+    per_block = TopKBlocksPattern.match(pattern)
+    if per_block is None or indices is None or cu_seqlens is None:
+        raise ValueError(f"indices with pattern {pattern.kind}: they are blocks of {SELECTED_BY_INDICES}")
+    check_block(per_block.block_size)
+    return _of_query_blocks(indices, per_block.block_size, query, key, cu_seqlens), per_block.block_size
+
+
+def _of_query_blocks(
+    indices: Tensor, block_size: int, query: Tensor, key: Tensor, cu_seqlens: Sequence[int] | Tensor
+) -> Tensor:
+    """[T, K, k] of packed query [T, H, D] and key [T, K, D], from [n, k] or [K, n, k] of each block of `block_size`
+    queries: n blocks of all sequences, one after another. Under a compiler bounds in a tensor stay unread, and n is not
+    checked.
+    """
+    operands.check_are_tensors(query=query, key=key, indices=indices)
+    tokens, kv_heads = operands.check_tokens(query, key, key), key.shape[1]
+    if isinstance(cu_seqlens, Tensor) and torch.compiler.is_compiling():
+        bounds = cu_seqlens.to(device=query.device, dtype=torch.int64)
+    else:
+        numbers = operands.without_empty(operands.bounds(cu_seqlens, tokens), tokens)
+        blocks = sum(-(-(stop - start) // block_size) for start, stop in pairwise(numbers))
+        operands.check_indices(indices, kv_heads, blocks, block_size, query.device)
+        bounds = torch.tensor(numbers, device=query.device)
+    token = torch.arange(tokens, device=query.device)
+    sequence = torch.searchsorted(bounds, token, right=True) - 1
+    blocks_of = (bounds.diff(append=bounds[-1:]) + block_size - 1) // block_size
+    block = (blocks_of.cumsum(0) - blocks_of)[sequence] + (token - bounds[sequence]) // block_size
+    by_head = indices if indices.ndim == 3 else indices[None]
+    # Tokens behind the last sequence see no key.
+    block = block.clamp_max(by_head.shape[1] - 1)
+    return by_head.transpose(0, 1)[block].expand(-1, kv_heads, -1)
+
+
 def compressed_attention(
     query: Tensor, keys: Tensor, values: Tensor, compression: Compression, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -132,6 +184,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """out and lse: of eager tensors directly, of others by operators."""
     if sink is None and is_plain_eager_call(query, key, value, *(() if indices is None else (indices,))):
+        _check_blocks(indices, query, options)
         computation = _computation(query, key, indices, options)
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
             out, lse = WithGradient.apply(computation, query, key, value)
@@ -159,6 +212,17 @@ def _checked(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
     if indices.device != query.device:
         raise ValueError(f"indices are on {indices.device} and query on {query.device}; move one of them")
     return by_item
+
+
+def _check_blocks(indices: Tensor | None, query: Tensor, options: _Options) -> None:
+    """Refuse blocks that a sequence does not have, on a CPU."""
+    if indices is None or indices.device.type != "cpu" or not query.numel():
+        return
+    # Rows of no sequence see nothing.
+    blocks = torch.full((query.shape[1], 1, 1), -(-query.shape[1] // options.block))
+    for first, last in pairwise(options.cu_seqlens):
+        blocks[first:last] = -(-(last - first) // options.block)
+    operands.check_blocks(indices, blocks)
 
 
 def _computation(query: Tensor, key: Tensor, indices: Tensor | None, options: _Options) -> Computation:
@@ -209,7 +273,9 @@ def _forward_op(
     asked: str,
 ) -> tuple[Tensor, Tensor]:
     """out and lse."""
-    out, lse, *_ = _computation(query, key, indices, _asked(asked, bounds)).forward(query, key, value)
+    options = _asked(asked, bounds)
+    _check_blocks(indices, query, options)
+    out, lse, *_ = _computation(query, key, indices, options).forward(query, key, value)
     if sink is not None:
         add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
     return out.contiguous(), lse.contiguous()

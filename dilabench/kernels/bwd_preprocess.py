@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.fused.branch_group import SPAN_COLUMNS
-from dilabench.kernels.fused.tile_walk import find_span
+from dilabench.kernels.fused.tile_walk import find_spans
 from dilabench.kernels.launch_cache import Launch, LaunchCache, stride_unit
 from dilabench.kernels.tuning import rows_of_a_program
 
@@ -138,31 +138,33 @@ def _bwd_preprocess_kernel(
     head = (pid % n_heads).to(tl.int64)
     rest = pid // n_heads
     blocks = tl.cdiv(stored, ROWS)
-    row = (rest % blocks) * ROWS + tl.arange(0, ROWS)
+    first = (rest % blocks) * ROWS
+    row = first + tl.arange(0, ROWS)
     batch = (rest // blocks).to(tl.int64)
     valid = row < stored
+    first_stats = 0
+    first_token = 0
     if spans_ptr is not None:
         # For documents, `segments` is 1.
-        segment = find_span(spans_ptr, row, n_spans, 0 if classes_ptr is None else 4)
+        segment = find_spans(spans_ptr, first, row, n_spans, ROWS, 0 if classes_ptr is None else 4)
         span_ptr = spans_ptr + segment * _SPAN_COLUMNS
         first_token, first_stats = tl.load(span_ptr), tl.load(span_ptr + 3)
+        inside = row - (first_token if classes_ptr is None else tl.load(span_ptr + 4))
+        tokens_of_segment = tl.load(span_ptr + 1)
         segment = 0
-        if classes_ptr is None:
-            inside = row - first_token
-        else:
-            inside = (row - tl.load(span_ptr + 4)) * R + tl.load(classes_ptr + head)
-            valid = valid & (inside < tl.load(span_ptr + 1))
-        tokens = first_token + inside
     else:
-        first_stats = 0
-        if classes_ptr is None:
-            segment, inside = row // segment_tokens, row % segment_tokens
-        else:
-            segment = row // segment_rows
-            inside = row % segment_rows * R + tl.load(classes_ptr + head)
-            valid = valid & (inside < segment_tokens)
-        tokens = segment * segment_tokens + inside
-        valid = valid & (tokens < length)
+        rows_of_segment = segment_tokens if classes_ptr is None else segment_rows
+        segment = row // rows_of_segment
+        inside = row - segment * rows_of_segment
+        first_token = segment * segment_tokens
+        tokens_of_segment = tl.minimum(segment_tokens, length - first_token)
+    if classes_ptr is None:
+        residue, class_row = inside % R, inside // R
+    else:
+        residue, class_row = tl.load(classes_ptr + head), inside
+        inside = class_row * R + residue
+    valid = valid & (inside < tokens_of_segment)
+    tokens = first_token + inside
     at = tokens.to(tl.int64)
     row_at = (batch * n_heads + head) * length + at
     lse = tl.load(lse_ptr + row_at, valid, float("-inf"))
@@ -182,8 +184,8 @@ def _bwd_preprocess_kernel(
         delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
         if delta_ptr is not None:
             tl.store(delta_ptr + row_at, delta, valid)
-    target = ((batch * n_heads + head) * R + inside % R) * segments + segment
-    target = 2 * (target * stats_rows + first_stats) + _places(inside // R, BLOCK)
+    target = ((batch * n_heads + head) * R + residue) * segments + segment
+    target = 2 * (target * stats_rows + first_stats) + _places(class_row, BLOCK)
     # exp2(x - inf) is 0: a row that sees no key contributes nothing.
     log2_lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
     tl.store(stats_ptr + target, log2_lse, valid)

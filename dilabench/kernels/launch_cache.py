@@ -15,9 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from contextvars import copy_context
 from copy import copy
+from dataclasses import dataclass
 from functools import lru_cache
 from inspect import isfunction
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -146,8 +147,13 @@ def launch_once(kernel: Any, grid: tuple[int, ...], x: Tensor, *arguments: Any, 
         kernel[grid](x, *arguments, **options)
 
 
-_Recorded = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""Arguments of Triton's launcher before and after the stream."""
+class _Recorded(NamedTuple):
+    """The arguments of Triton's launcher, and where among them the stream and the addresses of tensors are."""
+
+    arguments: list[Any]
+    stream: int
+    pointers: tuple[tuple[int, str], ...]
+
 
 # Each takes a few kilobytes; enough for the layers of a model.
 _MOST_RECORDED = 128
@@ -168,7 +174,7 @@ class _Repeated:
     ) -> None:
         self.values = values
         self._exchanged = exchanged
-        self._names = [*dict.fromkeys(name for _, name, _ in exchanged)]
+        self._described = [*dict.fromkeys(name for _, name, descriptor in exchanged if descriptor)]
         self._launch_by_triton = compiled[grid]
         self._launcher, self._record = _launcher(compiled, grid)
         self._recorded: dict[tuple[int, ...], _Recorded] = {}
@@ -176,7 +182,7 @@ class _Repeated:
     def again(self, own: Tensors, stream: int | None) -> None:
         """Launch on these tensors, on this stream or, if it is None, the current one.
 
-        Triton's Python runs only for addresses that are new, and for Triton's hooks.
+        Triton's Python runs only for descriptors of addresses that are new, and for Triton's hooks.
         """
         enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         # A chain of hooks; a program may also have set a function, or None.
@@ -184,16 +190,20 @@ class _Repeated:
         if self._launcher is None or stream is None or hooked:
             self._launch_by_triton(*self._values_of(own), stream=stream)
             return
-        addresses = tuple(map(Tensor.data_ptr, map(own.__getitem__, self._names)))
+        addresses = tuple(map(Tensor.data_ptr, map(own.__getitem__, self._described)))
         recorded = self._recorded.get(addresses)
         if recorded is None:
             if len(self._recorded) >= _MOST_RECORDED:
                 self._recorded.clear()
-            self._recorded[addresses] = recorded = self._record(self._values_of(own))
-        before, behind = recorded
-        self._launcher(*before, stream, *behind)
+            pointers = {place: _Pointer(name) for place, name, descriptor in self._exchanged if not descriptor}
+            self._recorded[addresses] = recorded = self._record(self._values_of(own, pointers))
+        arguments = recorded.arguments.copy()
+        for place, name in recorded.pointers:
+            arguments[place] = own[name].data_ptr()
+        arguments[recorded.stream] = stream
+        self._launcher(*arguments)
 
-    def _values_of(self, own: Tensors) -> list[Any]:
+    def _values_of(self, own: Tensors, instead: Mapping[int, object] = MappingProxyType({})) -> list[Any]:
         values = self.values.copy()
         for place, operand, descriptor in self._exchanged:
             values[place] = x = own[operand]
@@ -203,12 +213,21 @@ class _Repeated:
                 view: Any = object.__new__(kind)
                 view.__dict__ = {**facts, "base": x}
                 values[place] = view
+        for place, value in instead.items():
+            values[place] = value
         return values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pointer:
+    """Stands for the tensor of that name where a launch is recorded."""
+
+    name: str
 
 
 def _launcher(compiled: Any, grid: tuple[int, ...]) -> tuple[Callable[..., object] | None, Callable[..., _Recorded]]:
     """Triton's launcher in C, and a function that gives its arguments for the values of a launch, with tensors as
-    addresses.
+    addresses, and where those of `_Pointer` are.
 
     Triton 3.6 walks over all arguments in Python at each launch and encodes each tensor descriptor again: 20
     microseconds for forty arguments, of which the launcher takes two. Here a copy of ``compiled.run`` does that with a
@@ -233,9 +252,9 @@ def _launcher(compiled: Any, grid: tuple[int, ...]) -> tuple[Callable[..., objec
             closure = cells | {"launcher": CellType(recording.launch)}
             recording.launch = FunctionType(above.__code__, above.__globals__, closure=tuple(closure.values()))
         recording(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
+        pointers = tuple((place, x.name) for place, x in enumerate(given) if isinstance(x, _Pointer))
         place = given.index(stream)
-        given = [x.data_ptr() if isinstance(x, Tensor) else x for x in given]
-        return tuple(given[:place]), tuple(given[place + 1 :])
+        return _Recorded([x.data_ptr() if isinstance(x, Tensor) else x for x in given], place, pointers)
 
     return launcher, record
 

@@ -345,6 +345,8 @@ LEAST_SHARED_STEPS = 64
 # From this many tokens that are in the same branches on, separate branches are merged class by class: programs of
 # tokens that are in the same branches are few for fewer.
 MANY_TOKENS = 128
+# The same of documents in the mean: a program goes through all that it has tokens of.
+MANY_TOKENS_OF_A_DOCUMENT = 32
 
 # Kernels that pass over memory: numbers of a tensor that a program reads, and rows at most.
 _NUMBERS_AND_ROWS: Mapping[str, tuple[int, float]] = {

@@ -74,17 +74,20 @@ def differ(number: int) -> bool:
         for own, stats in ((16, 1), (min(32, group.largest_tile), 32))
     ]
     lists = packing.lists(PassRequests(*requests), plan.causal, torch.empty(0))
-    every = zip(requests, lists.of_groups, lists.spans.tolist(), lists.blocks.tolist(), strict=True)
-    for request, each, spans, blocks in every:
-        right, visits = defined(request, each.tables, bounds, len(spans))
+    documents = lists.documents.tolist()
+    for index, (request, each) in enumerate(zip(requests, lists.of_groups, strict=True)):
+        right, visits = defined(request, each.tables, bounds, len(each.spans))
         pads = [[0, right[0][6] - 1]] * (request.most_visits - len(visits))
-        if spans != right or each.spans.tolist() != right or each.visits.tolist() != visits + pads:
+        if each.spans.tolist() != right or each.visits.tolist() != visits + pads:
             return True
-        starts = [span[0] for span in right if span[0] < NEVER]
-        begun = [bisect_right(starts, token) - 1 for token in range(0, bounds[-1], BLOCK_TOKENS)]
-        if blocks != [*begun, len(starts) - 1]:
+        first_rows = {span[0]: span[4] for span in right}
+        if any(first_rows[line[0]] != line[1 + index] for line in documents if line[0] in first_rows):
             return True
-    return False
+    starts = [line[0] for line in documents]
+    there = bounds if by_tensor else [*dict.fromkeys(bounds)]
+    if starts != there + [bounds[-1]] * (len(starts) - len(there)):
+        return True
+    return lists.blocks.tolist() != [bisect_right(there, token) - 1 for token in range(0, bounds[-1], BLOCK_TOKENS)]
 
 
 def shapes(causal: bool) -> int:
@@ -96,7 +99,7 @@ def shapes(causal: bool) -> int:
         plan = document_plan((256, 1024), (1, 2), packing, 4, 2, causal)
         requests = PassRequests(*(ListRequest(group, 64, 64, key) for group in plan.groups for key in (False, True)))
         lists = packing.lists(requests, causal, torch.empty(0))
-        found.add((id(plan), lists.spans.shape, *(each.visits.shape for each in lists.of_groups)))
+        found.add((id(plan), lists.documents.shape, *(each.visits.shape for each in lists.of_groups)))
     return len(found)
 
 

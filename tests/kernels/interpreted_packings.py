@@ -16,9 +16,11 @@ import torch
 from interpreted_cases import multiplicity, relative, union_softmax
 from torch import Tensor
 
+from dilabench.kernels import tuning
 from dilabench.kernels.fused.backward import fused_backward
 from dilabench.kernels.fused.forward import fused_forward, fused_forward_partials
 from dilabench.kernels.fused.packing import Packing
+from dilabench.kernels.fused.partials import partial_places
 from dilabench.kernels.fused.residue_plan import document_plan
 from dilabench.kernels.tuning import TileConfig
 
@@ -60,6 +62,9 @@ def of_number(number: int) -> dict[str, float]:
     plan = document_plan(
         segments, rates, packing, *about, 16, None, separate=detached, branch_of_head=branch_of_head, window=window
     )
+    # Branches of long documents are merged class by class.
+    partial_places.cache_clear()
+    tuning.MANY_TOKENS, tuning.MANY_TOKENS_OF_A_DOCUMENT = choose.choice(((0, 0), (128, 32)))
     if detached:
         out, lse, own = fused_forward_partials(q, k, v, plan, config=config, packing=packing)
     else:

@@ -176,6 +176,16 @@ def test_a_repeated_launch_gives_tritons_launcher_what_triton_does(hook: Any, mo
     assert active.encoded == 4, "addresses of an earlier launch are encoded once"
 
 
+def test_descriptors_are_encoded_once_beside_other_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
+    active, launched = repeated_on_nvidia(monkeypatch, OnNvidia())
+    q, results = torch.zeros(2, 2), [torch.zeros(2, 2) for _ in range(3)]
+    first = launched(q, q)
+    (place,) = (at for at, value in enumerate(first) if value == q.data_ptr())
+    for out in (*results, q):
+        assert launched(q, out) == (*first[:place], out.data_ptr(), *first[place + 1 :])
+    assert active.encoded == 1
+
+
 def test_no_more_than_so_many_launches_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_RECORDED", 2)
     active, launched = repeated_on_nvidia(monkeypatch, OnNvidia())

@@ -33,6 +33,7 @@ from dilabench.kernels.fused import backward as fused_backward
 from dilabench.kernels.fused import forward as fused_forward
 from dilabench.kernels.fused.branch_group import SPAN_COLUMNS
 from dilabench.kernels.fused.document_lists import AT_ONCE, BLOCK_TOKENS, REQUEST_COLUMNS, lists_kernel
+from dilabench.kernels.fused.partials import _REGISTERS, _merge_kernel
 from dilabench.kernels.fused.residue_plan import residue_plan
 from dilabench.kernels.fused.row_layout import PER_LENGTH, Results
 from dilabench.kernels.fused.sm90 import backward as sm90_backward
@@ -60,9 +61,9 @@ KERNELS = {
     "backward_key": fused_backward._key_kernel,
 }
 QUERY_ROWS = {"q_desc", "out_desc", "dout_desc", "dq_desc"}
-FLOATS = {"lse_ptr", "mass_ptr", "stats_ptr", "slots_ptr"}
+FLOATS = {"lse_ptr", "lses_ptr", "mass_ptr", "stats_ptr", "slots_ptr"}
 OF_DOCUMENTS: dict[str, object] = {"visits_ptr": None, "spans_ptr": None}
-RESULTS = {"out_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
+RESULTS = {"out_ptr", "outs_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
 NOT_ALIGNED = {
     *PER_LENGTH,
     "n_kinds",
@@ -75,6 +76,8 @@ NOT_ALIGNED = {
     "key_rows",
     "left",
     "right",
+    "step",
+    "width",
 }
 # Bytes of values parked in local memory while loops run: none that the loop over whole tiles writes, so nearly free.
 # The forward's shape is 15 % faster than the best one without (see tuning.py), and so is the causal backward of D64
@@ -785,6 +788,19 @@ OF_ZERO_KEYS = {"HEADS": 16, "ROWS": 128}
 def test_kernels_of_packings(kernel, constants: dict[str, object]) -> None:
     _, report = compiled(kernel, constants, {}, TileConfig(64, 64, 4, 1))
     assert "0 bytes spill stores" in report
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+@pytest.mark.parametrize("documents", [True, False])
+def test_merge_of_five_branches(documents: bool, uniform: bool) -> None:
+    """Of a single sequence as many threads are resident as of documents that it goes through."""
+    constants = {"GROUPS": 5, "BEFORE_CLASSES": 8, "UNIFORM": uniform, "UNIT": 8}
+    constants |= {"HEAD_DIM": 48, "COLUMNS": 64, "ROWS": 32}
+    if not documents:
+        constants |= dict.fromkeys(("documents_ptr", "blocks_ptr"))
+    kernel, report = compiled(_merge_kernel, constants, {}, TileConfig(64, 64, 4, 3, _REGISTERS if uniform else None))
+    assert "0 bytes spill stores" in report
+    assert "ld.global.v4.b32" in kernel.asm["ptx"]
 
 
 def test_sums_of_dq_are_read_in_whole_vectors() -> None:

@@ -11,13 +11,13 @@ import triton.language as tl
 AT_ONCE = 128
 # Numbers that the kernel reads of a request: the tokens of a whole super-segment, R, the rows of a tile, of a tile of
 # statistics, and all stored rows; the items of a variant; where visits begin, and how many there are; where its tails
-# begin, and how many there are; where the numbers of blocks begin. The items of each variant follow the tails.
-REQUEST_COLUMNS = 11
+# begin, and how many there are. The items of each variant follow the tails.
+REQUEST_COLUMNS = 10
 # Tokens of a block.
 BLOCK_TOKENS = 64
 
 
-@triton.jit(do_not_specialize=("n_bounds", "n_documents", "n_spans", "tokens"))
+@triton.jit(do_not_specialize=("n_bounds", "n_documents", "n_spans", "n_requests", "tokens", "documents_at"))
 def lists_kernel(
     bounds_ptr,
     requests_ptr,
@@ -25,15 +25,17 @@ def lists_kernel(
     n_bounds,
     n_documents,
     n_spans,
+    n_requests,
     tokens,
+    documents_at,
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
     REQUEST: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Write the spans, visits and blocks of one document for one request (`DocumentLists`): whole super-segments of all
+    """Write the spans and visits of one document for one request (`DocumentLists`): whole super-segments of all
     documents are visited first, then the shorter last ones, the longest first. The program behind the last document
-    writes those that pad.
+    writes those that pad. ``documents_at``: where `PassLists.documents` begins, and its blocks behind it.
     """
     index = tl.program_id(0) // (n_documents + 1)
     document = tl.program_id(0) % (n_documents + 1)
@@ -49,7 +51,8 @@ def lists_kernel(
     tails_ptr = requests_ptr + tl.load(request + 8)
     n_tails = tl.load(request + 9)
     items_ptr = tails_ptr + n_tails
-    blocks_ptr = lists_ptr + tl.load(request + 10)
+    documents_ptr = lists_ptr + documents_at
+    blocks_ptr = documents_ptr + (n_documents + 1) * (n_requests + 1)
     pads = document == n_documents
     begin, length = _extent_of(document, bounds_ptr, n_bounds, tokens)
     whole = length // most
@@ -97,16 +100,15 @@ def lists_kernel(
         tl.store(span + 5, place * 0 + stored_rows, inside)
         tl.store(span + 6, place * 0 + listed, inside)
         tl.store(span + 7, place * 0 + 0x7FFFFFFF, inside)
-    first_block = (begin + TOKENS - 1) // TOKENS
-    n_blocks = (begin + length + TOKENS - 1) // TOKENS - first_block
-    if pads:
-        first_block = (tokens + TOKENS - 1) // TOKENS
-        n_blocks = 1
-    for first in range(0, n_blocks, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        # Behind the last block is the last super-segment.
-        super_index = tl.where(pads, -1, ((first_block + place) * TOKENS - begin) // most)
-        tl.store(blocks_ptr + first_block + place, supers_before + super_index, place < n_blocks)
+    of_document = documents_ptr + document * (n_requests + 1)
+    tl.store(of_document + 1 + index, rows_before)
+    if index == 0:
+        tl.store(of_document, begin)
+        first_block = (begin + TOKENS - 1) // TOKENS
+        n_blocks = (begin + length + TOKENS - 1) // TOKENS - first_block
+        for first in range(0, n_blocks, BLOCK):
+            place = first + tl.arange(0, BLOCK)
+            tl.store(blocks_ptr + first_block + place, place * 0 + document, place < n_blocks)
     n_items = whole * items_of_whole
     at = visits_ptr + whole_before * items_of_whole * 2
     for first in range(0, n_items, BLOCK):

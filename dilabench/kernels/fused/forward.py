@@ -298,7 +298,7 @@ def fused_forward_partials(
     if packing is not None:
         lists = _lists(q, plan, packing, config, cache)
         tensors = [own | of_group.by_query for own, of_group in zip(tensors, lists.of_groups, strict=True)]
-        merged |= {"spans": lists.spans, "blocks": lists.blocks}
+        merged |= {"documents": lists.documents, "blocks": lists.blocks}
 
     def prepare() -> Iterator[Launch]:
         for index, (own, group) in enumerate(zip(tensors, plan.groups, strict=True)):

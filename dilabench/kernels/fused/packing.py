@@ -87,13 +87,14 @@ class DocumentLists(NamedTuple):
 
 
 class PassLists(NamedTuple):
-    """Lists of each group of branches, and the spans of all of them, [groups, n, `SPAN_COLUMNS`].
+    """Lists of each group of branches, and where documents are.
 
-    blocks: int32 [groups, n], the super-segment that holds the first token of each `BLOCK_TOKENS`; then the last one.
+    documents: int32 [n + 1, 1 + groups], of each document its first token and its first row among the stored rows of
+    each group; then the end of all. blocks: int32, the document that holds the first token of each `BLOCK_TOKENS`.
     """
 
     of_groups: tuple[DocumentLists, ...]
-    spans: Tensor
+    documents: Tensor
     blocks: Tensor
 
 
@@ -108,15 +109,11 @@ class PassRequests:
         self._kept: dict[tuple[bool, torch.device, type[Tensor]], _Tables] = {}
 
     @property
-    def sizes(self) -> tuple[int, int, int]:
-        """How many numbers of spans, visits and blocks `Packing.lists` writes, one after another."""
-        n = len(self.requests)
-        return n * self.most_supers * SPAN_COLUMNS, 2 * sum(self.visits), n * self.blocks
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of tokens, and one behind them."""
-        return -(-self.requests[0].group.length // BLOCK_TOKENS) + 1
+    def sizes(self) -> tuple[int, int, int, int]:
+        """How many numbers of spans, visits, documents and blocks `Packing.lists` writes, one after another."""
+        n, group = len(self.requests), self.requests[0].group
+        of_documents = (group.documents + 1) * (n + 1)
+        return n * self.most_supers * SPAN_COLUMNS, 2 * sum(self.visits), of_documents, -(-group.length // BLOCK_TOKENS)
 
     def tables(self, packing: Packing, causal: bool, x: Tensor) -> _Tables:
         """The lists for super-segments of these documents, on the device of x."""
@@ -125,8 +122,7 @@ class PassRequests:
         if kept is not None:
             return kept
         tables, numbers = [], []
-        visits_at, of_visits, _ = self.sizes
-        blocks_at = visits_at + of_visits
+        visits_at, *_ = self.sizes
         tails_at = len(self.requests) * REQUEST_COLUMNS
         for request, visits in zip(self.requests, self.visits, strict=True):
             group, tile = request.group, min(request.own, request.other)
@@ -137,9 +133,8 @@ class PassRequests:
             listed = (made.tables.order if request.by_key else made.tables.items).shape[-2]
             sizes = group.super_tokens, group.modulus, tile, request.stats_tile, group.stored_rows, listed
             tables.append(made)
-            numbers.append((*sizes, visits_at, visits, tails_at, len(made.tails), blocks_at))
+            numbers.append((*sizes, visits_at, visits, tails_at, len(made.tails)))
             visits_at, tails_at = visits_at + 2 * visits, tails_at + len(made.tails) + len(counts)
-            blocks_at += self.blocks
         lists = (half for made, request in zip(tables, self.requests, strict=True) for half in made.of(request.by_key))
         there = _copied(np.concatenate([np.array(numbers).ravel(), *lists]).astype(np.int32), x)
         of_tables = (x for made in tables for x in made.tables.tensors)
@@ -221,8 +216,8 @@ class Packing:
     def _launched(self, of_pass: PassRequests, causal: bool, x: Tensor) -> _Made:
         tables, bounds = of_pass.tables(self, causal, x), self.bounds(x)
         of_requests, requests = len(of_pass.requests), tables.numbers.used(x)
-        numbers = torch.empty(sum(of_pass.sizes), dtype=torch.int32, device=x.device)
-        most, documents = of_pass.most_supers, of_pass.requests[0].group.documents
+        sizes, most, documents = of_pass.sizes, of_pass.most_supers, of_pass.requests[0].group.documents
+        numbers = torch.empty(sum(sizes), dtype=torch.int32, device=x.device)
         arguments = {
             "bounds_ptr": bounds,
             "requests_ptr": requests,
@@ -230,7 +225,9 @@ class Packing:
             "n_bounds": len(bounds),
             "n_documents": documents,
             "n_spans": most,
+            "n_requests": of_requests,
             "tokens": self.tokens,
+            "documents_at": sizes[0] + sizes[1],
             "BLOCK": AT_ONCE,
             "SPAN": SPAN_COLUMNS,
             "REQUEST": REQUEST_COLUMNS,
@@ -239,11 +236,12 @@ class Packing:
         launch = Launch(lists_kernel, lambda _: ((of_requests * (documents + 1),), arguments))
         own = {"bounds": bounds, "requests": requests, "lists": numbers}
         of_pass.cache.launch((len(bounds), bounds.data_ptr() % COPY_BYTES), [own], lambda: [launch])
-        of_spans, of_visits, of_blocks = numbers.split(of_pass.sizes)
-        spans, blocks = of_spans.view(of_requests, most, SPAN_COLUMNS), of_blocks.view(of_requests, -1)
+        of_spans, of_visits, of_documents, blocks = numbers.split(sizes)
+        spans = of_spans.view(of_requests, most, SPAN_COLUMNS).unbind()
         visits = of_visits.view(-1, 2).split(of_pass.visits)
-        of_groups = tuple(map(DocumentLists, tables.of_requests, visits, spans.unbind()))
-        return _Made(PassLists(of_groups, spans, blocks), tables, _There.of((numbers,), x))
+        of_groups = tuple(map(DocumentLists, tables.of_requests, visits, spans))
+        lists = PassLists(of_groups, of_documents.view(documents + 1, -1), blocks)
+        return _Made(lists, tables, _There.of((numbers,), x))
 
 
 class _There(NamedTuple):

@@ -21,10 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels import tuning
-from dilabench.kernels.fused.branch_group import SPAN_COLUMNS, BranchGroup
+from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.document_lists import BLOCK_TOKENS
 from dilabench.kernels.fused.residue_plan import ResiduePlan
-from dilabench.kernels.fused.tile_walk import find_span_among
 from dilabench.kernels.launch_cache import COPY_BYTES, Arguments, Launch
 from dilabench.kernels.softmax import weights_of_two
 
@@ -33,7 +32,8 @@ from dilabench.kernels.softmax import weights_of_two
 _UNIT = COPY_BYTES // 2
 # Numbers of a branch in the table before the class of each head.
 _BEFORE_CLASSES = 8
-_SPAN_COLUMNS = tl.constexpr(SPAN_COLUMNS)
+# Registers of a thread that merges class by class.
+_REGISTERS = 64
 _BLOCK_TOKENS = tl.constexpr(BLOCK_TOKENS)
 
 
@@ -74,7 +74,11 @@ class PartialPlaces:
             line[:6] = out // _UNIT, lse // _UNIT, group.modulus, group.super_tokens, group.super_rows, n
             line[_BEFORE_CLASSES : _BEFORE_CLASSES + heads] = group.class_of_head
         step = lcm(*(group.modulus for group in groups))
-        is_uniform = length // step >= tuning.MANY_TOKENS and not any(group.is_shifted for group in groups)
+        # Segments of documents are not cut at the same classes, either.
+        is_shifted = any(group.super_tokens % group.modulus for group in groups)
+        tokens = length // max(1, *(group.documents for group in groups))
+        are_many = length // step >= tuning.MANY_TOKENS and tokens // step >= tuning.MANY_TOKENS_OF_A_DOCUMENT
+        is_uniform = are_many and not is_shifted
         return cls(tuple(shape), rows, outs, lses, torch.from_numpy(table).to(device), step, is_uniform)
 
     def empty(self, q: Tensor) -> Partials:
@@ -98,8 +102,7 @@ class PartialPlaces:
 
     def merge(self, tensors: dict[str, Tensor]) -> Launch:
         """The launch that merges outs and lses to out [B, N, H, D] and lse [B, H, N]: 0 and -inf in rows that no branch
-        covers. For documents, spans [groups, n, columns] say where rows of each group are, and blocks [groups, m] in
-        which of them blocks of tokens begin (`packing.PassLists`).
+        covers. For documents, ``documents`` and ``blocks`` say where they are (`packing.PassLists`).
         """
         batch, length, heads, dim = self.shape
         columns = triton.next_power_of_2(dim)
@@ -108,11 +111,9 @@ class PartialPlaces:
         def arguments(uniform: bool) -> Arguments:
             step = self.step if uniform else 1
             own = {
-                "spans_ptr": None,
+                "documents_ptr": None,
                 "blocks_ptr": None,
                 **{f"{name}_ptr": x for name, x in tensors.items()},
-                "n_spans": tensors["spans"].shape[1] if "spans" in tensors else 0,
-                "n_blocks": tensors["blocks"].shape[1] if "blocks" in tensors else 0,
                 "table_ptr": self.table,
                 "length": length,
                 "n_heads": heads,
@@ -126,9 +127,11 @@ class PartialPlaces:
                 "COLUMNS": columns,
                 "ROWS": rows,
             }
-            return (triton.cdiv(triton.cdiv(length, step), rows) * step * batch * heads,), own
+            # Addresses of all branches, kept through the loop over documents, would take half as many again.
+            limited = {"maxnreg": _REGISTERS} if uniform else {}
+            return (triton.cdiv(triton.cdiv(length, step), rows) * step * batch * heads,), own | limited
 
-        kind = (tensors["out"].dtype, dim, len(self.rows), "spans" in tensors)
+        kind = (tensors["out"].dtype, dim, len(self.rows), "documents" in tensors)
         return Launch(_merge_kernel, arguments, self.is_uniform, kind)
 
 
@@ -156,21 +159,68 @@ def _add_own(state, out_ptr, lse_ptr, row, seen, n_heads, column, HEAD_DIM: tl.c
     return higher, total * kept + share, merged * kept[:, None] + out.to(tl.float32) * share[:, None]
 
 
-@triton.jit(do_not_specialize=("length", "n_heads", "step", "width", "n_spans", "n_blocks"))
+@triton.jit
+def _add_branches(
+    state,
+    partials,
+    table,
+    program,
+    begin,
+    first_rows_ptr,
+    inside,
+    GROUPS: tl.constexpr,
+    BEFORE_CLASSES: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    UNIT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """`_add_own` of all branches, for the tokens ``inside`` of a sequence that begins at the token ``begin``."""
+    outs_ptr, lses_ptr = partials
+    table_ptr, width = table
+    batch, head, n_heads, first, step, column = program
+    turn = tl.arange(0, ROWS)
+    # ROWS * step more, so that it is positive where the sequence begins behind the first token.
+    from_begin = first - begin + ROWS * step
+    for group in tl.static_range(GROUPS):
+        of_group = table_ptr + group * width
+        rate, own_class = tl.load(of_group + 2), tl.load(of_group + BEFORE_CLASSES + head)
+        stored = tl.load(of_group + 5)
+        own_lse = lses_ptr + tl.load(of_group + 1).to(tl.int64) * UNIT + (batch * n_heads + head).to(tl.int64) * stored
+        own_out = outs_ptr + tl.load(of_group).to(tl.int64) * UNIT
+        own_out += (batch.to(tl.int64) * stored * n_heads + head) * HEAD_DIM
+        first_row = 0
+        if first_rows_ptr is not None:
+            first_row = tl.load(first_rows_ptr + group)
+        if UNIFORM:
+            turns = from_begin // rate
+            if from_begin - turns * rate == own_class:
+                row = first_row + turns + (turn - ROWS) * (step // rate)
+                state = _add_own(state, own_out, own_lse, row, inside, n_heads, column, HEAD_DIM)
+        else:
+            segment_tokens = tl.load(of_group + 3)
+            place = first + turn * step - begin
+            segment = place // segment_tokens
+            place -= segment * segment_tokens
+            within = place // rate
+            row, seen = first_row + segment * tl.load(of_group + 4) + within, place - within * rate == own_class
+            state = _add_own(state, own_out, own_lse, row, inside & seen, n_heads, column, HEAD_DIM)
+    return state
+
+
+@triton.jit(do_not_specialize=("length", "n_heads", "step", "width"))
 def _merge_kernel(
     outs_ptr,
     lses_ptr,
     out_ptr,
     lse_ptr,
     table_ptr,
-    spans_ptr,
+    documents_ptr,
     blocks_ptr,
     length,
     n_heads,
     step,
     width,
-    n_spans,
-    n_blocks,
     GROUPS: tl.constexpr,
     BEFORE_CLASSES: tl.constexpr,
     UNIFORM: tl.constexpr,
@@ -179,52 +229,57 @@ def _merge_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    # One program: every ``step``-th token of a head. UNIFORM: a branch covers all of them or none.
+    # One program: every ``step``-th token of a head. UNIFORM: a branch covers all of them in a document, or none.
     pid = tl.program_id(0)
     head = pid % n_heads
     rest = pid // n_heads
     place = rest % step
     rest = rest // step
     blocks = tl.cdiv(tl.cdiv(length, step), ROWS)
-    turn = (rest % blocks) * ROWS + tl.arange(0, ROWS)
+    first = (rest % blocks) * ROWS * step + place
     batch = rest // blocks
-    token = turn * step + place
+    token = first + tl.arange(0, ROWS) * step
     valid = token < length
     column = tl.arange(0, COLUMNS)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     merged = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for group in tl.static_range(GROUPS):
-        of_group = table_ptr + group * width
-        rate, own_class = tl.load(of_group + 2), tl.load(of_group + BEFORE_CLASSES + head)
-        stored = tl.load(of_group + 5)
-        own_lse = lses_ptr + tl.load(of_group + 1).to(tl.int64) * UNIT + (batch * n_heads + head).to(tl.int64) * stored
-        own_out = outs_ptr + tl.load(of_group).to(tl.int64) * UNIT
-        own_out += (batch.to(tl.int64) * stored * n_heads + head) * HEAD_DIM
-        state = (top, total, merged)
-        if UNIFORM:
-            if place % rate == own_class:
-                row = place // rate + turn * (step // rate)
-                top, total, merged = _add_own(state, own_out, own_lse, row, valid, n_heads, column, HEAD_DIM)
-        else:
-            if spans_ptr is None:
-                segment_tokens = tl.load(of_group + 3)
-                segment = token // segment_tokens
-                inside = token - segment * segment_tokens
-                first_row = segment * tl.load(of_group + 4)
-            else:
-                # A program has successive tokens, few of which begin a super-segment.
-                block = (rest % blocks) * ROWS // _BLOCK_TOKENS
-                last_block = tl.minimum(((rest % blocks) * ROWS + ROWS - 1) // _BLOCK_TOKENS + 1, n_blocks - 1)
-                first_span, last_span = tl.load(blocks_ptr + block), tl.load(blocks_ptr + last_block)
-                span = find_span_among(spans_ptr, token, first_span, last_span, 0)
-                inside = token - tl.load(spans_ptr + span * _SPAN_COLUMNS)
-                first_row = tl.load(spans_ptr + span * _SPAN_COLUMNS + 4)
-                spans_ptr += n_spans * _SPAN_COLUMNS
-                blocks_ptr += n_blocks
-            within = inside // rate
-            row, seen = first_row + within, valid & (inside - within * rate == own_class)
-            top, total, merged = _add_own(state, own_out, own_lse, row, seen, n_heads, column, HEAD_DIM)
+    state = (top, total, merged)
+    partials, table, program = (outs_ptr, lses_ptr), (table_ptr, width), (batch, head, n_heads, first, step, column)
+    if documents_ptr is None:
+        state = _add_branches(
+            state, partials, table, program, 0, None, valid, GROUPS, BEFORE_CLASSES, UNIFORM, UNIT, HEAD_DIM, ROWS
+        )
+    else:
+        # Documents that begin in the same block of tokens may end before the first one of the program.
+        last = tl.minimum(first + (ROWS - 1) * step, length - 1)
+        some = tl.minimum(first, length - 1)
+        document_ptr = documents_ptr + tl.load(blocks_ptr + some // _BLOCK_TOKENS) * (1 + GROUPS)
+        end = tl.load(document_ptr + 1 + GROUPS)
+        while end <= some:
+            document_ptr += 1 + GROUPS
+            end = tl.load(document_ptr + 1 + GROUPS)
+        begin = tl.load(document_ptr)
+        while begin <= last:
+            end = tl.load(document_ptr + 1 + GROUPS)
+            state = _add_branches(
+                state,
+                partials,
+                table,
+                program,
+                begin,
+                document_ptr + 1,
+                (token >= begin) & (token < end),
+                GROUPS,
+                BEFORE_CLASSES,
+                UNIFORM,
+                UNIT,
+                HEAD_DIM,
+                ROWS,
+            )
+            document_ptr += 1 + GROUPS
+            begin = end
+    top, total, merged = state
     merged = merged / tl.where(total == 0.0, 1.0, total)[:, None]
     out_at = ((batch.to(tl.int64) * length + token) * n_heads + head)[:, None] * HEAD_DIM + column[None, :]
     tl.store(out_ptr + out_at, merged.to(out_ptr.dtype.element_ty), valid[:, None] & (column < HEAD_DIM)[None, :])

@@ -55,22 +55,28 @@ def find_work(visits_ptr, spans_ptr, n_items, n_blocks, item_major, n_supers, fu
 
 
 @triton.jit
-def find_span(spans_ptr, x, n_spans, COLUMN: tl.constexpr):
-    """For numbers x >= 0 the last super-segment of documents whose column of the spans (`packing`) is at most x."""
-    return find_span_among(spans_ptr, x, 0, n_spans - 1, COLUMN)
+def find_spans(spans_ptr, first, x, n_spans, COUNT: tl.constexpr, COLUMN: tl.constexpr):
+    """For COUNT numbers x from ``first`` >= 0 on the last super-segment of documents whose column of the spans
+    (`packing`) is at most x; most of them have the same.
+    """
+    begin = _last_span(spans_ptr, first, 0, n_spans, COLUMN)
+    stop = begin + 1
+    while tl.load(spans_ptr + stop * _SPAN_COLUMNS + COLUMN, stop < n_spans, 0x7FFFFFFF) < first + COUNT:
+        stop += 1
+    return _last_span(spans_ptr, x, begin, stop, COLUMN)
 
 
 @triton.jit
-def find_span_among(spans_ptr, x, first, last, COLUMN: tl.constexpr):
-    """`find_span` that is known to be one of these."""
-    span = x * 0 + first
+def _last_span(spans_ptr, x, begin, stop, COLUMN: tl.constexpr):
+    """The last one before ``stop`` whose column is at most x; that of ``begin`` is."""
+    span = x * 0 + begin
     width = 1
-    while width < last - first + 1:
+    while width < stop - begin:
         width *= 2
     while width > 1:
         width = width // 2
         further = span + width
-        at = tl.load(spans_ptr + further * _SPAN_COLUMNS + COLUMN, further <= last, 0x7FFFFFFF)
+        at = tl.load(spans_ptr + further * _SPAN_COLUMNS + COLUMN, further < stop, 0x7FFFFFFF)
         span = tl.where(at <= x, further, span)
     return span
 
