@@ -363,7 +363,7 @@ def test_a_record_on_disk_that_a_reporter_changes_is_put_back(
     record = make_record([make_row()])
     RunFolder(tmp_path).finish(record)
     before = (tmp_path / "run.json").read_bytes()
-    Reports(record, found.catalogue, (), {}).write([found.catalogue.reporters.get("mine")], tmp_path)
+    Reports(record, found.catalogue, (), {}).written([found.catalogue.reporters.get("mine")], tmp_path)
     assert (tmp_path / "run.json").read_bytes() == before
     assert [problem.plugin for problem in found.problems] == ["theirs"]
     assert "changed run.json" in found.problems[0].why
