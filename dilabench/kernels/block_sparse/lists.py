@@ -229,8 +229,8 @@ def block_lists(
 def _tiles_in_reach(
     mask: BoolArray, block_size: int, seen: Visibility, block_m: int, block_n: int, hidden: HiddenTiles | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """int32 (mask head, key tile, query tile), ascending, of the tiles in the mask's blocks; of each key tile only those
-    from the first to the last query tile that may see it.
+    """int32 (mask head, key tile, query tile), ascending, of the tiles in the mask's blocks; with each key tile only
+    query tiles from the first to the last that may see it.
     """
     query_tiles, key_tiles = -(-seen.rows // block_m), -(-seen.keys // block_n)
     low = np.arange(key_tiles) * block_n
@@ -256,8 +256,8 @@ def _tiles_in_reach(
         head, key = np.divmod(at.repeat(per_block), key_tiles)
         there = (query >= first[key]) & (query < end[key])
         head, key, query = head[there], key[there], query[there]
-    head, key, query = (torch.from_numpy(x.astype(np.int32)) for x in (head, key, query))
-    return head, key, query
+    heads_there, keys_there, queries_there = (torch.from_numpy(x.astype(np.int32)) for x in (head, key, query))
+    return heads_there, keys_there, queries_there
 
 
 def lists_with_room(listed: Tensor, full: Tensor) -> TileLists:
