@@ -220,8 +220,8 @@ def bwd_preprocess(
 
     cache: of the pass, in which this launch has a name. delta: memory for rowsum(out * dout), like lse, for the next of
     several layouts, which then reads neither out nor dout (``found``). one_class: out [B, n, H, D] has only rows of one
-    class, and only statistics of these are written. spans: the super-segments of documents (`fused.packing.DocumentLists.spans`),
-    whose rows follow each other in the layout.
+    class, and only statistics of these are written. spans: the super-segments of documents
+    (`fused.packing.DocumentLists.spans`), whose rows follow each other in the layout.
     """
     batch, length, num_heads, _ = dout.shape
     out, dout = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, dout))

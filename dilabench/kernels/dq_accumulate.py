@@ -24,7 +24,8 @@ _MOST_COLUMNS = 512
 
 def dq_accumulator(q: Tensor, k: Tensor, tiles: TileConfig, modulus: int = 1, launches: int = 1) -> Tensor | None:
     """float32 zeros [B, N, H', D] for the fewest heads of q with enough programs, each of ``tiles.block_n`` rows of k:
-    a divisor of the K/V heads. ``launches``: how many add to them. Padding rows make ``modulus`` divide N. None if memory is too small.
+    a divisor of the K/V heads. ``launches``: how many add to them. Padding rows make ``modulus`` divide N. None if
+    memory is too small.
     """
     batch, rows, heads, dim = q.shape
     rows += -rows % modulus
