@@ -202,16 +202,21 @@ def _visible(
 
 
 def block_lists(
-    mask: BoolArray, block_size: int, seen: Visibility, block_m: int, block_n: int, by_key: bool
+    mask: BoolArray,
+    block_size: int,
+    seen: Visibility,
+    block_m: int,
+    block_n: int,
+    by_key: bool,
+    hidden: HiddenTiles | None,
 ) -> TileLists:
     """Lists over query tiles of ``block_m`` rows and key tiles of ``block_n`` rows; ``by_key`` lists for key tiles.
 
     ``mask`` [heads, blocks of queries, blocks of keys] over blocks of ``block_size`` rows, which both tile sizes must
-    divide. Tiles without a visible pair are omitted.
+    divide. ``hidden``: as for `visible_tiles`. Tiles without a visible pair are omitted.
     """
     if block_size % block_m or block_size % block_n:
         raise ValueError(f"tiles {block_m}x{block_n} must divide the block size {block_size}")
-    hidden = None if seen.hidden is None else HiddenTiles.of(limits_of(seen.hidden), seen.rows, block_n)
     head, key, query = _tiles_in_reach(mask, block_size, seen, block_m, block_n, hidden)
     there = None if hidden is None else HiddenTiles(*(x[..., key.long()] for x in hidden))
     some, whole = _visible(seen, query, key, block_m, block_n, there)
