@@ -149,7 +149,7 @@ def _bwd_preprocess_kernel(
         # Rows are tokens. For documents, `segments` is 1.
         if spans_ptr is not None:
             span_ptr = spans_ptr + find_spans(spans_ptr, first, row, n_spans, ROWS, 0) * _SPAN_COLUMNS
-            first_token, first_stats = tl.load(span_ptr), tl.load(span_ptr + 3)
+            first_token, first_stats = tl.load(span_ptr), tl.load(span_ptr + 2)
         else:
             segment = row // segment_tokens
             first_token = segment * segment_tokens
@@ -159,10 +159,10 @@ def _bwd_preprocess_kernel(
     else:
         # Rows are those of the statistics, some of them without a token.
         if spans_ptr is not None:
-            span_ptr = spans_ptr + find_spans(spans_ptr, first, row, n_spans, ROWS, 3) * _SPAN_COLUMNS
+            span_ptr = spans_ptr + find_spans(spans_ptr, first, row, n_spans, ROWS, 2) * _SPAN_COLUMNS
             first_token, end = tl.load(span_ptr), tl.load(span_ptr + 1)
-            inside = row - tl.load(span_ptr + 3)
-            out_row = tl.load(span_ptr + 4) + inside
+            inside = row - tl.load(span_ptr + 2)
+            out_row = tl.load(span_ptr + 3) + inside
         else:
             from_segment = row // stats_rows
             first_token = from_segment * segment_tokens
