@@ -1,9 +1,16 @@
-"""Files that other processes use: read within limits, written atomically, or locked."""
+"""Files that other processes use: read within limits, written atomically, or locked.
+
+The last part is the cache folder: traced memory, tune files, compiled C++, the charting library. All of it can be made
+again.
+"""
 
 import contextlib
 import errno
 import fcntl
+import functools
+import hashlib
 import io
+import logging
 import os
 import select
 import stat
@@ -38,16 +45,38 @@ def file_chunks(path: Path, *, pipe: bool = False, size: int = _CHUNK) -> Iterat
 
     Raises OSError with the reason: no plain file, more bytes than `most_bytes`, or a pipe that is silent for SILENCE_S.
     """
-    # Without O_NONBLOCK a pipe without a writer would be waited for, for ever.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+    with os.fdopen(_opened(path, os.O_RDONLY, pipe=pipe), "rb", buffering=0) as file:
         state = os.fstat(file.fileno())
-        if stat.S_ISDIR(state.st_mode):
-            raise IsADirectoryError(errno.EISDIR, "it is a folder")
-        plain = stat.S_ISREG(state.st_mode)
-        if not plain and not pipe:
-            raise OSError(errno.EINVAL, "it is no plain file")
         # A buffer of the whole size is made first.
-        yield from limited(_chunks(file, min(size, max(_CHUNK, state.st_size + 1)), waiting=not plain))
+        first = min(size, max(_CHUNK, state.st_size + 1))
+        yield from limited(_chunks(file, first, waiting=not stat.S_ISREG(state.st_mode)))
+
+
+def open_to_append(path: Path) -> io.FileIO:
+    """A plain file, created if missing, to append to without a buffer; raises OSError, for a pipe or device, too."""
+    # For writing only, a pipe without a reader has another error.
+    return os.fdopen(_opened(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "ab", buffering=0)
+
+
+def _opened(path: Path, flags: int, *, pipe: bool = False) -> int:
+    """The descriptor of a plain file or, with `pipe`, of anything but a folder; raises OSError for others."""
+    # Without O_NONBLOCK a pipe without a writer would be waited for, for ever.
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode) or (pipe and not stat.S_ISDIR(mode)):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    raise OSError(errno.EINVAL, "it is no plain file")
+
+
+def check_writable(folder: Path, size: int) -> None:
+    """Write this many bytes to an unnamed file in a folder; raises OSError if that fails."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(size))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def most_bytes() -> int:
@@ -132,16 +161,12 @@ def open_lock(path: Path, flags: int = 0) -> int:
 
     Raises OSError if it cannot be opened or is no plain file: a pipe would block for ever.
     """
-    flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
+    flags |= os.O_RDWR
     try:
         # In everybody's folder, Linux refuses to "create" a file that another user has (fs.protected_regular).
-        descriptor = os.open(path, flags)
+        return _opened(path, flags)
     except FileNotFoundError:
-        descriptor = os.open(path, flags | os.O_CREAT, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a plain file")
-    return descriptor
+        return _opened(path, flags | os.O_CREAT)
 
 
 @contextlib.contextmanager
@@ -178,3 +203,73 @@ def _try_lock(descriptor: int, timeout_s: float) -> None:
             return
         else:
             return
+
+
+CACHE_VARIABLE = "DILABENCH_CACHE"
+COMPILED_VARIABLE = "DILABENCH_COMPILED"
+OTHER_CACHE = f"set {CACHE_VARIABLE} to a folder that you can write, with free space, on a file system without noexec"
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+logger = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path:
+    """$DILABENCH_CACHE, else ~/.cache/dilabench; for a user without a home a private folder among temporary files."""
+    base = os.environ.get(CACHE_VARIABLE)
+    if base:
+        return Path(base)
+    try:
+        return Path.home() / ".cache" / "dilabench"
+    except RuntimeError:
+        return _without_home()
+
+
+def compiled_folder() -> Path:
+    """The folder of C++ code compiled for this machine: $DILABENCH_COMPILED, else a part of the cache folder."""
+    base = os.environ.get(COMPILED_VARIABLE)
+    return Path(base) if base else cache_folder() / "cpu"
+
+
+@functools.cache
+def _without_home() -> Path:
+    """A folder that only this user can write: code is loaded from it. One for this process if its name is taken."""
+    path = Path(tempfile.gettempdir()) / f"dilabench-{os.geteuid()}"
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+        state = path.lstat()
+        is_private = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and not state.st_mode & 0o022
+        return path if is_private else Path(tempfile.mkdtemp(prefix="dilabench-"))
+    except OSError:
+        # The code that writes to it reports the failure.
+        return path
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Why no file can be written to a folder, or to its nearest parent if it is missing; None if one can."""
+    try:
+        whole = folder.absolute()
+        check_writable(next(path for path in (whole, *whole.parents) if os.path.lexists(path)), 1 << 16)
+    except OSError as error:
+        return f"{str(folder)!r} cannot be written: {error.strerror or error}"
+    return None
+
+
+def with_digest(data: bytes) -> bytes:
+    """The content of a cached file: `data`, then its SHA-256, which `read_checked` looks for."""
+    return data + hashlib.sha256(data).digest()
+
+
+def read_checked(path: Path) -> bytes | None:
+    """The data of a file written `with_digest`; None if there is none, or if it is damaged, which is logged."""
+    try:
+        content = read_file(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        logger.warning("%s cannot be read (%s): it is made again", path, error.strerror or error)
+        return None
+    data = content[:-_DIGEST_BYTES]
+    if with_digest(data) != content:
+        logger.warning("%s is damaged (%d bytes, wrong digest): it is made again", path, len(content))
+        return None
+    return data

@@ -58,9 +58,11 @@ def parse_count(text: str | int, what: str = "value") -> int:
     return int(count)
 
 
-# Control characters except tab and line feed, and marks that change the direction of writing: a terminal would obey
-# them.
-_UNPRINTABLE = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
+# Control characters except tab and line feed, and marks that change the direction of writing or end a line: a terminal
+# would obey them.
+_UNPRINTABLE = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]"
+)
 
 
 def printable(text: str) -> str:

@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, from_json
 
-from dilabench.errors import ConfigError, PluginError, said
+from dilabench.errors import ConfigError, PluginError, encodable, said
 from dilabench.units import parse_count
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -200,7 +200,10 @@ def _limit(variable: str, default: int) -> int:
 
 
 def parsed(text: str | bytes) -> Any:
-    """A JSON document of any depth. Raises ValueError for what is none, or holds an integer of over 64 bits."""
+    """A JSON document of any depth, in which halves of surrogate pairs, which UTF-8 lacks, are spelt out.
+
+    Raises ValueError for what is none, or holds an integer of over 64 bits.
+    """
     # A document may hold half of a surrogate pair, which is no UTF-8.
     content = text.encode(errors="surrogatepass") if isinstance(text, str) else text
     if not _has_long_integer(content):
@@ -208,9 +211,19 @@ def parsed(text: str | bytes) -> Any:
         with contextlib.suppress(ValueError):
             return from_json(text)
     try:
-        return json.loads(text, parse_int=_machine_int)
+        return _encodable(json.loads(text, parse_int=_machine_int))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _encodable(document: Any) -> Any:
+    if isinstance(document, str):
+        return encodable(document)
+    if isinstance(document, list):
+        return [_encodable(item) for item in document]
+    if isinstance(document, dict):
+        return {encodable(key): _encodable(item) for key, item in document.items()}
+    return document
 
 
 def _has_long_integer(content: bytes) -> bool:

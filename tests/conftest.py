@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,17 @@ def pytest_collection_finish() -> None:
     # Loaded modules and collected tests stay to the end: garbage collections need not look at them ever again.
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    counts = {word: Counter[str]() for word in ("passed", "failed")}
+    for word, count in counts.items():
+        reports = terminalreporter.getreports(word)
+        count.update(report.nodeid.partition("::")[0] for report in reports if "faults" in report.keywords)
+    passed, failed = (counts[word] for word in ("passed", "failed"))
+    if names := sorted(passed | failed):
+        each = ", ".join(f"{passed[name]} in {name}" for name in names)
+        terminalreporter.write_line(f"faults: {passed.total()} survived ({each}), {failed.total()} not")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -38,7 +38,7 @@ LIBRARY = {
     "workload",
     "contracts.py",
 }
-SHARED = {"errors", "units", "validation", "machine", "metadata", "atomic_file", "cache_folder", "retired"}
+SHARED = {"errors", "units", "validation", "machine", "metadata", "atomic_file", "retired"}
 NOT_FOR_MODELS = {"pluggy", "typer", "rich", "scipy", "matplotlib", "jinja2"}
 MOST_LOADED_MODULES = 60
 MOST_FILES_OF_A_FIRST_CALL = 30

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dilabench import cache_folder as cache
+from dilabench import atomic_file as cache
 from dilabench.choice import measured
 from dilabench.choice.measured import TunedCell, read_tune_file, remember
 from dilabench.machine import Machine
@@ -20,6 +20,8 @@ from dilabench.report.html import page
 from dilabench.store import index
 from dilabench.store.archive import Archive
 from dilabench.workload.spec import WorkloadRequest
+
+pytestmark = pytest.mark.faults
 
 
 def _replace(data: bytes) -> Callable[[Path], object]:
@@ -113,6 +115,22 @@ def test_the_history(damage, tmp_path, make_row, make_record):
     assert len(messages) == 1, messages
     assert "rebuilt from the run files" in messages[0]
     assert runs(pytest.fail) == expected
+
+
+@pytest.mark.parametrize("damage", ["a pipe", "a link to zeros"])
+@pytest.mark.parametrize("suffix", ["-journal", "-wal", "-shm"])
+def test_a_file_that_sqlite_opens_beside_the_history(suffix, damage, tmp_path, make_row, make_record):
+    archive = Archive(tmp_path)
+    archive.add(make_record([make_row("strided")], run_id="run1"))
+    with index.HistoryIndex(archive, pytest.fail):
+        pass
+    beside = tmp_path / f"{index.FILENAME}{suffix}"
+    beside.touch()
+    DAMAGES[damage](beside)
+    messages = []
+    with index.HistoryIndex(archive, messages.append) as opened:
+        assert [run.run_id for run in opened.runs()] == ["run1"]
+    assert len(messages) == 1, messages
 
 
 @pytest.mark.parametrize("statement", ["DROP TABLE cells", "ALTER TABLE runs DROP COLUMN status", "DROP TABLE runs"])

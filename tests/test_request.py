@@ -135,7 +135,7 @@ def test_a_file_that_is_not_text_or_not_there(tmp_path):
     binary.write_bytes(b"\xff\xfe\x00")
     assert "is not valid TOML" in refusal(read_config, binary)
     assert "cannot be read: No such file" in refusal(read_config, tmp_path / "none.toml")
-    assert "cannot be read: Is a directory" in refusal(read_config, tmp_path)
+    assert "cannot be read: it is a folder" in refusal(read_config, tmp_path)
 
 
 def test_a_set_is_not_one_workload(catalogue):

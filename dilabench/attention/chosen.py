@@ -86,7 +86,8 @@ def build_over_ranks(workload: Workload, context: BuildContext) -> ChosenOverRan
     choice = choose(ways, machine_of(context.device), workload, max(2, world.size))
     sharding = ways.sharding_of(choice.implementation)
     order = (sharding.order(workload) if sharding else None) or "contiguous"
-    shards = shards_in_world(world, workload.cu_seqlens or (0, workload.seq_len), order, workload.window)
+    bounds = workload.cu_seqlens or (0, workload.seq_len)
+    shards = shards_in_world(world, bounds, order, workload.window, workload.pattern)
     took_ns = time.perf_counter_ns() - began
     pattern = {} if workload.is_dense else {name: getattr(workload.pattern, name) for name in BRANCHES}
     options = {**pattern, "causal": workload.causal, "window": workload.window, "scale": workload.scale}

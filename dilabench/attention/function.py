@@ -116,9 +116,10 @@ def attention(
         `native_sparse_attention` takes them.
     max_seqlen: of the longest sequence, or more: calls of dense and dilated patterns then wait for no bounds on a GPU.
     indices: integers that replace the pattern's selector and top_k. SelectedBlocksPattern: [B, N, K, S], [N, K, S] or
-        packed [T, K, S], the S key blocks of each query token and key/value head. TopKBlocksPattern: [n, k] or
-        [K, n, k], the k key blocks of each of n query blocks. With cu_seqlens blocks count from 0 in each sequence, and
-        n is the sum over sequences. A repeated index counts once, -1 means no block.
+        packed [T, K, S], the S key blocks of each query token and key/value head, required if its selector reads
+        queries. TopKBlocksPattern: [n, k] or [K, n, k], the k key blocks of each of n query blocks. With cu_seqlens
+        blocks count from 0 in each sequence, and n is the sum over sequences. A repeated index counts once, -1 means no
+        block; other numbers without a block are refused on a CPU and ignored on a GPU.
     return_lse: also return lse [B, H, N] (packed: [H, T]), the natural logarithm of each query's sum of exponentials,
         without a gradient. A query that attends to no key has out 0 and lse -inf.
     backend: for dense and dilated patterns a name of `dilabench list backends`, or a function
@@ -163,7 +164,9 @@ def attention(
         return (out, lse.detach()) if return_lse else out
     if max_seqlen is not None:
         operands.rounded_up(max_seqlen, cu_seqlens)
-    if indices is not None and (cu_seqlens is not None or SelectedBlocksPattern.match(pattern) is not None):
+    selected = SelectedBlocksPattern.match(pattern)
+    selects_per_token = selected is not None and (indices is not None or selected.reads_queries)
+    if selects_per_token or (indices is not None and cu_seqlens is not None):
         by_token, block_size = of_tokens(indices, pattern, query, key, cu_seqlens)
         given: Any = {"causal": causal, "window": window, "scale": scale, "sink": sink, "cu_seqlens": cu_seqlens}
         out, lse = selected_attention(query, key, value, by_token, block_size, backend=backend, **given)
@@ -377,6 +380,7 @@ def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
         # Built like a pattern with drawn indices, which refuses shapes that do not fit.
         return cast(Computation, _function(pattern, tensors, options))
     # In the form that dilabench's selectors return.
+    operands.check_blocks(indices, -(-length // size))
     by_head = (materialised(indices) if indices.ndim == 3 else indices[None]).to(torch.int32).contiguous()
     plan = SelectedPlan(by_head, size, length, options.causal, options.window)
     union, rows = _over_blocks(pattern, tensors, options)

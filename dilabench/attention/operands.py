@@ -187,6 +187,20 @@ def check_indices(indices: object, kv_heads: int, blocks: int, block_size: int, 
         raise ValueError(f"indices are on {indices.device} and query on {device}; move one of them")
 
 
+def check_blocks(indices: Tensor, blocks: int | Tensor) -> None:
+    """Refuse numbers that are neither one of this many blocks, or as many for each row of indices [..., S], nor -1.
+
+    On a CPU only: a GPU would have to be waited for.
+    """
+    if indices.device.type != "cpu":
+        return
+    wrong = (indices < -1) | (indices >= blocks)
+    if wrong.any():
+        place = tuple(wrong.nonzero()[0].tolist())
+        there = int(torch.as_tensor(blocks).expand(indices.shape)[place])
+        raise ValueError(f"indices{[*place]} is block {indices[place]}, not one of 0 to {there - 1}; -1 means no block")
+
+
 def check_kinds(kinds: Iterable[tuple[torch.dtype, torch.device]]) -> None:
     """Refuse dtypes or devices that differ, and dtypes that no kernel computes."""
     found = [*kinds]

@@ -25,6 +25,7 @@ from dilabench.choice.over_ranks import fastest_expected
 from dilabench.choice.rules import by_priority
 from dilabench.choice.ways import AUTO, Way, Ways, own_ways
 from dilabench.contracts import Attend, BuildContext
+from dilabench.distributed.document_assignment import assigned_documents, runs_of, segments_of
 from dilabench.distributed.model import Order
 from dilabench.distributed.row_assignment import balanced_rows
 from dilabench.distributed.sharding import Shards, contiguous, shards_of, zigzag
@@ -43,6 +44,7 @@ from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.patterns.answers import reach_of
 from dilabench.patterns.dense import DensePattern
 from dilabench.patterns.dilated import DilatedPattern
+from dilabench.patterns.pattern import Pattern
 from dilabench.validation import validated
 from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
 
@@ -172,6 +174,8 @@ def sequence_shards(
     cu_seqlens: Sequence[int] | None = None,
     order: Order = "zigzag",
     window: Window = UNBOUNDED,
+    segment_lengths: Sequence[int] | None = None,
+    dilation_rates: Sequence[int] | None = None,
     group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> SequenceShards:
     """The cut of `seq_len` tokens, or of packed sequences (`cu_seqlens`, ascending from 0), over the ranks of a group.
@@ -179,9 +183,13 @@ def sequence_shards(
 
     All ranks of the group call it. `order`: 'zigzag' gives rank r of P the chunks r and 2P-1-r of 2P, which balances
     causal attention; 'contiguous' gives it the r-th part, as dilated attention wants; 'balanced' assigns chunks of
-    packed sequences by what their tokens see in causal attention with `window`, as many tokens to each rank. Nothing is
-    padded: parts differ where lengths do not divide. `group`: by default all ranks; or a DeviceMesh of one dimension.
-    Raises ValueError for bounds that fall or an unknown order, RuntimeError without a process group.
+    packed sequences by what their tokens see in causal attention with `window`, as many tokens to each rank. With
+    `segment_lengths` and `dilation_rates` 'balanced' assigns whole packed sequences for dilated attention: nothing is
+    sent, and numbers of tokens differ. Nothing is padded: parts differ where lengths do not divide. `group`: by default
+    all ranks; or a DeviceMesh of one dimension.
+
+    Raises ValueError for bounds that fall, an unknown order or branches that do not pair up, RuntimeError without a
+    process group.
     """
     if (seq_len is None) == (cu_seqlens is None):
         raise ValueError(f"seq_len {seq_len} and cu_seqlens {cu_seqlens}: give one of them")
@@ -195,21 +203,53 @@ def sequence_shards(
         if group.ndim != 1:
             raise ValueError(f"a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}: name one, mesh['cp']")
         group = group.get_group()
-    return shards_in_world(World.of_group(group), bounds, order, window, packed=cu_seqlens is not None)
+    branches = _branches(segment_lengths, dilation_rates)
+    try:
+        pattern = _pattern(branches)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return shards_in_world(World.of_group(group), bounds, order, window, pattern, packed=cu_seqlens is not None)
 
 
 def shards_in_world(
-    world: World, bounds: tuple[int, ...], order: Order, window: Window, packed: bool | None = None
+    world: World,
+    bounds: tuple[int, ...],
+    order: Order,
+    window: Window,
+    pattern: Pattern,
+    packed: bool | None = None,
 ) -> SequenceShards:
     """`sequence_shards` of ranks that have met; by default several sequences are packed."""
-    shards = _cut(tuple(pairwise(bounds)), order, window, world.size)
-    return SequenceShards(world, bounds, len(bounds) > 2 if packed is None else packed, order, shards)
+    packed = len(bounds) > 2 if packed is None else packed
+    sequences = tuple(pairwise(bounds))
+    segments = segments_of(pattern, bounds[-1]) if order == "balanced" and packed and sequences else None
+    if segments is not None:
+        shards = shards_of(runs_of(assigned_documents(sequences, segments, world.size)))
+    else:
+        shards = _cut(sequences, order, window, world.size)
+    return SequenceShards(world, bounds, packed, order, shards)
 
 
 def _cut(sequences: tuple[tuple[int, int], ...], order: Order, window: Window, size: int) -> Shards:
     if order == "balanced" and sequences:
         return shards_of(balanced_rows(sequences, reach_of(window, causal=True), size))
     return (zigzag if order == "zigzag" else contiguous)(sequences, size)
+
+
+def _branches(
+    segment_lengths: Sequence[int] | None, dilation_rates: Sequence[int] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (
+        operands.integers("segment_lengths", () if segment_lengths is None else segment_lengths),
+        operands.integers("dilation_rates", () if dilation_rates is None else dilation_rates),
+    )
+
+
+def _pattern(branches: tuple[tuple[int, ...], tuple[int, ...]]) -> Pattern:
+    """Dilated with branches, else dense. Raises ConfigError."""
+    if not any(branches):
+        return DensePattern()
+    return validated(DilatedPattern, dict(zip(("segment_lengths", "dilation_rates"), branches, strict=True)))
 
 
 def ring_attention(
@@ -241,10 +281,7 @@ def ring_attention(
     refuse_forward_mode(query, key, value)
     if torch._C._is_any_autocast_enabled():
         query, key, value = operands.as_autocast(query, key, value)
-    branches = (
-        operands.integers("segment_lengths", () if segment_lengths is None else segment_lengths),
-        operands.integers("dilation_rates", () if dilation_rates is None else dilation_rates),
-    )
+    branches = _branches(segment_lengths, dilation_rates)
     sides = operands.integers("window", window)
     given = {"causal": causal, "window": sides, "scale": scale, "algorithm": algorithm, "backend": backend}
     operands.refuse_types(given)
@@ -264,8 +301,7 @@ def _workload(query: Tensor, key: Tensor, shards: SequenceShards, options: Optio
         raise ValueError(f"query {tuple(query.shape)} must be {wanted}")
     if key.ndim != query.ndim:
         raise ValueError(f"key {tuple(key.shape)} must have the axes of query {tuple(query.shape)}")
-    branches = {"segment_lengths": options.segment_lengths, "dilation_rates": options.dilation_rates}
-    pattern = validated(DilatedPattern, branches) if any(branches.values()) else DensePattern()
+    pattern = _pattern((options.segment_lengths, options.dilation_rates))
     packed = {"layout": "packed", "cu_seqlens": shards.bounds}
     return validated(
         Workload,
@@ -335,4 +371,4 @@ def _in_another_order(way: Way, shards: SequenceShards, ways: Ways) -> bool:
 def _hint(shards: SequenceShards) -> str:
     if shards.order != "balanced":
         return ""
-    return ": those were assigned for causal attention with the window that sequence_shards was given"
+    return ": those were assigned for causal attention with the window, or the branches, that sequence_shards was given"

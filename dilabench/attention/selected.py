@@ -62,7 +62,7 @@ def selected_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    indices: Tensor,
+    indices: Tensor | None,
     block_size: int,
     *,
     causal: bool,
@@ -75,8 +75,13 @@ def selected_attention(
     """out and lse, which carries no gradient, of query [B, N, H, D] and key, value [B, N, K, D] (packed: [T, H, D]).
 
     indices: integers [B, N, K, S] or [N, K, S] (packed: [T, K, S], counted in each sequence from 0). Raises ValueError
-    for what does not fit.
+    for what does not fit, and without indices.
     """
+    if indices is None:
+        raise ValueError(
+            "pattern selected_blocks without indices: its selectors read stand-ins, not query and key; give the blocks "
+            "that your model selects, indices=[B, N, K, S], or let native_sparse_attention select them"
+        )
     if backend != AUTO:
         raise ValueError(f"backend {backend!r} with pattern selected_blocks, whose kernels call none; leave it out")
     operands.check_are_tensors(query=query, key=key, value=value, indices=indices)
@@ -110,8 +115,8 @@ def selected_attention(
 
 
 def of_tokens(
-    indices: Tensor, pattern: Pattern, query: Tensor, key: Tensor, cu_seqlens: Sequence[int] | Tensor | None
-) -> tuple[Tensor, int]:
+    indices: Tensor | None, pattern: Pattern, query: Tensor, key: Tensor, cu_seqlens: Sequence[int] | Tensor | None
+) -> tuple[Tensor | None, int]:
     """The indices of each token, and the block size, of a pattern that selects per token, or per block of queries of
     packed sequences. Raises ValueError for other patterns and for what does not fit.
     """
@@ -119,7 +124,7 @@ def of_tokens(
     if per_token is not None:
         return indices, per_token.block_size
     per_block = TopKBlocksPattern.match(pattern)
-    if per_block is None or cu_seqlens is None:
+    if per_block is None or indices is None or cu_seqlens is None:
         raise ValueError(f"indices with pattern {pattern.kind}: they are blocks of {SELECTED_BY_INDICES}")
     check_block(per_block.block_size)
     return _of_query_blocks(indices, per_block.block_size, query, key, cu_seqlens), per_block.block_size
@@ -179,6 +184,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """out and lse: of eager tensors directly, of others by operators."""
     if sink is None and is_plain_eager_call(query, key, value, *(() if indices is None else (indices,))):
+        _check_blocks(indices, query, options)
         computation = _computation(query, key, indices, options)
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
             out, lse = WithGradient.apply(computation, query, key, value)
@@ -206,6 +212,17 @@ def _checked(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
     if indices.device != query.device:
         raise ValueError(f"indices are on {indices.device} and query on {query.device}; move one of them")
     return by_item
+
+
+def _check_blocks(indices: Tensor | None, query: Tensor, options: _Options) -> None:
+    """Refuse blocks that a sequence does not have, on a CPU."""
+    if indices is None or indices.device.type != "cpu" or not query.numel():
+        return
+    # Rows of no sequence see nothing.
+    blocks = torch.full((query.shape[1], 1, 1), -(-query.shape[1] // options.block))
+    for first, last in pairwise(options.cu_seqlens):
+        blocks[first:last] = -(-(last - first) // options.block)
+    operands.check_blocks(indices, blocks)
 
 
 def _computation(query: Tensor, key: Tensor, indices: Tensor | None, options: _Options) -> Computation:
@@ -256,7 +273,9 @@ def _forward_op(
     asked: str,
 ) -> tuple[Tensor, Tensor]:
     """out and lse."""
-    out, lse, *_ = _computation(query, key, indices, _asked(asked, bounds)).forward(query, key, value)
+    options = _asked(asked, bounds)
+    _check_blocks(indices, query, options)
+    out, lse, *_ = _computation(query, key, indices, options).forward(query, key, value)
     if sink is not None:
         add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
     return out.contiguous(), lse.contiguous()

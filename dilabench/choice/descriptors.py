@@ -395,6 +395,7 @@ def wrong_device(devices: frozenset[str], machine: Machine) -> tuple[str, ...]:
     return (f"runs on {', '.join(sorted(devices))}, have {machine.device}{why}",)
 
 
+@functools.cache
 def installed_version(name: str) -> str | None:
     """The version of the distribution that a module comes from, nearly always one of the same name, or of the
     distribution of this name; None if neither is installed.

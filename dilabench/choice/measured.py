@@ -18,8 +18,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from dilabench.atomic_file import locked, write_bytes
-from dilabench.cache_folder import CACHE_VARIABLE, cache_folder, read_file
+from dilabench.atomic_file import CACHE_VARIABLE, cache_folder, locked, read_file, write_bytes
 from dilabench.choice.backends import BACKENDS
 from dilabench.choice.descriptors import NOT_PACKAGES, installed_version
 from dilabench.choice.implementations import IMPLEMENTATIONS

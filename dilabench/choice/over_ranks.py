@@ -29,10 +29,10 @@ class Rates:
 RATES: Mapping[Size, Rates] = {"large": Rates(500e12, 400e9, 4e12), "small": Rates(50e9, 2e9, 10e9)}
 # Exposed share of overlapped messages: on two and four H200 a seventh to a fifth of their time.
 LEAST_EXPOSED = 0.2
-# Reads and writes per element of q if the results of ring steps are summed at the end: parts of out and dq, row sums.
-# Derived from ring times minus computation and exposed messages; tests/choice/test_over_ranks.py checks the choice
-# against measured times.
-BYTES_SUMMED = 40
+# Reads and writes per element of q if the results of ring steps are summed at the end: parts of out in the forward
+# pass, of dq, and row sums, in the backward pass. Derived from ring times minus computation and exposed messages;
+# tests/choice/test_over_ranks.py checks the choice against measured times.
+BYTES_SUMMED: Mapping[str, int] = {"forward": 12, "backward": 28, "both": 40}
 
 
 def expected_seconds(way: Candidate, device: str, ways: Ways) -> float | None:
@@ -54,7 +54,7 @@ def expected_seconds(way: Candidate, device: str, ways: Ways) -> float | None:
     hidden_s = min(meanwhile * computation_s, (1 - LEAST_EXPOSED) * transfer_s)
     efficiency = ideal_efficiency(balance, computation_s, transfer_s, hidden_s)
     queries = workload.tokens * workload.num_heads * workload.head_dim / ranks
-    summed = BYTES_SUMMED * queries if sharding.sums_hops(workload, ranks) else 0.0
+    summed = BYTES_SUMMED[workload.mode] * queries if sharding.sums_hops(workload, ranks) else 0.0
     seconds = computation_s / efficiency + summed / rates.within
     return seconds if math.isfinite(seconds) else None
 

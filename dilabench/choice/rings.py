@@ -6,6 +6,7 @@ from dilabench.choice.descriptors import Capabilities, Implementation
 from dilabench.choice.implementations import (
     ADDED_QUERIES,
     BLOCKS,
+    BOTH_LAYOUTS,
     DENSE,
     DILATED,
     FUSED,
@@ -107,10 +108,24 @@ RINGS = (
         "fused-sharded",
         "whole segments on every rank, fused on each: no messages",
         "dilabench.impls.ring.fused_sharded:build",
-        supports=replace(FUSED_BESIDE_MESSAGES, parts_apart=True),
+        supports=replace(FUSED_BESIDE_MESSAGES, layouts=BOTH_LAYOUTS, parts_apart=True),
         requires=("cuda>=sm80", "triton>=3.6"),
         quirks=(ADDED_QUERIES,),
         priority=70,
+        sharding="dilabench.distributed.shardings:WHOLE_SEGMENTS",
+    ),
+    Implementation(
+        "strided-sharded",
+        "whole packed documents on every rank, strided on each: no messages",
+        "dilabench.impls.ring.fused_sharded:build_strided",
+        supports=Capabilities(patterns=DILATED, layouts=frozenset({"packed"}), max_world_size=None, parts_apart=True),
+        uses_backend=True,
+        priority=67,
+        sharding="dilabench.distributed.shardings:WHOLE_SEGMENTS",
+        # fused-sharded computes all documents in one launch.
+        preferred_for=Capabilities(
+            patterns=DILATED, devices=frozenset({"cpu"}), layouts=frozenset({"packed"}), max_world_size=None
+        ),
     ),
     Implementation(
         "zigzag-ring",

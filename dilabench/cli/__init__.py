@@ -28,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Imports, and a record, are a great many small objects without cycles: to look for garbage among them takes a third
     # of the time.
     gc.set_threshold(100_000, 50, 100)
+    # Until something can be lost, Ctrl-C just ends the process, as the other signals do.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     require_address_space(sys.argv[1:] if argv is None else argv)
     from dilabench.cli.app import app
     from dilabench.cli.terminal import own_streams

@@ -16,6 +16,7 @@ from dilabench.cli.defaults import defaults_file, defaults_of
 from dilabench.cli.terminal import note, output_lost, say, say_folded
 from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, said, text_of
 from dilabench.retired import removed
+from dilabench.units import printable
 from dilabench.version import __version__
 
 P = ParamSpec("P")
@@ -87,7 +88,8 @@ class Refusing(TyperCommand):
         except Exception as error:
             if isinstance(message := getattr(error, "message", None), str):
                 # The prefix of pydantic for the names of a type, by which typer reads values.
-                error.message = message.removeprefix("Value error, ")  # type: ignore[attr-defined]
+                # The value may be one of a stranger's dilabench.toml.
+                error.message = printable(message.removeprefix("Value error, "))  # type: ignore[attr-defined]
                 parameter = getattr(error, "param", None)
                 if not message and getattr(parameter, "param_type_name", None) == "argument":
                     # A missing one, whose error has no text: the help says what to give.

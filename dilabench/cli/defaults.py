@@ -87,11 +87,14 @@ def _file(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     for path in (above / name for above in (folder, *folder.parents) for name in (OWN_FILE, PROJECT_FILE)):
         if not path.is_file():
             continue
-        settings = _tables(path)
-        if path.name == PROJECT_FILE:
-            settings = settings.get("tool", {}).get(TOOL)
-        if settings is not None:
+        settings: Any = _tables(path)
+        for table in ("tool", TOOL) if path.name == PROJECT_FILE else ():
+            # A file of other tools: what is none of our tables says nothing.
+            settings = settings.get(table) if isinstance(settings, dict) else None
+        if isinstance(settings, dict):
             return path, settings
+        if settings is not None:
+            raise ConfigError(f"defaults in {str(path)!r}: tool.{TOOL} {settings!r:.80} is no table")
     return None
 
 

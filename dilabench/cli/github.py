@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from dilabench.atomic_file import open_to_append
 from dilabench.errors import ConfigError, EnvironmentNotReady
 
 VARIABLE = "GITHUB_STEP_SUMMARY"
@@ -27,7 +28,7 @@ def append_summary(text: str) -> None:
     """Add a text to the summary of the job. Raises EnvironmentNotReady when its file cannot be written."""
     path = Path(os.environ[VARIABLE])
     try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(text + "\n")
+        with open_to_append(path) as file:
+            file.write((text + "\n").encode())
     except OSError as error:
         raise EnvironmentNotReady(f"{VARIABLE} {str(path)!r} cannot be written: {error.strerror}") from None

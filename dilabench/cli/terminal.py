@@ -186,8 +186,8 @@ def print_table(
         cells.append(tuple(map(printable, row)))
     with screen.capture() as captured:
         if title:
-            screen.print(Text(title, style="bold"))
-        screen.print(grid(columns, cells, right, screen.width, spare))
+            screen.print(Text(printable(title), style="bold"))
+        screen.print(grid(list(map(printable, columns)), cells, right, screen.width, spare))
     say("\n".join(line.rstrip() for line in captured.get().splitlines()), styled=True)
 
 

@@ -26,7 +26,7 @@ from dilabench.patterns.block_masks import (
 )
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern, DilatedRequest, rows_kept
-from dilabench.patterns.mask_files import mask_digest
+from dilabench.patterns.mask_files import named_file
 from dilabench.patterns.pattern import Pattern, group_rows, hide_future
 from dilabench.units import format_count
 from dilabench.validation import Model, Size, validated
@@ -102,6 +102,7 @@ class BlockSparsePattern(Pattern):
         request = validated(BlockSparseRequest, dict(fields))
         composed = request.segment_lengths != "auto" or request.dilation_rates != "auto"
         in_branches = request.model_dump(include=set(DilatedRequest.model_fields))
+        file, digest = named_file(request.mask_file) if request.mask_file else (None, None)
         return validated(
             cls,
             {
@@ -110,8 +111,8 @@ class BlockSparsePattern(Pattern):
                 "sparsity": 0.0 if request.mask_file else _rest(request.density),
                 "seed": request.mask_seed,
                 "per_head": request.per_head,
-                "mask_file": request.mask_file,
-                "mask_digest": mask_digest(Path(request.mask_file)) if request.mask_file else None,
+                "mask_file": file,
+                "mask_digest": digest,
                 "branches": DilatedPattern.from_request(in_branches) if composed else None,
             },
         )

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from dilabench.errors import ConfigError
 from dilabench.patterns.answers import HiddenRows, SequenceShape
 from dilabench.patterns.hidden_rows import HiddenRowsPattern
-from dilabench.patterns.mask_files import mask_digest, mask_of_digest, read_array
+from dilabench.patterns.mask_files import mask_digest, mask_of_digest, named_file, read_array
 from dilabench.validation import Model, Size, Sizes, validated
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ class ColumnBoundsPattern(ColumnBoundsRequest, HiddenRowsPattern):
         """A file replaces the kind of bounds. Raises ConfigError when it cannot be read."""
         given = dict(fields)
         if given.get("bounds_file"):
-            given = {"bounds": "file", **given, "bounds_digest": mask_digest(Path(given["bounds_file"]), "bounds")}
+            name, digest = named_file(given["bounds_file"], "bounds")
+            given = {"bounds": "file", **given, "bounds_file": name, "bounds_digest": digest}
         return validated(cls, given)
 
     @classmethod

@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import shutil
-import stat
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dilabench.atomic_file import OTHER_CACHE, cache_folder, file_chunks, read_file, write_bytes
 from dilabench.errors import ConfigError, said
 
 if TYPE_CHECKING:
@@ -23,17 +23,41 @@ if TYPE_CHECKING:
 
     Mask = NDArray[np.bool_]
 
+NPY_MAGIC = b"\x93NUMPY"
+
 
 def mask_digest(path: Path, what: str = "mask") -> str:
-    """SHA-256 (16 hex digits) of the bytes of a file of `what`; raises ConfigError when it cannot be read."""
+    """SHA-256 (16 hex digits) of the bytes of a plain file of `what`; raises ConfigError when it cannot be read."""
+    digest = hashlib.sha256()
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise OSError(errno.EINVAL, "it is not a plain file")
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+        for chunk in file_chunks(path):
+            digest.update(chunk)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{what} file {str(path)!r} cannot be read: {reason}") from None
+    return digest.hexdigest()[:16]
+
+
+def named_file(name: str, what: str = "mask") -> tuple[str, str]:
+    """The path and the digest of a file of `what` that a user names; a pipe's content is kept in the cache folder.
+
+    Raises ConfigError when it cannot be read, EnvironmentNotReady when it cannot be kept.
+    """
+    # Methods of Path raise for a text that cannot be a file name.
+    is_pipe = os.path.exists(name) and not os.path.isfile(name)
+    return _kept_from_pipe(name, what) if is_pipe else (name, mask_digest(Path(name), what))
+
+
+# A pipe can be read once, and a request reads its mask for each length.
+@cache
+def _kept_from_pipe(name: str, what: str) -> tuple[str, str]:
+    path = Path(name)
+    with _readable(path, what):
+        data = read_file(path, pipe=True)
+    digest = hashlib.sha256(data).hexdigest()[:16]
+    kept = cache_folder() / "masks" / f"{digest}{'.npy' if data.startswith(NPY_MAGIC) else '.json'}"
+    write_bytes(kept, data, way_out=OTHER_CACHE)
+    return str(kept), digest
 
 
 # Folders of the records read so far, which hold copies of their masks.
@@ -43,11 +67,10 @@ _kept_in: list[Path] = []
 def keep_mask(path: Path, digest: str, folder: Path) -> None:
     """Copy the mask file of a digest into a folder, so that a record can be read when the file is gone.
 
-    Raises ConfigError when the file is gone or has changed, OSError when the copy cannot be written.
+    Raises ConfigError when the file is gone or has changed, EnvironmentNotReady when the copy cannot be written.
     """
     _check_unchanged(path, digest)
-    folder.mkdir(exist_ok=True)
-    shutil.copyfile(path, _copy(path, digest, folder))
+    write_bytes(_copy(path, digest, folder), file_chunks(path))
 
 
 def look_for_masks_in(folder: Path) -> None:
@@ -61,11 +84,12 @@ def mask_of_digest(path: Path, digest: str) -> Path:
     try:
         _check_unchanged(path, digest)
     except ConfigError:
-        copies = (_copy(path, digest, folder) for folder in _kept_in)
-        stored = next((copy for copy in copies if copy.is_file()), None)
-        if stored is None:
-            raise
-        return stored
+        for folder in _kept_in:
+            copy = _copy(path, digest, folder)
+            with suppress(ConfigError):
+                _check_unchanged(copy, digest)
+                return copy
+        raise
     return path
 
 
@@ -87,7 +111,7 @@ def read_mask_file(path: Path, blocks: int) -> Mask:
     import numpy as np
 
     with _readable(path, "mask"):
-        mask = _from_lists(json.loads(path.read_text()), blocks, path) if path.suffix == ".json" else _array(path)
+        mask = _from_lists(json.loads(read_file(path)), blocks, path) if path.suffix == ".json" else _array(path)
     if mask.dtype != bool:
         if not np.issubdtype(mask.dtype, np.integer) or not np.isin(mask, (0, 1)).all():
             raise ConfigError(f"mask file {str(path)!r} holds {mask.dtype}; a block mask is bool, or integers 0 and 1")

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from dilabench.errors import ConfigError
 from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SequenceShape
-from dilabench.patterns.mask_files import mask_digest, mask_of_digest, read_array
+from dilabench.patterns.mask_files import mask_digest, mask_of_digest, named_file, read_array
 from dilabench.patterns.pattern import Pattern, group_rows
 from dilabench.patterns.token_selectors import ABSENT, TOKEN_SELECTORS, Tokens, select_rows, thresholds
 from dilabench.units import format_count
@@ -99,8 +99,8 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
         """A file of indices replaces the selector. Raises ConfigError when it cannot be read."""
         given = dict(fields)
         if given.get("indices_file"):
-            digest = mask_digest(Path(given["indices_file"]), "indices")
-            given = {"selector": "given", **given, "indices_digest": digest}
+            name, digest = named_file(given["indices_file"], "indices")
+            given = {"selector": "given", **given, "indices_file": name, "indices_digest": digest}
         return validated(cls, given)
 
     @classmethod

@@ -29,7 +29,7 @@ from dilabench.patterns.block_masks import (
     rows_with_keys,
     visible_blocks,
 )
-from dilabench.patterns.mask_files import mask_digest, mask_of_digest, read_array
+from dilabench.patterns.mask_files import mask_digest, mask_of_digest, named_file, read_array
 from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.selectors import ABSENT, SELECTORS, Blocks, select
 from dilabench.validation import Model, Size, validated
@@ -139,8 +139,8 @@ class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
         """A file of indices replaces the selector. Raises ConfigError when it cannot be read."""
         given = dict(fields)
         if given.get("indices_file"):
-            digest = mask_digest(Path(given["indices_file"]), "indices")
-            given = {"selector": "given", **given, "indices_digest": digest}
+            name, digest = named_file(given["indices_file"], "indices")
+            given = {"selector": "given", **given, "indices_file": name, "indices_digest": digest}
         return validated(cls, given)
 
     def label(self) -> str:

@@ -7,7 +7,7 @@ is rendered, works on the raw samples, and its result is not stored.
 import copy
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -203,18 +203,21 @@ def sections_of(record: RunRecord, catalogue: Catalogue, *, plots: bool = True) 
             found.append(Section(title="Analysis failed", sentence=printable(str(blamed))))
     if not any(section.answers for section in found):
         found.append(answer_section(record, suite.axis if suite else LENGTH))
-    return tuple(_without_controls(section) for section in sorted(found, key=lambda section: not section.answers))
+    # Texts of a record or plug-in may hold control characters.
+    ordered = sorted(found, key=lambda section: not section.answers)
+    return tuple(with_texts(section, printable) for section in ordered)
 
 
-def _without_controls(value: Any) -> Any:
-    """Return the section, or part, without control characters that texts of a record or plug-in may hold."""
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a section, or a part of one, with each of its texts changed."""
     if isinstance(value, str):
-        return printable(value)
+        return change(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: _without_controls(getattr(value, field.name)) for field in fields(value)})
+        changed = {field.name: with_texts(getattr(value, field.name), change) for field in fields(value)}
+        return replace(value, **changed)
     # The cells of a picture are numbers, and many.
     if isinstance(value, tuple) and value and (isinstance(value[0], str | tuple) or is_dataclass(value[0])):
-        return tuple(map(_without_controls, value))
+        return tuple(with_texts(item, change) for item in value)
     return value
 
 

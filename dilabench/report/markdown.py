@@ -20,6 +20,7 @@ from dilabench.report.content import (
 )
 from dilabench.report.findings import Section as Finding
 from dilabench.report.plots.plots import FOLDER
+from dilabench.units import printable
 
 FILENAME = "report.md"
 _MENTION = re.compile(r"(?<!\w)@(?=\w)")
@@ -140,11 +141,12 @@ def _unmeasured(entry: Unmeasured) -> Iterator[str]:
 def fenced(text: str) -> Iterator[str]:
     """The lines of a block of code, between fences that no line of the text can close."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    yield from (fence, *text.splitlines(), fence)
+    yield from (fence, *printable(text).splitlines(), fence)
 
 
 def escaped(text: str) -> str:
-    """Text that cannot end a table cell or a line, open markup, link anywhere or mention anyone."""
+    """Text that cannot end a table cell or a line, open markup, link anywhere, mention anyone or move a cursor."""
+    text = printable(text)
     for mark in "\\|*_<`[]$~":
         text = text.replace(mark, f"\\{mark}")
     text = text.replace("://", ":\\//").replace("www.", "www\\.")

@@ -18,7 +18,7 @@ from dilabench.engine.device.environment import snapshot
 from dilabench.engine.progress import Progress
 from dilabench.engine.runner import FollowUp, Project
 from dilabench.engine.runner import run as run_cases
-from dilabench.errors import DilabenchError, ExitCode, PluginError, exit_code_for
+from dilabench.errors import DilabenchError, EnvironmentNotReady, ExitCode, PluginError, encodable, exit_code_for
 from dilabench.machine import Machine
 from dilabench.plugins.boundary import answered
 from dilabench.plugins.catalogue import OWN, Catalogue
@@ -145,15 +145,21 @@ class Reports:
         """With the sections of the record's suite."""
         return cls(record, catalogue, sections_of(record, catalogue), options)
 
-    def write(self, formats: Sequence[Reporter], folder: Path) -> list[Path]:
-        """Write what a run always leaves, and formats that have a file; the files that are there, the record first."""
+    def written(self, formats: Sequence[Reporter], folder: Path) -> tuple[list[Path], EnvironmentNotReady | None]:
+        """Write what a run always leaves, and formats that have a file.
+
+        Returns the files that are there, the record first, and why one could not be written (the disk is full, say).
+        """
         always = [self.catalogue.reporters.get(name) for name in ALWAYS_WRITTEN]
-        names = [RECORD_NAME]
+        names, refusal = [RECORD_NAME], None
         for reporter in dict.fromkeys([*always, *formats]):
             if reporter.filename and reporter.filename != RECORD_NAME:
-                self._rendered(reporter, folder)
                 names.append(reporter.filename)
-        return [path for path in (folder / name for name in names) if path.exists()]
+                try:
+                    self._rendered(reporter, folder)
+                except EnvironmentNotReady as error:
+                    refusal = refusal or error
+        return [path for path in (folder / name for name in names) if path.exists()], refusal
 
     def printed(self, formats: Sequence[Reporter]) -> Iterator[str | Iterator[str]]:
         """The texts of the formats that are printed, each whole or in parts."""
@@ -180,7 +186,8 @@ def new_header(found: Found, machine: Machine, request: RunRequest, argv: Sequen
         tool_version=__version__,
         run_id=secrets.token_hex(4),
         suite=request.suite,
-        argv=tuple(sys.argv[1:] if argv is None else argv),
+        # A path may have bytes that are no text.
+        argv=tuple(map(encodable, sys.argv[1:] if argv is None else argv)),
         config=request.model_dump(mode="json"),
         seed=request.seed,
         device=machine.device,

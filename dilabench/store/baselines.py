@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from dilabench.atomic_file import read_file
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.store.archive import locked, unreadable, write_whole
@@ -23,7 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 class Baseline(Model):
     """A name's runs, as file names of the archive, oldest first, and when it was last changed (ISO 8601)."""
 
-    runs: tuple[str, ...]
+    runs: tuple[str, ...] = Field(min_length=1)
     saved_at: str
 
 

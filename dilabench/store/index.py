@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 from dilabench.compare.comparison import searchable
 from dilabench.compare.fingerprint import machine_key
@@ -36,7 +37,9 @@ CASE_FIELDS = (
 )
 # A resumed run replaces its first part.
 NEWEST = "NOT EXISTS (SELECT 1 FROM runs later WHERE later.run_id = runs.run_id AND later.version > runs.version)"
-BY_DATE = "ORDER BY started_at, file"
+# As for `archive.is_past`: a date in the future is no newest one.
+AHEAD = "(started_at > strftime('%Y-%m-%dT%H:%M:%S', 'now', '+1 day'))"
+BY_DATE = f"ORDER BY {AHEAD} DESC, started_at, file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,8 @@ class HistoryIndex:
         self._archive = archive
         self._tell = tell
         self._path = archive.root / FILENAME
+        # SQLite opens the others along with it.
+        self._files = [self._path.with_name(FILENAME + suffix) for suffix in ("", "-journal", "-wal", "-shm")]
         self._connection = self._opened(rebuild)
 
     def __enter__(self) -> "HistoryIndex":
@@ -96,9 +101,15 @@ class HistoryIndex:
 
     def runs(self, limit: int | None = None) -> list[RunEntry]:
         """The runs, oldest first; with a limit, the newest ones."""
-        query = f"SELECT {RUN_FIELDS} FROM runs WHERE {NEWEST} ORDER BY started_at DESC, file DESC LIMIT ?"
-        entries = [RunEntry(*row) for row in self._connection.execute(query, (-1 if limit is None else limit,))]
-        return entries[::-1]
+        # In two parts, each of which the index of dates answers.
+        parts = [
+            f"SELECT * FROM (SELECT {RUN_FIELDS} FROM runs WHERE {NEWEST} AND {when} "
+            "ORDER BY started_at DESC, file DESC LIMIT :limit)"
+            for when in (f"NOT {AHEAD}", AHEAD)
+        ]
+        query = " UNION ALL ".join(parts) + " LIMIT :limit"
+        entries = self._connection.execute(query, {"limit": -1 if limit is None else limit})
+        return [RunEntry(*row) for row in entries][::-1]
 
     def cases(self, words: Sequence[str] = ()) -> Iterator[CaseEntry]:
         """The cases of all runs whose name holds all the words, oldest first."""
@@ -116,7 +127,7 @@ class HistoryIndex:
         try:
             if rebuild:
                 self._path.unlink(missing_ok=True)
-            if self._path.exists() and not (self._path.is_file() or self._path.is_dir()):
+            if any(map(_is_pipe_or_device, self._files)):
                 raise sqlite3.DatabaseError("it is no plain file")
             return self._up_to_date(str(self._path))
         except (sqlite3.Error, OSError) as error:
@@ -126,7 +137,8 @@ class HistoryIndex:
             else:
                 self._tell(f"the index {str(self._path)!r} was unreadable ({error}); rebuilt from the run files")
                 with contextlib.suppress(sqlite3.Error, OSError):
-                    self._path.unlink()
+                    for path in self._files:
+                        path.unlink(missing_ok=True)
                     return self._up_to_date(str(self._path))
         return self._up_to_date(":memory:")
 
@@ -165,6 +177,11 @@ class HistoryIndex:
                 continue
             _insert(connection, "runs", [_run_fields(file, record)])
             _insert(connection, "cells", cells)
+
+
+def _is_pipe_or_device(path: Path) -> bool:
+    """Return True for what SQLite might read for ever; it refuses a folder."""
+    return path.exists() and not (path.is_file() or path.is_dir())
 
 
 def _is_damaged(error: Exception) -> bool:

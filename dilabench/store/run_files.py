@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from dilabench.atomic_file import file_chunks, read_file, write_text
+from dilabench.atomic_file import OTHER_FOLDER, check_writable, file_chunks, open_to_append, read_file, write_bytes
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
 from dilabench.record import SCHEMA_VERSION, Row, RunHeader, RunRecord, Skipped
@@ -47,7 +47,7 @@ class RunFolder:
     def _open(self, waiting: Callable[[str], None]) -> None:
         """Open and lock the rows until the run ends, so that no other process resumes it meanwhile."""
         path = self.path / ROWS_NAME
-        self._stream = path.open("ab", buffering=0)
+        self._stream = open_to_append(path)
         try:
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -96,25 +96,28 @@ class RunFolder:
     def keep_masks(self, workloads: Iterable[Workload]) -> None:
         """Copy the mask files of the patterns: reports need them even if the originals are deleted."""
         for path, digest in {file for workload in workloads for file in workload.pattern.files()}:
-            with _refused(self.path):
-                keep_mask(path, digest, self.path / MASKS_NAME)
+            keep_mask(path, digest, self.path / MASKS_NAME)
 
     def row(self, row: Row) -> None:
         """Append a row and sync it to disk. Raises EnvironmentNotReady if that fails; earlier rows stay intact."""
-        way_out = f"earlier rows are kept: free some space and continue with --resume {self.path}"
-        with _refused(self.path / ROWS_NAME, way_out):
+        with _refused(self.path / ROWS_NAME, self._how_to_go_on):
             self._append({"row": row.model_dump(mode="json")})
 
     def finish(self, record: RunRecord) -> None:
-        """Write run.json in one step and close the stream."""
+        """Write run.json in one step and close the stream. Raises EnvironmentNotReady if that fails; rows stay."""
         self.close()
-        write_text(self.path / RECORD_NAME, to_text(record))
+        way_out = self._how_to_go_on if self.can_be_resumed else OTHER_FOLDER
+        write_bytes(self.path / RECORD_NAME, to_text(record).encode(), way_out=way_out)
 
     def close(self) -> None:
         """Close the stream of a run that ends without a record; what was written stays."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+
+    @property
+    def _how_to_go_on(self) -> str:
+        return f"the rows so far are kept: free some space and continue with --resume {self.path}"
 
     @property
     def can_be_resumed(self) -> bool:
@@ -192,7 +195,8 @@ def read_record(run: Path) -> RunRecord:
             f"{str(path)!r} is JSON, but no run record: it has none of {', '.join(MARKS)}, so no run of dilabench "
             f"wrote it; name a run's folder or its {RECORD_NAME}"
         )
-    for row in document.get("rows", ()):
+    listed = document.get("rows")
+    for row in listed if isinstance(listed, list) else ():
         # The output of `report --json` is accepted, too; its figures follow from the samples.
         if isinstance(row, dict):
             row.pop(SUMMARY, None)
@@ -293,7 +297,7 @@ def _end_last_line(path: Path) -> None:
     except ValueError:
         os.truncate(path, len(data) - len(last))
     else:
-        with path.open("ab", buffering=0) as file:
+        with open_to_append(path) as file:
             file.write(b"\n")
 
 
@@ -323,7 +327,7 @@ def _unreadable(path: Path, reason: str) -> ConfigError:
 
 
 @contextlib.contextmanager
-def _refused(path: Path, way_out: str = "choose another folder with -o") -> Iterator[None]:
+def _refused(path: Path, way_out: str = OTHER_FOLDER) -> Iterator[None]:
     """Turn an OSError inside the block into EnvironmentNotReady with the path and a way out."""
     try:
         yield
@@ -332,19 +336,13 @@ def _refused(path: Path, way_out: str = "choose another folder with -o") -> Iter
 
 
 def _probe(folder: Path) -> None:
-    """Write and remove a file of some size. A folder that was created only for this is removed, too."""
-    probe = folder / ".probe"
+    """Check that a file of some size can be written. A folder that was created only for this is removed if not."""
     try:
-        with probe.open("wb") as file:
-            file.write(bytes(RESERVE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
+        check_writable(folder, RESERVE_BYTES)
     except OSError:
-        probe.unlink(missing_ok=True)
         if not any(folder.iterdir()):
             folder.rmdir()
         raise
-    probe.unlink()
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

@@ -25,6 +25,7 @@ from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.native_sparse import NativeSparsePattern
 from dilabench.patterns.pattern import Pattern, SequenceShape
 from dilabench.patterns.registry import OWN_KINDS, pattern_type
+from dilabench.patterns.selected_blocks import SelectedBlocksPattern
 from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.patterns.window_sink import WindowSinkPattern
 from dilabench.workload.spec import Workload
@@ -97,8 +98,10 @@ SELECTED = IN_BLOCKS | (CAUSAL & (torch.arange(N) < BLOCK))
     "workload", workloads(), ids=lambda one: f"{one.pattern.label()} {one.causal}".replace(" ", "-")
 )
 def test_every_pattern_is_computed_as_by_the_reference(workload: Workload) -> None:
-    inputs = operands()
-    out = attention(*inputs, pattern=workload.pattern, causal=workload.causal)
+    inputs, selected, indices = operands(), SelectedBlocksPattern.match(workload.pattern), None
+    if selected is not None and selected.reads_queries:
+        indices = torch.from_numpy(selected.selection(workload.shapes[0]))
+    out = attention(*inputs, pattern=workload.pattern, causal=workload.causal, indices=indices)
     expected = reference.build(workload, BuildContext(device=torch.device("cpu")))(*inputs)
     torch.testing.assert_close(out, expected)
     dout = torch.randn_like(out)
@@ -217,6 +220,7 @@ def test_other_patterns_break_the_graph_and_are_right() -> None:
         ({"indices": INDICES, "pattern": WindowSinkPattern(sinks=4)}, "indices with pattern window_sink"),
         ({"indices": INDICES[:3], "pattern": SELECTION}, r"must be integers \[6, k\] or \[2, 6, k\]"),
         ({"indices": INDICES.double(), "pattern": SELECTION}, "must be integers"),
+        ({"indices": INDICES + 1, "pattern": SELECTION}, r"indices\[5, 0\] is block 6, not one of 0 to 5"),
         ({"pattern": NativeSparsePattern.examples()[0], "return_lse": True}, "a sum of several softmaxes"),
         ({"pattern": NativeSparsePattern.examples()[0], "sink": torch.zeros(H)}, "a sum of several softmaxes"),
         ({"pattern": WindowSinkPattern(sinks=4), "backend": "math"}, "whose kernels call none"),
@@ -237,7 +241,8 @@ def test_blocks_of_packed_queries_count_in_each_sequence_from_the_first(as_tenso
     q, k, v = (x[0].detach().requires_grad_() for x in operands())
     counts = [-(-(last - first) // BLOCK) for first, last in pairwise(bounds)]
     choose = torch.Generator().manual_seed(3)
-    indices = torch.randint(-1, 4, (K, sum(counts), 2), generator=choose)
+    of_sequence = torch.tensor(counts).repeat_interleave(torch.tensor(counts))[None, :, None]
+    indices = (torch.rand(K, sum(counts), 2, generator=choose) * (of_sequence + 1)).long() - 1
     if not per_head:
         indices = indices[0]
     sink = torch.linspace(-1, 1, H, dtype=torch.float64)

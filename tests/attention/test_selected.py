@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dilabench.attention import attention
 from dilabench.patterns import BlockSparsePattern, SelectedBlocksPattern
+from dilabench.patterns.answers import SequenceShape
 
 N, H, K, D = 70, 6, 2, 24
 PATTERN = SelectedBlocksPattern(block_size=16)
@@ -77,6 +78,9 @@ def test_blocks_of_packed_sequences_count_in_each_from_the_first(as_tensor: bool
     q, k, v, _ = (x.detach()[0] for x in inputs(torch.float32))
     bounds = (0, 1, 30, 30, 66)
     indices = torch.randint(-1, 3, (N, K, 2), generator=torch.Generator().manual_seed(2))
+    # The first sequence has one block, and the second two.
+    indices[:1].clamp_(max=0)
+    indices[1:30].clamp_(max=1)
     cu_seqlens: Any = torch.tensor(bounds) if as_tensor else bounds
     options = {"pattern": PATTERN, "causal": True}
     out, lse = attention(q, k, v, indices=indices, cu_seqlens=cu_seqlens, return_lse=True, **options)
@@ -162,6 +166,9 @@ def test_functional_gradients_and_window() -> None:
         ({"backend": "math"}, "leave it out"),
         ({"pattern": BlockSparsePattern(mask="random", block_size=16)}, "SelectedBlocksPattern"),
         ({"pattern": None}, "SelectedBlocksPattern"),
+        ({"indices": None}, "selectors read stand-ins, not query and key; give the blocks that your model selects"),
+        ({"indices": torch.full((N, K, 1), 5)}, r"indices\[0, 0, 0, 0\] is block 5, not one of 0 to 4; -1 means no"),
+        ({"indices": torch.full((2, N, K, 1), -2)}, "is block -2, not one of 0 to 4"),
         ({"cu_seqlens": (0, 5)}, "leave out the batch axis"),
     ],
 )
@@ -169,6 +176,30 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
     q, k, v, indices = inputs()
     with pytest.raises(ValueError, match=message):
         attention(q, k, v, **{"pattern": PATTERN, "indices": indices, "causal": True, **changes})
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_blocks_that_a_packed_sequence_does_not_have_are_refused(compiled: bool) -> None:
+    q, k, v, _ = (x.detach()[0] for x in inputs(torch.float32))
+    indices = torch.zeros(N, K, 2, dtype=torch.long)
+    indices[35, 1, 0] = 3
+
+    def call(indices: Tensor) -> Tensor:
+        return attention(q, k, v, pattern=PATTERN, indices=indices, causal=True, cu_seqlens=(0, 30, 66))
+
+    function = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
+    assert torch.isfinite(function(indices.clamp(max=2))).all()
+    with pytest.raises(ValueError, match=r"indices\[0, 35, 1, 0\] is block 3, not one of 0 to 2"):
+        function(indices)
+
+
+@pytest.mark.parametrize("selector", ["random", "neighbours"])
+def test_drawn_blocks_need_no_indices(selector: str) -> None:
+    pattern = SelectedBlocksPattern(block_size=16, top_k=2, selector=selector)
+    q, k, v, _ = inputs()
+    indices = torch.from_numpy(pattern.selection(SequenceShape(N, H, K, causal=True, window=(-1, -1))))
+    found, wanted = (attention(q, k, v, pattern=pattern, causal=True, indices=x) for x in (None, indices))
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64], ids=str)

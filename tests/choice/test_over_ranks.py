@@ -13,18 +13,22 @@ from dilabench.attention import over_ranks
 from dilabench.choice.over_ranks import expected_seconds, fastest_expected
 from dilabench.choice.rules import choose
 from dilabench.choice.ways import Way, own_ways
+from dilabench.compare.view import median_over
 from dilabench.distributed.single_rank import SingleRank
 from dilabench.impls.one_operator import Options
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.machine import GpuInfo, Machine
 from dilabench.plugins.catalogue import HeldSharding
 from dilabench.plugins.manager import discover
-from dilabench.record import Case
+from dilabench.record import Case, Measured
+from dilabench.store.run_files import read_record
 from dilabench.suites.planner import workload_request
 from dilabench.units import counted
 from dilabench.workload.spec import Workload
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+OF_THE_LIBRARY = ("zigzag-ring", "zigzag-allgather", "ulysses")
 MEASURED = {
     "h200-ring-two-gpus": 2,
     "h200-ring-two-gpus-flash4": 2,
@@ -55,6 +59,24 @@ def test_of_what_was_measured_no_other_algorithm_was_much_faster(file: str) -> N
             assert took[chosen.implementation] <= 1.02 * min(took.values()), (name, took)
             # It is no prediction of a backend's time, but no fantasy either.
             assert 0.7 < 1e3 * seconds / took[chosen.implementation] < 1.3, counted(len(took), "algorithm")
+            compared += 1
+    assert compared
+
+
+@pytest.mark.parametrize("file", ["h200-four-gpus", "h200-four-gpus-qwen"])
+def test_the_library_takes_the_fastest_of_what_a_record_shows(file: str) -> None:
+    """Forward and backward alone, too."""
+    took: dict[Workload, dict[str, float]] = {}
+    for row in read_record(RESULTS / f"{file}.json").rows:
+        if isinstance(row.outcome, Measured) and row.case.implementation in OF_THE_LIBRARY:
+            took.setdefault(row.case.workload, {})[row.case.implementation] = median_over(row.outcome.timings[:1])
+    compared = 0
+    for workload, times in took.items():
+        if len(times) > 1:
+            ((chosen, _), *_) = fastest_expected(
+                [Case(implementation=name, workload=workload, world_size=4) for name in times], "cuda", CATALOGUE
+            )
+            assert times[chosen.implementation] <= 1.06 * min(times.values()), (workload.mode, times)
             compared += 1
     assert compared
 

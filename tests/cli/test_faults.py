@@ -13,16 +13,23 @@ from pathlib import Path
 import pytest
 
 import dilabench
+from dilabench.cli.terminal import print_table
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent
 from dilabench.engine.temporary_folder import PREFIX, remove_left_over, temporary_folder
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine, detect
 from dilabench.patterns.mask_files import mask_digest, read_mask_file
+from dilabench.plugins.manager import discover
+from dilabench.record import SCHEMA_VERSION
+from dilabench.request import RunRequest
+from dilabench.runs.execution import Reports, new_header
 from dilabench.store.archive import Archive
 from dilabench.store.baselines import Baselines
 from dilabench.store.run_files import RunFolder, read_record
 from dilabench.units import printable
+
+pytestmark = pytest.mark.faults
 
 MANY = "9" * 5000
 DEEP = "[" * 5000 + "]" * 5000
@@ -68,6 +75,37 @@ def test_an_absurd_file_is_refused(cli, tmp_path, content):
     file = tmp_path / "absurd.toml"
     file.write_text(content)
     assert "absurd.toml" in refused(cli("run", "quick", "--dry-run", "--config", str(file)))
+
+
+@pytest.mark.parametrize("content", ["tool = 3", "tool = []", "[tool]\ndilabench = 3", "[tool]\ndilabench = []"])
+def test_a_project_file_with_another_kind_of_table(cli, content):
+    Path("pyproject.toml").write_text(content)
+    if "dilabench" in content:
+        assert "is no table" in refused(cli("list", "suites"))
+    else:
+        assert cli("list", "suites").exit_code == 0
+
+
+def test_a_value_of_a_file_of_defaults_moves_no_cursor(cli):
+    for option in ("device", "budget", "timing", "dtype", "implementations"):
+        Path("dilabench.toml").write_text(f'[run]\n{option} = "\\u001b[2J\\u202e\\u200f"\n')
+        result = cli("run", "quick", "--dry-run")
+        assert result.exit_code == 2
+        assert not [letter for letter in result.output if letter != printable(letter)], option
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "settings"])
+def test_settings_of_matplotlib_in_the_working_folder_are_not_read(fresh, tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    if kind == "fifo":
+        os.mkfifo("matplotlibrc")
+    elif kind == "link":
+        Path("matplotlibrc").symlink_to("/dev/zero")
+    else:
+        Path("matplotlibrc").write_text("figure.dpi: 1\n")
+    code = "import os, dilabench.report.plots.drawing, matplotlib as m; print(m.rcParams['figure.dpi'], os.getcwd())"
+    done = fresh("-c", code)
+    assert done.stdout.split() == ["100.0", str(tmp_path)], done.stderr
 
 
 @pytest.mark.parametrize("width", ["²", "0", "1e12", MANY])
@@ -141,7 +179,7 @@ def test_a_file_that_is_no_mask_is_refused(tmp_path, case):
 
 def test_a_pipe_is_no_mask_and_not_waited_for(cli, tmp_path):
     os.mkfifo(tmp_path / "mask.npy")
-    with pytest.raises(ConfigError, match="it is not a plain file"):
+    with pytest.raises(ConfigError, match="it is no plain file"):
         mask_digest(tmp_path / "mask.npy")
 
 
@@ -152,12 +190,12 @@ def test_a_pipe_is_no_lock_and_not_waited_for(tmp_path, monkeypatch):
     monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
     os.mkfifo(tmp_path / "dilabench-cpu.lock")
     with (
-        pytest.raises(EnvironmentNotReady, match="it is not a plain file"),
+        pytest.raises(EnvironmentNotReady, match="it is no plain file"),
         device_lock(Machine(device="cpu"), "run", Silent()),
     ):
         pass
     os.mkfifo(tmp_path / ".baselines.toml.lock")
-    with pytest.raises(EnvironmentNotReady, match="it is not a plain file"):
+    with pytest.raises(EnvironmentNotReady, match="it is no plain file"):
         Baselines(tmp_path).save("main", ["a"], "now")
 
 
@@ -202,6 +240,49 @@ def test_damaged_and_odd_files_of_the_store_hide_no_run(cli):
     assert "cannot be understood" in refused(cli("report", "main"))
 
 
+OF_THIS_VERSION = f'{{"schema_version": "{SCHEMA_VERSION}", "run_id": "r", "rows": %s}}'
+
+
+@pytest.mark.parametrize(
+    "rows", ["0.1", "true", "1e999", "null", '"rows"', "{}", "[[]]", "[null]", "[0]", '{"planned": 1}']
+)
+def test_rows_of_another_kind_are_refused(cli, tmp_path, rows):
+    (tmp_path / "run.json").write_text(OF_THIS_VERSION % rows)
+    for command in (
+        ("report", "."),
+        ("compare", ".", "."),
+        ("report", ".", "./run.json"),
+        ("baseline", "save", "b", "."),
+    ):
+        refused(cli(*command))
+
+
+@pytest.mark.parametrize("half", ["\\ud800", "\\udcff", "a\\udbffb"])
+def test_half_a_surrogate_pair_is_spelt_out_wherever_a_record_goes(cli, make_row, make_record, half):
+    document = make_record([make_row()], run_id="half", suite="HALF", argv=("HALF",)).model_dump_json()
+    Path("run.json").write_text(document.replace("HALF", half))
+    for command in (
+        ("report", "run.json"),
+        *(
+            ("report", "run.json", "-f", form)
+            for form in ("markdown", "csv", "json", "html", "bencher", "pull-request")
+        ),
+        ("compare", "run.json", "run.json", "-f", "markdown"),
+        ("baseline", "save", "half", "run.json"),
+        ("report", "half"),
+        ("history",),
+    ):
+        result = cli(*command)
+        assert result.exit_code == 0, (command, result.output)
+        result.output.encode()
+
+
+def test_a_command_line_may_hold_bytes_that_are_no_text():
+    catalogue = discover()
+    header = new_header(catalogue, Machine(device="cpu"), RunRequest(suite="quick"), argv=("run", "-o", "a\udcff"))
+    header.model_dump_json()
+
+
 @pytest.mark.parametrize("text", [DEEP, f'{{"rows": [{MANY}]}}', "3", '{"schema_version": "' + MANY + '"}'])
 def test_a_record_that_is_none_is_refused(cli, tmp_path, text):
     (tmp_path / "run.json").write_text(text)
@@ -217,6 +298,34 @@ def test_a_folder_hides_no_baseline(cli, archive):
 
 
 # What is printed.
+
+
+@pytest.mark.parametrize("taken", ["plots", "report.md", "report.html"])
+def test_a_report_that_cannot_be_written_takes_no_other_with_it(make_row, make_record, tmp_path, taken):
+    catalogue = discover().catalogue
+    reports = Reports.of(make_record([make_row()]), catalogue, {})
+    place = tmp_path / taken
+    if taken == "plots":
+        place.write_text("")
+    else:
+        place.mkdir()
+    paths, refusal = reports.written([catalogue.reporters.get("csv")], tmp_path)
+    assert "cannot be written" in str(refusal)
+    there = {path.name for path in paths if path.is_file()} - {"plots"}
+    assert there == {"report.md", "report.html", "cases.csv"} - {taken}
+
+
+def test_a_table_moves_no_cursor(capsys):
+    print_table("t\x1b[2J", ["c\u202e"], [["x\x9b8m"]])
+    out = capsys.readouterr().out
+    assert "\\u001b[2J" in out
+    assert not [letter for letter in out if letter != printable(letter)]
+
+
+def test_a_baseline_without_runs_is_refused(cli, archive):
+    (archive.root / "baselines.toml").write_text('[main]\nruns = []\nsaved_at = "now"\n')
+    for command in (("report", "main"), ("compare", "main", "latest"), ("baseline", "list")):
+        assert "baselines.toml" in refused(cli(*command))
 
 
 def test_escape_sequences_of_a_record_are_spelt_out(cli, make_row, make_record, tmp_path):
@@ -378,6 +487,27 @@ def test_temporary_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
         remove_left_over()
         assert living.is_dir()
     assert sorted(tmp_path.iterdir()) == [young]
+
+
+EARLY = """
+import os, signal, sys
+import dilabench.cli
+
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == "dilabench.cli.app":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupted())
+dilabench.cli.main(["list"])
+"""
+
+
+def test_an_interrupt_before_a_command_has_begun_prints_no_traceback():
+    command = [sys.executable, "-c", EARLY]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=30, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 KEPT = """

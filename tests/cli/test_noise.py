@@ -1,10 +1,11 @@
 """What `doctor` says about a machine."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from dilabench.cache_folder import CACHE_VARIABLE, OTHER_CACHE
+from dilabench.atomic_file import CACHE_VARIABLE, OTHER_CACHE
 from dilabench.kernels.cpu import compiled
 from dilabench.machine import Machine
 from dilabench.runs.machine_state import GpuState, MachineState, notes, notes_at_start, read
@@ -71,11 +72,32 @@ def test_doctor_reports_the_machine(cli):
         assert text in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("variable", "name"),
+    [("DILABENCH_STORE", "store"), ("DILABENCH_LOCK_DIR", "locks"), ("TMPDIR", "temporary"), ("", "results")],
+)
+def test_doctor_names_each_folder_that_cannot_be_written(cli, monkeypatch, tmp_path, variable, name):
+    """And makes none."""
+    monkeypatch.chdir(tmp_path)
+    results = Path("benchmark_results")
+    assert json.loads(cli("doctor", "--json").stdout)["folders"][name]["why_not"] is None
+    assert not results.exists()
+    taken = tmp_path / "taken" if variable else results
+    taken.write_text("")
+    if variable == "TMPDIR":
+        monkeypatch.setattr("tempfile.tempdir", str(taken))
+    elif variable:
+        monkeypatch.setenv(variable, str(taken / "below"))
+    said = " ".join(cli("doctor").stdout.split())
+    assert f"{name}:" in said
+    assert "cannot be written: Not a directory; " in said
+
+
 def test_doctor_json(cli):
     report = json.loads(cli("doctor", "--json").stdout)
     assert set(report) == {
         *("device", "no_cuda", "environment", "notes", "advice"),
-        *("cache", "compiled_kernels", "broken_plugins"),
+        *("cache", "folders", "compiled_kernels", "broken_plugins"),
     }
     assert report["environment"]["cpu"]["threads"] >= 1
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -211,6 +212,24 @@ def test_the_store_of_rank_0_listens_on_the_named_address_alone(nodes):
 def test_an_agent_carries_out_its_commands_alone(name):
     agent = Agent(Rank(1, 2, 0, "127.0.0.1", 1), Machine(device="cpu"), contextlib.ExitStack())
     assert f"{name!r} is not a valid AgentCommand" in agent.answer(name, {})["failure"]["why"]
+
+
+@pytest.mark.parametrize("ranks", [1, 7])
+def test_dead_ranks_are_not_waited_for_at_the_end(monkeypatch, ranks):
+    """torchrun kills rank 0 if it takes longer than 30 s, however many ranks died."""
+    waited = [0.0]
+
+    class Dead:
+        def ask(self, _do, timeout_s):
+            waited[0] += timeout_s
+            raise WorkerFailure("crash", "it is gone", died=True)
+
+    nodes = object.__new__(Nodes)
+    nodes._agents = {rank: Dead() for rank in range(1, ranks + 1)}
+    nodes._channel = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr("dilabench.engine.worker.nodes.time", SimpleNamespace(monotonic=lambda: waited[0]))
+    nodes.close()
+    assert 0 < waited[0] <= 10
 
 
 def test_an_ended_run_ends_the_agents_and_leaves_no_process(torchrun):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
@@ -36,6 +37,8 @@ def test_results_are_those_of_one_device_and_refusals_say_why(launch):
         "must rise from 0",
         "'striped' is none of zigzag, contiguous, balanced",
         "another order than balanced: those were assigned for causal attention",
+        "or the branches, that sequence_shards was given",
+        "2 segment lengths [8, 16] but 1 dilation rates",
         "a DeviceMesh of 2 dimensions",
     )
     for text, reason in zip(said, reasons, strict=True):
@@ -133,3 +136,17 @@ def test_batches_over_one_axis_and_tokens_over_the_other_have_the_losses_of_one_
     assert len(alone) == 5
     assert losses(4, "train_on_two_axes.py", kind, "2") == pytest.approx(alone, rel=1e-9)
     assert alone[-1] < alone[0]
+
+
+@pytest.mark.slow
+def test_layers_that_may_be_graphs_have_the_losses_of_one_rank():
+    alone = losses(1, "train_with_graphs.py", "cpu")
+    assert len(alone) == 5
+    assert losses(2, "train_with_graphs.py", "cpu") == pytest.approx(alone, rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_layers_in_graphs_have_the_losses_of_one_rank():
+    alone = losses(1, "train_with_graphs.py", "cpu")
+    assert losses(2, "train_with_graphs.py", "cuda") == pytest.approx(alone, rel=1e-3)

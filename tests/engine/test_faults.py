@@ -4,6 +4,8 @@ import pytest
 
 from dilabench.record import Failed, Measured
 
+pytestmark = pytest.mark.faults
+
 
 def outcomes(record):
     return {row.case.implementation: row.outcome for row in record.rows}

@@ -175,6 +175,41 @@ def test_a_lock_whose_text_is_garbage_is_held_by_another_run():
             pass
 
 
+# Programs that a repository's own configuration can name, which `git status` runs.
+PROGRAMS = ["core.fsmonitor", "filter.theirs.clean", "filter.theirs.process", "filter.a=b.c.clean"]
+
+
+@pytest.mark.parametrize("setting", PROGRAMS)
+def test_a_repository_in_the_working_folder_is_no_code(tmp_path, setting):
+    def git(*words):
+        who = ("-c", "user.name=n", "-c", "user.email=e")
+        subprocess.run(["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True)
+
+    file, ran, program = tmp_path / "file", tmp_path / ".git" / "ran", tmp_path / ".git" / "program"
+    git("init", "--quiet")
+    file.write_text("text")
+    (tmp_path / ".gitattributes").write_text(f"file filter={setting.removeprefix('filter.').rpartition('.')[0]}\n")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    program.write_text(f"#!/bin/sh\necho ran >> {ran}\ncat\n")
+    program.chmod(0o755)
+    git("config", setting, str(program))
+    if setting.startswith("filter."):
+        git("config", f"{setting.rpartition('.')[0]}.required", "true")
+    # The index does not know whether a file of another time has changed.
+    os.utime(file, (0, 0))
+    assert snapshot(CPU, tmp_path).git.dirty is False
+    file.write_text("else")
+    assert snapshot(CPU, tmp_path).git.dirty is True
+    assert not ran.exists()
+
+
+def test_a_state_of_a_repository_that_is_unknown_is_no_clean_one(tmp_path, monkeypatch):
+    answers = {"rev-parse": "abc", "config": None, "status": None}
+    monkeypatch.setattr(environment, "_git_output", lambda _folder, command, *_words, **_more: answers[command])
+    assert snapshot(CPU, tmp_path).git.dirty is True
+
+
 def test_hard_fields_of_a_cpu_run_name_the_processor():
     found = snapshot(CPU)
     assert {"device", "cpu", "cores"} <= found.fingerprint_hard.keys()
@@ -204,7 +239,7 @@ def test_a_folder_without_git_has_no_commit(tmp_path):
 
 
 def test_git_tells_commit_and_changes(monkeypatch):
-    answers = {"rev-parse": "abc123\n", "status": " M file\n"}
+    answers = {"rev-parse": "abc123\n", "config": "", "status": " M file\n"}
 
     def fake(command, **options):
         return SimpleNamespace(stdout=answers[command[3]])

@@ -22,6 +22,8 @@ from dilabench.metadata import matmul_key
 from dilabench.record import Measured, Skipped
 from dilabench.store.run_files import RunFolder, completed_rows, read_record, read_rows
 
+pytestmark = pytest.mark.faults
+
 # Three cells of one case each; the tool kills itself when the second row is on disk.
 KILLED_TOOL = """
 import os, signal, sys

@@ -9,6 +9,7 @@ import json
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from unittest import mock
 
 import numpy as np
@@ -33,7 +34,7 @@ class Case:
 
     ``rows``, ``keys``: of every tile. ``tuned``: constants that replace those in `tiles`. ``mass``: the logarithm of a
     mass that the softmax has besides, None for none. ``packed``: q, k, v are views of one tensor.
-    ``united``: rows of a tile of neighbours, if there are such tiles.
+    ``united``: rows of a tile of neighbours, if there are such tiles. ``kept``: both passes share their lists.
     """
 
     form: str
@@ -53,12 +54,14 @@ class Case:
     packed: bool = False
     window: tuple[int, int] = (-1, -1)
     united: int | None = None
+    kept: bool = False
 
     @property
     def documents(self) -> bool:
         return len(self.lengths) > 1
 
 
+UNITED = {"UNION_SHARE": 0.25}
 SHARED = {"LEAST_SHARED_STEPS": 1, "SHARING_PROGRAMS": 2**20}
 CASES = {
     "by query, one token": Case("query", 16, 3, 16, 1, True, (40,)),
@@ -73,10 +76,13 @@ CASES = {
     "single tokens, window": Case("query", 1, 9, 4, 1, True, (50,), window=(12, 0)),
     "by query, some united": Case("query", 16, 3, 16, 1, True, (75,), united=64, tuned={"UNION_SHARE": 0.25}),
     "by query, few united, so none": Case(
-        "query", 16, 3, 16, 1, True, (75,), united=64, tuned={"UNION_SHARE": 0.25, "LEAST_READ": 1, "ALIKE": 0.9}
+        "query", 16, 3, 16, 1, True, (75,), united=64, tuned=UNITED | {"LEAST_READ": 19, "ALIKE": 0.9}, kept=True
     ),
     "by query, enough united": Case(
-        "query", 16, 3, 16, 1, True, (75,), united=64, tuned={"UNION_SHARE": 0.25, "LEAST_READ": 1, "ALIKE": 0.5}
+        "query", 16, 3, 16, 1, True, (75,), united=64, tuned=UNITED | {"LEAST_READ": 19, "ALIKE": 0.5}, kept=True
+    ),
+    "by query, some of a sample united": Case(
+        "query", 16, 3, 32, 2, True, (75,), united=64, tuned=UNITED | {"LEAST_READ": 9, "ALIKE": 0.5}, kept=True
     ),
     "by query, some united, two heads": Case(
         "query", 32, 4, 36, 2, False, (101,), batch=2, united=64, tuned={"UNION_SHARE": 0.4}
@@ -97,6 +103,9 @@ CASES = {
     "gathered, blocks that are no power of two": Case("gathered", 48, 2, 4, 2, True, (100,), keys=64),
     "gathered, long blocks that tiles do not divide": Case("gathered", 80, 2, 2, 2, True, (170,), keys=32),
     "gathered, parts of the tokens": Case("gathered", 16, 3, 4, 2, True, tuned={"PARTIAL_BYTES": 30000}),
+    "gathered, parts that share lists": Case(
+        "gathered", 32, 3, 6, 3, True, (50,), 2, tuned={"PARTIAL_BYTES": 20000} | SHARED, kept=True
+    ),
     "gathered, shared lists": Case("gathered", 32, 3, 4, 2, True, (120,), keys=16, tuned=SHARED),
     "documents by query": Case("query", 16, 3, 4, 2, True, (5, 38, 0, 17)),
     "documents by query, everything visible": Case("query", 32, 2, 4, 1, False, (5, 38, 33), keys=16),
@@ -209,6 +218,7 @@ def errors(case: Case, seed: int = 0) -> dict[str, float]:
         "window": case.window,
         "cu_seqlens": cu_seqlens,
         "form": case.form,
+        "kept": lists.KeptLists() if case.kept else None,
         "tiles": dict.fromkeys(tiles.RULES, shape),
     }
     if case.united:
@@ -260,6 +270,28 @@ def sorted_by_many_blocks() -> dict[str, float]:
     return found
 
 
+def shares_of_parts() -> dict[str, float]:
+    """Shares of up to four entries of lists by key, for parts of the tokens: how many differ from numpy's."""
+    found = {}
+    for name, rows, size in (("eight parts", 50, 7), ("one part", 50, 50)):
+        indices = np.random.default_rng(1).integers(-1, 5, (rows, 2, 3))
+        selection = TokenSelection.of_batch(torch.from_numpy(indices).int()[None], 16, False)
+        with mock.patch.object(lists, "_ELEMENTS", 128):
+            by_key = lists.key_lists(selection, LaunchCache(), "lists")
+        made = lists.shares_of(by_key, selection, 4, LaunchCache(), size)
+        part_of_place, starts, wrong = by_key.places.numpy() // 3 % rows // size, by_key.starts.tolist(), 0
+        for part, shares in enumerate(made.lists.tolist()):
+            wanted = []
+            for number, (start, end) in enumerate(pairwise(starts)):
+                entries = start + np.flatnonzero(part_of_place[start:end] == part)
+                wrong += entries.tolist() != [*range(*made.edges[part : part + 2, number].tolist())]
+                wrong += made.first[part, number] != len(wanted)
+                wanted += [number] * -(-len(entries) // 4)
+            wrong += shares != wanted + [len(starts) - 1] * (len(shares) - len(wanted))
+        found[name] = float(wrong)
+    return found
+
+
 WORKLOADS: dict[str, dict[str, object]] = {
     "implementation": {"batch_size": 2, "seq_len": 50},
     "implementation, packed": {"layout": "packed", "cu_seqlens": (0, 1, 30, 49), "seq_len": 49, "causal": False},
@@ -296,6 +328,8 @@ if __name__ == "__main__":
     for name in sys.argv[2:]:
         if name == "many blocks":
             results[name] = sorted_by_many_blocks()
+        elif name == "shares":
+            results[name] = shares_of_parts()
         elif name in WORKLOADS:
             results[name] = against_the_oracle(WORKLOADS[name])
         else:

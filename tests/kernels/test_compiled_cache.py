@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dilabench.atomic_file import with_digest
 from dilabench.attention import attention
-from dilabench.cache_folder import with_digest
 from dilabench.choice import descriptors
 from dilabench.choice.ways import own_ways
 from dilabench.kernels.cpu import compiled, flash

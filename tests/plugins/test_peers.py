@@ -51,6 +51,7 @@ def test_the_projects_that_there_are_adapters_for():
         "flashinfer",
         "flashinfer-vsa",
         "fla-nsa",
+        "native-sparse-attention-pytorch",
     ]
 
 
@@ -90,6 +91,7 @@ BLOCKS = {"kind": "block_sparse", "block_size": 128}
 BLOCKS_OF_64 = {"kind": "block_sparse", "block_size": 64}
 SELECTED = {"kind": "selected_blocks", "block_size": 64, "top_k": 4}
 FOR_FLA = {"pattern": SELECTED, "num_heads": 32, "num_kv_heads": 2}
+LUCIDRAINS = "native-sparse-attention-pytorch"
 FOR_CAKE = {"pattern": BLOCKS_OF_64, "causal": False, "mode": "forward", "num_kv_heads": 8, "head_dim": 128}
 
 
@@ -126,6 +128,12 @@ FOR_CAKE = {"pattern": BLOCKS_OF_64, "causal": False, "mode": "forward", "num_kv
         ("fla-nsa", {**FOR_FLA, "pattern": {**SELECTED, "top_k": 3}}, "a power of two of blocks, not top_k 3"),
         ("fla-nsa", {**FOR_FLA, "pattern": {**SELECTED, "block_size": 48}}, "64 ... tokens, not of 48"),
         ("fla-nsa", {**FOR_FLA, "pattern": {**SELECTED, "block_size": 1}}, "64 ... tokens, not of 1"),
+        (LUCIDRAINS, FOR_FLA, None),
+        (LUCIDRAINS, {**FOR_FLA, "pattern": {**SELECTED, "block_size": 48, "top_k": 3}}, None),
+        (LUCIDRAINS, {**FOR_FLA, "pattern": {**SELECTED, "block_size": 1}}, "16 or more tokens, not single ones"),
+        (LUCIDRAINS, {**FOR_FLA, "num_heads": 48}, "a power of two of query heads for each key/value head, not 24"),
+        (LUCIDRAINS, {**FOR_FLA, "scale": 0.5}, "computes scale=1/sqrt(D), not 0.5"),
+        (LUCIDRAINS, {**FOR_FLA, "head_dim": 256}, "head_dim 256 is above 128"),
     ],
 )
 def test_libraries_of_sparse_patterns_are_asked_for_what_they_compute(installed, name, asked, reason):

@@ -12,18 +12,26 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from dilabench.compare.matrix import compare_all
 from dilabench.errors import DilabenchError
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.manager import discover
 from dilabench.record import RunRecord
-from dilabench.report.findings import render, sections_of
+from dilabench.report.findings import Curve, CurvePlot, Point, render, sections_of
+from dilabench.report.plots.plots import _picture
+from dilabench.report.pull_request import of_comparison, of_matrix, of_run
+from dilabench.stats.decisions.decide import Policy
 from dilabench.store.run_files import read_record
+
+pytestmark = pytest.mark.faults
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "run_record.v1.json"
 HOSTILE = (
-    "=1+1 \x1b[2J \x9b8m [x](http://evil.example) ![i](https://evil.example/p.png) www.evil.example @everyone\n"
+    "=1+1 \x1b[2J \x9b8m \u200f\u061c\u202e\u2066 "
+    "[x](http://evil.example) ![i](https://evil.example/p.png) www.evil.example @everyone\n"
     "````\n# heading"
 )
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +70,25 @@ def rendered(record: RunRecord, catalogue: Catalogue, name: str) -> str:
 
 @pytest.mark.parametrize("name", ["table", "markdown", "pull-request", "csv", "csv-samples", "html", "json"])
 def test_no_control_character_is_printed(record: RunRecord, catalogue: Catalogue, name: str) -> None:
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", rendered(record, catalogue, name))
+    assert not CONTROLS.search(rendered(record, catalogue, name))
+
+
+@pytest.mark.parametrize("form", ["png", "svg"])
+def test_long_names_leave_room_for_a_plot(form: str) -> None:
+    long = "n" * 100_000
+    curve = Curve(label=long, points=(Point(x=1, y=1.0), Point(x=2, y=2.0)))
+    plot = CurvePlot(name="p", title=long, x_label=long, y_label=long, curves=(curve,))
+    assert len(_picture(plot, long, long, form, (long,))) < 1 << 20
+
+
+@pytest.mark.parametrize("of", [of_run, of_comparison, of_matrix])
+def test_no_control_character_is_in_what_goes_into_a_pull_request(record: RunRecord, of: Any) -> None:
+    """The record, or what is compared, as commands have it."""
+    matrix = compare_all((HOSTILE, "b"), [(record,), (record,)], policy=Policy())
+    given = {of_run: (record, ()), of_comparison: (*matrix.with_first, HOSTILE), of_matrix: (matrix, [HOSTILE])}
+    text = of(*given[of])
+    assert "evil.example" in text
+    assert not CONTROLS.search(text)
 
 
 @pytest.mark.parametrize("name", ["markdown", "pull-request"])

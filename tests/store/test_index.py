@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dilabench.record import Optimizations, Skipped
-from dilabench.store.archive import Archive
+from dilabench.store.archive import Archive, run_and_version
 from dilabench.store.index import FILENAME, HistoryIndex
 
 
@@ -155,6 +155,15 @@ def test_dates_that_go_backwards_or_cannot_be_read(archive, told, make_row, make
     assert ids(archive, told) == ["lost", "run1", "back", "naive", "run2"]
 
 
+def test_a_date_in_the_future_is_no_newest_one(archive, told, make_row, make_record):
+    archive.add(make_record([make_row("strided")], run_id="ahead", started_at="2090-01-01T00:00:00+00:00"))
+    assert ids(archive, told) == ["ahead", "run1", "run2"]
+    with HistoryIndex(archive, told.append) as index:
+        assert [[run.run_id for run in index.runs(limit=count)] for count in (1, 2)] == [["run2"], ["run1", "run2"]]
+        assert [cell.run.run_id for cell in index.cases(["strided"])] == ["ahead", "run1", "run2"]
+    assert run_and_version(archive.newest()[-1])[0] == "run2"
+
+
 def test_the_part_of_a_run_that_was_resumed_counts_once(archive, told, make_row, make_record):
     archive.add(
         make_record([make_row("strided"), make_row("gather")], run_id="run2", started_at="2026-01-02T00:00:00+00:00")
@@ -183,7 +192,7 @@ def test_the_newest_runs_are_found_without_reading_the_others(archive, told):
                     "quick",
                     "cpu",
                     "m",
-                    f"2027-01-01T{day:06}",
+                    f"2026-01-03T{day:06}",
                     "",
                     "complete",
                     1,

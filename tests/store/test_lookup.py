@@ -66,4 +66,4 @@ def test_a_calibration_belongs_to_a_machine(store, make_record):
     path.unlink()
     path.mkdir()
     assert telling.calibration_of([here]) is None
-    assert "cannot be read: Is a directory" in told[1]
+    assert "cannot be read: it is a folder" in told[1]

@@ -112,6 +112,17 @@ def test_a_mask_that_cannot_be_read_stops_a_run_before_it_measures(folder, tmp_p
         folder.keep_masks([workload])
 
 
+@pytest.mark.parametrize("rows", [0, 1, 2])
+def test_a_record_that_cannot_be_written_names_the_way_to_go_on_with_the_rows(folder, rows):
+    folder.start(header())
+    for length in (512, 1024)[:rows]:
+        folder.row(measured(length))
+    (folder.path / "run.json").mkdir()
+    with pytest.raises(EnvironmentNotReady, match=f"rows so far are kept: .* --resume {folder.path}"):
+        folder.finish(RunRecord.model_validate({**header().model_dump(), "rows": ()}))
+    assert len(read_rows(folder.path)[1]) == rows
+
+
 def test_rows_alone_tell_an_interrupted_run(folder):
     folder.start(header())
     folder.row(measured(512))

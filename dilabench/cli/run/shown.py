@@ -7,7 +7,7 @@ from typing import Any
 from dilabench.cli.github import append_summary
 from dilabench.cli.options import tell_of
 from dilabench.cli.run.progress_bar import progress_shown
-from dilabench.cli.terminal import note, say, say_text
+from dilabench.cli.terminal import note, say, say_folded, say_text
 from dilabench.compare.view import lengths_without_rows
 from dilabench.errors import ExitCode
 from dilabench.metadata import note_text
@@ -23,7 +23,7 @@ from dilabench.units import counted, format_count
 TABLE = "table"
 VERDICTS = {
     ExitCode.OK: "ok",
-    ExitCode.ENVIRONMENT: "A PLUG-IN FAILED",
+    ExitCode.ENVIRONMENT: "A PLUG-IN OR A REPORT FAILED",
     ExitCode.CASE_FAILED: "SOME CASE FAILED",
     ExitCode.WRONG_OUTPUT: "WRONG OUTPUT",
     ExitCode.NOTHING_MEASURED: "NOTHING MEASURED",
@@ -46,6 +46,7 @@ def show_run(
     `keep`: also in the store. `options`: of reporters, by name. `allow_incomplete`: as for `exit_code`. The exit code
     follows from the record on disk after every reporter has ended.
     """
+    refusal = None
     err = [reporter.name for reporter in formats] != [TABLE]
     plan, folder = execution.plan, execution.folder.path
     known = len(plan.found.problems)
@@ -62,16 +63,18 @@ def show_run(
         if keep:
             execution.keep(record, lambda text: say(text, err=err))
         reports = Reports.of(record, plan.catalogue, options or {})
-        paths = reports.write(formats, folder)
+        paths, refusal = reports.written(formats, folder)
         for text in reports.printed(formats):
             say_text(text)
         if github_summary:
             append_summary(of_run(record, reports.sections))
         say("\n" + "\n".join(map(str, paths)), err=err)
+        if refusal:
+            say_folded(f"error: {refusal}", "  ", err=True)
         record = execution.recorded() or record
     broken = plan.found.problems[known:]
     tell_of(broken)
-    code = exit_code(record, broken=bool(broken), allow_incomplete=allow_incomplete)
+    code = exit_code(record, broken=bool(broken or refusal), allow_incomplete=allow_incomplete)
     more_follow = plan.catalogue.suites.get(plan.request.suite).follow_up is not None
     saved = execution.folder.can_be_resumed
     if saved and (hint := how_to_go_on(record, plan.machine, folder, more_follow)):

@@ -1,19 +1,25 @@
 """`dilabench doctor`: what the machine is, and what makes its times noisy."""
 
 import json
+import os
+import tempfile
+from pathlib import Path
 
-from dilabench.cache_folder import OTHER_CACHE, cache_folder, compiled_folder, why_not_writable
+from dilabench.atomic_file import OTHER_CACHE, OTHER_FOLDER, cache_folder, compiled_folder, why_not_writable
 from dilabench.cli.options import AsJson
 from dilabench.cli.show.advice import advice
 from dilabench.cli.show.availability import reasons_against
-from dilabench.cli.terminal import say, say_folded
+from dilabench.cli.terminal import WIDE, say, say_folded, standard_output
+from dilabench.engine.device.lock import FOLDER_VARIABLE
 from dilabench.kernels.cpu.compiled import why_unavailable
 from dilabench.machine import Machine, detect, memory_bytes
 from dilabench.metadata import note_text
 from dilabench.plugins.manager import Found, discover
 from dilabench.record import Environment
+from dilabench.runs import DEFAULT_FOLDER
 from dilabench.runs.machine_state import notes, read
-from dilabench.units import format_bytes
+from dilabench.store.archive import STORE_VARIABLE, store_root
+from dilabench.units import format_bytes, output_width
 
 
 def doctor(as_json: AsJson = False) -> None:
@@ -32,6 +38,10 @@ def doctor(as_json: AsJson = False) -> None:
             "notes": [note.model_dump(mode="json", exclude_none=True) for note in warnings],
             "advice": tips,
             "cache": {"folder": str(cache_folder()), "why_not": why_not_writable(cache_folder())},
+            "folders": {
+                name: {"folder": str(folder), "why_not": why_not_writable(folder)}
+                for name, (folder, _) in _written().items()
+            },
             "compiled_kernels": {"folder": str(compiled_folder()), "why_not": why_unavailable()},
             "broken_plugins": {problem.plugin: problem.why for problem in found.problems},
         }
@@ -47,6 +57,17 @@ def doctor(as_json: AsJson = False) -> None:
     say("\nWhat to try here:")
     for tip in tips:
         say_folded(f"- {tip}", "  ")
+
+
+def _written() -> dict[str, tuple[Path, str]]:
+    """The folders that a run writes to, with how to choose another."""
+    temporary = Path(tempfile.gettempdir())
+    return {
+        "results": (DEFAULT_FOLDER, OTHER_FOLDER),
+        "store": (store_root(), f"set {STORE_VARIABLE} to another folder"),
+        "locks": (Path(os.environ.get(FOLDER_VARIABLE) or temporary), f"set {FOLDER_VARIABLE} to another folder"),
+        "temporary": (temporary, "set TMPDIR to another folder"),
+    }
 
 
 def _facts(machine: Machine, environment: Environment, found: Found) -> list[tuple[str, str]]:
@@ -67,6 +88,10 @@ def _facts(machine: Machine, environment: Environment, found: Found) -> list[tup
     ]
     unwritable, unavailable = why_not_writable(cache_folder()), why_unavailable()
     facts.append(("cache", f"{unwritable}; {OTHER_CACHE}" if unwritable else str(cache_folder())))
+    for name, (folder, way_out) in _written().items():
+        why_not = why_not_writable(folder)
+        facts.append((name, f"{why_not}; {way_out}" if why_not else str(folder)))
+    facts.append(("output", f"{standard_output().encoding}, {output_width(standard_output(), WIDE)} columns"))
     facts.append(("C++ kernels", f"unavailable: {unavailable}" if unavailable else f"loaded from {compiled_folder()}"))
     for kind, known in (("impls", found.catalogue.implementations), ("backends", found.catalogue.backends)):
         usable = [descriptor.name for descriptor in known if not reasons_against(descriptor, machine)]

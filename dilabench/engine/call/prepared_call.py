@@ -118,11 +118,14 @@ class PreparedCall:
         return self._call_of(inputs, kept)
 
     def capturable(self) -> tuple[Callable[[], object], KeptCall]:
-        """A call as `fresh` gives it, whose results stay where they are: for a graph that is replayed."""
+        """A call as `fresh` gives it, whose results stay where they are: for a graph that is replayed.
+
+        What a backward pass reads of the forward pass before it stays as long as the results.
+        """
         inputs = self.inputs(self._next)
         # A replayed backward pass belongs to the forward pass before the capture, so its inputs must not change.
         kept = KeptCall(inputs.copy() if self._backward_only else inputs, position=self.workload.seq_len - 1)
-        return self._call_of(kept.inputs, kept), kept
+        return self._call_of(kept.inputs, kept, again=True), kept
 
     def replayed(self, captured: KeptCall, replay: Callable[[], None]) -> Callable[[], object]:
         """The next replay of a captured call, with all that is not part of it done."""
@@ -141,8 +144,8 @@ class PreparedCall:
 
         return kept_replay
 
-    def _call_of(self, inputs: InputSet, kept: KeptCall | None) -> Callable[[], object]:
-        """The call on these inputs; `kept` gets its results."""
+    def _call_of(self, inputs: InputSet, kept: KeptCall | None, again: bool = False) -> Callable[[], object]:
+        """The call on these inputs; `kept` gets its results. again: it may be made more than once."""
         function = self.function
         if self.workload.mode == "forward":
             self._together()
@@ -158,7 +161,7 @@ class PreparedCall:
             self._together()
 
             def backward() -> object:
-                gradients = torch.autograd.grad(made, targets, dout, allow_unused=True)
+                gradients = torch.autograd.grad(made, targets, dout, retain_graph=again, allow_unused=True)
                 return gradients if kept is None else kept.keep(made, gradients)
 
             return backward

@@ -6,6 +6,7 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -127,15 +128,26 @@ def _git(folder: Path) -> GitInfo | None:
     sha = _git_output(folder, "rev-parse", "HEAD")
     if not sha:
         return None
-    return GitInfo(sha=sha, dirty=bool(_git_output(folder, "status", "--porcelain", "--untracked-files=no")))
+    # The repository may be a stranger's, and its configuration names programs that `git status` would run.
+    filters = _git_output(folder, "config", "--local", "--includes", "--name-only", "--get-regexp", r"^filter\.") or ""
+    programs = ["core.fsmonitor", *filters.splitlines()]
+    without = {"GIT_CONFIG_COUNT": str(len(programs))}
+    for index, name in enumerate(programs):
+        without |= {f"GIT_CONFIG_KEY_{index}": name, f"GIT_CONFIG_VALUE_{index}": ""}
+    status = _git_output(folder, "status", "--porcelain", "--untracked-files=no", variables=without)
+    # A status that is not known is no clean one.
+    return GitInfo(sha=sha, dirty=status != "")
 
 
-def _git_output(folder: Path, *arguments: str) -> str | None:
+def _git_output(folder: Path, *arguments: str, variables: Mapping[str, str] = MappingProxyType({})) -> str | None:
     try:
         finished = subprocess.run(
             ["git", "-C", str(folder), *arguments],
+            # Nothing is written or fetched.
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", **variables},
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=GIT_TIMEOUT_S,
             check=True,
         )

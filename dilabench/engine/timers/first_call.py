@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from dilabench.cache_folder import COMPILED_VARIABLE
+from dilabench.atomic_file import COMPILED_VARIABLE
 from dilabench.engine.temporary_folder import temporary_folder
 from dilabench.engine.timers import Call, Samples
 from dilabench.machine import child_environment, python_command

@@ -26,6 +26,8 @@ from dilabench.record import GpuInfo
 
 # Ending a process that holds a GPU's whole memory takes seconds.
 REQUEST_TIMEOUT_S = 60.0
+# torchrun kills rank 0 if it is still there 30 s after another rank has died.
+END_TIMEOUT_S = 5.0
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -197,10 +199,11 @@ class Nodes:
         return RemoteWorker(key, settings, self._agents[settings.rank], f"{key} {next(self._names)}")
 
     def close(self) -> None:
-        """Tell all agents that the run is over."""
+        """Tell all agents that the run is over. They would end without it, too: dead ones are not waited for long."""
+        deadline = time.monotonic() + END_TIMEOUT_S
         for agent in self._agents.values():
             with contextlib.suppress(WorkerFailure):
-                agent.ask(AgentCommand.END)
+                agent.ask(AgentCommand.END, timeout_s=max(0.0, deadline - time.monotonic()))
         self._channel.close()
 
     def _deliver(self, sender: int, message: dict[str, Any]) -> None:

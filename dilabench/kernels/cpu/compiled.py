@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dilabench.cache_folder import OTHER_CACHE, compiled_folder, read_checked, with_digest
+from dilabench.atomic_file import OTHER_CACHE, compiled_folder, read_checked, with_digest
 from dilabench.errors import EnvironmentNotReady
 from dilabench.machine import CXX_COMPILERS, cpuinfo, cxx_compiler
 

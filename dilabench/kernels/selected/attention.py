@@ -95,11 +95,7 @@ def selected_forward(
         tiles_of_query = problem.query_tiles("forward", q, lists, None if alike is False else unions)
         query_form("forward", results, given, lists.selection, *tiles_of_query, cache)
         return out, lse
-    config = problem.tiles("gathered_forward", q)
-    entries = _entries(block, given["GROUP"], config)
-    for part in _parts(lists.selection, _partial_bytes(operands["q"])):
-        own = results | _partials(operands["q"], part, with_lse=True)
-        gathered_form(own, given, part, lists.by_key(part), lists.shares(part, entries), config, cache)
+    _gathered(results, given, lists, problem.tiles("gathered_forward", q), cache)
     return out, lse
 
 
@@ -146,18 +142,16 @@ def selected_backward(
         return dq, dk, dv
     if problem.form("gradient", q) == "query":
         unions = problem.unions("gradient", q, indices.shape[-1])
-        tiles_of_query = problem.query_tiles("gradient", q, lists, unions)
+        # The host does not wait a second time: it knows this from the forward pass, or not.
+        unlike = unions is not None and lists.known_alike(unions) is False
+        tiles_of_query = problem.query_tiles("gradient", q, lists, None if unlike else unions)
         query_form("gradient", tensors, given, lists.selection, *tiles_of_query, cache)
     else:
-        config = problem.tiles("gathered_gradient", q)
-        entries = _entries(block, given["GROUP"], config)
-        for part in _parts(lists.selection, _partial_bytes(operands["q"])):
-            own = tensors | _partials(operands["q"], part, with_lse=False)
-            gathered_form(own, given, part, lists.by_key(part), lists.shares(part, entries), config, cache)
+        _gathered(tensors, given, lists, problem.tiles("gathered_gradient", q), cache)
     tensors |= {"dk": dk.view(rows, -1, dim), "dv": dv.view(rows, -1, dim)}
     config = problem.tiles("key_gradient", q)
     entries = entries_of_share(lists.selection, given["GROUP"], config)
-    shares = lists.shares(lists.selection, entries)
+    shares = lists.shares(entries)
     key_gradients(tensors, given, lists.selection, lists.by_key(lists.selection), shares, config, cache)
     return dq, dk, dv
 
@@ -292,17 +286,28 @@ class _Lists:
         )
 
     def alike(self, unions: UnionRows) -> bool | None:
-        listed = self.by_query(self.selection, unions.shape.queries)
+        sizes = unions.shape.queries, unions.most_blocks
+        return self.kept.once(
+            self.selection.indices.device,
+            ("alike", *sizes),
+            lambda: are_alike(self.selection, *sizes, self.cache, ("alike", *sizes)),
+        )
+
+    def known_alike(self, unions: UnionRows) -> bool | None:
         name = ("alike", unions.shape.queries, unions.most_blocks)
-        return self.kept.once(listed.counts.device, name, lambda: are_alike(listed, unions.most_blocks))
+        return self.kept.known(self.selection.indices.device, name)
 
     def by_key(self, part: TokenSelection) -> KeyLists:
         name = ("by key", *_tokens(part))
         return self.kept.once(part.indices.device, name, lambda: key_lists(part, self.cache, ("lists", *name)))
 
-    def shares(self, part: TokenSelection, entries: int) -> Shares:
-        name = ("shares", entries, *_tokens(part))
-        return self.kept.once(part.indices.device, name, lambda: shares_of(self.by_key(part), entries))
+    def shares(self, entries: int, at_a_time: int = 0) -> Shares:
+        device = self.selection.indices.device
+        return self.kept.once(
+            device,
+            ("shares", entries, at_a_time),
+            lambda: shares_of(self.by_key(self.selection), self.selection, entries, self.cache, at_a_time),
+        )
 
 
 def _tokens(part: TokenSelection) -> tuple[int, int]:
@@ -310,26 +315,34 @@ def _tokens(part: TokenSelection) -> tuple[int, int]:
     return part.first_row, len(part.indices)
 
 
-def _parts(selection: TokenSelection, bytes_of_slot: int) -> Iterator[TokenSelection]:
-    """Parts of the tokens whose partial results, in bytes for each block of a token, fit into `PARTIAL_BYTES`."""
-    rows, _, slots = selection.indices.shape
-    at_a_time = max(1, tuned.PARTIAL_BYTES // (slots * bytes_of_slot))
-    for first in range(0, rows, at_a_time):
+def _gathered(
+    tensors: dict[str, Tensor], given: dict[str, Any], lists: _Lists, config: TileConfig, cache: LaunchCache
+) -> None:
+    """`gathered_form` over tokens of which each part's partial results fit into `tiles.PARTIAL_BYTES`.
+
+    The parts are equal in both passes, so that these share lists.
+    """
+    q, selection = tensors["q"], lists.selection
+    (_, heads, dim), (_, kv_heads, slots) = q.shape, selection.indices.shape
+    at_a_time = _tokens_at_a_time(slots * heads * (dim * q.element_size() + 4))
+    shares = lists.shares(_entries(selection.block, given["GROUP"], config), at_a_time)
+    for number, part in enumerate(_parts(selection, at_a_time)):
+        shape = kv_heads, len(part.indices), slots, heads // kv_heads
+        own = tensors | {"partial": q.new_empty((*shape, dim))}
+        if "dout" not in tensors:
+            own["partial_lse"] = q.new_empty(shape, dtype=torch.float32)
+        gathered_form(own, given, part, number, lists.by_key(selection), shares, config, cache)
+
+
+def _tokens_at_a_time(bytes_of_token: int) -> int:
+    """How many tokens' partial results fit into `tiles.PARTIAL_BYTES`."""
+    return max(1, tuned.PARTIAL_BYTES // bytes_of_token)
+
+
+def _parts(selection: TokenSelection, at_a_time: int) -> Iterator[TokenSelection]:
+    """The selections of this many tokens at a time."""
+    for first in range(0, len(selection.indices), at_a_time):
         yield selection.part(first, at_a_time)
-
-
-def _partial_bytes(q: Tensor) -> int:
-    """Of the results of one block of a token: the same in both passes, so that they share lists."""
-    return q.shape[1] * (q.shape[2] * q.element_size() + 4)
-
-
-def _partials(q: Tensor, part: TokenSelection, with_lse: bool) -> dict[str, Tensor]:
-    rows, kv_heads, slots = part.indices.shape
-    shape = (kv_heads, rows, slots, q.shape[1] // kv_heads)
-    partials = {"partial": q.new_empty((*shape, q.shape[2]))}
-    if with_lse:
-        partials["partial_lse"] = q.new_empty(shape, dtype=torch.float32)
-    return partials
 
 
 def _entries(block: int, group: int, config: TileConfig) -> int:
@@ -347,9 +360,10 @@ def _token_gradients(
     config = problem.tiles("token_gradient", q)
     shape = query_rows(problem.group, 1, config, most_queries=1)
     sums = torch.zeros((kv_heads, lists.selection.n_blocks, 2, dim), dtype=torch.float32, device=q.device)
-    for part in _parts(lists.selection, kv_heads * shape.parts * 2 * dim * q.element_size()):
-        tokens, _, slots = part.indices.shape
-        parts = q.new_empty((kv_heads, tokens, slots, shape.parts, 2, dim))
+    slots = lists.selection.indices.shape[-1]
+    at_a_time = _tokens_at_a_time(slots * kv_heads * shape.parts * 2 * dim * q.element_size())
+    for part in _parts(lists.selection, at_a_time):
+        parts = q.new_empty((kv_heads, len(part.indices), slots, shape.parts, 2, dim))
         own = tensors | {"parts": parts}
         each = QueryTiles(lists.by_query(part, 1), shape, config)
         query_form("gradient", own, given, part, each, None, lists.cache)

@@ -55,9 +55,9 @@ def _key_kernel(
     slots_ptr,
     stats_ptr,
     places_ptr,
-    starts_ptr,
     lists_ptr,
     share_ptr,
+    edges_ptr,
     slot_ptr,
     bounds_ptr,
     scale,
@@ -70,12 +70,12 @@ def _key_kernel(
     v_head,
     dout_token,
     dout_head,
-    rows,
     length,
     blocks_each,
     n_blocks,
     n_kv_heads,
     n_heads,
+    key_rows,
     share_entries,
     left,
     right,
@@ -99,7 +99,9 @@ def _key_kernel(
     number = tl.load(lists_ptr + share)
     if number >= n_kv_heads * n_blocks:
         return
-    first_entry, entries, before = share_of_list(share, number, share_ptr, starts_ptr, share_entries)
+    first_entry, entries, before = share_of_list(
+        share, number, share_ptr, edges_ptr, n_kv_heads * n_blocks, share_entries
+    )
     kv_head = number // n_blocks
     first, end = rows_of_block(bounds_ptr, number % n_blocks, length, blocks_each, BLOCK)
     key = first + tile * KEYS + tl.arange(0, KEYS)
@@ -120,7 +122,7 @@ def _key_kernel(
             0 if masked else n_masked, n_masked if masked else n_all, num_stages=1 if masked else STAGES
         ):
             place, head, there = rows_of_entries(places_ptr, step, entries, first_entry, GROUP, ROWS)
-            token = token_of_place(place, kv_head, 0, rows, there, SLOTS)
+            token = token_of_place(place, kv_head, key_rows, there, SLOTS)
             head += kv_head * GROUP
             q = load_rows(q_ptr, token, q_token, head, q_head, there, UNIT, HEAD_DIM, DIM, WIDE)
             dout = load_rows(dout_ptr, token, dout_token, head, dout_head, there, UNIT, HEAD_DIM, DIM, WIDE)
@@ -153,7 +155,7 @@ def _sum_kernel(
     dk_ptr,
     dv_ptr,
     slots_ptr,
-    starts_ptr,
+    edges_ptr,
     slot_ptr,
     bounds_ptr,
     scale,
@@ -171,7 +173,8 @@ def _sum_kernel(
     number, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     slot = tl.load(slot_ptr + number)
     if slot >= 0:
-        shares = tl.cdiv(tl.load(starts_ptr + number + 1) - tl.load(starts_ptr + number), share_entries)
+        edges_ptr += number
+        shares = tl.cdiv(tl.load(edges_ptr + n_kv_heads * n_blocks) - tl.load(edges_ptr), share_entries)
         dk = tl.zeros([KEYS, DIM], tl.float32)
         dv = tl.zeros([KEYS, DIM], tl.float32)
         for share in range(shares):
@@ -192,22 +195,20 @@ def key_gradients(
     tiles: TileConfig,
     cache: LaunchCache,
 ) -> None:
-    """Write ``dk`` and ``dv`` [T, K, D] of ``tensors``; ``given``: `operands.operand_arguments`."""
+    """Write ``dk`` and ``dv`` [T, K, D] of ``tensors``; ``given``: `operands.operand_arguments`; shares of one part."""
     keys = keys_of_tile(selection.block, tiles)
     key_tiles = triton.cdiv(selection.block, keys)
     # A list in one share writes its result; an empty one has no share, and its sum of no slots is 0.
-    parts = -(-lists.starts.diff() // shares.entries)
+    parts = -(-shares.edges.diff(dim=0).flatten() // shares.entries)
     taken = torch.where(parts > 1, parts, 0)
     slot = torch.where(parts == 1, -1, taken.cumsum(0) - taken).int()
     # A list in several shares has more than half of `entries` in each, in the mean.
     slots = max(1, 2 * len(lists.places) // shares.entries)
     sums = tensors["k"].new_empty((slots, key_tiles, 2, keys, given["DIM"]), dtype=torch.float32)
-    own = {"places": lists.places, "starts": lists.starts, "lists": shares.lists, "share": shares.first}
-    own |= {"slot": slot, "slots": sums} | selection.tensors
+    own = {"places": lists.places, "slot": slot, "slots": sums} | shares.tensors | selection.tensors
     arguments = given | selection.arguments | {"share_entries": shares.entries, "ROWS": tiles.block_m, "KEYS": keys}
-    launch(
-        _key_kernel, len(shares.lists) * key_tiles, tensors | own, arguments, tiles, cache, ("by key", shares.entries)
-    )
+    programs = shares.lists.numel() * key_tiles
+    launch(_key_kernel, programs, tensors | own, arguments, tiles, cache, ("by key", shares.entries))
     launch(_sum_kernel, len(slot) * key_tiles, tensors | own, arguments, tiles, cache, ("sums", shares.entries))
 
 

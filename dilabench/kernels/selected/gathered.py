@@ -31,11 +31,13 @@ _MERGE = TileConfig(0, 0, 4, 1)
 
 
 @triton.jit
-def share_of_list(share, number, share_ptr, starts_ptr, share_entries):
-    """(first entry of a share, how many it has, how many of its list precede it)."""
-    start = tl.load(starts_ptr + number)
+def share_of_list(share, number, share_ptr, edges_ptr, n_lists, share_entries):
+    """(first entry of a share, how many it has, how many of its list precede it), in the part of the tokens at whose
+    lists the addresses begin.
+    """
+    start = tl.load(edges_ptr + number)
     before = (share - tl.load(share_ptr + number)) * share_entries
-    return start + before, tl.minimum(share_entries, tl.load(starts_ptr + number + 1) - start - before), before
+    return start + before, tl.minimum(share_entries, tl.load(edges_ptr + n_lists + number) - start - before), before
 
 
 @triton.jit
@@ -48,9 +50,9 @@ def rows_of_entries(places_ptr, tile, entries, first_entry, GROUP: tl.constexpr,
 
 
 @triton.jit
-def token_of_place(place, kv_head, first_row, rows, there, SLOTS: tl.constexpr):
+def token_of_place(place, kv_head, key_rows, there, SLOTS: tl.constexpr):
     """The token of a place in `lists.KeyLists`; the first one where there is none."""
-    return first_row + tl.where(there, place // SLOTS - kv_head * rows, 0)
+    return tl.where(there, place // SLOTS - kv_head * key_rows, 0)
 
 
 @triton.jit
@@ -108,9 +110,9 @@ def _gathered_kernel(
     partial_lse_ptr,
     stats_ptr,
     places_ptr,
-    starts_ptr,
     lists_ptr,
     share_ptr,
+    edges_ptr,
     bounds_ptr,
     scale,
     scale_log2,
@@ -129,6 +131,8 @@ def _gathered_kernel(
     n_blocks,
     n_kv_heads,
     n_heads,
+    key_rows,
+    part,
     left,
     right,
     SLOTS: tl.constexpr,
@@ -147,11 +151,16 @@ def _gathered_kernel(
     STAGES: tl.constexpr,
 ):
     # Forward, or of the backward pass dQ, if there is a dout.
-    number = tl.load(lists_ptr + tl.program_id(0))
-    if number >= n_kv_heads * n_blocks:
+    share, n_lists = tl.program_id(0), n_kv_heads * n_blocks
+    number = tl.load(lists_ptr + part * tl.num_programs(0) + share)
+    if number >= n_lists:
         return
-    first_entry, entries, _ = share_of_list(tl.program_id(0), number, share_ptr, starts_ptr, ENTRIES)
+    share_ptr += part * n_lists
+    edges_ptr += part * n_lists
+    first_entry, entries, _ = share_of_list(share, number, share_ptr, edges_ptr, n_lists, ENTRIES)
     kv_head = number // n_blocks
+    # Of all places, those of another key/value head or before this part have no partial result here.
+    others = (kv_head * (key_rows - rows) + first_row) * SLOTS
     first, end = rows_of_block(bounds_ptr, number % n_blocks, length, blocks_each, BLOCK)
     WHOLE: tl.constexpr = BLOCK <= KEYS
     key = first + tl.arange(0, KEYS)
@@ -161,10 +170,10 @@ def _gathered_kernel(
     column = tl.arange(0, DIM)
     for tile in tl.range(0, tl.cdiv(entries * GROUP, ROWS), num_stages=STAGES if WHOLE else 1):
         place, head, there = rows_of_entries(places_ptr, tile, entries, first_entry, GROUP, ROWS)
-        token = token_of_place(place, kv_head, first_row, rows, there, SLOTS)
+        token = token_of_place(place, kv_head, key_rows, there, SLOTS)
         last = _last_of_block(token, end, there, right, CAUSAL, WINDOWED)
         window_first = tl.where(there, token - left, 0) if WINDOWED else last
-        partial_row = place.to(tl.int64) * GROUP + head
+        partial_row = (place - others).to(tl.int64) * GROUP + head
         head += kv_head * GROUP
         q = load_rows(q_ptr, token, q_token, head, q_head, there, UNIT, HEAD_DIM, DIM, WIDE)
         top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -238,9 +247,10 @@ def _merge_kernel(
     number = tl.program_id(0) // n_kv_heads * ROWS + tl.arange(0, ROWS)
     row, head = number // GROUP, number % GROUP
     there = row < rows
-    count = tl.load(counts_ptr + row * n_kv_heads + kv_head, there, 0)
+    token = first_row + row
+    count = tl.load(counts_ptr + token * n_kv_heads + kv_head, there, 0)
     partial_row = (kv_head * rows + row).to(tl.int64) * (SLOTS * GROUP) + head
-    token, head = first_row + row, kv_head * GROUP + head
+    head = kv_head * GROUP + head
     column = tl.arange(0, DIM)
     inside = (column < HEAD_DIM)[None, :]
     top = tl.zeros([ROWS], tl.float32)
@@ -275,35 +285,36 @@ def keys_of_tile(block: int, tiles: TileConfig) -> int:
 def gathered_form(
     tensors: dict[str, Tensor],
     given: dict[str, Any],
-    selection: TokenSelection,
+    part: TokenSelection,
+    number: int,
     lists: KeyLists,
     shares: Shares,
     tiles: TileConfig,
     cache: LaunchCache,
 ) -> None:
-    """Write the partial results of a selection, and merge them to the rows of its tokens.
+    """Write the partial results of a part of the tokens, by its number in `shares`, and merge them to its rows.
 
     ``partial`` [K, tokens, S, G, D] of ``tensors``. Forward: with ``partial_lse`` [K, tokens, S, G] float32, which is
     lse * log2(e), to ``out`` [T, H, D] and ``lse`` [B, H, N]. With ``dout``: to ``dq`` [T, H, D].
     """
-    tokens = selection.first_row, len(selection.indices), shares.entries
-    own = {"places": lists.places, "starts": lists.starts, "lists": shares.lists, "share": shares.first}
+    name = part.first_row, len(part.indices), shares.entries
     arguments = {
         **given,
-        **selection.arguments,
+        **part.arguments,
+        "part": number,
         "ENTRIES": shares.entries,
         "ROWS": tiles.block_m,
-        "KEYS": keys_of_tile(selection.block, tiles),
+        "KEYS": keys_of_tile(part.block, tiles),
     }
-    operands = tensors | own | selection.tensors
-    launch(_gathered_kernel, len(shares.lists), operands, arguments, tiles, cache, ("gathered", *tokens))
+    operands = tensors | {"places": lists.places} | shares.tensors | part.tensors
+    launch(_gathered_kernel, shares.lists.shape[1], operands, arguments, tiles, cache, ("gathered", *name))
     forward = "dout" not in tensors
     result = tensors["out" if forward else "dq"]
     merged = {"partial": tensors["partial"], "counts": lists.counts, "result": result}
     if forward:
         merged |= {"partial_lse": tensors["partial_lse"], "lse": tensors["lse"]}
-    rows, kv_heads, slots = selection.indices.shape
+    rows, kv_heads, slots = part.indices.shape
     at_a_time = rows_of_a_program("combine", padded_dim(result.shape[-1]))
     arguments |= {"WIDTH": triton.next_power_of_2(slots), "ROWS": at_a_time}
     programs = triton.cdiv(rows * given["GROUP"], at_a_time) * kv_heads
-    launch(_merge_kernel, programs, merged, arguments, _MERGE, cache, ("merge", *tokens))
+    launch(_merge_kernel, programs, merged, arguments, _MERGE, cache, ("merge", *name))

@@ -30,6 +30,8 @@ ListsT = TypeVar("ListsT")
 # Elements that a program of four warps sorts at a time.
 _ELEMENTS = 1024
 _SORT = TileConfig(0, 0, 4, 1)
+# Edges of lists that a program finds at a time.
+_EDGES = 128
 _NONE = tl.constexpr(2**31 - 1)
 
 
@@ -51,15 +53,23 @@ class QueryLists(NamedTuple):
         return {"keys": self.keys, "counts": self.counts, **members}
 
 
-def are_alike(lists: QueryLists, most_blocks: int) -> bool | None:
-    """Return True if a share `tiles.ALIKE` of the tiles, or more, see at most ``most_blocks``. The host waits for it.
+def are_alike(
+    selection: TokenSelection, queries: int, most_blocks: int, cache: LaunchCache, name: Hashable
+) -> bool | None:
+    """Return True if a share `tiles.ALIKE` of the tiles of ``queries`` tokens, or more, see at most ``most_blocks``.
 
-    None if it does not wait: for few tiles, while a graph is captured, and while memory is traced.
+    The host waits for a sample of about `tiles.LEAST_READ` lists. None if it does not wait: for fewer of them, while a
+    graph is captured, and while memory is traced. The launch has a name in its cache.
     """
-    counts = lists.counts
-    traced = isinstance(counts, FakeTensor)
-    if traced or counts.numel() < tuned.LEAST_READ or is_captured(counts):
+    indices = selection.indices
+    rows, kv_heads, _ = indices.shape
+    lists = -(-rows // queries) * kv_heads
+    if isinstance(indices, FakeTensor) or lists < tuned.LEAST_READ or is_captured(indices):
         return None
+    # An odd step, so that the sample has every place in a stretch of tokens.
+    step = lists // tuned.LEAST_READ | 1
+    counts = indices.new_empty((-(-rows // (queries * step)), kv_heads))
+    _launch(selection, {"counts": counts}, queries, cache, name, step)
     return bool((counts <= most_blocks).float().mean() >= tuned.ALIKE)
 
 
@@ -86,25 +96,40 @@ class KeptLists:
 
     def once(self, device: torch.device, name: Hashable, make: Callable[[], ListsT]) -> ListsT:
         """What `make` gives at the first call on the current stream."""
-        # Where memory is only traced there is no stream.
-        on_gpu = device.type == "cuda" and torch.cuda.is_initialized()
-        stream = torch.cuda.current_stream(device) if on_gpu else None
-        if (name, stream) not in self._lists:
-            self._lists[name, stream] = make()
-        lists: ListsT = self._lists[name, stream]
+        key = _on_stream(device, name)
+        if key not in self._lists:
+            self._lists[key] = make()
+        lists: ListsT = self._lists[key]
         return lists
+
+    def known(self, device: torch.device, name: Hashable) -> Any:
+        """What `once` gave on the current stream; None before."""
+        return self._lists.get(_on_stream(device, name))
+
+
+def _on_stream(device: torch.device, name: Hashable) -> Hashable:
+    # Where memory is only traced there is no stream.
+    on_gpu = device.type == "cuda" and torch.cuda.is_initialized()
+    return name, torch.cuda.current_stream(device) if on_gpu else None
 
 
 class Shares(NamedTuple):
-    """Lists by key in shares of up to ``entries`` queries. Programs beyond the last share have nothing to do.
+    """Lists by key of each part of the tokens, in shares of up to ``entries`` queries.
 
-    ``lists`` int32 [programs]: the list of a share, the number of lists behind the last one. ``first`` int32 [lists]:
-    the first share of a list.
+    ``lists`` int32 [parts, programs]: the list of a share, the number of lists behind the last share of a part.
+    ``first`` int32 [parts, lists]: the first share of a list. ``edges`` int32 [parts + 1, lists]: where in
+    `KeyLists.places` the tokens of a part begin in a list; behind the last part where the list ends.
     """
 
     lists: Tensor
     first: Tensor
+    edges: Tensor
     entries: int
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """By the names under which kernels take them."""
+        return {"lists": self.lists, "share": self.first, "edges": self.edges}
 
 
 @triton.jit
@@ -113,7 +138,7 @@ def _both(key, members, other_key, other_members):
     return other_key, tl.where(key == other_key, members | other_members, other_members)
 
 
-@triton.jit(do_not_specialize=PER_SELECTION)
+@triton.jit(do_not_specialize=(*PER_SELECTION, "tile_step"))
 def _lists_kernel(
     indices_ptr,
     keys_ptr,
@@ -129,6 +154,7 @@ def _lists_kernel(
     n_kv_heads,
     left,
     right,
+    tile_step,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -137,10 +163,10 @@ def _lists_kernel(
     LISTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    # A program makes LISTS lists, each of a tile of QUERIES tokens and a key/value head.
+    # A program makes LISTS lists, each of a key/value head and every tile_step-th tile of QUERIES tokens.
     number = tl.program_id(0) * LISTS + tl.arange(0, LISTS)
     place = tl.arange(0, WIDTH)[None, :]
-    tile, kv_head = (number // n_kv_heads)[:, None], (number % n_kv_heads)[:, None]
+    tile, kv_head = (number // n_kv_heads * tile_step)[:, None], (number % n_kv_heads)[:, None]
     query = place // SLOTS
     row = tile * QUERIES + query
     there = (query < QUERIES) & (row < rows)
@@ -160,7 +186,7 @@ def _lists_kernel(
     last = (key != _NONE) & ((place == WIDTH - 1) | (following != key))
     count = tl.sum(last.to(tl.int32), 1)
     position = tl.cumsum(last.to(tl.int32), 1) - 1
-    is_list = (number < tl.cdiv(rows, QUERIES) * n_kv_heads)[:, None]
+    is_list = (number < tl.cdiv(rows, QUERIES * tile_step) * n_kv_heads)[:, None]
     tl.store(counts_ptr + number[:, None], count[:, None], is_list)
     list_at = number.to(tl.int64)[:, None] * (QUERIES * SLOTS)
     if keys_ptr is not None:
@@ -204,22 +230,71 @@ def key_lists(selection: TokenSelection, cache: LaunchCache, name: Hashable) -> 
     return KeyLists(places.int(), starts, counts)
 
 
-def shares_of(lists: KeyLists, entries: int) -> Shares:
-    """Lists in shares of at most this many queries."""
-    ends = (-(-lists.starts.diff() // entries)).cumsum(0)
-    programs = len(lists.places) // entries + len(ends)
-    program = torch.arange(programs, device=ends.device)
-    first = torch.nn.functional.pad(ends[:-1], (1, 0)).int()
-    return Shares(torch.searchsorted(ends, program, right=True, out_int32=True), first, entries)
+def shares_of(lists: KeyLists, selection: TokenSelection, entries: int, cache: LaunchCache, rows: int = 0) -> Shares:
+    """Lists in shares of at most this many queries, for parts of ``rows`` tokens; 0: all tokens are one part."""
+    total, kv_heads, slots = selection.indices.shape
+    count = len(lists.starts) - 1
+    if 0 < rows < total:
+        parts = -(-total // rows)
+        edges = lists.starts.new_empty((parts + 1, count))
+        tensors = {"places": lists.places, "starts": lists.starts, "edges": edges}
+        arguments = selection.arguments | {
+            "part_rows": rows,
+            "n_edges": edges.numel(),
+            "steps": total.bit_length(),
+            "WIDTH": _EDGES,
+        }
+        programs = triton.cdiv(edges.numel(), _EDGES)
+        launch(_edges_kernel, programs, tensors, arguments, _SORT, cache, ("edges", rows))
+    else:
+        parts, rows = 1, total
+        edges = torch.stack((lists.starts[:-1], lists.starts[1:]))
+    ends = (-(-edges.diff(dim=0) // entries)).cumsum(1)
+    programs = torch.arange(kv_heads * rows * slots // entries + count, device=ends.device).repeat(parts, 1)
+    first = torch.nn.functional.pad(ends[:, :-1], (1, 0)).int()
+    return Shares(torch.searchsorted(ends, programs, right=True, out_int32=True), first, edges, entries)
+
+
+@triton.jit(do_not_specialize=(*PER_SELECTION, "part_rows", "n_edges", "steps"))
+def _edges_kernel(
+    places_ptr,
+    starts_ptr,
+    edges_ptr,
+    rows,
+    n_blocks,
+    n_kv_heads,
+    part_rows,
+    n_edges,
+    steps,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    # By bisection: the first place in a list that belongs to a token of a part, or to a later one.
+    at = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    there = at < n_edges
+    part, number = at // (n_kv_heads * n_blocks), at % (n_kv_heads * n_blocks)
+    low, high = tl.load(starts_ptr + number), tl.load(starts_ptr + number + 1)
+    wanted = (number // n_blocks * rows + tl.minimum(part * part_rows, rows)) * SLOTS
+    for _ in range(steps):
+        middle = (low + high) // 2
+        earlier = tl.load(places_ptr + middle, there & (low < high), 2147483647) < wanted
+        low = tl.where(earlier, middle + 1, low)
+        high = tl.where(earlier, high, middle)
+    tl.store(edges_ptr + at, low, there)
 
 
 def _launch(
-    selection: TokenSelection, results: dict[str, Tensor], queries: int, cache: LaunchCache, name: Hashable
+    selection: TokenSelection,
+    results: dict[str, Tensor],
+    queries: int,
+    cache: LaunchCache,
+    name: Hashable,
+    tile_step: int = 1,
 ) -> None:
     rows, kv_heads, slots = selection.indices.shape
     width = max(2, triton.next_power_of_2(queries * slots))
     lists = max(1, _ELEMENTS // width)
-    programs = triton.cdiv(triton.cdiv(rows, queries) * kv_heads, lists)
+    programs = triton.cdiv(triton.cdiv(rows, queries * tile_step) * kv_heads, lists)
     tensors = {"indices": selection.indices, **results, **selection.tensors}
-    arguments = selection.arguments | {"QUERIES": queries, "LISTS": lists, "WIDTH": width}
+    arguments = selection.arguments | {"QUERIES": queries, "LISTS": lists, "WIDTH": width, "tile_step": tile_step}
     launch(_lists_kernel, programs, tensors, arguments, _SORT, cache, name)

@@ -20,6 +20,7 @@ PER_LENGTH = (
     "key_rows",
     "n_heads",
     "share_entries",
+    "part",
 )
 
 

@@ -110,7 +110,8 @@ UNION_SHARE = 2 / 3
 
 # Both ways in one pass take longer than tokens alone if few tiles are taken together: at random 17.2 ms forward where
 # tokens alone take 14.6 (dQ 0.1 ms more), where neighbours are alike 7.4, near 9.1. So the forward pass unites
-# neighbours if this share of the tiles can be. The host reads it once for a selection of `LEAST_READ` tiles or more.
+# neighbours if this share of the tiles can be, and dQ follows it. The host reads it once, from about `LEAST_READ` lists
+# (a tile and a key/value head) of a selection that has as many.
 ALIKE = 1 / 3
 LEAST_READ = 4096
 

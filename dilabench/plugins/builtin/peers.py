@@ -289,6 +289,41 @@ FLA_NSA = Implementation(
 )
 
 
+def _not_lucidrains(workload: Workload) -> str | None:
+    from dilabench.patterns.selected_blocks import SelectedBlocksPattern
+
+    pattern, name = SelectedBlocksPattern.of(workload), "native_sparse_attend"
+    group = workload.num_heads // workload.num_kv_heads
+    if group & (group - 1):
+        return f"{name} has a power of two of query heads for each key/value head, not {group}"
+    if pattern.block_size == 1:
+        return f"{name} has blocks of 16 or more tokens, not single ones"
+    if workload.scale is not None and workload.scale != workload.head_dim**-0.5:
+        return f"{name} computes scale=1/sqrt(D), not {workload.scale:g}"
+    return f"{name} always sees the token's own block, a file of indices not" if pattern.indices_file else None
+
+
+NSA_PYTORCH = Implementation(
+    "native-sparse-attention-pytorch",
+    "the selected branch of lucidrains' Native Sparse Attention",
+    "dilabench.impls.peers.nsa_pytorch:build",
+    supports=Capabilities(
+        patterns=frozenset({"selected_blocks"}),
+        devices=frozenset({"cuda"}),
+        dtypes=HALF,
+        causal=frozenset({True}),
+        window=False,
+        max_head_dim=128,
+        check=_not_lucidrains,
+    ),
+    requires=("native_sparse_attention_pytorch", "einops", "einx", "jaxtyping", "cuda>=sm80"),
+    compiles=True,
+    quirks=("computes in float16 whatever the dtype of q: bfloat16 is converted inside the timed call",),
+    project="native-sparse-attention-pytorch",
+    install="pip install --no-deps native-sparse-attention-pytorch; pip install einops einx jaxtyping",
+)
+
+
 @hookimpl
 def dilabench_register_implementations() -> list[Implementation]:
     """LongNet's module; over ranks torch's context parallelism, rings and meshes of others; sparse patterns."""
@@ -333,4 +368,5 @@ def dilabench_register_implementations() -> list[Implementation]:
         FLASHINFER,
         FLASHINFER_VSA,
         FLA_NSA,
+        NSA_PYTORCH,
     ]

@@ -14,7 +14,7 @@ from pathlib import Path
 from queue import LifoQueue
 from typing import Any, TypeVar
 
-from dilabench.cache_folder import cache_folder, read_file
+from dilabench.atomic_file import cache_folder, open_to_append, read_file
 from dilabench.errors import first_line
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.memory.tracer import Tracer
@@ -58,8 +58,8 @@ class TraceCache:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 for old in path.parent.glob("*.jsonl"):
                     old.unlink()
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([key, answer]) + "\n")
+            with open_to_append(path) as file:
+                file.write((json.dumps([key, answer]) + "\n").encode())
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

@@ -9,8 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from dilabench.atomic_file import write_bytes, write_text
-from dilabench.cache_folder import cache_folder, read_checked, with_digest
+from dilabench.atomic_file import cache_folder, read_checked, with_digest, write_bytes, write_text
 from dilabench.errors import EnvironmentNotReady
 from dilabench.plugins.manager import discover
 from dilabench.record import RunRecord

@@ -3,21 +3,28 @@
 Series have colours that the colour-blind can distinguish, and markers and hatches for prints in grey.
 """
 
+import os
 from collections.abc import Sequence
+from contextlib import chdir, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, nan, sqrt
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, Locator, LogLocator, MaxNLocator, NullLocator
 
 from dilabench.report.findings import BarPlot, Bars, Curve, CurvePlot, MaskPlot
 from dilabench.units import format_count, format_rate
+
+# matplotlib reads the file of settings of the working folder first, which may be a stranger's, or a pipe.
+with chdir(Path(__file__).parent) if os.path.lexists("matplotlibrc") else nullcontext():
+    from matplotlib import rc_context as rc_context
+    from matplotlib.axes import Axes
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import FixedLocator, Locator, LogLocator, MaxNLocator, NullLocator
 
 # Okabe and Ito, "Color Universal Design" (2008); black last, without yellow, which is invisible on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -6,10 +6,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dilabench.errors import EnvironmentNotReady
+from dilabench.atomic_file import write_bytes
 from dilabench.record import RunRecord
 from dilabench.report.content import device_text
-from dilabench.report.findings import BarPlot, CurvePlot, MaskPlot, Plot, Section
+from dilabench.report.findings import BarPlot, CurvePlot, MaskPlot, Plot, Section, with_texts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,6 +19,8 @@ FORMS = ("png", "svg")
 PNG_DPI = 150
 # Pictures of the latest plots: a run writes them to files and into its page.
 KEPT = 32
+# Longer texts, of a record that a stranger wrote, leave no room for the plot.
+MOST_CHARACTERS, MOST_OF_A_LABEL = 200, 60
 # Reports are compared and kept under version control: the same record gives the same bytes.
 METADATA = {"png": {"Software": None}, "svg": {"Date": None, "Creator": "dilabench"}}
 STYLE: dict[Any, Any] = {"svg.hashsalt": "dilabench", "font.size": 9.0, "axes.titlesize": 10.0, "legend.fontsize": 8.0}
@@ -65,14 +67,8 @@ def subject(record: RunRecord) -> str:
 
 
 def _write(plot: Plot, record: RunRecord, folder: Path, series: tuple[str, ...]) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for form in FORMS:
-            picture = _picture(plot, subject(record), _origin(record), form, series)
-            (folder / f"{plot.name}.{form}").write_bytes(picture)
-    except OSError as error:
-        why = f"{str(folder / plot.name)!r} cannot be written: {error.strerror or error}"
-        raise EnvironmentNotReady(f"{why}; choose another folder with -o") from error
+    for form in FORMS:
+        write_bytes(folder / f"{plot.name}.{form}", _picture(plot, subject(record), _origin(record), form, series))
 
 
 def _origin(record: RunRecord) -> str:
@@ -83,16 +79,24 @@ def _origin(record: RunRecord) -> str:
 def _picture(plot: Plot, about: str, origin: str, form: str, series: tuple[str, ...]) -> bytes:
     """The plot in a form, with what it is of and where that comes from; a page shows what a file holds, too."""
     # Only plots need matplotlib, which takes a while to load.
-    import matplotlib
+    from dilabench.report.plots.drawing import rc_context
 
     picture = io.BytesIO()
-    with matplotlib.rc_context(STYLE):
+    labels = frozenset(series)
+    plot = with_texts(plot, lambda text: _short(text, MOST_OF_A_LABEL if text in labels else MOST_CHARACTERS))
+    series = tuple(_short(label, MOST_OF_A_LABEL) for label in series)
+    about, origin = _short(about, MOST_CHARACTERS), _short(origin, MOST_CHARACTERS)
+    with rc_context(STYLE):
         # Drawn for each form: a layout that was there before would move the next by a hair.
         figure = _drawn(plot, series)
         figure.suptitle(f"{plot.caption}\n{about}", x=0.01, ha="left", fontsize=9)
         figure.text(0.995, 0.005, origin, ha="right", fontsize=6, color="0.5")
         figure.savefig(picture, format=form, dpi=PNG_DPI, metadata=METADATA[form])
     return picture.getvalue()
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _drawn(plot: Plot, series: tuple[str, ...]) -> "Figure":

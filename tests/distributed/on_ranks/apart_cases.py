@@ -51,17 +51,20 @@ def exact(world):
 
 
 def fused(world):
-    """The largest error of each result of the kernels, interpreted, in float32."""
+    """By layout: the largest error of each result of the kernels, interpreted, in float32; and the local rows."""
     os.environ["TRITON_INTERPRET"] = "1"
     from dilabench.impls.ring import fused_sharded
 
-    inputs = [x.float() for x in random_inputs(PLANNED)]
-    wanted = results(reference.build(PLANNED, BuildContext(device=world.device)), inputs)
-    function = fused_sharded.build(PLANNED, BuildContext(device=world.device, world=world))
-    found = results(Whole(function), inputs)
-    return {part: float((value - wanted[part]).abs().max()) for part, value in found.items()} | {
-        "local rows": function._algorithm.local.plan.sequence_length
-    }
+    errors = {}
+    documents = PLANNED.replace(layout="packed", batch_size=1, cu_seqlens=(0, 70, 71, 300, 420, 512))
+    for one in (PLANNED, documents):
+        inputs = [x.float() for x in random_inputs(one)]
+        wanted = results(reference.build(one, BuildContext(device=world.device)), inputs)
+        function = fused_sharded.build(one, BuildContext(device=world.device, world=world))
+        found = results(Whole(function, packed=one.layout == "packed"), inputs)
+        errors[one.layout] = {part: float((value - wanted[part]).abs().max()) for part, value in found.items()}
+        errors[one.layout, "rows"] = function.shards.rows
+    return errors
 
 
 # The first branch lies on a rank, the second crosses, the third is a segment of all; no branch covers every row.

@@ -24,20 +24,22 @@ def one_call(draw):
     """Forward and backward of a random kind and shape, the same on every rank."""
     heads, dim = draw.choice([(2, 1), (2, 2), (4, 2)]), draw.choice([4, 8])
     options = {"causal": draw.random() < 0.7}
-    kind = draw.choice(["dense", "dilated", "packed"])
-    if kind == "packed":
+    kind = draw.choice(["dense", "dilated", "packed", "packed dilated"])
+    if kind.startswith("packed"):
         bounds = [0]
         for _ in range(draw.randrange(1, 7)):
             bounds.append(bounds[-1] + draw.randrange(1, 40))
         options["causal"] = True
-        shards = sequence_shards(cu_seqlens=bounds, order=draw.choice(["balanced", "zigzag"]))
+        branches = {"segment_lengths": (8, 16), "dilation_rates": (1, 2)} if kind == "packed dilated" else {}
+        options |= branches
+        shards = sequence_shards(cu_seqlens=bounds, order=draw.choice(["balanced", "zigzag"]), **branches)
     elif kind == "dilated":
         segment = draw.choice([4, 8])
         options |= {"segment_lengths": (segment, 4 * segment), "dilation_rates": (1, 2)}
         shards = sequence_shards(draw.randrange(8, 90), order="contiguous")
     else:
         shards = sequence_shards(draw.randrange(4, 90))
-    lead = () if kind == "packed" else (draw.choice([1, 2]),)
+    lead = () if kind.startswith("packed") else (draw.choice([1, 2]),)
     q, k, v = (torch.randn(*lead, shards.rows, count, dim, requires_grad=True) for count in (heads[0], *heads[1:] * 2))
     ring_attention(q, k, v, shards, backend="math", **options).sum().backward()
 

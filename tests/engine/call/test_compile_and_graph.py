@@ -95,6 +95,28 @@ def test_an_optimized_function_of_shards_is_verified_by_its_whole_tensors(optimi
     assert verification.passed, why
 
 
+@pytest.mark.parametrize(
+    "target", ["gather:build", "ring.rings:build_zigzag", "ring.gathered:build", "ring.ulysses:build"]
+)
+def test_what_a_captured_backward_pass_reads_stays_as_long_as_its_results(target):
+    fields = {"pattern": {"kind": "dense"}, "batch_size": 1, "seq_len": 48, "num_heads": 2, "num_kv_heads": 2}
+    workload = Workload.model_validate({**fields, "head_dim": 8, "causal": True, "mode": "backward"})
+    case = Case(implementation="ring", backend="math", workload=workload)
+    math = "dilabench.backends.math:"
+    backend = {"name": "math", "target": f"{math}attend", "backward_target": f"{math}attend_backward"}
+    spec = CaseSpec.model_validate({"case": case, "target": f"dilabench.impls.{target}", "backend": backend})
+    device = torch.device("cpu")
+    world = World.single(device) if target.startswith("ring") else None
+    captured, kept = PreparedCall(spec, device, InputStore(device), world).capturable()
+    captured()
+    first = kept.gradients
+    captured()
+    torch.testing.assert_close(kept.gradients, first, rtol=0, atol=0)
+    del captured
+    again = torch.autograd.grad(kept.out, kept.inputs.distinct, torch.ones_like(kept.out))
+    assert all(gradient.abs().sum() > 0 for gradient in again)
+
+
 def gpu_inputs(seed, grad):
     generator = torch.Generator("cuda").manual_seed(seed)
     return InputSet(

@@ -7,7 +7,7 @@ from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import Span, zigzag
 from dilabench.distributed.shardings import HEADS_FOR_TOKENS, HEADS_IN_RING, WHOLE_ZIGZAG_RING
 from dilabench.engine.verify import summary, verify
-from dilabench.impls.peers import fla_nsa, flashinfer, flashinfer_vsa
+from dilabench.impls.peers import fla_nsa, flashinfer, flashinfer_vsa, nsa_pytorch
 from dilabench.impls.peers.yunchang import usp_shards
 from dilabench.workload.spec import Workload
 
@@ -40,6 +40,13 @@ def test_parallel_nsa_is_given_the_blocks_of_each_token(recorded, selector):
     pattern = {"kind": "selected_blocks", "block_size": 16, "top_k": 4, "selector": selector}
     asked = {"pattern": pattern, "batch_size": 2, "num_heads": 32, "mode": "both"}
     assert told(fla_nsa.build, **asked).endswith("checks passed")
+
+
+@pytest.mark.parametrize("selector", ["random", "compressed"])
+def test_native_sparse_attend_is_given_the_blocks_besides_the_own_one(recorded, selector):
+    pattern = {"kind": "selected_blocks", "block_size": 16, "top_k": 4, "selector": selector}
+    asked = {"pattern": pattern, "batch_size": 2, "num_heads": 8, "mode": "both"}
+    assert told(nsa_pytorch.build, **asked).endswith("checks passed")
 
 
 @pytest.mark.distributed
