@@ -274,9 +274,7 @@ _PROGRAMS_OF_128_COLUMNS = 2048
 
 
 def heads_at_a_time(kv_heads: int, programs: int, head_dim: int, launches: int) -> int:
-    """The number of K/V heads, a divisor of all, that share the sums of dQ, given the programs of each in the first of
-    several launches.
-    """
+    """The number of K/V heads, a divisor of all, that share the sums of dQ, given the programs of each and launches."""
     least = _PROGRAMS_OF_128_COLUMNS * 128 // padded_dim(head_dim) * launches
     return next((n for n in range(1, kv_heads) if kv_heads % n == 0 and n * programs >= least), kv_heads)
 
