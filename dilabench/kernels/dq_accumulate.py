@@ -22,15 +22,14 @@ from dilabench.kernels.tuning import TileConfig, heads_at_a_time, rows_of_a_prog
 _MOST_COLUMNS = 512
 
 
-def dq_accumulator(q: Tensor, k: Tensor, tiles: TileConfig, modulus: int = 1, launches: int = 1) -> Tensor | None:
+def dq_accumulator(q: Tensor, k: Tensor, tiles: TileConfig, modulus: int = 1) -> Tensor | None:
     """float32 zeros [B, N, H', D] for the fewest heads of q with enough programs, each of ``tiles.block_n`` rows of k:
-    a divisor of the K/V heads. ``launches``: how many add to them. Padding rows make ``modulus`` divide N. None if
-    memory is too small.
+    a divisor of the K/V heads. Padding rows make ``modulus`` divide N. None if memory is too small.
     """
     batch, rows, heads, dim = q.shape
     rows += -rows % modulus
     kv_heads = k.shape[2]
-    some = heads_at_a_time(kv_heads, max(1, batch * k.shape[1] // tiles.block_n), dim, launches)
+    some = heads_at_a_time(kv_heads, max(1, batch * k.shape[1] // tiles.block_n), dim)
     try:
         return torch.zeros((batch, rows, some * heads // kv_heads, dim), dtype=torch.float32, device=q.device)
     except torch.OutOfMemoryError:

@@ -269,13 +269,13 @@ def blocks_at_once_are_faster(head_dim: int, programs: float, steps: float) -> b
 
 
 # Heads whose programs are as many follow others in the float32 sums of dQ: at their end multiprocessors wait for the
-# last of them. Programs of narrower heads are the shorter, so more of them, and each launch has an end.
+# last of them. Programs of narrower heads are the shorter, so more of them.
 _PROGRAMS_OF_128_COLUMNS = 2048
 
 
-def heads_at_a_time(kv_heads: int, programs: int, head_dim: int, launches: int) -> int:
-    """The number of K/V heads, a divisor of all, that share the sums of dQ, given the programs of each and launches."""
-    least = _PROGRAMS_OF_128_COLUMNS * 128 // padded_dim(head_dim) * launches
+def heads_at_a_time(kv_heads: int, programs: int, head_dim: int) -> int:
+    """The number of K/V heads, a divisor of all, that share the sums of dQ, given the programs of each."""
+    least = _PROGRAMS_OF_128_COLUMNS * 128 // padded_dim(head_dim)
     return next((n for n in range(1, kv_heads) if kv_heads % n == 0 and n * programs >= least), kv_heads)
 
 

@@ -402,7 +402,7 @@ def fused_backward(
         at_once = cache.once("at once", lambda: groups_at_once(plan, operands["q"], operands["k"]))
     if at_once:
         modulus = cache.once("modulus", lambda: common_modulus(plan.groups))
-        sums = dq_accumulator(operands["q"], operands["k"], at_once[0].tiles, modulus, len(at_once))
+        sums = dq_accumulator(operands["q"], operands["k"], at_once[0].tiles, modulus)
     if sums is None:
         at_once = []
     passes = cache.once(f"passes beside {len(at_once)}", lambda: _passes(plan, operands["q"], at_once, *tiles))
