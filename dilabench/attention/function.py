@@ -112,7 +112,7 @@ def attention(
     scale: factor of the scores; 1/sqrt(D) by default.
     sink: [H], per head the logit of one more key whose value is 0 (gpt-oss); gets a gradient. inf: out and gradients 0.
     cu_seqlens: bounds of packed sequences, from 0; query and out are [T, H, D], key and value [T, K, D]. The pattern
-        restarts in each; equal bounds are empty sequences, rows beyond the last get 0. Not for NativeSparsePattern.
+        restarts in each; equal bounds are empty, rows beyond the last get 0. For NSA: `native_sparse_attention`.
     max_seqlen: of the longest sequence, or more: calls of dense and dilated patterns then wait for no bounds on a GPU.
     indices: integers that replace the pattern's selector and top_k. SelectedBlocksPattern: [B, N, K, S], [N, K, S] or
         packed [T, K, S], the S key blocks of each query token and key/value head, required if its selector reads
@@ -177,6 +177,7 @@ def attention(
         operands.check_are_tensors(query=query, key=key, value=value)
         bounds: tuple[int, ...] = ()
         if cu_seqlens is not None:
+            operands.check_restarts(pattern)
             bounds = operands.bounds(cu_seqlens, operands.check_tokens(query, key, value))
             query, key, value = query[None], key[None], value[None]
         refuse_forward_mode(query, key, value)

@@ -12,7 +12,8 @@ form; which ones has no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from dilabench.impls.selected.selecting import Compression
 from dilabench.impls.summed import block_means
 from dilabench.patterns.selected_blocks import check_block
 from dilabench.patterns.token_selectors import TOKEN_SELECTORS
+from dilabench.workload.spec import UNBOUNDED
 
 __all__ = ["BlockCompression", "NativeSparseAttention", "native_sparse_attention"]
 
@@ -50,6 +52,7 @@ def native_sparse_attention(
     window: int = 512,
     scale: float | None = None,
     indices: Tensor | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
     """Causal out [B, N, H, D] = sum_c gates[..., c] · attention_c, of query [B, N, H, D] and key, value [B, N, K, D].
 
@@ -61,9 +64,12 @@ def native_sparse_attention(
     block_size, top_k: blocks of keys that each token and key/value head selects, the first one, the token's own and the
         one before it always among them (equations 8 to 12). `indices`, int [B, N, K, S] as of `attention`: given ones.
     window: how many keys up to its own a token sees in the window. scale: of the scores; 1/sqrt(D) by default.
+    cu_seqlens: ascending bounds of packed sequences from 0, on tensors without the batch axis: [T, H, D], gates
+        [T, H, 3], indices [T, K, S], and compressed keys [C, K, D] of each sequence, one after another. Blocks restart
+        in each. Tokens behind the last bound get 0. Compressed attention and selection are launched for each sequence.
 
     Gradients of query, keys, values, compressed ones and gates are exact for the blocks that were selected. Works under
-    torch.compile without a graph break. Raises ValueError for shapes that do not fit.
+    torch.compile without a graph break, with bounds in a list. Raises ValueError for shapes that do not fit.
 
     >>> import torch
     >>> from dilabench.attention import native_sparse_attention
@@ -72,10 +78,13 @@ def native_sparse_attention(
     torch.Size([1, 200, 4, 16])
     """
     operands.check_are_tensors(query=query, key=key, value=value, gates=gates)
-    operands.check_operands(query.shape, key.shape, value.shape)
+    bounds: tuple[int, ...] = ()
+    if cu_seqlens is not None:
+        bounds = _bounds(cu_seqlens, operands.check_tokens(query, key, value))
+    operands.check_operands(*(x.shape if cu_seqlens is None else x[None].shape for x in (query, key, value)))
     operands.check_kinds((x.dtype, x.device) for x in (query, key, value))
-    if gates.shape != (*query.shape[:3], BRANCHES):
-        raise ValueError(f"gates {tuple(gates.shape)} must be {(*query.shape[:3], BRANCHES)}: one for each branch")
+    if gates.shape != (*query.shape[:-1], BRANCHES):
+        raise ValueError(f"gates {tuple(gates.shape)} must be {(*query.shape[:-1], BRANCHES)}: one for each branch")
     if gates.device != query.device:
         raise ValueError(f"gates are on {gates.device} and query on {query.device}; move one of them")
     operands.check_options({"scale": scale})
@@ -88,14 +97,27 @@ def native_sparse_attention(
     spans = compression_length, compression_stride
     compression = Compression(*spans)
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    keys = block_means(key, *spans) if compressed_key is None else compressed_key
-    values = block_means(value, *spans) if compressed_value is None else compressed_value
-    compressed, _ = compressed_attention(query, keys, values, compression, factor)
+    queries = _sequences(query, bounds)
+    counts = [compression.count(x.shape[1]) for x in queries]
+    keys, values = (
+        [block_means(x, *spans) for x in _sequences(whole, bounds)]
+        if given is None
+        else _compressed(given, counts, bounds)
+        for whole, given in ((key, compressed_key), (value, compressed_value))
+    )
+    parts = [compressed_attention(*each, compression, factor)[0] for each in zip(queries, keys, values, strict=True)]
+    compressed = _joined(parts, query, 0.0)
     if indices is None:
         blocks = block_size, top_k, _BLOCKS.initial, _BLOCKS.local
-        indices = selected_by_compression(query, keys, spans, factor, blocks)
-    unbounded = {"window": (-1, -1), "sink": None, "cu_seqlens": None}
-    selected, _ = selected_attention(query, key, value, indices, block_size, causal=True, scale=factor, **unbounded)  # type: ignore[arg-type]
+        found = [selected_by_compression(*each, spans, factor, blocks) for each in zip(queries, keys, strict=True)]
+        if bounds:
+            widest = max([1, *(x.shape[3] for x in found)])
+            found = [nn.functional.pad(x, (0, widest - x.shape[3]), value=-1) for x in found]
+        indices = _joined(found, query, -1)
+    given_bounds: Any = {"cu_seqlens": cu_seqlens}
+    selected, _ = selected_attention(
+        query, key, value, indices, block_size, causal=True, window=UNBOUNDED, scale=factor, sink=None, **given_bounds
+    )
     near = dilated_attention(
         query,
         key if window_key is None else window_key,
@@ -105,10 +127,42 @@ def native_sparse_attention(
         causal=True,
         window=(window - 1, 0),
         scale=factor,
+        **given_bounds,
     )
-    parts = zip((compressed, selected, near), gates.unbind(-1), strict=True)
-    first, *others = (part * gate[..., None] for part, gate in parts)
+    gated = zip((compressed, selected, near), gates.unbind(-1), strict=True)
+    first, *others = (part * gate[..., None] for part, gate in gated)
     return sum(others, start=first)
+
+
+def _bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
+    """Of sequences that are not empty; if all are, of one that is."""
+    bounds = operands.without_empty(operands.bounds(cu_seqlens, tokens), tokens)
+    return bounds if len(bounds) > 1 else (0, 0)
+
+
+def _sequences(x: Tensor, bounds: tuple[int, ...]) -> list[Tensor]:
+    """[B, n, ·, D] of x [B, N, ·, D], or with bounds [1, n, ·, D] of each sequence in x [T, ·, D]."""
+    return [x[None, start:stop] for start, stop in pairwise(bounds)] if bounds else [x]
+
+
+def _compressed(given: Tensor, counts: Sequence[int], bounds: tuple[int, ...]) -> list[Tensor]:
+    """Compressed keys or values of each sequence."""
+    if not bounds:
+        return [given]
+    if given.ndim != 3 or given.shape[0] != sum(counts):
+        raise ValueError(
+            f"compressed keys or values {tuple(given.shape)} must be [C, K, D] with C = {sum(counts)}, the blocks of "
+            "all packed sequences"
+        )
+    return [x[None] for x in given.split([*counts])]
+
+
+def _joined(parts: Sequence[Tensor], query: Tensor, behind: float) -> Tensor:
+    """As query [B, N, ·, ·], or [T, ·, ·] of the parts [1, n, ·, ·] of sequences and of what is behind them."""
+    if query.ndim == 4:
+        return parts[0]
+    joined = torch.cat([*parts], 1)[0]
+    return nn.functional.pad(joined, (0, 0, 0, 0, 0, query.shape[0] - joined.shape[0]), value=behind)
 
 
 class BlockCompression(nn.Module):
@@ -188,24 +242,41 @@ class NativeSparseAttention(nn.Module):
         self.compress_value = BlockCompression(head_dim, *spans, **made)
         self.out_proj = nn.Linear(num_heads * head_dim, embed_dim, bias=bias, **made)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, N, E] of x [B, N, E]. Raises ValueError for other shapes and for what is no tensor."""
-        way_out = "packed sequences (cu_seqlens) are not supported, one sequence is [1, N, E]"
-        check_embeddings("[B, N, E]", self.embed_dim, way_out, x=x)
+    def forward(self, x: Tensor, *, cu_seqlens: Sequence[int] | Tensor | None = None) -> Tensor:
+        """[B, N, E] of x [B, N, E], or with bounds of packed sequences [T, E] of x [T, E].
+
+        `position` gets each sequence alone, [1, n, heads, D]. Raises ValueError for other shapes and for what is no
+        tensor.
+        """
+        bounds: tuple[int, ...] = ()
+        if cu_seqlens is None:
+            way_out = "packed sequences [T, E] take cu_seqlens, one sequence is [1, N, E]"
+            check_embeddings("[B, N, E]", self.embed_dim, way_out, x=x)
+        else:
+            check_embeddings("[T, E]", self.embed_dim, "leave out the batch axis, or cu_seqlens", x=x)
+            bounds = _bounds(cu_seqlens, x.shape[0])
         heads = (BRANCHES, self.num_kv_heads, self.head_dim)
         query = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
         keys = self.k_proj(x).unflatten(-1, heads).unbind(-3)
         values = self.v_proj(x).unflatten(-1, heads).unbind(-3)
         if self.position is not None:
-            query, keys = self.position(query), tuple(map(self.position, keys))
+            query, *keys = (
+                _joined([*map(self.position, _sequences(part, bounds))], part, 0.0) for part in (query, *keys)
+            )
+        compressed_key, compressed_value = (
+            torch.cat([*map(compress, _sequences(part, bounds))], 1)
+            for compress, part in ((self.compress_key, keys[0]), (self.compress_value, values[0]))
+        )
+        if bounds:
+            compressed_key, compressed_value = compressed_key[0], compressed_value[0]
         gates = self.gate_proj(x).sigmoid().unflatten(-1, (self.num_heads, BRANCHES))
         out = native_sparse_attention(
             query,
             keys[1],
             values[1],
             gates,
-            compressed_key=self.compress_key(keys[0]),
-            compressed_value=self.compress_value(values[0]),
+            compressed_key=compressed_key,
+            compressed_value=compressed_value,
             window_key=keys[2],
             window_value=values[2],
             compression_length=self.compression_length,
@@ -213,6 +284,7 @@ class NativeSparseAttention(nn.Module):
             block_size=self.block_size,
             top_k=self.top_k,
             window=self.window,
+            cu_seqlens=cu_seqlens,
         )
         result: Tensor = self.out_proj(out.flatten(-2))
         return result

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dilabench.patterns.pattern import Pattern
+from dilabench.patterns.pattern import Pattern, SequenceShape
 from dilabench.validation import validated
 from dilabench.workload.spec import DType, Workload, bounds_of_lengths
 
@@ -162,6 +162,15 @@ def check_pattern(pattern: object) -> None:
     if pattern is not None and not isinstance(pattern, Pattern):
         example = "such as DilatedPattern(...)"
         raise ValueError(f"pattern {pattern!r:.80} must be an object of dilabench.patterns, {example}")
+
+
+def check_restarts(pattern: Pattern) -> None:
+    """Refuse patterns that do not restart in packed sequences."""
+    if pattern.summands(SequenceShape(1, 1, 1, causal=True, window=(-1, -1))):
+        raise ValueError(
+            f"cu_seqlens with pattern {pattern.kind}, a sum of several softmaxes; use native_sparse_attention, which "
+            "takes them"
+        )
 
 
 def check_indices(indices: object, kv_heads: int, blocks: int, block_size: int, device: torch.device) -> None:

@@ -279,6 +279,9 @@ def _readable(x: Tensor, plain: Plain) -> Tensor:
 
 
 def _aligned(x: Tensor, alignment_bytes: int) -> bool:
+    if x.is_contiguous() and x.shape[-1] * x.element_size() % alignment_bytes == 0:
+        # All other strides are multiples of the last dimension.
+        return x.data_ptr() % alignment_bytes == 0
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         return False
     steps = (stride * x.element_size() for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
@@ -314,6 +317,9 @@ def _batch(plain: Plain, span: int | None, *tensors: Tensor) -> int:
     if span is None:
         return batch
     for x in tensors:
+        if x.untyped_storage().nbytes() <= span * x.element_size():
+            # No view of it spans more.
+            continue
         item = _span(x[:1])
         if item > span:
             raise ValueError(

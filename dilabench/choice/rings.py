@@ -6,7 +6,7 @@ from dilabench.choice.descriptors import Capabilities, Implementation
 from dilabench.choice.implementations import (
     ADDED_QUERIES,
     BLOCKS,
-    BOTH_LAYOUTS,
+    CPU,
     DENSE,
     DILATED,
     FUSED,
@@ -108,24 +108,31 @@ RINGS = (
         "fused-sharded",
         "whole segments on every rank, fused on each: no messages",
         "dilabench.impls.ring.fused_sharded:build",
-        supports=replace(FUSED_BESIDE_MESSAGES, layouts=BOTH_LAYOUTS, parts_apart=True),
+        supports=replace(FUSED_BESIDE_MESSAGES, parts_apart=True),
         requires=("cuda>=sm80", "triton>=3.6"),
         quirks=(ADDED_QUERIES,),
         priority=70,
-        sharding="dilabench.distributed.shardings:WHOLE_SEGMENTS",
     ),
     Implementation(
-        "strided-sharded",
-        "whole packed documents on every rank, strided on each: no messages",
-        "dilabench.impls.ring.fused_sharded:build_strided",
-        supports=Capabilities(patterns=DILATED, layouts=frozenset({"packed"}), max_world_size=None, parts_apart=True),
+        "fused-documents",
+        "whole packed documents on every rank, fused on each: no messages",
+        "dilabench.impls.ring.whole_documents:build_fused",
+        supports=replace(FUSED_BESIDE_MESSAGES, layouts=frozenset({"packed"})),
+        requires=("cuda>=sm80", "triton>=3.6"),
+        quirks=(ADDED_QUERIES,),
+        priority=66,
+        sharding="dilabench.distributed.shardings:WHOLE_DOCUMENTS",
+    ),
+    Implementation(
+        "strided-documents",
+        "the same with strided on each rank",
+        "dilabench.impls.ring.whole_documents:build_strided",
+        supports=Capabilities(patterns=DILATED, layouts=frozenset({"packed"}), max_world_size=None),
         uses_backend=True,
-        priority=67,
-        sharding="dilabench.distributed.shardings:WHOLE_SEGMENTS",
-        # fused-sharded computes all documents in one launch.
-        preferred_for=Capabilities(
-            patterns=DILATED, devices=frozenset({"cpu"}), layouts=frozenset({"packed"}), max_world_size=None
-        ),
+        priority=55,
+        sharding="dilabench.distributed.shardings:WHOLE_DOCUMENTS",
+        # Elsewhere fused-documents computes all documents in one launch.
+        preferred_for=Capabilities(patterns=DILATED, devices=CPU, layouts=frozenset({"packed"}), max_world_size=None),
     ),
     Implementation(
         "zigzag-ring",

@@ -17,10 +17,10 @@ from dilabench.compare.comparison import (
     uncompared,
 )
 from dilabench.compare.fingerprint import Mismatch, hard_mismatches, soft_warnings
-from dilabench.compare.pairing import common_timings, is_throttled
+from dilabench.compare.pairing import common_timings, is_throttled, sessions_of
 from dilabench.compare.relative import relative_to
-from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
-from dilabench.compare.view import RowView, is_quotable, measured_view, median_over, sessions_of
+from dilabench.compare.verdicts import corrected, median_over, memory_verdict, row_notes
+from dilabench.compare.view import RowView, is_quotable, measured_view
 from dilabench.errors import DilabenchError
 from dilabench.record import Case, Measured, Row, RunRecord, Timing
 from dilabench.stats.decisions.decide import Policy, decide

@@ -1,7 +1,9 @@
 """Which slots of two cases pair: the slots of one round that both took part in, so that drift and load cancel."""
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -12,7 +14,6 @@ from dilabench.stats.samples.location import Counts, Floats, Slots, chosen_slots
 # Thermal and hardware slow-downs are temporary faults; large GPUs normally run at their power limit under full load.
 FAULTS = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
 MAX_FAULTY_SHARE = 0.2
-SLOT_NAMES = ("session", "round", "position")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +114,10 @@ def matched(baseline: Timing, candidate: Timing) -> list[Counts]:
     If round numbers are unique, they alone decide: a case whose worker died continues in a new session, while the other
     cases stay in the old one.
     """
-    old, new = ([timing.columns.column(name) for name in SLOT_NAMES] for timing in (baseline, candidate))
-    if old[:2] == new[:2] and list(old[1]) == list(range(len(old[1]))) and len(set(old[0])) == 1:
+    old, new = baseline.columns.turns, candidate.columns.turns
+    if old[:2] == new[:2] and old[1] == _counted(len(old[1])) and len(set(old[0])) == 1:
         # The usual case: one session, in which both took part in each round.
-        places = np.flatnonzero(np.asarray(old[2]) != np.asarray(new[2]))
+        places = () if old[2] == new[2] else np.flatnonzero(np.asarray(old[2]) != np.asarray(new[2]))
         return [np.stack([places, places], axis=1)] if len(places) else []
     alone = all(len(set(rounds)) == len(rounds) for _, rounds, _ in (old, new))
     names, partners = (rounds if alone else zip(sessions, rounds, strict=True) for sessions, rounds, _ in (old, new))
@@ -127,6 +128,23 @@ def matched(baseline: Timing, candidate: Timing) -> list[Counts]:
         if partner is not None and new[2][partner] != old[2][at]:
             found.setdefault((old[0][at], new[0][partner]), []).append((at, partner))
     return [np.array(session, np.intp) for session in found.values()]
+
+
+def sessions_of(timings: Iterable[Timing]) -> list[list[Sequence[int]]]:
+    """The slots of one case by session, each record adding its own."""
+    sessions: list[list[Sequence[int]]] = []
+    for timing in timings:
+        by_session: dict[int, list[Sequence[int]]] = {}
+        columns = timing.columns
+        for session, samples_ns in zip(columns.column("session"), columns.column("samples_ns"), strict=True):
+            by_session.setdefault(session, []).append(samples_ns)
+        sessions += by_session.values()
+    return sessions
+
+
+@lru_cache
+def _counted(count: int) -> "array[int]":
+    return array("q", range(count))
 
 
 def slots_of(timing: Timing) -> Slots:

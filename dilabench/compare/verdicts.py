@@ -1,9 +1,11 @@
-"""Functions for verdicts of both routes: notes of the rows, memory, throttling, correction for many pairs."""
+"""Functions for verdicts of both routes: medians, notes of the rows, memory, throttling, correction for many pairs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dilabench.record import Measured, Memory, Row
+from dilabench.compare.pairing import sessions_of
+from dilabench.compare.view import location_of
+from dilabench.record import Measured, Memory, Row, Timing
 from dilabench.stats.decisions.decide import Policy, control_family
 from dilabench.stats.decisions.memory import (
     RESIDENT_ABSOLUTE_LIMIT_BYTES,
@@ -12,6 +14,12 @@ from dilabench.stats.decisions.memory import (
     judge_memory,
 )
 from dilabench.stats.decisions.verdicts import Cause, Code, Verdict
+from dilabench.stats.samples.location import locate_sessions
+
+
+def median_over(timings: Sequence[Timing]) -> float:
+    """The median of all samples of one case in one or several records, in ns."""
+    return (location_of(timings[0]) if len(timings) == 1 else locate_sessions(sessions_of(timings))).median_ns
 
 
 def corrected(verdicts: Sequence[Verdict], throttled: Sequence[bool], policy: Policy) -> list[Verdict]:

@@ -23,21 +23,20 @@ from typing import Literal
 
 import numpy as np
 
-from dilabench.compare.pairing import common_timings, pair, slots_of
+from dilabench.compare.pairing import common_timings, pair
 from dilabench.metadata import NOTES, WAY
 from dilabench.record import Measured, Memory, Row, RunRecord, Skipped, Timing
 from dilabench.stats.decisions.decide import Policy, decide
 from dilabench.stats.decisions.paired import Estimate, estimate_many
 from dilabench.stats.decisions.verdicts import Cause, Code
-from dilabench.stats.samples.location import Interval, Location, chosen_slots, locate_sessions, locate_slots, quantile
+from dilabench.stats.samples.location import Interval, Location, locate_slots, quantile
 from dilabench.units import format_ratio, tflops_per_second, tokens_per_second
 from dilabench.workload.spec import flops
 
-# More pairs at once save no more time, and each takes memory.
-ESTIMATED_TOGETHER = 256
+# More pairs, or samples, at once save no more time, and each takes memory.
+ESTIMATED_TOGETHER, LOCATED_TOGETHER = 256, 2**15
 
 Side = Literal["baseline", "candidate"]
-SessionSlots = list[Sequence[int]]
 
 # Keyed by the identity of live timings: comparing thousands of samples would take longer than locating them.
 _LOCATIONS: dict[int, tuple[weakref.ref[Timing], Location]] = {}
@@ -64,7 +63,7 @@ class RowView:
     @property
     def is_quotable(self) -> bool:
         """Return True if no note says that its time cannot be true."""
-        return is_quotable(self.row)
+        return not is_impossible(self.row)
 
     @property
     def samples(self) -> int:
@@ -74,7 +73,7 @@ class RowView:
     @property
     def sessions(self) -> int:
         """In how many sessions they were taken."""
-        return len(set(self.timing.columns.column("session")))
+        return len(set(self.timing.columns.turns[0]))
 
     @property
     def p25_ns(self) -> float:
@@ -156,9 +155,7 @@ def measured_view(row: Row) -> RowView:
 
 def is_quotable(row: Row) -> bool:
     """Return True if the row was measured and no note says that its time cannot be true."""
-    if not isinstance(row.outcome, Measured) or not any(timing.has_samples for timing in row.outcome.timings):
-        return False
-    return not is_impossible(row)
+    return first_timing(row) is not None and not is_impossible(row)
 
 
 def is_impossible(row: Row) -> bool:
@@ -184,8 +181,11 @@ def lengths_without_rows(record: RunRecord) -> tuple[int, ...]:
 
 def first_timing(row: Row) -> Timing | None:
     """The timing that is shown: the first one with samples; None when the row was not measured."""
-    timings = row.outcome.timings if isinstance(row.outcome, Measured) else ()
-    return next((timing for timing in timings if timing.has_samples), None)
+    if isinstance(row.outcome, Measured):
+        for timing in row.outcome.timings:
+            if timing.has_samples:
+                return timing
+    return None
 
 
 def memory_of(row: Row) -> Memory | None:
@@ -216,39 +216,33 @@ def verified_text(outcome: Measured) -> str:
 
 def location_of(timing: Timing) -> Location:
     """Return median and interval of a timing's samples; cached, because tables, rankings and plots all use it."""
-    key, known = id(timing), _LOCATIONS.get(id(timing))
+    known = _LOCATIONS.get(id(timing))
     if known is None or known[0]() is not timing:
-        known = weakref.ref(timing, lambda _: _LOCATIONS.pop(key, None)), _located(timing)
-        _LOCATIONS[key] = known
+        _locate([timing])
+        known = _LOCATIONS[id(timing)]
     return known[1]
 
 
-def _located(timing: Timing) -> Location:
-    slots, sessions = slots_of(timing), np.asarray(timing.columns.column("session"))
-    if not slots.sizes.all() or (sessions != sessions[0]).any():
-        taken = np.flatnonzero(slots.sizes)
-        _, first, session = np.unique(sessions[taken], return_index=True, return_inverse=True)
-        # By session, in the order in which the sessions began.
-        order = taken[np.argsort(first[session], kind="stable")]
-        slots, sessions = chosen_slots(slots, order), sessions[order]
-    return locate_slots(slots, sessions)
+def locate_rows(rows: Iterable[Row]) -> None:
+    """Locate the samples of all rows, so that `view_of` finds them; many together take half the time."""
+    alike: dict[tuple[bytes, bytes], list[Timing]] = defaultdict(list)
+    for timing in filter(None, map(first_timing, rows)):
+        if id(timing) not in _LOCATIONS:
+            alike[bytes(timing.columns.sizes), bytes(timing.columns.turns[0])].append(timing)
+    for timings in alike.values():
+        together = max(1, LOCATED_TOGETHER // len(timings[0].samples_ns))
+        for first in range(0, len(timings), together):
+            _locate(timings[first : first + together])
 
 
-def median_over(timings: Sequence[Timing]) -> float:
-    """The median of all samples of one case in one or several records, in ns."""
-    return (location_of(timings[0]) if len(timings) == 1 else locate_sessions(sessions_of(timings))).median_ns
-
-
-def sessions_of(timings: Iterable[Timing]) -> list[SessionSlots]:
-    """The slots of one case by session, each record adding its own."""
-    sessions: list[SessionSlots] = []
-    for timing in timings:
-        by_session: dict[int, SessionSlots] = {}
-        columns = timing.columns
-        for session, samples_ns in zip(columns.column("session"), columns.column("samples_ns"), strict=True):
-            by_session.setdefault(session, []).append(samples_ns)
-        sessions += by_session.values()
-    return sessions
+def _locate(timings: Sequence[Timing]) -> None:
+    """Locate the samples of timings whose slots have equal sizes and sessions."""
+    columns = timings[0].columns
+    samples = np.array([timing.columns.samples_ns for timing in timings], np.float64)
+    located = locate_slots(samples, np.asarray(columns.sizes, np.intp), np.asarray(columns.turns[0]))
+    for timing, location in zip(timings, located, strict=True):
+        # The dead reference is what `pop` answers with if there is nothing.
+        _LOCATIONS[id(timing)] = weakref.ref(timing, partial(_LOCATIONS.pop, id(timing))), location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,9 +276,15 @@ class PairView:
 def pair_views(pairs: Sequence[tuple[Row, Row]], device: str) -> list[PairView]:
     """Compare each (baseline, candidate), both measured, by the rule of `compare` on that device."""
     policy = Policy.for_device(device)
+    estimated = _estimated(pairs, policy.sigma_aa or 0.0)
+    # Rows are hashed by their samples, which takes longer.
+    rows = {id(row): row for both in pairs for row in both}
+    views = {key: measured_view(row) for key, row in rows.items()}
     return [
-        _of_medians(*both) if known.estimate is None else _of_rounds(*both, known.estimate, known.throttled, policy)
-        for both, known in zip(pairs, _estimated(pairs, policy.sigma_aa or 0.0), strict=True)
+        _of_medians(views[id(old)], views[id(new)])
+        if known.estimate is None
+        else _of_rounds(views[id(old)], views[id(new)], known.estimate, known.throttled, policy)
+        for (old, new), known in zip(pairs, estimated, strict=True)
     ]
 
 
@@ -312,7 +312,7 @@ def _estimated(pairs: Sequence[tuple[Row, Row]], sigma_aa: float) -> list[_Estim
         estimates = iter(estimate_many(in_common, sigma_aa=sigma_aa, effect_size=False))
         for (key, both), pairing in zip(batch, pairings, strict=True):
             found = _Estimated(None if pairing.rounds is None else next(estimates), pairing.throttled)
-            # The dead reference is what `pop` answers with if the other side's was faster.
+            # As above; the other side's may be faster.
             old, new = (weakref.ref(timing, partial(_ESTIMATED.pop, key)) for timing in both)
             _ESTIMATED[key] = old, new, found
     return [_Estimated() if both is None else _ESTIMATED[id(both[0]), id(both[1]), sigma_aa][2] for both in timings]
@@ -323,7 +323,7 @@ def _is_known(key: tuple[int, int, float], both: tuple[Timing, Timing]) -> bool:
     return known is not None and all(ref() is timing for ref, timing in zip(known[:2], both, strict=True))
 
 
-def _of_rounds(baseline: Row, candidate: Row, estimate: Estimate, throttled: bool, policy: Policy) -> PairView:
+def _of_rounds(baseline: RowView, candidate: RowView, estimate: Estimate, throttled: bool, policy: Policy) -> PairView:
     verdict, by_median = decide(estimate, policy), estimate.median_log_ratio or 0.0
     too_few = throttled or verdict.cause is Cause.TOO_FEW_ROUNDS
     if too_few:
@@ -343,9 +343,9 @@ def _of_rounds(baseline: Row, candidate: Row, estimate: Estimate, throttled: boo
     )
 
 
-def _of_medians(baseline: Row, candidate: Row) -> PairView:
+def _of_medians(baseline: RowView, candidate: RowView) -> PairView:
     """Compare two rows that were never interleaved, which proves nothing."""
-    ratio = measured_view(candidate).median_ns / measured_view(baseline).median_ns
+    ratio = candidate.median_ns / baseline.median_ns
     return PairView(
         ratio=ratio,
         interval=None,
@@ -357,17 +357,17 @@ def _of_medians(baseline: Row, candidate: Row) -> PairView:
     )
 
 
-def disjoint(baseline: Row, candidate: Row) -> Side | None:
+def disjoint(baseline: RowView, candidate: RowView) -> Side | None:
     """The side with the smaller median if the intervals of the two do not overlap."""
     (old_low, old_high), (new_low, new_high) = _reach(baseline), _reach(candidate)
     return "baseline" if old_high < new_low else "candidate" if new_high < old_low else None
 
 
-def _reach(row: Row) -> tuple[float, float]:
+def _reach(view: RowView) -> tuple[float, float]:
     """The ends of the interval of its median in ns; below five samples the smallest and the largest."""
-    view = measured_view(row)
-    samples = view.timing.samples_ns
-    return (view.interval.low, view.interval.high) if view.interval else (min(samples), max(samples))
+    if view.interval:
+        return view.interval.low, view.interval.high
+    return min(view.timing.samples_ns), max(view.timing.samples_ns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -439,11 +439,12 @@ def _ranking(
     by_median = [(sharpest, 1.0), *((row, view.median_ratio) for row, view in undecided)]
     fastest, _ = min(by_median, key=lambda entry: entry[1])
     tied = tuple(row for row, _ in by_median if row is not fastest)
+    best = measured_view(fastest)
     return Ranking(
         fastest=fastest,
         baseline=baseline,
         speedups={row.case.case_id: 1 / ratio for row, ratio in zip(rows, ratios, strict=True)},
         tied=tied,
         too_few_rounds=too_few_rounds,
-        probable=too_few_rounds and all(disjoint(fastest, row) == "baseline" for row in tied),
+        probable=too_few_rounds and all(disjoint(best, measured_view(row)) == "baseline" for row in tied),
     )

@@ -17,9 +17,8 @@ from dilabench.compare.comparison import (
     is_measured,
     lack_of,
 )
-from dilabench.compare.pairing import Pairing, common_timings, pair
-from dilabench.compare.verdicts import corrected, memory_verdict, row_notes
-from dilabench.compare.view import median_over, sessions_of
+from dilabench.compare.pairing import Pairing, common_timings, pair, sessions_of
+from dilabench.compare.verdicts import corrected, median_over, memory_verdict, row_notes
 from dilabench.errors import unknown_name
 from dilabench.record import Case, Row, RunRecord, Timing
 from dilabench.stats.decisions.decide import Policy, decide, judge_many

@@ -276,23 +276,23 @@ class Rows(Assigned):
         return 0.0
 
 
-class WholeSegments:
-    """Each rank computes whole segments alone."""
+class WholeDocuments:
+    """Packed documents, whole ones on each rank."""
 
-    def order(self, workload: Workload) -> Order:
-        """Balanced if documents are packed, else contiguous."""
-        return "balanced" if workload.layout == "packed" else "contiguous"
+    def order(self, _workload: Workload) -> Order:
+        """Balanced."""
+        return "balanced"
 
     def load_balance(self, workload: Workload, ranks: int) -> float | None:
-        """λ of packed documents, without a mask."""
+        """λ from the pairs without a mask; None for a pattern without segments or cuts."""
         segments = segments_of(workload.pattern, workload.seq_len, workload.num_heads, workload.num_kv_heads)
-        if workload.layout != "packed" or segments is None:
+        if segments is None:
             return None
         work = [
             float(pairs_of(np.array([stop - start for start, stop in documents], dtype=np.int64), segments).sum())
             for documents in assigned_documents(workload.sequences, segments, ranks)
         ]
-        return sum(work) / ranks / max(work) if max(work) else None
+        return sum(work) / ranks / max(work)
 
     def overlapping_share(self, _workload: Workload, _ranks: int) -> float | None:
         """Nothing, for nothing is sent."""
@@ -328,7 +328,7 @@ RING_ALLGATHER = OneExchange()
 ULYSSES = HeadsForTokens()
 BLOCKS = Blocks()
 BALANCED_ALLGATHER = Rows()
-WHOLE_SEGMENTS = WholeSegments()
+WHOLE_DOCUMENTS = WholeDocuments()
 WHOLE_RING = WholeShards(zigzag=False)
 WHOLE_ZIGZAG_RING = WholeShards(zigzag=True)
 WHOLE_ZIGZAG_GATHER = WholeShards(zigzag=True, at_once=True)

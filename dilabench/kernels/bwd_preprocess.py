@@ -98,6 +98,7 @@ _STRIDES = tuple(f"{name}_{axis}" for name in ("out", "dout") for axis in "bnh")
         "segment_tokens",
         "segment_rows",
         "stored",
+        "n_rows",
         "stats_rows",
         "n_spans",
     )
@@ -124,6 +125,7 @@ def _bwd_preprocess_kernel(
     segment_tokens,
     segment_rows,
     stored,
+    n_rows,
     stats_rows,
     n_spans,
     UNIT: tl.constexpr,
@@ -132,44 +134,50 @@ def _bwd_preprocess_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     FOUND: tl.constexpr,
+    NO_TOKEN: tl.constexpr,
 ):
     # delta = rowsum(out * dout) and the base-2 lse, written as [B, H, R, segments, stats_rows / block, 2, block].
     pid = tl.program_id(0)
     head = (pid % n_heads).to(tl.int64)
     rest = pid // n_heads
-    blocks = tl.cdiv(stored, ROWS)
+    blocks = tl.cdiv(n_rows, ROWS)
     first = (rest % blocks) * ROWS
     row = first + tl.arange(0, ROWS)
     batch = (rest // blocks).to(tl.int64)
-    valid = row < stored
-    first_stats = 0
-    first_token = 0
-    if spans_ptr is not None:
-        # For documents, `segments` is 1.
-        segment = find_spans(spans_ptr, first, row, n_spans, ROWS, 0 if classes_ptr is None else 4)
-        span_ptr = spans_ptr + segment * _SPAN_COLUMNS
-        first_token, first_stats = tl.load(span_ptr), tl.load(span_ptr + 3)
-        inside = row - (first_token if classes_ptr is None else tl.load(span_ptr + 4))
-        tokens_of_segment = tl.load(span_ptr + 1)
-        segment = 0
-    else:
-        rows_of_segment = segment_tokens if classes_ptr is None else segment_rows
-        segment = row // rows_of_segment
-        inside = row - segment * rows_of_segment
-        first_token = segment * segment_tokens
-        tokens_of_segment = tl.minimum(segment_tokens, length - first_token)
+    first_stats, segment, out_row = 0, 0, row
     if classes_ptr is None:
-        residue, class_row = inside % R, inside // R
+        # Rows are tokens. For documents, `segments` is 1.
+        if spans_ptr is not None:
+            span_ptr = spans_ptr + find_spans(spans_ptr, first, row, n_spans, ROWS, 0) * _SPAN_COLUMNS
+            first_token, first_stats = tl.load(span_ptr), tl.load(span_ptr + 2)
+        else:
+            segment = row // segment_tokens
+            first_token = segment * segment_tokens
+        inside = row - first_token
+        residue, class_row, tokens = inside % R, inside // R, row
+        valid = row < n_rows
     else:
-        residue, class_row = tl.load(classes_ptr + head), inside
-        inside = class_row * R + residue
-    valid = valid & (inside < tokens_of_segment)
-    tokens = first_token + inside
+        # Rows are those of the statistics, some of them without a token.
+        if spans_ptr is not None:
+            span_ptr = spans_ptr + find_spans(spans_ptr, first, row, n_spans, ROWS, 2) * _SPAN_COLUMNS
+            first_token, end = tl.load(span_ptr), tl.load(span_ptr + 1)
+            inside = row - tl.load(span_ptr + 2)
+            out_row = tl.load(span_ptr + 3) + inside
+        else:
+            from_segment = row // stats_rows
+            first_token = from_segment * segment_tokens
+            end = tl.minimum(segment_tokens, length - first_token)
+            inside = row - from_segment * stats_rows
+            out_row = from_segment * segment_rows + inside
+        residue, class_row = tl.load(classes_ptr + head), row
+        inside = inside.to(tl.int64) * R + residue
+        tokens = first_token + inside
+        valid = (row < n_rows) & (inside < end)
     at = tokens.to(tl.int64)
     row_at = (batch * n_heads + head) * length + at
     lse = tl.load(lse_ptr + row_at, valid, float("-inf"))
     if own_lse_ptr is not None:
-        own = tl.load(own_lse_ptr + (batch * n_heads + head) * stored + row, valid, float("-inf"))
+        own = tl.load(own_lse_ptr + (batch * n_heads + head) * stored + out_row, valid, float("-inf"))
         lse = tl.where(own == float("-inf"), float("-inf"), lse)
     if FOUND:
         delta = tl.load(delta_ptr + row_at, valid, 0.0)
@@ -177,7 +185,7 @@ def _bwd_preprocess_kernel(
         columns = tl.arange(0, DIM)[None, :]
         # `out` is undefined in rows that see no key, so these rows are masked.
         there = (lse != float("-inf"))[:, None] & (columns < HEAD_DIM)
-        out_at = (batch * out_b + head * out_h + row.to(tl.int64)[:, None] * out_n) * UNIT
+        out_at = (batch * out_b + head * out_h + out_row.to(tl.int64)[:, None] * out_n) * UNIT
         dout_at = (batch * dout_b + head * dout_h + at[:, None] * dout_n) * UNIT
         out = tl.load(out_ptr + out_at + columns, there, 0.0)
         dout = tl.load(dout_ptr + dout_at + columns, there, 0.0)
@@ -188,6 +196,9 @@ def _bwd_preprocess_kernel(
     target = 2 * (target * stats_rows + first_stats) + _places(class_row, BLOCK)
     # exp2(x - inf) is 0: a row that sees no key contributes nothing.
     log2_lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
+    if classes_ptr is not None:
+        log2_lse, delta = tl.where(valid, log2_lse, NO_TOKEN), tl.where(valid, delta, NO_TOKEN)
+        valid = row < n_rows
     tl.store(stats_ptr + target, log2_lse, valid)
     tl.store(stats_ptr + target + BLOCK, delta, valid)
 
@@ -209,13 +220,15 @@ def bwd_preprocess(
 
     cache: of the pass, in which this launch has a name. delta: memory for rowsum(out * dout), like lse, for the next of
     several layouts, which then reads neither out nor dout (``found``). one_class: out [B, n, H, D] has only rows of one
-    class, and only these are written. spans: the super-segments of documents (`fused.packing.DocumentLists.spans`),
-    whose rows follow each other in the layout.
+    class, and only statistics of these are written. spans: the super-segments of documents
+    (`fused.packing.DocumentLists.spans`), whose rows follow each other in the layout.
     """
     batch, length, num_heads, _ = dout.shape
     out, dout = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, dout))
     shape = (batch, num_heads, layout.modulus, layout.segments, layout.rows // layout.block, 2, layout.block)
-    stats = lse.new_empty(shape) if layout.is_filled_by(length) else lse.new_full(shape, _NO_TOKEN)
+    # Of one class, the launch writes all rows that are read.
+    filled = one_class is not None or layout.is_filled_by(length)
+    stats = lse.new_empty(shape) if filled else lse.new_full(shape, _NO_TOKEN)
     tensors = {"out": out, "dout": dout, "lse": lse, "stats": stats}
     if delta is not None:
         tensors["delta"] = delta
@@ -232,6 +245,7 @@ def _launch(tensors: dict[str, Tensor], layout: StatsLayout, found: bool, one_cl
     batch, length, num_heads, dim = dout.shape
     columns, unit = triton.next_power_of_2(dim), stride_unit(out, dout)
     rows = rows_of_a_program("bwd_preprocess", columns)
+    n_rows = layout.segments * layout.rows if one_class else length
     arguments = {
         "delta_ptr": None,
         "own_lse_ptr": None,
@@ -246,6 +260,7 @@ def _launch(tensors: dict[str, Tensor], layout: StatsLayout, found: bool, one_cl
         "segment_tokens": layout.segment_tokens,
         "segment_rows": one_class.segment_rows if one_class else 0,
         "stored": out.shape[1],
+        "n_rows": n_rows,
         "stats_rows": layout.rows,
         "n_spans": len(tensors["spans"]) if "spans" in tensors else 0,
         "UNIT": unit,
@@ -254,7 +269,8 @@ def _launch(tensors: dict[str, Tensor], layout: StatsLayout, found: bool, one_cl
         "ROWS": rows,
         "BLOCK": layout.block,
         "FOUND": found,
+        "NO_TOKEN": _NO_TOKEN,
     }
-    programs = triton.cdiv(out.shape[1], rows) * batch * num_heads
+    programs = triton.cdiv(n_rows, rows) * batch * num_heads
     kind = (out.dtype, dout.dtype, dim, unit, layout.block, found, *tensors)
     return Launch(_bwd_preprocess_kernel, lambda _: ((programs,), arguments), False, kind)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -183,7 +184,7 @@ def combine_torch_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> Non
 
 def _sum_triton_(total: Tensor, parts: Sequence[RowSum]) -> None:
     rows = [_with_dense_heads(x) for x, _ in parts]
-    programs, shape = _launch(total)
+    programs, shape = _launch(total.shape)
     launch_once(
         _sum_kernel,
         (programs,),
@@ -201,7 +202,7 @@ def _sum_triton_(total: Tensor, parts: Sequence[RowSum]) -> None:
 
 def _combine_triton_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> None:
     rows = [_with_dense_heads(x) for x, _, _ in parts]
-    programs, shape = _launch(out)
+    programs, shape = _launch(out.shape)
     launch_once(
         _combine_kernel,
         (programs,),
@@ -224,9 +225,10 @@ def _with_dense_heads(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _launch(result: Tensor) -> tuple[int, dict[str, int]]:
-    """Programs and tile of one launch over a result [B, N, H, D]."""
-    B, N, H, D = result.shape
+@lru_cache(maxsize=256)
+def _launch(shape: torch.Size) -> tuple[int, dict[str, int]]:
+    """Programs and tile of one launch over a result of shape [B, N, H, D]."""
+    B, N, H, D = shape
     columns = triton.next_power_of_2(D)
     rows = min(rows_of_a_program("combine", columns), triton.next_power_of_2(N))
     programs = B * H * triton.cdiv(N, rows)

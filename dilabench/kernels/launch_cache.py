@@ -140,7 +140,10 @@ class LaunchCache:
 
 def launch_once(kernel: Any, grid: tuple[int, ...], x: Tensor, *arguments: Any, **options: Any) -> None:
     """Launch a kernel, whose first argument is x, on the device of x; for launches that are not repeated."""
-    with torch.cuda.device_of(x):
+    if x.is_cuda and torch.cuda.current_device() != x.get_device():
+        with torch.cuda.device_of(x):
+            kernel[grid](x, *arguments, **options)
+    else:
         kernel[grid](x, *arguments, **options)
 
 

@@ -158,11 +158,16 @@ class HiddenRows:
         import numpy as np
 
         starts, stops = (np.clip(np.stack(side).astype(np.int64), 0, rows) for side in zip(*ranges, strict=True))
-        # Empty ranges are moved to the end, so that they do not separate others.
-        starts = np.where(starts < stops, starts, rows)
-        stops = np.where(starts < stops, stops, rows)
-        order = np.argsort(starts, axis=0, kind="stable")
-        starts, stops = np.take_along_axis(starts, order, 0), np.take_along_axis(stops, order, 0)
+        # Empty ranges are moved to the end, so that they do not separate others; a longer one before shorter ones.
+        empty = starts >= stops
+        both = np.where(empty, rows, starts) << 32 | rows - np.where(empty, rows, stops)
+        # Few of a key: to exchange whole rows takes a tenth of the time that sorting each column does.
+        for last in range(len(both) - 1, 0, -1):
+            for at in range(last):
+                later = np.maximum(both[at], both[at + 1])
+                np.minimum(both[at], both[at + 1], out=both[at])
+                both[at + 1] = later
+        starts, stops = both >> 32, rows - (both & 0xFFFFFFFF)
         for later in range(1, len(starts)):
             starts[later] = np.maximum(starts[later], stops[later - 1])
             stops[later] = np.maximum(stops[later], starts[later])

@@ -39,6 +39,8 @@ MAX_BLOCK = 4096
 RANKS_AT_ONCE = 2**18
 # Up to this many, the selection of a head is cached.
 KEPT_RANKS = 2**22
+# Up to this many, 64 MiB, the selection of all heads is cached: each implementation of a workload asks for it.
+KEPT_INDICES = 2**24
 # More (row, block) pairs of a head would take minutes to rank.
 MAX_RANKS = 2**34
 # Rows with longer selections hardly ever have equal ones.
@@ -217,12 +219,8 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
     def selection(self, shape: SequenceShape) -> Indices:
         """int32 [N, K, S]: `selected` of all tokens and key/value heads. Raises ConfigError for a file that does not
         fit."""
-        rows = np.arange(shape.length)
-        first = self.selected(shape, 0, rows[:0])
-        indices = np.empty((shape.length, shape.num_kv_heads, first.shape[1]), dtype=np.int32)
-        for head in range(shape.num_kv_heads):
-            indices[:, head] = self.selected(shape, head, rows)
-        return indices
+        few = shape.length * shape.num_kv_heads * min(self.top_k, shape.length) <= KEPT_INDICES
+        return _selection(self, shape).copy() if few else _selection.__wrapped__(self, shape)
 
     # Derived answers.
 
@@ -363,6 +361,16 @@ def _row_labels(pattern: SelectedBlocksPattern, shapes: tuple[SequenceShape, ...
 def _pieces(rows: Positions, columns: int) -> list[Positions]:
     at_once = max(1, RANKS_AT_ONCE // columns)
     return [rows[at : at + at_once] for at in range(0, len(rows), at_once)]
+
+
+@lru_cache(maxsize=2)
+def _selection(pattern: SelectedBlocksPattern, shape: SequenceShape) -> Indices:
+    rows = np.arange(shape.length)
+    first = pattern.selected(shape, 0, rows[:0])
+    indices = np.empty((shape.length, shape.num_kv_heads, first.shape[1]), dtype=np.int32)
+    for head in range(shape.num_kv_heads):
+        indices[:, head] = pattern.selected(shape, head, rows)
+    return indices
 
 
 @lru_cache(maxsize=32)

@@ -270,7 +270,7 @@ class Timing(Model):
     @property
     def has_samples(self) -> bool:
         """Whether any sample was taken."""
-        return len(self.columns.samples_ns) > 0
+        return any(self.columns.sizes)
 
 
 class Diagnostic(Model):

@@ -7,6 +7,7 @@ that they take here, and most of the time in which a record is read.
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, overload
 
 from pydantic import GetCoreSchemaHandler, ValidatorFunctionWrapHandler
@@ -132,7 +133,9 @@ _DEFAULTS: dict[str, Any] = {name: field.default for name, field in Slot.model_f
 _NOTHING_ELSE = (("pydantic_extra", None), ("pydantic_private", None))
 _NUMBERS = ("session", "round", "position")
 _READINGS = ("sm_clock_mhz", "power_mw", "temperature_c")
-_LISTS = ("samples_ns", "renewed", "enqueue_ns")
+_LISTS = ("samples_ns", "renewed", "enqueue_ns", "rank_samples_ns", "throttle")
+# What the lists in a list hold.
+_INSIDE = (("rank_samples_ns", list), ("throttle", str))
 
 
 class _Lists:
@@ -177,22 +180,20 @@ class SlotColumns(Sequence[Slot]):
         """The slots in JSON objects; None if one is not written as `Slot` is: pydantic then finds the cause."""
         if set(map(type, documents)) != {dict}:
             return None
-        names = tuple(documents[0])
-        if (
-            not _FIELDS.issuperset(names)
-            or "samples_ns" not in names
-            or any(tuple(slot) != names for slot in documents)
-        ):
+        names, count = tuple(documents[0]), len(documents)
+        # From two names on, `itemgetter` gives a tuple.
+        if not {"samples_ns"} < set(names) <= _FIELDS or set(map(len, documents)) != {len(names)}:
             return None
-        values = dict(zip(names, zip(*(slot.values() for slot in documents), strict=True), strict=True))
-        lists = [values.get(name, ()) for name in (*_LISTS, "rank_samples_ns", "throttle")]
-        nested = chain.from_iterable(values.get("rank_samples_ns", ()))
+        columns = cls.__new__(cls)
         try:
-            if not (_are_all(list, *lists, nested) and _are_all(str, *values.get("throttle", ()))):
+            values = dict(zip(names, map(list, zip(*map(itemgetter(*names), documents), strict=True)), strict=True))
+            filled = {name for name in _LISTS if name in values and values[name].count([]) < count}
+            if not _are_all(list, *map(values.__getitem__, filled)) or any(
+                not _are_all(kind, *values[name]) for name, kind in _INSIDE if name in filled
+            ):
                 return None
-            columns = cls.__new__(cls)
-            columns._lay_out(len(documents), values)
-        except (TypeError, OverflowError):
+            columns._lay_out(count, values)
+        except (KeyError, TypeError, OverflowError):
             return None
         return columns
 
@@ -206,9 +207,13 @@ class SlotColumns(Sequence[Slot]):
         kept: dict[str, Any] = {name: array("q", values.get(name) or bytes(8 * count)) for name in _NUMBERS}
         kept |= {name: _Lists(values[name]) for name in ("renewed", "enqueue_ns") if any(values.get(name, ()))}
         for name in _READINGS:
-            if (types := set(map(type, values.get(name, ())))) - {type(None)}:
-                numbers = array("q", [value or 0 for value in values[name]])
-                kept[name] = numbers if type(None) not in types else tuple(values[name])
+            if readings := values.get(name):
+                try:
+                    kept[name] = array("q", readings)
+                except TypeError:
+                    # What is not None must be an integer.
+                    if array("q", [value for value in readings if value is not None]):
+                        kept[name] = tuple(readings)
         if any(ranks := values.get("rank_samples_ns", ())):
             kept["rank_samples_ns"] = tuple(tuple(map(Nanoseconds, slot)) for slot in ranks)
         if any(reasons := values.get("throttle", ())):
@@ -234,6 +239,12 @@ class SlotColumns(Sequence[Slot]):
         if isinstance(known, _Lists):
             return [known.of(slot) for slot in range(self._count)]
         return [Slot.model_fields[name].default] * self._count if known is None else known
+
+    @property
+    def turns(self) -> "tuple[array[int], array[int], array[int]]":
+        """Session, round and position of each slot."""
+        session, number, position = (self._columns[name] for name in _NUMBERS)
+        return session, number, position
 
     def is_set(self, name: str) -> bool:
         """Return True if a slot has more in this field than its default."""

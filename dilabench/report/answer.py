@@ -14,9 +14,10 @@ from dilabench.compare.view import PairView, Ranking, is_quotable, pair_views, r
 from dilabench.plugins.axis import Axis
 from dilabench.record import Failed, Measured, Row, RunRecord, SkipCode, Skipped
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name
-from dilabench.report.content import WorkloadTable, shape_id, workload_tables
+from dilabench.report.content import WorkloadTable, shape_of, workload_tables
 from dilabench.stats.decisions.paired import MIN_ROUNDS
 from dilabench.units import counted
+from dilabench.workload.spec import Workload
 
 TITLE = "Answer"
 # Before a ratio that is not proven to be another than 1.
@@ -141,18 +142,21 @@ def answer(record: RunRecord, axis: Axis) -> Answer:
     firsts = [table.members[0] for table in tables]
     values = [axis.value(row.planned) for row in firsts]
     texts = _labels(firsts, values, axis)
-    full: dict[str, list[Row]] = {}
+    full: dict[tuple[Workload, int], list[Row]] = {}
     for row in record.rows:
         if row.planned.role == "yardstick" and row.case.workload.is_dense:
-            full.setdefault(shape_id(row.case), []).append(row)
+            full.setdefault(shape_of(row.case), []).append(row)
     rows = [
-        _answer_row(table, record.device, value, axis.text(value), text, full.get(shape_id(table.members[0].case), ()))
+        _answer_row(table, record.device, value, axis.text(value), text, full.get(shape_of(table.members[0].case), ()))
         for table, value, text in zip(tables, values, texts, strict=True)
     ]
-    alone = {first.case.group_id: row.fastest for first, row in zip(firsts, rows, strict=True) if row.fastest}
+    alone = {
+        first.case.workload: row.fastest
+        for first, row in zip(firsts, rows, strict=True)
+        if row.fastest and first.case.world_size == 1
+    }
     rows = [
-        # The group of the same workload on one device; for a row on one device, its own group.
-        _against_one_device(row, alone.get(first.case.model_copy(update={"world_size": 1}).group_id), record.device)
+        _against_one_device(row, alone.get(first.case.workload), record.device)
         for first, row in zip(firsts, rows, strict=True)
     ]
     order = {text: place for place, text in enumerate(dict.fromkeys(texts))}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from dilabench.compare.view import Ranking, lengths_without_rows, rankings, view_of
+from dilabench.compare.view import Ranking, lengths_without_rows, locate_rows, rankings, view_of
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import (
     ESTIMATOR,
@@ -25,6 +25,7 @@ from dilabench.record import (
 )
 from dilabench.report.columns import Column, DisplayRow, chosen_columns, row_name, workload_title
 from dilabench.units import counted, format_bytes, format_count
+from dilabench.workload.spec import Workload
 
 ESTIMATES = f"time: the {ESTIMATOR}; speed-up: from common rounds, else from the times"
 FOOTNOTES = {
@@ -55,9 +56,13 @@ class Section:
 class WorkloadTable:
     """The rows of one effective workload: `members` as they are in the record, `sections` as they are shown."""
 
-    title: str
     members: tuple[Row, ...]
     sections: tuple[Section, ...]
+
+    @property
+    def title(self) -> str:
+        """Shape, pattern, mode and world size."""
+        return workload_title(self.members[0].case)
 
     @property
     def rows(self) -> tuple[DisplayRow, ...]:
@@ -82,23 +87,23 @@ def workload_tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
 
 
 def _tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
-    groups: dict[str, list[Row]] = {}
+    locate_rows(record.rows)
+    groups: dict[tuple[Workload, int], list[Row]] = {}
     yardsticks: list[Row] = []
     for row in record.rows:
         if row.planned.role == "yardstick":
             yardsticks.append(row)
         else:
-            groups.setdefault(row.case.group_id, []).append(row)
-    shape_owner = {shape_id(rows[0].case): cell for cell, rows in reversed(groups.items())}
+            groups.setdefault((row.case.workload, row.case.world_size), []).append(row)
+    shape_owner = {shape_of(rows[0].case): cell for cell, rows in reversed(groups.items())}
     for row in yardsticks:
-        cell = shape_owner.setdefault(shape_id(row.case), row.case.group_id)
+        cell = shape_owner.setdefault(shape_of(row.case), (row.case.workload, row.case.world_size))
         groups.setdefault(cell, []).append(row)
     sections = [_by_title(rows) for rows in groups.values()]
     every = [rows for titled in sections for rows in titled.values()]
     ranked = iter(rankings([() if _is_unranked(rows) else rows for rows in every], record.device))
     return tuple(
         WorkloadTable(
-            title=workload_title(rows[0].case),
             members=tuple(rows),
             sections=tuple(_section(title, members, next(ranked)) for title, members in titled.items()),
         )
@@ -121,9 +126,9 @@ def footnotes(tables: Iterable[WorkloadTable], columns: Sequence[Column] = ()) -
     return (*([ESTIMATES] if any(row.view for row in rows) else []), *bases, *marks)
 
 
-def shape_id(case: Case) -> str:
+def shape_of(case: Case) -> tuple[Workload, int]:
     """Equal for cases that differ only in what is computed from inputs of one shape."""
-    return case.model_copy(update={"workload": case.workload.as_dense()}).group_id
+    return case.workload.as_dense(), case.world_size
 
 
 def _by_title(rows: Sequence[Row]) -> dict[str | None, list[Row]]:

@@ -6,6 +6,7 @@ is rendered, works on the raw samples, and its result is not stored.
 
 import copy
 import functools
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -13,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from dilabench.choice.descriptors import load_target
 from dilabench.errors import ConfigError, PluginError
@@ -28,8 +29,15 @@ INTERVALS = ", with 95 % intervals"
 RANGES = "; with few rounds the whole range"
 
 
+class _Checked:
+    """A dataclass whose instances, too, are validated by a TypeAdapter, field by field."""
+
+    __slots__ = ()
+    __pydantic_config__ = ConfigDict(revalidate_instances="always")
+
+
 @dataclass(frozen=True, slots=True)
-class Point:
+class Point(_Checked):
     """A value over x, with its interval if known."""
 
     x: float
@@ -39,7 +47,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
+class Curve(_Checked):
     """Points of one kind, by ascending x. `fitted` marks a model of measured points, which has their label."""
 
     label: str
@@ -48,7 +56,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Span(_Checked):
     """A range of x, from its first to its last point, in which another quantity has the value `text`."""
 
     first: float
@@ -57,7 +65,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CurvePlot:
+class CurvePlot(_Checked):
     """Curves over sequence length in tokens; both axes are logarithmic. `name` is the stem of its files.
 
     `spans`: ranges of x with equal values of `span_label`, ascending; empty if it does not change. `ranges`: some
@@ -81,7 +89,7 @@ class CurvePlot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bars:
+class Bars(_Checked):
     """A value per category, None if there is none; `low` and `high` are ends of intervals, in the same order."""
 
     label: str
@@ -91,7 +99,7 @@ class Bars:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BarPlot:
+class BarPlot(_Checked):
     """Groups of horizontal bars. With `reference`, bars begin there: a bar to the left is a loss.
 
     Their axis is linear: the lengths of bars on a logarithmic one would mean nothing.
@@ -111,7 +119,7 @@ class BarPlot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MaskPlot:
+class MaskPlot(_Checked):
     """A picture of a block mask of `blocks` blocks a side.
 
     `cells` are lines of the share that is computed, from the first queries down and the first keys on, None if the
@@ -134,7 +142,7 @@ Plot = CurvePlot | BarPlot | MaskPlot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class Section(_Checked):
     """One finding: the sentence that a reader needs, the figures behind it, and plots.
 
     `rows` hold a text per column; columns in `numeric` are aligned to the right. `answers`: it is the answer to the
@@ -167,8 +175,6 @@ class Section:
 
 # How JSON writes control characters; a backslash before such a letter looks the same, and only costs time.
 _ESCAPED = re.compile(r"\\[bfru]")
-
-_SLOTS: Any = {"outcome": {"timings": {"__all__": {"slots", "warmup_ns"}}}}
 
 # Analyses of what any suite's record may hold.
 FOR_EVERY_SUITE = ("dilabench.report.findings:_pictures_of",)
@@ -215,8 +221,8 @@ def with_texts(value: Any, change: Callable[[str], str]) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         changed = {field.name: with_texts(getattr(value, field.name), change) for field in fields(value)}
         return replace(value, **changed)
-    # The cells of a picture are numbers, and many.
-    if isinstance(value, tuple) and value and (isinstance(value[0], str | tuple) or is_dataclass(value[0])):
+    # The cells of a picture and the points of a curve are numbers, and many.
+    if isinstance(value, tuple) and value and isinstance(value[0], str | tuple | Curve | Span | Bars | Plot):
         return tuple(with_texts(item, change) for item in value)
     return value
 
@@ -272,7 +278,7 @@ def _checked(target: str, sections: Any) -> tuple[Section, ...]:
         if not isinstance(section, Section):
             raise PluginError(f"{target} returned {shown(section)}, which is no Section")
         try:
-            _adapter().validate_python(_opened(section))
+            _adapter().validate_python(section)
         except ValidationError as error:
             place = ".".join(map(str, error.errors()[0]["loc"]))
             raise PluginError(
@@ -281,15 +287,6 @@ def _checked(target: str, sections: Any) -> tuple[Section, ...]:
         if any(len(row) != len(section.columns) for row in section.rows):
             raise PluginError(f"{target}: section {section.title!r} needs a text per column in every row")
     return checked
-
-
-def _opened(value: Any) -> Any:
-    """A dataclass as a dictionary, and so on inside; `dataclasses.asdict` would copy each of a picture's cells."""
-    if is_dataclass(value):
-        return {field.name: _opened(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, list | tuple) and any(map(is_dataclass, value)):
-        return [_opened(item) for item in value] if isinstance(value, list) else tuple(map(_opened, value))
-    return value
 
 
 @functools.cache
@@ -345,10 +342,12 @@ def _facts_for(plugin: str, facts: FactsT) -> FactsT:
 
 def _printable(record: RunRecord) -> RunRecord:
     """The record without control characters in its texts, which a terminal would obey; mostly the record itself."""
-    # Slots are most of a record, and hold no other texts than these.
-    reasons = {reason for timing in _timings_of(record) for reason in timing.columns.texts}
-    rows = (row.model_dump_json(exclude=_SLOTS) for row in record.rows)
-    if all(map(_is_printable, chain((record.model_dump_json(exclude={"rows"}), *sorted(reasons)), rows))):
+    # Timings are most of a record, and hold no other texts than these.
+    texts = {text for timing in _timings_of(record) for text in (timing.timer, timing.proves, *timing.columns.texts)}
+    planned = (row.planned.model_dump_json() for row in record.rows)
+    outcomes = (row.outcome.model_dump_json(exclude={"timings"}) for row in record.rows)
+    header = record.model_dump_json(exclude={"rows"})
+    if all(map(_is_printable, chain((header, json.dumps(sorted(texts), ensure_ascii=False)), planned, outcomes))):
         return record
     document = record.model_dump(mode="json")
     safe = _walked(document)
@@ -356,7 +355,11 @@ def _printable(record: RunRecord) -> RunRecord:
 
 
 def _is_printable(text: str) -> bool:
-    return not _ESCAPED.search(text) and (text.isprintable() or printable(text) == text)
+    """Return True for JSON in one line whose texts have no control characters."""
+    if "\\" in text and _ESCAPED.search(text):
+        return False
+    # Many times as fast as `isprintable`: of ASCII's control characters JSON leaves this one as it is.
+    return (text.isascii() and "\x7f" not in text) or text.isprintable() or printable(text) == text
 
 
 def _timings_of(record: RunRecord) -> Iterator[Timing]:

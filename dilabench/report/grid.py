@@ -4,10 +4,12 @@ import io
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -123,13 +125,41 @@ def _narrower(columns: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequ
 
 def _table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], widths: Sequence[int], right: Collection[str]
-) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, GAP - 1, 0, 0), pad_edge=False, show_edge=False)
+) -> RenderableType:
+    header = Table(box=SIMPLE_HEAD, padding=(0, GAP - 1, 0, 0), pad_edge=False, show_edge=False)
     for name, size in zip(columns, widths, strict=True):
-        table.add_column(Text(name), justify="right" if name in right else "left", width=size)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
+        header.add_column(Text(name), justify="right" if name in right else "left", width=size)
+    return Group(header, _Body(rows, widths, ["right" if name in right else "left" for name in columns]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """The lines below a table's header, as rich's table draws them cell by cell in many times the time."""
+
+    rows: Iterable[Sequence[str]]
+    widths: Sequence[int]
+    sides: Sequence[Literal["left", "right"]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for row in self.rows:
+            cells = [_cell_lines(console, *cell) for cell in zip(row, self.widths, self.sides, strict=True)]
+            for line in range(max(map(len, cells))):
+                texts = (
+                    lines[line] if line < len(lines) else " " * size
+                    for lines, size in zip(cells, self.widths, strict=True)
+                )
+                yield Segment((" " * GAP).join(texts))
+                yield Segment.line()
+
+
+def _cell_lines(console: Console, text: str, width: int, side: Literal["left", "right"]) -> list[str]:
+    """The lines of a cell, each as wide as its column."""
+    if text.isprintable() and cell_len(text) <= width:
+        if side == "left":
+            return [text + " " * (width - cell_len(text))]
+        text = text.rstrip()
+        return [" " * (width - cell_len(text)) + text]
+    return [line.plain for line in Text(text).wrap(console, width, justify=side, overflow="ellipsis")]
 
 
 def _as_lists(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[RenderableType]:

@@ -34,9 +34,10 @@ def to_text(record: RunRecord) -> str:
 
 def _with_summaries(record: RunRecord) -> str:
     # run.json is written without the statistics.
-    from dilabench.compare.view import view_of
+    from dilabench.compare.view import locate_rows, view_of
     from dilabench.report.columns import exported
 
+    locate_rows(record.rows)
     document = record.model_dump(mode="json")
     for written, row in zip(document["rows"], record.rows, strict=True):
         view = view_of(row)

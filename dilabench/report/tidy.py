@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dilabench.atomic_file import write_bytes, write_text
-from dilabench.compare.view import memory_of, view_of
+from dilabench.compare.view import locate_rows, memory_of, view_of
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Measured, Memory, Row, RunRecord, Timing
 from dilabench.report.columns import exported, implementation_text
@@ -29,6 +29,7 @@ MEMORY = tuple(name for name in Memory.model_fields if name.endswith("_bytes") a
 
 def cases(record: RunRecord) -> list[Line]:
     """One line per case, in the record's order; all lines have the same columns."""
+    locate_rows(record.rows)
     labels = sorted({label for row in record.rows for label in row.planned.labels})
     about = {
         "run_id": record.run_id,

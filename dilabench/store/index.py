@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from dilabench.compare.comparison import searchable
@@ -147,7 +148,7 @@ class HistoryIndex:
             place = ":memory:"
         connection = sqlite3.connect(place, timeout=WAIT_S, isolation_level=None)
         # Invalid UTF-8 must not raise in the query that reads it.
-        connection.text_factory = lambda text: text.decode(errors="replace")
+        connection.text_factory = partial(str, encoding="utf-8", errors="replace")
         try:
             connection.execute("BEGIN IMMEDIATE")
             _check(connection)
@@ -165,11 +166,16 @@ class HistoryIndex:
         for file in known.difference(present):
             for table in ("runs", "cells"):
                 connection.execute(f"DELETE FROM {table} WHERE file = ?", (file,))
-        for file, record in sound_records(self._archive, [name for name in present if name not in known]):
+        added = [name for name in present if name not in known]
+        if added:
+            # Its statistics take a while to load.
+            from dilabench.compare.view import locate_rows
+        for file, record in sound_records(self._archive, added):
             if isinstance(record, DilabenchError):
                 self._tell(str(record))
                 continue
             try:
+                locate_rows(record.rows)
                 cells = [(file, row.case.case_id, searchable(row.case), *_row_fields(row)) for row in record.rows]
             except (DilabenchError, ArithmeticError, ValueError) as error:
                 # An unknown pattern or impossible numbers: this file is skipped, the others are shown.

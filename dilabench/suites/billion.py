@@ -64,6 +64,7 @@ def _best(planner: Planner, asked: WorkloadRequest, ranks: int) -> tuple[str, ..
     names = by_priority(planner.catalogue, workload, ranks)
     if not names and not planner.request.implementations:
         raise ConfigError(f"nothing computes {workload.label()} by default; name an implementation with -i")
-    devices = {name: registry.get(name).supports.devices for name in names}
-    here = [name for name in names if machine.facts.word in devices[name]]
+    supported = {name: registry.get(name).supports for name in names}
+    names = tuple(name for name in names if workload.layout in supported[name].layouts) or names
+    here = [name for name in names if machine.facts.word in supported[name].devices]
     return tuple((here or names)[:1])

@@ -47,9 +47,7 @@ def cut_apart(workload: Workload, parts: int) -> tuple[int, ...]:
 
 
 def why_not_apart(workload: Workload, parts: int) -> str | None:
-    """Return why there are no such parts, or None if there are; packed documents of a pattern with cuts are parts."""
-    if workload.layout == "packed" and workload.pattern.cut_length is not None:
-        return None
+    """Return why there are no such parts, or None if there are."""
     cut = cut_length(workload)
     if cut is None:
         return f"{parts} parts that need nothing of each other: {why_uncut(workload)}"

@@ -296,24 +296,29 @@ class WorkloadRequest(Model):
             # Only now are other kinds considered, because that loads plug-ins.
             data = with_present_names(data)
         unread = data.keys() - cls.model_fields.keys()
-        by_kind = {kind_name: unread & fields_of_kind} if unread & fields_of_kind else {}
-        unread -= fields_of_kind
-        for kind in known_kinds() if unread else ():
-            if names := unread & pattern_type(kind).request_model().model_fields.keys() - {"kind"}:
-                by_kind[kind] = names
-                unread -= names
+        read: dict[str, Any] = {}
+        refusals: dict[str, str] = {}
+        # A field without its pattern, which a preset may bring, must be right for one kind that has it.
+        kinds = () if unread <= fields_of_kind else known_kinds()
+        for kind in dict.fromkeys([*([kind_name] if fields_of_kind else []), *kinds]):
+            model = pattern_type(kind).request_model()
+            if names := unread & model.model_fields.keys() - {"kind"}:
+                try:
+                    checked = model.model_validate({name: data[name] for name in names})
+                except ValidationError as error:
+                    refusals[kind] = describe(error, model)
+                    if kind == kind_name:
+                        break
+                else:
+                    read |= {name: getattr(checked, name) for name in names}
+                    unread -= names
             if not unread:
                 break
+        if unknown := unread - request_fields() if unread else unread:
+            raise ValueError(unknown_key(min(unknown), {*cls.model_fields, *request_fields()}))
         if unread:
-            raise ValueError(unknown_key(min(unread), {*cls.model_fields, *request_fields()}))
-        read: dict[str, Any] = {}
-        for kind, names in by_kind.items():
-            model = pattern_type(kind).request_model()
-            try:
-                checked = model.model_validate({name: data[name] for name in names})
-            except ValidationError as error:
-                raise ValueError(describe(error, model)) from None
-            read |= {name: getattr(checked, name) for name in names}
+            several = len({*refusals.values()}) > 1
+            raise ValueError("; ".join(f"{why} (pattern {kind})" if several else why for kind, why in refusals.items()))
         return {**data, **read}
 
     def pattern_field(self, name: str) -> Any:

@@ -1,6 +1,7 @@
 """Native sparse attention against the paper's equations, written out by whole matrices, with all gradients."""
 
 import re
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -157,6 +158,55 @@ def test_compression_is_a_function_of_each_whole_block() -> None:
     torch.testing.assert_close(found[0, 1, 1], wanted)
 
 
+BOUNDS = (0, 1, 50, 50, 62, 90)
+
+
+@pytest.mark.parametrize("given", [(), ("compressed_key", "compressed_value", "window_key", "window_value")])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_packed_sequences_are_those_alone(as_tensor: bool, given: tuple[str, ...]) -> None:
+    """Of one token, of none, shorter than a compressed block, and tokens behind the last one; gradients included."""
+    found = inputs()
+    packed = {name: found[name][0].detach().requires_grad_() for name in ("query", "key", "value", "gates")}
+    counts = [max(0, (last - first - LENGTH) // STRIDE + 1) for first, last in pairwise(BOUNDS)]
+    for name in given:
+        x = found[name].detach()[0]
+        packed[name] = (x[: sum(counts)] if name.startswith("compressed") else x).clone().requires_grad_()
+    bounds = torch.tensor(BOUNDS) if as_tensor else BOUNDS
+    out = native_sparse_attention(**packed, **OPTIONS, cu_seqlens=bounds)
+    assert not out[BOUNDS[-1] :].any()
+    parts, at = [], 0
+    for (first, last), count in zip(pairwise(BOUNDS), counts, strict=True):
+        cuts = {name: (at, at + count) if name.startswith("compressed") else (first, last) for name in packed}
+        alone = {name: x[None, slice(*cuts[name])] for name, x in packed.items()}
+        parts += [native_sparse_attention(**alone, **OPTIONS)[0]] if last > first else []
+        at += count
+    dout = torch.randn_like(out)
+    expected = torch.cat(parts)
+    torch.testing.assert_close(out[: BOUNDS[-1]], expected)
+    gradients = torch.autograd.grad(out, [*packed.values()], dout)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected, [*packed.values()], dout[: BOUNDS[-1]]))
+
+
+def test_the_module_takes_packed_sequences() -> None:
+    """Positions restart in each."""
+
+    def position(x: Tensor) -> Tensor:
+        return x * torch.linspace(1, 2, N, dtype=x.dtype)[: x.shape[1], None, None]
+
+    module = NativeSparseAttention(16, 4, 2, **OPTIONS, position=position, dtype=torch.float64)
+    x = torch.randn(N, 16, dtype=torch.float64)
+    out = module(x, cu_seqlens=BOUNDS)
+    alone = [module(x[None, first:last])[0] for first, last in pairwise(BOUNDS) if last > first]
+    torch.testing.assert_close(out[: BOUNDS[-1]], torch.cat(alone))
+    assert module(x, cu_seqlens=(0, 0)).shape == x.shape
+
+
+def test_compressed_keys_of_another_number_of_blocks_are_refused() -> None:
+    packed = {name: x[0] for name, x in inputs().items()}
+    with pytest.raises(ValueError, match=r"must be \[C, K, D\] with C = 7, the blocks of all packed sequences"):
+        native_sparse_attention(**packed, **OPTIONS, cu_seqlens=BOUNDS)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -182,7 +232,7 @@ def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str) 
     ("x", "message"),
     [
         (torch.zeros(1, 20, 15), r"x (1, 20, 15) must be [B, N, E] with E = 16, the embed_dim"),
-        (torch.zeros(20, 16), r"x (20, 16) must be [B, N, E] with E = 16; packed sequences (cu_seqlens) are not"),
+        (torch.zeros(20, 16), r"x (20, 16) must be [B, N, E] with E = 16; packed sequences [T, E] take cu_seqlens"),
         (np.zeros((1, 20, 16)), r"x is a numpy.ndarray; give a tensor [B, N, E]"),
     ],
     ids=["width", "no batch", "numpy"],

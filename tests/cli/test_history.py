@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dilabench.record import Failed, Skipped
+from dilabench.record import Failed, GitInfo, Skipped
 from dilabench.store.archive import Archive
 
 
@@ -132,6 +132,18 @@ def test_one_implementation_by_its_name(cli):
     assert "gather" not in cli("history", "-i", "strided").stdout
     assert cli("history", "-i", "stride").exit_code == 2
     assert cli("history", "-i", "improved").stdout == cli("history", "-i", "strided").stdout
+
+
+def test_texts_of_a_record_are_no_html(cli, make_row, make_record, tmp_path):
+    for commit in ("<b>", "plain"):
+        git = {"sha": commit, "dirty": False}
+        record = make_record([make_row("strided")], run_id=commit.strip("<>"))
+        environment = record.environment.model_copy(update={"git": GitInfo(**git)})
+        Archive().add(record.model_copy(update={"environment": environment}))
+    assert cli("history", "-f", "html", "-o", "page.html").exit_code == 0
+    text = (tmp_path / "page.html").read_text()
+    assert "<td>&lt;b&gt;</td>" in text
+    assert "<td>plain</td>" in text
 
 
 def test_the_history_of_one_run_draws_nothing(cli, make_row, make_record, tmp_path):

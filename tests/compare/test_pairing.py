@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from dilabench.compare.pairing import is_throttled, pair
-from dilabench.compare.view import sessions_of
+from dilabench.compare.pairing import is_throttled, pair, sessions_of
 from dilabench.record import Slot, Timing
 
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilabench.distributed.document_assignment import assigned_documents, pairs_of, segments_of
@@ -20,6 +20,7 @@ def packing(bounds):
     return tuple(pairwise(bounds))
 
 
+@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12), ranks=st.integers(1, 5))
 def test_every_token_is_on_one_rank_and_documents_end_where_segments_do(lengths, ranks):
     bounds = packing((0, *np.cumsum(lengths).tolist()))

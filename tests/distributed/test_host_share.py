@@ -23,9 +23,9 @@ PACKED = {"layout": "packed", "cu_seqlens": (0, 60, 64, 111, 128), "seq_len": 12
 @pytest.mark.parametrize(
     ("name", "ranks", "most", "fields"),
     [
-        ("zigzag-ring", 2, 260, {}),
-        ("zigzag-ring", 4, 500, {}),
-        ("ring-overlap", 4, 500, {"causal": False}),
+        ("zigzag-ring", 2, 215, {}),
+        ("zigzag-ring", 4, 450, {}),
+        ("ring-overlap", 4, 450, {"causal": False}),
         ("ring-allgather", 4, 255, {}),
         ("zigzag-allgather", 4, 390, {}),
         ("balanced-allgather", 4, 390, PACKED),

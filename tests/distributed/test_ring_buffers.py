@@ -8,7 +8,9 @@ from queue import SimpleQueue
 from unittest.mock import Mock
 
 import pytest
+import torch
 
+from dilabench.distributed.transport.copies import _runs, _send
 from dilabench.distributed.transport.ring_buffers import COUNTER_STEP, RingBuffers
 from dilabench.distributed.transport.slots import SLOTS, Slots
 
@@ -58,12 +60,12 @@ class ThreadQueue:
 class Ranks:
     """RingBuffers of all ranks in one process; each rank with a queue that sends and one that receives."""
 
-    def __init__(self, size):
-        nbytes = RingBuffers.memory_bytes(size, REGION)
+    def __init__(self, size, region=REGION):
+        nbytes = RingBuffers.memory_bytes(size, region)
         self.memory = [ctypes.create_string_buffer(nbytes) for _ in range(size)]
         self.addresses = [ctypes.addressof(memory) for memory in self.memory]
         self.outward, self.inward = ([ThreadQueue() for _ in range(size)] for _ in range(2))
-        self.buffers = [RingBuffers(rank, self.addresses, REGION) for rank in range(size)]
+        self.buffers = [RingBuffers(rank, self.addresses, region) for rank in range(size)]
 
     def send(self, rank, peer, message):
         queue, source = self.outward[rank], ctypes.addressof(message)
@@ -117,6 +119,39 @@ def test_a_message_longer_than_the_region_waits_for_the_reader():
     ranks.receive(1, 0, place)
     assert all(ranks.finish())
     assert place.raw == message.raw
+
+
+MESSAGES = {
+    "whole": lambda x: x,
+    "rows of each item": lambda x: x[:, 2:5],
+    "rows first": lambda x: x.transpose(0, 1),
+    "heads": lambda x: x[:, :, 1:],
+    "many parts": lambda x: x.flatten(0, 1)[:, 1:],
+    "no rows": lambda x: x[:, :0],
+}
+
+
+@pytest.mark.parametrize("items", [1, 3])
+@pytest.mark.parametrize("name", MESSAGES)
+@pytest.mark.parametrize("rows", [7, 60])
+def test_a_message_of_any_strides_arrives_in_its_order(name, items, rows):
+    """The longer ones take several chunks, which end anywhere in a part."""
+    sent = MESSAGES[name](torch.randn(items, rows, 3, 5))
+    # Messages of many parts are written by the host, which does not wait until a chunk was taken.
+    ranks = Ranks(2, REGION if len(_runs(sent)) else 8 * REGION)
+    memory, queue = torch.frombuffer(ranks.memory[0], dtype=torch.uint8), ranks.outward[0]
+    queue.stream = None
+    _send(ranks.buffers[0], memory, queue, 1, sent)
+    place = torch.empty(sent.shape)
+    ranks.buffers[1].receive(ranks.inward[1], 0, place.data_ptr(), place.nbytes)
+    assert all(ranks.finish())
+    assert torch.equal(place, sent)
+
+
+def test_a_send_says_whether_a_rank_must_take_something_first():
+    buffers, queue = Ranks(2).buffers[0], Mock()
+    assert [buffers.send(queue, 1, REGION // 3, Mock()) for _ in range(4)] == [False, False, False, True]
+    assert queue.wait.call_count == 1
 
 
 def test_a_released_rank_waits_for_nobody():

@@ -29,11 +29,12 @@ BRANCHES = (((32, 64), (1, 2)), ((50, 95), (4, 7)), ((64,), (1,)), ((20, 54, 300
 def defined(
     request: ListRequest, tables: DocumentTables, bounds: list[int], n_spans: int
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Spans and visits of documents, without what pads visits."""
+    """Spans and visits of documents."""
     group, tile, stats = request.group, min(request.own, request.other), request.stats_tile
     counts = (tables.by_key if request.by_key else tables.by_query).tolist()
     listed = (tables.tables.order if request.by_key else tables.tables.items).shape[-2]
     spans: list[list[int]] = []
+    variants: list[int] = []
     of_stats = stored = 0
     for start, stop in pairwise(bounds):
         for first in range(start, stop, group.super_tokens):
@@ -43,12 +44,17 @@ def defined(
                 in_tiles = -(-rows // tile) * tile
                 tail = min(group.modulus * in_tiles - (tokens // group.modulus < in_tiles), group.super_tokens - 1)
                 variant = 1 + tables.tails.tolist().index(tail)
-            spans.append([first, tokens, variant, of_stats, stored, group.stored_rows, listed, NEVER])
+            spans.append([first, tokens, of_stats, stored])
+            variants.append(variant)
             of_stats, stored = of_stats + -(-rows // stats) * stats, stored + rows
     order = sorted(range(len(spans)), key=lambda at: -spans[at][1])
-    visits = [[at, item] for at in order for item in range(counts[spans[at][2]])]
-    spans += [[NEVER] * 5 + [group.stored_rows, listed, NEVER]] * (n_spans - len(spans))
-    return spans, visits
+    visits = [
+        [*spans[at], variants[at], item, listed, group.stored_rows]
+        for at in order
+        for item in range(counts[variants[at]])
+    ]
+    visits += [[0, 0, 0, 0, 0, listed - 1, listed, group.stored_rows]] * (request.most_visits - len(visits))
+    return spans + [[NEVER] * 4] * (n_spans - len(spans)), visits
 
 
 def differ(number: int) -> bool:
@@ -77,17 +83,17 @@ def differ(number: int) -> bool:
     documents = lists.documents.tolist()
     for index, (request, each) in enumerate(zip(requests, lists.of_groups, strict=True)):
         right, visits = defined(request, each.tables, bounds, len(each.spans))
-        pads = [[0, right[0][6] - 1]] * (request.most_visits - len(visits))
-        if each.spans.tolist() != right or each.visits.tolist() != visits + pads:
+        if each.spans.tolist() != right or each.visits.tolist() != visits:
             return True
-        first_rows = {span[0]: span[4] for span in right}
+        first_rows = {span[0]: span[3] for span in right}
         if any(first_rows[line[0]] != line[1 + index] for line in documents if line[0] in first_rows):
             return True
     starts = [line[0] for line in documents]
     there = bounds if by_tensor else [*dict.fromkeys(bounds)]
     if starts != there + [bounds[-1]] * (len(starts) - len(there)):
         return True
-    return lists.blocks.tolist() != [bisect_right(there, token) - 1 for token in range(0, bounds[-1], BLOCK_TOKENS)]
+    begun = [bisect_right(there, token) - 1 for token in range(0, bounds[-1], BLOCK_TOKENS)]
+    return lists.blocks[: len(begun)].tolist() != begun
 
 
 def shapes(causal: bool) -> int:

@@ -113,6 +113,18 @@ def errors(got: tuple[Tensor, ...], want: list[Tensor], dout: Tensor) -> dict[st
     return found
 
 
+def poisoned(make: Any) -> Any:
+    """The function, with NaN in the memory that it leaves uninitialised."""
+
+    def filled(*arguments: Any, **options: Any) -> Tensor:
+        x: Tensor = make(*arguments, **options)
+        return x.fill_(torch.nan) if x.is_floating_point() else x
+
+    return filled
+
+
 if __name__ == "__main__":
+    torch.empty, torch.empty_like = poisoned(torch.empty), poisoned(torch.empty_like)
+    Tensor.new_empty = poisoned(Tensor.new_empty)  # type: ignore[method-assign]
     first, last = map(int, sys.argv[-2:])
     sys.stdout.write(json.dumps({number: of_number(number) for number in range(first, last)}))

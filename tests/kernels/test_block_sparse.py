@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilabench.impls.block_sparse.flash4 import padded_lists
-from dilabench.kernels.block_sparse.lists import Visibility, block_lists, largest_tile
+from dilabench.kernels.block_sparse.lists import HiddenTiles, Visibility, block_lists, largest_tile, limits_of
 from dilabench.patterns.answers import HiddenRows
 
 CASES = [
@@ -107,6 +107,10 @@ def lists_to_make(draw: st.DrawFn) -> tuple[np.ndarray, int, Visibility, int, in
     return mask, block, seen, draw(st.sampled_from(tiles)), draw(st.sampled_from(tiles))
 
 
+def hidden_tiles(seen: Visibility, block_n: int) -> HiddenTiles | None:
+    return None if seen.hidden is None else HiddenTiles.of(limits_of(seen.hidden), seen.rows, block_n)
+
+
 @settings(max_examples=60, deadline=None)
 @given(case=lists_to_make(), by_key=st.booleans())
 def test_lists_hold_every_visible_tile_once(case: tuple[np.ndarray, int, Visibility, int, int], by_key: bool) -> None:
@@ -118,7 +122,7 @@ def test_lists_hold_every_visible_tile_once(case: tuple[np.ndarray, int, Visibil
     pairs = pairs & ((key_row[None] <= row[:, None] + right) | (right < 0))
     if seen.hidden is not None:
         pairs = pairs & ~seen.hidden.hides(row, slice(None))
-    lists = block_lists(mask, block, seen, block_m, block_n, by_key)
+    lists = block_lists(mask, block, seen, block_m, block_n, by_key, hidden_tiles(seen, block_n))
     padded = padded_lists(lists)
     for head in range(mask.shape[0]):
         own_tiles = lists.spans.shape[1]
@@ -148,7 +152,7 @@ def test_a_windows_first_tile_is_left_to_the_rows_that_see_it() -> None:
     keys = np.arange(64)
     hidden = HiddenRows.of(1024, (np.zeros_like(keys), keys), (keys + 40, np.full_like(keys, 1024)))
     seen = Visibility(1024, False, key_rows=64, hidden=hidden)
-    lists = block_lists(np.ones((1, 16, 1), bool), 64, seen, 64, 64, by_key=True)
+    lists = block_lists(np.ones((1, 16, 1), bool), 64, seen, 64, 64, by_key=True, hidden=hidden_tiles(seen, 64))
     assert [part.tolist() for part in lists.partners(0, 0)] == [[], [0, 1]]
 
 
@@ -173,7 +177,7 @@ def test_long_lists_are_shared_and_every_entry_is_somebodys() -> None:
 def test_tiles_must_divide_blocks() -> None:
     assert [largest_tile(size) for size in (8, 16, 48, 100, 128, 384, 512)] == [0, 16, 16, 0, 128, 128, 128]
     with pytest.raises(ValueError, match="tiles 32x16 must divide the block size 48"):
-        block_lists(np.ones((1, 2, 2), bool), 48, Visibility(96, False), 32, 16, by_key=False)
+        block_lists(np.ones((1, 2, 2), bool), 48, Visibility(96, False), 32, 16, by_key=False, hidden=None)
 
 
 def test_lists_by_query_name_every_tile_with_its_list() -> None:

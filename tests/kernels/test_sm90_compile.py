@@ -31,7 +31,7 @@ from dilabench.kernels.block_sparse import plan as block_plan
 from dilabench.kernels.dq_accumulate import _convert_kernel
 from dilabench.kernels.fused import backward as fused_backward
 from dilabench.kernels.fused import forward as fused_forward
-from dilabench.kernels.fused.branch_group import SPAN_COLUMNS
+from dilabench.kernels.fused.branch_group import SPAN_COLUMNS, VISIT_COLUMNS
 from dilabench.kernels.fused.document_lists import AT_ONCE, BLOCK_TOKENS, REQUEST_COLUMNS, lists_kernel
 from dilabench.kernels.fused.partials import _REGISTERS, _merge_kernel
 from dilabench.kernels.fused.residue_plan import residue_plan
@@ -62,7 +62,7 @@ KERNELS = {
 }
 QUERY_ROWS = {"q_desc", "out_desc", "dout_desc", "dq_desc"}
 FLOATS = {"lse_ptr", "lses_ptr", "mass_ptr", "stats_ptr", "slots_ptr"}
-OF_DOCUMENTS: dict[str, object] = {"visits_ptr": None, "spans_ptr": None}
+OF_DOCUMENTS: dict[str, object] = {"visits_ptr": None}
 RESULTS = {"out_ptr", "outs_ptr", "dq_ptr", "dk_ptr", "dv_ptr"}
 NOT_ALIGNED = {
     *PER_LENGTH,
@@ -776,7 +776,13 @@ def test_windows_in_segments_that_no_rate_divides(direction: str, dim: int, caus
     assert "serialized" not in report, report
 
 
-OF_LISTS = {"BLOCK": AT_ONCE, "SPAN": SPAN_COLUMNS, "REQUEST": REQUEST_COLUMNS, "TOKENS": BLOCK_TOKENS}
+OF_LISTS = {
+    "BLOCK": AT_ONCE,
+    "SPAN": SPAN_COLUMNS,
+    "VISIT": VISIT_COLUMNS,
+    "REQUEST": REQUEST_COLUMNS,
+    "TOKENS": BLOCK_TOKENS,
+}
 OF_ZERO_KEYS = {"HEADS": 16, "ROWS": 128}
 
 

@@ -150,3 +150,15 @@ def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dilabench.patterns.selected_blocks.RANKS_AT_ONCE", 100)
     monkeypatch.setattr("dilabench.patterns.selected_blocks.KEPT_RANKS", 0)
     assert np.array_equal(pattern.selection(FULL), whole)
+
+
+def test_a_selection_is_made_once_and_each_caller_has_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern, calls = SelectedBlocksPattern(block_size=16, top_k=2, selector="random", selection_seed=77), []
+    selected = SelectedBlocksPattern.selected
+    monkeypatch.setattr(SelectedBlocksPattern, "selected", lambda *asked: calls.append(asked) or selected(*asked))
+    first = pattern.selection(LARGE)
+    made = len(calls)
+    wanted = first.copy()
+    first[:] = -1
+    assert np.array_equal(pattern.selection(LARGE), wanted)
+    assert len(calls) == made

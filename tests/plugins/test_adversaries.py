@@ -20,7 +20,7 @@ from dilabench.plugins import Backend, Capabilities, Implementation, Reporter, S
 from dilabench.plugins.boundary import answered, guarded
 from dilabench.plugins.manager import discover
 from dilabench.record import Case, Failed
-from dilabench.report.findings import Section, render, sections_of
+from dilabench.report.findings import Curve, CurvePlot, Point, Section, render, sections_of
 from dilabench.request import run_request
 from dilabench.runs.execution import Reports
 from dilabench.store.run_files import RunFolder
@@ -87,6 +87,12 @@ def numbers(*_: Any) -> Any:
 
 def wrong_rows(*_: Any) -> Any:
     return [Section(title="rows", sentence="of numbers", columns=("n",), rows=((3,),))]  # type: ignore[arg-type]
+
+
+def wrong_point(*_: Any) -> Any:
+    curve = Curve(label="times", points=(Point(1, "slow"),))  # type: ignore[arg-type]
+    plot = CurvePlot(name="times", title="Times", y_label="ms", curves=(curve,))
+    return [Section(title="points", sentence="of texts", plots=(plot,))]
 
 
 def too_few_cells(*_: Any) -> Any:
@@ -253,6 +259,7 @@ def test_a_suite_that_fails_is_named(ask: str, function: Any, reason: str) -> No
         (zero, "returned 0; it must return a sequence of Section"),
         (halfway, "OSError: gone"),
         (wrong_rows, "rows.0.0: Input should be a valid string"),
+        (wrong_point, "plots.0.CurvePlot.curves.0.points.0.y: Input should be a valid number"),
         (too_few_cells, "needs a text per column"),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
@@ -356,7 +363,7 @@ def test_a_record_on_disk_that_a_reporter_changes_is_put_back(
     record = make_record([make_row()])
     RunFolder(tmp_path).finish(record)
     before = (tmp_path / "run.json").read_bytes()
-    Reports(record, found.catalogue, (), {}).write([found.catalogue.reporters.get("mine")], tmp_path)
+    Reports(record, found.catalogue, (), {}).written([found.catalogue.reporters.get("mine")], tmp_path)
     assert (tmp_path / "run.json").read_bytes() == before
     assert [problem.plugin for problem in found.problems] == ["theirs"]
     assert "changed run.json" in found.problems[0].why

@@ -8,7 +8,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from dilabench.choice.descriptors import load_target, unmet
+from dilabench.choice.descriptors import installed_version, load_target, unmet
 from dilabench.choice.ways import Registry
 from dilabench.errors import ConfigError, PluginError
 from dilabench.machine import Machine
@@ -190,6 +190,7 @@ def test_a_requirement_names_the_version_that_is_there():
 @pytest.mark.parametrize("package", ["flash-attn", "flash_attn"])
 def test_versions_are_compared_by_pep_440(package, installed, needed, meets, monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: installed)
+    monkeypatch.setattr("dilabench.choice.descriptors.installed_version", installed_version.__wrapped__)
     reasons = unmet([f"{package}>={needed}"], CPU, lambda name: ModuleSpec(name, None))
     assert reasons == (() if meets else (f"needs {package} {needed} or newer, have {installed}",))
 

@@ -1,10 +1,11 @@
 """Slots are kept by column and are the slots that they were made from."""
 
 import copy
+import json
 import pickle
 
 import pytest
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from dilabench.record import Slot, Timing
 from dilabench.record.samples import SlotColumns
@@ -86,6 +87,20 @@ def test_what_is_no_slot_is_refused_by_its_place(name):
         timing([{"samples_ns": [5]}, document])
     places = [".".join(map(str, error["loc"])) + " " + error["msg"] for error in caught.value.errors()]
     assert any(place in found for found in places), places
+
+
+@pytest.mark.parametrize("value", [None, True, 1.0, 1.5, "3", "", [], {}, [1], [1.5], [None], ["x"], [[1]]], ids=repr)
+@pytest.mark.parametrize("name", FIELDS)
+def test_columns_take_what_slots_take(name, value):
+    documents = [json.loads(SLOT.model_copy(update={name: FIELDS[name]}).model_dump_json()) for _ in range(2)]
+    documents[1][name] = value
+    try:
+        slots = TypeAdapter(tuple[Slot, ...]).validate_python(documents)
+    except ValidationError:
+        with pytest.raises(ValidationError):
+            timing(documents)
+    else:
+        assert timing(documents).slots == slots
 
 
 def test_samples_take_eight_bytes_each():

@@ -1,6 +1,7 @@
 """Records are read one row at a time, with the result of reading them whole."""
 
 import gzip
+import json
 
 import pytest
 
@@ -30,6 +31,24 @@ def record(make_row, make_record):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_record_is_the_same_as_read_whole(record, form):
     assert read_row_by_row([FORMS[form](record).encode()]) == record
+
+
+def test_rows_share_equal_requests_and_workloads_and_no_others(make_row, make_record):
+    rows = [make_row(name, batch_size=size) for name in ("gather", "strided") for size in (1, 2)]
+    found = read_row_by_row([to_text(make_record(rows)).encode()]).rows
+    for first in found:
+        for second in found:
+            equal = first.case.workload == second.case.workload
+            assert (first.case.workload is second.case.workload) == equal
+    assert found == tuple(rows)
+
+
+def test_a_text_like_an_earlier_workload_is_none(make_row, make_record):
+    document = json.loads(to_text(make_record([make_row(), make_row()])))
+    case = document["rows"][1]["planned"]["case"]
+    assert read_row_by_row([json.dumps(document).encode()]) is not None
+    case["workload"] = str(case["workload"])
+    assert read_row_by_row([json.dumps(document).encode()]) is None
 
 
 CHANGES = {

@@ -148,7 +148,19 @@ REFUSALS = [
     ({"dilation_rates": "1,x"}, "dilation_rates 'x' is not a number"),
     ({"seq_lenn": 5}, "seq_lenn: unknown key; did you mean seq_len?"),
     ({"zzz": 5}, "zzz: unknown key; known: answers, batch_size, block_size"),
+    ({"selector": "best", "zzz": 5}, "zzz: unknown key"),
+    ({"pattern": "selected_blocks", "selector": "pooled"}, "selector 'pooled' should be 'mean_key', 'compressed'"),
+    ({"selector": "best"}, "'random' or 'given' (pattern topk_blocks); selector 'best' should be"),
+    ({"top_k": 0}, "top_k 0 must be at least 1"),
 ]
+
+
+@pytest.mark.parametrize("selector", ["mean_key", "pooled", "compressed", "indexer", "random", "neighbours"])
+def test_a_field_may_come_before_its_pattern(selector):
+    """`--set` is read before the preset that has the pattern, so one kind with such a field must take the value."""
+    fields = {"selector": selector, "block_size": "1K", "top_k": 3}
+    request = validated(WorkloadRequest, fields)
+    assert request.model_extra == {"selector": selector, "block_size": 1024, "top_k": 3}
 
 
 @pytest.mark.parametrize(("fields", "text"), REFUSALS)

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -39,31 +39,42 @@ class StreamQueue:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
-        self._handle = ctypes.c_void_p(stream.cuda_stream)
-        self._driver = _driver()
+        self._handle = stream.cuda_stream
+        driver = _driver()
+        self._wait, self._write = driver.cuStreamWaitValue32_v2, driver.cuStreamWriteValue32_v2
+        self._copy = driver.cuMemcpyAsync
 
     def wait(self, counter: int, count: int) -> None:
         """Wait until the counter has reached the count; counts may exceed 2^32, as they are compared cyclically."""
-        address, value = ctypes.c_uint64(counter), ctypes.c_uint32(count & LARGEST_COUNT)
-        _check(self._driver.cuStreamWaitValue32_v2(self._handle, address, value, _WAIT_UNTIL_AT_LEAST))
+        _check(self._wait(self._handle, counter, count & LARGEST_COUNT, _WAIT_UNTIL_AT_LEAST))
 
     def set(self, counter: int, count: int) -> None:
         """Write the count; the driver orders it after all writes before it, for all devices."""
-        address, value = ctypes.c_uint64(counter), ctypes.c_uint32(count & LARGEST_COUNT)
-        _check(self._driver.cuStreamWriteValue32_v2(self._handle, address, value, 0))
+        _check(self._write(self._handle, counter, count & LARGEST_COUNT, 0))
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy bytes from or to a device that this one can reach."""
-        sizes = ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes)
-        _check(self._driver.cuMemcpyAsync(*sizes, self._handle))
+        _check(self._copy(target, source, nbytes, self._handle))
+
+
+# Arguments of the driver's functions: a stream's handle, addresses, and values of 32 bits or sizes.
+_STREAM, _ADDRESS, _VALUE = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32
+_ARGUMENTS = {
+    "cuStreamWaitValue32_v2": (_STREAM, _ADDRESS, _VALUE, ctypes.c_uint),
+    "cuStreamWriteValue32_v2": (_STREAM, _ADDRESS, _VALUE, ctypes.c_uint),
+    "cuMemcpyAsync": (_ADDRESS, _ADDRESS, ctypes.c_size_t, _STREAM),
+}
 
 
 @cache
 def _driver() -> ctypes.CDLL:
     try:
-        return ctypes.CDLL("libcuda.so.1")
+        driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise RuntimeError(f"the CUDA driver cannot be called: {error}") from error
+    for name, arguments in _ARGUMENTS.items():
+        getattr(driver, name).argtypes = arguments
+    return driver
 
 
 def _check(status: int) -> None:
@@ -78,6 +89,8 @@ def _check(status: int) -> None:
 _MEMORY_SHARE = 64
 # Share of each reader's region for messages in CUDA graphs.
 _CAPTURED_SHARE = 4
+# A message of more contiguous parts is written by one kernel instead of a copy for each.
+_MOST_RUNS = 16
 # Interval at which the deadlines of transfers are checked.
 _WATCH_S = 0.5
 _TRIAL_NUMBERS = 1 << 20
@@ -168,7 +181,8 @@ class Copies:
         """Send tensors to ranks and receive into contiguous tensors from ranks, after the work in the current stream.
 
         Later work on the current stream may overwrite the sent tensors. While a CUDA graph is captured, the messages
-        become part of it.
+        become part of it. A copy on another stream would not be sooner: within a device it takes multiprocessors, which
+        an attention kernel that began meanwhile does not give up.
         """
         self.check()
         current = torch.cuda.current_stream(self._device)
@@ -179,20 +193,27 @@ class Copies:
             self._exchanges[:1].add_(1)
         # Earlier work in the stream may still use the memory of the received tensors.
         self._inward.stream.wait_event(current.record_event())
-        queue = StreamQueue(current)
-        for peer in sorted(sends, key=lambda peer: (peer - self._rank) % self._size):
+        queue, waits = StreamQueue(current), False
+        for peer in self._by_distance(sends, 1):
             for tensor in sends[peer]:
-                _send(messages, memory, queue, peer, tensor)
-        for peer in sorted(receives, key=lambda peer: (self._rank - peer) % self._size):
+                waits |= _send(messages, memory, queue, peer, tensor)
+        for peer in self._by_distance(receives, -1):
             for tensor in receives[peer]:
                 messages.receive(self._inward, peer, tensor.data_ptr(), tensor.nbytes)
         arrived = self._inward.stream.record_event()
         if captured:
             return CopyWork(self, self._device, arrived, self._exchanges[1:])
+        # Sends that wait for no rank need no deadline.
+        events = (current.record_event(), arrived) if waits else (arrived,)
         deadline = time.monotonic() + self.timeout_s
-        for event in (current.record_event(), arrived):
-            self._under_way.append(_Transfer(deadline, self.timeout_s, event))
+        self._under_way.extend(_Transfer(deadline, self.timeout_s, event) for event in events)
         return CopyWork(self, self._device, arrived)
+
+    def _by_distance(self, peers: Collection[int], direction: int) -> Iterable[int]:
+        """Peers in the order in which they follow this rank, or precede it (-1)."""
+        if len(peers) < 2:
+            return peers
+        return sorted(peers, key=lambda peer: direction * (peer - self._rank) % self._size)
 
     def try_out(self) -> None:
         """Exchange known values with every rank. Raises RuntimeError when they do not arrive as they were sent."""
@@ -282,16 +303,37 @@ def _end_process(message: str) -> None:
     os.abort()
 
 
-def _send(messages: RingBuffers | Slots, memory: Tensor, queue: StreamQueue, peer: int, tensor: Tensor) -> None:
-    """Queue a message to a rank through the sender's memory."""
+def _send(messages: RingBuffers | Slots, memory: Tensor, queue: StreamQueue, peer: int, tensor: Tensor) -> bool:
+    """Queue a message to a rank through the sender's memory; return as `RingBuffers.send`."""
+    runs = _runs(tensor)
+    if runs:
+        base = memory.data_ptr()
+
+        def copy_runs(place: int, start: int, length: int) -> None:
+            for at, source, nbytes in runs:
+                first, stop = max(at, start), min(at + nbytes, start + length)
+                if first < stop:
+                    queue.copy(base + place + first - start, source + first - at, stop - first)
+
+        return messages.send(queue, peer, tensor.nbytes, copy_runs)
     in_pieces = tensor.nbytes > messages.longest_chunk
     flat = tensor.contiguous().view(-1).view(torch.uint8) if in_pieces else tensor
 
-    def write_chunk(place: int, start: int, length: int) -> None:
+    def copy_elements(place: int, start: int, length: int) -> None:
         target = memory[place : place + length]
         if in_pieces:
             target.copy_(flat[start : start + length])
         else:
             copy_strided_(target.view(tensor.dtype).view(tensor.shape), tensor)
 
-    messages.send(queue, peer, tensor.nbytes, write_chunk)
+    return messages.send(queue, peer, tensor.nbytes, copy_elements)
+
+
+def _runs(x: Tensor) -> list[tuple[int, int, int]]:
+    """(start, address, bytes) of the contiguous parts of a tensor, in its order; empty if there are many."""
+    if x.is_contiguous():
+        return [(0, x.data_ptr(), x.nbytes)]
+    if x.shape[0] > _MOST_RUNS or not x[0].is_contiguous():
+        return []
+    nbytes, step = x.nbytes // x.shape[0], x.stride(0) * x.element_size()
+    return [(at * nbytes, x.data_ptr() + at * step, nbytes) for at in range(x.shape[0])]

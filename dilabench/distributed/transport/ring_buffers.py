@@ -10,7 +10,7 @@ the address of each chunk.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -38,8 +38,15 @@ class Queue(Protocol):
 
 @dataclass(slots=True)
 class _Channel:
-    """A channel from one rank to another: chunks and bytes sent so far (with unused ends), chunks not yet taken."""
+    """A channel from one rank to another: chunks and bytes sent so far (with unused ends), chunks not yet taken.
 
+    memory: where its region begins: at the sender the place in its memory, at the reader an address. posted, taken:
+    addresses of its two counters.
+    """
+
+    memory: int
+    posted: int
+    taken: int
     count: int = 0
     position: int = 0
     untaken: deque[tuple[int, int]] = field(default_factory=deque)
@@ -55,39 +62,50 @@ class RingBuffers:
 
     def __init__(self, rank: int, addresses: Sequence[int], region: int) -> None:
         self._rank, self._addresses, self._region = rank, addresses, region
-        self._out = [_Channel() for _ in addresses]
-        self._in = [_Channel() for _ in addresses]
+        peers = range(len(addresses))
+        self._out = [
+            _Channel(self._region_of(rank, peer), self._posted(peer, rank), self._taken(rank, peer)) for peer in peers
+        ]
+        self._in = [
+            _Channel(addresses[peer] + self._region_of(peer, rank), self._posted(rank, peer), self._taken(peer, rank))
+            for peer in peers
+        ]
 
     @staticmethod
     def memory_bytes(size: int, region: int) -> int:
         """Bytes of one rank's memory among `size` ranks, with `region` bytes for each reader."""
         return _counters_bytes(size) + (size - 1) * region
 
-    def send(self, queue: Queue, peer: int, nbytes: int, write_chunk: Callable[[int, int, int], None]) -> None:
-        """Queue a message to a rank.
+    def send(self, queue: Queue, peer: int, nbytes: int, write_chunk: Callable[[int, int, int], None]) -> bool:
+        """Queue a message to a rank; return True if the queue may have to wait for that rank.
 
         write_chunk: queues the copy of a chunk, given its place in this rank's memory, its start and its length.
         """
-        channel = self._out[peer]
-        for start, length in self._chunks(nbytes):
-            first, place = self._next(channel, length)
+        waits = False
+        channel, most = self._out[peer], self.longest_chunk
+        for start in range(0, nbytes, most):
+            length = min(most, nbytes - start)
+            first = self._next(channel, length)
             must_be_taken = 0
             while channel.untaken and channel.untaken[0][0] < first + length - self._region:
                 must_be_taken = channel.untaken.popleft()[1]
             if must_be_taken:
-                queue.wait(self._taken(self._rank, peer), must_be_taken)
-            write_chunk(self._region_of(self._rank, peer) + place, start, length)
-            queue.set(self._posted(peer, self._rank), channel.count)
+                queue.wait(channel.taken, must_be_taken)
+                waits = True
+            write_chunk(channel.memory + first % self._region, start, length)
+            queue.set(channel.posted, channel.count)
             channel.untaken.append((first, channel.count))
+        return waits
 
     def receive(self, queue: Queue, peer: int, target: int, nbytes: int) -> None:
         """Queue a message from a rank to an address; as many bytes as it sends."""
-        channel = self._in[peer]
-        for start, length in self._chunks(nbytes):
-            _, place = self._next(channel, length)
-            queue.wait(self._posted(self._rank, peer), channel.count)
-            queue.copy(target + start, self._addresses[peer] + self._region_of(peer, self._rank) + place, length)
-            queue.set(self._taken(peer, self._rank), channel.count)
+        channel, most = self._in[peer], self.longest_chunk
+        for start in range(0, nbytes, most):
+            length = min(most, nbytes - start)
+            place = self._next(channel, length) % self._region
+            queue.wait(channel.posted, channel.count)
+            queue.copy(target + start, channel.memory + place, length)
+            queue.set(channel.taken, channel.count)
 
     def release(self, queue: Queue) -> None:
         """Raise this rank's counters, which ends all its waits although the messages have not arrived."""
@@ -126,20 +144,15 @@ class RingBuffers:
     def _size(self) -> int:
         return len(self._addresses)
 
-    def _chunks(self, nbytes: int) -> Iterator[tuple[int, int]]:
-        """(start, length) of each."""
-        for start in range(0, nbytes, self.longest_chunk):
-            yield start, min(self.longest_chunk, nbytes - start)
-
-    def _next(self, channel: _Channel, length: int) -> tuple[int, int]:
-        """The start of the next chunk: in bytes since the first one, and in the region."""
+    def _next(self, channel: _Channel, length: int) -> int:
+        """Where the next chunk starts, in bytes since the first one."""
         place = channel.position % self._region
         if place + length > self._region:
             channel.position += self._region - place
         first = channel.position
         channel.position += _aligned(length)
         channel.count += 1
-        return first, first % self._region
+        return first
 
     def _region_of(self, owner: int, reader: int) -> int:
         return _counters_bytes(self._size) + ((reader - owner) % self._size - 1) * self._region

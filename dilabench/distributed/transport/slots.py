@@ -42,13 +42,14 @@ class Slots:
             for slot in range(SLOTS):
                 queue.set(self._free(self._rank, peer, slot), 1)
 
-    def send(self, queue: Queue, peer: int, nbytes: int, write_chunk: Callable[[int, int, int], None]) -> None:
-        """Queue a message to a rank; `write_chunk` as for `RingBuffers.send`."""
+    def send(self, queue: Queue, peer: int, nbytes: int, write_chunk: Callable[[int, int, int], None]) -> bool:
+        """As `RingBuffers.send`."""
         for slot, start, length in self._chunks(self._sent, peer, nbytes):
             queue.wait(self._free(self._rank, peer, slot), 1)
             queue.set(self._free(self._rank, peer, slot), 0)
             write_chunk(self._place(self._rank, peer, slot), start, length)
             queue.set(self._full(peer, self._rank, slot), 1)
+        return True
 
     def receive(self, queue: Queue, peer: int, target: int, nbytes: int) -> None:
         """Queue a message from a rank to an address; as many bytes as it sends."""

@@ -48,11 +48,11 @@ class Ring:
         results, coming = Softmax(q), None
         for distance, following in pairwise((*range(self._size), 0)):
             arrived, coming = self._take(distance, following, coming, k, v)
-            if distance == 0:
+            if arrived is None:
                 self.share.attend_own(results, q, k, v)
             elif arrived.packed:
                 self.share.attend_remote(arrived.owner, results, q, arrived.packed)
-        return *results.finish(), tuple(arrived.packed) if self.overlap else ()
+        return *results.finish(), tuple(arrived.packed) if self.overlap and arrived is not None else ()
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: tuple[Tensor, ...]
@@ -61,10 +61,11 @@ class Ring:
         share, (dq, dk, dv) = self.share, (Sum.like(x) for x in (q, k, v))
         returns: list[Returned] = []
         # The forward pass kept the rows of the next rank in the ring.
-        coming = Transfer((share.world.rank + 1) % self._size, Work(()), list(kept)) if self.overlap else None
+        keeps = self.overlap and self._size > 1
+        coming = Transfer((share.world.rank + 1) % self._size, Work(()), list(kept)) if keeps else None
         for distance, following in pairwise((*self._backward_order, 0)):
             arrived, coming = self._take(distance, following, coming, k, v)
-            if distance == 0:
+            if arrived is None:
                 share.attend_own_backward((dq, dk, dv), dout, q, k, v, out, lse)
                 continue
             gradients = []
@@ -92,12 +93,13 @@ class Ring:
 
     def _take(
         self, distance: int, following: int, coming: Transfer | None, k: Tensor, v: Tensor
-    ) -> tuple[Transfer, Transfer | None]:
-        """Wait for the rows from a distance; if steps overlap, the following one has been requested."""
+    ) -> tuple[Transfer | None, Transfer | None]:
+        """Wait for the rows from a distance (None: own rows); if steps overlap, the following ones are requested."""
         exchange = self.share.exchange
-        arrived = coming or exchange.fetch(distance, k, v)
-        ahead = exchange.fetch(following, k, v) if self.overlap else None
-        arrived.work.wait()
+        arrived = exchange.fetch(distance, k, v) if distance and coming is None else coming
+        ahead = exchange.fetch(following, k, v) if self.overlap and following else None
+        if arrived is not None:
+            arrived.work.wait()
         return arrived, ahead
 
 

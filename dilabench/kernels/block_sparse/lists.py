@@ -173,10 +173,19 @@ def visible_tiles(
     by another range counts as visible in part.
     """
     # One dtype with `limits_of`: torch compares others many times as long.
-    q_low = (queries.int() * block_m)[:, None]
-    k_low = torch.arange(0, seen.keys, block_n, dtype=torch.int32, device=queries.device)[None]
+    keys = torch.arange(-(-seen.keys // block_n), dtype=torch.int32, device=queries.device)
+    return _visible(seen, queries.int()[:, None], keys[None], block_m, block_n, hidden)
+
+
+def _visible(
+    seen: Visibility, query: Tensor, key: Tensor, block_m: int, block_n: int, hidden: HiddenTiles | None
+) -> tuple[Tensor, Tensor]:
+    """`visible_tiles` of query tiles and key tiles of one shape, or of shapes that fit each other; ``hidden``: of these
+    key tiles.
+    """
+    q_low, k_low = query * block_m, key * block_n
     q_high, k_high = ((q_low + block_m).clamp_max(seen.rows) - 1, (k_low + block_n).clamp_max(seen.keys) - 1)
-    some = torch.ones(len(q_low), k_low.shape[1], dtype=torch.bool, device=queries.device)
+    some = (q_low >= 0) & (k_low >= 0)
     whole = (k_low + block_n <= seen.keys).expand_as(some)
     if seen.ahead >= 0:
         some = some & (k_low <= q_high + seen.ahead)
@@ -193,30 +202,67 @@ def visible_tiles(
 
 
 def block_lists(
-    mask: BoolArray, block_size: int, seen: Visibility, block_m: int, block_n: int, by_key: bool
+    mask: BoolArray,
+    block_size: int,
+    seen: Visibility,
+    block_m: int,
+    block_n: int,
+    by_key: bool,
+    hidden: HiddenTiles | None,
 ) -> TileLists:
     """Lists over query tiles of ``block_m`` rows and key tiles of ``block_n`` rows; ``by_key`` lists for key tiles.
 
     ``mask`` [heads, blocks of queries, blocks of keys] over blocks of ``block_size`` rows, which both tile sizes must
-    divide. Tiles without a visible pair are omitted.
+    divide. ``hidden``: as for `visible_tiles`. Tiles without a visible pair are omitted.
     """
     if block_size % block_m or block_size % block_n:
         raise ValueError(f"tiles {block_m}x{block_n} must divide the block size {block_size}")
-    queries, keys = -(-seen.rows // block_m), -(-seen.keys // block_n)
-    in_tiles = mask.repeat(block_size // block_m, axis=1).repeat(block_size // block_n, axis=2)
-    tiles = torch.from_numpy(in_tiles)[:, :queries, :keys]
-    hidden = None if seen.hidden is None else HiddenTiles.of(limits_of(seen.hidden), seen.rows, block_n)
-    some, whole = visible_tiles(seen, torch.arange(queries), block_m, block_n, hidden)
-    listed, full = tiles & some, tiles & whole
-    if by_key:
-        listed, full = listed.mT, full.mT
-    # Full partners first, in order, without gaps between lists. numpy finds and counts them in a fifth of torch's time.
-    kinds = torch.stack((full, listed & ~full), -2)
-    kind, partners = np.divmod(np.flatnonzero(kinds.numpy()), kinds.shape[-1])
-    counts = torch.from_numpy(np.bincount(kind, minlength=kinds.shape[:-1].numel())).view(kinds.shape[:-1])
+    head, key, query = _tiles_in_reach(mask, block_size, seen, block_m, block_n, hidden)
+    there = None if hidden is None else HiddenTiles(*(x[..., key.long()] for x in hidden))
+    some, whole = _visible(seen, query, key, block_m, block_n, there)
+    own, partner, n_own = (key, query, -(-seen.keys // block_n)) if by_key else (query, key, -(-seen.rows // block_m))
+    # Full partners first; those of a list ascend already. numpy sorts numbers of 16 bits in a pass.
+    kind = (((head * n_own + own) * 2 + ~whole)[some]).numpy()
+    n_kinds = len(mask) * n_own * 2
+    order = np.argsort(kind.astype(np.uint16) if n_kinds <= 1 << 16 else kind, kind="stable")
+    counts = torch.from_numpy(np.bincount(kind, minlength=n_kinds)).view(len(mask), n_own, 2)
     lengths = counts.sum(-1)
     first = lengths.flatten().cumsum(0).view_as(lengths) - lengths
-    return TileLists.of(torch.from_numpy(partners), first, *counts.unbind(-1))
+    return TileLists.of(partner[some][torch.from_numpy(order)], first, *counts.unbind(-1))
+
+
+def _tiles_in_reach(
+    mask: BoolArray, block_size: int, seen: Visibility, block_m: int, block_n: int, hidden: HiddenTiles | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """int32 (mask head, key tile, query tile), ascending, of the tiles in the mask's blocks; with each key tile only
+    query tiles from the first to the last that may see it.
+    """
+    query_tiles, key_tiles = -(-seen.rows // block_m), -(-seen.keys // block_n)
+    low = np.arange(key_tiles) * block_n
+    first, end = np.zeros(key_tiles, np.int64), np.full(key_tiles, seen.rows)
+    if seen.ahead >= 0:
+        first = np.maximum(first, low - seen.ahead)
+    if seen.left >= 0:
+        end = np.minimum(end, np.minimum(low + block_n, seen.keys) + seen.left)
+    if hidden is not None:
+        first, end = np.maximum(first, hidden.first.numpy()), np.minimum(end, hidden.end.numpy())
+    first, end = first // block_m, np.minimum(-(-end // block_m), query_tiles)
+    if not any(mask.strides[1:]) and mask.all():
+        # All blocks, as bounds of columns have them.
+        counts = np.tile(np.maximum(end - first, 0), len(mask))
+        at = np.arange(len(counts)).repeat(counts)
+        head, key = np.divmod(at, key_tiles)
+        query = np.arange(len(at)) + (np.tile(first, len(mask)) - counts.cumsum() + counts)[at]
+    else:
+        of_keys = mask.transpose(0, 2, 1).repeat(block_size // block_n, axis=1)[:, :key_tiles]
+        per_block, blocks = block_size // block_m, of_keys.shape[2]
+        at, block = np.divmod(np.flatnonzero(of_keys), blocks)
+        query = (block[:, None] * per_block + np.arange(per_block)).ravel()
+        head, key = np.divmod(at.repeat(per_block), key_tiles)
+        there = (query >= first[key]) & (query < end[key])
+        head, key, query = head[there], key[there], query[there]
+    heads_there, keys_there, queries_there = (torch.from_numpy(x.astype(np.int32)) for x in (head, key, query))
+    return heads_there, keys_there, queries_there
 
 
 def lists_with_room(listed: Tensor, full: Tensor) -> TileLists:

@@ -276,7 +276,8 @@ class BlockPlan(ListedPlan):
 
     def make_lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
         """The tile lists of the mask's visible blocks."""
-        return block_lists(self.mask, self.block_size, self.visibility, block_m, block_n, by_key)
+        hidden = self.hidden_tiles(block_n)
+        return block_lists(self.mask, self.block_size, self.visibility, block_m, block_n, by_key, hidden)
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,7 +79,6 @@ def _query_kernel(
     heads_ptr,
     bounds_ptr,
     visits_ptr,
-    spans_ptr,
     scale,
     scale_log2,
     n_supers,
@@ -120,7 +119,7 @@ def _query_kernel(
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
     item, super_index, head, batch, variant, n_items = find_work(
-        visits_ptr, spans_ptr, n_items, n_blocks, item_major, n_supers, full_supers, n_heads
+        visits_ptr, n_items, n_blocks, item_major, n_supers, full_supers, n_heads
     )
     item_ptr, shift = query_item(item, variant, head, items_ptr, heads_ptr, n_kinds, n_items, n_heads, ONE_CLASS)
     u = tl.load(item_ptr)
@@ -133,7 +132,7 @@ def _query_kernel(
 
     residue = turned(u, shift, R)
     base_row, first_place, rows_left, longer_classes = segment_of(
-        super_index, spans_ptr, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED
+        super_index, visits_ptr, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED
     )
     row = base_row + tile * BLOCK_M
     kv_head = head // heads_per_kv
@@ -142,7 +141,7 @@ def _query_kernel(
     dout, dout_tail = load_tile(dout_desc, dout_tail_desc, batch, box_row, place, head, HEAD, TAIL)
     query_row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     stats_at = (((batch * n_heads + head) * R + residue) * n_supers).to(tl.int64) * (stats_blocks * _STATS_BLOCK)
-    stats_at += stats_row(super_index, spans_ptr, stats_blocks * _STATS_BLOCK)
+    stats_at += stats_row(super_index, visits_ptr, stats_blocks * _STATS_BLOCK)
     stats = stats_ptr + stats_at * 2 + stats_places(query_row)
     log2_lse, delta = tl.load(stats), tl.load(stats + _STATS_BLOCK)
     dq = tl.zeros([BLOCK_M, HEAD], tl.float32)
@@ -205,7 +204,6 @@ def _key_kernel(
     heads_ptr,
     bounds_ptr,
     visits_ptr,
-    spans_ptr,
     scale,
     scale_log2,
     n_supers,
@@ -250,7 +248,7 @@ def _key_kernel(
 ):
     # One program: one key tile of one class, over the query tiles of every head that shares the K/V head.
     item, super_index, kv_head, batch, variant, n_items = find_work(
-        visits_ptr, spans_ptr, n_items, n_blocks, item_major, n_supers, full_supers, n_kv_heads
+        visits_ptr, n_items, n_blocks, item_major, n_supers, full_supers, n_kv_heads
     )
     # `order` lists (class, tile) in the frame of the first head of the group, heaviest first; of ONE_CLASS shares of
     # lists, as `block_sparse.key_lists.KeyLists.items`.
@@ -269,7 +267,7 @@ def _key_kernel(
         residue = turned(u, tl.load(heads_ptr + kv_head * GROUP * 2 + 1), R)
 
     base_row, first_place, rows_left, longer_classes = segment_of(
-        super_index, spans_ptr, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED
+        super_index, visits_ptr, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED
     )
     class_stats = n_supers * stats_blocks * (2 * _STATS_BLOCK)
     row = base_row + tile * BLOCK_N
@@ -301,7 +299,7 @@ def _key_kernel(
             n_masked = tl.minimum(high - n_full, n_masked)
             n_full = tl.minimum(high, n_full)
         stats_at = ((batch * n_heads + head) * R * n_supers).to(tl.int64) * (stats_blocks * _STATS_BLOCK)
-        stats_at += stats_row(super_index, spans_ptr, stats_blocks * _STATS_BLOCK)
+        stats_at += stats_row(super_index, visits_ptr, stats_blocks * _STATS_BLOCK)
         stats_at = stats_ptr + stats_at * 2 + stats_places(tl.arange(0, BLOCK_M))
         for masked in tl.static_range(2 if CAUSAL or WINDOWED or RANGES > 0 else 1):
             # Tiles that a causal edge cuts are few: a second one in flight next to its mask takes registers from other

@@ -20,8 +20,8 @@ MAX_MULTIPLICITY = (1 << 6) - 1
 SMALLEST_TILE = 16
 LARGEST_TILE = 128
 
-# Numbers of a super-segment of documents in `packing.DocumentLists.spans`.
-SPAN_COLUMNS = 8
+# Numbers of a super-segment of documents in `packing.DocumentLists.spans`, and of a visit.
+SPAN_COLUMNS, VISIT_COLUMNS = 4, 8
 
 # How far a query sees on a side without bound, in tokens: beyond any segment.
 MAX_WINDOW = 1 << 30

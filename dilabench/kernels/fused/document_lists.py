@@ -17,7 +17,9 @@ REQUEST_COLUMNS = 10
 BLOCK_TOKENS = 64
 
 
-@triton.jit(do_not_specialize=("n_bounds", "n_documents", "n_spans", "n_requests", "tokens", "documents_at"))
+@triton.jit(
+    do_not_specialize=("n_bounds", "n_documents", "n_spans", "n_requests", "tokens", "blocks_at", "documents_at")
+)
 def lists_kernel(
     bounds_ptr,
     requests_ptr,
@@ -27,15 +29,17 @@ def lists_kernel(
     n_spans,
     n_requests,
     tokens,
+    blocks_at,
     documents_at,
     BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
+    VISIT: tl.constexpr,
     REQUEST: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """Write the spans and visits of one document for one request (`DocumentLists`): whole super-segments of all
     documents are visited first, then the shorter last ones, the longest first. The program behind the last document
-    writes those that pad. ``documents_at``: where `PassLists.documents` begins, and its blocks behind it.
+    writes those that pad. ``blocks_at``, ``documents_at``: where these of `PassLists` begin.
     """
     index = tl.program_id(0) // (n_documents + 1)
     document = tl.program_id(0) % (n_documents + 1)
@@ -51,8 +55,8 @@ def lists_kernel(
     tails_ptr = requests_ptr + tl.load(request + 8)
     n_tails = tl.load(request + 9)
     items_ptr = tails_ptr + n_tails
+    blocks_ptr = lists_ptr + blocks_at
     documents_ptr = lists_ptr + documents_at
-    blocks_ptr = documents_ptr + (n_documents + 1) * (n_requests + 1)
     pads = document == n_documents
     begin, length = _extent_of(document, bounds_ptr, n_bounds, tokens)
     whole = length // most
@@ -94,12 +98,8 @@ def lists_kernel(
         span = spans_ptr + place * SPAN
         tl.store(span, tl.where(pads, 0x7FFFFFFF, begin + place * most), inside)
         tl.store(span + 1, tl.where(pads, 0x7FFFFFFF, tl.minimum(most, length - place * most)), inside)
-        tl.store(span + 2, tl.where(pads, 0x7FFFFFFF, tl.where(place < whole, 0, variant)), inside)
-        tl.store(span + 3, tl.where(pads, 0x7FFFFFFF, stats_before + place * stats_of_whole), inside)
-        tl.store(span + 4, tl.where(pads, 0x7FFFFFFF, rows_before + place * rows_of_whole), inside)
-        tl.store(span + 5, place * 0 + stored_rows, inside)
-        tl.store(span + 6, place * 0 + listed, inside)
-        tl.store(span + 7, place * 0 + 0x7FFFFFFF, inside)
+        tl.store(span + 2, tl.where(pads, 0x7FFFFFFF, stats_before + place * stats_of_whole), inside)
+        tl.store(span + 3, tl.where(pads, 0x7FFFFFFF, rows_before + place * rows_of_whole), inside)
     of_document = documents_ptr + document * (n_requests + 1)
     tl.store(of_document + 1 + index, rows_before)
     if index == 0:
@@ -110,21 +110,36 @@ def lists_kernel(
             place = first + tl.arange(0, BLOCK)
             tl.store(blocks_ptr + first_block + place, place * 0 + document, place < n_blocks)
     n_items = whole * items_of_whole
-    at = visits_ptr + whole_before * items_of_whole * 2
+    at = visits_ptr + whole_before * items_of_whole * VISIT
     for first in range(0, n_items, BLOCK):
         place = first + tl.arange(0, BLOCK)
-        tl.store(at + place * 2, supers_before + place // items_of_whole, place < n_items)
-        tl.store(at + place * 2 + 1, place % items_of_whole, place < n_items)
+        visit, inside = at + place * VISIT, place < n_items
+        number = place // items_of_whole
+        tl.store(visit, begin + number * most, inside)
+        tl.store(visit + 1, number * 0 + most, inside)
+        tl.store(visit + 2, stats_before + number * stats_of_whole, inside)
+        tl.store(visit + 3, rows_before + number * rows_of_whole, inside)
+        tl.store(visit + 4, number * 0, inside)
+        tl.store(visit + 5, place % items_of_whole, inside)
+        tl.store(visit + 6, number * 0 + listed, inside)
+        tl.store(visit + 7, number * 0 + stored_rows, inside)
     visits_before += all_whole * items_of_whole
     n_items = tl.load(items_ptr + variant, rest > 0, 0)
     if pads:
         n_items = n_visits - visits_before
-    at = visits_ptr + visits_before * 2
+    at = visits_ptr + visits_before * VISIT
     for first in range(0, n_items, BLOCK):
         place = first + tl.arange(0, BLOCK)
+        visit, inside = at + place * VISIT, place < n_items
         # Nothing is visited by an item that there is none of.
-        tl.store(at + place * 2, place * 0 + tl.where(pads, 0, supers_before + whole), place < n_items)
-        tl.store(at + place * 2 + 1, tl.where(pads, listed - 1, place), place < n_items)
+        tl.store(visit, place * 0 + tl.where(pads, 0, begin + whole * most), inside)
+        tl.store(visit + 1, place * 0 + rest, inside)
+        tl.store(visit + 2, place * 0 + tl.where(pads, 0, stats_before + whole * stats_of_whole), inside)
+        tl.store(visit + 3, place * 0 + tl.where(pads, 0, rows_before + whole * rows_of_whole), inside)
+        tl.store(visit + 4, place * 0 + tl.where(pads, 0, variant), inside)
+        tl.store(visit + 5, tl.where(pads, listed - 1, place), inside)
+        tl.store(visit + 6, place * 0 + listed, inside)
+        tl.store(visit + 7, place * 0 + stored_rows, inside)
 
 
 @triton.jit

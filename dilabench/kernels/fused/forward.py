@@ -68,7 +68,6 @@ def _forward_kernel(
     heads_ptr,
     bounds_ptr,
     visits_ptr,
-    spans_ptr,
     scale_log2,
     n_supers,
     full_supers,
@@ -107,7 +106,7 @@ def _forward_kernel(
     # One program: one query tile of one class. ONE_CLASS: of block masks, with only some visible tiles, and keys that
     # may be other rows, hidden from RANGES of rows.
     item, super_index, head, batch, variant, n_items = find_work(
-        visits_ptr, spans_ptr, n_items, n_blocks, item_major, n_supers, full_supers, n_heads
+        visits_ptr, n_items, n_blocks, item_major, n_supers, full_supers, n_heads
     )
     item_ptr, shift = query_item(item, variant, head, items_ptr, heads_ptr, n_kinds, n_items, n_heads, ONE_CLASS)
     u = tl.load(item_ptr)
@@ -120,7 +119,7 @@ def _forward_kernel(
 
     residue = turned(u, shift, R)
     base_row, first_place, rows_left, longer_classes = segment_of(
-        super_index, spans_ptr, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED
+        super_index, visits_ptr, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED
     )
     kv_head = head // heads_per_kv
     place, row = box_place(
@@ -190,7 +189,7 @@ def _forward_kernel(
     # Rows are stored at their tokens, or those that the class has one after another.
     first_stored, place, step, stored = row, residue + first_place, R, length
     if COMPACT:
-        first_stored, stored = stored_rows(super_index, spans_ptr, super_rows, super_tokens, length, R)
+        first_stored, stored = stored_rows(super_index, visits_ptr, super_rows, super_tokens, length, R)
         first_stored, place, step = first_stored + tile * BLOCK_M, 0, 1
     lse_at = lse_ptr + (batch * n_heads + head).to(tl.int64) * stored + first_stored.to(tl.int64) * step + place
     lse_at += tl.arange(0, BLOCK_M) * step

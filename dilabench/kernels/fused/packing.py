@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dilabench.kernels.bwd_preprocess import StatsLayout
-from dilabench.kernels.fused.branch_group import SPAN_COLUMNS, BranchGroup
+from dilabench.kernels.fused.branch_group import SPAN_COLUMNS, VISIT_COLUMNS, BranchGroup
 from dilabench.kernels.fused.document_lists import AT_ONCE, BLOCK_TOKENS, REQUEST_COLUMNS, lists_kernel
 from dilabench.kernels.fused.tile_lists import Integers
 from dilabench.kernels.fused.tile_tables import DocumentTables, document_tables, tile_tables
@@ -49,9 +49,7 @@ class ListRequest:
         classes = group.modulus
         if group.one_frame_per_kv_head or not self.by_key:
             classes = max(sum(bool(group.active(k, u)) for u in range(classes)) for k in range(len(group.kinds)))
-        most = classes * (group.length // (group.modulus * self.own) + group.most_supers)
-        # Two visits are 16 bytes: kernels are compiled again for lists that begin elsewhere.
-        return most + most % 2
+        return classes * (group.length // (group.modulus * self.own) + group.most_supers)
 
     def stats_layout(self, block: int) -> StatsLayout:
         """The layout of as many rows as documents have at most, in blocks that divide the tile."""
@@ -63,9 +61,10 @@ class ListRequest:
 class DocumentLists(NamedTuple):
     """The lists for a launch over documents.
 
-    visits: int32 [n, 2], of each program its super-segment and its item among those of the super-segment's variant.
-    spans: int32 [n, `SPAN_COLUMNS`], of each super-segment its first token, tokens, variant of lists, and first row
-    among statistics and among stored rows; then all stored rows, and the items of a variant. Rows that pad come last.
+    spans: int32 [n, `SPAN_COLUMNS`], of each super-segment its first token, tokens, and first row among statistics and
+    among stored rows. visits: int32 [n, `VISIT_COLUMNS`], of each program the same of its super-segment; then the
+    variant of lists, the item among those of the variant, all items of a variant, and all stored rows. Rows that pad
+    come last.
     """
 
     tables: DocumentTables
@@ -90,7 +89,8 @@ class PassLists(NamedTuple):
     """Lists of each group of branches, and where documents are.
 
     documents: int32 [n + 1, 1 + groups], of each document its first token and its first row among the stored rows of
-    each group; then the end of all. blocks: int32, the document that holds the first token of each `BLOCK_TOKENS`.
+    each group; then the end of all. blocks: int32, the document that holds the first token of each `BLOCK_TOKENS`; a
+    few more pad.
     """
 
     of_groups: tuple[DocumentLists, ...]
@@ -110,10 +110,13 @@ class PassRequests:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """How many numbers of spans, visits, documents and blocks `Packing.lists` writes, one after another."""
+        """How many numbers of spans, visits, blocks and documents `Packing.lists` writes, one after another."""
         n, group = len(self.requests), self.requests[0].group
+        blocks = -(-group.length // BLOCK_TOKENS)
+        # Each begins at a multiple of 16 bytes: kernels are compiled again for others.
+        blocks += -blocks % (COPY_BYTES // 4)
         of_documents = (group.documents + 1) * (n + 1)
-        return n * self.most_supers * SPAN_COLUMNS, 2 * sum(self.visits), of_documents, -(-group.length // BLOCK_TOKENS)
+        return n * self.most_supers * SPAN_COLUMNS, sum(self.visits) * VISIT_COLUMNS, blocks, of_documents
 
     def tables(self, packing: Packing, causal: bool, x: Tensor) -> _Tables:
         """The lists for super-segments of these documents, on the device of x."""
@@ -134,7 +137,7 @@ class PassRequests:
             sizes = group.super_tokens, group.modulus, tile, request.stats_tile, group.stored_rows, listed
             tables.append(made)
             numbers.append((*sizes, visits_at, visits, tails_at, len(made.tails)))
-            visits_at, tails_at = visits_at + 2 * visits, tails_at + len(made.tails) + len(counts)
+            visits_at, tails_at = visits_at + visits * VISIT_COLUMNS, tails_at + len(made.tails) + len(counts)
         lists = (half for made, request in zip(tables, self.requests, strict=True) for half in made.of(request.by_key))
         there = _copied(np.concatenate([np.array(numbers).ravel(), *lists]).astype(np.int32), x)
         of_tables = (x for made in tables for x in made.tables.tensors)
@@ -227,18 +230,20 @@ class Packing:
             "n_spans": most,
             "n_requests": of_requests,
             "tokens": self.tokens,
-            "documents_at": sizes[0] + sizes[1],
+            "blocks_at": sizes[0] + sizes[1],
+            "documents_at": sum(sizes[:3]),
             "BLOCK": AT_ONCE,
             "SPAN": SPAN_COLUMNS,
+            "VISIT": VISIT_COLUMNS,
             "REQUEST": REQUEST_COLUMNS,
             "TOKENS": BLOCK_TOKENS,
         }
         launch = Launch(lists_kernel, lambda _: ((of_requests * (documents + 1),), arguments))
         own = {"bounds": bounds, "requests": requests, "lists": numbers}
         of_pass.cache.launch((len(bounds), bounds.data_ptr() % COPY_BYTES), [own], lambda: [launch])
-        of_spans, of_visits, of_documents, blocks = numbers.split(sizes)
+        of_spans, of_visits, blocks, of_documents = numbers.split(sizes)
         spans = of_spans.view(of_requests, most, SPAN_COLUMNS).unbind()
-        visits = of_visits.view(-1, 2).split(of_pass.visits)
+        visits = of_visits.view(-1, VISIT_COLUMNS).split(of_pass.visits)
         of_groups = tuple(map(DocumentLists, tables.of_requests, visits, spans))
         lists = PassLists(of_groups, of_documents.view(documents + 1, -1), blocks)
         return _Made(lists, tables, _There.of((numbers,), x))
@@ -307,7 +312,7 @@ def query_lists(
     operands (`DocumentLists.by_query`).
     """
     if group.documents:
-        names = ("items", "entries", "heads", "visits", "spans")
+        names = ("items", "entries", "heads", "visits")
         return len(operands["visits"]), {f"{name}_ptr": operands[name] for name in names}
     tables = tile_tables(group, tiles.block_m, tiles.block_n, causal, False, operands["q"].device)
     lists = {"items_ptr": tables.items, "entries_ptr": tables.entries, "heads_ptr": tables.heads}
@@ -321,7 +326,7 @@ def key_lists(
     gives them.
     """
     if group.documents:
-        names = ("lookup", order, "entries", "heads", "visits", "spans")
+        names = ("lookup", order, "entries", "heads", "visits")
         return (
             len(operands["visits"]),
             operands["lookup"].shape[3],

@@ -254,7 +254,6 @@ def segment_arguments(group: BranchGroup) -> dict[str, Any]:
     window_left, window_right = group.window or (0, 0)
     return {
         "visits_ptr": None,
-        "spans_ptr": None,
         "super_rows": group.super_rows,
         "super_tokens": group.super_tokens,
         "whole_rows": group.length // group.modulus,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dilabench.kernels.fused.branch_group import CLASS_BITS, SPAN_COLUMNS, TILE_BITS
+from dilabench.kernels.fused.branch_group import CLASS_BITS, SPAN_COLUMNS, TILE_BITS, VISIT_COLUMNS
 
 _TILE_BITS = tl.constexpr(TILE_BITS)
 _TILE_MASK = tl.constexpr((1 << TILE_BITS) - 1)
@@ -15,6 +15,7 @@ _CLASS_MASK = tl.constexpr((1 << CLASS_BITS) - 1)
 _COUNT_SHIFT = tl.constexpr(TILE_BITS + CLASS_BITS)
 _ONLY_TILE_MASK = tl.constexpr((1 << (TILE_BITS + CLASS_BITS)) - 1)
 _SPAN_COLUMNS = tl.constexpr(SPAN_COLUMNS)
+_VISIT_COLUMNS = tl.constexpr(VISIT_COLUMNS)
 
 
 @triton.jit
@@ -39,18 +40,18 @@ def split_block(block, n_supers, n_heads):
 
 
 @triton.jit
-def find_work(visits_ptr, spans_ptr, n_items, n_blocks, item_major, n_supers, full_supers, n_heads):
-    """(item, super-segment, head, batch element, variant of lists, items of a variant) of this program. For documents a
-    visit names the first two (`packing`).
+def find_work(visits_ptr, n_items, n_blocks, item_major, n_supers, full_supers, n_heads):
+    """(item, super-segment, head, batch element, variant of lists, items of a variant) of this program. For documents
+    the super-segment is the number of a visit, which says where it is and all else (`packing`).
     """
     item, block = split_program(n_items, n_blocks, item_major)
     super_index, head, batch = split_block(block, n_supers, n_heads)
     variant = (super_index >= full_supers).to(tl.int32)
     if visits_ptr is not None:
-        super_index = tl.load(visits_ptr + item * 2)
-        item = tl.load(visits_ptr + item * 2 + 1)
-        variant = tl.load(spans_ptr + super_index * _SPAN_COLUMNS + 2)
-        n_items = tl.load(spans_ptr + 6)
+        super_index = item
+        variant = tl.load(visits_ptr + super_index * _VISIT_COLUMNS + 4)
+        item = tl.load(visits_ptr + super_index * _VISIT_COLUMNS + 5)
+        n_items = tl.load(visits_ptr + super_index * _VISIT_COLUMNS + 6)
     return item, super_index, head, batch, variant, n_items
 
 
@@ -100,7 +101,7 @@ def query_item(item, variant, head, items_ptr, heads_ptr, n_kinds, n_items, n_he
 
 @triton.jit
 def segment_of(
-    super_index, spans_ptr, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED: tl.constexpr
+    super_index, visits_ptr, super_rows, super_tokens, whole_rows, longer_classes, length, R, SHIFTED: tl.constexpr
 ):
     """(first row, place of the first token in it, rows of all classes from there on, how many classes have one more) of
     a super-segment. SHIFTED: it may begin at another token than the first of a row, as all of documents do; else the
@@ -112,9 +113,9 @@ def segment_of(
     if SHIFTED:
         first_token = super_index * super_tokens
         tokens = tl.minimum(super_tokens, length - first_token)
-        if spans_ptr is not None:
-            first_token = tl.load(spans_ptr + super_index * _SPAN_COLUMNS)
-            tokens = tl.load(spans_ptr + super_index * _SPAN_COLUMNS + 1)
+        if visits_ptr is not None:
+            first_token = tl.load(visits_ptr + super_index * _VISIT_COLUMNS)
+            tokens = tl.load(visits_ptr + super_index * _VISIT_COLUMNS + 1)
         first_row = first_token // R
         first_place = first_token % R
         rows = tokens // R
@@ -123,24 +124,24 @@ def segment_of(
 
 
 @triton.jit
-def stored_rows(super_index, spans_ptr, super_rows, super_tokens, length, R):
+def stored_rows(super_index, visits_ptr, super_rows, super_tokens, length, R):
     """(first row of a super-segment, rows of all) where rows of one class are stored one after another, as
     `branch_group.BranchGroup.stored_rows`.
     """
-    if spans_ptr is None:
+    if visits_ptr is None:
         first = super_index * super_rows
         rows = length // super_tokens * super_rows + (length % super_tokens + R - 1) // R
     else:
-        first, rows = tl.load(spans_ptr + super_index * _SPAN_COLUMNS + 4), tl.load(spans_ptr + 5)
+        first, rows = tl.load(visits_ptr + super_index * _VISIT_COLUMNS + 3), tl.load(visits_ptr + 7)
     return first, rows
 
 
 @triton.jit
-def stats_row(super_index, spans_ptr, stats_rows):
+def stats_row(super_index, visits_ptr, stats_rows):
     """The first row of a super-segment in the statistics of a class."""
     row = super_index * stats_rows
-    if spans_ptr is not None:
-        row = tl.load(spans_ptr + super_index * _SPAN_COLUMNS + 3)
+    if visits_ptr is not None:
+        row = tl.load(visits_ptr + super_index * _VISIT_COLUMNS + 2)
     return row
 
 

@@ -7,8 +7,9 @@ each gives the same bits from call to call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -90,7 +91,12 @@ def selected_forward(
     lists = _Lists(problem.selection(indices, cu_seqlens, kept), kept, cache)
     results = operands | {"out": out.view(rows, heads, dim), "lse": lse}
     unions = problem.unions("forward", q, indices.shape[-1])
-    alike = unions and lists.alike(unions)
+    alike = None
+    if unions:
+        # Lists by query are needed, whether neighbours are alike or not.
+        by_query = "gathered" not in (problem.form("forward", q, alike) for alike in (True, False))
+        make_lists = partial(problem.query_tiles, "forward", q, lists, unions) if by_query else lambda: None
+        alike = lists.alike(unions, make_lists)
     if problem.form("forward", q, alike) == "query":
         tiles_of_query = problem.query_tiles("forward", q, lists, None if alike is False else unions)
         query_form("forward", results, given, lists.selection, *tiles_of_query, cache)
@@ -285,12 +291,12 @@ class _Lists:
             part.indices.device, name, lambda: query_lists(part, queries, self.cache, ("lists", *name))
         )
 
-    def alike(self, unions: UnionRows) -> bool | None:
+    def alike(self, unions: UnionRows, meanwhile: Callable[[], object]) -> bool | None:
         sizes = unions.shape.queries, unions.most_blocks
         return self.kept.once(
             self.selection.indices.device,
             ("alike", *sizes),
-            lambda: are_alike(self.selection, *sizes, self.cache, ("alike", *sizes)),
+            lambda: are_alike(self.selection, *sizes, self.cache, ("alike", *sizes), meanwhile),
         )
 
     def known_alike(self, unions: UnionRows) -> bool | None:

@@ -54,12 +54,18 @@ class QueryLists(NamedTuple):
 
 
 def are_alike(
-    selection: TokenSelection, queries: int, most_blocks: int, cache: LaunchCache, name: Hashable
+    selection: TokenSelection,
+    queries: int,
+    most_blocks: int,
+    cache: LaunchCache,
+    name: Hashable,
+    meanwhile: Callable[[], object],
 ) -> bool | None:
     """Return True if a share `tiles.ALIKE` of the tiles of ``queries`` tokens, or more, see at most ``most_blocks``.
 
-    The host waits for a sample of about `tiles.LEAST_READ` lists. None if it does not wait: for fewer of them, while a
-    graph is captured, and while memory is traced. The launch has a name in its cache.
+    The host waits for a sample of about `tiles.LEAST_READ` lists; before, it queues what is needed ``meanwhile``. None
+    if it does not wait: for fewer lists, while a graph is captured, and while memory is traced. The launch has a name
+    in its cache.
     """
     indices = selection.indices
     rows, kv_heads, _ = indices.shape
@@ -70,7 +76,12 @@ def are_alike(
     step = lists // tuned.LEAST_READ | 1
     counts = indices.new_empty((-(-rows // (queries * step)), kv_heads))
     _launch(selection, {"counts": counts}, queries, cache, name, step)
-    return bool((counts <= most_blocks).float().mean() >= tuned.ALIKE)
+    on_host = counts.to("cpu", non_blocking=True)
+    copied = torch.cuda.current_stream(counts.device).record_event() if counts.is_cuda else None
+    meanwhile()
+    if copied is not None:
+        copied.synchronize()
+    return bool((on_host <= most_blocks).float().mean() >= tuned.ALIKE)
 
 
 class KeyLists(NamedTuple):
@@ -249,10 +260,11 @@ def shares_of(lists: KeyLists, selection: TokenSelection, entries: int, cache: L
     else:
         parts, rows = 1, total
         edges = torch.stack((lists.starts[:-1], lists.starts[1:]))
-    ends = (-(-edges.diff(dim=0) // entries)).cumsum(1)
-    programs = torch.arange(kv_heads * rows * slots // entries + count, device=ends.device).repeat(parts, 1)
-    first = torch.nn.functional.pad(ends[:, :-1], (1, 0)).int()
-    return Shares(torch.searchsorted(ends, programs, right=True, out_int32=True), first, edges, entries)
+    counts = (edges[1:] - edges[:-1] + (entries - 1)) // entries
+    ends = counts.cumsum(1, dtype=torch.int32)
+    programs = kv_heads * rows * slots // entries + count
+    share = torch.arange(programs, dtype=torch.int32, device=ends.device).repeat(parts, 1)
+    return Shares(torch.searchsorted(ends, share, right=True, out_int32=True), ends - counts, edges, entries)
 
 
 @triton.jit(do_not_specialize=(*PER_SELECTION, "part_rows", "n_edges", "steps"))

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from dilabench.compare.view import first_timing, view_of
@@ -196,12 +195,15 @@ def _plot(plot: Plot) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """A plot as JSON: fields without a value are omitted, numbers are rounded to the precision of a drawing."""
-    if is_dataclass(value):
-        named = {field.name: getattr(value, field.name) for field in fields(value)}
-        return {name: _plain(entry) for name, entry in named.items() if entry is not None}
+    if isinstance(value, float):
+        return _short(value)
     if isinstance(value, tuple | list):
         return [_plain(entry) for entry in value]
-    return _short(value) if isinstance(value, float) else value
+    # `fields` takes most of the time for a point of a curve.
+    names = getattr(value, "__dataclass_fields__", None)
+    if names is None:
+        return value
+    return {name: _plain(entry) for name in names if (entry := getattr(value, name)) is not None}
 
 
 def _short(value: float) -> float:

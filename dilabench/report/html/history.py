@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dilabench.report.columns import Column
 from dilabench.report.findings import CurvePlot
 from dilabench.report.html.data import plots_as_json
 from dilabench.report.html.page import chart_library, page
 from dilabench.version import __version__
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 FILENAME = "history.html"
 
@@ -30,9 +33,18 @@ class Trend:
         return sum(len(curve.points) for curve in self.plot.curves) > 1
 
     @property
-    def cells(self) -> Iterator[list[tuple[str, bool]]]:
-        """The cells of each line: the text, and whether it is aligned to the right."""
-        return ([(column.value_text(line), column.right) for column in self.columns] for line in self.lines)
+    def rows(self) -> "Iterator[Markup]":
+        """The row of each line in HTML, several times as fast as a template makes it of cells."""
+        from markupsafe import Markup, escape
+
+        cells = ('<td class="number">%s</td>' if column.right else "<td>%s</td>" for column in self.columns)
+        form = f"<tr>{''.join(cells)}</tr>"
+        for line in self.lines:
+            texts = [column.value_text(line) for column in self.columns]
+            # Few lines have anything to escape.
+            if escape(whole := "".join(texts)) != whole:
+                texts = list(map(escape, texts))
+            yield Markup(form % tuple(texts))
 
 
 def to_text(trends: Sequence[Trend], heading: str) -> str:

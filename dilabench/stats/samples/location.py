@@ -13,10 +13,11 @@ operation on groups runs over all of them; group sizes may differ (a session sto
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from math import exp, floor, sqrt
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -93,11 +94,16 @@ def checked_samples(samples_ns: ArrayLike) -> NDArray[np.float64]:
 
 def quantile(ordered: Sequence[float] | NDArray[np.float64], level: float) -> float:
     """Quantile at `level` in [0, 1] of values in ascending order, clamped to their range (type 8)."""
+    return float(_quantiles(ordered, level))
+
+
+def _quantiles(ordered: Any, level: float) -> Any:
+    """The same along the first axis."""
     n = len(ordered)
     position = min(max((n + 1 / 3) * level - 2 / 3, 0.0), n - 1.0)
     below = floor(position)
     above = min(below + 1, n - 1)
-    return float(ordered[below] + (position - below) * (ordered[above] - ordered[below]))
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
 @lru_cache(maxsize=4096)
@@ -142,28 +148,52 @@ def locate(samples_ns: ArrayLike, confidence: float = 0.95) -> Location:
 def locate_sessions(sessions: Sequence[Session], confidence: float = 0.95) -> Location:
     """Summary of one case's samples, `sessions[session][turn] = samples_ns`; see `locate_slots`."""
     slots = flatten_slots([slot for session in sessions for slot in session])
-    return locate_slots(slots, np.repeat(np.arange(len(sessions)), [len(session) for session in sessions]), confidence)
+    numbers = np.repeat(np.arange(len(sessions)), [len(session) for session in sessions])
+    return locate_slots(slots.samples_ns[None], slots.sizes, numbers, confidence)[0]
 
 
-def locate_slots(slots: Slots, sessions: ArrayLike, confidence: float = 0.95) -> Location:
-    """Summary of one case's samples; slot i was taken in session `sessions[i]`, and slots of a session follow another.
+def locate_slots(samples_ns: Floats, slot_sizes: Counts, sessions: Counts, confidence: float = 0.95) -> list[Location]:
+    """Summary of the samples of each of several cases, `samples_ns[case]`, whose slots have equal sizes and sessions.
 
-    As `locate` gives it, with the interval of `_interval_of_blocks`. Raises ConfigError for no or impossible samples.
+    Slot i was taken in session `sessions[i]`; slots without samples do not count. As `locate` gives it, with the
+    interval of `_interval_of_blocks`. Raises ConfigError for no or impossible samples.
     """
-    values = checked_samples(slots.samples_ns)
-    ordered = np.sort(values)
-    location = Location(ordered.size, quantile(ordered, 0.25), quantile(ordered, 0.5), None)
-    if ordered.size < MIN_SAMPLES:
-        return location
-    session = np.asarray(sessions)
-    begins = np.concatenate([[0], np.flatnonzero(session[1:] != session[:-1]) + 1])
-    by_session = len(begins) >= SESSIONS_FOR_SPREAD
-    counts = np.add.reduceat(slots.sizes, begins) if by_session else slots.sizes
+    values = checked_samples(samples_ns).reshape(samples_ns.shape)
+    if not slot_sizes.all() or (sessions != sessions[0]).any():
+        values, slot_sizes, sessions = _by_session(values, slot_sizes, sessions)
+    ordered = np.sort(values, axis=1)
+    count = ordered.shape[-1]
+    p25s, medians = (_quantiles(ordered.T, level).tolist() for level in (0.25, 0.5))
+    if count < MIN_SAMPLES:
+        return [Location(count, p25, median, None) for p25, median in zip(p25s, medians, strict=True)]
+    ends = np.flatnonzero(sessions[1:] != sessions[:-1]) + 1
+    by_session = len(ends) + 1 >= SESSIONS_FOR_SPREAD
+    counts = np.add.reduceat(slot_sizes, [0, *ends]) if by_session else slot_sizes
     sizes = counts.astype(np.float64)
     # Those equal to it count half.
-    shares = group_sums(0.5 + 0.5 * np.sign(location.median_ns - values), counts) / sizes
-    units = float(len(sizes)) if by_session else effective_size(shares)
-    return replace(location, interval=_interval_of_blocks(ordered, sizes, shares, units, confidence))
+    below = 0.5 + 0.5 * np.sign(np.array(medians)[:, None] - values)
+    shares = np.add.reduceat(below, np.cumsum(counts) - counts, axis=1) / sizes
+    return [
+        Location(
+            count,
+            p25,
+            median,
+            _interval_of_blocks(
+                case, sizes, shared, float(len(sizes)) if by_session else effective_size(shared), confidence
+            ),
+        )
+        for case, p25, median, shared in zip(ordered, p25s, medians, shares, strict=True)
+    ]
+
+
+def _by_session(values: Floats, sizes: Counts, sessions: Counts) -> tuple[Floats, Counts, Counts]:
+    """The slots that have samples, by session, in the order in which the sessions began."""
+    taken = np.flatnonzero(sizes)
+    sizes, sessions = sizes[taken], sessions[taken]
+    _, begins, session = np.unique(sessions, return_index=True, return_inverse=True)
+    begun = begins[session]
+    order = np.argsort(begun, kind="stable")
+    return values[:, np.argsort(np.repeat(begun, sizes), kind="stable")], sizes[order], sessions[order]
 
 
 def _interval_of_blocks(ordered: Floats, sizes: Floats, shares: Floats, units: float, confidence: float) -> Interval:
@@ -197,8 +227,9 @@ def autocorrelation(series: ArrayLike, max_lag: int) -> NDArray[np.float64]:
     A constant series has correlation 1 at lag 0 and 0 elsewhere.
     """
     values = np.asarray(series, np.float64)
-    centred = values - values.mean()
-    n = len(centred)
+    n = len(values)
+    # A third of the time of `mean`.
+    centred = values - np.add.reduce(values) / n
     lags = min(max_lag, n - 1)
     if n <= SHORT_SERIES:
         products = np.correlate(centred, centred, "full")[n - 1 : n + lags]
@@ -224,7 +255,7 @@ def effective_size(series: ArrayLike) -> float:
     if n < 3:
         return float(n)
     correlation = autocorrelation(values, n - 1)
-    pairs = correlation[: 2 * (n // 2)].reshape(-1, 2).sum(axis=1)
+    pairs = correlation[: 2 * (n // 2) : 2] + correlation[1 : 2 * (n // 2) : 2]
     ends = np.flatnonzero(pairs <= 0)
     positive = pairs[: ends[0]] if ends.size else pairs
     return float(min(n, max(1.0, n / max(1.0, 2 * positive.sum() - 1))))

@@ -2,7 +2,7 @@
 missing projects.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from dilabench.compare.view import measured_view, pair_views, view_of
 from dilabench.plugins.catalogue import Catalogue
@@ -44,7 +44,7 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
             headed=bool(measured),
         ),
         *_elsewhere([row for row in rows if row.case.implementation in ran and row not in measured]),
-        *_missing([peer for peer in peers.values() if peer.name not in ran], rows),
+        *_missing([peer for peer in peers.values() if peer.name not in ran], record),
         *over_ranks.analyse(record, catalogue),
         *overview.analyse(record),
     )
@@ -79,19 +79,24 @@ def _elsewhere(rows: Sequence[Row]) -> Iterator[Section]:
         yield Section(title=ELSEWHERE, sentence=sentence, columns=WHY, rows=lines)
 
 
-def _missing(peers: Sequence[Implementation], rows: Sequence[Row]) -> Iterator[Section]:
+def _missing(peers: Sequence[Implementation], record: RunRecord) -> Iterator[Section]:
     """A line for each project and reason, even if several of its implementations share it."""
     if peers:
-        whys = {row.case.implementation: _why(row) for row in rows}
+        whys = {row.case.implementation: _why(row) for row in record.rows}
+        kinds = {(row.case.workload.pattern.kind, row.case.world_size > 1) for row in record.rows}
         lines = dict.fromkeys(
-            (str(peer.project), whys.get(peer.name) or _unasked(peer), peer.install or ABSENT) for peer in peers
+            (str(peer.project), whys.get(peer.name) or _unasked(peer, kinds), peer.install or ABSENT) for peer in peers
         )
         sentence = "Public projects that have an adapter in dilabench and no measured row."
         yield Section(title="Not in this run", sentence=sentence, columns=TO_GET, rows=tuple(lines))
 
 
-def _unasked(peer: Implementation) -> str:
-    if peer.supports.max_world_size != 1:
+def _unasked(peer: Implementation, kinds: Iterable[tuple[str, bool]]) -> str:
+    """Why it has no row in a run of these patterns, each on one device or over ranks."""
+    over_ranks = peer.supports.max_world_size != 1
+    if any(peer.supports.computes(kind) and ranks == over_ranks for kind, ranks in kinds):
+        return f"was not requested (-i {peer.name})"
+    if over_ranks and not any(ranks for _, ranks in kinds):
         return "computes over ranks, and this run has none (--nproc 2)"
     return f"computes other patterns (--set pattern={min(peer.supports.patterns)})"
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
-from dilabench.compare.view import is_quotable, pair_views
+from dilabench.compare.view import pair_views
 from dilabench.report.findings import Section
 from dilabench.stats.scaling import Crossover, crossover
 from dilabench.suites.findings.series import Series, families
@@ -104,8 +104,8 @@ def _same_shape(candidate: Series, dense: Series) -> bool:
 
 
 def _ratios(baseline: Series, candidate: Series, device: str) -> list[_Ratio]:
-    by_length = {view.row.case.workload.seq_len: view.row for view in candidate.measured if is_quotable(view.row)}
-    at = {view.row.case.workload.seq_len: view.row for view in baseline.measured if is_quotable(view.row)}
+    by_length = {view.row.case.workload.seq_len: view.row for view in candidate.measured if view.is_quotable}
+    at = {view.row.case.workload.seq_len: view.row for view in baseline.measured if view.is_quotable}
     lengths = [length for length in at if length in by_length]
     views = pair_views([(at[length], by_length[length]) for length in lengths], device)
     labels = {"baseline": baseline.label, "candidate": candidate.label}

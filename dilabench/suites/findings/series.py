@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from dilabench.compare.view import RowView, view_of
+from dilabench.compare.view import RowView, locate_rows, view_of
 from dilabench.record import Case, Row, RunRecord
 from dilabench.report.columns import row_name
 from dilabench.report.findings import Curve, CurvePlot, Point, Span
@@ -44,6 +44,7 @@ class Series:
 
 def series_of(record: RunRecord) -> tuple[Series, ...]:
     """The series of a record, in its order."""
+    locate_rows(record.rows)
     groups: dict[tuple[str, ...], list[Row]] = {}
     for row in record.rows:
         fixed = row.case.model_dump_json(exclude={"workload": VARIES_ALONG_A_RANGE})

@@ -56,20 +56,30 @@ def interpret():
 
 
 def fused(world):
-    """By layout: the largest error of each result of the kernels, interpreted, in float32; and the local rows."""
+    """The largest error of each result of the kernels, interpreted, in float32."""
     interpret()
     from dilabench.impls.ring import fused_sharded
 
-    errors = {}
-    documents = PLANNED.replace(layout="packed", batch_size=1, cu_seqlens=(0, 70, 71, 300, 420, 512))
-    for one in (PLANNED, documents):
-        inputs = [x.float() for x in random_inputs(one)]
-        wanted = results(reference.build(one, BuildContext(device=world.device)), inputs)
-        function = fused_sharded.build(one, BuildContext(device=world.device, world=world))
-        found = results(Whole(function, packed=one.layout == "packed"), inputs)
-        errors[one.layout] = {part: float((value - wanted[part]).abs().max()) for part, value in found.items()}
-        errors[one.layout, "rows"] = function.shards.rows
-    return errors
+    inputs = [x.float() for x in random_inputs(PLANNED)]
+    wanted = results(reference.build(PLANNED, BuildContext(device=world.device)), inputs)
+    function = fused_sharded.build(PLANNED, BuildContext(device=world.device, world=world))
+    found = results(Whole(function), inputs)
+    return {part: float((value - wanted[part]).abs().max()) for part, value in found.items()} | {
+        "local rows": function._algorithm.local.plan.sequence_length
+    }
+
+
+def fused_documents(world):
+    """The largest error of each result of packed documents, interpreted, in float32; and the rows of each rank."""
+    interpret()
+    from dilabench.impls.ring import whole_documents
+
+    one = PLANNED.replace(layout="packed", batch_size=1, cu_seqlens=(0, 70, 71, 300, 420, 512))
+    inputs = [x.float() for x in random_inputs(one)]
+    wanted = results(reference.build(one, BuildContext(device=world.device)), inputs)
+    function = whole_documents.build_fused(one, BuildContext(device=world.device, world=world))
+    found = results(Whole(function, packed=True), inputs)
+    return {part: float((value - wanted[part]).abs().max()) for part, value in found.items()}, function.shards.rows
 
 
 # The first branch lies on a rank, the second crosses, the third is a segment of all; no branch covers every row.

@@ -51,19 +51,23 @@ class Piece:
     def take_queries(self, x: Tensor) -> Tensor:
         """Rows [B·G, L, A, D] of x [B, N, H, D]."""
         if x.shape[2] == self.whole_heads:
-            return x.narrow(1, self.query + self.run.start.position, self.queries)
+            # All rows are the tensor itself: a view costs the host microseconds.
+            whole = x.shape[1] == self.queries
+            return x if whole else x.narrow(1, self.query + self.run.start.position, self.queries)
         return self._queries(x).flatten(0, 1)
 
     def take_keys(self, x: Tensor, first_row: int = 0) -> Tensor:
         """Rows [B·G, L, A', D] of x [B, N', K, D], whose row 0 is the owner's local row `first_row`."""
         if x.shape[2] == self.whole_kv_heads:
-            return x.narrow(1, self.key - first_row + self.run.start.position, self.keys)
+            whole = x.shape[1] == self.keys
+            return x if whole else x.narrow(1, self.key - first_row + self.run.start.position, self.keys)
         return self._keys(x, first_row).flatten(0, 1)
 
     def take_lse(self, lse: Tensor) -> Tensor:
         """Rows [B·G, A, L] of lse [B, H, N]."""
         if lse.shape[1] == self.whole_heads:
-            return lse.narrow(2, self.query + self.run.start.position, self.queries)
+            whole = lse.shape[2] == self.queries
+            return lse if whole else lse.narrow(2, self.query + self.run.start.position, self.queries)
         return self.view_lse(lse).flatten(0, 1)
 
     def add_queries(self, total: Tensor, part: Tensor) -> None:

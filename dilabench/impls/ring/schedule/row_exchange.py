@@ -39,7 +39,8 @@ class RowSelection:
 
     def pack(self, x: Tensor) -> Tensor:
         """The selected part of x [B, N, K, D]; a view of it where whole rows follow each other."""
-        return self.pack_rows(x.narrow(1, self.first, self.stop - self.first))
+        rows = self.stop - self.first
+        return self.pack_rows(x if rows == x.shape[1] else x.narrow(1, self.first, rows))
 
     def pack_rows(self, rows: Tensor) -> Tensor:
         """The same of the rows [B, stop - first, K, D] alone."""

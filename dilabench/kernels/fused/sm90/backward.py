@@ -96,7 +96,7 @@ def _form(*values):
 
 
 @gluon.jit
-def _locate(grid, heads, spans_ptr, tables, R, form: gl.constexpr):
+def _locate(grid, heads, tables, R, form: gl.constexpr):
     """The place of a program: batch, K/V head, super-segment, variant of lists, its item, and the key tile (negative:
     none) with its class.
     """
@@ -107,7 +107,7 @@ def _locate(grid, heads, spans_ptr, tables, R, form: gl.constexpr):
     item = gl.where(item_major != 0, pid // n_blocks, pid % n_items)
     block = gl.where(item_major != 0, pid % n_blocks, pid // n_items)
     item, super_index, kv_head, batch, variant, n_items = find_work(
-        item, block, visits_ptr, spans_ptr, n_items, n_supers, full_supers, some_kv_heads
+        item, block, visits_ptr, n_items, n_supers, full_supers, some_kv_heads
     )
     kv_head += first_kv_head
     if form.value.SHARED:
@@ -156,7 +156,7 @@ def _produce(descriptors, steps, grid, heads, rows, tables, tiles, barriers, R, 
     sizes, stats_rows, left_over, _ = rows
     n_heads, _, heads_per_kv, _, _ = heads
     class_rows = grid[0] * stats_rows
-    batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, sizes[5], tables, R, form)
+    batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
     first_stats = stats_row(super_index, sizes[5], stats_rows)
     base_row, first_place, _ends = segment_of(super_index, sizes, R, SHIFTED)
     if tile >= 0:
@@ -223,7 +223,7 @@ def _consume(
     key_full, query_full, query_empty, ds_full, turns = barriers
     sizes, _, _, window = rows
     _, n_kv_heads, heads_per_kv, first_kv_head, _ = heads
-    batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, sizes[5], tables, R, form)
+    batch, kv_head, super_index, variant, item_ptr, tile, residue = _locate(grid, heads, tables, R, form)
     if tile >= 0:
         none = gl.full([ROWS, SUMS], 0.0, gl.float32, KEY_LAYOUT)
         none_of_more = 0
@@ -361,7 +361,6 @@ def _backward_kernel(
     entries_ptr,
     heads_ptr,
     visits_ptr,
-    spans_ptr,
     q_token,
     q_head,
     k_token,
@@ -444,7 +443,7 @@ def _backward_kernel(
     descriptors = (q_desc, k_desc, v_desc, dout_desc, stats_desc)
     grid = (n_supers, full_supers, n_items, n_blocks, item_major)
     heads = (n_heads, n_kv_heads, heads_per_kv, first_kv_head, some_kv_heads)
-    sizes = (super_rows, super_tokens, whole_rows, longer_classes, length, spans_ptr)
+    sizes = (super_rows, super_tokens, whole_rows, longer_classes, length, visits_ptr)
     rows = (sizes, stats_rows, left_over, (window_left, window_right))
     tables = (items_ptr, lookup_ptr, entries_ptr, heads_ptr, n_kinds, n_tiles, visits_ptr)
     steps = ((q_token, q_head), (k_token, k_head), (v_token, v_head), (dout_token, dout_head))

@@ -91,7 +91,7 @@ def _locate(work, geometry, tables):
     n_supers, full_supers, n_kinds, n_items, n_heads = geometry[:5]
     items_ptr, _, heads_ptr, _, visits_ptr = tables
     item, super_index, head, batch, variant, n_items = find_work(
-        work % n_items, work // n_items, visits_ptr, geometry[6][5], n_items, n_supers, full_supers, n_heads
+        work % n_items, work // n_items, visits_ptr, n_items, n_supers, full_supers, n_heads
     )
     kind = gl.load(heads_ptr + head * 2)
     shift = gl.load(heads_ptr + head * 2 + 1)
@@ -455,7 +455,6 @@ def _forward_kernel(
     heads_ptr,
     bounds_ptr,
     visits_ptr,
-    spans_ptr,
     q_token,
     q_head,
     k_token,
@@ -539,7 +538,7 @@ def _forward_kernel(
         n_items,
         n_heads,
         left_over,
-        (super_rows, super_tokens, whole_rows, longer_classes, length, spans_ptr),
+        (super_rows, super_tokens, whole_rows, longer_classes, length, visits_ptr),
         key_rows,
         (window_left, window_right),
     )

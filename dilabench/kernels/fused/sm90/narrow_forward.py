@@ -170,7 +170,6 @@ def _narrow_kernel(
     entries_ptr,
     heads_ptr,
     visits_ptr,
-    spans_ptr,
     scale_log2,
     n_supers,
     full_supers,
@@ -227,7 +226,7 @@ def _narrow_kernel(
     item = gl.where(item_major != 0, pid // n_blocks, pid % n_items)
     block = gl.where(item_major != 0, pid % n_blocks, pid // n_items)
     item, super_index, head, batch, variant, n_items = find_work(
-        item, block, visits_ptr, spans_ptr, n_items, n_supers, full_supers, n_heads
+        item, block, visits_ptr, n_items, n_supers, full_supers, n_heads
     )
     kind = gl.load(heads_ptr + head * 2)
     shift = gl.load(heads_ptr + head * 2 + 1)
@@ -238,7 +237,7 @@ def _narrow_kernel(
     n_full = gl.load(item_ptr + 3)
     n = n_full + gl.load(item_ptr + 4)
     if u >= 0:
-        sizes = (super_rows, super_tokens, whole_rows, longer_classes, length, spans_ptr)
+        sizes = (super_rows, super_tokens, whole_rows, longer_classes, length, visits_ptr)
         base_row, first_place, ends = segment_of(super_index, sizes, R, SHIFTED)
         route = (base_row, shift, (first_place, whole_rows, left_over), R)
         whose = (batch, head // heads_per_kv)

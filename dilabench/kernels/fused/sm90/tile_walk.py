@@ -12,14 +12,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.extra import libdevice
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dilabench.kernels.fused.branch_group import CLASS_BITS, SPAN_COLUMNS, TILE_BITS
+from dilabench.kernels.fused.branch_group import CLASS_BITS, TILE_BITS, VISIT_COLUMNS
 
 _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 _TILE_BITS = gl.constexpr(TILE_BITS)
 _TILE_MASK = gl.constexpr((1 << TILE_BITS) - 1)
 _CLASS_MASK = gl.constexpr((1 << CLASS_BITS) - 1)
 _COUNT_SHIFT = gl.constexpr(TILE_BITS + CLASS_BITS)
-_SPAN_COLUMNS = gl.constexpr(SPAN_COLUMNS)
+_VISIT_COLUMNS = gl.constexpr(VISIT_COLUMNS)
 
 
 @lru_cache(maxsize=64)
@@ -74,33 +74,33 @@ def bias_of(entry):
 
 
 @gluon.jit
-def find_work(item, block, visits_ptr, spans_ptr, n_items, n_supers, full_supers, n_heads):
+def find_work(item, block, visits_ptr, n_items, n_supers, full_supers, n_heads):
     """As `tile_walk.find_work`, of an item and a block."""
     super_index = block % n_supers
     head = (block // n_supers) % n_heads
     batch = block // n_supers // n_heads
     variant = (super_index >= full_supers).to(gl.int32)
     if visits_ptr is not None:
-        super_index = gl.load(visits_ptr + item * 2)
-        item = gl.load(visits_ptr + item * 2 + 1)
-        variant = gl.load(spans_ptr + super_index * _SPAN_COLUMNS + 2)
-        n_items = gl.load(spans_ptr + 6)
+        super_index = item
+        variant = gl.load(visits_ptr + super_index * _VISIT_COLUMNS + 4)
+        item = gl.load(visits_ptr + super_index * _VISIT_COLUMNS + 5)
+        n_items = gl.load(visits_ptr + super_index * _VISIT_COLUMNS + 6)
     return item, super_index, head, batch, variant, n_items
 
 
 @gluon.jit
 def segment_of(super_index, sizes, R, SHIFTED: gl.constexpr):
     """As `tile_walk.segment_of`: first row, place of the first token in it, and `end_of`'s ends of a super-segment."""
-    super_rows, super_tokens, whole_rows, longer_classes, length, spans_ptr = sizes
+    super_rows, super_tokens, whole_rows, longer_classes, length, visits_ptr = sizes
     first_row = super_index * super_rows
     first_place = 0
     rows = whole_rows - first_row
     if SHIFTED:
         first_token = super_index * super_tokens
         tokens = gl.minimum(super_tokens, length - first_token)
-        if spans_ptr is not None:
-            first_token = gl.load(spans_ptr + super_index * _SPAN_COLUMNS)
-            tokens = gl.load(spans_ptr + super_index * _SPAN_COLUMNS + 1)
+        if visits_ptr is not None:
+            first_token = gl.load(visits_ptr + super_index * _VISIT_COLUMNS)
+            tokens = gl.load(visits_ptr + super_index * _VISIT_COLUMNS + 1)
         first_row = first_token // R
         first_place = first_token % R
         rows = tokens // R
@@ -111,22 +111,22 @@ def segment_of(super_index, sizes, R, SHIFTED: gl.constexpr):
 @gluon.jit
 def stored_rows(super_index, sizes, R):
     """As `tile_walk.stored_rows`."""
-    super_rows, super_tokens, _, _, length, spans_ptr = sizes
-    if spans_ptr is None:
+    super_rows, super_tokens, _, _, length, visits_ptr = sizes
+    if visits_ptr is None:
         first = super_index * super_rows
         rows = length // super_tokens * super_rows + (length % super_tokens + R - 1) // R
     else:
-        first = gl.load(spans_ptr + super_index * _SPAN_COLUMNS + 4)
-        rows = gl.load(spans_ptr + 5)
+        first = gl.load(visits_ptr + super_index * _VISIT_COLUMNS + 3)
+        rows = gl.load(visits_ptr + 7)
     return first, rows
 
 
 @gluon.jit
-def stats_row(super_index, spans_ptr, stats_rows):
+def stats_row(super_index, visits_ptr, stats_rows):
     """As `tile_walk.stats_row`."""
     row = super_index * stats_rows
-    if spans_ptr is not None:
-        row = gl.load(spans_ptr + super_index * _SPAN_COLUMNS + 3)
+    if visits_ptr is not None:
+        row = gl.load(visits_ptr + super_index * _VISIT_COLUMNS + 2)
     return row
 
 
