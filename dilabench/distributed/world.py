@@ -233,11 +233,20 @@ class World:
         self.traffic.add(kind, sent=sent, received=received)
         if self.copies is not None:
             return Work([self.copies.send_recv(sends, receives)], [x for several in receives.values() for x in several])
+        self._refuse_capture()
         contiguous = {peer: [tensor.contiguous() for tensor in tensors] for peer, tensors in sends.items()}
         works = dist.batch_isend_irecv(
             [*self._operations(dist.irecv, receives), *self._operations(dist.isend, contiguous)]
         )
         return Work(works, [tensor for tensors in contiguous.values() for tensor in tensors])
+
+    def _refuse_capture(self) -> None:
+        """Raise RuntimeError while a CUDA graph is captured: graphs of NCCL's messages did not end in tests."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"messages over {self.transport} cannot be captured in a CUDA graph, only those by copy engines can; "
+                "call without a graph"
+            )
 
     def all_to_all(
         self, flat: Tensor, input_split_sizes: Sequence[int], output_split_sizes: Sequence[int], kind: str
@@ -258,6 +267,7 @@ class World:
         if self.copies is not None:
             taken[self.rank].copy_(given[self.rank])
             return received, Work([self.copies.send_recv(sends, receives)], taken)
+        self._refuse_capture()
         aliases = [_alias(x) for x in (received, flat)] if self.device.type == "cpu" else []
         into, from_ = aliases or (received, flat)
         work = dist.all_to_all_single(

@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from concurrent.futures import BrokenExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -12,6 +13,7 @@ import torch
 
 from dilabench.distributed.transport import copies as transport
 from dilabench.distributed.transport.copies import Copies
+from dilabench.distributed.world import World
 
 
 @pytest.fixture
@@ -110,14 +112,35 @@ def test_every_replay_of_a_graph_brings_the_messages_of_this_replay(launch):
 
 @pytest.mark.gpu
 @on_two_gpus
-@pytest.mark.parametrize("by", ["copy engines", "nccl"])
-def test_attention_over_ranks_in_a_graph_gives_what_the_call_gives(monkeypatch, launch, by):
+def test_attention_over_ranks_in_a_graph_gives_what_the_call_gives(launch):
     import copy_cases
 
-    monkeypatch.setenv("DILABENCH_TRANSPORT", by)
     for carried, wrong in launch(copy_cases.graphed, 2, device="cuda"):
-        assert carried.startswith(by)
+        assert carried.startswith("copy engines")
         assert wrong == []
+
+
+@pytest.mark.gpu
+@on_two_gpus
+def test_messages_over_nccl_are_not_captured(monkeypatch, launch):
+    import copy_cases
+
+    monkeypatch.setenv("DILABENCH_TRANSPORT", "nccl")
+    with pytest.raises(RuntimeError, match=r"messages over nccl.* cannot be captured in a CUDA graph"):
+        launch(copy_cases.graphed, 2, device="cuda")
+
+
+def test_messages_without_copy_engines_are_not_captured(monkeypatch):
+    """On a device that is captured from; the refusal comes before any message."""
+    world = replace(World.single(), size=2, device=torch.device("cuda"), transport="nccl")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    sent = torch.ones(4)
+    for message in (
+        lambda: world.send_recv({1: [sent]}, {1: [torch.empty(4)]}, "test"),
+        lambda: world.all_to_all(sent, [2, 2], [2, 2], "test"),
+    ):
+        with pytest.raises(RuntimeError, match="messages over nccl cannot be captured in a CUDA graph"):
+            message()
 
 
 @pytest.mark.gpu
