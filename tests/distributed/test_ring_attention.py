@@ -136,13 +136,13 @@ def test_batches_over_one_axis_and_tokens_over_the_other_have_the_losses_of_one_
 
 @pytest.mark.slow
 def test_layers_that_may_be_graphs_have_the_losses_of_one_rank():
-    alone = losses(1, "train_with_graphs.py", "cpu")
+    alone = losses("train_with_graphs.py", 1, "cpu")
     assert len(alone) == 5
-    assert losses(2, "train_with_graphs.py", "cpu") == pytest.approx(alone, rel=1e-4)
+    assert losses("train_with_graphs.py", 2, "cpu") == pytest.approx(alone, rel=1e-4)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_layers_in_graphs_have_the_losses_of_one_rank():
-    alone = losses(1, "train_with_graphs.py", "cpu")
-    assert losses(2, "train_with_graphs.py", "cuda") == pytest.approx(alone, rel=1e-3)
+    alone = losses("train_with_graphs.py", 1, "cpu")
+    assert losses("train_with_graphs.py", 2, "cuda") == pytest.approx(alone, rel=1e-3)
