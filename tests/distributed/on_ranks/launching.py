@@ -55,6 +55,7 @@ def printed(script, size, arguments=()):
 def as_script(rank, size, store, script, arguments):
     join = partial(dist.init_process_group, store=meeting_store(store, size), rank=rank, world_size=size)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["LOCAL_RANK"] = str(rank)
     sys.argv, sys.path[:0] = [script, *arguments], [str(Path(script).parent)]
     with mock.patch.object(dist, "init_process_group", join), redirect_stdout(io.StringIO()) as output:
         runpy.run_path(script, run_name="__main__")
