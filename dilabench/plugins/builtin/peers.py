@@ -34,6 +34,13 @@ _IN_ORDER = Capabilities(
     max_world_size=None,
     check_ranks=against_equal_parts,
 )
+_SELECTED_BRANCH = Capabilities(
+    patterns=frozenset({"selected_blocks"}),
+    devices=frozenset({"cuda"}),
+    dtypes=HALF,
+    causal=frozenset({True}),
+    window=False,
+)
 _ZIGZAG = replace(_IN_ORDER, causal=frozenset({True}), check_ranks=against_equal_pairs)
 
 
@@ -269,15 +276,7 @@ FLA_NSA = Implementation(
     "fla-nsa",
     "the selected branch of NSA in flash-linear-attention",
     "dilabench.impls.peers.fla_nsa:build",
-    supports=Capabilities(
-        patterns=frozenset({"selected_blocks"}),
-        devices=frozenset({"cuda"}),
-        dtypes=HALF,
-        causal=frozenset({True}),
-        window=False,
-        max_head_dim=256,
-        check=_not_flas,
-    ),
+    supports=replace(_SELECTED_BRANCH, max_head_dim=256, check=_not_flas),
     requires=("fla.ops.nsa", "einops", "cuda>=sm80"),
     compiles=True,
     quirks=(
@@ -307,15 +306,7 @@ NSA_PYTORCH = Implementation(
     "native-sparse-attention-pytorch",
     "the selected branch of lucidrains' Native Sparse Attention",
     "dilabench.impls.peers.nsa_pytorch:build",
-    supports=Capabilities(
-        patterns=frozenset({"selected_blocks"}),
-        devices=frozenset({"cuda"}),
-        dtypes=HALF,
-        causal=frozenset({True}),
-        window=False,
-        max_head_dim=128,
-        check=_not_lucidrains,
-    ),
+    supports=replace(_SELECTED_BRANCH, max_head_dim=128, check=_not_lucidrains),
     requires=("native_sparse_attention_pytorch", "einops", "einx", "jaxtyping", "cuda>=sm80"),
     compiles=True,
     quirks=("computes in float16 whatever the dtype of q: bfloat16 is converted inside the timed call",),
