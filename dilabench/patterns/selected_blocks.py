@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from dilabench.errors import ConfigError
-from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SequenceShape
+from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SelectedKeys, SequenceShape
 from dilabench.patterns.mask_files import mask_digest, mask_of_digest, named_file, read_array
 from dilabench.patterns.pattern import Pattern, group_rows
-from dilabench.patterns.token_selectors import ABSENT, TOKEN_SELECTORS, Tokens, select_rows, thresholds
+from dilabench.patterns.selectors import ABSENT
+from dilabench.patterns.token_selectors import TOKEN_SELECTORS, Tokens, select_rows, thresholds
 from dilabench.units import format_count
 from dilabench.validation import Model, Size, validated
 
@@ -165,6 +166,11 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
     def differs_by_token(self) -> bool:
         """Each token has its own indices."""
         return True
+
+    @property
+    def selects(self) -> SelectedKeys:
+        """Per token."""
+        return SelectedKeys(self.block_size, per_token=True)
 
     @property
     def token_selector(self) -> TokenSelector | None:
@@ -356,7 +362,8 @@ def _row_labels(pattern: SelectedBlocksPattern, shapes: tuple[SequenceShape, ...
 def _numbered(blocks: Indices, length: int) -> NDArray[np.int64]:
     """The blocks of some rows as numbers of which each belongs to one row."""
     row, place = (blocks != ABSENT).nonzero()
-    return row * length + blocks[row, place]
+    numbers: NDArray[np.int64] = row * length + blocks[row, place]
+    return numbers
 
 
 def _pieces(rows: Positions, columns: int) -> list[Positions]:
