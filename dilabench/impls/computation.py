@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from dilabench.impls.one_operator import differentiable, new_number, register
+from dilabench.impls.one_operator import as_one_operator, eager, new_number, outside_compilers, register
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -31,11 +32,13 @@ class AttentionComputation(ABC):
 
     def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out, and lse [B, H, N], packed [H, T] (natural log; float32, float64 for float64), without a gradient."""
-        if q.ndim == 4:
-            return differentiable(self, self.number, q, k, v, keeps_more=self.keeps_more)
-        packed = q[None], k[None], v[None]
-        out, lse = differentiable(self, self.number, *packed, keeps_more=self.keeps_more)
-        return out.squeeze(0), lse.squeeze(0)
+        if q.ndim == 3:
+            out, lse = self.with_lse(q[None], k[None], v[None])
+            return out.squeeze(0), lse.squeeze(0)
+        # An operator would not pass on the tensors that `forward` keeps.
+        if (torch.compiler.is_compiling() or torch._C._is_tracing()) and not self.keeps_more:
+            return as_one_operator(self.number, q, k, v)
+        return outside_compilers(eager, self, q, k, v)
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
