@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dilabench.attention import operands
 from dilabench.attention.dilated import IN_PATTERN, dilated_attention
-from dilabench.attention.selected import SELECTED_BY_INDICES, of_query_blocks, selected_attention
+from dilabench.attention.selected import SELECTED_BY_INDICES, of_tokens, selected_attention
 from dilabench.choice.computation import backend_of, implementation_of
 from dilabench.choice.descriptors import load_target
 from dilabench.choice.ways import AUTO, Way
@@ -43,6 +43,7 @@ from dilabench.kernels.lse import add_null_mass_
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.pattern import Pattern
+from dilabench.patterns.registry import pattern_type
 from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
 
 __all__ = ["attention", "block_sparse_attention"]
@@ -161,19 +162,10 @@ def attention(
         return (out, lse.detach()) if return_lse else out
     if max_seqlen is not None:
         operands.rounded_up(max_seqlen, cu_seqlens)
-    selected, by_token = pattern.selects, False
-    if selected is None:
-        if indices is not None:
-            raise ValueError(f"indices with pattern {pattern.kind}: they are blocks of {SELECTED_BY_INDICES}")
-    elif indices is None:
-        by_token = selected.per_token and pattern.reads_queries
-    else:
-        by_token = selected.per_token or cu_seqlens is not None
-    if selected is not None and by_token:
-        if indices is not None and cu_seqlens is not None and not selected.per_token:
-            indices = of_query_blocks(indices, selected.block_size, query, key, cu_seqlens)
+    selected = of_tokens(pattern, indices, query, key, cu_seqlens)
+    if selected is not None:
         given: Any = {"causal": causal, "window": window, "scale": scale, "sink": sink, "cu_seqlens": cu_seqlens}
-        out, lse = selected_attention(query, key, value, indices, selected.block_size, backend=backend, **given)
+        out, lse = selected_attention(query, key, value, *selected, backend=backend, **given)
     else:
         if sink is not None:
             operands.check_is_tensor(sink)
@@ -254,7 +246,8 @@ def block_sparse_attention(
     if isinstance(density, Tensor) or isinstance(block_size, Tensor) or isinstance(seed, Tensor):
         operands.check_options({"block_size": block_size, "density": density, "seed": seed})
     given = options.get("indices") is not None
-    pattern = _selection_of(block_size) if given else _block_pattern(mask, block_size, density, seed)
+    masked = {"mask": mask, "block_size": block_size, "density": density, "mask_seed": seed}
+    pattern = _selection_of(block_size) if given else _made("block_sparse", **masked)
     result: Tensor | tuple[Tensor, Tensor] = attention(  # type: ignore[call-overload]
         query, key, value, pattern=pattern, return_lse=return_lse, **options
     )
@@ -262,25 +255,16 @@ def block_sparse_attention(
 
 
 @lru_cache(maxsize=64)
+def _made(kind: str, **fields: Any) -> Pattern:
+    try:
+        return pattern_type(kind).from_request(fields)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
 def _selection_of(block_size: int) -> Pattern:
     """A pattern for blocks that a caller gives."""
-    from dilabench.patterns.topk_blocks import TopKBlocksPattern
-
-    try:
-        return TopKBlocksPattern.from_request({"block_size": block_size, "selector": "random", "top_k": 1})
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-
-
-@lru_cache(maxsize=64)
-def _block_pattern(mask: str, block_size: int, density: float, seed: int) -> Pattern:
-    from dilabench.patterns.block_sparse import BlockSparsePattern
-
-    try:
-        fields = {"mask": mask, "block_size": block_size, "density": density, "mask_seed": seed}
-        return BlockSparsePattern.from_request(fields)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
+    return _made("topk_blocks", block_size=block_size, selector="random", top_k=1)
 
 
 class _Options(NamedTuple):

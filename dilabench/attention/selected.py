@@ -19,16 +19,12 @@ from dilabench.attention import operands
 from dilabench.choice.ways import AUTO
 from dilabench.impls.no_pairs import NOTHING_SEEN, SHAPES_ONLY
 from dilabench.impls.null_mass import sink_gradient
-from dilabench.impls.one_operator import (
-    Computation,
-    WithGradient,
-    contiguous_like,
-    empty_results,
-    is_plain_eager_call,
-)
+from dilabench.impls.one_operator import Computation, WithGradient, is_plain_eager_call
 from dilabench.impls.operator_rules import (
     LIBRARY,
+    contiguous_like,
     differentiable_operator,
+    empty_results,
     first_derivatives,
     one_after_another,
     operator,
@@ -39,6 +35,7 @@ from dilabench.impls.selected.selected_blocks import computation_for
 from dilabench.impls.selected.selecting import Choosing, Compression, select_by_compression
 from dilabench.impls.selected.selection import Selection
 from dilabench.kernels.lse import add_null_mass_
+from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.selected_blocks import check_block
 from dilabench.workload.spec import Window, check_window
 
@@ -112,7 +109,25 @@ def selected_attention(
     return (out.squeeze(0), lse.detach().squeeze(0)) if packed else (out, lse.detach())
 
 
-def of_query_blocks(
+def of_tokens(
+    pattern: Pattern, indices: Tensor | None, query: Tensor, key: Tensor, cu_seqlens: Sequence[int] | Tensor | None
+) -> tuple[Tensor | None, int] | None:
+    """The indices of each token and the block size, also if packed queries select in blocks; None for other patterns,
+    and if their own selection is computed. Raises ValueError for indices of a pattern that selects no blocks.
+    """
+    selected = pattern.selects
+    if selected is None:
+        if indices is not None:
+            raise ValueError(f"indices with pattern {pattern.kind}: they are blocks of {SELECTED_BY_INDICES}")
+    elif selected.per_token:
+        if indices is not None or pattern.reads_queries:
+            return indices, selected.block_size
+    elif indices is not None and cu_seqlens is not None:
+        return _of_query_blocks(indices, selected.block_size, query, key, cu_seqlens), selected.block_size
+    return None
+
+
+def _of_query_blocks(
     indices: Tensor, block_size: int, query: Tensor, key: Tensor, cu_seqlens: Sequence[int] | Tensor
 ) -> Tensor:
     """[T, K, k] of packed query [T, H, D] and key [T, K, D], from [n, k] or [K, n, k] of each block of `block_size`

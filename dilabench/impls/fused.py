@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.computation import AttentionComputation
 from dilabench.impls.null_mass import log_zero_keys
-from dilabench.impls.one_operator import is_plain_eager_call
+from dilabench.impls.one_operator import AttentionComputation, is_plain_eager_call
 from dilabench.kernels.fused.backward import fused_backward
 from dilabench.kernels.fused.forward import fused_forward, fused_forward_partials
 from dilabench.kernels.fused.packing import Packing

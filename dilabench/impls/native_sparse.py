@@ -19,8 +19,8 @@ from torch import Tensor
 from dilabench.contracts import BuildContext
 from dilabench.impls.block_sparse.block_sparse import kernels_for
 from dilabench.impls.block_sparse.union import COLUMN_BLOCK, BlockBackward, BlockForward, require_whole_plan
-from dilabench.impls.one_operator import Computation, empty_results, outside_compilers
-from dilabench.impls.operator_rules import first_derivatives
+from dilabench.impls.one_operator import Computation, outside_compilers
+from dilabench.impls.operator_rules import empty_results, first_derivatives
 from dilabench.impls.selected import selected_blocks
 from dilabench.impls.summed import Part, block_means, block_means_backward, parts_of
 from dilabench.kernels.block_sparse.plan import BlockPlan, Plan

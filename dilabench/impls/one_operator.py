@@ -10,11 +10,12 @@ functionalize writes through the strided views that results are merged into. So 
 import ast
 import itertools
 import logging
-import math
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,8 +25,12 @@ from dilabench.impls.null_mass import sink_gradient
 from dilabench.impls.operator_rules import (
     FLOP_COUNTER,
     LIBRARY,
+    as_bytes,
+    contiguous_like,
     differentiable_operator,
+    empty_results,
     first_derivatives,
+    from_bytes,
     let_flops_be_counted,
     mapped,
     operator,
@@ -166,7 +171,7 @@ def materialised(x: Tensor) -> Tensor:
 
 
 def eager(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse as `differentiable` gives them, without a compiler."""
+    """out and lse [B, H, N], which carries no gradient, without a compiler."""
     q, k, v = materialised(q), materialised(k), materialised(v)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out, lse = WithGradient.apply(computation, q, k, v)
@@ -178,13 +183,6 @@ def eager(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Te
 def forward_before_backward(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> Any:
     """`Computation.forward` before `Computation.backward`: prepared together, if it has such a form."""
     return getattr(computation, "forward_before_backward", computation.forward)(q, k, v)
-
-
-def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for out and lse of q [B, N, H, D]."""
-    *lead, rows, heads, _ = q.shape
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return contiguous_like(q), q.new_empty((*lead, heads, rows), dtype=dtype)
 
 
 class WithGradient(torch.autograd.Function):
@@ -209,6 +207,48 @@ class WithGradient(torch.autograd.Function):
         elif dout.is_neg() or dout._is_zerotensor():
             dout = materialised(dout)
         return None, *first_derivatives(ctx.computation.backward, dout, q, k, v, out, lse, *([kept] if kept else []))
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class AttentionComputation(ABC):
+    """A `Computation`, found by operators under its number, that autograd can differentiate.
+
+    `keeps_more`: `forward` also gives a list of tensors, which `backward` takes last.
+    """
+
+    number: int = field(default_factory=new_number, init=False, repr=False, compare=False)
+
+    keeps_more: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        register(self.number, self)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D], or packed [T, ·, D]; differentiable."""
+        return self.with_lse(q, k, v)[0]
+
+    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """out, and lse [B, H, N], packed [H, T] (natural log; float32, float64 for float64), without a gradient."""
+        if q.ndim == 3:
+            out, lse = self.with_lse(q[None], k[None], v[None])
+            return out.squeeze(0), lse.squeeze(0)
+        # An operator would not pass on the tensors that `forward` keeps.
+        if (torch.compiler.is_compiling() or torch._C._is_tracing()) and not self.keeps_more:
+            return as_one_operator(self.number, q, k, v)
+        return outside_compilers(eager, self, q, k, v)
+
+    @abstractmethod
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        """out [B, N, H, D] in q's dtype and lse [B, H, N], outside autograd; packed sequences are one item.
+
+        A row that sees no key has out 0 and lse -inf.
+        """
+
+    @abstractmethod
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv in the dtypes of q, k, v, from an out and lse that may belong to a larger softmax."""
 
 
 def as_one_operator(
@@ -270,7 +310,7 @@ def _forward_op(
     if sink is not None:
         add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
     kept = (
-        _as_bytes(computation, *more)
+        as_bytes(computation, *more)
         if options.algorithm and more and more[0]
         else query.new_empty(0, dtype=torch.uint8)
     )
@@ -297,7 +337,7 @@ def _backward_op(
     """dq, dk, dv from the results of the forward operator."""
     options = _read(asked)
     computation: Any = _computation(number, query, key, value, options, bounds)
-    more = [_from_bytes(computation, kept)] if options.algorithm else []
+    more = [from_bytes(computation, kept)] if options.algorithm else []
     dq, dk, dv = computation.backward(dout, query, key, value, out, lse, *more)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
@@ -320,27 +360,6 @@ def _pairs(number: int, query: torch.Size, key: torch.Size, asked: str) -> int:
 
 if FLOP_COUNTER in sys.modules:
     let_flops_be_counted(_pairs)
-
-# Each tensor begins at a multiple of this many bytes, for any type.
-_ALIGNED = 16
-
-
-def _as_bytes(computation: Any, kept: Sequence[Tensor]) -> Tensor:
-    """Tensors in one, whose shapes and types the computation remembers: they are the same in each of its calls."""
-    computation.kept = tuple((x.shape, x.dtype) for x in kept)
-    parts = [x.contiguous().flatten().view(torch.uint8) for x in kept]
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat([torch.nn.functional.pad(part, (0, -len(part) % _ALIGNED)) for part in parts])
-
-
-def _from_bytes(computation: Any, kept: Tensor) -> tuple[Tensor, ...]:
-    found, first = [], 0
-    for shape, dtype in computation.kept:
-        size = math.prod(shape) * dtype.itemsize
-        found.append(kept[first : first + size].view(dtype).view(shape))
-        first += size + -size % _ALIGNED
-    return tuple(found)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -423,15 +442,9 @@ def _warn_of_packings(cu_seqlens: tuple[int, ...]) -> None:
         _packings.add(cu_seqlens)
         if len(_packings) == limit:
             logger.warning(
-                "%d lists cu_seqlens are compiled, each as a separate graph, and torch limits the number of graphs "
-                "per function: "
-                "for another list it raises FailOnRecompileLimitHit with fullgraph=True, and runs the function "
-                "uncompiled without. Give cu_seqlens as a tensor, which one graph takes any bounds in, or raise "
+                "%d lists cu_seqlens are compiled, each as a separate graph, and torch limits the number of graphs per "
+                "function: for another list it raises FailOnRecompileLimitHit with fullgraph=True, and else runs the "
+                "function uncompiled. Give cu_seqlens as a tensor, which one graph takes any bounds in, or raise "
                 "torch._dynamo.config.recompile_limit",
                 limit,
             )
-
-
-def contiguous_like(x: Tensor) -> Tensor:
-    """Empty, in the shape and type of x."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -7,6 +7,7 @@ Second and forward-mode derivatives are refused.
 # The annotations of operators are evaluated by torch: no postponed evaluation in this module.
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -251,3 +252,38 @@ def let_flops_be_counted(pairs: Callable[[int, torch.Size, torch.Size, str], int
         counted = getattr(getattr(mode, "counter", None), "flop_registry", None)
         if isinstance(counted, dict):
             counted.update({op: flop_registry[op] for op in operators if op not in counted})
+
+
+def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for out and lse of q [B, N, H, D]."""
+    *lead, rows, heads, _ = q.shape
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return contiguous_like(q), q.new_empty((*lead, heads, rows), dtype=dtype)
+
+
+def contiguous_like(x: Tensor) -> Tensor:
+    """Empty, in the shape and type of x."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+# Each tensor begins at a multiple of this many bytes, for any type.
+_ALIGNED = 16
+
+
+def as_bytes(computation: Any, kept: Sequence[Tensor]) -> Tensor:
+    """Tensors in one, whose shapes and types the computation remembers: they are the same in each of its calls."""
+    computation.kept = tuple((x.shape, x.dtype) for x in kept)
+    parts = [x.contiguous().flatten().view(torch.uint8) for x in kept]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([torch.nn.functional.pad(part, (0, -len(part) % _ALIGNED)) for part in parts])
+
+
+def from_bytes(computation: Any, kept: Tensor) -> tuple[Tensor, ...]:
+    """The tensors of `as_bytes`, as views."""
+    found, first = [], 0
+    for shape, dtype in computation.kept:
+        size = math.prod(shape) * dtype.itemsize
+        found.append(kept[first : first + size].view(dtype).view(shape))
+        first += size + -size % _ALIGNED
+    return tuple(found)

@@ -247,7 +247,7 @@ def _row_checks(past: _Past, row: KeptRow, tolerances: Mapping[str, float], of: 
         with only_heads([row.head]):
             check = _of_head(name, actual, oracle.within(name, tolerances), row, tolerances, of)
             if not check.passed:
-                # The row may be one in which the plain computation is off by more than in those of verification.
+                # The row may be one in which the plain computation is off by more than in the verified rows.
                 check = _of_head(name, actual, oracle.within(name, {}), row, tolerances, of)
         yield check
 

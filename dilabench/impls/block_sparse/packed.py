@@ -22,7 +22,7 @@ from dilabench.impls.block_sparse.union import (
     block_union,
     union_over_everything,
 )
-from dilabench.impls.computation import AttentionComputation
+from dilabench.impls.one_operator import AttentionComputation
 from dilabench.impls.packed import Packed, build_packed
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.kernels.streams import on_a_stream_of_its_own, record

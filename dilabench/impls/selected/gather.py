@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.one_operator import contiguous_like, empty_results
+from dilabench.impls.operator_rules import contiguous_like, empty_results
 from dilabench.impls.selected.selection import SelectedAttention, Selection, check, over_sequences
 from dilabench.impls.selected.stand_ins import selection_of
 from dilabench.workload.spec import Workload

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from dilabench.impls.computation import AttentionComputation
-from dilabench.impls.one_operator import empty_results
+from dilabench.impls.one_operator import AttentionComputation
+from dilabench.impls.operator_rules import empty_results
 from dilabench.workload.spec import UNBOUNDED, Window
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext, LoadedBackend, MergingKernel
-from dilabench.impls.computation import AttentionComputation
 from dilabench.impls.null_mass import log_zero_keys
+from dilabench.impls.one_operator import AttentionComputation
 from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.kernels.lse import add_null_mass_
 from dilabench.kernels.streams import record
