@@ -58,7 +58,7 @@ def run(
     """Measure a suite, as `dilabench run` does, and return the record; progress and the verdict go to stderr.
 
     `config`: presets or TOML files. `lengths`: 4096, "4K" or several. `budget`: seconds, "60s" or "none"; else the
-    suite's own holds. `shard`: "2/8", the second of eight parts. `options`: those of the suite. `settings`: any other
+    suite's own holds. `shard`: "2/8", the second of eight parts. `options`: fields of the suite. `settings`: any other
     field of a TOML file's [run] and [workload] tables, of a pattern (`segment_lengths=[2048, 4096]`), or of the suite.
     What is None, as by default, is not given. The run leaves its folder under `output`; with `store` the record is
     kept for `history` as well. A case that fails is a row of the record, not an exception.

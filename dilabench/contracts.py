@@ -239,8 +239,8 @@ class Packings(Protocol):
     def of(self, bounds: tuple[int, ...] | Tensor, tokens: int = 0, longest: int = 0) -> Any:
         """The computation for sequences from ``bounds[i]`` to ``bounds[i + 1]``, none of them empty.
 
-        bounds: or int32 [n] on the device, not to be read. Then some may be empty, and both others are given: all
-        tokens, and those of the longest sequence or more.
+        bounds: or int32 [n] on the device, not to be read. Then some may be empty, and both others are given: the
+        number of all tokens, and of the longest sequence's, or more.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Attention over the ranks of a process group: each owns some tokens of a sequence, which attend to those of all ranks.
+"""Attention over the ranks of a process group: each owns some tokens of a sequence, which attend to all tokens.
 
     shards = sequence_shards(seq_len)
     x = shards.take(embeddings)                      # this rank's tokens

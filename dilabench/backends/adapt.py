@@ -20,7 +20,7 @@ from dilabench.workload.spec import UNBOUNDED, Window
 
 
 class Sequences(NamedTuple):
-    """Packed sequences as in `contracts.AttendPacked`; those of the keys are always given."""
+    """Packed sequences as in `contracts.AttendPacked`; the bounds of the keys are always given."""
 
     cu_seqlens: Tensor
     longest: int

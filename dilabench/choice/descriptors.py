@@ -264,7 +264,7 @@ class Backend:
     CUDA. `compiles`: as for an implementation. `aligns_ends`, `places_results`: as in `contracts.LoadedBackend`.
     `packed_target`: its `contracts.PackedKernel`, which computes packed sequences in one launch. Without one,
     dilabench's tiles replace it on CUDA and the row has the note `own_tiles`; on a CPU sequences are called one by one.
-    `merging_target`: its `contracts.MergingKernel`, which merges results into those of other keys. `priority`: by class
+    `merging_target`: its `contracts.MergingKernel`, which merges results of several calls. `priority`: by class
     of device (`Machine.device_class`); `auto` takes the usable backend with the highest, and none without a priority
     there. `tried_for`: as for an implementation. `library`: it loads its own library, which runs in a separate
     process. `install`: the command that installs it. `family`: the shared name of generations of one kernel, which the

@@ -1,6 +1,6 @@
 """Implementations over backends ("ways"), by name, and the reasons why one cannot compute a workload here.
 
-`own_ways()` returns dilabench's, from which the library chooses. The benchmark's catalogue adds those of plug-ins
+`own_ways()` returns dilabench's, from which the library chooses. The benchmark's catalogue adds the ways of plug-ins
 (`dilabench.plugins.catalogue`).
 """
 

@@ -70,7 +70,7 @@ class Comparison:
         return f"<Comparison: {counts or 'no pair'}, {len(self.uncompared)} not compared>"
 
     def updated(self, later: "Comparison", judged: Collection[str]) -> "Comparison":
-        """Replace the pairs of the cases with these ids by those of a later comparison; the order stays."""
+        """Replace the pairs of the cases with these ids by the pairs of a later comparison; the order stays."""
         pairs = {pair.candidate.case_id: pair for pair in (*self.pairs, *later.pairs)}
         gone = set(judged) - {pair.candidate.case_id for pair in later.pairs}
         return Comparison(

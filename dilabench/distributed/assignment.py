@@ -52,7 +52,7 @@ class Assignment(ABC):
         """Number of rows, or parts of rows, that `owner` sends to `reader`: those that some query of `reader` sees."""
 
     def step_pairs(self) -> StepPairs:
-        """Per rank the pairs with its local keys, with those of the rank before it, and so on."""
+        """Per rank the pairs with its local keys, with the keys of the rank before it, and so on."""
         return by_step(len(self.held), self.pairs)
 
     def received_bytes(self, workload: Workload) -> int:

@@ -16,7 +16,7 @@ from dilabench.patterns.dilated import rows_kept
 from dilabench.workload.spec import Workload
 
 Interval = tuple[int, int]
-# Per rank the pairs with its local keys, with those of the rank before it, of the one two before it, and so on.
+# Per rank the pairs with its local keys, with the keys of the rank before it, of the one two before, and so on.
 StepPairs = tuple[tuple[float, ...], ...]
 
 

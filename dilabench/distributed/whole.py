@@ -83,5 +83,5 @@ class _Whole(torch.autograd.Function):
         whole: Whole = ctx.whole
         wanted = [*ctx.leaves, *ctx.parameters]
         local = torch.autograd.grad(ctx.out, wanted, whole.shards_of(dout)[0])
-        # Gradients of parameters are already those of the whole (`ring-multihead` sums them over the ranks).
+        # Gradients of parameters are already summed over the whole (`ring-multihead` sums them over the ranks).
         return None, *(whole.joined(gradient) for gradient in local[:3]), *local[3:]

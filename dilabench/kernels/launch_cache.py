@@ -227,7 +227,7 @@ class _Pointer:
 
 def _launcher(compiled: Any, grid: tuple[int, ...]) -> tuple[Callable[..., object] | None, Callable[..., _Recorded]]:
     """Triton's launcher in C, and a function that gives its arguments for the values of a launch, with tensors as
-    addresses, and where those of `_Pointer` are.
+    addresses, and where the arguments of type `_Pointer` are.
 
     Triton 3.6 walks over all arguments in Python at each launch and encodes each tensor descriptor again: 20
     microseconds for forty arguments, of which the launcher takes two. Here a copy of ``compiled.run`` does that with a

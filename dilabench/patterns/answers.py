@@ -37,7 +37,7 @@ class SequenceShape:
 
     @property
     def visible_pairs(self) -> int:
-        """(query, key) pairs under causal mask and window, over all query heads: those of full attention."""
+        """(query, key) pairs under causal mask and window, over all query heads, as full attention computes them."""
         return self.num_heads * windowed_pairs(self.length, self.causal, *self.window)
 
     def bounds(self, rows: Positions) -> tuple[Positions, Positions]:

@@ -77,7 +77,7 @@ def rows_of_blocks(chosen: NDArray[np.bool_], block_size: int, count: int) -> ND
 
 
 def rows_with_keys(mask: Mask, block_size: int, count: int, reach: tuple[int | None, int | None]) -> NDArray[np.bool_]:
-    """[count]: the rows that see a key: some block is set between those of the first and the last one in reach.
+    """[count]: the rows that see a key: some block is set from the block of the first key in reach to the last one's.
 
     `reach`: rows back and ahead, as `SequenceShape.reach`.
     """

@@ -94,7 +94,7 @@ class GatedSumPattern(Pattern):
         return {"selection": self.selected.row_labels(shapes)["selection"]}
 
     def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:
-        """A group for each row: the keys of means that it sees, those of selected blocks, and its window."""
+        """A group for each row: the keys of means that it sees, the keys of selected blocks, and its window."""
         length, stride = self.compression
         last = max(0, (shape.length - length) // stride + 1)
         keys_of_parts = [self._of_rows(summand.pattern, shape, head, rows) for summand in self.summands(shape)[1:]]

@@ -44,7 +44,7 @@ KEPT_INDICES = 2**24
 MAX_RANKS = 2**34
 # Rows with longer selections hardly ever have equal ones.
 MOST_COMPARED = 64
-# Rows whose indices are hashed and compared with those of the token before, for labels.
+# Rows whose indices are hashed, and compared with the indices of the token before, for labels.
 LABELLED_ROWS = 256
 
 

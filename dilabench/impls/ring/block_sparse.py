@@ -119,7 +119,7 @@ Blocks = npt.NDArray[np.int64]
 def _exchange(workload: Workload, device: torch.device, world: World, assignment: BlockAssignment) -> BlockExchange:
     """The computation and messages of this rank.
 
-    The last block of the sequence may be short, so that its owner comes last among those of gathered blocks.
+    The last block of the sequence may be short, so that its owner comes last among the owners of gathered blocks.
     """
     own = assignment.own(world.rank)
     given = {reader: assignment.sent(world.rank, reader) for reader in world.peers}

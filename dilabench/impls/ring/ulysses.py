@@ -116,7 +116,7 @@ class Ulysses:
         ]
 
     def _exchange(self, give: Sequence[Sequence[Tensor]], take: Sequence[Sequence[Tensor]]) -> Work:
-        """Send every other rank its tensors, and receive those of each; a tensor without elements is not sent."""
+        """Send every other rank its tensors, and receive tensors from each; a tensor without elements is not sent."""
         sends, receives = (
             {peer: several for peer in self.world.peers if (several := [x for x in tensors[peer] if x.numel()])}
             for tensors in (give, take)

@@ -151,7 +151,7 @@ def rectangles(
 ) -> tuple[Rectangle, ...]:
     """The kernel calls of these query heads, in the order in which results are merged. Windows are not looked at.
 
-    least_rows: of the rows of a branch in the shortest segments of its chain. diagonal_rows: those of a diagonal that
+    least_rows: of the rows of a branch in the shortest segments of its chain. diagonal_rows: rows of a diagonal that
     is left to the kernel's own causal mask. A call gives at most half of the output of these heads.
     """
     branches = [

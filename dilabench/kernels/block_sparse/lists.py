@@ -221,7 +221,7 @@ def block_lists(
     there = None if hidden is None else HiddenTiles(*(x[..., key.long()] for x in hidden))
     some, whole = _visible(seen, query, key, block_m, block_n, there)
     own, partner, n_own = (key, query, -(-seen.keys // block_n)) if by_key else (query, key, -(-seen.rows // block_m))
-    # Full partners first; those of a list ascend already. numpy sorts numbers of 16 bits in a pass.
+    # Full partners first; the partners in a list ascend already. numpy sorts numbers of 16 bits in a pass.
     kind = (((head * n_own + own) * 2 + ~whole)[some]).numpy()
     n_kinds = len(mask) * n_own * 2
     order = np.argsort(kind.astype(np.uint16) if n_kinds <= 1 << 16 else kind, kind="stable")

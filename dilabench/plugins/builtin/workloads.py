@@ -1,7 +1,7 @@
 """The named workloads and sets, as data: fields of WorkloadRequest, for `--config NAME`.
 
 The ring configurations are dense and causal in bfloat16 unless stated otherwise; the longnet and seed ones are
-dilated, as are those of real models, which are torchscale's function in float16 and not causal. Sparse ones are sizes
+dilated. So are the real models: torchscale's function in float16, not causal. Sparse ones are sizes
 of the papers that they name.
 """
 

@@ -21,7 +21,7 @@ def expand(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
     Without a pattern, or a field of one, in the request: all that define densities (`Pattern.densities`), block masks
     first. A named density, block size or mask file is the only one. Shapes with branches get the mask over each
-    branch's rows. With `--nproc` rows over ranks are measured in addition to those of one device.
+    branch's rows. With `--nproc` rows over ranks are measured in addition to rows of one device.
     """
     implementations = planner.implementations(planner.where(_sparse_or_full))
     cases: list[PlannedCase] = []

@@ -19,7 +19,7 @@ MIB = 2**20
 STRONG_MEANING = "Strong scaling: the same workload on more ranks. Speed-up over one device, and that per rank."
 WEAK_MEANING = (
     "Weak scaling: the same number of tokens on each rank. If attention crosses ranks, longer sequences need more "
-    "work per token, so the efficiency is useful FLOP/s per rank over those of one device."
+    "work per token, so the efficiency is useful FLOP/s per rank over the FLOP/s of one device."
 )
 MEMORY_MEANING = "Peak memory of the rank that needs most, in one call."
 

@@ -15,7 +15,7 @@ def build(workload: Workload, context: BuildContext) -> AttentionFn:
         counts = torch.stack([multiplicity(workload, head, rows) for head in range(workload.num_heads)])
         return counts.to(context.device, getattr(torch, workload.dtype)).log()
 
-    # What stays between calls lies in the cache, whose size a run sets, counts and reports.
+    # Kept between calls in the cache, whose size a run limits, counts and reports.
     bias = context.patterns.get(("masked", workload), bias_of_scores)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

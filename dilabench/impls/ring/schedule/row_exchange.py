@@ -129,7 +129,7 @@ class RowExchange:
         return Transfer(owner, self.world.send_recv(sends, receives, "keys"), receives.get(owner, []))
 
     def give_back(self, distance: int, gradients: Sequence[Tensor], k: Tensor, dtype: torch.dtype) -> Returned:
-        """dK and dV of own rows from the rank `distance` after; send those of the rank before, if any."""
+        """dK and dV of own rows from the rank `distance` after; send the gradients of the rank before, if any."""
         reader, owner = self._peers(distance)
         sends = {owner: gradients} if gradients else {}
         receives = {reader: _empty_pair(self.gives[reader], k, dtype)} if reader in self.gives else {}
