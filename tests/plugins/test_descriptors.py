@@ -17,7 +17,8 @@ from dilabench.plugins import manager
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Capabilities, Implementation, WorkloadPreset
 from dilabench.record import Case, GpuInfo
-from dilabench.workload.spec import Workload
+from dilabench.runs.verification import SHAPE
+from dilabench.workload.spec import Workload, WorkloadRequest
 
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 H200 = GpuInfo(name="H200", compute_capability="9.0")
@@ -136,6 +137,29 @@ REASONS = [
 @pytest.mark.parametrize(("limits", "change", "reason"), REASONS)
 def test_capabilities_say_why_not(limits, change, reason):
     assert Capabilities(**limits).reasons(WORKLOAD.replace(**change), "cpu") == (reason,)
+
+
+def no_rule(*_):
+    raise KeyError("a field that only its own patterns have")
+
+
+@pytest.mark.parametrize("limits", [{"check": no_rule}, {"check_ranks": no_rule}])
+def test_rules_are_asked_about_their_own_patterns_only(limits):
+    dense = Capabilities(patterns=frozenset({"dense"}), **limits)
+    assert dense.reasons(WORKLOAD, "cpu") == ("pattern dilated is not supported (has dense)",)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", manager.discover().catalogue.implementations.names)
+def test_our_own_capabilities_answer_for_every_pattern(name, device):
+    """Rules of plug-ins that fail become reasons of the catalogue; those of dilabench must not fail."""
+    implementation = manager.discover().catalogue.implementations.get(name)
+    limits = (implementation.supports, implementation.preferred_for, implementation.tried_for)
+    for kind in OWN_KINDS:
+        for fields in load(kind).trials().values():
+            asked = WorkloadRequest.model_validate({**SHAPE, "pattern": kind.name, **fields}).resolve("bfloat16")
+            for one in limits:
+                assert one is None or isinstance(one.reasons(asked, device), tuple)
 
 
 def test_what_is_supported_has_no_reason_against_it():
