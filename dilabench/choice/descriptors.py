@@ -364,11 +364,10 @@ def _unmet_compiler(machine: Machine) -> str | None:
 
 def _unmet_package(name: str, version: str | None, find_module: FindModule) -> str | None:
     if "-" in name:
-        try:
-            installed: str | None = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+        installed = installed_version(name)
+        if installed is None:
             return f"distribution {name} is not installed"
-        older = version is not None and is_older(str(installed), version)
+        older = version is not None and is_older(installed, version)
         return f"needs {name} {version} or newer, have {installed}" if older else None
     try:
         spec = find_module(name)
@@ -406,7 +405,8 @@ def installed_version(name: str) -> str | None:
     """
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
-    for distribution in _distributions_by_module().get(name, ()):
+    # No module has a dash in its name.
+    for distribution in () if "-" in name else _distributions_by_module().get(name, ()):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
     return None

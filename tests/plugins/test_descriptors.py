@@ -219,6 +219,22 @@ def test_versions_are_compared_by_pep_440(package, installed, needed, meets, mon
     assert reasons == (() if meets else (f"needs {package} {needed} or newer, have {installed}",))
 
 
+def test_what_is_installed_is_looked_for_once(monkeypatch):
+    looked = []
+    monkeypatch.setattr("dilabench.plugins.catalogue.find_spec", lambda name: looked.append(name))
+    catalogue = Catalogue()
+    for _ in range(2):
+        reasons = unmet(["no_such_module_at_all"], CPU, catalogue.find_module)
+        assert reasons == ("module no_such_module_at_all is not installed",)
+    assert looked == ["no_such_module_at_all"]
+
+
+def test_a_distribution_that_is_missing_costs_no_look_into_all_of_them(monkeypatch):
+    monkeypatch.setattr("dilabench.choice.descriptors._distributions_by_module", lambda: pytest.fail("all were read"))
+    assert installed_version.__wrapped__("no-such-distribution") is None
+    assert unmet(["no-such-distribution>=1.2"], CPU) == ("distribution no-such-distribution is not installed",)
+
+
 def test_a_required_version_that_is_none_is_refused():
     with pytest.raises(PluginError, match=r"'gather': requires 'torch>=two' cannot be read"):
         implementation("gather", requires=("torch>=two",))
