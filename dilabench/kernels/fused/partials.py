@@ -25,6 +25,7 @@ from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.document_lists import BLOCK_TOKENS
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.launch_cache import COPY_BYTES, Arguments, Launch
+from dilabench.kernels.row_programs import row_program
 from dilabench.kernels.softmax import weights_of_two
 
 # The parts of a branch begin at a multiple of this many numbers, so of 16 bytes, for every shape: kernels are compiled
@@ -106,7 +107,7 @@ class PartialPlaces:
         """
         batch, length, heads, dim = self.shape
         columns = triton.next_power_of_2(dim)
-        rows = tuning.rows_of_a_program("partials", columns)
+        rows, num_warps = row_program("partials", columns)
 
         def arguments(uniform: bool) -> Arguments:
             step = self.step if uniform else 1
@@ -126,6 +127,7 @@ class PartialPlaces:
                 "HEAD_DIM": dim,
                 "COLUMNS": columns,
                 "ROWS": rows,
+                "num_warps": num_warps,
             }
             # Addresses of all branches, kept through the loop over documents, would take half as many again.
             limited = {"maxnreg": _REGISTERS} if uniform else {}
