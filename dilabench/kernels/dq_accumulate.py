@@ -42,6 +42,10 @@ def convert_dq(sums: Tensor, scale: float, dq: Tensor, cache: LaunchCache, name:
 
     cache: of the pass, in which this launch has a name.
     """
+    cache.launch(name, [{"sums": sums, "dq": dq}], lambda: [_conversion(sums, scale, dq)])
+
+
+def _conversion(sums: Tensor, scale: float, dq: Tensor) -> Launch:
     batch, rows, heads, dim = dq.shape
     width, step = heads * dim, dq.stride(1)
     columns = min(_MOST_COLUMNS, triton.next_power_of_2(width))
@@ -60,8 +64,7 @@ def convert_dq(sums: Tensor, scale: float, dq: Tensor, cache: LaunchCache, name:
         "num_warps": num_warps,
     }
     grid = (batch * triton.cdiv(rows, own_rows) * blocks,)
-    launch = Launch(_convert_kernel, lambda _: (grid, arguments), False, (dq.dtype, columns, width % 16, step % 16))
-    cache.launch(name, [{"sums": sums, "dq": dq}], lambda: [launch])
+    return Launch(_convert_kernel, lambda _: (grid, arguments), False, (dq.dtype, columns, width % 16, step % 16))
 
 
 @triton.jit(do_not_specialize=("rows", "rows_of_sums"))
