@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dilabench.attention import operands
 from dilabench.attention.dilated import IN_PATTERN, dilated_attention
-from dilabench.attention.selected import SELECTED_BY_INDICES, of_tokens, selected_attention
+from dilabench.attention.selected import SELECTED_BY_INDICES, of_query_blocks, selected_attention
 from dilabench.choice.computation import backend_of, implementation_of
 from dilabench.choice.descriptors import load_target
 from dilabench.choice.ways import AUTO, Way
@@ -43,8 +43,6 @@ from dilabench.kernels.lse import add_null_mass_
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.pattern import Pattern
-from dilabench.patterns.selected_blocks import SelectedBlocksPattern
-from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
 
 __all__ = ["attention", "block_sparse_attention"]
@@ -163,12 +161,19 @@ def attention(
         return (out, lse.detach()) if return_lse else out
     if max_seqlen is not None:
         operands.rounded_up(max_seqlen, cu_seqlens)
-    selected = SelectedBlocksPattern.match(pattern)
-    selects_per_token = selected is not None and (indices is not None or selected.reads_queries)
-    if selects_per_token or (indices is not None and cu_seqlens is not None):
-        by_token, block_size = of_tokens(indices, pattern, query, key, cu_seqlens)
+    selected, by_token = pattern.selects, False
+    if selected is None:
+        if indices is not None:
+            raise ValueError(f"indices with pattern {pattern.kind}: they are blocks of {SELECTED_BY_INDICES}")
+    elif indices is None:
+        by_token = selected.per_token and pattern.reads_queries
+    else:
+        by_token = selected.per_token or cu_seqlens is not None
+    if selected is not None and by_token:
+        if indices is not None and cu_seqlens is not None and not selected.per_token:
+            indices = of_query_blocks(indices, selected.block_size, query, key, cu_seqlens)
         given: Any = {"causal": causal, "window": window, "scale": scale, "sink": sink, "cu_seqlens": cu_seqlens}
-        out, lse = selected_attention(query, key, value, by_token, block_size, backend=backend, **given)
+        out, lse = selected_attention(query, key, value, indices, selected.block_size, backend=backend, **given)
     else:
         if sink is not None:
             operands.check_is_tensor(sink)
@@ -248,7 +253,8 @@ def block_sparse_attention(
     """
     if isinstance(density, Tensor) or isinstance(block_size, Tensor) or isinstance(seed, Tensor):
         operands.check_options({"block_size": block_size, "density": density, "seed": seed})
-    pattern = _block_pattern(mask, block_size, density, seed, options.get("indices") is not None)
+    given = options.get("indices") is not None
+    pattern = _selection_of(block_size) if given else _block_pattern(mask, block_size, density, seed)
     result: Tensor | tuple[Tensor, Tensor] = attention(  # type: ignore[call-overload]
         query, key, value, pattern=pattern, return_lse=return_lse, **options
     )
@@ -256,12 +262,21 @@ def block_sparse_attention(
 
 
 @lru_cache(maxsize=64)
-def _block_pattern(mask: str, block_size: int, density: float, seed: int, selected: bool) -> Pattern:
+def _selection_of(block_size: int) -> Pattern:
+    """A pattern for blocks that a caller gives."""
+    from dilabench.patterns.topk_blocks import TopKBlocksPattern
+
+    try:
+        return TopKBlocksPattern.from_request({"block_size": block_size, "selector": "random", "top_k": 1})
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+@lru_cache(maxsize=64)
+def _block_pattern(mask: str, block_size: int, density: float, seed: int) -> Pattern:
     from dilabench.patterns.block_sparse import BlockSparsePattern
 
     try:
-        if selected:
-            return TopKBlocksPattern.from_request({"block_size": block_size, "selector": "random", "top_k": 1})
         fields = {"mask": mask, "block_size": block_size, "density": density, "mask_seed": seed}
         return BlockSparsePattern.from_request(fields)
     except ConfigError as error:
@@ -370,19 +385,17 @@ def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
     """The function over the key blocks that `indices` name."""
     from dilabench.kernels.block_sparse.selected import SelectedPlan
 
-    selection = TopKBlocksPattern.match(pattern)
-    if selection is None:
-        raise ValueError(f"indices with pattern {pattern.kind}: they are blocks of {SELECTED_BY_INDICES}")
-    (_, length, _, _), size, heads = tensors[0][0], selection.block_size, tensors[1][0][2]
+    assert pattern.selects is not None, "`attention` takes indices only of patterns that select"
+    (_, length, _, _), size, heads = tensors[0][0], pattern.selects.block_size, tensors[1][0][2]
     operands.check_indices(indices, heads, -(-length // size), size, tensors[0][2])
     if indices.is_meta or 0 in tensors[0][0]:
         # Built like a pattern with drawn indices, which refuses shapes that do not fit.
-        return cast(Computation, _function(pattern, tensors, options))
+        return cast(Computation, _function(_selection_of(size), tensors, options))
     # In the form that dilabench's selectors return.
     operands.check_blocks(indices, -(-length // size))
     by_head = (materialised(indices) if indices.ndim == 3 else indices[None]).to(torch.int32).contiguous()
     plan = SelectedPlan(by_head, size, length, options.causal, options.window)
-    union, rows = _over_blocks(pattern, tensors, options)
+    union, rows = _over_blocks(_selection_of(size), tensors, options)
     planned = replace(rows, plan=plan)
     return replace(union, rows=lambda _device: (planned,))
 

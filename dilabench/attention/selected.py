@@ -39,9 +39,7 @@ from dilabench.impls.selected.selected_blocks import computation_for
 from dilabench.impls.selected.selecting import Choosing, Compression, select_by_compression
 from dilabench.impls.selected.selection import Selection
 from dilabench.kernels.lse import add_null_mass_
-from dilabench.patterns.pattern import Pattern
-from dilabench.patterns.selected_blocks import SelectedBlocksPattern, check_block
-from dilabench.patterns.topk_blocks import TopKBlocksPattern
+from dilabench.patterns.selected_blocks import check_block
 from dilabench.workload.spec import Window, check_window
 
 SELECTED_BY_INDICES = "pattern=SelectedBlocksPattern(block_size=...), per token, or TopKBlocksPattern, per query block"
@@ -79,11 +77,11 @@ def selected_attention(
     """
     if indices is None:
         raise ValueError(
-            "pattern selected_blocks without indices: its selectors read stand-ins, not query and key; give the blocks "
+            "blocks selected per token, without indices: selectors read stand-ins, not query and key; give the blocks "
             "that your model selects, indices=[B, N, K, S], or let native_sparse_attention select them"
         )
     if backend != AUTO:
-        raise ValueError(f"backend {backend!r} with pattern selected_blocks, whose kernels call none; leave it out")
+        raise ValueError(f"backend {backend!r} with blocks selected per token, whose kernels call none; leave it out")
     operands.check_are_tensors(query=query, key=key, value=value, indices=indices)
     packed = cu_seqlens is not None
     if packed:
@@ -114,29 +112,14 @@ def selected_attention(
     return (out.squeeze(0), lse.detach().squeeze(0)) if packed else (out, lse.detach())
 
 
-def of_tokens(
-    indices: Tensor | None, pattern: Pattern, query: Tensor, key: Tensor, cu_seqlens: Sequence[int] | Tensor | None
-) -> tuple[Tensor | None, int]:
-    """The indices of each token, and the block size, of a pattern that selects per token, or per block of queries of
-    packed sequences. Raises ValueError for other patterns and for what does not fit.
-    """
-    per_token = SelectedBlocksPattern.match(pattern)
-    if per_token is not None:
-        return indices, per_token.block_size
-    per_block = TopKBlocksPattern.match(pattern)
-    if per_block is None or indices is None or cu_seqlens is None:
-        raise ValueError(f"indices with pattern {pattern.kind}: they are blocks of {SELECTED_BY_INDICES}")
-    check_block(per_block.block_size)
-    return _of_query_blocks(indices, per_block.block_size, query, key, cu_seqlens), per_block.block_size
-
-
-def _of_query_blocks(
+def of_query_blocks(
     indices: Tensor, block_size: int, query: Tensor, key: Tensor, cu_seqlens: Sequence[int] | Tensor
 ) -> Tensor:
     """[T, K, k] of packed query [T, H, D] and key [T, K, D], from [n, k] or [K, n, k] of each block of `block_size`
     queries: n blocks of all sequences, one after another. Under a compiler bounds in a tensor stay unread, and n is not
     checked.
     """
+    check_block(block_size)
     operands.check_are_tensors(query=query, key=key, indices=indices)
     tokens, kv_heads = operands.check_tokens(query, key, key), key.shape[1]
     if isinstance(cu_seqlens, Tensor) and torch.compiler.is_compiling():

@@ -163,24 +163,10 @@ def _only_flash4_blocks(workload: Workload) -> str | None:
 def _no_selector(workload: Workload) -> str | None:
     """Return why the blocks cannot be selected in the call (no queries read, or too few numbers of each), or None."""
     from dilabench.patterns.selectors import STAND_IN_DIM
-    from dilabench.patterns.topk_blocks import TopKBlocksPattern
 
-    pattern = TopKBlocksPattern.match(workload.pattern)
-    if pattern is not None and not pattern.reads_queries:
-        return f"selector={pattern.selector} reads no queries that a call could select from"
-    if workload.head_dim < STAND_IN_DIM:
-        return f"head_dim {workload.head_dim} is below {STAND_IN_DIM}, the numbers that a selector reads"
-    return None
-
-
-def _no_token_selector(workload: Workload) -> str | None:
-    """Return why a call cannot select for each token, or None."""
-    from dilabench.patterns.selected_blocks import SelectedBlocksPattern
-    from dilabench.patterns.token_selectors import STAND_IN_DIM
-
-    pattern = SelectedBlocksPattern.match(workload.pattern)
-    if pattern is not None and not pattern.reads_queries:
-        return f"selector={pattern.selector} reads no queries that a call could select from"
+    pattern = workload.pattern
+    if pattern.selects and not pattern.reads_queries:
+        return f"the selector of {pattern.label()} reads no queries that a call could select from"
     if workload.head_dim < STAND_IN_DIM:
         return f"head_dim {workload.head_dim} is below {STAND_IN_DIM}, the numbers that a selector reads"
     return None
@@ -386,8 +372,8 @@ IMPLEMENTATIONS = (
         supports=Capabilities(
             patterns=PER_TOKEN,
             layouts=BOTH_LAYOUTS,
-            check=_no_token_selector,
-            on_cuda=replace(SELECTED_ON_CUDA, check=_no_token_selector),
+            check=_no_selector,
+            on_cuda=replace(SELECTED_ON_CUDA, check=_no_selector),
         ),
         requires=("triton>=3.6|cpu",),
         deterministic=True,

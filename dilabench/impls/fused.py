@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
+from dilabench.impls.computation import AttentionComputation
 from dilabench.impls.null_mass import log_zero_keys
-from dilabench.impls.one_operator import differentiable, is_plain_eager_call, new_number, register
+from dilabench.impls.one_operator import is_plain_eager_call
 from dilabench.kernels.fused.backward import fused_backward
 from dilabench.kernels.fused.forward import fused_forward, fused_forward_partials
 from dilabench.kernels.fused.packing import Packing
@@ -115,7 +116,7 @@ class Packings:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class Fused:
+class Fused(AttentionComputation):
     """All branches in one kernel.
 
     `zero_keys`: as `null_mass.log_zero_keys` gives them, added to the result of all branches. `tiles`: shapes of the
@@ -129,21 +130,6 @@ class Fused:
     tiles: Mapping[Direction, TileConfig] = field(default_factory=dict, repr=False, compare=False)
     packing: Packing | None = field(default=None, repr=False, compare=False)
     packings: Packings | None = field(default=None, repr=False, compare=False)
-    number: int = field(default_factory=new_number, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        register(self.number, self)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
-        return self.with_lse(q, k, v)[0]
-
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out, and lse [B, H, N] (natural log, float32), which carries no gradient."""
-        if self.packing is None:
-            return differentiable(self, self.number, q, k, v)
-        out, lse = differentiable(self, self.number, q[None], k[None], v[None])
-        return out.squeeze(0), lse.squeeze(0)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None) -> tuple[Tensor, Tensor]:
         """out and lse, outside autograd; `beside`: launches to compile with it."""
@@ -176,7 +162,7 @@ class Fused:
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class FusedDetached:
+class FusedDetached(AttentionComputation):
     """Separate branches, merged with weights that count as constants in the backward pass.
 
     Given its own out and the merged lse, the backward of a branch is its share of the detached gradient
@@ -190,26 +176,8 @@ class FusedDetached:
     tiles: Mapping[Direction, TileConfig] = field(default_factory=dict, repr=False, compare=False)
     packing: Packing | None = field(default=None, repr=False, compare=False)
     packings: Packings | None = field(default=None, repr=False, compare=False)
-    number: int = field(default_factory=new_number, init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        register(self.number, self)
-
-    @property
-    def keeps_more(self) -> bool:
-        """Whether `forward` gives what spares `backward` a second forward pass."""
-        return True
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
-        return self.with_lse(q, k, v)[0]
-
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out, and lse [B, H, N] (natural log, float32), which carries no gradient."""
-        if self.packing is None:
-            return differentiable(self, self.number, q, k, v, keeps_more=True)
-        out, lse = differentiable(self, self.number, q[None], k[None], v[None], keeps_more=True)
-        return out.squeeze(0), lse.squeeze(0)
+    keeps_more: ClassVar[bool] = True
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, beside: Beside | None = None

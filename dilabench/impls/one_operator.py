@@ -130,19 +130,6 @@ def _computation(
     return found
 
 
-def differentiable(
-    computation: Computation, number: int, q: Tensor, k: Tensor, v: Tensor, keeps_more: bool = False
-) -> tuple[Tensor, Tensor]:
-    """out [B, N, H, D] and lse [B, H, N], which carries no gradient, by a registered computation; for autograd.
-
-    keeps_more: `forward` also gives a list of tensors, which `backward` takes last. The operator does not pass these
-    on, so the compiler does not handle such a computation.
-    """
-    if (torch.compiler.is_compiling() or torch._C._is_tracing()) and not keeps_more:
-        return as_one_operator(number, q, k, v)
-    return outside_compilers(eager, computation, q, k, v)
-
-
 def outside_compilers(function: Callable[..., ResultT], *arguments: Any) -> ResultT:
     """Call it as it is, with a break of the graph where a compiler traces the call."""
     if not torch.compiler.is_compiling():

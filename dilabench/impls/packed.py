@@ -7,7 +7,6 @@ sequence uses the computation for its length; successive ones of equal length fo
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext, LoadedBackend, PackedKernel
+from dilabench.impls.computation import AttentionComputation
 from dilabench.impls.null_mass import log_zero_keys
-from dilabench.impls.one_operator import Computation, differentiable, new_number, register
+from dilabench.impls.one_operator import Computation
 from dilabench.impls.union.branches import branches_of
 from dilabench.impls.union.packed_rows import AllTokens, PackedRows, PackedUnion, packed_rows, varlen_arguments
 from dilabench.kernels.lse import has_kernel
@@ -36,35 +36,6 @@ if TYPE_CHECKING:
 LARGEST_HEAD_DIM, ROW_BYTES = 256, 16
 # A CUDA grid's second and third axes end there, and kernels have sequences on one of them.
 MOST_SEQUENCES = 65535
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class OverTokens(ABC):
-    """A function of tokens [T, H, D], from a computation on [1, T, H, D]."""
-
-    number: int = field(default_factory=new_number, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        register(self.number, self)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """out [T, H, D] of q [T, H, D] and k, v [T, K, D]; differentiable."""
-        return self.with_lse(q, k, v)[0]
-
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out, and lse [H, T] (natural log), which carries no gradient."""
-        out, lse = differentiable(self, self.number, q[None], k[None], v[None])
-        return out.squeeze(0), lse.squeeze(0)
-
-    @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out [1, T, H, D] and lse [1, H, T], outside autograd."""
-
-    @abstractmethod
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv [1, T, ·, D] from the results of `forward`."""
 
 
 class _Run(NamedTuple):
@@ -85,7 +56,7 @@ class _Run(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Packed(OverTokens):
+class Packed(AttentionComputation):
     """Sequences that follow each other along one axis, as runs of one length, with the computation of each run."""
 
     runs: tuple[tuple[_Run, Computation], ...]
@@ -131,7 +102,7 @@ def build_packed(
 
 
 @dataclass(frozen=True, slots=True)
-class OneLaunch(OverTokens):
+class OneLaunch(AttentionComputation):
     """All sequences in one launch by a backend's kernel for packed ones. arguments: sequences, mask and scale, as it
     takes them. packings: of other bounds, unless segments cut the sequences.
     """
@@ -191,7 +162,7 @@ def _whole_stretches(workload: Workload, device: torch.device) -> list[int] | No
 
 
 @dataclass(frozen=True, slots=True)
-class InTiles(OverTokens):
+class InTiles(AttentionComputation):
     """All sequences in one launch by dilabench's tiles, for head dims with this many columns `behind` that bulk copies
     skip. `notes`: that they replace the backend. packings: of other bounds.
     """
@@ -264,7 +235,7 @@ def in_tiles(workload: Workload, context: BuildContext) -> InTiles | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ByBranches(OverTokens):
+class ByBranches(AttentionComputation):
     """All sequences in one launch per branch."""
 
     union: PackedUnion

@@ -117,6 +117,13 @@ class Pairs(NamedTuple):
     least: int
 
 
+class SelectedKeys(NamedTuple):
+    """Selected blocks of `block_size` keys: of each query token and key/value head, or of each block of queries."""
+
+    block_size: int
+    per_token: bool
+
+
 class Picture(NamedTuple):
     """Cells of a picture of head 0, first queries on top: the share that is computed, None if the mask hides the cell.
 

@@ -168,6 +168,10 @@ class BlockSparsePattern(Pattern):
         unusual = self.model_dump(exclude_defaults=True, exclude=named)
         return " ".join([*words, *(f"{name}={value}" for name, value in unusual.items())])
 
+    def setting(self) -> str:
+        """The density; of a file only that it is one."""
+        return "from file" if self.mask == "custom" else f"{self.density:.1%}"
+
     def details(self, shapes: Sequence[SequenceShape]) -> str:
         """The kind of mask, its blocks, and its requested and actual density."""
         intended = "from a file" if self.mask == "custom" else f"{self.density:.1%} requested"

@@ -25,6 +25,7 @@ from dilabench.patterns.answers import KeyGroup as KeyGroup
 from dilabench.patterns.answers import Pairs as Pairs
 from dilabench.patterns.answers import Picture as Picture
 from dilabench.patterns.answers import Positions as Positions
+from dilabench.patterns.answers import SelectedKeys as SelectedKeys
 from dilabench.patterns.answers import SequenceShape as SequenceShape
 from dilabench.patterns.answers import StridedSegments as StridedSegments
 from dilabench.patterns.answers import WholeBlocks as WholeBlocks
@@ -155,6 +156,10 @@ class Pattern(Model, ABC):
         unusual = self.model_dump(exclude_defaults=True, exclude={"kind"})
         return " ".join([self.kind.replace("_", "-"), *(f"{name}={value}" for name, value in unusual.items())])
 
+    def setting(self) -> str:
+        """The label without the kind, for tables of one kind at several densities."""
+        return self.label().removeprefix(self.kind.replace("_", "-")).strip() or "default"
+
     def details(self, shapes: Sequence[SequenceShape]) -> str:  # noqa: ARG002
         """Text for `--dry-run` over these sequences: the label, and properties that depend on the shape."""
         return self.label()
@@ -249,6 +254,16 @@ class Pattern(Model, ABC):
     def block_length(self) -> int | None:
         """Rows of a block if whole blocks see each other, else None."""
         return None
+
+    @property
+    def selects(self) -> SelectedKeys | None:
+        """The unit of a selection of key blocks, which a call may replace by its `indices`; None if it has none."""
+        return None
+
+    @property
+    def reads_queries(self) -> bool:
+        """Return True if key blocks are selected by queries and keys, so that a call can select them."""
+        return False
 
     @property
     def cut_length(self) -> int | None:

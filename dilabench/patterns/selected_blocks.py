@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from dilabench.errors import ConfigError
-from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SequenceShape
+from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SelectedKeys, SequenceShape
 from dilabench.patterns.mask_files import mask_digest, mask_of_digest, named_file, read_array
 from dilabench.patterns.pattern import Pattern, group_rows
-from dilabench.patterns.token_selectors import ABSENT, TOKEN_SELECTORS, Tokens, select_rows, thresholds
+from dilabench.patterns.selectors import ABSENT
+from dilabench.patterns.token_selectors import TOKEN_SELECTORS, Tokens, select_rows, thresholds
 from dilabench.units import format_count
 from dilabench.validation import Model, Size, validated
 
@@ -37,8 +38,6 @@ TokenSelectorName = Literal["mean_key", "compressed", "indexer", "random", "neig
 MAX_BLOCK = 4096
 # Ranks of rows and blocks that are computed together: 2 MiB, which a cache holds.
 RANKS_AT_ONCE = 2**18
-# Up to this many, the selection of a head is cached.
-KEPT_RANKS = 2**22
 # Up to this many, 64 MiB, the selection of all heads is cached: each implementation of a workload asks for it.
 KEPT_INDICES = 2**24
 # More (row, block) pairs of a head would take minutes to rank.
@@ -169,6 +168,11 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
         return True
 
     @property
+    def selects(self) -> SelectedKeys:
+        """Per token."""
+        return SelectedKeys(self.block_size, per_token=True)
+
+    @property
     def token_selector(self) -> TokenSelector | None:
         """The selector; None for given indices."""
         return TOKEN_SELECTORS.get(self.selector)
@@ -211,8 +215,6 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
             of_rows: Indices = of_heads[rows, kv_head if of_heads.shape[1] > 1 else 0]
             return of_rows
         tokens, selector = self.tokens_of(shape), TOKEN_SELECTORS[self.selector]
-        if shape.length * tokens.blocks <= KEPT_RANKS:
-            return _whole_head(selector, tokens, kv_head)[rows]
         parts = [select_rows(selector, tokens, kv_head, part) for part in _pieces(rows, tokens.blocks)]
         return np.concatenate(parts) if parts else np.zeros((0, min(self.top_k, tokens.blocks)), dtype=np.int32)
 
@@ -261,8 +263,7 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
             earlier = np.minimum(self.top_k, rows // self.block_size + 1) - 1
             seen = shape.num_heads * int((earlier * self.block_size + rows % self.block_size + 1).sum())
         else:
-            group = shape.num_heads // shape.num_kv_heads
-            seen = group * sum(int(_counted(self, shape, head).sum()) for head in range(shape.num_kv_heads))
+            seen = _pairs_seen(self, shape)
         return Pairs(seen, seen)
 
     def keys_per_row(self, length: int) -> int:
@@ -345,17 +346,24 @@ class MistakenSelection(Pattern):
 
 @lru_cache(maxsize=16)
 def _row_labels(pattern: SelectedBlocksPattern, shapes: tuple[SequenceShape, ...]) -> dict[str, str]:
-    """Kept, because every implementation and mode of a plan has them."""
+    """Cached: each implementation and mode of a plan asks for them, and single tokens at 64K take seconds."""
     digest, shared, chosen = hashlib.sha256(), 0, 0
     for shape in shapes:
         rows = np.unique(np.linspace(0, shape.length - 1, LABELLED_ROWS).astype(np.int64))
         for head in range(shape.num_kv_heads):
             of_rows = pattern.selected(shape, head, rows)
-            before = pattern.selected(shape, head, np.maximum(rows - 1, 0))
             digest.update(of_rows.tobytes())
-            is_shared = ((of_rows[:, :, None] == before[:, None]) & (of_rows[:, :, None] != ABSENT)).any(2)
-            shared, chosen = shared + int(is_shared[rows > 0].sum()), chosen + int((of_rows[rows > 0] >= 0).sum())
+            own = _numbered(of_rows[rows > 0], shape.length)
+            before = _numbered(pattern.selected(shape, head, rows[rows > 0] - 1), shape.length)
+            shared, chosen = shared + int(np.isin(own, before).sum()), chosen + len(own)
     return {"selection": digest.hexdigest()[:16], "overlap": f"{shared / max(1, chosen):.2f}"}
+
+
+def _numbered(blocks: Indices, length: int) -> NDArray[np.int64]:
+    """The blocks of some rows as numbers of which each belongs to one row."""
+    row, place = (blocks != ABSENT).nonzero()
+    numbers: NDArray[np.int64] = row * length + blocks[row, place]
+    return numbers
 
 
 def _pieces(rows: Positions, columns: int) -> list[Positions]:
@@ -374,12 +382,6 @@ def _selection(pattern: SelectedBlocksPattern, shape: SequenceShape) -> Indices:
 
 
 @lru_cache(maxsize=32)
-def _whole_head(selector: TokenSelector, tokens: Tokens, kv_head: int) -> Indices:
-    pieces = _pieces(np.arange(tokens.length), tokens.blocks)
-    return np.concatenate([select_rows(selector, tokens, kv_head, part) for part in pieces])
-
-
-@lru_cache(maxsize=32)
 def _thresholds(selector: TokenSelector, tokens: Tokens, kv_head: int) -> NDArray[np.int64]:
     """[N]: the least rank that is chosen in each row of a key/value head."""
     rows = np.arange(tokens.length)
@@ -387,8 +389,10 @@ def _thresholds(selector: TokenSelector, tokens: Tokens, kv_head: int) -> NDArra
 
 
 @lru_cache(maxsize=64)
-def _counted(pattern: SelectedBlocksPattern, shape: SequenceShape, kv_head: int) -> Positions:
-    return pattern._keys_seen(shape, kv_head)
+def _pairs_seen(pattern: SelectedBlocksPattern, shape: SequenceShape) -> int:
+    """Attended pairs over all query heads, counted row by row."""
+    of_heads = (int(pattern._keys_seen(shape, head).sum()) for head in range(shape.num_kv_heads))
+    return shape.num_heads // shape.num_kv_heads * sum(of_heads)
 
 
 @lru_cache(maxsize=4)

@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from dilabench.patterns.selectors import ABSENT, LARGEST, STAND_IN_DIM
+
 if TYPE_CHECKING:
     from dilabench.patterns.answers import Positions
 
     Ranks = NDArray[np.int64]
 
-# Entries of a selection that are no block.
-ABSENT = -1
-STAND_IN_DIM = 16
-LARGEST = 127
 # A query is the sum of a part that this many neighbours share, and of a smaller one.
 DRIFT, SHARED, OWN = 64, 96, 31
 # For the indexer, whose scores are sums over heads.

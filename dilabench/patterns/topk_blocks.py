@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from dilabench.errors import ConfigError
-from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SequenceShape, WholeBlocks
+from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SelectedKeys, SequenceShape, WholeBlocks
 from dilabench.patterns.block_masks import (
     MAX_BLOCKS,
     block_shares,
@@ -189,6 +189,11 @@ class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
     def has_fixed_length(self) -> bool:
         """Return True for a file, whose number of blocks is fixed."""
         return self.selector == "given"
+
+    @property
+    def selects(self) -> SelectedKeys:
+        """Per block of queries."""
+        return SelectedKeys(self.block_size, per_token=False)
 
     @property
     def reads_queries(self) -> bool:

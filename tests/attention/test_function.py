@@ -23,7 +23,7 @@ from dilabench.patterns.column_bounds import ColumnBoundsPattern
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.native_sparse import NativeSparsePattern
-from dilabench.patterns.pattern import Pattern, SequenceShape
+from dilabench.patterns.pattern import Pattern, SelectedKeys, SequenceShape
 from dilabench.patterns.registry import OWN_KINDS, pattern_type
 from dilabench.patterns.selected_blocks import SelectedBlocksPattern
 from dilabench.patterns.topk_blocks import TopKBlocksPattern
@@ -231,6 +231,33 @@ def test_other_patterns_break_the_graph_and_are_right() -> None:
 def test_what_does_not_fit_is_refused_with_a_way_out(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attention(*operands(), **options)
+
+
+class TheirSelection(Pattern):
+    """A third party's pattern that selects blocks of keys. Its definition is not read if a caller gives the blocks."""
+
+    kind: str = "their_selection"
+    per_token: bool
+
+    def counts(self, shape: SequenceShape, head: int, rows: Any) -> Any:
+        raise AssertionError("read for a caller's blocks")
+
+    @property
+    def selects(self) -> SelectedKeys:
+        return SelectedKeys(BLOCK, self.per_token)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_third_partys_selection_takes_indices_as_ours_do(per_token: bool, packed: bool) -> None:
+    inputs, options = operands(), {"causal": True, "indices": INDICES}
+    ours = SelectedBlocksPattern(block_size=BLOCK, top_k=1) if per_token else SELECTION
+    if per_token:
+        options["indices"] = INDICES.repeat_interleave(BLOCK, 0)[:, None].expand(-1, K, -1)
+    if packed:
+        inputs, options["cu_seqlens"] = tuple(x[0] for x in inputs), (0, N)
+    found = attention(*inputs, pattern=TheirSelection(per_token=per_token), **options)
+    torch.testing.assert_close(found, attention(*inputs, pattern=ours, **options))
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])

@@ -20,9 +20,10 @@ from dilabench.choice.rings import RINGS
 from dilabench.choice.rules import Choice
 from dilabench.kernels import lse
 from dilabench.kernels.fused import row_layout
-from dilabench.kernels.private_names import GLUON, ON_CUDA, PRIVATE, UNDOCUMENTED, gone
+from dilabench.kernels.gluon_names import GLUON, gone
 from dilabench.kernels.tuning import select_kernel
 from dilabench.machine import GpuInfo, Machine
+from tests.kernels.private_names import ON_CUDA, PRIVATE, UNDOCUMENTED
 
 LISTED = {*PRIVATE, *GLUON}
 # What Triton documents.

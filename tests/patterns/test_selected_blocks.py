@@ -146,10 +146,10 @@ def test_neighbours_share_about_three_of_four_blocks() -> None:
 
 def test_pieces_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     pattern = SelectedBlocksPattern(block_size=1, top_k=40, selector="indexer")
-    whole = pattern.selection(FULL)
+    rows = np.arange(FULL.length)
+    whole = pattern.selected(FULL, 1, rows)
     monkeypatch.setattr("dilabench.patterns.selected_blocks.RANKS_AT_ONCE", 100)
-    monkeypatch.setattr("dilabench.patterns.selected_blocks.KEPT_RANKS", 0)
-    assert np.array_equal(pattern.selection(FULL), whole)
+    assert np.array_equal(pattern.selected(FULL, 1, rows), whole)
 
 
 def test_a_selection_is_made_once_and_each_caller_has_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:

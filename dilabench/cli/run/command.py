@@ -351,9 +351,6 @@ def _as_data(plan: PlannedCase) -> dict[str, Any]:
     }
 
 
-ANOTHER_FUNCTION = " (yardstick: another function)"
-
-
 def _cells(index: int, plan: PlannedCase) -> tuple[str, ...]:
     from dilabench.report.columns import implementation_text
 

@@ -247,7 +247,7 @@ class PreparedCall:
     def rotate(self) -> int:
         """Rotate enough input sets that none is still in the GPU's L2 at its next use; return their number.
 
-        Bounded by `MAX_INPUT_SETS` and a quarter of the free memory; then calls may be warm, and `is_cold` says so.
+        Bounded by `MAX_INPUT_SETS` and a quarter of the free memory; then calls may be warm.
         """
         device = device_of(self.device)
         need = 2 * device.l2_bytes
@@ -265,11 +265,6 @@ class PreparedCall:
     def working_set_bytes(self) -> int:
         """Bytes of one input set."""
         return self.inputs(0).nbytes
-
-    @property
-    def is_cold(self) -> bool:
-        """The input sets in rotation hold at least twice the L2 cache."""
-        return self._sets * self.inputs(0).nbytes >= 2 * device_of(self.device).l2_bytes
 
     def parameters(self) -> list[Tensor]:
         """Trainable parameters, where the function is a module."""

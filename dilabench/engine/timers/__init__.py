@@ -65,11 +65,6 @@ class Call(Protocol):
         ...
 
     @property
-    def is_cold(self) -> bool:
-        """Return True if the rotated input sets are at least twice the L2 cache."""
-        ...
-
-    @property
     def working_set_bytes(self) -> int:
         """Bytes of one input set."""
         ...

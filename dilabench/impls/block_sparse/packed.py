@@ -22,7 +22,8 @@ from dilabench.impls.block_sparse.union import (
     block_union,
     union_over_everything,
 )
-from dilabench.impls.packed import OverTokens, Packed, build_packed
+from dilabench.impls.computation import AttentionComputation
+from dilabench.impls.packed import Packed, build_packed
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.kernels.streams import on_a_stream_of_its_own, record
 from dilabench.patterns.answers import HiddenRows, Positions
@@ -108,7 +109,7 @@ def _whole_blocks(workload: Workload) -> tuple[BlockPlan, Positions, Positions] 
 
 
 @dataclass(frozen=True, slots=True)
-class InWholeBlocks(OverTokens):
+class InWholeBlocks(AttentionComputation):
     """All sequences in one launch. places: int64 [T], the row of each token; tokens: int64 [rows], the token of each
     row, which several rows may share. None if rows are tokens.
     """

@@ -6,14 +6,14 @@ The plain method in torch, for any device and dtype. What a row does not see doe
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.one_operator import contiguous_like, empty_results, new_number, register
+from dilabench.impls.one_operator import contiguous_like, empty_results
 from dilabench.impls.selected.selection import SelectedAttention, Selection, check, over_sequences
 from dilabench.impls.selected.stand_ins import selection_of
 from dilabench.workload.spec import Workload
@@ -43,10 +43,6 @@ class Gathered(SelectedAttention):
 
     selection: Selection
     scale: float
-    number: int = field(default_factory=new_number, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        register(self.number, self)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse, in at least float32."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from dilabench.impls.one_operator import new_number, register
 from dilabench.impls.selected.selection import SelectedAttention, Selection, check
 from dilabench.kernels.cpu import flash
 from dilabench.kernels.cpu.flash import Blocks, Mask
@@ -27,11 +26,7 @@ class Listed(SelectedAttention):
 
     selection: Selection
     scale: float
-    number: int = field(default_factory=new_number, init=False, repr=False)
     _kept: dict[int, list[Blocks]] = field(default_factory=dict, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        register(self.number, self)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse, summed in float32."""

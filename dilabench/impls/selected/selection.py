@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from dilabench.impls.one_operator import differentiable, empty_results, new_number, register
+from dilabench.impls.computation import AttentionComputation
+from dilabench.impls.one_operator import empty_results
 from dilabench.workload.spec import UNBOUNDED, Window
 
 
@@ -58,36 +58,11 @@ class Selection:
         return ascending.masked_fill(again, none).sort(-1).values[..., :none]
 
 
-class SelectedAttention(ABC):
-    """Attention over selected blocks as a `one_operator.Computation`, and as a function for autograd.
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class SelectedAttention(AttentionComputation):
+    """Attention over selected blocks. `takes_bounds`: it computes packed sequences by itself, from their bounds."""
 
-    `takes_bounds`: it computes packed sequences by itself, from their bounds.
-    """
-
-    __slots__ = ()
-    number: int
     takes_bounds: ClassVar[bool] = False
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; packed [T, H, D]; differentiable."""
-        return self.with_lse(q, k, v)[0]
-
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out, and lse [B, H, N], packed [H, T] (natural log; float32, float64 for float64), without a gradient."""
-        if q.ndim == 4:
-            return differentiable(self, self.number, q, k, v)
-        out, lse = differentiable(self, self.number, q[None], k[None], v[None])
-        return out.squeeze(0), lse.squeeze(0)
-
-    @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out in q's dtype and lse; a row that sees no key has out 0 and lse -inf."""
-
-    @abstractmethod
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv in the dtypes of q, k, v, from an out and lse that may belong to a larger softmax."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -95,10 +70,6 @@ class PackedSequences(SelectedAttention):
     """Packed sequences one after another, each by a computation for the tokens from one bound to before another."""
 
     parts: Sequence[tuple[int, int, SelectedAttention]]
-    number: int = field(default_factory=new_number, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        register(self.number, self)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out [1, T, H, D] and lse [1, H, T]; 0 and -inf for tokens of no sequence."""

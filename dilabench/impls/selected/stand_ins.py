@@ -18,14 +18,8 @@ from dilabench.impls.selected.selecting import (
 from dilabench.impls.selected.selection import Selection
 from dilabench.patterns.answers import SequenceShape
 from dilabench.patterns.selected_blocks import SelectedBlocksPattern
-from dilabench.patterns.token_selectors import (
-    ABSENT,
-    STAND_IN_DIM,
-    TOKEN_SELECTORS,
-    Tokens,
-    indexer_stand_ins,
-    stand_ins,
-)
+from dilabench.patterns.selectors import ABSENT, STAND_IN_DIM
+from dilabench.patterns.token_selectors import TOKEN_SELECTORS, Tokens, indexer_stand_ins, stand_ins
 from dilabench.workload.spec import Workload
 
 # Scores of stand-ins differ by 1 at least and by 2^19 at most: the shares of all of them are then different numbers.

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dilabench.impls.one_operator import new_number, register
 from dilabench.impls.selected.selection import SelectedAttention, Selection, check
 from dilabench.kernels.lse import has_kernel
 
@@ -29,14 +28,10 @@ class Tiled(SelectedAttention):
     selection: Selection
     scale: float
     bounds: tuple[int, ...] = ()
-    number: int = field(default_factory=new_number, init=False, repr=False)
     _kept: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
     _lists: dict[int, KeptLists] = field(default_factory=dict, init=False, repr=False)
 
     takes_bounds: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        register(self.number, self)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse, summed in float32."""

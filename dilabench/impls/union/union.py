@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext, LoadedBackend, MergingKernel
+from dilabench.impls.computation import AttentionComputation
 from dilabench.impls.null_mass import log_zero_keys
-from dilabench.impls.one_operator import differentiable, new_number, register
 from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.kernels.lse import add_null_mass_
 from dilabench.kernels.streams import record
@@ -84,7 +84,7 @@ class Rows(ABC):
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
-class Union:
+class Union(AttentionComputation):
     """The union of branches of one workload, as plain tensor functions and as an AttentionFn with lse.
 
     `rows`: every kernel call's rows, requested once per pass. `covered`: first rows reach the whole output.
@@ -100,10 +100,6 @@ class Union:
     scale: float
     detached: bool = False
     zero_keys: Tensor | None = field(default=None, repr=False, compare=False)
-    number: int = field(default_factory=new_number, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        register(self.number, self)
 
     @classmethod
     def of(
@@ -130,17 +126,9 @@ class Union:
         )
 
     @property
-    def keeps_more(self) -> bool:
-        """Whether `forward` gives what spares `backward` a second forward pass."""
+    def keeps_more(self) -> bool:  # type: ignore[override]
+        """Only where merges are detached: each call's own out."""
         return self.detached
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
-        return self.with_lse(q, k, v)[0]
-
-    def with_lse(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out, and lse [B, H, N] (natural log; float32, float64 for float64), which carries no gradient."""
-        return differentiable(self, self.number, q, k, v, keeps_more=self.keeps_more)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """out, lse, and for a detached backward also every call's own out."""

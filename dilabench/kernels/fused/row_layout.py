@@ -16,9 +16,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.residue_plan import ResiduePlan
+from dilabench.kernels.gluon_names import GLUON, gone
 from dilabench.kernels.launch_cache import COPY_BYTES, Arguments
 from dilabench.kernels.lse import LEAST_TRITON
-from dilabench.kernels.private_names import GLUON, gone
 from dilabench.kernels.tuning import L2_RESIDENT_BYTES, TileConfig, tile_columns
 
 LARGEST_HEAD_DIM = 256

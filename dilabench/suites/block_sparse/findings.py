@@ -6,7 +6,6 @@ from itertools import pairwise
 
 from dilabench.compare.view import RowView, measured_view, pair_views, view_of
 from dilabench.metadata import STEPS, STEPS_OF
-from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.patterns.pattern import Pattern
 from dilabench.record import Row, RunRecord
 from dilabench.report.columns import ABSENT
@@ -46,14 +45,6 @@ class Step:
         """The name of its curve: implementation and block size."""
         size = self.pattern.block_length
         return self.who if size is None else f"{self.who} block {size}"
-
-    @property
-    def asked(self) -> str:
-        """The pattern's label without its kind; for block masks the density."""
-        masked = BlockSparsePattern.match(self.pattern)
-        if masked is not None:
-            return f"{masked.density:.1%}" if masked.mask != "custom" else "from file"
-        return self.pattern.label().removeprefix(self.pattern.kind.replace("_", "-")).strip() or "default"
 
 
 def analyse(record: RunRecord) -> tuple[Section, ...]:
@@ -167,7 +158,7 @@ def _steps_of_calls(steps: Sequence[Step]) -> Iterable[str]:
     by_method: dict[tuple[str | None, Workload], dict[tuple[str, ...], float]] = {}
     asked: dict[Workload, str] = {}
     for step in steps:
-        asked.setdefault(step.row.case.workload, step.asked)
+        asked.setdefault(step.row.case.workload, step.pattern.setting())
         done = tuple((STEPS.of(step.row.planned) or "").split())
         rows = by_method.setdefault((STEPS_OF.of(step.row.planned), step.row.case.workload), {})
         rows[done] = min(step.median_ns, rows.get(done, step.median_ns))
@@ -190,7 +181,7 @@ def _figures(step: Step) -> tuple[str, ...]:
     return (
         step.who,
         ABSENT if step.pattern.block_length is None else str(step.pattern.block_length),
-        step.asked,
+        step.pattern.setting(),
         f"{step.density:.1%}",
         ROW_COLUMNS["median"].value_text(view),
         ABSENT if step.speedup is None else f"{1 / step.speedup:.1%}",

@@ -22,8 +22,6 @@ from dilabench.impls.union.branches import Branch, branches_of
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import Workload
 
-Gradients = tuple[Tensor, Tensor, Tensor]
-
 
 @dataclass(frozen=True, slots=True)
 class Share(Calls):
