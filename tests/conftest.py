@@ -57,6 +57,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if one_file else min(cores, MOST_PROCESSES)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    # A file that never names the only mark asked for has none of its tests, and need not be imported to learn that.
+    mark = config.option.markexpr
+    if not mark.isidentifier() or collection_path.suffix != ".py":
+        return None
+    return None if mark in collection_path.read_text() else True
+
+
 def pytest_collection_finish() -> None:
     # Loaded modules and collected tests stay to the end: garbage collections need not look at them ever again.
     gc.collect()

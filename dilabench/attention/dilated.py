@@ -336,11 +336,11 @@ def _computation(
     Raises ValueError for tensors and options that do not fit together.
     """
     options = Options(*call_options)
-    operands.check_options(options._asdict())
     if options.cu_seqlens and options.backend == AUTO:
         of_documents = _of_documents(tensors, options)
         if of_documents is not None:
             return of_documents
+    operands.check_options(options._asdict())
     try:
         workload = _workload(tensors, options)
         device = tensors[0][2]
@@ -379,7 +379,6 @@ def _of_tensor(tensors: tuple[operands.Kind, ...], call_options: tuple[Any, ...]
     """As `_computation` for packed sequences with these bounds, which are read if their numbers are needed."""
     options, tokens = Options(*call_options), tensors[0][0][1]
     if options.max_seqlen and options.backend == AUTO and operands.may_stay(bounds) and len(bounds) > 1:
-        operands.check_options(options._asdict())
         longest = min(options.max_seqlen, tokens)
         packings = _packings_like(tensors, options, len(bounds) - 1, longest)
         if packings is not None:
@@ -419,6 +418,7 @@ def _packings(tensors: tuple[operands.Kind, ...], options: Options, longest: int
     tokens = tensors[0][0][1]
     other_sequences = min(max(1, round(tokens / 2**doublings) - 1), tokens - longest)
     bounds = (0, *(longest + (tokens - longest) * at // other_sequences for at in range(other_sequences + 1)))
+    operands.check_options(options._asdict())
     try:
         workload = _workload(tensors, options._replace(cu_seqlens=bounds))
         if workload is None or tensors[0][2].type == "meta":

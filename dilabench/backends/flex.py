@@ -33,6 +33,11 @@ from dilabench.kernels.varlen import TileReach, keys_seen, tiles_seen
 BLOCK = 128
 
 
+# Else fewer than 128 queries go to the kernel for decoding, which finds no tile where the query heads of one key/value
+# head have more than a block of rows together.
+NOT_DECODING: flex.FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
+
+
 def _call(q: Tensor, k: Tensor, v: Tensor, mask: flex.BlockMask | None, scale: float) -> tuple[Tensor, Any]:
     return flex.flex_attention(
         q,
@@ -41,6 +46,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, mask: flex.BlockMask | None, scale: f
         block_mask=mask,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
+        kernel_options=NOT_DECODING,
         return_aux=flex.AuxRequest(lse=True),
     )
 

@@ -97,11 +97,11 @@ Devices = Annotated[frozenset[str], among(WORDS)]
 class Capabilities:
     """The workloads that an implementation or backend computes; `reasons` lists the needs of a workload that exceed it.
 
-    `check` may add a rule: it takes the workload and returns the reason against it, or None. `check_ranks` is a rule
-    that also takes the number of ranks. `parts_apart`: the part of each rank must need no keys of another
-    (`cuts.cut_apart`). `patterns=ANY_PATTERN`: any pattern, but sums of several attentions only with `sums`. On CUDA,
-    `on_cuda` replaces all of these, for a kernel that differs between the two kinds of device. `devices`: 'cpu',
-    'cuda', and 'accelerator' for any other that `torch.accelerator` knows. The descriptor checks these fields.
+    `check` may add a rule: it takes a workload of these patterns and returns the reason against it, or None.
+    `check_ranks` is a rule that also takes the number of ranks. `parts_apart`: the part of each rank must need no keys
+    of another (`cuts.cut_apart`). `patterns=ANY_PATTERN`: any pattern, but sums of several attentions only with `sums`.
+    On CUDA, `on_cuda` replaces all of these, for a kernel that differs between the two kinds of device. `devices`:
+    'cpu', 'cuda', and 'accelerator' for any other that `torch.accelerator` knows. The descriptor checks these fields.
     """
 
     patterns: frozenset[str] = frozenset({DEFAULT_PATTERN})
@@ -176,7 +176,9 @@ class Capabilities:
         merge_grad = "detached" if workload.pattern.is_detached else "exact"
         if merge_grad not in self.merge_grads and workload.mode != "forward":
             yield f"merge_grad {merge_grad} is not supported"
-        for rule, arguments in ((self.check, (workload,)), (self.check_ranks, (workload, world_size))):
+        # A rule may read fields that only these patterns have.
+        rules = ((self.check, (workload,)), (self.check_ranks, (workload, world_size)))
+        for rule, arguments in rules if self.computes(workload.pattern.kind) else ():
             reason = None if rule is None else rule(*arguments)
             if not isinstance(reason, str | None):
                 raise PluginError(f"{defined(rule)} returned {shown(reason)}; it must return a reason against, or None")
@@ -210,7 +212,8 @@ class Implementation:
     predicts to be fastest (`dilabench.choice.over_ranks`). 0 is never taken. Suites over ranks list higher ones first.
     `uses_backend`: it calls a dense kernel given by the context, so suites measure one row per backend; `backends`:
     the only ones that it can call, if not any; `calls_window`: it calls them under a window, for any window of the
-    workload.
+    workload; `calls_ahead`: over ranks it calls them under windows that look ahead, for keys of other ranks, if the
+    workload has a window.
     `takes` says what a call receives: 'heads' is q, k, v of [B, N, H, D]; 'embeddings' is [B, N, E], a module
     with projections around the attention. Rows with different inputs are never ranked together.
     `compiles`: the first call at each shape takes tens of seconds. Its cases are built last in their group, and a suite
@@ -238,6 +241,7 @@ class Implementation:
     uses_backend: bool = False
     backends: tuple[str, ...] = ()
     calls_window: bool = False
+    calls_ahead: bool = False
     takes: Takes = "heads"
     deterministic: bool = False
     compiles: bool = False
@@ -360,11 +364,10 @@ def _unmet_compiler(machine: Machine) -> str | None:
 
 def _unmet_package(name: str, version: str | None, find_module: FindModule) -> str | None:
     if "-" in name:
-        try:
-            installed: str | None = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+        installed = installed_version(name)
+        if installed is None:
             return f"distribution {name} is not installed"
-        older = version is not None and is_older(str(installed), version)
+        older = version is not None and is_older(installed, version)
         return f"needs {name} {version} or newer, have {installed}" if older else None
     try:
         spec = find_module(name)
@@ -402,7 +405,8 @@ def installed_version(name: str) -> str | None:
     """
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
-    for distribution in _distributions_by_module().get(name, ()):
+    # No module has a dash in its name.
+    for distribution in () if "-" in name else _distributions_by_module().get(name, ()):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
     return None

@@ -18,7 +18,7 @@ from dilabench.errors import PluginError
 from dilabench.machine import Machine
 from dilabench.patterns.dense import DENSE
 from dilabench.retired import no_such_name
-from dilabench.workload.spec import Workload
+from dilabench.workload.spec import UNBOUNDED, Workload
 
 if TYPE_CHECKING:
     from dilabench.distributed.model import Sharding
@@ -157,6 +157,8 @@ class Ways:
             only = implementation.backends
             if implementation.calls_window:
                 dense = dense.model_copy(update={"window": (dense.seq_len, 0 if dense.causal else dense.seq_len)})
+            if implementation.calls_ahead and way.world_size > 1 and dense.window != UNBOUNDED:
+                dense = dense.replace(window=(dense.window[0], dense.seq_len), causal=False)
         reasons = self._reasons_here(backend, dense, machine)
         if only and backend.name not in only:
             reasons.append(f"{way.implementation} calls only {' or '.join(only)}")

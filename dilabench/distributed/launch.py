@@ -17,14 +17,21 @@ from dilabench.errors import EnvironmentNotReady
 OVER_TCP = "tcp://"
 
 
+# Processes that torch.compile compiles with; by default one per core, at most MOST_COMPILING.
+COMPILE_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
+MOST_COMPILING = 32
+
+
 def share_cores(workers: int) -> None:
-    """Limit this process's threads to its share of the cores, unless OMP_NUM_THREADS is set.
+    """Limit this process to its share of the cores: threads, unless OMP_NUM_THREADS is set, and processes with which
+    torch.compile compiles, unless COMPILE_VARIABLE is set. To be called before the first compilation.
 
     torch gives every process one thread per core, and threads wait by spinning: on two cores the same work took two
     processes of two threads 12.5 s, one such process 2 s, and two processes of one thread 0.2 s.
     """
     if not os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+    os.environ.setdefault(COMPILE_VARIABLE, str(max(1, min(MOST_COMPILING, (os.cpu_count() or 1) // workers))))
 
 
 def world_from_environment(device: str = "cpu", timeout_s: float = DEFAULT_TIMEOUT_S) -> World:

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from dilabench.distributed.failures import RanksDisagreeError
 from dilabench.distributed.transport.copies import Copies
 from dilabench.distributed.transport.selection import transport_of
+from dilabench.kernels.streams import is_captured
 from dilabench.metadata import RECEIVED_BYTES, SENT_BYTES, traffic_key
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -233,16 +234,16 @@ class World:
         self.traffic.add(kind, sent=sent, received=received)
         if self.copies is not None:
             return Work([self.copies.send_recv(sends, receives)], [x for several in receives.values() for x in several])
-        self._refuse_capture()
+        self._refuse_capture(next(x for tensors in (*sends.values(), *receives.values()) for x in tensors))
         contiguous = {peer: [tensor.contiguous() for tensor in tensors] for peer, tensors in sends.items()}
         works = dist.batch_isend_irecv(
             [*self._operations(dist.irecv, receives), *self._operations(dist.isend, contiguous)]
         )
         return Work(works, [tensor for tensors in contiguous.values() for tensor in tensors])
 
-    def _refuse_capture(self) -> None:
-        """Raise RuntimeError while a CUDA graph is captured: graphs of NCCL's messages did not end in tests."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    def _refuse_capture(self, x: Tensor) -> None:
+        """Raise RuntimeError while a CUDA graph of x is captured: graphs of NCCL's messages did not end in tests."""
+        if is_captured(x):
             raise RuntimeError(
                 f"messages over {self.transport} cannot be captured in a CUDA graph, only those by copy engines can; "
                 "call without a graph"
@@ -267,7 +268,7 @@ class World:
         if self.copies is not None:
             taken[self.rank].copy_(given[self.rank])
             return received, Work([self.copies.send_recv(sends, receives)], taken)
-        self._refuse_capture()
+        self._refuse_capture(flat)
         aliases = [_alias(x) for x in (received, flat)] if self.device.type == "cpu" else []
         into, from_ = aliases or (received, flat)
         work = dist.all_to_all_single(

@@ -19,7 +19,7 @@ from torch import Tensor
 from dilabench.kernels.fused.branch_group import SPAN_COLUMNS
 from dilabench.kernels.fused.tile_walk import find_spans
 from dilabench.kernels.launch_cache import Launch, LaunchCache, stride_unit
-from dilabench.kernels.tuning import rows_of_a_program
+from dilabench.kernels.row_programs import row_program
 
 # Rows of a block, which is always complete, so that reads are of sixteen bytes or more.
 STATS_BLOCK = 16
@@ -244,7 +244,7 @@ def _launch(tensors: dict[str, Tensor], layout: StatsLayout, found: bool, one_cl
     out, dout = tensors["out"], tensors["dout"]
     batch, length, num_heads, dim = dout.shape
     columns, unit = triton.next_power_of_2(dim), stride_unit(out, dout)
-    rows = rows_of_a_program("bwd_preprocess", columns)
+    rows, num_warps = row_program("bwd_preprocess", columns)
     n_rows = layout.segments * layout.rows if one_class else length
     arguments = {
         "delta_ptr": None,
@@ -267,6 +267,7 @@ def _launch(tensors: dict[str, Tensor], layout: StatsLayout, found: bool, one_cl
         "HEAD_DIM": dim,
         "DIM": columns,
         "ROWS": rows,
+        "num_warps": num_warps,
         "BLOCK": layout.block,
         "FOUND": found,
         "NO_TOKEN": _NO_TOKEN,

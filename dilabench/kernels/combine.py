@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dilabench.kernels.launch_cache import launch_once
 from dilabench.kernels.lse import by_row, has_kernel, share_of
+from dilabench.kernels.row_programs import row_program
 from dilabench.kernels.softmax import finite
-from dilabench.kernels.tuning import rows_of_a_program
 
 # Ranges go to the kernels in units of 1/16 row: Triton compiles again for integers that are 1, a multiple of 16 or
 # neither, in any combination of parts.
@@ -196,7 +196,6 @@ def _sum_triton_(total: Tensor, parts: Sequence[RowSum]) -> None:
         tuple(UNIT.value * x.shape[1] for x in rows),
         *total.shape[1:3],
         **shape,
-        num_warps=4,
     )
 
 
@@ -217,7 +216,6 @@ def _combine_triton_(out: Tensor, lse: Tensor, parts: Sequence[RowSoftmax]) -> N
         tuple(UNIT.value * x.shape[1] for x in rows),
         *out.shape[1:3],
         **shape,
-        num_warps=4,
     )
 
 
@@ -227,14 +225,15 @@ def _with_dense_heads(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _launch(shape: torch.Size) -> tuple[int, dict[str, int]]:
-    """Programs and tile of one launch over a result of shape [B, N, H, D]."""
+    """Programs, tile and warps of one launch over a result of shape [B, N, H, D]."""
     B, N, H, D = shape
     columns = triton.next_power_of_2(D)
-    rows = min(rows_of_a_program("combine", columns), triton.next_power_of_2(N))
+    rows, num_warps = row_program("combine", columns)
+    rows = min(rows, triton.next_power_of_2(N))
     programs = B * H * triton.cdiv(N, rows)
     if programs >= 2**31:
         raise ValueError(f"{programs} row blocks pass the 2^31 - 1 of one launch: give fewer batch items at a time")
-    return programs, {"DIM": D, "ROWS": rows, "COLUMNS": columns}
+    return programs, {"DIM": D, "ROWS": rows, "COLUMNS": columns, "num_warps": num_warps}
 
 
 def _check(result: Tensor, parts: Sequence[RowSum]) -> None:

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.launch_cache import Launch, LaunchCache
-from dilabench.kernels.tuning import TileConfig, heads_at_a_time, rows_of_a_program
+from dilabench.kernels.row_programs import row_program
+from dilabench.kernels.tuning import TileConfig, heads_at_a_time
 
 # A program converts successive columns, so that other numbers of heads need no other kernel.
 _MOST_COLUMNS = 512
@@ -41,10 +42,14 @@ def convert_dq(sums: Tensor, scale: float, dq: Tensor, cache: LaunchCache, name:
 
     cache: of the pass, in which this launch has a name.
     """
+    cache.launch(name, [{"sums": sums, "dq": dq}], lambda: [_conversion(sums, scale, dq)])
+
+
+def _conversion(sums: Tensor, scale: float, dq: Tensor) -> Launch:
     batch, rows, heads, dim = dq.shape
     width, step = heads * dim, dq.stride(1)
     columns = min(_MOST_COLUMNS, triton.next_power_of_2(width))
-    own_rows = rows_of_a_program("convert", columns)
+    own_rows, num_warps = row_program("convert", columns)
     blocks = triton.cdiv(width, columns)
     arguments = {
         "sums_ptr": sums,
@@ -56,10 +61,10 @@ def convert_dq(sums: Tensor, scale: float, dq: Tensor, cache: LaunchCache, name:
         "step": step,
         "COLUMNS": columns,
         "ROWS": own_rows,
+        "num_warps": num_warps,
     }
     grid = (batch * triton.cdiv(rows, own_rows) * blocks,)
-    launch = Launch(_convert_kernel, lambda _: (grid, arguments), False, (dq.dtype, columns, width % 16, step % 16))
-    cache.launch(name, [{"sums": sums, "dq": dq}], lambda: [launch])
+    return Launch(_convert_kernel, lambda _: (grid, arguments), False, (dq.dtype, columns, width % 16, step % 16))
 
 
 @triton.jit(do_not_specialize=("rows", "rows_of_sums"))

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.launch_cache import launch_once
-from dilabench.kernels.tuning import rows_of_a_program
+from dilabench.kernels.row_programs import row_program
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def gated(x: Tensor, gates: Tensor) -> list[Tensor]:
 def _launch(kernel: triton.JITFunction, x: Tensor, parts: list[Tensor], gates: Tensor) -> None:
     rows, dim = x.numel() // x.shape[-1], x.shape[-1]
     columns = triton.next_power_of_2(dim)
-    own_rows = rows_of_a_program("gates", columns)
+    own_rows, num_warps = row_program("gates", columns)
     launch_once(
         kernel,
         (triton.cdiv(rows, own_rows),),
@@ -76,5 +76,5 @@ def _launch(kernel: triton.JITFunction, x: Tensor, parts: list[Tensor], gates: T
         DIM=dim,
         ROWS=own_rows,
         COLUMNS=columns,
-        num_warps=4,
+        num_warps=num_warps,
     )

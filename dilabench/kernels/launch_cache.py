@@ -110,7 +110,7 @@ class LaunchCache:
         """
         known = self._known.get(name)
         if known:
-            stream = None
+            stream, by_triton = None, True
             if self._device >= 0:
                 if torch.cuda.current_device() != self._device:
                     with torch.cuda.device(self._device):
@@ -121,8 +121,11 @@ class LaunchCache:
                 if (name, stream) not in self._recorded:
                     record(value for launch in known for value in launch.values)
                     self._recorded.add((name, stream))
+                enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+                # A chain of hooks; a program may also have set a function, or None.
+                by_triton = bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
             for launch, own in zip(known, tensors, strict=True):
-                launch.again(own, stream)
+                launch.again(own, stream, by_triton)
             return
         first = next(iter(tensors[0].values()))
         with torch.cuda.device_of(first):
@@ -148,11 +151,11 @@ def launch_once(kernel: Any, grid: tuple[int, ...], x: Tensor, *arguments: Any, 
 
 
 class _Recorded(NamedTuple):
-    """The arguments of Triton's launcher, and where among them the stream and the addresses of tensors are."""
+    """The arguments of Triton's launcher, and where among them the stream and the addresses of numbered tensors are."""
 
     arguments: list[Any]
     stream: int
-    pointers: tuple[tuple[int, str], ...]
+    pointers: tuple[tuple[int, int], ...]
 
 
 # Each takes a few kilobytes; enough for the layers of a model.
@@ -174,32 +177,34 @@ class _Repeated:
     ) -> None:
         self.values = values
         self._exchanged = exchanged
-        self._described = [*dict.fromkeys(name for _, name, descriptor in exchanged if descriptor)]
+        described = dict.fromkeys(name for _, name, descriptor in exchanged if descriptor)
+        # The tensors of descriptors come first.
+        self._names = [*dict.fromkeys((*described, *(name for _, name, _ in exchanged)))]
+        self._described = len(described)
         self._launch_by_triton = compiled[grid]
         self._launcher, self._record = _launcher(compiled, grid)
         self._recorded: dict[tuple[int, ...], _Recorded] = {}
 
-    def again(self, own: Tensors, stream: int | None) -> None:
+    def again(self, own: Tensors, stream: int | None, by_triton: bool) -> None:
         """Launch on these tensors, on this stream or, if it is None, the current one.
 
-        Triton's Python runs only for descriptors of addresses that are new, and for Triton's hooks.
+        Triton's Python runs only for descriptors of addresses that are new, and ``by_triton``, for Triton's hooks.
         """
-        enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-        # A chain of hooks; a program may also have set a function, or None.
-        hooked = getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
-        if self._launcher is None or stream is None or hooked:
+        if self._launcher is None or stream is None or by_triton:
             self._launch_by_triton(*self._values_of(own), stream=stream)
             return
-        addresses = tuple(map(Tensor.data_ptr, map(own.__getitem__, self._described)))
-        recorded = self._recorded.get(addresses)
+        addresses = [own[name].data_ptr() for name in self._names]
+        described = tuple(addresses[: self._described])
+        recorded = self._recorded.get(described)
         if recorded is None:
             if len(self._recorded) >= _MOST_RECORDED:
                 self._recorded.clear()
-            pointers = {place: _Pointer(name) for place, name, descriptor in self._exchanged if not descriptor}
-            self._recorded[addresses] = recorded = self._record(self._values_of(own, pointers))
+            exchanged = ((place, name) for place, name, descriptor in self._exchanged if not descriptor)
+            pointers = {place: _Pointer(self._names.index(name)) for place, name in exchanged}
+            self._recorded[described] = recorded = self._record(self._values_of(own, pointers))
         arguments = recorded.arguments.copy()
-        for place, name in recorded.pointers:
-            arguments[place] = own[name].data_ptr()
+        for place, number in recorded.pointers:
+            arguments[place] = addresses[number]
         arguments[recorded.stream] = stream
         self._launcher(*arguments)
 
@@ -220,9 +225,9 @@ class _Repeated:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pointer:
-    """Stands for the tensor of that name where a launch is recorded."""
+    """Stands for the tensor of that number where a launch is recorded."""
 
-    name: str
+    number: int
 
 
 def _launcher(compiled: Any, grid: tuple[int, ...]) -> tuple[Callable[..., object] | None, Callable[..., _Recorded]]:
@@ -252,7 +257,7 @@ def _launcher(compiled: Any, grid: tuple[int, ...]) -> tuple[Callable[..., objec
             closure = cells | {"launcher": CellType(recording.launch)}
             recording.launch = FunctionType(above.__code__, above.__globals__, closure=tuple(closure.values()))
         recording(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
-        pointers = tuple((place, x.name) for place, x in enumerate(given) if isinstance(x, _Pointer))
+        pointers = tuple((place, x.number) for place, x in enumerate(given) if isinstance(x, _Pointer))
         place = given.index(stream)
         return _Recorded([x.data_ptr() if isinstance(x, Tensor) else x for x in given], place, pointers)
 

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.launch_cache import Launch, LaunchCache, layout, stride_unit
+from dilabench.kernels.row_programs import row_program
 from dilabench.kernels.softmax import weights_of_two
-from dilabench.kernels.tuning import rows_of_a_program
 
 # Integers are not specialised.
 _NUMBERS = (
@@ -122,7 +122,7 @@ def _launch(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) ->
         out, lse, branch_out, branch_lse = (x.unsqueeze(0) for x in (out, lse, branch_out, branch_lse))
     n_s, n_g, n_l, n_a, dim = out.shape
     columns = triton.next_power_of_2(dim)
-    rows = rows_of_a_program("merge", columns)
+    rows, num_warps = row_program("merge", columns)
     programs = n_s * n_g * n_a * triton.cdiv(n_l, rows)
     if programs >= 2**31:
         raise ValueError(
@@ -149,7 +149,7 @@ def _launch(out: Tensor, lse: Tensor, branch_out: Tensor, branch_lse: Tensor) ->
         "DIM": dim,
         "ROWS": rows,
         "COLUMNS": columns,
-        "num_warps": 4,
+        "num_warps": num_warps,
     }
     return Launch(_merge_rows_kernel, lambda _: ((programs,), arguments))
 

@@ -348,27 +348,6 @@ MANY_TOKENS = 128
 # The same of documents in the mean: a program goes through all that it has tokens of.
 MANY_TOKENS_OF_A_DOCUMENT = 32
 
-# Kernels that pass over memory: numbers of a tensor that a program reads, and rows at most.
-_NUMBERS_AND_ROWS: Mapping[str, tuple[int, float]] = {
-    # Short segments have no fewer rows: the last one of a sequence may have any length.
-    "merge": (4096, 32),
-    # Twice as many spill registers with four parts.
-    "combine": (2048, 16),
-    # GigaPath's five branches at 70001 tokens took 0.150 ms on one H100 when all rows were stored, and 0.185 with 4096.
-    "partials": (2048, inf),
-    "bwd_preprocess": (4096, inf),
-    "gates": (4096, 16),
-    "wider_rows": (4096, 64),
-    "convert": (4096, 64),
-}
-
-
-def rows_of_a_program(kernel: str, columns: int) -> int:
-    """The rows per program of a kernel that passes over memory, for this many columns."""
-    numbers, most = _NUMBERS_AND_ROWS[kernel]
-    return max(1, int(min(most, numbers // columns)))
-
-
 _SMALLEST_DIM = 16
 # Below it a second tile costs more than it saves: D48 backward 5.18 ms in tiles of 64 columns, 5.44 in 32 and 16.
 _SMALLEST_HEAD_TILE = 64

@@ -40,6 +40,7 @@ class Catalogue(Ways):
         self.suites: Registry[Suite] = Registry("suite", self._left_out)
         self.reporters: Registry[Reporter] = Registry("reporter", self._left_out)
         self.timers: Registry[Timer] = Registry("timer", self._left_out)
+        self._modules: dict[str, ModuleSpec | None] = {}
 
     def source_of(self, case: OverBackend) -> str | None:
         """The third-party packages of its implementation and backend; None if both are dilabench's."""
@@ -72,9 +73,11 @@ class Catalogue(Ways):
             self.problems.append(problem)
 
     def find_module(self, name: str) -> ModuleSpec | None:
-        """Like `Ways.find_module`; exceptions of the module's parents become a PluginError."""
-        with guarded(name):
-            return find_spec(name)
+        """Like `Ways.find_module`, looked for once; exceptions of the module's parents become a PluginError."""
+        if name not in self._modules:
+            with guarded(name):
+                self._modules[name] = find_spec(name)
+        return self._modules[name]
 
     def unsupported(
         self,

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from dilabench.attention import dilated as library
 from dilabench.attention import dilated_attention, operands
@@ -82,6 +81,8 @@ def test_bounds_of_unsupported_calls_are_read(unread: list[tuple[int, int]]) -> 
 
 def test_a_graph_takes_any_bounds_and_longest_length(unread: list[tuple[int, int]]) -> None:
     """One for each power of two."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 64, 2, 8).unbind())
     torch._dynamo.reset()
     graphs = CompileCounterWithBackend("aot_eager")

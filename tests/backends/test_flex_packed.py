@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
 from torch.nn.attention import flex_attention as library
 
 from dilabench.backends import flex
@@ -99,6 +98,8 @@ def test_results_of_the_eager_form(mask: dict[str, Any], lengths: str, monkeypat
 
 
 def test_other_bounds_and_masks_over_as_many_tokens_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.testing import CompileCounter
+
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     flex._compiled.cache_clear()

@@ -12,8 +12,9 @@ import torch
 from dilabench.atomic_file import locked
 from dilabench.choice import computation, measured
 from dilabench.choice.measured import TunedCell, TuneFile, check_tune_file, read_tune_file, remember, tune_path
+from dilabench.choice.rings import RINGS
 from dilabench.choice.rules import choose
-from dilabench.choice.ways import own_ways
+from dilabench.choice.ways import Way, own_ways
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins import Implementation
@@ -21,7 +22,7 @@ from dilabench.plugins.manager import discover
 from dilabench.record import Case, GpuInfo
 from dilabench.request import RunRequest
 from dilabench.suites.planner import Planner
-from dilabench.workload.spec import Workload, WorkloadRequest
+from dilabench.workload.spec import UNBOUNDED, Workload, WorkloadRequest
 
 CPU = Machine(device="cpu")
 H200 = Machine(device="cuda", gpus=(GpuInfo(name="NVIDIA H200", compute_capability="9.0"),))
@@ -280,6 +281,31 @@ def test_who_calls_windows_is_not_given_a_backend_without_them() -> None:
     case = plain.model_copy(update={"implementation": "windowed"})
     assert any("window" in reason for reason in catalogue.reasons_against_backend(case, H200))
     assert not any("window" in reason for reason in catalogue.reasons_against_backend(plain, H200))
+
+
+RINGS_AHEAD = [one.name for one in RINGS if one.calls_ahead]
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, (5, 0)), (True, (5, -1)), (False, (5, 0))])
+@pytest.mark.parametrize("name", RINGS_AHEAD)
+def test_windows_over_ranks_are_not_given_to_kernels_with_causal_windows_only(
+    name: str, causal: bool, window: tuple[int, int]
+) -> None:
+    ways, asked = own_ways(True), workload(causal=causal, dtype="bfloat16", window=window)
+    over, alone = (Way(name, "sdpa-efficient", one, 2) for one in (asked, asked.replace(window=UNBOUNDED)))
+    assert any("looks ahead" in reason for reason in ways.reasons_against_backend(over, H200))
+    assert not any("looks ahead" in reason for reason in ways.reasons_against_backend(alone, H200))
+    # Two ranks that trade heads have whole sequences, and so does one device.
+    for whole in (Way("ulysses", "sdpa-efficient", asked, 2), Way("strided", "sdpa-efficient", asked, 1)):
+        assert not any("looks ahead" in reason for reason in ways.reasons_against_backend(whole, H200))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", RINGS_AHEAD)
+def test_a_window_over_ranks_takes_a_kernel_that_looks_ahead(name: str, dtype: str) -> None:
+    ways = own_ways(True)
+    backend, _ = ways.choose_backend(Way(name, None, workload(causal=True, dtype=dtype, window=(5, 0)), 2), H200)
+    assert backend not in {None, "sdpa-efficient"}
 
 
 def test_cells_of_patterns_that_the_library_does_not_know_stay_in_the_file(

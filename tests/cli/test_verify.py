@@ -4,13 +4,14 @@ import json
 import re
 from time import sleep
 
+import psutil
 import pytest
 
 from dilabench.cli.verify import command as verify
 from dilabench.engine.worker import outcomes as verify_outcomes
-from dilabench.machine import Machine
+from dilabench.machine import GpuInfo, Machine
 from dilabench.plugins.manager import discover
-from dilabench.record import Check, Verification
+from dilabench.record import Check, Skipped, Verification
 from dilabench.request import RunRequest, run_request
 from dilabench.runs import verification
 from dilabench.suites.planner import Planner, cases_of
@@ -157,19 +158,74 @@ def test_ranks_verify_together(cli):
     assert result.stdout.splitlines()[-1] == "1 right, 0 wrong, 1 skipped"
 
 
+def machine_with(*gpus):
+    """A machine with GPUs of these names; without any, a CPU."""
+    several = tuple(GpuInfo(name=name, compute_capability="9.0") for name in gpus)
+    return Machine(device="cuda", gpus=several) if gpus else CPU
+
+
 @pytest.mark.parametrize(
-    ("device", "cores", "ranks", "num_workers"),
-    [("cpu", 64, 1, 1), ("cuda", 2, 1, 1), ("cuda", 16, 1, 4), ("cuda", 128, 1, 8), ("cuda", 128, 2, 1)],
+    ("gpus", "cores", "ranks", "num_workers"),
+    [
+        ("", 64, 1, 1),
+        ("", 64, 2, 1),
+        ("a", 2, 1, 1),
+        ("a", 16, 1, 4),
+        ("a", 128, 1, 8),
+        ("aa", 128, 1, 16),
+        ("ab", 128, 1, 8),
+        ("aaaa", 64, 1, 16),
+        ("aaaa", 64, 4, 4),
+        ("aaaa", 64, 2, 8),
+        ("aa", 32, 2, 4),
+        ("aa", 4, 2, 1),
+        ("aaaa", 512, 4, 8),
+    ],
 )
-def test_only_a_gpu_checks_several_cases_at_once(device, cores, ranks, num_workers):
+def test_gpus_check_as_many_cases_at_once_as_cores_and_gpus_serve(gpus, cores, ranks, num_workers):
     cases = [one.model_copy(update={"case": one.case.model_copy(update={"world_size": ranks})}) for one in planned()]
-    assert verify_outcomes.num_workers_for(cases, Machine(device=device), cores) == num_workers
+    cases = [one.model_copy(update={"skip": None}) for one in cases]
+    assert verify_outcomes.num_workers_for(cases, machine_with(*gpus), cores) == num_workers
 
 
-def test_several_at_once_give_the_outcomes_in_the_order_of_the_cases(monkeypatch):
-    small = {"seq_len": 40, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "segment_lengths": (16, 32)}
+SKIP = Skipped(code="unsupported", why="test")
+
+
+def test_skipped_cases_over_ranks_keep_no_worker_from_checking():
+    (first, *_) = planned(implementations=("strided",))
+    over = first.model_copy(update={"skip": SKIP, "case": first.case.model_copy(update={"world_size": 2})})
+    assert verify_outcomes.num_workers_for([first, over], machine_with("a"), 16) == 4
+
+
+def test_workers_are_spread_over_the_gpus_that_are_alike(monkeypatch):
+    used = []
+    monkeypatch.setattr(verify_outcomes.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(
+        verify_outcomes, "_checked", lambda _plan, pool, *_: (used.append(pool.settings), sleep(0.05), SKIP)[-1]
+    )
+    cases = planned(implementations=("strided",)) * 10
+    assert len(list(verify_outcomes.outcomes_of(cases, discover().catalogue, machine_with(*"abaa"), 0))) == len(cases)
+    assert [settings.gpu for settings in used[:4]] == [0, 2, 3, 0]
+    assert {settings.num_workers for settings in used} == {4}
+
+
+SMALL = {"seq_len": 40, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (1, ("gather", "strided", "fused", "dense")),
+        pytest.param(
+            2, ("ring", "strided", "ulysses", "zigzag-ring"), marks=[pytest.mark.distributed, pytest.mark.slow]
+        ),
+    ],
+)
+def test_several_at_once_give_the_outcomes_in_the_order_of_the_cases(ranks, names, monkeypatch):
     cases = planned(
-        implementations=("gather", "strided", "fused", "dense"), overrides={**small, "dilation_rates": (1, 2)}
+        implementations=names,
+        nproc=ranks,
+        overrides={**SMALL, "segment_lengths": (16, 32), "dilation_rates": (1, 2), "causal": True},
     )
     broken = cases[0].model_copy(update={"case": cases[0].case.model_copy(update={"backend": "xformers"})})
     cases = (*cases[:3], broken, *cases[3:])
@@ -183,6 +239,22 @@ def test_several_at_once_give_the_outcomes_in_the_order_of_the_cases(monkeypatch
             assert "xformers" in outcome.why
         else:
             assert outcome.passed
+    assert sum(one.skip is None for one in cases) > 2
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_groups_of_ranks_that_are_interrupted_leave_no_process(monkeypatch):
+    monkeypatch.setattr(verify_outcomes, "num_workers_for", lambda *_: 2)
+    cases = planned(implementations=("ring", "ulysses"), nproc=2, overrides=SMALL)
+    outcomes = verify_outcomes.outcomes_of(cases * 50, discover().catalogue, CPU, 0)
+    before = set(psutil.Process().children(recursive=True))
+    next(outcomes)
+    workers = set(psutil.Process().children(recursive=True)) - before
+    assert len(workers) >= 4
+    outcomes.close()
+    _, alive = psutil.wait_procs(workers, timeout=10)
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
 
 
 def test_nobody_goes_on_when_the_outcomes_are_not_wanted_any_more(monkeypatch):

@@ -14,7 +14,7 @@ transformers = pytest.importorskip(
 )
 
 from dilabench.attention import attention  # noqa: E402
-from dilabench.compat.transformers import interface, register  # noqa: E402
+from dilabench.compat import transformers as integration  # noqa: E402
 from dilabench.patterns import DilatedPattern, WindowSinkPattern  # noqa: E402
 
 LONGNET = DilatedPattern(segment_lengths=(4, 8), dilation_rates=(1, 2))
@@ -33,13 +33,13 @@ N = 20
 
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
-    register()
-    register("dilabench-longnet", pattern=LONGNET)
-    interface._warn_once.cache_clear()
+    integration.register()
+    integration.register("dilabench-longnet", pattern=LONGNET)
+    integration.interface._warn_once.cache_clear()
     yield
     for name in ("dilabench", "dilabench-longnet"):
-        del interface.ALL_ATTENTION_FUNCTIONS._global_mapping[name]
-        del interface.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping[name]
+        del integration.interface.ALL_ATTENTION_FUNCTIONS._global_mapping[name]
+        del integration.interface.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping[name]
 
 
 def _config(model: str, **fields: Any) -> Any:
@@ -82,7 +82,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         seen.append(options)
         return attention(*tensors, **options)
 
-    monkeypatch.setattr(interface, "attention", noted)
+    monkeypatch.setattr(integration.interface, "attention", noted)
     return seen
 
 
@@ -252,7 +252,7 @@ def test_a_pattern_generates_without_a_cache() -> None:
 
 def _call(module: Any = None, name: str = "dilabench", **options: Any) -> Any:
     q, k, v = (torch.randn(1, heads, 6, 8) for heads in (4, 2, 2))
-    function = interface.ALL_ATTENTION_FUNCTIONS[name]
+    function = integration.interface.ALL_ATTENTION_FUNCTIONS[name]
     return function(nn.Module() if module is None else module, q, k, v, options.pop("attention_mask", None), **options)
 
 
@@ -301,7 +301,7 @@ def test_values_may_be_narrower_than_keys() -> None:
     """As in multi-head latent attention."""
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 9, 16), torch.randn(2, 4, 9, 16), torch.randn(2, 4, 9, 8)
-    out, weights = interface.ALL_ATTENTION_FUNCTIONS["dilabench"](nn.Module(), q, k, v, None, scaling=0.3)
+    out, weights = integration.interface.ALL_ATTENTION_FUNCTIONS["dilabench"](nn.Module(), q, k, v, None, scaling=0.3)
     expected = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3).transpose(1, 2)
     torch.testing.assert_close(out, expected)
     assert weights is None
@@ -328,7 +328,7 @@ def test_a_compiled_model_takes_any_packing_in_one_graph() -> None:
 
 
 def test_windows_with_sinks_restart_in_each_document() -> None:
-    register("dilabench-longnet", pattern=WindowSinkPattern(sinks=1, window_size=4))
+    integration.register("dilabench-longnet", pattern=WindowSinkPattern(sinks=1, window_size=4))
     _, ours = _pair(_config("llama"), name="dilabench-longnet")
     batch = _documents(9, 12, bounds=True)
     (together,) = ours(**batch).logits
@@ -340,9 +340,9 @@ def test_windows_with_sinks_restart_in_each_document() -> None:
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2", 3])
 def test_refuses_to_replace_attention_of_transformers(name: Any) -> None:
     with pytest.raises(ValueError, match="must be a text and none of transformers' own"):
-        register(name)
+        integration.register(name)
 
 
 def test_refuses_what_is_no_pattern() -> None:
     with pytest.raises(ValueError, match=r"pattern 'dilated' must be an object of dilabench\.patterns"):
-        register("dilabench-longnet", pattern="dilated")  # type: ignore[arg-type]
+        integration.register("dilabench-longnet", pattern="dilated")  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dilabench.choice.ways import own_ways
 from dilabench.distributed.single_rank import SingleRank
 from dilabench.distributed.world import World
 
@@ -41,6 +42,13 @@ def test_masks_that_end_at_the_last_key_are_as_exact(ranks, places, launch):
     import ring_cases
 
     assert launch(ring_cases.with_aligned_ends, ranks, [sorted(ring_cases.GATHERING), places]) == [[]] * ranks
+
+
+def test_algorithms_whose_kernels_must_look_ahead_say_so(launch):
+    import ring_cases
+
+    found = {name for names in launch(ring_cases.looking_ahead, 2, [ALGORITHMS]) for name in names}
+    assert found == {name for name in ALGORITHMS if own_ways(True).implementations.get(name).calls_ahead}
 
 
 def test_packed_sequences_in_one_call_are_as_exact(launch):

@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention
 
 from dilabench.contracts import BuildContext
 from dilabench.impls import reference
-from dilabench.impls.flex import flex
+from dilabench.impls.flex import documents, flex
 from dilabench.impls.flex.blocks import BLOCK, CountedBlocks, counted_blocks
 from dilabench.impls.visible_keys import multiplicity
 from dilabench.patterns.dilated import DilatedPattern
@@ -156,13 +156,27 @@ def test_tiles_are_read_only_if_there_is_something_in_them() -> None:
     assert read((512,), (2,)) == (True, False)
 
 
-@pytest.mark.parametrize("name", ["dilated, nested", "dilated, shared residues", "window_sink, example 0"])
-def test_dynamo_takes_it_as_one_graph(name: str) -> None:
+PACKED = {"layout": "packed", "cu_seqlens": (0, 1, 90, 128, 300), "batch_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("build", "name", "fields"),
+    [
+        (flex.build, "dilated, nested", {}),
+        (flex.build, "dilated, shared residues", {}),
+        (flex.build, "window_sink, example 0", {}),
+        (documents.build, "dense, example 0", PACKED),
+        (documents.build, "dilated, nested", PACKED),
+    ],
+)
+def test_dynamo_takes_it_as_one_graph(build: Any, name: str, fields: dict[str, Any]) -> None:
     """As on CUDA, where the graph goes to Inductor besides."""
-    function = flex.build(workload_of(EXAMPLES[name]), CONTEXT)
+    workload = workload_of(EXAMPLES[name], **fields)
+    function = build(workload, CONTEXT)
     whole = replace(function, run=torch.compile(function.run, backend="eager", fullgraph=True, dynamic=False))
-    q, k, v = (torch.randn(2, 300, heads, 16) for heads in (4, 2, 2))
-    right, right_lse = reference.build(workload_of(EXAMPLES[name]), CONTEXT).with_lse(q, k, v)
+    lead = (300,) if fields else (2, 300)
+    q, k, v = (torch.randn(*lead, heads, 16) for heads in (4, 2, 2))
+    right, right_lse = reference.build(workload, CONTEXT).with_lse(q, k, v)
     out, lse = whole.with_lse(q, k, v)
     torch.testing.assert_close(out, right, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(lse, right_lse, rtol=2e-6, atol=2e-6, check_dtype=False)
@@ -241,14 +255,16 @@ def test_flash_attention_4_is_tried_in_half_precision() -> None:
         ("dense, example 0", MASKS[1]),
         ("dilated, grouped heads", MASKS[0]),
         ("dilated, blocked", MASKS[-1]),
+        ("dilated, shared residues", MASKS[1]),
+        ("dilated, segments inside blocks", MASKS[0]),
     ],
     ids=str,
 )
-def test_packed_sequences_see_nothing_of_each_other(name: str, mask: dict[str, Any]) -> None:
-    packed = {"layout": "packed", "cu_seqlens": (0, 1, 90, 128, 300), "batch_size": 1}
-    workload = workload_of(EXAMPLES[name], **mask, **packed)
+@pytest.mark.parametrize("build", [flex.build, documents.build], ids=["counts", "document ids"])
+def test_packed_sequences_see_nothing_of_each_other(build: Any, name: str, mask: dict[str, Any]) -> None:
+    workload = workload_of(EXAMPLES[name], **mask, **PACKED)
     q, k, v = (torch.randn(300, heads, 16) for heads in (4, 2, 2))
-    out, lse = flex.build(workload, CONTEXT).with_lse(q, k, v)
+    out, lse = build(workload, CONTEXT).with_lse(q, k, v)
     right, right_lse = reference.build(workload, CONTEXT).with_lse(q, k, v)
     torch.testing.assert_close(out, right, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, right_lse, rtol=1e-5, atol=1e-5, check_dtype=False)

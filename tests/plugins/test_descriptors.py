@@ -17,7 +17,8 @@ from dilabench.plugins import manager
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Capabilities, Implementation, WorkloadPreset
 from dilabench.record import Case, GpuInfo
-from dilabench.workload.spec import Workload
+from dilabench.runs.verification import SHAPE
+from dilabench.workload.spec import Workload, WorkloadRequest
 
 CPU = Machine(device="cpu", no_cuda="no NVIDIA GPU is visible")
 H200 = GpuInfo(name="H200", compute_capability="9.0")
@@ -138,6 +139,29 @@ def test_capabilities_say_why_not(limits, change, reason):
     assert Capabilities(**limits).reasons(WORKLOAD.replace(**change), "cpu") == (reason,)
 
 
+def no_rule(*_):
+    raise KeyError("a field that only its own patterns have")
+
+
+@pytest.mark.parametrize("limits", [{"check": no_rule}, {"check_ranks": no_rule}])
+def test_rules_are_asked_about_their_own_patterns_only(limits):
+    dense = Capabilities(patterns=frozenset({"dense"}), **limits)
+    assert dense.reasons(WORKLOAD, "cpu") == ("pattern dilated is not supported (has dense)",)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", manager.discover().catalogue.implementations.names)
+def test_our_own_capabilities_answer_for_every_pattern(name, device):
+    """Rules of plug-ins that fail become reasons of the catalogue; those of dilabench must not fail."""
+    implementation = manager.discover().catalogue.implementations.get(name)
+    limits = (implementation.supports, implementation.preferred_for, implementation.tried_for)
+    for kind in OWN_KINDS:
+        for fields in load(kind).trials().values():
+            asked = WorkloadRequest.model_validate({**SHAPE, "pattern": kind.name, **fields}).resolve("bfloat16")
+            for one in limits:
+                assert one is None or isinstance(one.reasons(asked, device), tuple)
+
+
 def test_what_is_supported_has_no_reason_against_it():
     assert Capabilities().reasons(WORKLOAD, "cuda") == ()
     detached = WORKLOAD.replace(pattern={**DILATED, "merge_grad": "detached"})
@@ -193,6 +217,22 @@ def test_versions_are_compared_by_pep_440(package, installed, needed, meets, mon
     monkeypatch.setattr("dilabench.choice.descriptors.installed_version", installed_version.__wrapped__)
     reasons = unmet([f"{package}>={needed}"], CPU, lambda name: ModuleSpec(name, None))
     assert reasons == (() if meets else (f"needs {package} {needed} or newer, have {installed}",))
+
+
+def test_what_is_installed_is_looked_for_once(monkeypatch):
+    looked = []
+    monkeypatch.setattr("dilabench.plugins.catalogue.find_spec", lambda name: looked.append(name))
+    catalogue = Catalogue()
+    for _ in range(2):
+        reasons = unmet(["no_such_module_at_all"], CPU, catalogue.find_module)
+        assert reasons == ("module no_such_module_at_all is not installed",)
+    assert looked == ["no_such_module_at_all"]
+
+
+def test_a_distribution_that_is_missing_costs_no_look_into_all_of_them(monkeypatch):
+    monkeypatch.setattr("dilabench.choice.descriptors._distributions_by_module", lambda: pytest.fail("all were read"))
+    assert installed_version.__wrapped__("no-such-distribution") is None
+    assert unmet(["no-such-distribution>=1.2"], CPU) == ("distribution no-such-distribution is not installed",)
 
 
 def test_a_required_version_that_is_none_is_refused():

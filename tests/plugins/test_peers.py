@@ -41,6 +41,7 @@ def test_the_projects_that_there_are_adapters_for():
     assert all(CATALOGUE.implementations.get(name).install for name in PEERS)
     assert PEERS == [
         "torchscale",
+        "flex-documents",
         "dilated-attention-pytorch",
         "torch-context-parallel",
         "torch-context-parallel-alltoall",

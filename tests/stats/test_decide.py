@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import exp, log, log1p
 
 import pytest
-import scipy.stats
+import scipy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

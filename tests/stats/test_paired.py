@@ -5,7 +5,7 @@ from statistics import mean, median, stdev
 
 import numpy as np
 import pytest
-import scipy.stats
+import scipy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

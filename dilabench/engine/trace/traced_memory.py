@@ -19,12 +19,14 @@ from dilabench.engine.trace.storages import CPU, CUDA, Storages, following
 from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.record import MemoryPlan
 
+MOST_RANKS = 16
+
 
 def trace(spec: CaseSpec, device: str, most_operations: int | None = None) -> MemoryPlan:
-    """The fullest of the first, a middle and the last rank; with one rank, the device."""
-    size = spec.case.world_size
-    # Under a causal mask work and memory rise or fall along the ranks.
-    ranks = sorted({0, size // 2, size - 1})
+    """The fullest rank; of more than MOST_RANKS the fullest of as many, evenly spaced. With one rank, the device."""
+    # Memory follows no order of ranks: it depends on the segments that cross a rank's rows, or its documents.
+    last = spec.case.world_size - 1
+    ranks = sorted({last * place // (MOST_RANKS - 1) for place in range(MOST_RANKS)})
     where = CUDA if device == "cuda" else CPU
     found = [_trace(spec, where, rank, most_operations) for rank in ranks]
     return max(found, key=lambda plan: plan.peak_bytes)

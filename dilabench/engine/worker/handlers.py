@@ -74,8 +74,11 @@ class Handlers:
         self.device = torch_device(settings.device, settings.gpu)
         self._hardware = device_of(self.device)
         self._hardware.make_current()
-        if settings.num_workers > 1:
-            share_cores(settings.num_workers)
+        # torchrun says how many of its ranks are on this machine.
+        ranks = settings.world_size
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if ranks > 1 else 1
+        if settings.num_workers * ranks_here > 1:
+            share_cores(settings.num_workers * ranks_here)
         self._calls: dict[str, PreparedCall] = {}
         self._timers: dict[tuple[str, str], SampleTimer] = {}
         self._checkers: dict[str, TimedOutputs] = {}
@@ -145,8 +148,6 @@ class Handlers:
         """The world of this worker's ranks, joined at the first case; None for a worker without other ranks."""
         settings = self._settings
         if settings.world_size > 1 and self._world is None:
-            # torchrun says how many of its ranks are on this machine.
-            share_cores(int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size)))
             store = meeting_store(settings.store, settings.world_size)
             self._world = World.join(
                 store, settings.rank, settings.world_size, self.device, timeout_s=settings.rank_timeout_s

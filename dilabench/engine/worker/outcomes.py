@@ -1,6 +1,6 @@
 """Checks of cases in worker processes without timing: correctness and memory.
 
-A GPU may check several cases at the same time, because most of a check is compiling and launching on the host.
+GPUs may check several cases at the same time, because most of a check is compiling and launching on the host.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, islice
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 PREPARE_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 1800.0
-MAX_WORKERS = 8
+# Processes that check on one GPU at the same time.
+MAX_PER_GPU = 8
 CAUSE = CheckName.DEPENDENCY
 # Threads with which a worker compiles and launches, about.
 CORES_PER_WORKER = 4
@@ -33,9 +35,18 @@ Result = Literal["right", "wrong", "failed", "skipped"]
 
 
 def num_workers_for(planned: Sequence[PlannedCase], machine: Machine, cores: int) -> int:
-    """Processes that check at the same time: one on a CPU, whose cores a single check fills, and one over ranks."""
-    alone = all(plan.case.world_size == 1 for plan in planned)
-    return max(1, min(MAX_WORKERS, cores // CORES_PER_WORKER)) if machine.device == "cuda" and alone else 1
+    """Workers that check at the same time, a group of ranks counted as one: on a CPU one, which fills its cores."""
+    if machine.device != "cuda":
+        return 1
+    ranks = max((plan.case.world_size for plan in planned if plan.skip is None), default=1)
+    gpus = ranks if ranks > 1 else len(_like_the_first(machine))
+    return max(1, min(MAX_PER_GPU * gpus, cores // CORES_PER_WORKER) // ranks)
+
+
+def _like_the_first(machine: Machine) -> list[int]:
+    """The GPUs, by position, on which a case has the same kernels as on the first; 0 without a GPU."""
+    gpus = machine.used_gpus
+    return [index for index, gpu in enumerate(gpus) if gpu.name == gpus[0].name] or [0]
 
 
 def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: Machine, seed: int) -> Iterator[Outcome]:
@@ -46,8 +57,10 @@ def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: M
     from dilabench.engine.worker.rank_group import start_worker
 
     num_workers = num_workers_for(planned, machine, os.cpu_count() or 1)
-    settings = WorkerSettings(device=machine.device, num_workers=num_workers)
-    pools = [WorkerPool(settings, start_worker) for _ in range(num_workers)]
+    gpus = islice(cycle(_like_the_first(machine)), num_workers)
+    # A group's ranks use a GPU each, whichever is named here.
+    settings = [WorkerSettings(device=machine.device, gpu=gpu, num_workers=num_workers) for gpu in gpus]
+    pools = [WorkerPool(own, start_worker) for own in settings]
     free: SimpleQueue[WorkerPool] = SimpleQueue()
     for pool in pools:
         free.put(pool)
@@ -65,9 +78,9 @@ def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: M
         yield from executor.map(checked, planned)
         complete = True
     finally:
-        for pool in pools:
+        with ThreadPoolExecutor(num_workers) as threads:
             # Ending the workers ends the checks that are still running.
-            pool.end()
+            list(threads.map(WorkerPool.end, pools))
         if not complete:
             # A thread may be waiting for a worker that the server has not made yet.
             end_server()

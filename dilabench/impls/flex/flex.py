@@ -37,11 +37,16 @@ def build(workload: Workload, context: BuildContext) -> Flex:
 
     `context.tiles`: kernel options as text. Raises ModuleNotFoundError for BACKEND=FLASH without FlashAttention 4.
     """
+    return over_counts(workload, context, lambda blocks: _count(blocks, context.device))
+
+
+def over_counts(workload: Workload, context: BuildContext, count_of: Callable[[CountedBlocks], Index]) -> Flex:
+    """As `build`, with C[h, i, j] of visible blocks, before causal mask and window, from `count_of`."""
     options = read_options(context.tiles)
     if options.get("BACKEND") == "FLASH" and not _has_flash4():
         raise ModuleNotFoundError(f"{FLASH} calls FlashAttention 4; pip install 'dilabench[flash4]'")
     blocks = counted_blocks(workload)
-    count = _count(blocks, context.device)
+    count = count_of(blocks)
     return Flex(
         _block_mask(blocks, workload, _visible(workload, count if blocks.has_holes else None), context.device),
         _with_log(count) if blocks.counts_twice else None,

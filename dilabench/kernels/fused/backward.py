@@ -459,7 +459,7 @@ class _Preprocess:
         if partials is not None:
             places = partial_places(plan, out.shape, out.device, type(out))
             for index, (group, (own, own_lse)) in enumerate(zip(plan.groups, places.views(partials), strict=True)):
-                self._own[id(group)] = own, OneClass(own_lse, places.classes(index), group.super_rows)
+                self._own[id(group)] = own, OneClass(own_lse, places.classes[index], group.super_rows)
 
     def __call__(self, step: AtOnce | _TwoPasses, name: Hashable, spans: Tensor | None) -> Tensor:
         given = (self._dout, self._lse, step.stats_layout, self._cache, ("row sums", name))

@@ -108,7 +108,7 @@ class PassRequests:
         self.cache = LaunchCache()
         self._kept: dict[tuple[bool, torch.device, type[Tensor]], _Tables] = {}
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, int, int, int]:
         """How many numbers of spans, visits, blocks and documents `Packing.lists` writes, one after another."""
         n, group = len(self.requests), self.requests[0].group
@@ -221,29 +221,30 @@ class Packing:
         of_requests, requests = len(of_pass.requests), tables.numbers.used(x)
         sizes, most, documents = of_pass.sizes, of_pass.most_supers, of_pass.requests[0].group.documents
         numbers = torch.empty(sum(sizes), dtype=torch.int32, device=x.device)
-        arguments = {
-            "bounds_ptr": bounds,
-            "requests_ptr": requests,
-            "lists_ptr": numbers,
-            "n_bounds": len(bounds),
-            "n_documents": documents,
-            "n_spans": most,
-            "n_requests": of_requests,
-            "tokens": self.tokens,
-            "blocks_at": sizes[0] + sizes[1],
-            "documents_at": sum(sizes[:3]),
-            "BLOCK": AT_ONCE,
-            "SPAN": SPAN_COLUMNS,
-            "VISIT": VISIT_COLUMNS,
-            "REQUEST": REQUEST_COLUMNS,
-            "TOKENS": BLOCK_TOKENS,
-        }
-        launch = Launch(lists_kernel, lambda _: ((of_requests * (documents + 1),), arguments))
         own = {"bounds": bounds, "requests": requests, "lists": numbers}
-        of_pass.cache.launch((len(bounds), bounds.data_ptr() % COPY_BYTES), [own], lambda: [launch])
-        of_spans, of_visits, blocks, of_documents = numbers.split(sizes)
+
+        def prepare() -> list[Launch]:
+            arguments = {
+                **{f"{name}_ptr": tensor for name, tensor in own.items()},
+                "n_bounds": len(bounds),
+                "n_documents": documents,
+                "n_spans": most,
+                "n_requests": of_requests,
+                "tokens": self.tokens,
+                "blocks_at": sizes[0] + sizes[1],
+                "documents_at": sum(sizes[:3]),
+                "BLOCK": AT_ONCE,
+                "SPAN": SPAN_COLUMNS,
+                "VISIT": VISIT_COLUMNS,
+                "REQUEST": REQUEST_COLUMNS,
+                "TOKENS": BLOCK_TOKENS,
+            }
+            return [Launch(lists_kernel, lambda _: ((of_requests * (documents + 1),), arguments))]
+
+        of_pass.cache.launch((len(bounds), bounds.data_ptr() % COPY_BYTES), [own], prepare)
+        of_spans, of_visits, blocks, of_documents = numbers.split_with_sizes(sizes)
         spans = of_spans.view(of_requests, most, SPAN_COLUMNS).unbind()
-        visits = of_visits.view(-1, VISIT_COLUMNS).split(of_pass.visits)
+        visits = of_visits.view(-1, VISIT_COLUMNS).split_with_sizes(of_pass.visits)
         of_groups = tuple(map(DocumentLists, tables.of_requests, visits, spans))
         lists = PassLists(of_groups, of_documents.view(documents + 1, -1), blocks)
         return _Made(lists, tables, _There.of((numbers,), x))
@@ -259,11 +260,12 @@ class _There(NamedTuple):
     @classmethod
     def of(cls, tensors: tuple[Tensor, ...], x: Tensor) -> _There:
         """Made by the current stream of the device of x."""
-        complete = None
-        if type(x) is Tensor and x.is_cuda and not is_captured(x):
-            complete = torch.cuda.Event()
-            complete.record(torch.cuda.current_stream(x.device))
-        return cls(tensors, complete, set())
+        if type(x) is not Tensor or not x.is_cuda or is_captured(x):
+            return cls(tensors, None, set())
+        complete, stream = torch.cuda.Event(), torch.cuda.current_stream(x.device)
+        complete.record(stream)
+        # It need neither wait nor be recorded: the memory is its own.
+        return cls(tensors, complete, {stream.cuda_stream})
 
     def used(self, x: Tensor) -> Tensor:
         """The first one, for the current stream of the device of x."""

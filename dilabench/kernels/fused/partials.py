@@ -25,6 +25,7 @@ from dilabench.kernels.fused.branch_group import BranchGroup
 from dilabench.kernels.fused.document_lists import BLOCK_TOKENS
 from dilabench.kernels.fused.residue_plan import ResiduePlan
 from dilabench.kernels.launch_cache import COPY_BYTES, Arguments, Launch
+from dilabench.kernels.row_programs import row_program
 from dilabench.kernels.softmax import weights_of_two
 
 # The parts of a branch begin at a multiple of this many numbers, so of 16 bytes, for every shape: kernels are compiled
@@ -50,8 +51,9 @@ class PartialPlaces:
     out [B, n, H, D] and lse [B, H, n].
 
     shape: of all rows, [B, N, H, D]. outs, lses: where groups begin, and the end. table: int32, of each group the units
-    that its out and lse begin at, rate, tokens and rows of a segment, stored rows, and the class of each head. step:
-    where it `is_uniform`, tokens so far apart are in the same branches, and there are many of them.
+    that its out and lse begin at, rate, tokens and rows of a segment, stored rows, and the class of each head. classes:
+    the latter of each group, [H] int32. step: where it `is_uniform`, tokens so far apart are in the same branches, and
+    there are many of them.
     """
 
     shape: tuple[int, ...]
@@ -59,6 +61,7 @@ class PartialPlaces:
     outs: tuple[int, ...]
     lses: tuple[int, ...]
     table: Tensor
+    classes: tuple[Tensor, ...]
     step: int
     is_uniform: bool
 
@@ -79,7 +82,9 @@ class PartialPlaces:
         tokens = length // max(1, *(group.documents for group in groups))
         are_many = length // step >= tuning.MANY_TOKENS and tokens // step >= tuning.MANY_TOKENS_OF_A_DOCUMENT
         is_uniform = are_many and not is_shifted
-        return cls(tuple(shape), rows, outs, lses, torch.from_numpy(table).to(device), step, is_uniform)
+        there = torch.from_numpy(table).to(device)
+        classes = there[:, _BEFORE_CLASSES : _BEFORE_CLASSES + heads].unbind()
+        return cls(tuple(shape), rows, outs, lses, there, classes, step, is_uniform)
 
     def empty(self, q: Tensor) -> Partials:
         """Uninitialised results, of the dtype of q."""
@@ -88,17 +93,14 @@ class PartialPlaces:
     def views(self, partials: Partials) -> list[tuple[Tensor, Tensor]]:
         """out [B, n, H, D] and lse [B, H, n] of every group."""
         batch, _, heads, dim = self.shape
+        row = heads * dim
         return [
             (
-                partials.outs[out : out + batch * n * heads * dim].view(batch, n, heads, dim),
-                partials.lses[lse : lse + batch * heads * n].view(batch, heads, n),
+                partials.outs.as_strided((batch, n, heads, dim), (n * row, row, dim, 1), out),
+                partials.lses.as_strided((batch, heads, n), (heads * n, n, 1), lse),
             )
             for n, out, lse in zip(self.rows, self.outs, self.lses, strict=False)
         ]
-
-    def classes(self, index: int) -> Tensor:
-        """The class of each head in a group, [H] int32."""
-        return self.table[index, _BEFORE_CLASSES : _BEFORE_CLASSES + self.shape[2]]
 
     def merge(self, tensors: dict[str, Tensor]) -> Launch:
         """The launch that merges outs and lses to out [B, N, H, D] and lse [B, H, N]: 0 and -inf in rows that no branch
@@ -106,7 +108,7 @@ class PartialPlaces:
         """
         batch, length, heads, dim = self.shape
         columns = triton.next_power_of_2(dim)
-        rows = tuning.rows_of_a_program("partials", columns)
+        rows, num_warps = row_program("partials", columns)
 
         def arguments(uniform: bool) -> Arguments:
             step = self.step if uniform else 1
@@ -126,6 +128,7 @@ class PartialPlaces:
                 "HEAD_DIM": dim,
                 "COLUMNS": columns,
                 "ROWS": rows,
+                "num_warps": num_warps,
             }
             # Addresses of all branches, kept through the loop over documents, would take half as many again.
             limited = {"maxnreg": _REGISTERS} if uniform else {}

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dilabench.kernels.launch_cache import Launch, LaunchCache, compile_ahead
-from dilabench.kernels.tuning import rows_of_a_program
+from dilabench.kernels.row_programs import row_program
 
 # Strides are counted in units of this many elements, so the compiler knows that it can read 16 bytes at a time.
 _UNIT = 8
@@ -39,7 +39,7 @@ def _widening(x: Tensor, wider: Tensor) -> Launch:
     batch, length, heads, dim = x.shape
     width, rows = wider.shape[3], batch * length * heads
     columns = triton.next_power_of_2(width)
-    own_rows = rows_of_a_program("wider_rows", columns)
+    own_rows, num_warps = row_program("wider_rows", columns)
     batch_units, token_units, head_units = (stride // _UNIT for stride in x.stride()[:3])
     arguments = {
         "x_ptr": x,
@@ -55,7 +55,7 @@ def _widening(x: Tensor, wider: Tensor) -> Launch:
         "COLUMNS": columns,
         "ROWS": own_rows,
         "UNIT": _UNIT,
-        "num_warps": 4,
+        "num_warps": num_warps,
     }
     return Launch(_widen_kernel, lambda _: ((triton.cdiv(rows, own_rows),), arguments), False, (x.dtype, dim, width))
 

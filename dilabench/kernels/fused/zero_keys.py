@@ -46,25 +46,28 @@ class ZeroKeysOfDocuments:
         # Kernels are compiled for addresses that are multiples of 16 bytes.
         step = size + -size % (COPY_BYTES // 4)
         counts = torch.empty(parts * step, dtype=torch.float32, device=bounds.device)
-        arguments = {
-            "bounds_ptr": bounds,
-            "branches_ptr": self._numbers,
-            "counts_ptr": counts,
-            "n_bounds": len(bounds),
-            "tokens": tokens,
-            "n_branches": self._branches,
-            "n_heads": self._heads,
-            "step": step,
-            "APART": apart,
-            "HEADS": triton.next_power_of_2(self._heads),
-            "ROWS": _ROWS,
-        }
-        launch = Launch(_zero_keys_kernel, lambda _: ((triton.cdiv(tokens, _ROWS),), arguments))
+
+        def prepare() -> list[Launch]:
+            arguments = {
+                "bounds_ptr": bounds,
+                "branches_ptr": self._numbers,
+                "counts_ptr": counts,
+                "n_bounds": len(bounds),
+                "tokens": tokens,
+                "n_branches": self._branches,
+                "n_heads": self._heads,
+                "step": step,
+                "APART": apart,
+                "HEADS": triton.next_power_of_2(self._heads),
+                "ROWS": _ROWS,
+            }
+            return [Launch(_zero_keys_kernel, lambda _: ((triton.cdiv(tokens, _ROWS),), arguments))]
+
         key = len(bounds), bounds.data_ptr() % COPY_BYTES, tokens, apart
-        self._cache.launch(key, [{"bounds": bounds, "counts": counts}], lambda: [launch])
+        self._cache.launch(key, [{"bounds": bounds, "counts": counts}], prepare)
         if apart:
-            return tuple(counts[at * step :][:size].view(self._heads, tokens) for at in range(parts))
-        return (counts[:size].view(1, self._heads, tokens),)
+            return counts.as_strided((parts, self._heads, tokens), (step, tokens, 1)).unbind()
+        return (counts.as_strided((1, self._heads, tokens), (size, tokens, 1)),)
 
 
 @triton.jit(do_not_specialize=("n_bounds", "tokens", "n_branches", "n_heads", "step"))

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from dilabench.kernels.bwd_preprocess import STATS_BLOCK
 from dilabench.kernels.launch_cache import LaunchCache
+from dilabench.kernels.row_programs import row_program
 from dilabench.kernels.selected.by_query import lse_at, stats_at
 from dilabench.kernels.selected.lists import KeyLists, Shares
 from dilabench.kernels.selected.operands import PER_LENGTH, launch
 from dilabench.kernels.selected.selection import TokenSelection, load_rows, rows_of_block, tile_at
 from dilabench.kernels.softmax import finite
-from dilabench.kernels.tuning import TileConfig, padded_dim, rows_of_a_program
+from dilabench.kernels.tuning import TileConfig, padded_dim
 
 _STATS_BLOCK = tl.constexpr(STATS_BLOCK)
 # A pass over memory, which has no tiles.
@@ -314,7 +315,7 @@ def gathered_form(
     if forward:
         merged |= {"partial_lse": tensors["partial_lse"], "lse": tensors["lse"]}
     rows, kv_heads, slots = part.indices.shape
-    at_a_time = rows_of_a_program("combine", padded_dim(result.shape[-1]))
+    at_a_time = row_program("combine", padded_dim(result.shape[-1])).rows
     arguments |= {"WIDTH": triton.next_power_of_2(slots), "ROWS": at_a_time}
     programs = triton.cdiv(rows * given["GROUP"], at_a_time) * kv_heads
     launch(_merge_kernel, programs, merged, arguments, _MERGE, cache, ("merge", *name))

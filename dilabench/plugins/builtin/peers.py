@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from dilabench.choice.implementations import FLEX_ON_CUDA
+from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.plugins import Capabilities, Implementation, hookimpl
 from dilabench.workload.equal_parts import (
@@ -10,7 +12,7 @@ from dilabench.workload.equal_parts import (
     against_usp,
     against_whole_heads,
 )
-from dilabench.workload.spec import Workload
+from dilabench.workload.spec import DEFAULT_PATTERN, Workload
 
 HALF = frozenset({"float16", "bfloat16"})
 # Over flash-attn itself, or over torch's built-in FlashAttention 2 if that is not installed.
@@ -315,11 +317,27 @@ NSA_PYTORCH = Implementation(
 )
 
 
+FLEX_DOCUMENTS = Implementation(
+    "flex-documents",
+    "torch's FlexAttention with document ids: mask and score of packed sequences as one writes them by hand",
+    "dilabench.impls.flex.documents:build",
+    supports=replace(FLEX_ON_CUDA, patterns=frozenset({DENSE.kind, DEFAULT_PATTERN}), layouts=frozenset({"packed"})),
+    requires=("cuda>=sm80", "triton"),
+    compiles=True,
+    quirks=("the list of visible blocks is made from the pattern, outside the timed call",),
+    project="torch",
+    install="pip install 'torch>=2.10'",
+)
+
+
 @hookimpl
 def dilabench_register_implementations() -> list[Implementation]:
-    """LongNet's module; over ranks torch's context parallelism, rings and meshes of others; sparse patterns."""
+    """LongNet's module; packed documents; over ranks torch's context parallelism, rings and meshes of others; sparse
+    patterns.
+    """
     return [
         TORCHSCALE,
+        FLEX_DOCUMENTS,
         DILATED_ATTENTION_PYTORCH,
         _context_parallel(
             "torch-context-parallel", "K and V gathered (its default)", "allgather", "WHOLE_ZIGZAG_GATHER"

@@ -19,7 +19,7 @@ from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.ring import allgather, gathered, multihead, rings, ulysses
 from dilabench.impls.ring.schedule import sums
 from dilabench.impls.ring.schedule.row_exchange import Returned
-from dilabench.workload.spec import Workload
+from dilabench.workload.spec import UNBOUNDED, Workload
 
 BUILDS = {
     "ring": rings.build,
@@ -157,6 +157,24 @@ def with_aligned_ends(world, names, places):
     global BACKEND
     BACKEND = replace(BACKEND, aligns_ends=True, places_results=places)
     return exact(world, names)
+
+
+def looking_ahead(world, names):
+    """The algorithms that call their kernel with a window that looks ahead, for a causal window on any rank."""
+    found = set()
+    for name in names:
+
+        def attend(q, k, v, *, causal, window=UNBOUNDED, scale, name=name):
+            left, right = window
+            if not causal and (right > 0 or right < 0 <= left):
+                found.add(name)
+            return math.attend(q, k, v, causal=causal, window=window, scale=scale)
+
+        backend = LoadedBackend("recorded", attend, math.attend_backward)
+        one = PACKED["odd lengths, window"] if name == "ring-varlen" else PADDED["window"]
+        function = Whole(BUILDS[name](one, replace(context(world), backend=backend)), one.layout == "packed")
+        function(*random_inputs(one)[:3])
+    return sorted(found)
 
 
 def packed_kernel():

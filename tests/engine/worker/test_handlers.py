@@ -1,6 +1,7 @@
 """What happens inside a worker, in this process: preparation, modes, memory, kernels, out-of-memory."""
 
 import errno
+import os
 import re
 
 import pytest
@@ -323,30 +324,42 @@ def test_a_pool_never_lends_one_buffer_twice():
 
 
 @pytest.mark.parametrize(
-    ("environment", "expected"),
-    [({}, [4]), ({"LOCAL_WORLD_SIZE": "8"}, [1]), ({"LOCAL_WORLD_SIZE": "16"}, [1]), ({"OMP_NUM_THREADS": "5"}, [])],
-    ids=["ranks of one machine", "ranks of torchrun here", "more ranks than cores", "as the user says"],
+    ("num_workers", "ranks", "environment", "threads", "compiling"),
+    [
+        (1, 1, {}, [], None),
+        (4, 1, {}, [4], "4"),
+        (4, 1, {"LOCAL_WORLD_SIZE": "8"}, [4], "4"),
+        (1, 2, {}, [8], "8"),
+        (1, 2, {"LOCAL_WORLD_SIZE": "8"}, [2], "2"),
+        (4, 2, {}, [2], "2"),
+        (1, 2, {"LOCAL_WORLD_SIZE": "32"}, [1], "1"),
+        (1, 2, {"OMP_NUM_THREADS": "5"}, [], "8"),
+        (1, 2, {"TORCHINDUCTOR_COMPILE_THREADS": "5"}, [8], "5"),
+    ],
 )
-def test_ranks_share_the_cores_of_a_machine(environment, expected, monkeypatch):
-    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+def test_workers_and_ranks_share_the_cores_of_a_machine(
+    num_workers, ranks, environment, threads, compiling, monkeypatch
+):
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "TORCHINDUCTOR_COMPILE_THREADS"):
+        # Set first, so that what `share_cores` sets is removed after the test.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     found = []
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     monkeypatch.setattr(torch, "set_num_threads", found.append)
+    Handlers(WorkerSettings(device="cpu", num_workers=num_workers, world_size=ranks))
+    assert found == threads
+    assert os.environ.get("TORCHINDUCTOR_COMPILE_THREADS") == compiling
+
+
+def test_the_world_is_joined_once(monkeypatch):
+    joined = []
+    monkeypatch.setattr(desk_module, "share_cores", lambda _: None)
     monkeypatch.setattr(desk_module, "meeting_store", lambda *_: None)
-    monkeypatch.setattr(desk_module.World, "join", lambda *_, **__: "the world")
+    monkeypatch.setattr(desk_module.World, "join", lambda *_, **__: joined.append(1) or "the world")
     handlers = Handlers(WorkerSettings(device="cpu", world_size=2))
     assert [handlers._joined(), handlers._joined()] == ["the world"] * 2
-    assert found == expected
-
-
-@pytest.mark.parametrize(("num_workers", "expected"), [(1, []), (4, [2])])
-def test_workers_share_the_cores_of_a_machine(num_workers, expected, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    found = []
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    monkeypatch.setattr(torch, "set_num_threads", found.append)
-    Handlers(WorkerSettings(device="cpu", num_workers=num_workers))
-    assert found == expected
+    assert joined == [1]

@@ -15,10 +15,11 @@ CONTEXT = BuildContext(device=torch.device("cpu"), backend=LoadedBackend("math",
 THEIRS = {"offset": "blocked", "padding": "zero_key", "merge_grad": "detached"}
 
 
-def told(**options):
-    """What the oracle says of the adapter for a workload with these options of the pattern."""
+def told(packed=None, **options):
+    """What the oracle says of the adapter for a workload with these options of the pattern, perhaps of documents."""
     pattern = {"kind": "dilated", "segment_lengths": (24, 48), "dilation_rates": (1, 3), **THEIRS, **options}
     shape = {"batch_size": 2, "seq_len": 60, "num_heads": 5, "num_kv_heads": 5, "head_dim": 8, "causal": False}
+    shape |= {"batch_size": 1, "layout": "packed", "cu_seqlens": packed} if packed else {}
     one = Workload.model_validate({"pattern": pattern, **shape, "dtype": "float64", "mode": "both"})
     return summary(verify(torchscale.build(one, CONTEXT), one))
 
@@ -29,6 +30,7 @@ def test_it_is_right_on_its_own_function_and_named_on_others(recorded):
     assert told(offset="modulo").startswith("out is that of offset=blocked; ")
     assert told(padding="masked").startswith("out is that of padding=zero_key; ")
     assert told(merge_grad="exact").startswith("dq is that of merge_grad=detached; ")
+    assert told(packed=(0, 1, 25, 60)).endswith("checks passed")
     assert not [name for name in sys.modules.keys() - kept if name.startswith("torchscale")]
 
 
