@@ -23,7 +23,7 @@ class Mismatch:
 def hard_mismatches(baseline: RunRecord, candidate: RunRecord) -> tuple[Mismatch, ...]:
     """Fields known on both sides whose difference makes times incomparable: device, driver, power limit, dtype."""
     differing = _differences(hard_fields(baseline), hard_fields(candidate))
-    dtypes = _dtypes(baseline), _dtypes(candidate)
+    dtypes = [sorted({row.case.workload.dtype for row in record.rows}) for record in (baseline, candidate)]
     if all(dtypes) and not set(dtypes[0]) & set(dtypes[1]):
         differing.append(Mismatch("dtype", ", ".join(dtypes[0]), ", ".join(dtypes[1])))
     return tuple(mismatch for mismatch in differing if None not in (mismatch.baseline, mismatch.candidate))
@@ -69,10 +69,6 @@ def hard_fields(record: RunRecord) -> dict[str, str]:
 def machine_key(record: RunRecord) -> str:
     """Equal for records whose hard fields agree: one machine in one state, as far as times are concerned."""
     return content_hash(hard_fields(record))
-
-
-def _dtypes(record: RunRecord) -> list[str]:
-    return sorted({row.case.workload.dtype for row in record.rows})
 
 
 def _differences(baseline: Mapping[str, str], candidate: Mapping[str, str]) -> list[Mismatch]:

@@ -90,14 +90,10 @@ class _Watch:
         if events is not None:
             self._on = False
             shown = ", ".join(
-                f"{argument!r:.60}" for argument in arguments if argument is not None and not _is_socket(argument)
+                f"{argument!r:.60}" for argument in arguments if not isinstance(argument, socket.socket | None)
             )
             events.append(f"{event}({shown}){_place()}")
             self._on = True
-
-
-def _is_socket(value: object) -> bool:
-    return isinstance(value, socket.socket)
 
 
 def _writes(arguments: tuple[Any, ...]) -> bool:
@@ -131,7 +127,9 @@ def _settings() -> dict[str, object]:
         "threads of Python": threading.active_count(),
     }
     settings |= {
-        f"handler of {number.name}": signal.getsignal(number) for number in signal.valid_signals() if _has_name(number)
+        f"handler of {number.name}": signal.getsignal(number)
+        for number in signal.valid_signals()
+        if isinstance(number, signal.Signals)
     }
     if "torch" in sys.modules:
         import torch
@@ -141,10 +139,6 @@ def _settings() -> dict[str, object]:
         settings |= {f"torch's {name}": value for name, value in read_settings().items()}
         settings |= {"torch's random state": torch.initial_seed(), "CUDA is in use": torch.cuda.is_initialized()}  # type: ignore[no-untyped-call]
     return settings
-
-
-def _has_name(number: object) -> bool:
-    return isinstance(number, signal.Signals)
 
 
 def _changes(before: dict[str, object], after: dict[str, object]) -> Iterator[str]:

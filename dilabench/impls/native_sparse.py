@@ -155,7 +155,9 @@ def _gradients(
         for total, share in zip((dk, dv), shares, strict=True):
             part.add_gradient(total, share.to(wide))
     found = _sum(of_queries), dk.to(q.dtype), dv.to(q.dtype)
-    return (*found, _gate_gradients(dout, outs, gates)) if of_gates else found
+    if not of_gates:
+        return found
+    return *found, torch.stack([(dout * out).sum((0, -1)) for out in outs]).to(gates.dtype)
 
 
 def _gated_sum(outs: Sequence[Tensor], gates: Tensor) -> Tensor:
@@ -185,11 +187,6 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
         return parts[0]
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     return torch.stack([part.to(wide) for part in parts]).sum(0).to(parts[0].dtype)
-
-
-def _gate_gradients(dout: Tensor, outs: Sequence[Tensor], gates: Tensor) -> Tensor:
-    """[parts, N, H], over batch and head dim."""
-    return torch.stack([(dout * out).sum((0, -1)) for out in outs]).to(gates.dtype)
 
 
 def _computation(part: Part, context: BuildContext) -> Computation | None:

@@ -91,7 +91,8 @@ def attend_rows(
     """
     parts = list(parts_of(workload, q.device, dtype))
     if parts:
-        results = [_attend_part(part, q, k, v, rows, dtype) for part in parts]
+        k, v = k.to(dtype), v.to(dtype)
+        results = [attend_rows(q, part.keys(k), part.keys(v), part.workload, rows, dtype) for part in parts]
         gated = [part.gates[rows][..., None] * result[0] for part, result in zip(parts, results, strict=True)]
         return torch.stack(gated).sum(0), torch.cat([lse for _, lse in results], 1)
     wide = accumulation_dtype(dtype)
@@ -159,12 +160,6 @@ def attend_rows_backward(
         dk[:, :, kv_head].index_add_(1, slot, (score_grad[..., chosen].mT @ scaled).to(wide))
         dv[:, :, kv_head].index_add_(1, slot, (share[..., chosen].mT @ dout_block).to(wide))
     return dq, dk.to(dtype), dv.to(dtype)
-
-
-def _attend_part(
-    part: Part, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    return attend_rows(q, part.keys(k.to(dtype)), part.keys(v.to(dtype)), part.workload, rows, dtype)
 
 
 class ShareOfSum(NamedTuple):

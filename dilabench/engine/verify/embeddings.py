@@ -129,17 +129,14 @@ def _core_check(module: nn.Module, oracle: Oracle) -> Check:
     probe = copy.deepcopy(module)
     core = probe.attention = MarkedCore()
     x = oracle.inputs[0] if workload.layout == "packed" else oracle.inputs[0][:1]
-    other, place = x.clone(), int(torch.randint(workload.seq_len, (1,), generator=_generator(oracle)))
+    generator = torch.Generator().manual_seed(oracle.seed + 2)
+    other, place = x.clone(), int(torch.randint(workload.seq_len, (1,), generator=generator))
     other[..., place, :] = x[..., place, :].flip(-1) + 1
     with torch.no_grad():
         outs = [probe(tensor, tensor, tensor).detach() for tensor in (x, other)]
     failed = _why_not_the_core(core, outs, x, other, place, probe, workload)
     detail = failed or "one call, of projections of each position"
     return Check(name=CheckName.CORE, passed=failed is None, detail=detail)
-
-
-def _generator(oracle: Oracle) -> torch.Generator:
-    return torch.Generator().manual_seed(oracle.seed + 2)
 
 
 def _why_not_the_core(

@@ -68,8 +68,9 @@ def heads_checks(
     if every_row is not None and confirmed is not None:
         seen.against = confirmed.name
         yield from confirmed.checks(call, oracle, first)
-    # In the first call dout has the memory order of out; in a model the next layer may return any order.
-    dout = _head_by_head(oracle.full_dout) if backward else None
+    # In the first call dout has the memory order of out; in a model the next layer may return any order. Here the heads
+    # follow each other in memory.
+    dout = oracle.full_dout.transpose(-3, -2).contiguous().transpose(-3, -2) if backward else None
     results = [call(inputs, dout) for inputs in second]
     probes = list(probe_checks(oracle, first.out, results))
     yield from probes
@@ -99,11 +100,6 @@ def repeat_checks(call: Call, oracle: Oracle, first: Result, deterministic: bool
     pairs += [(a, b) for a, b in zip(first.gradients, again.gradients, strict=True) if a is not None and b is not None]
     checks = [agreement(CheckName.REPEAT, a, b, limit, detail) for a, b in pairs]
     yield next((check for check in checks if not check.passed), checks[0])
-
-
-def _head_by_head(x: Tensor) -> Tensor:
-    """x [..., N, H, D] with the same values, whose heads follow each other in memory."""
-    return x.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def row_axes(oracle: Oracle) -> Axes:

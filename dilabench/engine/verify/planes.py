@@ -32,13 +32,9 @@ class Planes:
         first = 1 if self.calls == 1 else 0
         return tuple((first + index, key) for index, key in enumerate(self.keys)) if call == self.calls - 1 else ()
 
-    def has_ones(self, call: int) -> bool:
-        """Whether channel 0 is 1 at every key in this call."""
-        return call == 0
-
     def fill(self, values: Tensor, call: int) -> None:
-        """Write the planes into zeroed values [B, N, K, D]."""
-        if self.has_ones(call):
+        """Write the planes into zeroed values [B, N, K, D]; in the first call channel 0 is 1 at every key."""
+        if call == 0:
             values[..., 0] = 1.0
         for channel, key in self.channels(call):
             values[:, key, :, channel] = VALUE

@@ -154,7 +154,8 @@ def _block_row(pattern: Pattern | _Sequences, shape: SequenceShape, head: int, i
     counts = np.zeros((len(groups), len(columns) * BLOCK), dtype=np.uint8)
     group_of_row = np.full(BLOCK, -1, dtype=np.int16)
     for number, (group, of_group) in enumerate(zip(groups, parts, strict=True)):
-        _refuse_many(group)
+        if len(group.parts) > MOST_COUNTED:
+            raise ValueError(f"a key may count {len(group.parts)} times here, more than the {MOST_COUNTED} of a byte")
         group_of_row[group.rows - start] = number
         for part in of_group:
             if isinstance(part, range):
@@ -177,11 +178,6 @@ def _inside(part: range | NDArray[np.int64], start: int, stop: int) -> range | N
     if isinstance(part, range):
         return part[bisect_left(part, start) : bisect_left(part, stop)]
     return part[slice(*part.searchsorted((start, stop)))]
-
-
-def _refuse_many(group: KeyGroup) -> None:
-    if len(group.parts) > MOST_COUNTED:
-        raise ValueError(f"a key may count {len(group.parts)} times here, more than the {MOST_COUNTED} of a byte")
 
 
 @dataclass(slots=True)

@@ -121,10 +121,11 @@ def expect(
     floor = (floor_ulps + (workload.pattern.parts - 1) / 2) * eps(dtype)
     found = slope(*rows_last(plain, value, size))
     rows = float(row_errors(plain, value).max()) if value.ndim == 4 and value.numel() else 0.0
+    of_sums = SIGMAS * math.sqrt(summed / 2) * eps(accumulation_dtype(dtype)) / 2
     return Expected(
         value,
         size,
-        max(2 * error + exact, floor, _walk(workload, dtype), _sum_over_rows(summed, dtype)),
+        max(2 * error + exact, floor, _walk(workload, dtype), of_sums),
         plain=Slope(found.deviation * scaled, found.error * scaled, found.rows),
         slope_floor=_slope_floor(workload, dtype, alike),
         plain_rows=rows * scaled,
@@ -191,10 +192,6 @@ def _walk(workload: Workload, dtype: torch.dtype) -> float:
     longest = workload.pattern.keys_per_row(max(end - start for start, end in workload.sequences))
     shift = (SIGMAS * SHIFT) ** 2 / 6 if dtype == torch.float64 else 0.0
     return math.sqrt(longest + SIGMAS**2 / 6 * workload.head_dim + shift) * eps(accumulation_dtype(dtype)) / 2
-
-
-def _sum_over_rows(rows: int, dtype: torch.dtype) -> float:
-    return SIGMAS * math.sqrt(rows / 2) * eps(accumulation_dtype(dtype)) / 2
 
 
 def plain_dtype(dtype: torch.dtype) -> torch.dtype:
