@@ -24,7 +24,6 @@ from dilabench.impls.operator_rules import empty_results, first_derivatives
 from dilabench.impls.selected import selected_blocks
 from dilabench.impls.summed import Part, block_means, block_means_backward, parts_of
 from dilabench.kernels.block_sparse.plan import BlockPlan, Plan
-from dilabench.patterns.selected_blocks import SelectedBlocksPattern
 
 
 def build(workload: Any, context: BuildContext) -> GatedSum:
@@ -192,7 +191,8 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 def _computation(part: Part, context: BuildContext) -> Computation | None:
     """An attention's computation over its keys; None if it has no key at all."""
     workload = part.workload
-    if SelectedBlocksPattern.match(workload.pattern) is not None:
+    selected = workload.pattern.selects
+    if selected is not None and selected.per_token:
         return selected_blocks.build(workload, context)
     _, forward, backward = kernels_for(context.device)
     if part.pool == 1:

@@ -22,7 +22,7 @@ from dilabench.errors import ConfigError
 from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SelectedKeys, SequenceShape
 from dilabench.patterns.mask_files import mask_digest, mask_of_digest, named_file, read_array
 from dilabench.patterns.pattern import Pattern, group_rows
-from dilabench.patterns.selectors import ABSENT
+from dilabench.patterns.selectors import ABSENT, distinct_blocks
 from dilabench.patterns.token_selectors import TOKEN_SELECTORS, Tokens, select_rows, thresholds
 from dilabench.units import format_count
 from dilabench.validation import Model, Size, validated
@@ -421,11 +421,6 @@ def _from_file(pattern: SelectedBlocksPattern, length: int, kv_heads: int) -> In
             f"indices file {name!r}, token {row}, head {head}: key block {indices[row, head, place]} is not in "
             f"0..{blocks - 1}; -1 means none"
         )
-    # Repeated and absent entries go to the end.
-    ordered = np.sort(np.where(indices == ABSENT, blocks, indices), axis=2)
-    ordered[:, :, 1:][ordered[:, :, 1:] == ordered[:, :, :-1]] = blocks
-    ordered.sort(axis=2)
-    ordered = ordered[:, :, :blocks]
-    selected: Indices = np.where(ordered == blocks, ABSENT, ordered).astype(np.int32)
+    selected = distinct_blocks(indices, blocks)[:, :, :blocks]
     selected.flags.writeable = False
     return selected

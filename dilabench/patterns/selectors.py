@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,14 @@ LARGEST = 127
 ABSENT = -1
 # Query blocks that are scored together.
 ROWS_AT_ONCE = 1024
+
+
+def distinct_blocks(indices: NDArray[np.integer[Any]], blocks: int) -> Indices:
+    """int32 [..., S] of indices below `blocks` or `ABSENT`, [..., S]: ascending, each once, padded by `ABSENT`."""
+    ordered = np.sort(np.where(indices == ABSENT, blocks, indices), axis=-1)
+    ordered[..., 1:][ordered[..., 1:] == ordered[..., :-1]] = blocks
+    ordered.sort(axis=-1)
+    return np.where(ordered == blocks, ABSENT, ordered).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from dilabench.patterns.block_masks import (
 )
 from dilabench.patterns.mask_files import mask_digest, mask_of_digest, named_file, read_array
 from dilabench.patterns.pattern import Pattern
-from dilabench.patterns.selectors import ABSENT, SELECTORS, Blocks, select
+from dilabench.patterns.selectors import ABSENT, SELECTORS, Blocks, distinct_blocks, select
 from dilabench.validation import Model, Size, validated
 
 if TYPE_CHECKING:
@@ -283,8 +283,4 @@ def _from_file(pattern: TopKBlocksPattern, name: str, blocks: int, kv_heads: int
             f"indices file {name!r}, head {head}, row {row}: key block {indices[head, row, place]} is not in "
             f"0..{blocks - 1}; -1 means none"
         )
-    # Sorted and distinct: repeated and absent entries go to the end.
-    ordered = np.sort(np.where(indices == ABSENT, blocks, indices), axis=2)
-    ordered[:, :, 1:][ordered[:, :, 1:] == ordered[:, :, :-1]] = blocks
-    ordered.sort(axis=2)
-    return np.where(ordered == blocks, ABSENT, ordered).astype(np.int32)
+    return distinct_blocks(indices, blocks)
