@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dilabench.machine import device_named
 from dilabench.record import RunRecord
 from dilabench.validation import content_hash
 
@@ -57,7 +58,7 @@ def hard_fields(record: RunRecord) -> dict[str, str]:
     fields = {"device": record.device.partition(":")[0], **environment.fingerprint_hard}
     if not environment.fingerprint_hard:
         fields["cpu"] = environment.cpu.model
-    if record.device.startswith("cuda") and environment.gpus:
+    if device_named(record.device).own_memory and environment.gpus:
         gpu = environment.gpus[0]
         fields.setdefault("gpu", gpu.name)
         for name, value in (("driver", gpu.driver), ("power_limit_mw", gpu.power_limit_mw)):

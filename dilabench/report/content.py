@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from dilabench.compare.view import Ranking, lengths_without_rows, locate_rows, rankings, view_of
+from dilabench.machine import device_named
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import (
     ESTIMATOR,
@@ -201,7 +202,7 @@ def headline(record: RunRecord) -> str:
 def device_text(record: RunRecord) -> str:
     """The device that did the work, by name."""
     environment = record.environment
-    if record.device.startswith("cuda") and environment.gpus:
+    if device_named(record.device).own_memory and environment.gpus:
         names = Counter(gpu.name for gpu in environment.gpus)
         return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in names.items())
     return f"{environment.cpu.model} ({environment.cpu.threads} threads)"

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dilabench.compare.view import is_quotable, measured_view, rank
+from dilabench.machine import device_named
 from dilabench.record import Row, RunRecord
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name
 from dilabench.report.content import environment_rows, reproduce_command, workload_tables
@@ -157,7 +158,7 @@ def to_html(found: Leaderboard) -> str:
 def device_name(record: RunRecord) -> str:
     """The kind of GPU, regardless of their number, or of CPU."""
     environment = record.environment
-    if record.device.startswith("cuda") and environment.gpus:
+    if device_named(record.device).own_memory and environment.gpus:
         return ", ".join(dict.fromkeys(gpu.name for gpu in environment.gpus))
     return f"{environment.cpu.model} ({environment.cpu.threads} threads)"
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dilabench.compare.view import measured_view
+from dilabench.machine import device_named
 from dilabench.metadata import CHOSEN_BY, RECEIVED_BYTES
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Measured, Row, RunRecord
@@ -85,7 +86,7 @@ def analyse(record: RunRecord, catalogue: Catalogue) -> tuple[Section, ...]:
     )
     if any(comparison.efficiency > 1 for comparison in compared):
         sentence += f" {ABOVE_ONE}"
-    if not record.device.startswith("cuda"):
+    if not device_named(record.device).own_memory:
         sentence += f" {SHARED_CORES}"
     sentence = " ".join((sentence, *_choices(compared)))
     name = namer(compared)
