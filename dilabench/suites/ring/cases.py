@@ -30,7 +30,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     processes.
     """
     ranks = request.nproc if request.nproc > 1 else ranks_here(planner)
-    if not request.presets and planner.machine.device == "cuda":
+    if not request.presets and planner.machine.facts.size == "large":
         planner = planner.asking(presets=ON_CUDA)
     cases: list[PlannedCase] = []
     for workload in planner.workload_requests(ON_CPU):
@@ -44,7 +44,7 @@ def expand(request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
 
 def ranks_here(planner: Planner) -> int:
     """The number of GPUs, at least two; with fewer GPUs rows are skipped with their reason."""
-    return max(RANKS_ON_A_CPU, len(planner.machine.gpus)) if planner.machine.device == "cuda" else RANKS_ON_A_CPU
+    return max(RANKS_ON_A_CPU, len(planner.machine.gpus) if planner.machine.facts.own_memory else 0)
 
 
 def in_modes(workload: WorkloadRequest, planner: Planner) -> Iterator[WorkloadRequest]:
