@@ -60,11 +60,9 @@ LARGEST_RATE, LARGEST_MULTIPLE, MOST_ROWS, MOST_GROUPED_ROWS = 1024, 4096, 262_1
 
 def no_residue_plan(workload: Workload) -> str | None:
     """Return why the fused kernels have no tile lists for the branches, or None."""
-    pattern, heads = DilatedPattern.match(workload.pattern), workload.num_heads
-    if pattern is None:
-        return None
-    taken = set(pattern.branch_of_head(heads) or range(len(pattern.branches)))
     longest, multiple, rows = max(stop - start for start, stop in workload.sequences), 1, 0
+    pattern = DilatedPattern.of(workload)
+    taken = set(pattern.branch_of_head(workload.num_heads) or range(len(pattern.branches)))
     for at in sorted(taken):
         segment, rate = pattern.branches[at]
         if rate > LARGEST_RATE:
