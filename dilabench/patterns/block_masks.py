@@ -26,9 +26,17 @@ if TYPE_CHECKING:
 MAX_BLOCKS = 2**15
 
 
-@lru_cache(maxsize=8)
+# The masks of packed sequences are small, and each length has one.
+SMALL = 1 << 16
+
+
 def generated_mask(kind: str, sparsity: float, seed: int, blocks: int, causal: bool, heads: int) -> Mask:
     """[heads, blocks, blocks]: each row keeps the share 1 - sparsity of its visible blocks that the kind prefers."""
+    kept = _kept_small if heads * blocks * blocks <= SMALL else _kept_large
+    return kept(kind, sparsity, seed, blocks, causal, heads)
+
+
+def _drawn(kind: str, sparsity: float, seed: int, blocks: int, causal: bool, heads: int) -> Mask:
     mask = np.zeros((heads, blocks, blocks), dtype=bool)
     prefer = PREFERENCES[kind]
     for head in range(heads):
@@ -39,6 +47,9 @@ def generated_mask(kind: str, sparsity: float, seed: int, blocks: int, causal: b
             mask[head, row, order[:keep]] = True
     mask.flags.writeable = False
     return mask
+
+
+_kept_small, _kept_large = lru_cache(maxsize=256)(_drawn), lru_cache(maxsize=8)(_drawn)
 
 
 def visible_blocks(blocks: int, causal: bool) -> int:

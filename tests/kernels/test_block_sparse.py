@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilabench.impls.block_sparse.flash4 import padded_lists
-from dilabench.kernels.block_sparse.lists import HiddenTiles, Visibility, block_lists, largest_tile, limits_of
+from dilabench.kernels.block_sparse.lists import (
+    HiddenTiles,
+    Visibility,
+    block_lists,
+    largest_tile,
+    limits_of,
+    transposed,
+)
 from dilabench.patterns.answers import HiddenRows
 
 CASES = [
@@ -123,6 +130,9 @@ def test_lists_hold_every_visible_tile_once(case: tuple[np.ndarray, int, Visibil
     if seen.hidden is not None:
         pairs = pairs & ~seen.hidden.hides(row, slice(None))
     lists = block_lists(mask, block, seen, block_m, block_n, by_key, hidden_tiles(seen, block_n))
+    if by_key:
+        of_queries = block_lists(mask, block, seen, block_m, block_n, False, hidden_tiles(seen, block_n))
+        assert all(map(torch.equal, transposed(of_queries, -(-seen.keys // block_n)), lists))
     padded = padded_lists(lists)
     for head in range(mask.shape[0]):
         own_tiles = lists.spans.shape[1]

@@ -16,7 +16,7 @@ from triton.runtime import JITFunction
 
 from dilabench.contracts import BuildContext
 from dilabench.impls.fused import Packings
-from dilabench.kernels.fused.packing import ListRequest, PassRequests
+from dilabench.kernels.fused.packing import ListRequest, Packing, PassRequests
 from dilabench.workload.spec import Workload
 
 PARTS = {"out", "lse", "dq", "dk", "dv", "empty rows"}
@@ -60,6 +60,43 @@ def test_zero_keys_are_those_of_each_document(interpreted: Callable[..., dict[st
 def random_bounds(seed: int, tokens: int = 65536) -> tuple[int, ...]:
     random = Random(seed)
     return (0, *sorted(random.sample(range(1, tokens), random.randint(18, 34))), tokens)
+
+
+GIGAPATH = {
+    "kind": "dilated",
+    "segment_lengths": (1024, 5792, 32768, 185363, 1048576),
+    "dilation_rates": (1, 2, 4, 8, 16),
+    "offset": "blocked",
+    "padding": "zero_key",
+    "merge_grad": "detached",
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "longest"), [("both", 9000), ("both", 30000), ("both", 65536), ("forward", 9000), ("forward", 30000)]
+)
+def test_bounds_on_a_device_are_not_read(monkeypatch: pytest.MonkeyPatch, mode: str, longest: int) -> None:
+    """Lists are made for all ends that documents may have, also if one may be as long as all tokens."""
+    shape = {"seq_len": 65536, "cu_seqlens": (0, 65536), "layout": "packed", "batch_size": 1, "num_heads": 16}
+    workload = Workload.model_validate(
+        {
+            **shape,
+            "num_kv_heads": 16,
+            "head_dim": 48,
+            "dtype": "bfloat16",
+            "causal": False,
+            "pattern": GIGAPATH,
+            "mode": mode,
+        }
+    )
+    monkeypatch.setattr(JITFunction, "run", lambda *_arguments, **_options: None)
+    monkeypatch.setattr(Packing, "tails", lambda *_: pytest.fail("the bounds were read"))
+    bounds = torch.tensor(random_bounds(0), dtype=torch.int32)
+    computation = Packings(workload, BuildContext(device=torch.device("cpu"))).of(bounds, 65536, longest)
+    assert computation.packing is not None
+    for own, other, by_key in ((64, 128, False), (128, 64, True)):
+        requests = PassRequests(*(ListRequest(group, own, other, by_key) for group in computation.plan.groups))
+        computation.packing.lists(requests, workload.causal, torch.empty(0))
 
 
 def test_any_number_of_packings_takes_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:

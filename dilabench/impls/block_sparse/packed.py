@@ -65,8 +65,8 @@ def _hidden_rows(workload: Workload) -> HiddenRows | None:
             return None
         found.append((start, stop, hidden))
     count = max(len(hidden.starts) for _, _, hidden in found)
-    # A range behind these before each sequence, and one after it; starts that equal stops are no range.
-    ranges = np.zeros((2, count + 2, tokens), np.int64)
+    # Behind these a range after each sequence, and one before it; starts that equal stops are no range.
+    ranges = np.zeros((2, count + 1 + (not workload.causal), tokens), np.int64)
     for start, stop, hidden in found:
         here = ranges[:, :, start:stop]
         there = hidden.starts < hidden.stops
@@ -74,9 +74,9 @@ def _hidden_rows(workload: Workload) -> HiddenRows | None:
         # A range at the edge of a sequence extends to the edge of all tokens.
         here[0, : len(there)] = np.where(at_start, 0, hidden.starts + start)
         here[1, : len(there)] = np.where(at_stop, tokens, hidden.stops + start)
+        here[0, count], here[1, count] = np.where(at_stop.any(0), tokens, stop), tokens
         if not workload.causal:
-            here[1, count] = np.where(at_start.any(0), 0, start)
-        here[0, count + 1], here[1, count + 1] = np.where(at_stop.any(0), tokens, stop), tokens
+            here[1, count + 1] = np.where(at_start.any(0), 0, start)
     return HiddenRows.of(tokens, *zip(*ranges, strict=True))
 
 

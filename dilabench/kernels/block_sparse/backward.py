@@ -130,8 +130,11 @@ def _of_backward(tensors: dict[str, Tensor], scale: float) -> dict[str, Any]:
 
 def backward_tiles(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, plan: Plan) -> TileConfig | None:
     """The tiles of the Hopper kernel if it supports these tensors and is faster, else None."""
+    # The pairs are counted last: that makes lists.
+    if torch.are_deterministic_algorithms_enabled() or plan.hidden is not None:
+        return None
     pairs = plan.pairs(q.shape[2])
-    if pairs is None or torch.are_deterministic_algorithms_enabled() or plan.hidden is not None:
+    if pairs is None:
         return None
     dim, tile = q.shape[-1], plan.block_size
     kernel, tiles = select_kernel("backward_key", dim, causal=plan.causal, largest_tile=tile, hopper=True, blocks=True)

@@ -221,14 +221,29 @@ def block_lists(
     there = None if hidden is None else HiddenTiles(*(x[..., key.long()] for x in hidden))
     some, whole = _visible(seen, query, key, block_m, block_n, there)
     own, partner, n_own = (key, query, -(-seen.keys // block_n)) if by_key else (query, key, -(-seen.rows // block_m))
+    return _sorted(len(mask), n_own, (head * n_own + own)[some], partner[some], whole[some])
+
+
+def _sorted(heads: int, n_own: int, own: Tensor, partner: Tensor, whole: Tensor) -> TileLists:
+    """Lists of pairs of tiles whose partners ascend; ``own``: (mask head, tile) in one number."""
     # Full partners first; the partners in a list ascend already. numpy sorts numbers of 16 bits in a pass.
-    kind = (((head * n_own + own) * 2 + ~whole)[some]).numpy()
-    n_kinds = len(mask) * n_own * 2
+    kind = (own * 2 + ~whole).numpy()
+    n_kinds = heads * n_own * 2
     order = np.argsort(kind.astype(np.uint16) if n_kinds <= 1 << 16 else kind, kind="stable")
-    counts = torch.from_numpy(np.bincount(kind, minlength=n_kinds)).view(len(mask), n_own, 2)
+    counts = torch.from_numpy(np.bincount(kind, minlength=n_kinds)).view(heads, n_own, 2)
     lengths = counts.sum(-1)
     first = lengths.flatten().cumsum(0).view_as(lengths) - lengths
-    return TileLists.of(partner[some][torch.from_numpy(order)], first, *counts.unbind(-1))
+    return TileLists.of(partner[torch.from_numpy(order)], first, *counts.unbind(-1))
+
+
+def transposed(lists: TileLists, n_partners: int) -> TileLists:
+    """The lists of ``n_partners`` partner tiles that lists of `block_lists` have, as it makes them."""
+    heads, n_own, _ = lists.spans.shape
+    per_kind = lists.spans[..., 1:].flatten()
+    numbers = torch.arange(heads * n_own * 2, dtype=torch.int32).repeat_interleave(per_kind)
+    own, whole = numbers // 2, numbers % 2 == 0
+    partner = lists.entries[: len(own)] & (COUNTED_ONCE - 1)
+    return _sorted(heads, n_partners, own // n_own * n_partners + partner, own % n_own, whole)
 
 
 def _tiles_in_reach(

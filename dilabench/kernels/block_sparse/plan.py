@@ -22,6 +22,7 @@ from dilabench.kernels.block_sparse.lists import (
     largest_tile,
     limits_of,
     lists_with_room,
+    transposed,
     visible_tiles,
 )
 from dilabench.kernels.fused.branch_group import MAX_WINDOW, BranchGroup
@@ -276,6 +277,8 @@ class BlockPlan(ListedPlan):
 
     def make_lists(self, block_m: int, block_n: int, by_key: bool) -> TileLists:
         """The tile lists of the mask's visible blocks."""
+        if by_key and ("lists", block_m, block_n, False) in self._kept:
+            return transposed(self.lists(block_m, block_n, by_key=False), -(-self.keys // block_n))
         hidden = self.hidden_tiles(block_n)
         return block_lists(self.mask, self.block_size, self.visibility, block_m, block_n, by_key, hidden)
 

@@ -139,8 +139,8 @@ def document_plan(
     doublings = (longest - 1).bit_length()
     # Every second power of two: each has separate lists.
     rounded = max(_SHORTEST_DOCUMENTS, 1 << doublings + (doublings + 1) % 2)
-    # Lengths above all segments have the same lists.
-    rounded = rounded if rounded <= most else 2 * most
+    # Lengths above all segments have the same lists, and none is above all tokens.
+    rounded = min(rounded if rounded <= most else 2 * most, tokens)
     try:
         return _document_plan(segment_lengths, dilation_rates, rounded, tokens, documents, *shape, **options)
     except ValueError:
