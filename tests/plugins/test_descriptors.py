@@ -195,6 +195,16 @@ def test_versions_are_compared_by_pep_440(package, installed, needed, meets, mon
     assert reasons == (() if meets else (f"needs {package} {needed} or newer, have {installed}",))
 
 
+@pytest.mark.parametrize("name", ["no_such_module", "no-such-distribution"])
+def test_a_module_that_is_not_there_is_not_sought_in_every_distribution(name, monkeypatch):
+    monkeypatch.setattr("dilabench.choice.descriptors._distributions_by_module", pytest.fail)
+    assert installed_version.__wrapped__(name) is None
+
+
+def test_a_module_has_the_version_of_the_distribution_that_holds_it():
+    assert installed_version.__wrapped__("_pytest") == pytest.__version__
+
+
 def test_a_required_version_that_is_none_is_refused():
     with pytest.raises(PluginError, match=r"'gather': requires 'torch>=two' cannot be read"):
         implementation("gather", requires=("torch>=two",))
