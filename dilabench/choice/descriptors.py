@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
@@ -405,16 +406,16 @@ def installed_version(name: str) -> str | None:
     """
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
-    # No module has a dash in its name.
-    for distribution in () if "-" in name else _distributions_by_module().get(name, ()):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(distribution)
+    if name in sys.modules or (name.isidentifier() and importlib.util.find_spec(name) is not None):
+        for distribution in _distributions_by_module().get(name, ()):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                return importlib.metadata.version(distribution)
     return None
 
 
 @functools.cache
 def _distributions_by_module() -> Mapping[str, list[str]]:
-    # Reads what every installed distribution lists: a tenth of a second.
+    # Reads what every installed distribution lists: up to a third of a second.
     return importlib.metadata.packages_distributions()
 
 

@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -262,9 +261,7 @@ def device_name(machine: Machine) -> str:
 @cache
 def package_versions() -> dict[str, str]:
     """Versions of the packages whose kernels are compared: torch, cuDNN, Triton, and those that descriptors require."""
-    # Finding the distribution of a module takes a tenth of a second.
-    there = (name for name in sorted(_required()) if "-" in name or find_spec(name) is not None)
-    versions = {name: installed_version(name) for name in ("torch", "triton", *CUDNN, *there)}
+    versions = {name: installed_version(name) for name in ("torch", "triton", *CUDNN, *sorted(_required()))}
     return {name: version for name, version in versions.items() if version is not None}
 
 

@@ -6,7 +6,6 @@ k = round(density * visible), at least one. So each row has the requested densit
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -211,11 +210,11 @@ def masked_pairs(mask: Mask, size: int, rows: int, causal: bool, window: tuple[i
     short = rows - last * size
     row, column = mask.nonzero()
     # Blocks at one distance hold equally many pairs, except those that the end of the rows cuts.
-    alike = Counter(((row - column) * 4 + (row == last) * 2 + (column == last)).tolist())
+    alike = np.bincount((row - column + last) * 4 + (row == last) * 2 + (column == last))
     total = 0
-    for code, count in alike.items():
+    for code in alike.nonzero()[0].tolist():
         queries, keys = (short if code & 2 else size), (short if code & 1 else size)
-        total += count * _pairs_of_blocks((code >> 2) * size, queries, keys, causal, window)
+        total += int(alike[code]) * _pairs_of_blocks(((code >> 2) - last) * size, queries, keys, causal, window)
     return total
 
 

@@ -80,12 +80,7 @@ class WholeBlocksPattern(Pattern):
 
     def pairs(self, shape: SequenceShape) -> Pairs:
         """Block by block."""
-        blocks = self.whole_blocks(shape)
-        heads = shape.num_heads // len(blocks.mask)
-        pairs = heads * sum(
-            masked_pairs(mask, blocks.block_size, shape.length, shape.causal, shape.window) for mask in blocks.mask
-        )
-        return Pairs(pairs, pairs)
+        return _pairs(self, shape)
 
     def edges(self, shape: SequenceShape) -> Positions:
         """The starts of blocks."""
@@ -98,6 +93,16 @@ class WholeBlocksPattern(Pattern):
     def _of_head(self, shape: SequenceShape, head: int) -> tuple[NDArray[np.bool_], int]:
         blocks = self.whole_blocks(shape)
         return blocks.mask[head * len(blocks.mask) // shape.num_heads], blocks.block_size
+
+
+@lru_cache(maxsize=4096)
+def _pairs(pattern: WholeBlocksPattern, shape: SequenceShape) -> Pairs:
+    blocks = pattern.whole_blocks(shape)
+    heads = shape.num_heads // len(blocks.mask)
+    pairs = heads * sum(
+        masked_pairs(mask, blocks.block_size, shape.length, shape.causal, shape.window) for mask in blocks.mask
+    )
+    return Pairs(pairs, pairs)
 
 
 class TopKBlocksRequest(Model):

@@ -9,8 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
-from dilabench.patterns.block_masks import PREFERENCES, needed_key_blocks
+from dilabench.patterns import topk_blocks
+from dilabench.patterns.answers import SequenceShape
+from dilabench.patterns.block_masks import PREFERENCES, masked_pairs, needed_key_blocks
 from dilabench.patterns.block_sparse import BlockSparsePattern, block_mask
+from dilabench.patterns.pattern import Pattern
+from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.workload.spec import WorkloadRequest
 
 
@@ -129,3 +133,13 @@ def test_needed_blocks_are_those_that_a_local_row_sees(seed: int, cuts: list[int
     rows = [range(*sorted(cuts[:2])), range(*sorted(cuts[2:]))] if len(cuts) == 4 else [range(*sorted(cuts[:2]))]
     wanted = {key for part in rows for row in part for head in mask for key in np.flatnonzero(head[row // 7])}
     assert needed_key_blocks(mask, 7, rows).tolist() == sorted(wanted)
+
+
+def test_pairs_of_a_selection_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every figure of a report that is per pair asks for them."""
+    counted = []
+    monkeypatch.setattr(topk_blocks, "masked_pairs", lambda *mask: counted.append(mask) or masked_pairs(*mask))
+    pattern = TopKBlocksPattern(selector="random", block_size=16, top_k=2, selection_seed=1234)
+    shape = SequenceShape(200, 6, 3, False, (-1, -1))
+    assert [pattern.pairs(shape) for _ in range(3)] == [Pattern.pairs(pattern, shape)] * 3
+    assert len(counted) == len(pattern.whole_blocks(shape).mask)

@@ -229,10 +229,14 @@ def test_what_is_installed_is_looked_for_once(monkeypatch):
     assert looked == ["no_such_module_at_all"]
 
 
-def test_a_distribution_that_is_missing_costs_no_look_into_all_of_them(monkeypatch):
-    monkeypatch.setattr("dilabench.choice.descriptors._distributions_by_module", lambda: pytest.fail("all were read"))
-    assert installed_version.__wrapped__("no-such-distribution") is None
-    assert unmet(["no-such-distribution>=1.2"], CPU) == ("distribution no-such-distribution is not installed",)
+@pytest.mark.parametrize("name", ["no_such_module", "no-such-distribution", "no_such_package.module"])
+def test_a_module_that_is_not_there_is_not_sought_in_every_distribution(name, monkeypatch):
+    monkeypatch.setattr("dilabench.choice.descriptors._distributions_by_module", pytest.fail)
+    assert installed_version.__wrapped__(name) is None
+
+
+def test_a_module_has_the_version_of_the_distribution_that_holds_it():
+    assert installed_version.__wrapped__("_pytest") == pytest.__version__
 
 
 def test_a_required_version_that_is_none_is_refused():

@@ -7,8 +7,9 @@ small part of the batch are enough: a near miss must be much closer to the resul
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +25,7 @@ from dilabench.patterns.pattern import KeyGroup, Pattern, Positions, SequenceSha
 from dilabench.record import Check, CheckName
 from dilabench.workload.spec import UNBOUNDED, Workload
 
-ROWS, BATCHES = 24, 2
+ROWS, FEW_ROWS, BATCHES = 24, 2, 2
 # A near miss must explain all but this share of the error, and be this far from the truth itself, in tolerances.
 UNEXPLAINED, DISTINCT = 0.25, 4.0
 # torch's cuDNN attention keeps a plan by the strides of q, k and v alone, and reads a later dout by the strides of the
@@ -106,15 +107,15 @@ def diagnose(oracle: Oracle, seen: Seen, checks: Sequence[Check]) -> str | None:
 
 
 class _Part:
-    """A few rows of the sample: their inputs, and what is right for them."""
+    """A few rows of the sample: their inputs, and what is right for them. Those of a smaller part are in a larger."""
 
-    def __init__(self, oracle: Oracle) -> None:
+    def __init__(self, oracle: Oracle, count: int) -> None:
         self.workload = oracle.workload
         batches = min(BATCHES, len(oracle.sample.batches))
         rows = oracle.sample.rows
         # Not the first and the last, which have no neighbours to be taken for.
         inner = torch.arange(len(rows))[1:-1] if len(rows) > 4 else torch.arange(len(rows))
-        self.chosen = inner[torch.linspace(0, len(inner) - 1, min(ROWS, len(inner))).long()]
+        self.chosen = _evenly(_evenly(inner, ROWS), count)
         self.rows = rows[self.chosen]
         self.q, self.k, self.v = (x[:batches] for x in oracle._heads)
         self._oracle, self._batches = oracle, batches
@@ -123,47 +124,19 @@ class _Part:
         """The part's rows of a tensor of the sampled rows, [b, R, ...]."""
         return tensor[: self._batches, self.chosen.to(tensor.device)]
 
-    def matches(self, actual: Tensor, expected: Expected, wrong: Tensor) -> bool:
-        """Whether `wrong` explains the part `actual` of a result that is not what is expected."""
-        value, size = self.of(expected.value), self.of(expected.size)
-        distinct = errors(wrong, value, size).nan_to_num_(0.0)
-        left, all_of_it = errors(actual, wrong, size), errors(actual, value, size)
-        if not bool(torch.isfinite(left).all()) or float(distinct.max()) <= DISTINCT * expected.tolerance:
-            return False
-        explained = float(left.square().mean()) <= UNEXPLAINED**2 * float(all_of_it.square().mean())
-        return explained and float(left.max()) <= DISTINCT * expected.tolerance
+    def fits(self, result: Tensor, expected: Expected, wrong: Tensor) -> bool:
+        """Whether the part of a result is `wrong` within its tolerance."""
+        left = errors(self.of(result), wrong, self.of(expected.size))
+        return bool(torch.isfinite(left).all()) and float(left.max()) <= DISTINCT * expected.tolerance
 
-    def variants(self) -> Iterator[tuple[str, Workload]]:
-        """Workloads that this one may be taken for."""
-        workload = self.workload
-        for name, pattern in workload.pattern.near_misses().items():
-            yield name, workload.model_copy(update={"pattern": pattern})
-        if workload.pattern.parts > 1:
-            once = workload.model_copy(update={"pattern": CountedOnce(inner=workload.pattern)})
-            yield "keys that several branches give counted once", once
-        yield f"causal={str(not workload.causal).lower()}", workload.model_copy(update={"causal": not workload.causal})
-        if workload.causal:
-            for name, pattern in workload.pattern.near_misses_unmasked().items():
-                yield name, workload.model_copy(update={"pattern": pattern, "causal": False})
-            strict = workload.model_copy(update={"pattern": StrictlyEarlier(inner=workload.pattern)})
-            yield "a strict causal mask (no row sees its own position)", strict
-        if workload.causal and workload.window[1] < 1:
-            ahead = {"causal": False, "window": (workload.window[0], 1)}
-            yield "a causal mask shifted by one (each row sees the next position)", workload.model_copy(update=ahead)
-        if workload.window != UNBOUNDED:
-            yield "no window", workload.model_copy(update={"window": UNBOUNDED})
-            left, right = workload.window
-            for window in ((left + 1, right), (left - 1, right), (left, right + 1), (left, right - 1)):
-                # A side without a bound has none that could be off by one, and no bound is below 0.
-                if min(window) >= 0 or (min(window) == -1 and -1 in workload.window):
-                    name = f"window {window[0]},{window[1]} (off by one)"
-                    yield name, workload.model_copy(update={"window": window})
-        default = workload.head_dim**-0.5
-        scales = {"1 (no scale)": 1.0, "1/D": 1 / workload.head_dim, "1/sqrt(D), not the one given": default}
-        scales["the square root of the right one"] = workload.softmax_scale**0.5
-        for name, scale in scales.items():
-            if not math.isclose(scale, workload.softmax_scale):
-                yield f"scale={name}", workload.model_copy(update={"scale": scale})
+    def matches(self, result: Tensor, expected: Expected, wrong: Tensor) -> bool:
+        """Whether `wrong` explains the part of a result that is not what is expected."""
+        actual, value, size = self.of(result), self.of(expected.value), self.of(expected.size)
+        distinct = errors(wrong, value, size).nan_to_num_(0.0)
+        if float(distinct.max()) <= DISTINCT * expected.tolerance or not self.fits(result, expected, wrong):
+            return False
+        left, all_of_it = errors(actual, wrong, size), errors(actual, value, size)
+        return float(left.square().mean()) <= UNEXPLAINED**2 * float(all_of_it.square().mean())
 
     def attended(self, workload: Workload, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """out and lse of a variant at the part's rows."""
@@ -171,32 +144,90 @@ class _Part:
         return attend_rows(self.q, self.k, self.v, workload, rows)
 
 
+# The result of a mistake at the rows of a part.
+Wrong = Callable[[_Part], Tensor]
+
+
+def _evenly(places: Tensor, count: int) -> Tensor:
+    return places[torch.linspace(0, len(places) - 1, min(count, len(places))).long()]
+
+
+def _first(oracle: Oracle, result: Tensor, expected: Expected, mistakes: Iterable[tuple[str, Wrong]]) -> str | None:
+    """The name of the first mistake whose result it is; most are ruled out by few rows."""
+    few, part = _Part(oracle, FEW_ROWS), _Part(oracle, ROWS)
+    for name, wrong in mistakes:
+        if few.fits(result, expected, wrong(few)) and part.matches(result, expected, wrong(part)):
+            return name
+    return None
+
+
+def _variants(workload: Workload) -> Iterator[tuple[str, Workload]]:
+    """Workloads that this one may be taken for."""
+    for name, pattern in workload.pattern.near_misses().items():
+        yield name, workload.model_copy(update={"pattern": pattern})
+    if workload.pattern.parts > 1:
+        once = workload.model_copy(update={"pattern": CountedOnce(inner=workload.pattern)})
+        yield "keys that several branches give counted once", once
+    yield f"causal={str(not workload.causal).lower()}", workload.model_copy(update={"causal": not workload.causal})
+    if workload.causal:
+        for name, pattern in workload.pattern.near_misses_unmasked().items():
+            yield name, workload.model_copy(update={"pattern": pattern, "causal": False})
+        strict = workload.model_copy(update={"pattern": StrictlyEarlier(inner=workload.pattern)})
+        yield "a strict causal mask (no row sees its own position)", strict
+    if workload.causal and workload.window[1] < 1:
+        ahead = {"causal": False, "window": (workload.window[0], 1)}
+        yield "a causal mask shifted by one (each row sees the next position)", workload.model_copy(update=ahead)
+    if workload.window != UNBOUNDED:
+        yield "no window", workload.model_copy(update={"window": UNBOUNDED})
+        left, right = workload.window
+        for window in ((left + 1, right), (left - 1, right), (left, right + 1), (left, right - 1)):
+            # A side without a bound has none that could be off by one, and no bound is below 0.
+            if min(window) >= 0 or (min(window) == -1 and -1 in workload.window):
+                name = f"window {window[0]},{window[1]} (off by one)"
+                yield name, workload.model_copy(update={"window": window})
+    default = workload.head_dim**-0.5
+    scales = {"1 (no scale)": 1.0, "1/D": 1 / workload.head_dim, "1/sqrt(D), not the one given": default}
+    scales["the square root of the right one"] = workload.softmax_scale**0.5
+    for name, scale in scales.items():
+        if not math.isclose(scale, workload.softmax_scale):
+            yield f"scale={name}", workload.model_copy(update={"scale": scale})
+
+
 def _of_out(oracle: Oracle, out: Tensor) -> str | None:
-    part = _Part(oracle)
-    actual, expected = part.of(out), oracle.expected[0]
-    return next((name for name, wrong in _wrong_outs(part) if part.matches(actual, expected, wrong)), None)
+    return _first(oracle, out, oracle.expected[0], _wrong_outs(oracle.workload))
 
 
-def _wrong_outs(part: _Part) -> Iterator[tuple[str, Tensor]]:
-    workload = part.workload
-    for name, variant in part.variants():
-        yield name, part.attended(variant)[0]
-    q, k, v, rows = part.q, part.k, part.v, part.rows
+def _wrong_outs(workload: Workload) -> Iterator[tuple[str, Wrong]]:
+    for name, variant in _variants(workload):
+        yield name, partial(_out_of, variant=variant)
     for step, side in ((1, "earlier"), (-1, "later")):
-        moved = (rows - step).clamp(0, workload.seq_len - 1)
-        positions, place = moved.unique(return_inverse=True)
-        yield f"the position one {side} (shifted by one)", part.attended(workload, positions)[0][:, place]
-        keys = attend_rows(q, k.roll(step, 1), v.roll(step, 1), workload, rows)[0]
-        yield f"keys and values shifted by one, to the position one {side}", keys
+        yield f"the position one {side} (shifted by one)", partial(_moved, step=step)
+        yield f"keys and values shifted by one, to the position one {side}", partial(_rolled, step=step)
     if 1 < workload.num_kv_heads < workload.num_heads:
-        heads = torch.arange(workload.num_heads, device=q.device) % workload.num_kv_heads
-        whole = workload.model_copy(update={"num_kv_heads": workload.num_heads})
-        yield (
-            "key/value head h % K for head h, not h // g",
-            attend_rows(q, k[:, :, heads], v[:, :, heads], whole, rows)[0],
-        )
-    yield "attention over heads, not positions", _over_heads(part)
-    yield "memory of [B, H, N, D] read as [B, N, H, D] (a view, not a transpose)", _misread(part)
+        yield "key/value head h % K for head h, not h // g", _interleaved
+    yield "attention over heads, not positions", _over_heads
+    yield "memory of [B, H, N, D] read as [B, N, H, D] (a view, not a transpose)", _misread
+
+
+def _out_of(part: _Part, variant: Workload) -> Tensor:
+    return part.attended(variant)[0]
+
+
+def _moved(part: _Part, step: int) -> Tensor:
+    moved = (part.rows - step).clamp(0, part.workload.seq_len - 1)
+    positions, place = moved.unique(return_inverse=True)
+    return part.attended(part.workload, positions)[0][:, place]
+
+
+def _rolled(part: _Part, step: int) -> Tensor:
+    return attend_rows(part.q, part.k.roll(step, 1), part.v.roll(step, 1), part.workload, part.rows)[0]
+
+
+def _interleaved(part: _Part) -> Tensor:
+    workload = part.workload
+    heads = torch.arange(workload.num_heads, device=part.q.device) % workload.num_kv_heads
+    whole = workload.model_copy(update={"num_kv_heads": workload.num_heads})
+    return attend_rows(part.q, part.k[:, :, heads], part.v[:, :, heads], whole, part.rows)[0]
 
 
 def _misread(part: _Part) -> Tensor:
@@ -216,33 +247,33 @@ def _over_heads(part: _Part) -> Tensor:
 
 
 def _of_dq(oracle: Oracle, dq: Tensor) -> str | None:
-    part = _Part(oracle)
-    actual, expected = part.of(dq), oracle.gradients[0]
-    dout = part.of(oracle.sampled(oracle.full_dout))
+    dout = oracle.sampled(oracle.full_dout)
+    mistakes = ((name, partial(_dq_of, variant=variant, dout=dout)) for name, variant in _variants(oracle.workload))
+    return _first(oracle, dq, oracle.gradients[0], mistakes)
+
+
+def _dq_of(part: _Part, variant: Workload, dout: Tensor) -> Tensor:
+    out, lse = part.attended(variant)
     none = torch.zeros(0, dtype=torch.int64)
-    for name, variant in part.variants():
-        out, lse = part.attended(variant)
-        wrong = attend_rows_backward(dout, part.q, part.k, part.v, out, lse, variant, part.rows, none)[0]
-        if part.matches(actual, expected, wrong):
-            return name
-    return None
+    given = part.of(dout), part.q, part.k, part.v, out, lse
+    return attend_rows_backward(*given, variant, part.rows, none)[0]
 
 
 def _of_lse(oracle: Oracle, lse: Tensor) -> str | None:
-    part = _Part(oracle)
     expected = oracle.expected[1]
+    value, size = (x.transpose(1, 2) for x in (expected.value, expected.size))
+    found = _first(oracle, lse.transpose(1, 2), Expected(value, size, expected.tolerance), _wrong_lses(oracle, value))
+    return found or _scaled(lse, expected)
 
-    def turned(x: Tensor) -> Tensor:
-        return x.transpose(1, 2)
 
-    right = Expected(turned(expected.value), turned(expected.size), expected.tolerance)
-    actual = part.of(turned(lse))
-    if part.matches(actual, right, part.of(right.value) * math.log2(math.e)):
-        return "a logarithm to base 2 (natural is wanted)"
-    for name, variant in part.variants():
-        if part.matches(actual, right, turned(part.attended(variant)[1])):
-            return f"that of {name}"
-    return _scaled(lse, expected)
+def _wrong_lses(oracle: Oracle, right: Tensor) -> Iterator[tuple[str, Wrong]]:
+    yield "a logarithm to base 2 (natural is wanted)", lambda part: part.of(right) * math.log2(math.e)
+    for name, variant in _variants(oracle.workload):
+        yield f"that of {name}", partial(_lse_of, variant=variant)
+
+
+def _lse_of(part: _Part, variant: Workload) -> Tensor:
+    return part.attended(variant)[1].transpose(1, 2)
 
 
 def _scaled(actual: Tensor, expected: Expected) -> str | None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.engine.verify import summary, verify
+from dilabench.engine.verify import near_misses, summary, verify
 from dilabench.engine.verify.near_misses import CountedOnce, StrictlyEarlier
-from dilabench.impls.reference import build
+from dilabench.impls.reference import attend_rows, build
 from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.registry import pattern_type
 from dilabench.plugins.manager import discover
@@ -178,6 +178,20 @@ def test_lse_to_base_2(make_workload: MakeWorkload) -> None:
             return out, lse * 1.4426950408889634
 
     assert verify(InBase2(), workload).diagnosis == "lse is a logarithm to base 2 (natural is wanted)"
+
+
+def test_most_mistakes_are_ruled_out_by_few_rows(make_workload: MakeWorkload, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload, computed = make_workload(), []
+    wrong = build(workload.replace(scale=1.0), CONTEXT)
+
+    def counted(q: Tensor, k: Tensor, v: Tensor, variant: Workload, rows: Tensor) -> tuple[Tensor, Tensor]:
+        computed.append(len(rows))
+        return attend_rows(q, k, v, variant, rows)
+
+    monkeypatch.setattr(near_misses, "attend_rows", counted)
+    assert verify(wrong, workload).diagnosis == "out is that of scale=1 (no scale)"
+    assert len(computed) > 10
+    assert sorted(computed)[-2] < sorted(computed)[-1] == near_misses.ROWS
 
 
 def test_what_is_no_near_miss_is_not_called_one(make_workload: MakeWorkload, right: type) -> None:
