@@ -15,8 +15,6 @@ from dilabench.distributed.world import DEFAULT_TIMEOUT_S, World
 from dilabench.errors import EnvironmentNotReady
 
 OVER_TCP = "tcp://"
-
-
 # Processes that torch.compile compiles with; by default one per core, at most MOST_COMPILING.
 COMPILE_VARIABLE = "TORCHINDUCTOR_COMPILE_THREADS"
 MOST_COMPILING = 32

@@ -277,13 +277,14 @@ class World:
         return received, Work([work], [flat], aliases)
 
     def all_gather(self, shard: Tensor, sizes: Sequence[Sequence[int]], kind: str = "whole") -> list[Tensor]:
-        """Every rank's tensor, of the given shapes, on every rank."""
-        counts = [torch.Size(size).numel() for size in sizes]
-        flat = shard.contiguous().view(-1)
-        everywhere = flat.repeat(self.size)
-        received, pending = self.all_to_all(everywhere, [flat.numel()] * self.size, counts, kind)
-        pending.wait()
-        return [part.view(tuple(size)) for part, size in zip(received.split(counts), sizes, strict=True)]
+        """Every rank's tensor, of the given shapes, on every rank; its own may be `shard` itself."""
+        parts = [shard.new_empty(tuple(size)) for rank, size in enumerate(sizes) if rank != self.rank]
+        parts.insert(self.rank, shard.contiguous())
+        # A rank without rows sends nothing.
+        sends = {peer: [parts[self.rank]] for peer in self.peers if shard.numel()}
+        receives = {peer: [parts[peer]] for peer in self.peers if parts[peer].numel()}
+        self.send_recv(sends, receives, kind).wait()
+        return parts
 
     def sum_in_place(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over the ranks."""

@@ -39,7 +39,6 @@ def kernel_forms() -> Iterator[None]:
             (torch.cuda, "get_device_capability", lambda device=None: HOPPER),
             (torch.cuda, "get_device_properties", lambda device=None: PROPERTIES),
             (torch.cuda, "current_device", lambda: 0),
-            (torch.cuda, "current_device", lambda: 0),
             (torch.cuda, "synchronize", lambda device=None: None),
             (torch.cuda, "Stream", lambda device=None: SimpleNamespace(synchronize=lambda: None)),
             (torch.cuda, "stream", lambda stream: nullcontext()),

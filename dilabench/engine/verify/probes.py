@@ -76,10 +76,11 @@ def _dependency(oracle: Oracle, out: Tensor) -> Check:
     groups = alike_heads(workload)
     wrong, where, detail = 0, None, None
     for channel, key in planes.channels(planes.calls - 1):
-        seen = torch.zeros(workload.seq_len, workload.num_heads, dtype=torch.bool)
+        seen = torch.zeros(workload.seq_len, workload.num_heads, dtype=torch.bool, device=oracle.device)
         for heads in groups:
-            seen[torch.from_numpy(seen_by(workload, heads[0], key))[:, None], torch.tensor(heads)] = True
-        differs = (out[..., channel] != 0) != seen.to(oracle.device)
+            rows = torch.from_numpy(seen_by(workload, heads[0], key)).to(oracle.device)
+            seen[rows[:, None], torch.tensor(heads, device=oracle.device)] = True
+        differs = (out[..., channel] != 0) != seen
         count = int(differs.sum())
         if count and where is None:
             place = differs.flatten().int().argmax()
