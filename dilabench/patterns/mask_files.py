@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,20 +43,32 @@ def named_file(name: str, what: str = "mask") -> tuple[str, str]:
     Raises ConfigError when it cannot be read, EnvironmentNotReady when it cannot be kept.
     """
     # Methods of Path raise for a text that cannot be a file name.
-    is_pipe = os.path.exists(name) and not os.path.isfile(name)
-    return _kept_from_pipe(name, what) if is_pipe else (name, mask_digest(Path(name), what))
+    if os.path.exists(name) and not os.path.isfile(name):
+        # It can be read once, and a request reads its mask for each length.
+        name = _kept.get(name) or _kept.setdefault(name, _kept_from_pipe(Path(name), what))
+    return name, mask_digest(Path(name), what)
 
 
-# A pipe can be read once, and a request reads its mask for each length.
-@cache
-def _kept_from_pipe(name: str, what: str) -> tuple[str, str]:
-    path = Path(name)
+# The files with what pipes sent to this process, by the name of the pipe.
+_kept: dict[str, str] = {}
+
+
+def _kept_from_pipe(path: Path, what: str) -> str:
     with _readable(path, what):
         data = read_file(path, pipe=True)
     digest = hashlib.sha256(data).hexdigest()[:16]
     kept = cache_folder() / "masks" / f"{digest}{'.npy' if data.startswith(NPY_MAGIC) else '.json'}"
     write_bytes(kept, data, way_out=OTHER_CACHE)
-    return str(kept), digest
+    return str(kept)
+
+
+def with_kept_files(fields: Any) -> Any:
+    """The JSON of a request with the name of the kept file for each pipe that was read: another process reads it."""
+    if isinstance(fields, dict):
+        return {name: with_kept_files(value) for name, value in fields.items()}
+    if isinstance(fields, list):
+        return [with_kept_files(value) for value in fields]
+    return _kept.get(fields, fields) if isinstance(fields, str) else fields
 
 
 # Folders of the records read so far, which hold copies of their masks.

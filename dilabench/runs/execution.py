@@ -20,6 +20,7 @@ from dilabench.engine.runner import FollowUp, Project
 from dilabench.engine.runner import run as run_cases
 from dilabench.errors import DilabenchError, EnvironmentNotReady, ExitCode, PluginError, encodable, exit_code_for
 from dilabench.machine import Machine
+from dilabench.patterns.mask_files import with_kept_files
 from dilabench.plugins.boundary import answered
 from dilabench.plugins.catalogue import OWN, Catalogue
 from dilabench.plugins.descriptors import Reporter
@@ -188,7 +189,7 @@ def new_header(found: Found, machine: Machine, request: RunRequest, argv: Sequen
         suite=request.suite,
         # A path may have bytes that are no text.
         argv=tuple(map(encodable, sys.argv[1:] if argv is None else argv)),
-        config=request.model_dump(mode="json"),
+        config=with_kept_files(request.model_dump(mode="json")),
         seed=request.seed,
         device=machine.device,
         started_at=datetime.now(UTC).isoformat(timespec="seconds"),

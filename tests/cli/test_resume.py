@@ -1,11 +1,18 @@
 """`--resume`: what a run that goes on keeps of its first part."""
 
+import os
+import threading
+from types import SimpleNamespace
+
 import pytest
 
 from dilabench.engine.device.environment import snapshot, with_torch
 from dilabench.machine import Machine
+from dilabench.patterns.mask_files import named_file
 from dilabench.record import RunHeader
-from dilabench.runs.resume import resumed_header
+from dilabench.request import RunRequest
+from dilabench.runs.execution import new_header
+from dilabench.runs.resume import recorded_request, resumed_header
 from dilabench.store.run_files import RunFolder
 
 CPU = Machine(device="cpu", no_cuda="test")
@@ -41,3 +48,21 @@ def test_a_run_goes_on_in_its_own_folder(cli, tmp_path, header):
     assert "--resume continues the run as it was requested; omit -o elsewhere" in result.stderr
     for own in ("copy.json", str(tmp_path)):
         assert cli("run", "quick", "--resume", str(folder.path), "-o", own, "--dry-run").exit_code == 0
+
+
+@pytest.mark.parametrize("field", ["mask_file", "indices_file", "bounds_file"])
+def test_what_a_pipe_sent_is_read_from_a_file_when_the_run_goes_on(tmp_path, monkeypatch, field):
+    monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path / "cache"))
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(b"[[0]]",))
+    writer.start()
+    kept, digest = named_file(str(pipe))
+    writer.join()
+    request = RunRequest(suite="range", overrides={field: str(pipe), "block_size": 64})
+    folder = RunFolder.create(tmp_path, "range", "r")
+    folder.start(new_header(SimpleNamespace(plugins=()), CPU, request))
+    folder.close()
+    found, _ = recorded_request(folder.path, "range", ())
+    assert found.overrides == {field: kept, "block_size": 64}
+    assert named_file(found.overrides[field]) == (kept, digest)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,31 +21,43 @@ COMMANDS = {
 }
 
 
+def modules_after(code: str) -> set[str]:
+    """The modules that Python has loaded after some code, which the working folder has no part in."""
+    command = [sys.executable, "-I", "-c", f"{code}; print(*sys.modules)"]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+
+def start(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(dilabench.__file__).parents[1])}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, env=environment)
+
+
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_modules_of_the_working_folder_are_not_imported(tmp_path: Path, command: tuple[str, ...]) -> None:
-    loaded = subprocess.run(
-        [sys.executable, "-I", "-c", "import sys, runpy; print(*sys.modules)"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    names = {name for name in sys.stdlib_module_names - set(loaded) if not name.startswith("_")} | {"numpy", "torch"}
+    loaded = modules_after("import sys, runpy")
+    names = {name for name in sys.stdlib_module_names - loaded if not name.startswith("_")} | {"numpy", "torch"}
     folder, seen = tmp_path / "work", tmp_path / "seen"
     folder.mkdir()
     for name in names:
         (folder / f"{name}.py").write_text(
             f"open({str(seen)!r}, 'a').write('{name}\\n')\nraise ImportError('{name}')\n"
         )
-    done = subprocess.run(
-        [sys.executable, "-m", "dilabench", *command],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "PYTHONPATH": str(Path(dilabench.__file__).parents[1])},
-    )
+    done = start(folder, "-m", "dilabench", *command)
     assert not seen.exists(), seen.read_text()
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["types", "functools", "contextlib"])
+def test_a_file_that_python_imported_before_dilabench_is_named(tmp_path: Path, name: str) -> None:
+    """`-m` itself imports a few modules, before any line of dilabench."""
+    assert name in modules_after("import sys, runpy") - modules_after("import sys")
+    copy = tmp_path / f"{name}.py"
+    shutil.copy(importlib.import_module(name).__file__ or "", copy)
+    done = start(tmp_path, "-m", "dilabench", "--version")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert f"Python imported {copy} in place of its own module" in done.stderr
+    assert start(tmp_path, "-P", "-m", "dilabench", "--version").returncode == 0
 
 
 def test_children_are_started_in_one_way() -> None:

@@ -15,11 +15,12 @@ import psutil
 import pytest
 
 from dilabench.engine.device.lock import locks_of
+from dilabench.engine.worker import nodes as nodes_module
 from dilabench.engine.worker import rank_group, store_channel
 from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.launcher import ThisMachine
 from dilabench.engine.worker.node_agent import Agent
-from dilabench.engine.worker.nodes import Nodes, gathered
+from dilabench.engine.worker.nodes import Nodes, RemoteAgent, RemoteWorker, gathered
 from dilabench.engine.worker.protocol import BackendSpec, CaseSpec, WorkerSettings
 from dilabench.engine.worker.rank_group import start_worker
 from dilabench.engine.worker.torchrun import Rank
@@ -309,3 +310,21 @@ def test_rank_0_holds_its_own_machine_and_asks_one_agent_of_each_other(nodes, mo
         nodes._lock_machines()
     assert asked == [("x", "lock", [0]), ("y", "lock", [0, 1])]
     monkeypatch.undo()
+
+
+def test_a_worker_of_a_silent_rank_is_ended_without_a_long_wait(monkeypatch):
+    """The rank may be only slow, so the next request still reaches it."""
+    monkeypatch.setattr(nodes_module, "KILL_TIMEOUT_S", 0.01)
+    agent, sent = RemoteAgent(1), []
+    answers = {"start": {"hello": {"pid": 1, "torch": {}}}, "alive": {"alive": True}}
+
+    def send(_, message):
+        sent.append(str(message["do"]))
+        if message["do"] in answers:
+            agent.take(message["number"], answers[message["do"]])
+
+    agent.channel = SimpleNamespace(send=send, lost=lambda _: None)
+    worker, other = (RemoteWorker("tests@2", SETTINGS, agent, name) for name in "ab")
+    worker.kill()
+    assert (worker.alive, other.alive) == (False, True)
+    assert sent == ["start", "start", "kill", "alive"]

@@ -28,6 +28,8 @@ from dilabench.record import GpuInfo
 REQUEST_TIMEOUT_S = 60.0
 # torchrun kills rank 0 if it is still there 30 s after another rank has died.
 END_TIMEOUT_S = 5.0
+# A dead agent never answers; a live one needs seconds to end a process that holds a GPU's whole memory.
+KILL_TIMEOUT_S = 6.0
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -64,15 +66,27 @@ class RemoteAgent:
 
     def ask(self, do: AgentCommand, *, timeout_s: float = REQUEST_TIMEOUT_S, **arguments: Any) -> dict[str, Any]:
         """Send a request and return the answer. Raises WorkerFailure when it fails or the agent is lost."""
-        number = next(self._numbers)
-        self._waiting[number] = Future()
-        if self._lost is None:
-            self.channel.send(self.rank, {"number": number, "do": do, "arguments": arguments})
+        number = self._send(do, arguments)
         answer = self.wait(number, f"no answer to {do.value!r} within {timeout_s:g} s", timeout_s)
         if "failure" in answer:
             state = answer["failure"].pop("state", None)
             raise WorkerFailure(**answer["failure"], state=None if state is None else RankState.model_validate(state))
         return answer
+
+    def kill(self, worker: str) -> None:
+        """End a worker. A rank that does not answer soon may be dead, or only slow: it is not lost yet."""
+        number = self._send(AgentCommand.KILL, {"name": worker})
+        with contextlib.suppress(TimeoutError):
+            self._waiting[number].result(KILL_TIMEOUT_S if self._lost is None else 0)
+        del self._waiting[number]
+
+    def _send(self, do: AgentCommand, arguments: dict[str, Any]) -> int:
+        """Send a request, unless the agent is lost, and return its number."""
+        number = next(self._numbers)
+        self._waiting[number] = Future()
+        if self._lost is None:
+            self.channel.send(self.rank, {"number": number, "do": do, "arguments": arguments})
+        return number
 
     def wait(self, number: int, why_late: str, timeout_s: float) -> dict[str, Any]:
         """The answer to request `number`. Raises WorkerFailure when the agent is lost, or late and so lost from now."""
@@ -100,6 +114,7 @@ class RemoteWorker(Worker):
     def __init__(self, key: str, settings: WorkerSettings, agent: RemoteAgent, name: str) -> None:
         self.key = key
         self._agent, self._name = agent, name
+        self._killed = False
         timeout_s = START_TIMEOUT_S + REQUEST_TIMEOUT_S
         started = agent.ask(
             AgentCommand.START, timeout_s=timeout_s, name=name, settings=settings.model_dump(mode="json")
@@ -110,7 +125,7 @@ class RemoteWorker(Worker):
     def alive(self) -> bool:
         """Whether the process runs and its machine can be reached."""
         try:
-            return bool(self._agent.ask(AgentCommand.ALIVE, name=self._name)["alive"])
+            return not self._killed and bool(self._agent.ask(AgentCommand.ALIVE, name=self._name)["alive"])
         except WorkerFailure:
             return False
 
@@ -125,8 +140,8 @@ class RemoteWorker(Worker):
 
     def kill(self) -> None:
         """End the process, if its machine can still be reached."""
-        with contextlib.suppress(WorkerFailure):
-            self._agent.ask(AgentCommand.KILL, name=self._name)
+        self._killed = True
+        self._agent.kill(self._name)
 
 
 class Nodes:
