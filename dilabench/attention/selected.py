@@ -42,6 +42,10 @@ from dilabench.workload.spec import Window, check_window
 SELECTED_BY_INDICES = "pattern=SelectedBlocksPattern(block_size=...), per token, or TopKBlocksPattern, per query block"
 
 
+# Of indices, by whether tokens select, or blocks of queries.
+_SHAPES = {True: "[B, N, K, S]", False: "[K, n, k]"}
+
+
 class _Options(NamedTuple):
     """The options of a computation besides its tensors. `compression`: length and stride, if keys are compressed."""
 
@@ -57,7 +61,7 @@ def selected_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    indices: Tensor | None,
+    indices: Tensor,
     block_size: int,
     *,
     causal: bool,
@@ -70,13 +74,8 @@ def selected_attention(
     """out and lse, which carries no gradient, of query [B, N, H, D] and key, value [B, N, K, D] (packed: [T, H, D]).
 
     indices: integers [B, N, K, S] or [N, K, S] (packed: [T, K, S], counted in each sequence from 0). Raises ValueError
-    for what does not fit, and without indices.
+    for what does not fit.
     """
-    if indices is None:
-        raise ValueError(
-            "blocks selected per token, without indices: selectors read stand-ins, not query and key; give the blocks "
-            "that your model selects, indices=[B, N, K, S], or let native_sparse_attention select them"
-        )
     if backend != AUTO:
         raise ValueError(f"backend {backend!r} with blocks selected per token, whose kernels call none; leave it out")
     operands.check_are_tensors(query=query, key=key, value=value, indices=indices)
@@ -111,16 +110,23 @@ def selected_attention(
 
 def of_tokens(
     pattern: Pattern, indices: Tensor | None, query: Tensor, key: Tensor, cu_seqlens: Sequence[int] | Tensor | None
-) -> tuple[Tensor | None, int] | None:
+) -> tuple[Tensor, int] | None:
     """The indices of each token and the block size, also if packed queries select in blocks; None for other patterns,
-    and if their own selection is computed. Raises ValueError for indices of a pattern that selects no blocks.
+    and if their own selection is computed. Raises ValueError for indices of a pattern that selects no blocks, and
+    without indices for one that selects by queries and keys.
     """
     selected = pattern.selects
+    if indices is None and pattern.reads_queries:
+        raise ValueError(
+            f"pattern {pattern.kind} without indices: its selectors read stand-ins, not query and key; give the blocks "
+            f"that your model selects, indices={_SHAPES[selected is None or selected.per_token]}, or let "
+            "native_sparse_attention select them"
+        )
     if selected is None:
         if indices is not None:
             raise ValueError(f"indices with pattern {pattern.kind}: they are blocks of {SELECTED_BY_INDICES}")
     elif selected.per_token:
-        if indices is not None or pattern.reads_queries:
+        if indices is not None:
             return indices, selected.block_size
     elif indices is not None and cu_seqlens is not None:
         return _of_query_blocks(indices, selected.block_size, query, key, cu_seqlens), selected.block_size

@@ -36,7 +36,7 @@ SELECTION = TopKBlocksPattern(selector="random", block_size=BLOCK, top_k=1)
 SPARSE = (
     WindowSinkPattern(sinks=2, window_size=9),
     BlockSparsePattern(mask="random", block_size=BLOCK, sparsity=0.5),
-    TopKBlocksPattern(block_size=8, top_k=2),
+    TopKBlocksPattern(selector="random", block_size=8, top_k=2),
     ColumnBoundsPattern(document_lengths=(7, 4)),
 )
 # Of each block of queries: itself, the first one twice, and none.
@@ -98,9 +98,10 @@ SELECTED = IN_BLOCKS | (CAUSAL & (torch.arange(N) < BLOCK))
     "workload", workloads(), ids=lambda one: f"{one.pattern.label()} {one.causal}".replace(" ", "-")
 )
 def test_every_pattern_is_computed_as_by_the_reference(workload: Workload) -> None:
-    inputs, selected, indices = operands(), SelectedBlocksPattern.match(workload.pattern), None
-    if selected is not None and selected.reads_queries:
-        indices = torch.from_numpy(selected.selection(workload.shapes[0]))
+    inputs, indices = operands(), None
+    if workload.pattern.reads_queries:
+        selection: Any = workload.pattern
+        indices = torch.from_numpy(selection.selection(workload.shapes[0]).copy())
     out = attention(*inputs, pattern=workload.pattern, causal=workload.causal, indices=indices)
     expected = reference.build(workload, BuildContext(device=torch.device("cpu")))(*inputs)
     torch.testing.assert_close(out, expected)

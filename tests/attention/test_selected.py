@@ -9,6 +9,8 @@ from torch import Tensor
 from dilabench.attention import attention
 from dilabench.patterns import BlockSparsePattern, SelectedBlocksPattern
 from dilabench.patterns.answers import SequenceShape
+from dilabench.patterns.pattern import Pattern
+from dilabench.patterns.registry import OWN_KINDS, load
 
 N, H, K, D = 70, 6, 2, 24
 PATTERN = SelectedBlocksPattern(block_size=16)
@@ -176,6 +178,23 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
     q, k, v, indices = inputs()
     with pytest.raises(ValueError, match=message):
         attention(q, k, v, **{"pattern": PATTERN, "indices": indices, "causal": True, **changes})
+
+
+READING = [
+    pattern
+    for kind in OWN_KINDS
+    for pattern in load(kind).examples()
+    if pattern.selects is not None and pattern.reads_queries
+]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("pattern", READING, ids=lambda pattern: pattern.label().replace(" ", "-"))
+def test_a_selection_by_queries_is_not_made_from_stand_ins(pattern: Pattern, packed: bool) -> None:
+    q, k, v, _ = inputs()
+    tensors, bounds = ([x[0] for x in (q, k, v)], {"cu_seqlens": (0, N)}) if packed else ([q, k, v], {})
+    with pytest.raises(ValueError, match=f"pattern {pattern.kind} without indices: its selectors read stand-ins"):
+        attention(*tensors, pattern=pattern, causal=True, **bounds)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
