@@ -141,7 +141,8 @@ class PassRequests:
         lists = (half for made, request in zip(tables, self.requests, strict=True) for half in made.of(request.by_key))
         there = _copied(np.concatenate([np.array(numbers).ravel(), *lists]).astype(np.int32), x)
         of_tables = (x for made in tables for x in made.tables.tensors)
-        found = _Tables(tuple(tables), there._replace(tensors=(*there.tensors, *of_tables)))
+        # Tables are memory of another stream, so the current one is recorded, too.
+        found = _Tables(tuple(tables), there._replace(tensors=(*there.tensors, *of_tables), streams=set()))
         if all(made.serve_all for made in tables):
             self._kept[key] = found
         return found
@@ -264,7 +265,7 @@ class _There(NamedTuple):
             return cls(tensors, None, set())
         complete, stream = torch.cuda.Event(), torch.cuda.current_stream(x.device)
         complete.record(stream)
-        # It need neither wait nor be recorded: the memory is its own.
+        # This stream need neither wait nor be recorded: the memory is its own.
         return cls(tensors, complete, {stream.cuda_stream})
 
     def used(self, x: Tensor) -> Tensor:
