@@ -147,17 +147,15 @@ def read_json(text: str | bytes) -> Any:
 
 def check_depth(document: Any) -> None:
     """Raise ValueError for a JSON document with lists and objects in each other beyond the limit."""
-    deepest = _limit(DEPTH_VARIABLE, MAX_DEPTH)
-    level = [document] if type(document) in _CONTAINERS else []
-    for _ in range(deepest):
-        if not level:
-            return
+    level, depth = [document] if type(document) in _CONTAINERS else [], 0
+    while level:
         inner = (container.values() if type(container) is dict else container for container in level)
         # Most containers are lists of numbers, passed over without a look at each.
         nested = (several for several in inner if not _CONTAINERS.isdisjoint(map(type, several)))
-        level = [item for several in nested for item in several if type(item) in _CONTAINERS]
-    if level:
-        raise ValueError(f"it is nested more than {deepest} levels deep; {DEPTH_VARIABLE}=100, say, reads more")
+        level, depth = [item for several in nested for item in several if type(item) in _CONTAINERS], depth + 1
+        # Most documents end before the limit has to be known.
+        if level and depth >= (deepest := _limit(DEPTH_VARIABLE, MAX_DEPTH)):
+            raise ValueError(f"it is nested more than {deepest} levels deep; {DEPTH_VARIABLE}=100, say, reads more")
 
 
 # No shorter than any text that is counted.

@@ -2,8 +2,9 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 
@@ -37,41 +38,88 @@ def common_timings(baseline: Row, candidate: Row) -> tuple[Timing, Timing] | Non
 
 
 def pair(timings: Iterable[tuple[Timing, Timing]]) -> Pairing:
-    """Pair the slots of two cases, (baseline, candidate) per record; each record adds its sessions.
+    """Pair the slots of two cases, (baseline, candidate) per record; each record adds its sessions."""
+    return pair_many([timings])[0]
+
+
+def pair_many(comparisons: Iterable[Iterable[tuple[Timing, Timing]]]) -> list[Pairing]:
+    """Pair the slots of the two cases of each comparison, as `pair` does; many together take less time.
 
     Slots pair if they belong to one round and have different positions in it: equal positions mean that the cases were
     measured one after the other, even if the round numbers agree. Rounds slowed down by heat are omitted while they
     are few (a fifth at most).
     """
-    found: list[tuple[Timing, Timing, Counts]] = []
+    shared = [_shared_rounds(timings) for timings in comparisons]
+    sessions = [session for rounds in shared for session in rounds.sessions]
+    if not sessions:
+        return [Pairing(None, rounds.left_out, rounds.throttled) for rounds in shared]
+    slots = _interleaved(sessions)
+    # Where the slots, and the samples, of each comparison end.
+    ends = np.cumsum([0, *(2 * rounds.count for rounds in shared)])
+    sample_ends = np.concatenate([[0], np.cumsum(slots.sizes)])[ends].tolist()
+    return [
+        Pairing(
+            rounds.paired(Slots(slots.samples_ns[start:stop], slots.sizes[first:last])),
+            rounds.left_out,
+            rounds.throttled,
+        )
+        for rounds, first, last, start, stop in zip(
+            shared, ends[:-1].tolist(), ends[1:].tolist(), sample_ends[:-1], sample_ends[1:], strict=True
+        )
+    ]
+
+
+# The timings of two cases and which of their slots pair in one session, `[rounds, 2]`.
+_Session = tuple[Timing, Timing, Counts]
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedRounds:
+    """What two cases share, by session; see `Pairing`."""
+
+    sessions: list[_Session]
+    left_out: int
+    throttled: bool
+
+    @property
+    def count(self) -> int:
+        """How many rounds there are."""
+        return sum(len(places) for *_, places in self.sessions)
+
+    def paired(self, slots: Slots) -> PairedRounds | None:
+        """The rounds, whose slots are the baseline's and the candidate's of each; None if there are none."""
+        if not self.sessions:
+            return None
+        clocks = [_clocks(*session) for session in self.sessions]
+        known = [readings for readings in clocks if readings is not None]
+        counts = np.array([len(places) for *_, places in self.sessions], np.intp)
+        return PairedRounds.of_slots(slots, counts, np.concatenate(known) if len(known) == len(clocks) else None)
+
+
+def _shared_rounds(timings: Iterable[tuple[Timing, Timing]]) -> _SharedRounds:
+    found: list[_Session] = []
     left_out = 0
     for baseline, candidate in timings:
         sessions = matched(baseline, candidate)
         left_out += max(len(baseline.slots), len(candidate.slots)) - sum(map(len, sessions))
-        found += ((baseline, candidate, session) for session in sessions)
-    count = sum(len(session) for *_, session in found)
-    if not count:
-        return Pairing(None, left_out)
-    sound = [(old, new, _sound(old, new, session)) for old, new, session in found]
-    faulty = count - sum(len(session) for *_, session in sound)
-    throttled = faulty > MAX_FAULTY_SHARE * count
-    if not throttled:
-        found, left_out = [entry for entry in sound if len(entry[2])], left_out + faulty
-    slots = joined_slots([_turns(old, new, session) for old, new, session in found])
-    clocks = [_clocks(old, new, session) for old, new, session in found]
-    known = [readings for readings in clocks if readings is not None]
-    rounds = PairedRounds.of_slots(
-        slots,
-        np.array([len(session) for *_, session in found], np.intp),
-        np.concatenate(known) if len(known) == len(clocks) else None,
-    )
-    return Pairing(rounds, left_out, throttled)
+        found += ((baseline, candidate, places) for places in sessions)
+    shared = _SharedRounds(found, left_out, throttled=False)
+    sound = [(old, new, _sound(old, new, places)) for old, new, places in found]
+    kept = _SharedRounds([session for session in sound if len(session[2])], left_out, throttled=False)
+    faulty = shared.count - kept.count
+    if faulty > MAX_FAULTY_SHARE * shared.count:
+        return replace(shared, throttled=True)
+    return replace(kept, left_out=left_out + faulty)
 
 
-def _turns(baseline: Timing, candidate: Timing, session: Counts) -> Slots:
-    """The slots of a session, the baseline's and the candidate's of each round."""
-    both = joined_slots([slots_of(baseline), slots_of(candidate)])
-    return chosen_slots(both, (session + np.array([0, len(baseline.slots)])).ravel())
+def _interleaved(sessions: Sequence[_Session]) -> Slots:
+    """The slots of all sessions, the baseline's and the candidate's of each round."""
+    timings = {id(timing): timing for *both, _ in sessions for timing in both}
+    begins = dict(zip(timings, accumulate((len(timing.slots) for timing in timings.values()), initial=0), strict=False))
+    offsets = np.array([(begins[id(old)], begins[id(new)]) for old, new, _ in sessions], np.intp)
+    places = np.concatenate([places for *_, places in sessions])
+    chosen = places + np.repeat(offsets, [len(places) for *_, places in sessions], axis=0)
+    return chosen_slots(joined_slots([slots_of(timing) for timing in timings.values()]), chosen.ravel())
 
 
 def _clocks(baseline: Timing, candidate: Timing, session: Counts) -> Floats | None:
@@ -118,7 +166,7 @@ def matched(baseline: Timing, candidate: Timing) -> list[Counts]:
     if old[:2] == new[:2] and old[1] == _counted(len(old[1])) and len(set(old[0])) == 1:
         # The usual case: one session, in which both took part in each round.
         places = () if old[2] == new[2] else np.flatnonzero(np.asarray(old[2]) != np.asarray(new[2]))
-        return [np.stack([places, places], axis=1)] if len(places) else []
+        return [np.array((places, places)).T] if len(places) else []
     alone = all(len(set(rounds)) == len(rounds) for _, rounds, _ in (old, new))
     names, partners = (rounds if alone else zip(sessions, rounds, strict=True) for sessions, rounds, _ in (old, new))
     place = {name: at for at, name in enumerate(partners)}

@@ -23,10 +23,10 @@ from typing import Literal
 
 import numpy as np
 
-from dilabench.compare.pairing import common_timings, pair
+from dilabench.compare.pairing import common_timings, pair_many
 from dilabench.metadata import NOTES, WAY
 from dilabench.record import Measured, Memory, Row, RunRecord, Skipped, Timing
-from dilabench.stats.decisions.decide import Policy, decide
+from dilabench.stats.decisions.decide import Policy, position
 from dilabench.stats.decisions.paired import Estimate, estimate_many
 from dilabench.stats.decisions.verdicts import Cause, Code
 from dilabench.stats.samples.location import Interval, Location, locate_slots, quantile
@@ -307,7 +307,7 @@ def _estimated(pairs: Sequence[tuple[Row, Row]], sigma_aa: float) -> list[_Estim
     unknown = [(key, both) for key, both in known.items() if not _is_known(key, both)]
     for first in range(0, len(unknown), ESTIMATED_TOGETHER):
         batch = unknown[first : first + ESTIMATED_TOGETHER]
-        pairings = [pair([both]) for _, both in batch]
+        pairings = pair_many([both] for _, both in batch)
         in_common = [pairing.rounds for pairing in pairings if pairing.rounds is not None]
         estimates = iter(estimate_many(in_common, sigma_aa=sigma_aa, effect_size=False))
         for (key, both), pairing in zip(batch, pairings, strict=True):
@@ -324,14 +324,14 @@ def _is_known(key: tuple[int, int, float], both: tuple[Timing, Timing]) -> bool:
 
 
 def _of_rounds(baseline: RowView, candidate: RowView, estimate: Estimate, throttled: bool, policy: Policy) -> PairView:
-    verdict, by_median = decide(estimate, policy), estimate.median_log_ratio or 0.0
-    too_few = throttled or verdict.cause is Cause.TOO_FEW_ROUNDS
+    (code, cause, _), by_median = position(estimate, policy), estimate.median_log_ratio or 0.0
+    too_few = throttled or cause is Cause.TOO_FEW_ROUNDS
     if too_few:
         faster = disjoint(baseline, candidate)
-    elif verdict.code is Code.SLOWER and by_median >= 0:
+    elif code is Code.SLOWER and by_median >= 0:
         faster = "baseline"
     else:
-        faster = "candidate" if verdict.code is Code.FASTER and by_median <= 0 else None
+        faster = "candidate" if code is Code.FASTER and by_median <= 0 else None
     return PairView(
         ratio=estimate.ratio,
         interval=None if too_few or estimate.interval is None else estimate.interval.as_ratio(),

@@ -17,7 +17,7 @@ from dilabench.compare.comparison import (
     is_measured,
     lack_of,
 )
-from dilabench.compare.pairing import Pairing, common_timings, pair, sessions_of
+from dilabench.compare.pairing import Pairing, common_timings, pair_many, sessions_of
 from dilabench.compare.verdicts import corrected, median_over, memory_verdict, row_notes
 from dilabench.errors import unknown_name
 from dilabench.record import Case, Row, RunRecord, Timing
@@ -130,7 +130,7 @@ def _pair(baseline: Row | None, candidate: Row, records: Sequence[dict[str, Row]
 
 
 def _compared(pairs: Sequence[_Pair], policy: Policy) -> Iterator[ComparedPair]:
-    pairings = [pair(match.timings) for match in pairs]
+    pairings = pair_many(match.timings for match in pairs)
     paired = iter(judge_many([pairing.rounds for pairing in pairings if pairing.rounds is not None], policy))
     verdicts = [
         next(paired) if pairing.rounds is not None else _by_sessions(match, policy)

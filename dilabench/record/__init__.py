@@ -270,7 +270,7 @@ class Timing(Model):
     @property
     def has_samples(self) -> bool:
         """Whether any sample was taken."""
-        return any(self.columns.sizes)
+        return len(self.columns.samples_ns) > 0
 
 
 class Diagnostic(Model):

@@ -134,6 +134,11 @@ _NOTHING_ELSE = (("pydantic_extra", None), ("pydantic_private", None))
 _NUMBERS = ("session", "round", "position")
 _READINGS = ("sm_clock_mhz", "power_mw", "temperature_c")
 _LISTS = ("samples_ns", "renewed", "enqueue_ns", "rank_samples_ns", "throttle")
+# What most slots have in a field.
+_MOSTLY: tuple[tuple[str, list[Any] | None], ...] = (
+    *((name, None) for name in _READINGS),
+    *((name, []) for name in _LISTS[1:]),
+)
 # What the lists in a list hold.
 _INSIDE = (("rank_samples_ns", list), ("throttle", str))
 
@@ -187,9 +192,11 @@ class SlotColumns(Sequence[Slot]):
         columns = cls.__new__(cls)
         try:
             values = dict(zip(names, map(list, zip(*map(itemgetter(*names), documents), strict=True)), strict=True))
-            filled = {name for name in _LISTS if name in values and values[name].count([]) < count}
-            if not _are_all(list, *map(values.__getitem__, filled)) or any(
-                not _are_all(kind, *values[name]) for name, kind in _INSIDE if name in filled
+            for name, nothing in _MOSTLY:
+                if name in values and values[name].count(nothing) == count:
+                    del values[name]
+            if not _are_all(list, *(values[name] for name in _LISTS if name in values)) or any(
+                not _are_all(kind, *values[name]) for name, kind in _INSIDE if name in values
             ):
                 return None
             columns._lay_out(count, values)

@@ -6,11 +6,11 @@ two shared too few rounds or none, and that the intervals of their medians do no
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, islice
 
-from dilabench.compare.view import PairView, Ranking, is_quotable, pair_views, rank, view_of
+from dilabench.compare.view import PairView, Ranking, is_quotable, measured_view, pair_views, rank, view_of
 from dilabench.plugins.axis import Axis
 from dilabench.record import Failed, Measured, Row, RunRecord, SkipCode, Skipped
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name
@@ -146,19 +146,17 @@ def answer(record: RunRecord, axis: Axis) -> Answer:
     for row in record.rows:
         if row.planned.role == "yardstick" and row.case.workload.is_dense:
             full.setdefault(shape_of(row.case), []).append(row)
-    rows = [
-        _answer_row(table, record.device, value, axis.text(value), text, full.get(shape_of(table.members[0].case), ()))
+    lines = [
+        _answer_row(table, record.device, value, axis.text(value), text)
         for table, value, text in zip(tables, values, texts, strict=True)
     ]
     alone = {
-        first.case.workload: row.fastest
-        for first, row in zip(firsts, rows, strict=True)
-        if row.fastest and first.case.world_size == 1
+        first.case.workload: line.fastest
+        for first, line in zip(firsts, lines, strict=True)
+        if line.fastest and first.case.world_size == 1
     }
-    rows = [
-        _against_one_device(row, alone.get(first.case.workload), record.device)
-        for first, row in zip(firsts, rows, strict=True)
-    ]
+    dense = [_dense_rival(table, full) for table in tables]
+    rows = _against_rivals(lines, tables, dense, [alone.get(first.case.workload) for first in firsts], record.device)
     order = {text: place for place, text in enumerate(dict.fromkeys(texts))}
     return Answer(axis=axis.name, rows=tuple(sorted(rows, key=lambda row: (order[row.workload], row.value))))
 
@@ -188,43 +186,63 @@ def _labels(firsts: Sequence[Row], values: Sequence[float], axis: Axis) -> list[
     return [" ".join(part[name] for name in telling) for part in parts]
 
 
-def _answer_row(
-    table: WorkloadTable, device: str, value: float, at: str, workload: str, dense_rows: Sequence[Row]
-) -> AnswerRow:
-    """`dense_rows`: the record's rows of full attention with the table's shape."""
+def _answer_row(table: WorkloadTable, device: str, value: float, at: str, workload: str) -> AnswerRow:
+    """The line of a table, without comparisons."""
     own = next((section.ranking for section in table.sections if section.ranking is not None), None)
-    if all(row.planned.role == "yardstick" for row in table.members):
-        own, dense_rows = rank([row for row in table.members if row.case.workload.is_dense], device), ()
+    if _is_all_yardsticks(table):
+        own = rank([row for row in table.members if row.case.workload.is_dense], device)
     batch = table.members[0].case.workload.batch_size
-    if own is None:
-        why = _why_none(table.members)
-        return AnswerRow(value=value, at=at, batch=batch, workload=workload, ranking=None, why_none=why)
-    found = AnswerRow(
-        value=value, at=at, batch=batch, workload=workload, ranking=own, nearest=_nearest(table.members, own, device)
-    )
-    return _against_dense(found, own.fastest, dense_rows, device)
+    why = _why_none(table.members) if own is None else ""
+    return AnswerRow(value=value, at=at, batch=batch, workload=workload, ranking=own, why_none=why)
 
 
-def _nearest(rows: Sequence[Row], ranking: Ranking, device: str) -> PairView | None:
-    """Time of the nearest of the other ranked rows / time of the fastest."""
-    ranked = [row for row in rows if row.case.case_id in ranking.speedups and isinstance(row.outcome, Measured)]
-    others = [row for row in ranked if row is not ranking.fastest]
-    views = pair_views([(ranking.fastest, row) for row in others], device)
-    return min(views, key=lambda view: view.ratio, default=None)
+def _is_all_yardsticks(table: WorkloadTable) -> bool:
+    return all(row.planned.role == "yardstick" for row in table.members)
 
 
-def _against_dense(line: AnswerRow, fastest: Row, rows: Sequence[Row], device: str) -> AnswerRow:
-    timed = [(view.median_ns, row) for row in rows if is_quotable(row) and (view := view_of(row))]
-    if not timed:
-        return line
-    dense = min(timed, key=lambda pair: pair[0])[1]
-    return replace(line, dense=dense, versus_dense=pair_views([(fastest, dense)], device)[0])
+def _dense_rival(table: WorkloadTable, full: Mapping[tuple[Workload, int], Sequence[Row]]) -> Row | None:
+    """The fastest row of full attention with the table's shape; None without a time or if such rows are ranked."""
+    rows = () if _is_all_yardsticks(table) else full.get(shape_of(table.members[0].case), ())
+    return min(filter(is_quotable, rows), key=lambda row: measured_view(row).median_ns, default=None)
 
 
-def _against_one_device(line: AnswerRow, alone: Row | None, device: str) -> AnswerRow:
-    if line.fastest is None or alone is None or alone is line.fastest:
-        return line
-    return replace(line, versus_one=pair_views([(line.fastest, alone)], device)[0])
+def _against_rivals(
+    lines: Sequence[AnswerRow],
+    tables: Sequence[WorkloadTable],
+    dense: Sequence[Row | None],
+    alone: Sequence[Row | None],
+    device: str,
+) -> list[AnswerRow]:
+    """The lines with their comparisons, whose statistics are computed together."""
+    rivals = [
+        ([], None, None)
+        if line.ranking is None
+        else (_other_ranked(table.members, line.ranking), full, None if single is line.fastest else single)
+        for line, table, full, single in zip(lines, tables, dense, alone, strict=True)
+    ]
+    pairs = [
+        (line.fastest, rival)
+        for line, (others, *further) in zip(lines, rivals, strict=True)
+        for rival in (*others, *further)
+        if line.fastest is not None and rival is not None
+    ]
+    views = iter(pair_views(pairs, device))
+    return [
+        replace(
+            line,
+            nearest=min(islice(views, len(others)), key=lambda view: view.ratio, default=None),
+            dense=full,
+            versus_dense=None if full is None else next(views),
+            versus_one=None if single is None else next(views),
+        )
+        for line, (others, full, single) in zip(lines, rivals, strict=True)
+    ]
+
+
+def _other_ranked(rows: Sequence[Row], ranking: Ranking) -> list[Row]:
+    """The ranked rows but the fastest."""
+    others = (row for row in rows if row is not ranking.fastest and isinstance(row.outcome, Measured))
+    return [row for row in others if row.case.case_id in ranking.speedups]
 
 
 def _why_none(rows: Sequence[Row]) -> str:

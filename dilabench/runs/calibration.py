@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from dilabench.compare.fingerprint import hard_fields, machine_key
-from dilabench.compare.pairing import pair
+from dilabench.compare.pairing import pair_many
 from dilabench.engine import calibration
 from dilabench.engine.calibration import BASELINE, EFFECTS
 from dilabench.engine.device.environment import with_torch
@@ -109,8 +109,8 @@ def summary(sessions: Sessions, here: RunRecord, workload: str) -> Calibration:
 
 def _verdicts(sessions: Sessions, candidate: str, policy: Policy) -> list[Verdict]:
     """The verdict of every single session."""
-    cells = [pair([(session[BASELINE], session[candidate])]).rounds for session in sessions]
-    return judge_many([cell for cell in cells if cell is not None], policy)
+    pairings = pair_many([(session[BASELINE], session[candidate])] for session in sessions)
+    return judge_many([pairing.rounds for pairing in pairings if pairing.rounds is not None], policy)
 
 
 def _runnable(planned: tuple[PlannedCase, ...]) -> tuple[PlannedCase, ...]:

@@ -8,6 +8,7 @@ import gc
 import gzip
 import io
 import json
+import marshal
 import os
 import re
 import zlib
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import MemberDescriptorType
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -22,7 +24,7 @@ from pydantic import BaseModel, ValidationError
 from dilabench import atomic_file
 from dilabench.atomic_file import limited, read_file, write_bytes
 from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady
-from dilabench.record import SCHEMA_VERSION, Row, RunRecord
+from dilabench.record import SCHEMA_VERSION, Check, Optimizations, Row, RunRecord
 from dilabench.report.json import SUMMARY
 from dilabench.store.migrations import migrated
 from dilabench.validation import OverLimitError, check_counts, check_depth, counted_chunks, describe, parsed, read_json
@@ -40,6 +42,8 @@ _PLANNED = b'"planned"'
 # A text with more before its first row, or more space before one, is read as a whole.
 _MOST_HEADER = 4 << 20
 _MOST_SPACE = 64
+# Where a model has the names of the fields that it was given; a frozen one lets no attribute be set.
+_NAMES: MemberDescriptorType = vars(BaseModel)["__pydantic_fields_set__"]
 
 
 def store_root() -> Path:
@@ -249,10 +253,10 @@ def _row_texts(text: bytearray, chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 class _RowReader:
-    """Reads rows. What they have in common is in memory once: requests, workloads, the names that pydantic keeps."""
+    """Reads rows. What they share is in memory once: requests, workloads, checks, the names that pydantic keeps."""
 
     def __init__(self) -> None:
-        self._parts: dict[tuple[type[BaseModel], str], BaseModel] = {}
+        self._parts: dict[tuple[type[BaseModel], bytes], BaseModel] = {}
         self._names: dict[frozenset[str] | type[BaseModel], set[str]] = {}
 
     def read(self, text: bytes) -> Row:
@@ -263,17 +267,24 @@ class _RowReader:
         planned = document["planned"]
         if (asked := planned.get("requested_workload")) is not None:
             planned["requested_workload"] = self._shared(WorkloadRequest, asked)
-        planned["case"]["workload"] = self._shared(Workload, planned["case"]["workload"])
+        case = planned["case"]
+        case["workload"] = self._shared(Workload, case["workload"])
         # The rest of a row has no fields of any depth.
-        check_depth(planned)
+        case["optimizations"] = self._shared(Optimizations, case.get("optimizations", {}))
+        if verification := document["outcome"].get("verification"):
+            checks = verification["checks"]
+            # Most checks without a figure are alike.
+            verification["checks"] = [
+                self._shared(Check, check) if check.get("error") is None else check for check in checks
+            ]
         row = Row.model_validate(document)
         self._share_names(row)
         return row
 
     def _shared(self, kind: type[BaseModel], document: Any) -> BaseModel:
         """The model of a part of a row, the same one for equal parts."""
-        # It differs wherever the JSON does.
-        key = kind, repr(document)
+        # It differs wherever the JSON does. Version 2 does not depend on which objects are the same.
+        key = kind, marshal.dumps(document, 2)
         model = self._parts.get(key)
         if model is None:
             check_depth(document)
@@ -281,18 +292,29 @@ class _RowReader:
             self._share_names(model)
         return model
 
-    def _share_names(self, model: BaseModel) -> None:
-        """Let models share pydantic's set of the names that they were given, which takes half of a row's memory."""
-        kind, given, values = type(model), model.__pydantic_fields_set__, model.__dict__
-        # Mostly all fields are given.
-        key = kind if len(given) == len(values) else frozenset(given)
-        object.__setattr__(model, "__pydantic_fields_set__", self._names.setdefault(key, given))
-        for name in _fields_of_models(kind):
-            value = values[name]
-            for inner in value if type(value) is tuple else (value,):
-                # Many times as fast as pydantic's `isinstance`.
-                if hasattr(inner, "__pydantic_fields_set__"):
-                    self._share_names(inner)
+    def _share_names(self, outer: BaseModel) -> None:
+        """Let a model and those in it share pydantic's sets of the names that they were given.
+
+        These sets take half of a row's memory.
+        """
+        models = [outer]
+        for model in models:
+            kind, given, values = type(model), model.__pydantic_fields_set__, model.__dict__
+            # Mostly all fields are given.
+            key = kind if len(given) == len(values) else frozenset(given)
+            known = self._names.get(key)
+            if known is given:
+                # A part that an earlier row has, too.
+                continue
+            if known is None:
+                self._names[key] = given
+            else:
+                _NAMES.__set__(model, known)
+            for name in _fields_of_models(kind):
+                value = values[name]
+                # `hasattr` is many times as fast as pydantic's `isinstance`.
+                inner = value if type(value) is tuple else (value,)
+                models += [part for part in inner if hasattr(part, "__pydantic_fields_set__")]
 
 
 @functools.cache

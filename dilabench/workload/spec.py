@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -94,8 +95,17 @@ class Workload(Model):
     def _dtype_alias(cls, value: Any) -> Any:
         return DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _shape_is_possible(self) -> Self:
+    @model_validator(mode="wrap")
+    @classmethod
+    def _shape_is_possible(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        # One that is in a row is checked once.
+        if isinstance(data, cls):
+            return data
+        workload = handler(data)
+        workload._check_shape()
+        return workload
+
+    def _check_shape(self) -> None:
         if self.num_heads % self.num_kv_heads:
             divisors = [k for k in range(1, self.num_heads + 1) if self.num_heads % k == 0]
             raise ValueError(
@@ -112,7 +122,6 @@ class Workload(Model):
         for shape in dict.fromkeys(self.shapes):
             if reason := self.pattern.why_not_over(shape):
                 raise ValueError(reason)
-        return self
 
     def _check_packed(self) -> None:
         bounds = self.cu_seqlens

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dilabench.compare.pairing import is_throttled, pair, sessions_of
+from dilabench.compare.pairing import is_throttled, pair, pair_many, sessions_of
 from dilabench.record import Slot, Timing
 
 
@@ -79,3 +79,34 @@ def test_clocks_stay_with_their_rounds():
 def test_sessions_of_several_records():
     one, two = timing([slot(0, 0, session=0), slot(0, 0, session=1)]), timing([slot(0, 0, session=0)])
     assert [len(session) for session in sessions_of([one, two])] == [1, 1, 1]
+
+
+COMPARISONS = {
+    "one session": [
+        (timing(slot(i, 0, ns=100 + i) for i in range(6)), timing(slot(i, 1, ns=200 + i) for i in range(6)))
+    ],
+    "nothing in common": [(timing(slot(i, 0) for i in range(5)), timing(slot(i, 0) for i in range(5)))],
+    "no record": [],
+    "two records": [
+        (timing(slot(i, 0, ns=7) for i in range(4)), timing(slot(i, 1, ns=8) for i in range(3))),
+        (
+            timing(slot(i, 1, sm_clock_mhz=900) for i in range(5)),
+            timing(slot(i, 0, sm_clock_mhz=800) for i in range(5)),
+        ),
+    ],
+    "heat": [(timing(slot(i, 0, throttle=("hw_thermal",)) for i in range(9)), timing(slot(i, 1) for i in range(9)))],
+    "clocks": [
+        (timing(slot(i, 0, sm_clock_mhz=9) for i in range(3)), timing(slot(i, 1, sm_clock_mhz=8) for i in range(3)))
+    ],
+}
+
+
+@pytest.mark.parametrize("chosen", [tuple(COMPARISONS), tuple(COMPARISONS)[::-1], ("no record", "nothing in common")])
+def test_many_comparisons_are_paired_as_each_is(chosen):
+    for found, name in zip(pair_many(COMPARISONS[name] for name in chosen), chosen, strict=True):
+        alone = pair(COMPARISONS[name])
+        assert (found.left_out, found.throttled) == (alone.left_out, alone.throttled), name
+        assert (found.rounds is None) == (alone.rounds is None), name
+        if alone.rounds is not None:
+            assert found.rounds.rounds == alone.rounds.rounds, name
+            np.testing.assert_equal(found.rounds.clocks_mhz, alone.rounds.clocks_mhz)

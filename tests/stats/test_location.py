@@ -10,11 +10,13 @@ from dilabench.errors import ConfigError
 from dilabench.stats.samples import location
 from dilabench.stats.samples.location import (
     a12,
-    autocorrelation,
+    autocorrelations,
     effective_size,
+    effective_sizes,
     flatten_slots,
     group_quantiles,
     locate,
+    locate_slots,
     median_interval,
     quantile,
     relative_half_width,
@@ -91,10 +93,10 @@ def ar1(phi, n, seed):
 
 
 def test_autocorrelation_of_a_known_process():
-    correlation = autocorrelation(ar1(0.7, 4000, 0), 3)
+    (correlation,) = autocorrelations(ar1(0.7, 4000, 0)[None], 3)
     assert correlation[0] == 1
     assert correlation[1:] == pytest.approx([0.7, 0.49, 0.343], abs=0.07)
-    assert autocorrelation([5.0] * 6, 8).tolist() == [1.0] + [0.0] * 8
+    assert autocorrelations(np.full((1, 6), 5.0), 8).tolist() == [[1.0] + [0.0] * 8]
 
 
 @pytest.mark.parametrize("phi", [0.0, 0.5, 0.8])
@@ -128,10 +130,18 @@ def test_stop_rule_is_not_fooled_by_correlation():
 
 
 def test_autocorrelation_is_the_same_by_products_and_by_fourier_transform(monkeypatch):
-    series = ar1(0.7, 200, 1)
-    by_products = autocorrelation(series, 199)
+    series = np.stack([ar1(0.7, 200, 1), ar1(0.2, 200, 2)])
+    by_products = autocorrelations(series, 199)
     monkeypatch.setattr(location, "SHORT_SERIES", 10)
-    assert autocorrelation(series, 199) == pytest.approx(by_products, abs=1e-12)
+    assert autocorrelations(series, 199) == pytest.approx(by_products, abs=1e-12)
+
+
+def test_series_are_treated_together_as_each_is():
+    series = np.stack([*(ar1(phi, 41, seed) for seed, phi in enumerate((0.0, 0.5, -0.7, 0.99))), np.full(41, 3.0)])
+    assert effective_sizes(series).tolist() == [effective_size(values) for values in series]
+    sizes, sessions = np.full(41, 1), np.zeros(41, np.intp)
+    times = np.exp(series)
+    assert locate_slots(times, sizes, sessions) == [locate_slots(values[None], sizes, sessions)[0] for values in times]
 
 
 def test_a_long_series_is_not_correlated_by_products(monkeypatch):

@@ -43,6 +43,13 @@ def test_rows_share_equal_requests_and_workloads_and_no_others(make_row, make_re
     assert found == tuple(rows)
 
 
+def test_rows_share_equal_checks_without_a_figure(make_row, make_record):
+    rows = read_row_by_row([to_text(make_record([make_row(seed=seed) for seed in range(2)])).encode()]).rows
+    for first, second in zip(*(row.outcome.verification.checks for row in rows), strict=True):
+        assert first == second
+        assert (first is second) == (first.error is None)
+
+
 def test_a_text_like_an_earlier_workload_is_none(make_row, make_record):
     document = json.loads(to_text(make_record([make_row(), make_row()])))
     case = document["rows"][1]["planned"]["case"]

@@ -143,17 +143,24 @@ def judge_many(pairs: Sequence[PairedRounds], policy: Policy, *, effect_size: bo
     return [decide(estimate, policy) for estimate in estimates]
 
 
-def decide(estimate: Estimate, policy: Policy) -> Verdict:
-    """Verdict on one estimate, paired or from a history, before any correction for multiple pairs."""
+def position(estimate: Estimate, policy: Policy) -> tuple[Code, Cause, Margin]:
+    """Where the interval lies: what `decide` decides by, without the figures of a verdict."""
     margin = policy.margin(estimate.typical_ns)
     if estimate.interval is None:
-        code, cause = Code.INCONCLUSIVE, Cause.TOO_FEW_ROUNDS if estimate.unit == "round" else Cause.TOO_FEW_SESSIONS
-    else:
-        code = _position(estimate.interval, margin)
-        cause = Cause.IMPRECISE if code is Code.INCONCLUSIVE else Cause.PROVEN
-        in_cycles = estimate.cycles_interval
-        if code is not Code.INCONCLUSIVE and in_cycles is not None and _position(in_cycles, margin) is not code:
-            code, cause = Code.INCONCLUSIVE, Cause.CLOCK
+        cause = Cause.TOO_FEW_ROUNDS if estimate.unit == "round" else Cause.TOO_FEW_SESSIONS
+        return Code.INCONCLUSIVE, cause, margin
+    code = _position(estimate.interval, margin)
+    in_cycles = estimate.cycles_interval
+    if code is Code.INCONCLUSIVE:
+        return code, Cause.IMPRECISE, margin
+    if in_cycles is not None and _position(in_cycles, margin) is not code:
+        return Code.INCONCLUSIVE, Cause.CLOCK, margin
+    return code, Cause.PROVEN, margin
+
+
+def decide(estimate: Estimate, policy: Policy) -> Verdict:
+    """Verdict on one estimate, paired or from a history, before any correction for multiple pairs."""
+    code, cause, margin = position(estimate, policy)
     numbers = _numbers(estimate, margin, policy)
     if cause is Cause.IMPRECISE and estimate.stored:
         if sessions_needed(estimate, margin.log, policy, at_best=True) is None:

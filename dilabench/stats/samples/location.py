@@ -156,7 +156,7 @@ def locate_slots(samples_ns: Floats, slot_sizes: Counts, sessions: Counts, confi
     """Summary of the samples of each of several cases, `samples_ns[case]`, whose slots have equal sizes and sessions.
 
     Slot i was taken in session `sessions[i]`; slots without samples do not count. As `locate` gives it, with the
-    interval of `_interval_of_blocks`. Raises ConfigError for no or impossible samples.
+    interval of `_intervals_of_blocks`. Raises ConfigError for no or impossible samples.
     """
     values = checked_samples(samples_ns).reshape(samples_ns.shape)
     if not slot_sizes.all() or (sessions != sessions[0]).any():
@@ -173,17 +173,9 @@ def locate_slots(samples_ns: Floats, slot_sizes: Counts, sessions: Counts, confi
     # Those equal to it count half.
     below = 0.5 + 0.5 * np.sign(np.array(medians)[:, None] - values)
     shares = np.add.reduceat(below, np.cumsum(counts) - counts, axis=1) / sizes
-    return [
-        Location(
-            count,
-            p25,
-            median,
-            _interval_of_blocks(
-                case, sizes, shared, float(len(sizes)) if by_session else effective_size(shared), confidence
-            ),
-        )
-        for case, p25, median, shared in zip(ordered, p25s, medians, shares, strict=True)
-    ]
+    units = np.full(len(shares), float(len(sizes))) if by_session else effective_sizes(shares)
+    intervals = _intervals_of_blocks(ordered, sizes, shares, units, confidence)
+    return [Location(count, *figures) for figures in zip(p25s, medians, intervals, strict=True)]
 
 
 def _by_session(values: Floats, sizes: Counts, sessions: Counts) -> tuple[Floats, Counts, Counts]:
@@ -196,69 +188,75 @@ def _by_session(values: Floats, sizes: Counts, sessions: Counts) -> tuple[Floats
     return values[:, np.argsort(np.repeat(begun, sizes), kind="stable")], sizes[order], sessions[order]
 
 
-def _interval_of_blocks(ordered: Floats, sizes: Floats, shares: Floats, units: float, confidence: float) -> Interval:
+def _intervals_of_blocks(
+    ordered: Floats, sizes: Floats, shares: Floats, units: Floats, confidence: float
+) -> list[Interval]:
     """Quantiles at the levels 1/2 ± t SE (Woodruff, "Confidence intervals for medians and other position measures",
-    1952) of all n samples in ascending order, from B blocks that are worth `units` independent ones.
+    1952) of all n samples in ascending order, `ordered[case]`, from B blocks that are worth `units[case]` independent
+    ones.
 
-    With `shares` p_b of the m_b samples of a block below the median (those equal to it count half), and m the mean of
-    m_b (`sizes`):
+    With `shares[case]` p_b of the m_b samples of a block below the median (those equal to it count half), and m the
+    mean of m_b (`sizes`):
 
         SE^2 = sum_b (m_b / m)^2 (p_b - 1/2)^2 / (B - 1) / units,    at least 1 / (4 n) as for independent samples
 
     with units - 1 degrees of freedom. An interval that reaches past the samples is cut to their whole range, which
     covers the median of independent blocks with probability 1 - 2^(1 - units).
     """
-    whole = Interval(float(ordered[0]), float(ordered[-1]), 1 - 2 ** (1 - units))
-    if len(shares) < 2:
-        return whole
+    blocks, n = shares.shape[1], ordered.shape[1]
     deviations = sizes / sizes.mean() * (shares - 0.5)
-    variance = float(deviations @ deviations) / (len(shares) - 1) / units
+    variances = np.add.reduce(deviations * deviations, axis=1) / max(1, blocks - 1) / units
     # rounded, so that the quantiles of t are found in the cache
-    df = max(1.0, round(units - 1, 2))
-    reach = t_quantile(df, (1 + confidence) / 2) * sqrt(max(variance, 0.25 / len(ordered)))
-    if reach >= 0.5:
-        return whole
-    return Interval(quantile(ordered, 0.5 - reach), quantile(ordered, 0.5 + reach), confidence)
+    t = np.array([t_quantile(max(1.0, round(worth - 1, 2)), (1 + confidence) / 2) for worth in units.tolist()])
+    reaches = np.minimum(0.5, t * np.sqrt(np.maximum(variances, 0.25 / n))) if blocks > 1 else np.full(len(t), 0.5)
+    levels = np.stack([0.5 - reaches, 0.5 + reaches])
+    lows, highs = group_quantiles(ordered.ravel(), np.full(len(t), n), levels).tolist()
+    return [
+        Interval(low, high, confidence if reach < 0.5 else 1 - 2 ** (1 - worth))
+        for low, high, reach, worth in zip(lows, highs, reaches.tolist(), units.tolist(), strict=True)
+    ]
 
 
-def autocorrelation(series: ArrayLike, max_lag: int) -> NDArray[np.float64]:
-    """Autocorrelation at lags 0..max_lag, `[max_lag + 1]`, with the biased (positive definite) normalisation.
+def autocorrelations(series: Floats, max_lag: int) -> Floats:
+    """Autocorrelation of each series at lags 0..max_lag, `[series, max_lag + 1]`, from `[series, n]`.
 
-    A constant series has correlation 1 at lag 0 and 0 elsewhere.
+    With the biased (positive definite) normalisation. A constant series has 1 at lag 0 and 0 elsewhere.
     """
-    values = np.asarray(series, np.float64)
-    n = len(values)
-    # A third of the time of `mean`.
-    centred = values - np.add.reduce(values) / n
+    n = series.shape[1]
+    centred = series - np.add.reduce(series, axis=1, keepdims=True) / n
     lags = min(max_lag, n - 1)
     if n <= SHORT_SERIES:
-        products = np.correlate(centred, centred, "full")[n - 1 : n + lags]
+        products = np.array([np.correlate(values, values, "full")[n - 1 : n + lags] for values in centred])
     else:
-        # With as many zeros behind it, the series meets none of its own values from the other end.
+        # With as many zeros behind it, a series meets none of its own values from the other end.
         length = 1 << (2 * n - 1).bit_length()
-        products = np.fft.irfft(np.abs(np.fft.rfft(centred, length)) ** 2, length)[: lags + 1]
-    correlation = np.zeros(max_lag + 1)
-    correlation[0] = 1.0
-    if products[0] > 0:
-        correlation[: lags + 1] = products / products[0]
-    return correlation
+        products = np.fft.irfft(np.abs(np.fft.rfft(centred, length)) ** 2, length)[:, : lags + 1]
+    correlations = np.zeros((len(series), max_lag + 1))
+    correlations[:, 0] = 1.0
+    varied = products[:, 0] > 0
+    correlations[varied, : lags + 1] = products[varied] / products[varied, :1]
+    return correlations
 
 
 def effective_size(series: ArrayLike) -> float:
-    """n / (1 + 2 sum of autocorrelations), in [1, n]: never more than the samples there are.
+    """The effective size of one series; see `effective_sizes`."""
+    return float(effective_sizes(np.asarray(series, np.float64)[None])[0])
+
+
+def effective_sizes(series: Floats) -> Floats:
+    """n / (1 + 2 sum of autocorrelations) of each series, in [1, n]: never more than the samples there are.
 
     The sum stops by Geyer's initial positive sequence: pairs of neighbouring lags are added while their sum is
-    positive ("Practical Markov chain Monte Carlo", 1992).
+    positive ("Practical Markov chain Monte Carlo", 1992). `series`: `[series, n]`.
     """
-    values = np.asarray(series, np.float64)
-    n = len(values)
+    n = series.shape[1]
     if n < 3:
-        return float(n)
-    correlation = autocorrelation(values, n - 1)
-    pairs = correlation[: 2 * (n // 2) : 2] + correlation[1 : 2 * (n // 2) : 2]
-    ends = np.flatnonzero(pairs <= 0)
-    positive = pairs[: ends[0]] if ends.size else pairs
-    return float(min(n, max(1.0, n / max(1.0, 2 * positive.sum() - 1))))
+        return np.full(len(series), float(n))
+    correlations = autocorrelations(series, n - 1)
+    pairs = correlations[:, : 2 * (n // 2) : 2] + correlations[:, 1 : 2 * (n // 2) : 2]
+    positive = np.where(np.logical_and.accumulate(pairs > 0, axis=1), pairs, 0.0)
+    sizes: Floats = np.clip(n / np.maximum(1.0, 2 * np.add.reduce(positive, axis=1) - 1), 1.0, n)
+    return sizes
 
 
 def relative_half_width(locations_ns: ArrayLike, confidence: float = 0.95) -> float | None:
