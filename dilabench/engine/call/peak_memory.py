@@ -130,10 +130,10 @@ def allocations(profiler: profile) -> tuple[int, int]:
     """
     live = peak = 0
     assert profiler.kineto_results is not None
-    for event in sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == MEMORY_EVENT:
-            live += event.nbytes()  # type: ignore[attr-defined]
-            peak = max(peak, live)
+    of_memory = [event for event in profiler.kineto_results.events() if event.name() == MEMORY_EVENT]
+    for event in sorted(of_memory, key=lambda event: event.start_ns()):
+        live += event.nbytes()  # type: ignore[attr-defined]
+        peak = max(peak, live)
     return live, peak
 
 
