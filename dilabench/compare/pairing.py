@@ -1,9 +1,7 @@
 """Which slots of two cases pair: the slots of one round that both took part in, so that drift and load cancel."""
 
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -163,11 +161,11 @@ def matched(baseline: Timing, candidate: Timing) -> list[Counts]:
     cases stay in the old one.
     """
     old, new = baseline.columns.turns, candidate.columns.turns
-    if old[:2] == new[:2] and old[1] == _counted(len(old[1])) and len(set(old[0])) == 1:
+    alone = all(len(set(rounds)) == len(rounds) for _, rounds, _ in (old, new))
+    if alone and old[:2] == new[:2] and len(set(old[0])) == 1:
         # The usual case: one session, in which both took part in each round.
         places = () if old[2] == new[2] else np.flatnonzero(np.asarray(old[2]) != np.asarray(new[2]))
         return [np.array((places, places)).T] if len(places) else []
-    alone = all(len(set(rounds)) == len(rounds) for _, rounds, _ in (old, new))
     names, partners = (rounds if alone else zip(sessions, rounds, strict=True) for sessions, rounds, _ in (old, new))
     place = {name: at for at, name in enumerate(partners)}
     found: dict[tuple[int, int], list[tuple[int, int]]] = {}
@@ -188,11 +186,6 @@ def sessions_of(timings: Iterable[Timing]) -> list[list[Sequence[int]]]:
             by_session.setdefault(session, []).append(samples_ns)
         sessions += by_session.values()
     return sessions
-
-
-@lru_cache
-def _counted(count: int) -> "array[int]":
-    return array("q", range(count))
 
 
 def slots_of(timing: Timing) -> Slots:

@@ -31,6 +31,16 @@ def test_order_in_the_record_does_not_matter():
     assert [pair_[1] for pair_ in pair([(timing(a), timing(b))]).rounds.rounds[0]] == [(202,), (200,), (201,)]
 
 
+@pytest.mark.parametrize("rounds", [range(10, 15), (10, 11, 13, 17), (12, 10, 11)], ids=["later", "gaps", "any order"])
+def test_rounds_may_begin_anywhere(rounds):
+    a, b = [slot(i, 0, ns=i) for i in rounds], [slot(i, 1, ns=100 + i) for i in rounds]
+    found = pair([(timing(a), timing(b))])
+    assert found.rounds.rounds == [[((i,), (100 + i,)) for i in rounds]]
+    # One further round of one side takes the general way.
+    general = pair([(timing([*a, slot(99, 0)]), timing(b))])
+    assert (general.rounds.rounds, general.left_out) == (found.rounds.rounds, found.left_out + 1)
+
+
 def test_rounds_that_one_side_lacks_are_counted():
     found = pair([(timing(slot(i, 0) for i in range(7)), timing(slot(i, 1) for i in range(2, 9)))])
     assert (sizes(found), found.left_out) == ([5], 2)
