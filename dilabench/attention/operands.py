@@ -164,12 +164,24 @@ def check_pattern(pattern: object) -> None:
         raise ValueError(f"pattern {pattern!r:.80} must be an object of dilabench.patterns, {example}")
 
 
-def check_restarts(pattern: Pattern) -> None:
-    """Refuse patterns that do not restart in packed sequences."""
+# Of indices, by whether tokens select, or blocks of queries.
+_SHAPES = {True: "[B, N, K, S]", False: "[K, n, k]"}
+
+
+def refuse_stand_ins(pattern: Pattern) -> None:
+    """Refuse patterns that read more than query, key and value, for which benchmarks draw stand-ins: queries and keys
+    of selectors, and the gates of sums.
+    """
     if pattern.summands(SequenceShape(1, 1, 1, causal=True, window=(-1, -1))):
         raise ValueError(
-            f"cu_seqlens with pattern {pattern.kind}, a sum of several softmaxes; use native_sparse_attention, which "
-            "takes them"
+            f"pattern {pattern.kind} is a sum of several softmaxes, whose gates and selection are stand-ins, not your "
+            "model's; use native_sparse_attention(query, key, value, gates)"
+        )
+    if pattern.reads_queries:
+        raise ValueError(
+            f"pattern {pattern.kind} without indices: its selectors read stand-ins, not query and key; give the blocks "
+            f"that your model selects, indices={_SHAPES[pattern.selects is None or pattern.selects.per_token]}, or let "
+            "native_sparse_attention select them"
         )
 
 
