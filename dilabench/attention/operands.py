@@ -189,6 +189,11 @@ def check_indices(indices: object, kv_heads: int, blocks: int, block_size: int, 
     """Refuse indices that are not integers [n, k] or [K, n, k] on `device`: k key blocks for each query block."""
     check_are_tensors(indices=indices)
     assert isinstance(indices, Tensor)
+    if torch._C._functorch.is_batchedtensor(indices):
+        raise ValueError(
+            "indices of blocks of queries differ between the items of torch.vmap; call once for each, or give the "
+            "blocks of each token (SelectedBlocksPattern)"
+        )
     shape, no_numbers = tuple(indices.shape), indices.is_floating_point() or indices.dtype == torch.bool
     if no_numbers or shape[:-1] not in {(blocks,), (1, blocks), (kv_heads, blocks)}:
         raise ValueError(
@@ -206,6 +211,8 @@ def check_blocks(indices: Tensor, blocks: int | Tensor) -> None:
     """
     if indices.device.type != "cpu":
         return
+    # Small and unsigned integers cannot be compared with every number of a block, and with -1.
+    indices = indices.to(torch.int64) if indices.dtype not in {torch.int32, torch.int64} else indices
     wrong = (indices < -1) | (indices >= blocks)
     if wrong.any():
         place = tuple(wrong.nonzero()[0].tolist())

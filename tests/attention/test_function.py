@@ -231,6 +231,27 @@ def test_what_does_not_fit_is_refused_with_a_way_out(options: dict[str, Any], me
         attention(*operands(), **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_indices_of_every_integer_type_are_the_same_blocks(per_token: bool, dtype: torch.dtype) -> None:
+    """Also where there are more blocks than the type has numbers."""
+    q, k, v = (torch.randn(1, 300, 2, 8) for _ in range(3))
+    chosen = torch.arange(300)[:, None] % torch.tensor([100, 90])
+    if per_token:
+        pattern: Pattern = SelectedBlocksPattern(block_size=1)
+        chosen = chosen[:, None].expand(300, 2, 2)
+    else:
+        pattern, q, k, v = TopKBlocksPattern(block_size=16), *(x.repeat(1, 16, 1, 1) for x in (q, k, v))
+    found, expected = (attention(q, k, v, pattern=pattern, indices=chosen.to(one)) for one in (dtype, torch.int64))
+    assert torch.equal(found, expected)
+
+
+def test_batches_of_indices_of_query_blocks_are_refused() -> None:
+    inputs = operands()
+    with pytest.raises(ValueError, match=r"differ between the items of torch\.vmap"):
+        torch.func.vmap(lambda one: attention(*inputs, pattern=SELECTION, indices=one))(INDICES.expand(2, 6, -1))
+
+
 class TheirSelection(Pattern):
     """A third party's pattern that selects blocks of keys. Its definition is not read if a caller gives the blocks."""
 
