@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast, overload
 
 import torch
@@ -24,7 +24,7 @@ from dilabench.attention.selected import SELECTED_BY_INDICES, of_tokens, selecte
 from dilabench.choice.computation import backend_of, implementation_of
 from dilabench.choice.descriptors import load_target
 from dilabench.choice.ways import AUTO, Way
-from dilabench.contracts import Attend, AttendBackward, BuildContext, LoadedBackend, WithLse
+from dilabench.contracts import Attend, AttendBackward, BuildContext, LoadedBackend
 from dilabench.errors import ConfigError
 from dilabench.impls.no_pairs import NOTHING_SEEN, SHAPES_ONLY, FirstRows
 from dilabench.impls.null_mass import sink_gradient
@@ -105,13 +105,13 @@ def attention(
     K divides H: each key/value head serves H/K query heads. Gradients of query, key, value and sink are exact.
     pattern: which query attends to which key; None is every one (dense). The objects of `dilabench.patterns`:
         DilatedPattern (LongNet), BlockSparsePattern, SelectedBlocksPattern (NSA, MoBA, DSA, MSA: per token),
-        TopKBlocksPattern (VSA), WindowSinkPattern (StreamingLLM), ColumnBoundsPattern (FlashMask), NativeSparsePattern.
+        TopKBlocksPattern (VSA), WindowSinkPattern (StreamingLLM), ColumnBoundsPattern (FlashMask).
     causal: a query attends only to keys up to its own position.
     window: (left, right) in positions, -1 unbounded: (1023, 0) is a causal window of 1024 keys.
     scale: factor of the scores; 1/sqrt(D) by default.
     sink: [H], per head the logit of one more key whose value is 0 (gpt-oss); gets a gradient. inf: out and gradients 0.
     cu_seqlens: bounds of packed sequences, from 0; query and out are [T, H, D], key and value [T, K, D]. The pattern
-        restarts in each; equal bounds are empty, rows beyond the last get 0. For NSA: `native_sparse_attention`.
+        restarts in each; equal bounds are empty, rows beyond the last get 0.
     max_seqlen: of the longest sequence, or more: calls of dense and dilated patterns then wait for no bounds on a GPU.
     indices: integers that replace the pattern's selector and top_k. SelectedBlocksPattern: [B, N, K, S], [N, K, S] or
         packed [T, K, S], the S key blocks of each query token and key/value head, required if its selector reads
@@ -125,8 +125,9 @@ def attention(
 
     Dense and dilated patterns, and SelectedBlocksPattern with indices, work under torch.compile without a graph break;
     others break the graph at the call. NaN or inf in the value of a hidden key may make rows NaN that do not see it, as
-    in torch's attention (docs/explanation/semantics.md). torch.func is refused for NativeSparsePattern. Under autocast
-    query, key and value are cast first. Raises ValueError for shapes, patterns or options that do not fit together.
+    in torch's attention (docs/explanation/semantics.md). Under autocast query, key and value are cast first. NSA's sum
+    of three is `native_sparse_attention`: NativeSparsePattern has drawn gates and is refused. Raises ValueError for
+    shapes, patterns or options that do not fit together.
 
     >>> import torch
     >>> from dilabench.attention import attention
@@ -174,7 +175,6 @@ def attention(
         operands.check_are_tensors(query=query, key=key, value=value)
         bounds: tuple[int, ...] = ()
         if cu_seqlens is not None:
-            operands.check_restarts(pattern)
             bounds = operands.bounds(cu_seqlens, operands.check_tokens(query, key, value))
             query, key, value = query[None], key[None], value[None]
         refuse_forward_mode(query, key, value)
@@ -185,7 +185,7 @@ def attention(
         sides = operands.integers("window", window)
         operands.refuse_types({"causal": causal, "window": sides, "scale": scale})
         options = _Options(causal, sides, scale, bounds, wants_gradient)  # type: ignore[arg-type]
-        out, lse = outside_compilers(_attend, pattern, options, query, key, value, sink, indices, return_lse)
+        out, lse = outside_compilers(_attend, pattern, options, query, key, value, sink, indices)
         if cu_seqlens is not None:
             out, lse = out.squeeze(0), lse.squeeze(0)
     return (out, lse.detach()) if return_lse else out
@@ -285,9 +285,8 @@ def _attend(
     value: Tensor,
     sink: Tensor | None,
     indices: Tensor | None,
-    needs_lse: bool,
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of a pattern that is neither dense nor dilated; lse is empty if there is none and none is needed."""
+    """out and lse of a pattern that is neither dense nor dilated."""
     if torch._C._is_tracing():
         raise ValueError(
             f"pattern {pattern.kind} under torch.jit.trace, which would record none of its kernels; trace dense or "
@@ -295,52 +294,26 @@ def _attend(
         )
     query, key, value = materialised(query), materialised(key), materialised(value)
     tensors = tuple((x.shape, x.dtype, x.device) for x in (query, key, value))
-    make: Any = partial(_selected, indices=indices) if indices is not None else _function
-    function = (_of_packing if options.cu_seqlens else make)(pattern, tensors, options)
-    transformed = torch._C._are_functorch_transforms_active()
-    by_modes = torch._C._len_torch_dispatch_stack() > 0
-    if isinstance(function, Computation) and (transformed or by_modes):
-        if sink is not None:
-            operands.check_sink(sink, query, "detached" if pattern.is_detached else "exact")
-        return _by_operators(function, pattern, tensors, options, query, key, value, sink)
-    if transformed:
-        raise ValueError(f"torch.func over pattern {pattern.kind}, a sum of several softmaxes; call it without")
+    function: Computation
+    if indices is not None:
+        function = _selected(pattern, tensors, options, indices)
+    else:
+        function = (_of_packing if options.cu_seqlens else _function)(pattern, tensors, options)
     if sink is not None:
         operands.check_sink(sink, query, "detached" if pattern.is_detached else "exact")
-        sink = materialised(sink)
-        if not isinstance(function, Computation):
-            raise ValueError(f"sink with pattern {pattern.kind}, a sum of several softmaxes; leave it out")
-        out, lse = _WithSink.apply(function, query, key, value, sink)
-        return out, lse
-    if options.cu_seqlens:
+    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0:
+        # An operator is what torch's modes and function transforms see.
+        number = Kept.of(_OfPattern(function, operands.workload_of(pattern, tensors, options)))
+        operator_options = OperatorOptions(wants_gradient=options.wants_gradient)
+        return as_one_operator(number, query, key, value, operator_options, sink)
+    if sink is None:
         return eager(function, query, key, value)
-    if isinstance(function, WithLse):
-        return function.with_lse(query, key, value)
-    if needs_lse:
-        raise ValueError(f"return_lse with pattern {pattern.kind}, a sum of several softmaxes; leave it out")
-    if by_modes and hasattr(function, "recomputed"):
-        return _by_operators(function.recomputed, pattern, tensors, options, query, key, value)
-    return function(query, key, value), query.new_empty(0)
-
-
-def _by_operators(
-    computation: Computation,
-    pattern: Pattern,
-    tensors: tuple[operands.Kind, ...],
-    options: _Options,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sink: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """out and lse by an operator that torch's modes and function transforms see."""
-    number = Kept.of(_OfPattern(computation, operands.workload_of(pattern, tensors, options)))
-    operator_options = OperatorOptions(wants_gradient=options.wants_gradient)
-    return as_one_operator(number, query, key, value, operator_options, sink)
+    out, lse = _WithSink.apply(function, query, key, value, materialised(sink))
+    return out, lse
 
 
 @lru_cache(maxsize=64)
-def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Options) -> Any:
+def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Options) -> Computation:
     """The function for tensors of these shapes, made once."""
     (shape, _, device), *_ = tensors
     try:
@@ -356,9 +329,10 @@ def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
         way = Way(implementation.name, None, workload)
         backend = backend_of(AUTO, way, device) if implementation.uses_backend else None
         build = load_target(implementation.target)
-        return build(workload, BuildContext(device=device, backend=backend))
+        computation: Computation = build(workload, BuildContext(device=device, backend=backend))
     except ConfigError as error:
         raise ValueError(str(error)) from None
+    return computation
 
 
 # For packed sequences, whose lists grow with the tokens: only the latest few stay.
@@ -374,7 +348,7 @@ def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Op
     operands.check_indices(indices, heads, -(-length // size), size, tensors[0][2])
     if indices.is_meta or 0 in tensors[0][0]:
         # Built like a pattern with drawn indices, which refuses shapes that do not fit.
-        return cast(Computation, _function(_selection_of(size), tensors, options))
+        return _function(_selection_of(size), tensors, options)
     # In the form that dilabench's selectors return.
     operands.check_blocks(indices, -(-length // size))
     by_head = (materialised(indices) if indices.ndim == 3 else indices[None]).to(torch.int32).contiguous()

@@ -164,12 +164,24 @@ def check_pattern(pattern: object) -> None:
         raise ValueError(f"pattern {pattern!r:.80} must be an object of dilabench.patterns, {example}")
 
 
-def check_restarts(pattern: Pattern) -> None:
-    """Refuse patterns that do not restart in packed sequences."""
+# Of indices, by whether tokens select, or blocks of queries.
+_SHAPES = {True: "[B, N, K, S]", False: "[K, n, k]"}
+
+
+def refuse_stand_ins(pattern: Pattern) -> None:
+    """Refuse patterns that read more than query, key and value, for which benchmarks draw stand-ins: queries and keys
+    of selectors, and the gates of sums.
+    """
     if pattern.summands(SequenceShape(1, 1, 1, causal=True, window=(-1, -1))):
         raise ValueError(
-            f"cu_seqlens with pattern {pattern.kind}, a sum of several softmaxes; use native_sparse_attention, which "
-            "takes them"
+            f"pattern {pattern.kind} is a sum of several softmaxes, whose gates and selection are stand-ins, not your "
+            "model's; use native_sparse_attention(query, key, value, gates)"
+        )
+    if pattern.reads_queries:
+        raise ValueError(
+            f"pattern {pattern.kind} without indices: its selectors read stand-ins, not query and key; give the blocks "
+            f"that your model selects, indices={_SHAPES[pattern.selects is None or pattern.selects.per_token]}, or let "
+            "native_sparse_attention select them"
         )
 
 
@@ -177,6 +189,11 @@ def check_indices(indices: object, kv_heads: int, blocks: int, block_size: int, 
     """Refuse indices that are not integers [n, k] or [K, n, k] on `device`: k key blocks for each query block."""
     check_are_tensors(indices=indices)
     assert isinstance(indices, Tensor)
+    if torch._C._functorch.is_batchedtensor(indices):
+        raise ValueError(
+            "indices of blocks of queries differ between the items of torch.vmap; call once for each, or give the "
+            "blocks of each token (SelectedBlocksPattern)"
+        )
     shape, no_numbers = tuple(indices.shape), indices.is_floating_point() or indices.dtype == torch.bool
     if no_numbers or shape[:-1] not in {(blocks,), (1, blocks), (kv_heads, blocks)}:
         raise ValueError(
@@ -194,6 +211,8 @@ def check_blocks(indices: Tensor, blocks: int | Tensor) -> None:
     """
     if indices.device.type != "cpu":
         return
+    # Small and unsigned integers cannot be compared with every number of a block, and with -1.
+    indices = indices.to(torch.int64) if indices.dtype not in {torch.int32, torch.int64} else indices
     wrong = (indices < -1) | (indices >= blocks)
     if wrong.any():
         place = tuple(wrong.nonzero()[0].tolist())

@@ -42,10 +42,6 @@ from dilabench.workload.spec import Window, check_window
 SELECTED_BY_INDICES = "pattern=SelectedBlocksPattern(block_size=...), per token, or TopKBlocksPattern, per query block"
 
 
-# Of indices, by whether tokens select, or blocks of queries.
-_SHAPES = {True: "[B, N, K, S]", False: "[K, n, k]"}
-
-
 class _Options(NamedTuple):
     """The options of a computation besides its tensors. `compression`: length and stride, if keys are compressed."""
 
@@ -113,15 +109,11 @@ def of_tokens(
 ) -> tuple[Tensor, int] | None:
     """The indices of each token and the block size, also if packed queries select in blocks; None for other patterns,
     and if their own selection is computed. Raises ValueError for indices of a pattern that selects no blocks, and
-    without indices for one that selects by queries and keys.
+    without indices as `operands.refuse_stand_ins`.
     """
     selected = pattern.selects
-    if indices is None and pattern.reads_queries:
-        raise ValueError(
-            f"pattern {pattern.kind} without indices: its selectors read stand-ins, not query and key; give the blocks "
-            f"that your model selects, indices={_SHAPES[selected is None or selected.per_token]}, or let "
-            "native_sparse_attention select them"
-        )
+    if indices is None:
+        operands.refuse_stand_ins(pattern)
     if selected is None:
         if indices is not None:
             raise ValueError(f"indices with pattern {pattern.kind}: they are blocks of {SELECTED_BY_INDICES}")

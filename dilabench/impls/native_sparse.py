@@ -20,7 +20,7 @@ from dilabench.contracts import BuildContext
 from dilabench.impls.block_sparse.block_sparse import kernels_for
 from dilabench.impls.block_sparse.union import COLUMN_BLOCK, BlockBackward, BlockForward, require_whole_plan
 from dilabench.impls.one_operator import Computation, outside_compilers
-from dilabench.impls.operator_rules import empty_results, first_derivatives
+from dilabench.impls.operator_rules import first_derivatives
 from dilabench.impls.selected import selected_blocks
 from dilabench.impls.summed import Part, block_means, block_means_backward, parts_of
 from dilabench.kernels.block_sparse.plan import BlockPlan, Plan
@@ -88,11 +88,6 @@ class GatedSum:
         """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
         return self.with_gates(q, k, v, self.gates)
 
-    @property
-    def recomputed(self) -> Recomputed:
-        """For operators, which hand on no results of single attentions."""
-        return Recomputed(self)
-
     def attentions(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The outs and lses of all attentions, outside autograd."""
         results = [part.computation.forward(q, part.keys(k), part.keys(v)) for part in self.parts]
@@ -102,26 +97,6 @@ class GatedSum:
         """The same under other gates [parts, N, H]; differentiable in them, too."""
         out: Tensor = outside_compilers(_GatedSum.apply, self, q, k, v, gates)
         return out
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True)
-class Recomputed:
-    """A sum as a `one_operator.Computation`: its backward computes each attention again."""
-
-    function: GatedSum
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out, and zeros in the place of a lse, which a sum of several softmaxes lacks."""
-        outs, _ = self.function.attentions(q, k, v)
-        return _gated_sum(outs, self.function.gates), empty_results(q)[1].zero_()
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv."""
-        outs, lses = self.function.attentions(q, k, v)
-        dq, dk, dv = _gradients(self.function, False, dout, q, k, v, self.function.gates, *outs, *lses)
-        return dq, dk, dv
 
 
 class _GatedSum(torch.autograd.Function):

@@ -123,6 +123,8 @@ def register(patterns: Iterable[tuple[PatternKind, type[Pattern]]]) -> None:
 
 def has_kind(kind: object) -> bool:
     """Return True if there is a kind of this name."""
+    if not isinstance(kind, str):
+        return False
     if kind not in _types:
         _find()
     return kind in _types

@@ -271,8 +271,8 @@ class _RowReader:
         case["workload"] = self._shared(Workload, case["workload"])
         # The rest of a row has no fields of any depth.
         case["optimizations"] = self._shared(Optimizations, case.get("optimizations", {}))
-        if verification := document["outcome"].get("verification"):
-            checks = verification["checks"]
+        verification = document["outcome"].get("verification")
+        if verification and isinstance(checks := verification["checks"], list):
             # Most checks without a figure are alike.
             verification["checks"] = [
                 self._shared(Check, check) if check.get("error") is None else check for check in checks

@@ -18,7 +18,6 @@ from dilabench.attention import (
     block_sparse_attention,
     dilated_attention,
 )
-from dilabench.patterns.native_sparse import NativeSparsePattern
 from dilabench.patterns.window_sink import WindowSinkPattern
 from dilabench.workload.spec import Workload, attended_pairs
 
@@ -27,7 +26,6 @@ BRANCHES: dict[str, Any] = {"segment_lengths": (8, 32), "dilation_rates": (1, 2)
 BOUNDS = (0, 11, N)
 INDICES = torch.tensor([[0, -1], [1, 0]])
 SINK = torch.tensor([0.5, -1.0], dtype=torch.float64)
-NSA = NativeSparsePattern.examples()[0]
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 FUNCTIONS: dict[str, Attend] = {
@@ -120,16 +118,6 @@ def test_vmap_over_sinks() -> None:
         torch.testing.assert_close(found[at], expected, rtol=0, atol=1e-12)
 
 
-def test_sums_of_softmaxes() -> None:
-    """Their gradients may be batched; torch.func is refused."""
-    inputs = [torch.randn(1, 64, 4, 16, requires_grad=True) for _ in range(3)]
-    out = attention(*inputs, pattern=NSA, causal=True)
-    (dq,) = torch.autograd.grad(out, inputs[0], torch.ones(2, *out.shape), is_grads_batched=True, retain_graph=True)
-    assert torch.equal(dq[1], torch.autograd.grad(out, inputs[0], torch.ones_like(out))[0])
-    with pytest.raises(ValueError, match=r"torch\.func"):
-        torch.func.vmap(lambda q: attention(q, q, q, pattern=NSA, causal=True))(torch.randn(2, 1, 64, 4, 16))
-
-
 @entries
 def test_flops_are_counted(attend: Attend) -> None:
     """4·D of each pair forward, 10·D backward, in the first count of a process as well as in later ones."""
@@ -151,16 +139,6 @@ def test_flops_are_of_the_pairs_of_the_pattern() -> None:
     with FlopCounterMode(display=False) as counted:
         attention(q, q, q, causal=True)
     assert counted.get_total_flops() == 4 * D * attended_pairs(dense) == 4 * D * H * N * (N + 1) // 2
-    inputs = [torch.randn(1, 64, 4, 16, requires_grad=True) for _ in range(3)]
-    wanted = attention(*inputs, pattern=NSA, causal=True)
-    gradients = torch.autograd.grad(wanted.square().sum(), inputs)
-    summed = Workload(pattern=NSA, causal=True, **{**fields, "seq_len": 64, "num_heads": 4, "num_kv_heads": 4})
-    with FlopCounterMode(display=False) as counted:
-        out = attention(*inputs, pattern=NSA, causal=True)
-        found = torch.autograd.grad(out.square().sum(), inputs)
-    assert counted.get_total_flops() == 14 * 16 * attended_pairs(summed)
-    assert torch.equal(out, wanted)
-    torch.testing.assert_close(found, gradients)
     dilated = Workload(pattern={"kind": "dilated", **BRANCHES}, causal=False, **fields)
     with FlopCounterMode(display=False) as counted:
         dilated_attention(q, q, q, **BRANCHES)

@@ -22,7 +22,6 @@ from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.patterns.column_bounds import ColumnBoundsPattern
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern
-from dilabench.patterns.native_sparse import NativeSparsePattern
 from dilabench.patterns.pattern import Pattern, SelectedKeys, SequenceShape
 from dilabench.patterns.registry import OWN_KINDS, pattern_type
 from dilabench.patterns.selected_blocks import SelectedBlocksPattern
@@ -44,15 +43,15 @@ INDICES = torch.tensor([[block, 0, 0, -1] for block in range(N // BLOCK)])
 
 
 def workloads() -> list[Workload]:
-    """Of each kind of ours that has an implementation, the examples without a file, causal and not."""
+    """Of each kind of ours that has an implementation and no gates, the examples without a file, causal and not."""
     fields = {"seq_len": N, "batch_size": 2, "num_heads": H, "num_kv_heads": K, "head_dim": D, "dtype": "float64"}
     found = [
-        Workload(pattern=pattern, causal=causal, mode="both", **fields)
+        Workload(pattern=pattern, causal=shape.causal, mode="both", **fields)
         for kind in OWN_KINDS
         for pattern in pattern_type(kind.name).examples()
         if not pattern.is_detached and not pattern.has_fixed_length
-        for causal in (True, False)
-        if pattern.why_not_over(SequenceShape(N, H, K, causal=causal, window=(-1, -1))) is None
+        for shape in (SequenceShape(N, H, K, causal=causal, window=(-1, -1)) for causal in (True, False))
+        if pattern.why_not_over(shape) is None and not pattern.summands(shape)
     ]
     ways, machine = own_ways(), machine_of("cpu")
     return [
@@ -222,8 +221,6 @@ def test_other_patterns_break_the_graph_and_are_right() -> None:
         ({"indices": INDICES[:3], "pattern": SELECTION}, r"must be integers \[6, k\] or \[2, 6, k\]"),
         ({"indices": INDICES.double(), "pattern": SELECTION}, "must be integers"),
         ({"indices": INDICES + 1, "pattern": SELECTION}, r"indices\[5, 0\] is block 6, not one of 0 to 5"),
-        ({"pattern": NativeSparsePattern.examples()[0], "return_lse": True}, "a sum of several softmaxes"),
-        ({"pattern": NativeSparsePattern.examples()[0], "sink": torch.zeros(H)}, "a sum of several softmaxes"),
         ({"pattern": WindowSinkPattern(sinks=4), "backend": "math"}, "whose kernels call none"),
         ({"backend": "mth"}, "did you mean"),
         ({"sink": torch.zeros(3)}, "must be one logit per query head"),
@@ -232,6 +229,27 @@ def test_other_patterns_break_the_graph_and_are_right() -> None:
 def test_what_does_not_fit_is_refused_with_a_way_out(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attention(*operands(), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_indices_of_every_integer_type_are_the_same_blocks(per_token: bool, dtype: torch.dtype) -> None:
+    """Also where there are more blocks than the type has numbers."""
+    q, k, v = (torch.randn(1, 300, 2, 8) for _ in range(3))
+    chosen = torch.arange(300)[:, None] % torch.tensor([100, 90])
+    if per_token:
+        pattern: Pattern = SelectedBlocksPattern(block_size=1)
+        chosen = chosen[:, None].expand(300, 2, 2)
+    else:
+        pattern, q, k, v = TopKBlocksPattern(block_size=16), *(x.repeat(1, 16, 1, 1) for x in (q, k, v))
+    found, expected = (attention(q, k, v, pattern=pattern, indices=chosen.to(one)) for one in (dtype, torch.int64))
+    assert torch.equal(found, expected)
+
+
+def test_batches_of_indices_of_query_blocks_are_refused() -> None:
+    inputs = operands()
+    with pytest.raises(ValueError, match=r"differ between the items of torch\.vmap"):
+        torch.func.vmap(lambda one: attention(*inputs, pattern=SELECTION, indices=one))(INDICES.expand(2, 6, -1))
 
 
 class TheirSelection(Pattern):
@@ -289,12 +307,6 @@ def test_blocks_of_packed_queries_count_in_each_sequence_from_the_first(as_tenso
     assert torch.equal(lse[:, 90:], sink[:, None].expand(-1, 6)), "rows that see only the sink"
     with pytest.raises(ValueError, match=rf"must be integers \[{sum(counts)}, k\]"):
         attention(q, k, v, indices=indices[..., 1:, :], cu_seqlens=packed, **options)
-
-
-def test_sums_of_attentions_take_no_packings() -> None:
-    q, k, v = (x[0] for x in operands())
-    with pytest.raises(ValueError, match="a sum of several softmaxes; use native_sparse_attention"):
-        attention(q, k, v, pattern=NativeSparsePattern.examples()[0], cu_seqlens=(0, 40, N))
 
 
 def test_dilated_attention_without_a_branch_is_dense() -> None:

@@ -15,7 +15,14 @@ transformers = pytest.importorskip(
 
 from dilabench.attention import attention  # noqa: E402
 from dilabench.compat import transformers as integration  # noqa: E402
-from dilabench.patterns import DilatedPattern, WindowSinkPattern  # noqa: E402
+from dilabench.patterns import (  # noqa: E402
+    DilatedPattern,
+    NativeSparsePattern,
+    SelectedBlocksPattern,
+    TopKBlocksPattern,
+    WindowSinkPattern,
+)
+from dilabench.patterns.pattern import Pattern  # noqa: E402
 
 LONGNET = DilatedPattern(segment_lengths=(4, 8), dilation_rates=(1, 2))
 SIZES = {
@@ -341,6 +348,15 @@ def test_windows_with_sinks_restart_in_each_document() -> None:
 def test_refuses_to_replace_attention_of_transformers(name: Any) -> None:
     with pytest.raises(ValueError, match="must be a text and none of transformers' own"):
         integration.register(name)
+
+
+STAND_INS = (SelectedBlocksPattern(), TopKBlocksPattern(selector="pooled"), NativeSparsePattern())
+
+
+@pytest.mark.parametrize("pattern", STAND_INS, ids=lambda pattern: pattern.kind)
+def test_refuses_patterns_that_need_more_than_a_model_gives(pattern: Pattern) -> None:
+    with pytest.raises(ValueError, match=f"pattern {pattern.kind} .* stand-ins"):
+        integration.register("dilabench-stand-ins", pattern=pattern)
 
 
 def test_refuses_what_is_no_pattern() -> None:

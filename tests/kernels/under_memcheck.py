@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from dilabench.attention import attention, block_sparse_attention, dilated_attention
+from dilabench.contracts import BuildContext
+from dilabench.impls import native_sparse
 from dilabench.patterns.native_sparse import NativeSparsePattern
+from dilabench.workload.spec import Workload
 
 N, H = 509, 4
 BOUNDS = (0, 3, 3, 250, N)
@@ -29,6 +32,21 @@ WHOLE: dict[str, Any] = {"segment_lengths": (128, 512), "dilation_rates": (1, 2)
 def selected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     indices = torch.arange(-(-N // 64), device=q.device)[:, None]
     return block_sparse_attention(q, k, v, block_size=64, indices=torch.cat((indices, indices * 0), 1), causal=True)
+
+
+def gated_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    batch, length, heads, dim = q.shape
+    workload = Workload(
+        pattern=NativeSparsePattern.examples()[0],
+        batch_size=batch,
+        seq_len=length,
+        num_heads=heads,
+        num_kv_heads=k.shape[2],
+        head_dim=dim,
+        dtype=str(q.dtype).removeprefix("torch."),
+        causal=True,
+    )
+    return native_sparse.build(workload, BuildContext(device=q.device, backend=None))(q, k, v)
 
 
 ENTRIES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -42,7 +60,7 @@ ENTRIES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "blocks": lambda q, k, v: block_sparse_attention(q, k, v, block_size=64, density=0.5, causal=True),
     "blocks of 128": lambda q, k, v: block_sparse_attention(q, k, v, block_size=128, density=0.5),
     "selected": selected,
-    "sum": lambda q, k, v: attention(q, k, v, pattern=NativeSparsePattern.examples()[0], causal=True),
+    "sum": gated_sum,
 }
 
 

@@ -58,6 +58,18 @@ def test_a_text_like_an_earlier_workload_is_none(make_row, make_record):
     assert read_row_by_row([json.dumps(document).encode()]) is None
 
 
+@pytest.mark.parametrize("part", ["workload", "optimizations", "checks"])
+@pytest.mark.parametrize("other", [{}, [[]], "", 0])
+def test_a_shared_part_of_another_type_is_none(make_row, make_record, part, other):
+    document = json.loads(to_text(make_record([make_row(), make_row()])))
+    row = document["rows"][0]
+    holder = row["outcome"]["verification"] if part == "checks" else row["planned"]["case"]
+    if (part, other) == ("optimizations", {}):
+        other = [{}]
+    holder[part] = other
+    assert read_row_by_row([json.dumps(document).encode()]) is None
+
+
 CHANGES = {
     "older": ('"schema_version": "1.1"', '"schema_version": "1.0"'),
     "cut": ("\n  ]", ""),

@@ -152,6 +152,7 @@ REFUSALS = [
     ({"pattern": "selected_blocks", "selector": "pooled"}, "selector 'pooled' should be 'mean_key', 'compressed'"),
     ({"selector": "best"}, "'random' or 'given' (pattern topk_blocks); selector 'best' should be"),
     ({"top_k": 0}, "top_k 0 must be at least 1"),
+    *(({"pattern": other}, "should be a valid string") for other in ([], {}, [1], 1, None)),
 ]
 
 

@@ -108,7 +108,7 @@ def run(
 ) -> None:
     """Measure a suite: verify each case, time it, and leave run.json, report.md and report.html in a folder.
 
-    --dry-run, --plan and --json print JSON together, too.
+    With --json, --dry-run and --plan print JSON.
     """
     if sessions > 1 and resume is not None:
         raise ConfigError(f"--resume continues one run, --sessions {sessions} begins several; leave one out")

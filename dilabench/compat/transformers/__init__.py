@@ -28,7 +28,8 @@ def register(name: str = "dilabench", *, pattern: Pattern | None = None, backend
     that restart go to SDPA, too; with `cu_seq_lens_q` they are computed, and any packing is the same graph.
 
     Raises ImportError without transformers (extra `transformers`), ValueError for a name of transformers' own, such as
-    'sdpa', and for a pattern that is no object of `dilabench.patterns`.
+    'sdpa', for a pattern that is no object of `dilabench.patterns`, and for one that needs indices or gates of the
+    caller.
     """
     try:
         from dilabench.compat.transformers.interface import add

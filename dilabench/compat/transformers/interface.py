@@ -38,6 +38,9 @@ def add(name: str, pattern: Pattern | None, backend: str | Attend) -> None:
     if not isinstance(name, str) or name in _BEFORE:
         raise ValueError(f"name {name!r} must be a text and none of transformers' own; give for example 'dilabench'")
     operands.check_pattern(pattern)
+    if pattern is not None:
+        # A call of a model has neither indices nor gates.
+        operands.refuse_stand_ins(pattern)
     ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, pattern, backend))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, _mask)
 
