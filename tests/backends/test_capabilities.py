@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dilabench.choice.descriptors import unmet
+from dilabench.choice.descriptors import installed_version, unmet
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.record import GpuInfo
@@ -66,6 +66,7 @@ def test_distributions_that_share_a_module_are_told_apart(monkeypatch: pytest.Mo
         return installed[name]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr("dilabench.choice.descriptors.installed_version", installed_version.__wrapped__)
     modules = {"cutlass"}
     flash4 = BACKENDS.get("flash4").requires
     assert unmet(flash4, HOPPER, lambda name: name in modules or None) == ()

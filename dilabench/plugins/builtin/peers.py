@@ -108,7 +108,12 @@ DILATED_ATTENTION_PYTORCH = Implementation(
     "dilated-attention-pytorch",
     "fkodom's DilatedAttention: known and refused, because it computes another function",
     "dilated_attention_pytorch.dilated_attention:DilatedAttention",
-    supports=Capabilities(merge_grads=frozenset({"exact", "detached"}), zero_keys=True, check=_no_attention),
+    supports=Capabilities(
+        layouts=frozenset({"padded", "packed"}),
+        merge_grads=frozenset({"exact", "detached"}),
+        zero_keys=True,
+        check=_no_attention,
+    ),
     requires=("dilated_attention_pytorch",),
     quirks=("with n branches it does 1/n of LongNet's work, so its times are not comparable",),
     project="dilated-attention-pytorch",

@@ -69,11 +69,12 @@ def _over_ranks(workload: WorkloadRequest, planner: Planner, ranks: int) -> list
 
 
 def _peers(planner: Planner, workload: WorkloadRequest, over_ranks: bool) -> tuple[str, ...]:
-    """Names of the public projects' implementations of a pattern, on one device or over ranks."""
+    """Names of the public projects' implementations of a pattern and layout, on one device or over ranks."""
     return tuple(
         implementation.name
         for implementation in planner.catalogue.implementations
         if implementation.project is not None
         and (implementation.supports.max_world_size != 1) == over_ranks
         and implementation.supports.computes(workload.pattern)
+        and workload.layout in implementation.supports.layouts
     )

@@ -13,6 +13,7 @@ from dilabench.report.findings import Section
 from dilabench.suites import overview
 from dilabench.suites.ring import findings as over_ranks
 from dilabench.units import format_latency
+from dilabench.workload.spec import Workload
 
 TITLE = "The field"
 COLUMNS = ("workload", "peer", "ranks", "median", "fastest of ours", "median of ours", "theirs / ours")
@@ -83,22 +84,27 @@ def _missing(peers: Sequence[Implementation], record: RunRecord) -> Iterator[Sec
     """A line for each project and reason, even if several of its implementations share it."""
     if peers:
         whys = {row.case.implementation: _why(row) for row in record.rows}
-        kinds = {(row.case.workload.pattern.kind, row.case.world_size > 1) for row in record.rows}
+        workloads = [(row.case.workload, row.case.world_size > 1) for row in record.rows]
         lines = dict.fromkeys(
-            (str(peer.project), whys.get(peer.name) or _unasked(peer, kinds), peer.install or ABSENT) for peer in peers
+            (str(peer.project), whys.get(peer.name) or _unasked(peer, workloads), peer.install or ABSENT)
+            for peer in peers
         )
         sentence = "Public projects that have an adapter in dilabench and no measured row."
         yield Section(title="Not in this run", sentence=sentence, columns=TO_GET, rows=tuple(lines))
 
 
-def _unasked(peer: Implementation, kinds: Iterable[tuple[str, bool]]) -> str:
-    """Why it has no row in a run of these patterns, each on one device or over ranks."""
-    over_ranks = peer.supports.max_world_size != 1
-    if any(peer.supports.computes(kind) and ranks == over_ranks for kind, ranks in kinds):
+def _unasked(peer: Implementation, workloads: Iterable[tuple[Workload, bool]]) -> str:
+    """Why it has no row in a run of these workloads, each on one device or over ranks."""
+    supports = peer.supports
+    over_ranks = supports.max_world_size != 1
+    layouts = {one.layout for one, ranks in workloads if supports.computes(one.pattern.kind) and ranks == over_ranks}
+    if layouts & supports.layouts:
         return f"was not requested (-i {peer.name})"
-    if over_ranks and not any(ranks for _, ranks in kinds):
+    if layouts:
+        return f"computes {' or '.join(sorted(supports.layouts))} sequences"
+    if over_ranks and not any(ranks for _, ranks in workloads):
         return "computes over ranks, and this run has none (--nproc 2)"
-    return f"computes other patterns (--set pattern={min(peer.supports.patterns)})"
+    return f"computes other patterns (--set pattern={min(supports.patterns)})"
 
 
 def _why(row: Row) -> str:
