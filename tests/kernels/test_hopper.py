@@ -70,7 +70,7 @@ DOCUMENTS = {
     ("documents", True): (1, 0, 2),
     ("narrow, documents", False): (0, 1, 0),
     ("documents, window", False): (2, 0, 2),
-    ("documents, boxes", True): (0, 0, 2),
+    ("documents, boxes", True): (0, 0, 1),
     ("documents, apart", False): (2, 0, 4),
     ("narrow, documents, apart", True): (0, 2, 0),
 }
