@@ -1,5 +1,6 @@
 """Shelves, requirements and reasons."""
 
+import functools
 import itertools
 import re
 import sys
@@ -149,17 +150,24 @@ def test_rules_are_asked_about_their_own_patterns_only(limits):
     assert dense.reasons(WORKLOAD, "cpu") == ("pattern dilated is not supported (has dense)",)
 
 
+@functools.cache
+def tried_workloads():
+    """What `verify --all` tries, of every pattern of ours."""
+    return [
+        WorkloadRequest.model_validate({**SHAPE, "pattern": kind.name, **fields}).resolve("bfloat16")
+        for kind in OWN_KINDS
+        for fields in load(kind).trials().values()
+    ]
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", manager.discover().catalogue.implementations.names)
 def test_our_own_capabilities_answer_for_every_pattern(name, device):
     """Rules of plug-ins that fail become reasons of the catalogue; those of dilabench must not fail."""
     implementation = manager.discover().catalogue.implementations.get(name)
-    limits = (implementation.supports, implementation.preferred_for, implementation.tried_for)
-    for kind in OWN_KINDS:
-        for fields in load(kind).trials().values():
-            asked = WorkloadRequest.model_validate({**SHAPE, "pattern": kind.name, **fields}).resolve("bfloat16")
-            for one in limits:
-                assert one is None or isinstance(one.reasons(asked, device), tuple)
+    for limits in (implementation.supports, implementation.preferred_for, implementation.tried_for):
+        for asked in tried_workloads():
+            assert limits is None or isinstance(limits.reasons(asked, device), tuple)
 
 
 def test_what_is_supported_has_no_reason_against_it():
