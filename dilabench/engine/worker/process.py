@@ -130,8 +130,10 @@ def end_server() -> None:
 
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
     if pid is not None:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
+            # Until then it would be asked for the next worker. That it has ended is left for `forkserver` to see.
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 # One process at a time is started: the second would mistake the first one's stand-in for the program.

@@ -1,20 +1,22 @@
 """Real worker processes: questions, answers, time-outs, deaths."""
 
 import errno
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dilabench.engine.worker.client import WorkerFailure, WorkerPool
 from dilabench.engine.worker.main import _open_log
-from dilabench.engine.worker.process import Child, _child_environment, warm_server
+from dilabench.engine.worker.process import Child, _child_environment, end_server, warm_server
 from dilabench.engine.worker.protocol import WorkerSettings
 
 SETTINGS = WorkerSettings(device="cpu")
@@ -216,3 +218,16 @@ def test_the_server_ends_with_the_command():
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     status = Path(f"/proc/{int(ended.stdout)}/stat")
     assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_server_that_was_ended_is_not_asked_for_the_next_worker():
+    context = multiprocessing.get_context("forkserver")
+    for _ in range(3):
+        forkserver.ensure_running()
+        ended = psutil.Process(forkserver._forkserver._forkserver_pid)
+        end_server()
+        assert ended.status() == psutil.STATUS_ZOMBIE
+        one = context.Process(target=int)
+        one.start()
+        one.join()
+        assert one.exitcode == 0
