@@ -18,8 +18,6 @@ import dilabench
 from dilabench.attention import MultiheadDilatedAttention, attention, block_sparse_attention, dilated_attention
 from dilabench.backends.adapt import CUDA_KERNEL, adapted
 from dilabench.compat.torchscale import DilatedAttention as FromTorchscale
-from dilabench.contracts import BuildContext
-from dilabench.impls import native_sparse
 from dilabench.kernels import bwd_preprocess, combine, gates, launch_cache, lse, merge
 from dilabench.kernels.block_sparse import key_lists, selected_lists
 from dilabench.kernels.block_sparse.lists import Selection, Visibility
@@ -28,9 +26,8 @@ from dilabench.kernels.launch_cache import Launch, LaunchCache
 from dilabench.kernels.selected import by_key, by_query, by_token, gathered
 from dilabench.kernels.selected import lists as lists_of_tokens
 from dilabench.kernels.selected.attention import selected_backward, selected_forward
-from dilabench.patterns.native_sparse import NativeSparsePattern
 from dilabench.patterns.window_sink import WindowSinkPattern
-from dilabench.workload.spec import Workload
+from tests.kernels.gated_sums import gated_sum
 
 SECOND = 1
 
@@ -241,21 +238,6 @@ def torchscale(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def selected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     indices = torch.arange(LENGTH // 64, device=q.device)[:, None]
     return block_sparse_attention(q, k, v, block_size=64, indices=indices, causal=True)
-
-
-def gated_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    batch, length, heads, dim = q.shape
-    workload = Workload(
-        pattern=NativeSparsePattern.examples()[0],
-        batch_size=batch,
-        seq_len=length,
-        num_heads=heads,
-        num_kv_heads=k.shape[2],
-        head_dim=dim,
-        dtype=str(q.dtype).removeprefix("torch."),
-        causal=True,
-    )
-    return native_sparse.build(workload, BuildContext(device=q.device, backend=None))(q, k, v)
 
 
 Entry = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -17,7 +17,8 @@ from triton.runtime import JITFunction
 from dilabench.contracts import BuildContext
 from dilabench.impls.fused import Packings
 from dilabench.kernels.fused.packing import ListRequest, Packing, PassRequests
-from dilabench.workload.spec import Workload
+from dilabench.plugins.manager import discover
+from dilabench.workload.spec import Workload, WorkloadRequest
 
 PARTS = {"out", "lse", "dq", "dk", "dv", "empty rows"}
 AT_ONCE = 50
@@ -62,33 +63,13 @@ def random_bounds(seed: int, tokens: int = 65536) -> tuple[int, ...]:
     return (0, *sorted(random.sample(range(1, tokens), random.randint(18, 34))), tokens)
 
 
-GIGAPATH = {
-    "kind": "dilated",
-    "segment_lengths": (1024, 5792, 32768, 185363, 1048576),
-    "dilation_rates": (1, 2, 4, 8, 16),
-    "offset": "blocked",
-    "padding": "zero_key",
-    "merge_grad": "detached",
-}
-
-
 @pytest.mark.parametrize(
     ("mode", "longest"), [("both", 9000), ("both", 30000), ("both", 65536), ("forward", 9000), ("forward", 30000)]
 )
 def test_bounds_on_a_device_are_not_read(monkeypatch: pytest.MonkeyPatch, mode: str, longest: int) -> None:
     """Lists are made for all ends that documents may have, also if one may be as long as all tokens."""
-    shape = {"seq_len": 65536, "cu_seqlens": (0, 65536), "layout": "packed", "batch_size": 1, "num_heads": 16}
-    workload = Workload.model_validate(
-        {
-            **shape,
-            "num_kv_heads": 16,
-            "head_dim": 48,
-            "dtype": "bfloat16",
-            "causal": False,
-            "pattern": GIGAPATH,
-            "mode": mode,
-        }
-    )
+    of_gigapath = WorkloadRequest.model_validate(discover().catalogue.workloads.get("packed_slides_64k").fields)
+    workload = of_gigapath.resolve("bfloat16").replace(cu_seqlens=(0, 65536), dtype="bfloat16", mode=mode)
     monkeypatch.setattr(JITFunction, "run", lambda *_arguments, **_options: None)
     monkeypatch.setattr(Packing, "tails", lambda *_: pytest.fail("the bounds were read"))
     bounds = torch.tensor(random_bounds(0), dtype=torch.int32)

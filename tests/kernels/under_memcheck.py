@@ -15,13 +15,10 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 os.environ["DILABENCH_FIRST_USE"] = "0"
 
 import torch
+from gated_sums import gated_sum
 from torch import Tensor
 
 from dilabench.attention import attention, block_sparse_attention, dilated_attention
-from dilabench.contracts import BuildContext
-from dilabench.impls import native_sparse
-from dilabench.patterns.native_sparse import NativeSparsePattern
-from dilabench.workload.spec import Workload
 
 N, H = 509, 4
 BOUNDS = (0, 3, 3, 250, N)
@@ -32,21 +29,6 @@ WHOLE: dict[str, Any] = {"segment_lengths": (128, 512), "dilation_rates": (1, 2)
 def selected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     indices = torch.arange(-(-N // 64), device=q.device)[:, None]
     return block_sparse_attention(q, k, v, block_size=64, indices=torch.cat((indices, indices * 0), 1), causal=True)
-
-
-def gated_sum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    batch, length, heads, dim = q.shape
-    workload = Workload(
-        pattern=NativeSparsePattern.examples()[0],
-        batch_size=batch,
-        seq_len=length,
-        num_heads=heads,
-        num_kv_heads=k.shape[2],
-        head_dim=dim,
-        dtype=str(q.dtype).removeprefix("torch."),
-        causal=True,
-    )
-    return native_sparse.build(workload, BuildContext(device=q.device, backend=None))(q, k, v)
 
 
 ENTRIES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
