@@ -424,12 +424,16 @@ def _counted_shares(pattern: Pattern, shape: SequenceShape, lines: int, columns:
         np.arange(min(shape.length, size) + 1) * shape.length // min(shape.length, size) for size in (lines, columns)
     )
     shares = np.zeros((len(line_edges) - 1, len(key_edges) - 1))
-    for line, (start, end) in enumerate(pairwise(line_edges.tolist())):
-        rows = np.unique(np.linspace(start, end - 1, min(end - start, ROWS_PER_LINE)).astype(np.int64))
-        for group in pattern.counts(shape, 0, rows):
-            keys = group.keys()
-            for first, stop in zip(*shape.bounds(group.rows), strict=True):
-                seen = keys[np.searchsorted(keys, first) : np.searchsorted(keys, stop)]
-                shares[line] += np.diff(np.searchsorted(seen, key_edges))
-        shares[line] /= len(rows) * np.diff(key_edges)
+    rows_of_lines = [
+        np.unique(np.linspace(start, end - 1, min(end - start, ROWS_PER_LINE)).astype(np.int64))
+        for start, end in pairwise(line_edges.tolist())
+    ]
+    # All rows in one call: what a pattern finds out about a shape can take longer than its rows.
+    for group in pattern.counts(shape, 0, np.concatenate(rows_of_lines)):
+        keys = group.keys()
+        lines_of_rows = line_edges.searchsorted(group.rows, side="right") - 1
+        for line, first, stop in zip(lines_of_rows, *shape.bounds(group.rows), strict=True):
+            seen = keys[np.searchsorted(keys, first) : np.searchsorted(keys, stop)]
+            shares[line] += np.diff(np.searchsorted(seen, key_edges))
+    shares /= np.array([len(rows) for rows in rows_of_lines])[:, None] * np.diff(key_edges)
     return shares
