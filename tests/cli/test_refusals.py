@@ -55,7 +55,7 @@ WRONG = [
     ("run quick --device cuda:1", "device 'cuda:1' must be auto, cpu, cuda or the name of another, with no number"),
     ("list implementatins", "'implementatins' is not one of 'patterns'"),
     ("plugin new mine --kind sort", "'--kind' / '-k': 'sort' is not one of 'implementation'"),
-    ("run", "Missing argument 'SUITE'"),
+    ("run", "SUITE, the question, is missing; write for example `dilabench run quick`"),
     ("report", "Missing argument 'RUN'. A run's folder, run.json or id (`dilabench history`), or 'latest'"),
     ("compare", "RUN...'. Files, folders, ids (`dilabench history`), 'latest' or baselines."),
     ("compare latest", "one run is given; name two or more, BASE first ('latest', or ids of `dilabench history`)"),
