@@ -113,6 +113,7 @@ def attention(
     cu_seqlens: bounds of packed sequences, from 0; query and out are [T, H, D], key and value [T, K, D]. The pattern
         restarts in each; equal bounds are empty, rows beyond the last get 0.
     max_seqlen: of the longest sequence, or more: calls of dense and dilated patterns then wait for no bounds on a GPU.
+        Less is refused if bounds are numbers or on a CPU, outside torch.compile; bounds on a GPU are not read for it.
     indices: integers that replace the pattern's selector and top_k. SelectedBlocksPattern: [B, N, K, S], [N, K, S] or
         packed [T, K, S], the S key blocks of each query token and key/value head, required if its selector reads
         queries. TopKBlocksPattern: [n, k] or [K, n, k], the k key blocks of each of n query blocks. With cu_seqlens

@@ -1,6 +1,7 @@
 """Options are Python numbers and texts: all else is refused, with the rule and a way out, by every entry."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,10 @@ from dilabench.attention import (
     attention,
     block_sparse_attention,
     dilated_attention,
+    operands,
 )
 from dilabench.compat.torchscale import DilatedAttention as FromTorchscale
-from dilabench.patterns import DilatedPattern, WindowSinkPattern
+from dilabench.patterns import DilatedPattern, SelectedBlocksPattern, WindowSinkPattern
 
 BRANCHES: dict[str, Any] = {"segment_lengths": (16, 64), "dilation_rates": (1, 2)}
 
@@ -161,13 +163,40 @@ def test_refuses_a_longest_sequence_of_a_batch(pattern: Any) -> None:
         attention(*tensors(), pattern=pattern, max_seqlen=64)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=["dense", "window_sink"])
-def test_refuses_a_longest_sequence_that_is_too_short(pattern: Any) -> None:
+PACKED: dict[str, Callable[..., Any]] = {
+    "dense": attention,
+    "dilated": partial(attention, pattern=DilatedPattern(**BRANCHES)),
+    "window_sink": partial(attention, pattern=WindowSinkPattern(sinks=1, window_size=8)),
+    "selected": partial(
+        attention, pattern=SelectedBlocksPattern(block_size=16), indices=torch.zeros(64, 4, 1, dtype=torch.int64)
+    ),
+    "branches": partial(dilated_attention, **BRANCHES),
+    "sink": partial(dilated_attention, sink=torch.zeros(4), **BRANCHES),
+    "one_backend": partial(dilated_attention, backend="math", **BRANCHES),
+    "module": DilatedAttention(**BRANCHES),
+}
+
+
+@pytest.mark.parametrize("bounds_as", [list, tuple, torch.tensor, torch.IntTensor], ids=["list", "tuple", "64", "32"])
+@pytest.mark.parametrize("entry", PACKED.values(), ids=PACKED.keys())
+def test_refuses_a_longest_sequence_that_is_too_short(entry: Callable[..., Any], bounds_as: Callable[..., Any]) -> None:
     q, k, v = (x[0] for x in tensors())
-    bounds = [0, 9, len(q)]
+    bounds = bounds_as([0, 9, len(q)])
     with pytest.raises(ValueError, match=f"max_seqlen 9 is less than {len(q) - 9}, the tokens of the longest"):
-        attention(q, k, v, pattern=pattern, cu_seqlens=bounds, max_seqlen=9)
-    attention(q, k, v, pattern=pattern, cu_seqlens=bounds, max_seqlen=len(q) - 9)
+        entry(q, k, v, cu_seqlens=bounds, max_seqlen=9)
+    entry(q, k, v, cu_seqlens=bounds, max_seqlen=len(q) - 9)
+
+
+@pytest.mark.parametrize("bounds_as", [list, torch.tensor], ids=["list", "tensor"])
+def test_bounds_on_the_host_are_compared_for_tensors_on_a_device(bounds_as: Callable[..., Any]) -> None:
+    q, k, v = (x[0].to("meta") for x in tensors())
+    with pytest.raises(ValueError, match="max_seqlen 9 is less than 55"):
+        attention(q, k, v, cu_seqlens=bounds_as([0, 9, 64]), max_seqlen=9)
+
+
+def test_bounds_on_a_device_are_not_read_for_the_longest_sequence() -> None:
+    """Reading bounds on "meta" fails."""
+    assert operands.rounded_up(9, torch.empty(3, dtype=torch.int32, device="meta")) == 1024
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
