@@ -306,7 +306,7 @@ class _RowReader:
             if known is None:
                 self._names[key] = given
             else:
-                # As `model_construct` sets it, which would copy the values, too. A frozen model lets no attribute be set.
+                # As `model_construct` does, which copies the values, too. A frozen model lets no attribute be set.
                 object.__setattr__(model, "__pydantic_fields_set__", known)
             for name in _fields_of_models(kind):
                 value = values[name]

@@ -92,8 +92,8 @@ def plan(
 ) -> None:
     """Predict the memory of each length, batch size and implementation, and the longest sequence that fits.
 
-    With --nproc the figures are those of the rank that needs most, against the memory of one rank. The longest sequence
-    ends where a segment ends, if several such lengths fit.
+    With --nproc the figures are for the rank that needs most, against the memory of one rank. The longest sequence ends
+    where a segment ends, if several such lengths fit.
     """
     found = discovered(strict_plugins)
     if budget is not None and not check:
