@@ -244,8 +244,8 @@ def block_sparse_attention(
     >>> block_sparse_attention(q, k, v, indices=own_and_first, block_size=16, causal=True).shape
     torch.Size([1, 64, 4, 16])
     """
-    if isinstance(density, Tensor) or isinstance(block_size, Tensor) or isinstance(seed, Tensor):
-        operands.check_options({"block_size": block_size, "density": density, "seed": seed})
+    # The pattern is made once for all calls with equal numbers.
+    operands.refuse_types({"mask": mask, "block_size": block_size, "density": density, "seed": seed})
     given = options.get("indices") is not None
     masked = {"mask": mask, "block_size": block_size, "density": density, "mask_seed": seed}
     pattern = _selection_of(block_size) if given else _made("block_sparse", **masked)

@@ -314,8 +314,9 @@ def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
         cu_seqlens = integers("cu_seqlens", cu_seqlens)
     elif cu_seqlens.is_meta:
         raise ValueError("cu_seqlens is on meta, and bounds are read; give a list")
-    bounds = _numbers(cu_seqlens) if isinstance(cu_seqlens, Tensor) else tuple(cu_seqlens)
-    if not bounds or (isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim != 1):
+    is_row = not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim == 1
+    bounds = (_numbers(cu_seqlens) if isinstance(cu_seqlens, Tensor) else tuple(cu_seqlens)) if is_row else ()
+    if not bounds:
         raise ValueError(f"cu_seqlens {cu_seqlens} must be one row of bounds that rise from 0 to {tokens}")
     if isinstance(cu_seqlens, Tensor):
         check_bounds_dtype(cu_seqlens)

@@ -92,6 +92,13 @@ def test_refuses_a_mask_drawn_by_tensors(name: str) -> None:
         block_sparse_attention(*tensors(), **{"block_size": 16, name: torch.tensor(1)})
 
 
+@pytest.mark.parametrize("indices", [None, torch.zeros(4, 1, dtype=torch.int64)], ids=["drawn", "given"])
+@pytest.mark.parametrize("name", ["mask", "density", "block_size", "seed"])
+def test_refuses_a_mask_drawn_by_lists(name: str, indices: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name} \[16\] has parts that can change"):
+        block_sparse_attention(*tensors(), indices=indices, **{"block_size": 16, name: [16]})
+
+
 @pytest.mark.parametrize("backend", [None, 5])
 def test_refuses_a_backend_that_is_none(backend: Any) -> None:
     for function in (attention, ENTRIES["sink"], ENTRIES["dilated"]):
@@ -129,6 +136,14 @@ def test_refuses_a_sink_that_is_no_tensor(entry: Callable[..., Any], sink: Any) 
 def test_refuses_bounds_that_are_no_integers(bounds: Any) -> None:
     with pytest.raises(ValueError, match=r"cu_seqlens .*(must be integers that rise from 0|on meta.*give a list)"):
         attention(*(x[0] for x in tensors()), cu_seqlens=bounds)
+
+
+@pytest.mark.parametrize("bounds", [torch.tensor(64), torch.tensor([[0, 64]])], ids=["number", "matrix"])
+@pytest.mark.parametrize("longest", [None, 64])
+@pytest.mark.parametrize("pattern", [None, WindowSinkPattern(sinks=1, window_size=8)], ids=["dense", "window_sink"])
+def test_refuses_bounds_that_are_no_row(bounds: Tensor, longest: int | None, pattern: Any) -> None:
+    with pytest.raises(ValueError, match=r"cu_seqlens .*must be one row of bounds that rise from 0 to 64"):
+        attention(*(x[0] for x in tensors()), cu_seqlens=bounds, max_seqlen=longest, pattern=pattern)
 
 
 def test_a_learned_scale_multiplies_the_query() -> None:

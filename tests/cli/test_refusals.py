@@ -60,6 +60,8 @@ WRONG = [
     ("compare", "RUN...'. Files, folders, ids (`dilabench history`), 'latest' or baselines."),
     ("compare latest", "one run is given; name two or more, BASE first ('latest', or ids of `dilabench history`)"),
     ("run quick --no-such-option", "No such option: --no-such-option"),
+    ("plan --memory lots", "size 'lots' is not a number"),
+    ("plan --memory 0", "size '0' must be at least 1"),
     ("verify stridet", "unknown implementation 'stridet'; did you mean strided"),
     ("verify --set rates=1", "rates: unknown key"),
     ("verify --config gqaa", "unknown workload 'gqaa'; did you mean gqa"),
