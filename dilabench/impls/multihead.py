@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from operator import index
 from typing import Any
 
@@ -29,8 +30,11 @@ def check_embeddings(shape: str, width: int, way_out: str, **embeddings: object)
 def check_sizes(least: int = 1, /, **sizes: Any) -> None:
     """Raise ValueError for sizes, by name, that are no whole numbers of at least `least`."""
     for name, size in sizes.items():
-        # numpy's integers are whole numbers, too.
-        if not hasattr(size, "__index__") or isinstance(size, Tensor) or index(size) < least:
+        whole = None
+        with suppress(TypeError):
+            # numpy's integers are whole numbers, too.
+            whole = index(size)
+        if whole is None or isinstance(size, Tensor) or whole < least:
             raise ValueError(f"{name} {size!r:.80} must be a whole number of at least {least}")
 
 

@@ -16,8 +16,8 @@ from dilabench.validation import validated
 
 
 def recorded_request(run: Path, suites: Sequence[str], given: Iterable[str]) -> tuple[RunRequest, RunHeader]:
-    """The run's request and its header. Given together with `--resume`: `suites`, the name of the suite and its
-    aliases, empty if it was omitted, and `given`, the names of options.
+    """The run's request and its header. Given together with `--resume`: `suites`, the suite as given and its
+    other names, empty if it was omitted, and `given`, the names of options.
 
     Raises ConfigError if its suite is another one, or an option would change its measurement.
     """

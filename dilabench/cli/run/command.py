@@ -171,8 +171,10 @@ def run(
         else:
             beside = {"--config": config, "--set": assignments, f"-o {elsewhere}": elsewhere}
             fixed = {**workload, **settings, **given(**beside)}
-            named = None if suite is None else catalogue.suites.get(suite)
-            suites = () if named is None else (named.name, *named.aliases)
+            suites: tuple[str, ...] = ()
+            if suite is not None:
+                named = catalogue.suites.get(suite)
+                suites = (suite, named.name, *named.aliases)
             request, earlier = recorded_request(resumed, suites, fixed.keys() - {"budget_s"})
             request = request.model_copy(update={name: settings[name] for name in settings if name == "budget_s"})
         if not look:
