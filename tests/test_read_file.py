@@ -19,6 +19,8 @@ from dilabench.cli import github
 from dilabench.errors import ConfigError, DilabenchError
 from dilabench.patterns import mask_files
 from dilabench.patterns.mask_files import keep_mask, mask_digest, mask_of_digest, named_file, read_mask_file
+from dilabench.patterns.pattern import SequenceShape
+from dilabench.patterns.registry import pattern_type
 from dilabench.predict.memory import plan
 from dilabench.request import read_toml
 from dilabench.store.archive import read_compressed
@@ -155,6 +157,39 @@ def test_a_mask_that_a_user_names_may_be_a_pipe(tmp_path: Path, monkeypatch: pyt
     # A request reads it for each of its lengths.
     assert (name, digest) == named_file(str(fifo)) == (name, mask_digest(plain))
     assert (read_mask_file(Path(name), 4) == read_mask_file(plain, 4)).all()
+
+
+FORMS = {
+    "topk_blocks": ("indices", r"integers \[n, k\] or \[K, n, k\], -1 where a row has fewer blocks"),
+    "selected_blocks": ("indices", r"integers \[N, S\] or \[N, K, S\], -1 where a token has fewer blocks"),
+    "column_bounds": ("bounds", r"integers \[ranges, 2, N\]"),
+}
+NO_ARRAYS = {
+    "rows.json": (b"[[0], [0, 1]]", r"it begins with b'\[\[0\], \[0, 1\]\]'"),
+    "rows.npy": (b"[[0], [1]]", r"it begins with b'\[\[0\], \[1\]\]'"),
+    "objects.npy": (npy_bytes(np.array([[0], [0, 1]], dtype=object)), "Python objects"),
+    "empty.npy": (b"", "it is empty"),
+}
+
+
+@pytest.mark.parametrize("by_pipe", [False, True], ids=["path", "pipe"])
+@pytest.mark.parametrize("name", NO_ARRAYS)
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_file_that_is_no_array_is_refused_with_what_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, name: str, by_pipe: bool
+) -> None:
+    monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path / "cache"))
+    (content, cause), (what, form), path = NO_ARRAYS[name], FORMS[kind], tmp_path / name
+    if by_pipe:
+        os.mkfifo(path)
+    writer = threading.Thread(target=path.write_bytes, args=(content,))
+    writer.start()
+    if not by_pipe:
+        writer.join()
+    pattern = pattern_type(kind).from_request({f"{what}_file": str(path)})
+    writer.join()
+    with pytest.raises(ConfigError, match=rf"^{what} file .* is not a valid \.npy file: .*{cause}.*; save {form}"):
+        pattern.pairs(SequenceShape(64, 2, 1, causal=False, window=(-1, -1)))
 
 
 def test_a_mask_has_a_limit_and_is_waited_for_in_vain_only_briefly(

@@ -122,7 +122,8 @@ def dilated_attention(
     Segments restart in each sequence. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. A
     tensor on a GPU is read from it at the first call, which waits for the GPU, unless `max_seqlen` is given and all
     sequences are one launch (dense attention, `fused`): then nothing waits. `max_seqlen`: tokens of the longest
-    sequence, or more, such as T; bounds that are not read are not checked, and must end at T. B, N or T may be 0.
+    sequence, or more, such as T. Less is refused if the bounds are numbers or on a CPU, outside torch.compile; bounds
+    that are not read are not checked, and must end at T. B, N or T may be 0.
 
     `segment_lengths` and `dilation_rates` pair up to branches; any sizes work, also segments that do not divide N or
     rates that do not divide segments. Without any branch it is dense attention. `window` is (left, right) in positions,
@@ -253,7 +254,7 @@ class DilatedAttention(nn.Module):
         max_seqlen: int | None = None,
     ) -> Tensor:
         """out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D]; with `cu_seqlens` [T, H, D] of [T, H, D]
-        and [T, K, D].
+        and [T, K, D]. `cu_seqlens` and `max_seqlen` as for `dilated_attention`.
         """
         return dilated_attention(
             query,

@@ -113,6 +113,7 @@ def attention(
     cu_seqlens: bounds of packed sequences, from 0; query and out are [T, H, D], key and value [T, K, D]. The pattern
         restarts in each; equal bounds are empty, rows beyond the last get 0.
     max_seqlen: of the longest sequence, or more: calls of dense and dilated patterns then wait for no bounds on a GPU.
+        Less is refused if bounds are numbers or on a CPU, outside torch.compile; bounds on a GPU are not read for it.
     indices: integers that replace the pattern's selector and top_k. SelectedBlocksPattern: [B, N, K, S], [N, K, S] or
         packed [T, K, S], the S key blocks of each query token and key/value head, required if its selector reads
         queries. TopKBlocksPattern: [n, k] or [K, n, k], the k key blocks of each of n query blocks. With cu_seqlens
@@ -243,8 +244,8 @@ def block_sparse_attention(
     >>> block_sparse_attention(q, k, v, indices=own_and_first, block_size=16, causal=True).shape
     torch.Size([1, 64, 4, 16])
     """
-    if isinstance(density, Tensor) or isinstance(block_size, Tensor) or isinstance(seed, Tensor):
-        operands.check_options({"block_size": block_size, "density": density, "seed": seed})
+    # The pattern is made once for all calls with equal numbers.
+    operands.refuse_types({"mask": mask, "block_size": block_size, "density": density, "seed": seed})
     given = options.get("indices") is not None
     masked = {"mask": mask, "block_size": block_size, "density": density, "mask_seed": seed}
     pattern = _selection_of(block_size) if given else _made("block_sparse", **masked)

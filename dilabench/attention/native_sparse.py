@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dilabench.attention import operands
 from dilabench.attention.dilated import dilated_attention
 from dilabench.attention.selected import compressed_attention, selected_attention, selected_by_compression
-from dilabench.impls.multihead import check_embeddings
+from dilabench.impls.multihead import check_embeddings, check_sizes
 from dilabench.impls.selected.selecting import Compression
 from dilabench.impls.summed import block_means
 from dilabench.patterns.selected_blocks import check_block
@@ -220,12 +220,14 @@ class NativeSparseAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
+        check_sizes(embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        if num_heads % num_kv_heads:
             raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
         if head_dim is None:
             if embed_dim % num_heads:
                 raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}; give head_dim")
             head_dim = embed_dim // num_heads
+        check_sizes(head_dim=head_dim)
         self.embed_dim = embed_dim
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.position = position

@@ -314,8 +314,9 @@ def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
         cu_seqlens = integers("cu_seqlens", cu_seqlens)
     elif cu_seqlens.is_meta:
         raise ValueError("cu_seqlens is on meta, and bounds are read; give a list")
-    bounds = _numbers(cu_seqlens) if isinstance(cu_seqlens, Tensor) else tuple(cu_seqlens)
-    if not bounds or (isinstance(cu_seqlens, Tensor) and cu_seqlens.ndim != 1):
+    is_row = not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim == 1
+    bounds = (_numbers(cu_seqlens) if isinstance(cu_seqlens, Tensor) else tuple(cu_seqlens)) if is_row else ()
+    if not bounds:
         raise ValueError(f"cu_seqlens {cu_seqlens} must be one row of bounds that rise from 0 to {tokens}")
     if isinstance(cu_seqlens, Tensor):
         check_bounds_dtype(cu_seqlens)
@@ -337,7 +338,7 @@ def rounded_up(max_seqlen: int, cu_seqlens: Sequence[int] | Tensor | None) -> in
     """The next power of two, from 1024 on, so that few graphs of compilers and few plans serve all lengths.
 
     Raises ValueError for tensors, negative numbers, what is no integer, without bounds, and for fewer tokens than the
-    longest sequence of a list of bounds; a tensor of bounds is not read.
+    longest sequence if the bounds are on the host and no graph is compiled: no bounds are read from a device.
     """
     if isinstance(max_seqlen, Tensor):
         raise ValueError(f"max_seqlen is a tensor, {max_seqlen!r:.80}; give a number, such as that of all tokens")
@@ -352,8 +353,7 @@ def rounded_up(max_seqlen: int, cu_seqlens: Sequence[int] | Tensor | None) -> in
         raise ValueError(
             f"max_seqlen {max_seqlen} without cu_seqlens, the bounds of packed sequences; give both or none"
         )
-    if not (isinstance(cu_seqlens, Tensor) or torch.compiler.is_compiling()):
-        bounds = integers("cu_seqlens", cu_seqlens)
+    if not torch.compiler.is_compiling() and (bounds := _on_host(cu_seqlens)):
         longest = max(map(sub, bounds[1:], bounds), default=0)
         if max_seqlen < longest:
             raise ValueError(
@@ -365,6 +365,14 @@ def rounded_up(max_seqlen: int, cu_seqlens: Sequence[int] | Tensor | None) -> in
     while longest < max_seqlen:
         longest *= 2
     return longest
+
+
+def _on_host(cu_seqlens: Sequence[int] | Tensor) -> tuple[int, ...]:
+    """The bounds as numbers; empty for a tensor that is on a device, traced, or no row of integers."""
+    if not isinstance(cu_seqlens, Tensor):
+        return integers("cu_seqlens", cu_seqlens)
+    is_here = type(cu_seqlens) is Tensor and cu_seqlens.is_cpu
+    return _numbers(cu_seqlens) if is_here and cu_seqlens.ndim == 1 and not cu_seqlens.is_floating_point() else ()
 
 
 _read_bounds = OfTensors[tuple[int, ...]]()

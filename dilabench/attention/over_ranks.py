@@ -31,6 +31,7 @@ from dilabench.distributed.row_assignment import balanced_rows
 from dilabench.distributed.sharding import Shards, contiguous, shards_of, zigzag
 from dilabench.distributed.world import World
 from dilabench.errors import ConfigError
+from dilabench.impls.multihead import check_sizes
 from dilabench.impls.no_pairs import SHAPES_ONLY, ShapesOnly
 from dilabench.impls.one_operator import (
     Options,
@@ -188,11 +189,13 @@ def sequence_shards(
     sent, and numbers of tokens differ. Nothing is padded: parts differ where lengths do not divide. `group`: by default
     all ranks; or a DeviceMesh of one dimension.
 
-    Raises ValueError for bounds that fall, an unknown order or branches that do not pair up, RuntimeError without a
-    process group.
+    Raises ValueError for a negative length, bounds that fall, an unknown order or branches that do not pair up,
+    RuntimeError without a process group.
     """
     if (seq_len is None) == (cu_seqlens is None):
         raise ValueError(f"seq_len {seq_len} and cu_seqlens {cu_seqlens}: give one of them")
+    if cu_seqlens is None:
+        check_sizes(0, seq_len=seq_len)
     bounds = (0, seq_len or 0) if cu_seqlens is None else operands.integers("cu_seqlens", cu_seqlens)
     if not bounds:
         raise ValueError("cu_seqlens () must rise from 0, for example (0, 1024)")

@@ -208,9 +208,10 @@ class Implementation:
     """A way to compute a workload. `target` is its `build(workload, context) -> AttentionFn`.
 
     `role`: the oracle defines correct results; speed-ups refer to a plain method, a built-in one if it has a time; a
-    yardstick is measured in the same run and never ranked. `priority`: without measurements, `-i auto` takes the usable
-    implementation with the highest. Over ranks, if that one has a `sharding`, `auto` takes the one that its sharding
-    predicts to be fastest (`dilabench.choice.over_ranks`). 0 is never taken. Suites over ranks list higher ones first.
+    yardstick is an unranked reference, measured in the same run. `priority`: without measurements, `-i auto` takes the
+    usable implementation with the highest. Over ranks, if that one has a `sharding`, `auto` takes the one that its
+    sharding predicts to be fastest (`dilabench.choice.over_ranks`). 0 is never taken. Suites over ranks list higher
+    ones first.
     `uses_backend`: it calls a dense kernel given by the context, so suites measure one row per backend; `backends`:
     the only ones that it can call, if not any; `calls_window`: it calls them under a window, for any window of the
     workload; `calls_ahead`: over ranks it calls them under windows that look ahead, for keys of other ranks, if the

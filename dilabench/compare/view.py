@@ -167,8 +167,8 @@ def is_impossible(row: Row) -> bool:
 def lengths_without_rows(record: RunRecord) -> tuple[int, ...]:
     """The lengths in tokens, in ascending order, without a measured row in the record.
 
-    A yardstick is not enough if the budget kept other rows from a time. The lengths of a search (label `way`) do not
-    count: it continues until one is too long.
+    An unranked reference is not enough if the budget kept other rows from a time. The lengths of a search (label `way`)
+    do not count: it continues until one is too long.
     """
     planned = {row.case.workload.seq_len for row in record.rows if WAY.of(row.planned) is None}
     lengths: dict[tuple[str, bool], set[int]] = defaultdict(set)

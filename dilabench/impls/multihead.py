@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from operator import index
 from typing import Any
 
 import torch
@@ -25,12 +27,23 @@ def check_embeddings(shape: str, width: int, way_out: str, **embeddings: object)
             raise ValueError(f"{name} {tuple(x.shape)} must be {shape} with E = {width}, the embed_dim of the module")
 
 
+def check_sizes(least: int = 1, /, **sizes: Any) -> None:
+    """Raise ValueError for sizes, by name, that are no whole numbers of at least `least`."""
+    for name, size in sizes.items():
+        whole = None
+        with suppress(TypeError):
+            # numpy's integers are whole numbers, too.
+            whole = index(size)
+        if whole is None or isinstance(size, Tensor) or whole < least:
+            raise ValueError(f"{name} {size!r:.80} must be a whole number of at least {least}")
+
+
 class ProjectedAttention(nn.Module):
     """Query, key, value and output projections around an attention function.
 
     `attention` is called with q [B, N, H, D] and k, v [B, N, K, D], where D = embed_dim / num_heads. With `norm` its
     result is layer-normalised over all heads before the output projection, as LongNet's sub-layer norm does. Raises
-    ValueError when the sizes do not divide.
+    ValueError for sizes that are no whole numbers above 0, or that do not divide.
     """
 
     def __init__(
@@ -47,9 +60,10 @@ class ProjectedAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads < 1 or embed_dim % num_heads:
+        check_sizes(embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
+        if embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
+        if num_heads % num_kv_heads:
             raise ValueError(f"num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
         self.embed_dim = embed_dim
         self.num_heads = num_heads

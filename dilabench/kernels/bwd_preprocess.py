@@ -157,7 +157,7 @@ def _bwd_preprocess_kernel(
         residue, class_row, tokens = inside % R, inside // R, row
         valid = row < n_rows
     else:
-        # Rows are those of the statistics, some of them without a token.
+        # These are the rows of the statistics, some of them without a token.
         if spans_ptr is not None:
             span_ptr = spans_ptr + find_spans(spans_ptr, first, row, n_spans, ROWS, 2) * _SPAN_COLUMNS
             first_token, end = tl.load(span_ptr), tl.load(span_ptr + 1)

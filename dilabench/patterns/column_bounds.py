@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from dilabench.errors import ConfigError
 from dilabench.patterns.answers import HiddenRows, SequenceShape
 from dilabench.patterns.hidden_rows import HiddenRowsPattern
-from dilabench.patterns.mask_files import mask_digest, mask_of_digest, named_file, read_array
+from dilabench.patterns.mask_files import named_file, read_array
 from dilabench.validation import Model, Size, Sizes, validated
 
 if TYPE_CHECKING:
@@ -195,8 +195,7 @@ def _hidden_rows(pattern: ColumnBoundsPattern, length: int) -> HiddenRows:
 
 
 def _from_file(name: str, digest: str | None, length: int) -> HiddenRows:
-    path = Path(name)
-    bounds = read_array(mask_of_digest(path, digest or mask_digest(path, "bounds")), "bounds")
+    bounds = read_array(Path(name), digest, "bounds", "integers [ranges, 2, N]")
     if not np.issubdtype(bounds.dtype, np.integer) or bounds.ndim != 3 or bounds.shape[1] != 2 or not len(bounds):
         raise ConfigError(
             f"bounds file {name!r} holds {bounds.dtype} {list(bounds.shape)}; give integers [ranges, 2, N]: the first "

@@ -54,7 +54,7 @@ _kept: dict[str, str] = {}
 
 
 def _kept_from_pipe(path: Path, what: str) -> str:
-    with _readable(path, what):
+    with _readable(path, what, ".npy or .json", "send another"):
         data = read_file(path, pipe=True)
     digest = hashlib.sha256(data).hexdigest()[:16]
     kept = cache_folder() / "masks" / f"{digest}{'.npy' if data.startswith(NPY_MAGIC) else '.json'}"
@@ -90,10 +90,12 @@ def look_for_masks_in(folder: Path) -> None:
         _kept_in.append(folder)
 
 
-def mask_of_digest(path: Path, digest: str) -> Path:
-    """Return the file, or a stored copy if it is gone or has changed. Raises ConfigError if there is neither."""
+def mask_of_digest(path: Path, digest: str, what: str = "mask") -> Path:
+    """Return the file of `what`, or a stored copy if it is gone or has changed. Raises ConfigError if there is
+    neither.
+    """
     try:
-        _check_unchanged(path, digest)
+        _check_unchanged(path, digest, what)
     except ConfigError:
         for folder in _kept_in:
             copy = _copy(path, digest, folder)
@@ -104,9 +106,9 @@ def mask_of_digest(path: Path, digest: str) -> Path:
     return path
 
 
-def _check_unchanged(path: Path, digest: str) -> None:
-    if mask_digest(path) != digest:
-        raise ConfigError(f"mask file {str(path)!r} has changed since the request was made; start again")
+def _check_unchanged(path: Path, digest: str, what: str = "mask") -> None:
+    if mask_digest(path, what) != digest:
+        raise ConfigError(f"{what} file {str(path)!r} has changed since the request was made; start again")
 
 
 def _copy(path: Path, digest: str, folder: Path) -> Path:
@@ -121,8 +123,12 @@ def read_mask_file(path: Path, blocks: int) -> Mask:
     """
     import numpy as np
 
-    with _readable(path, "mask"):
-        mask = _from_lists(json.loads(read_file(path)), blocks, path) if path.suffix == ".json" else _array(path)
+    if path.suffix == ".json":
+        with _readable(path, "mask", ".json", "give a list of key blocks for each row of blocks: [[0], [0, 1]]"):
+            mask = _from_lists(json.loads(read_file(path)), blocks, path)
+    else:
+        with _readable(path, "mask", ".npy", "save bool [n, n] or [heads, n, n] with numpy.save, or give .json"):
+            mask = _array(path)
     if mask.dtype != bool:
         if not np.issubdtype(mask.dtype, np.integer) or not np.isin(mask, (0, 1)).all():
             raise ConfigError(f"mask file {str(path)!r} holds {mask.dtype}; a block mask is bool, or integers 0 and 1")
@@ -134,33 +140,37 @@ def read_mask_file(path: Path, blocks: int) -> Mask:
     return mask
 
 
-def read_array(path: Path, what: str) -> NDArray[Any]:
-    """The one array of a `.npy` file of `what`. Raises ConfigError when it cannot be read."""
-    with _readable(path, what):
-        return _array(path)
+def read_array(path: Path, digest: str | None, what: str, form: str) -> NDArray[Any]:
+    """The one array of a `.npy` file of `what` with this digest, or of its stored copy; None: whatever it holds.
+
+    Raises ConfigError when it cannot be read, with `form`: what to save.
+    """
+    with _readable(path, what, ".npy", f"save {form} with numpy.save"):
+        return _array(path if digest is None else mask_of_digest(path, digest, what))
 
 
 def _array(path: Path) -> NDArray[Any]:
     import numpy as np
 
+    start = next(iter(file_chunks(path)), b"")[:16]
+    if not start.startswith((NPY_MAGIC, b"PK")):
+        raise ValueError(f"it begins with {start!r}" if start else "it is empty")
     # Memory-mapped, because a header may claim any size; the file's actual size decides.
     mapped = np.load(path, mmap_mode="r", allow_pickle=False)
     if not isinstance(mapped, np.ndarray):
-        raise ValueError("it holds several arrays; save a single one with numpy.save")
+        raise ValueError("it holds several arrays")
     return np.array(mapped)
 
 
 @contextmanager
-def _readable(path: Path, what: str) -> Iterator[None]:
-    """Turn errors while the file is read into a ConfigError."""
+def _readable(path: Path, what: str, kind: str, way_out: str) -> Iterator[None]:
+    """Turn errors while the file, which should be of this kind, is read into a ConfigError."""
     try:
         yield
     except OSError as error:
         raise ConfigError(f"{what} file {str(path)!r} cannot be read: {error.strerror or error}") from None
     except (ValueError, EOFError, MemoryError, RecursionError, OverflowError) as error:
-        raise ConfigError(
-            f"{what} file {str(path)!r} is not a valid {path.suffix or 'npy'} file: {said(error)}"
-        ) from None
+        raise ConfigError(f"{what} file {str(path)!r} is not a valid {kind} file: {said(error)}; {way_out}") from None
 
 
 def _from_lists(content: Any, blocks: int, path: Path) -> Mask:

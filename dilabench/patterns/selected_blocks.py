@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from dilabench.errors import ConfigError
 from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SelectedKeys, SequenceShape
-from dilabench.patterns.mask_files import mask_digest, mask_of_digest, named_file, read_array
+from dilabench.patterns.mask_files import named_file, read_array
 from dilabench.patterns.pattern import Pattern, group_rows
 from dilabench.patterns.selectors import ABSENT, distinct_blocks
 from dilabench.patterns.token_selectors import TOKEN_SELECTORS, Tokens, select_rows, thresholds
@@ -399,8 +399,9 @@ def _pairs_seen(pattern: SelectedBlocksPattern, shape: SequenceShape) -> int:
 def _from_file(pattern: SelectedBlocksPattern, length: int, kv_heads: int) -> Indices:
     """int32 [N, 1 or K, S], ascending, each once, padded by -1."""
     name = str(pattern.indices_file)
-    path, blocks = Path(name), -(-length // pattern.block_size)
-    indices = read_array(mask_of_digest(path, pattern.indices_digest or mask_digest(path, "indices")), "indices")
+    blocks = -(-length // pattern.block_size)
+    form = "integers [N, S] or [N, K, S], -1 where a token has fewer blocks,"
+    indices = read_array(Path(name), pattern.indices_digest, "indices", form)
     if not np.issubdtype(indices.dtype, np.integer) or indices.ndim not in (2, 3) or not indices.shape[-1]:
         raise ConfigError(
             f"indices file {name!r} holds {indices.dtype} {list(indices.shape)}; give integers [N, S] or [N, K, S]: "

@@ -29,7 +29,7 @@ from dilabench.patterns.block_masks import (
     rows_with_keys,
     visible_blocks,
 )
-from dilabench.patterns.mask_files import mask_digest, mask_of_digest, named_file, read_array
+from dilabench.patterns.mask_files import named_file, read_array
 from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.selectors import ABSENT, SELECTORS, Blocks, distinct_blocks, select
 from dilabench.validation import Model, Size, validated
@@ -263,8 +263,8 @@ def _whole_blocks(pattern: TopKBlocksPattern, shape: SequenceShape) -> WholeBloc
 
 
 def _from_file(pattern: TopKBlocksPattern, name: str, blocks: int, kv_heads: int) -> Indices:
-    path = Path(name)
-    indices = read_array(mask_of_digest(path, pattern.indices_digest or mask_digest(path, "indices")), "indices")
+    form = "integers [n, k] or [K, n, k], -1 where a row has fewer blocks,"
+    indices = read_array(Path(name), pattern.indices_digest, "indices", form)
     if not np.issubdtype(indices.dtype, np.integer) or indices.ndim not in (2, 3):
         raise ConfigError(
             f"indices file {name!r} holds {indices.dtype} {list(indices.shape)}; give integers [n, k] or [K, n, k]: "

@@ -164,7 +164,7 @@ def _offered(manager: pluggy.PluginManager, kind_of_thing: str, *, third_party: 
     descriptors: list[Any] = []
     try:
         for result in caller():
-            if not isinstance(result, Sequence):
+            if not isinstance(result, Sequence) or isinstance(result, str | bytes):
                 raise PluginError(f"it returned {shown(result)}; it must return a list of {kind.__name__}")
             for descriptor in result:
                 # Subclasses are refused, too: their attributes would run the plug-in's code anywhere.

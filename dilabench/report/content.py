@@ -78,8 +78,8 @@ _last: list[tuple[RunRecord, tuple["WorkloadTable", ...]]] = []
 def workload_tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
     """One table per effective workload and world size, in the order of the record.
 
-    A yardstick (an unranked reference) computes another function of the same shape. It is in the table of this shape,
-    in a separate section and without a speed-up.
+    An unranked reference (role `yardstick`) computes another function of the same shape. It is in the table of this
+    shape, in a separate section and without a speed-up.
     """
     # By identity: to hash or compare a record takes longer than to make its tables.
     if not _last or _last[0][0] is not record:
@@ -90,14 +90,14 @@ def workload_tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
 def _tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
     locate_rows(record.rows)
     groups: dict[tuple[Workload, int], list[Row]] = {}
-    yardsticks: list[Row] = []
+    references: list[Row] = []
     for row in record.rows:
         if row.planned.role == "yardstick":
-            yardsticks.append(row)
+            references.append(row)
         else:
             groups.setdefault((row.case.workload, row.case.world_size), []).append(row)
     shape_owner = {shape_of(rows[0].case): cell for cell, rows in reversed(groups.items())}
-    for row in yardsticks:
+    for row in references:
         cell = shape_owner.setdefault(shape_of(row.case), (row.case.workload, row.case.world_size))
         groups.setdefault(cell, []).append(row)
     sections = [_by_title(rows) for rows in groups.values()]

@@ -1,7 +1,7 @@
 """Resuming a run: its request and header for `--resume`, and the command that measures the skipped cases."""
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dilabench.errors import ConfigError
@@ -15,16 +15,18 @@ from dilabench.units import counted, format_seconds
 from dilabench.validation import validated
 
 
-def recorded_request(run: Path, suite: str, given: Iterable[str]) -> tuple[RunRequest, RunHeader]:
-    """The run's request and its header. `given` names the options that were given together with `--resume`.
+def recorded_request(run: Path, suites: Sequence[str], given: Iterable[str]) -> tuple[RunRequest, RunHeader]:
+    """The run's request and its header. Given together with `--resume`: `suites`, the suite as given and its
+    other names, empty if it was omitted, and `given`, the names of options.
 
     Raises ConfigError if its suite is another one, or an option would change its measurement.
     """
     header, _ = read_rows(run if run.is_dir() else run.parent)
     given = sorted(given)
-    if header.suite != suite:
+    if suites and header.suite not in suites:
         raise ConfigError(
-            f"run {str(run)!r} is of suite {header.suite!r}, not {suite!r}; write `run {header.suite} --resume`"
+            f"run {str(run)!r} is of suite {header.suite!r}, not {suites[0]!r}; omit {suites[0]!r}: --resume takes the "
+            "suite from the run"
         )
     if given:
         raise ConfigError(f"--resume continues the run as it was requested; omit {', '.join(given)}")

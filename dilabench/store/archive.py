@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import MemberDescriptorType
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -42,8 +41,6 @@ _PLANNED = b'"planned"'
 # A text with more before its first row, or more space before one, is read as a whole.
 _MOST_HEADER = 4 << 20
 _MOST_SPACE = 64
-# Where a model has the names of the fields that it was given; a frozen one lets no attribute be set.
-_NAMES: MemberDescriptorType = vars(BaseModel)["__pydantic_fields_set__"]
 
 
 def store_root() -> Path:
@@ -309,7 +306,8 @@ class _RowReader:
             if known is None:
                 self._names[key] = given
             else:
-                _NAMES.__set__(model, known)
+                # As `model_construct` does, which copies the values, too. A frozen model lets no attribute be set.
+                object.__setattr__(model, "__pydantic_fields_set__", known)
             for name in _fields_of_models(kind):
                 value = values[name]
                 # `hasattr` is many times as fast as pydantic's `isinstance`.

@@ -21,7 +21,7 @@ QUICK_LENGTHS = (1024, 4096, 16384)
 def quick(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
     """Implementations over a dense kernel, which run everywhere, and those that `auto` takes here, at each length.
 
-    Full attention is a yardstick. One sequence of two heads: under a minute on two CPU cores.
+    Full attention is an unranked reference. One sequence of two heads: under a minute on two CPU cores.
     """
     shape = {"batch_size": 1, "num_heads": 2, "head_dim": 64}
     workloads = planner.workload_requests([{**shape, "seq_len": length} for length in QUICK_LENGTHS])

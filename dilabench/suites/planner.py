@@ -303,7 +303,7 @@ def expand(catalogue: Catalogue, machine: Machine, request: RunRequest) -> tuple
 def refuse_idle_fields(request: RunRequest, planned: Iterable[PlannedCase]) -> None:
     """Raise ConfigError for a field of a pattern that no case has: it would change nothing.
 
-    A yardstick may be requested with the fields of the requested pattern, so that pattern counts as well.
+    An unranked reference may be requested with the fields of the requested pattern, so that pattern counts as well.
     """
     there = {case.case.workload.pattern.kind for case in planned} | {request.overrides.get("pattern", DEFAULT_PATTERN)}
     for name in sorted(request.overrides.keys() - WorkloadRequest.model_fields.keys()):
@@ -330,7 +330,7 @@ def in_shard(planned: Sequence[PlannedCase], shard: Shard | None) -> tuple[Plann
             f"shard {index}/{count}: the request has {counted(len(groups), 'workload')}, so there can be at most "
             "as many shards; the cases of one workload are measured together"
         )
-    # In alternating direction, which balances alternating workloads (one and its yardstick) and growing lengths.
+    # In alternating direction, which balances alternating workloads (one and its reference) and growing lengths.
     places = {at: index - 1 if at // count % 2 == 0 else count - index for at in range(len(groups))}
     mine = {group for at, group in enumerate(groups) if at % count == places[at]}
     return tuple(case for case in planned if case.case.group_id in mine)
@@ -397,7 +397,7 @@ def preset_names(catalogue: Catalogue, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def as_dense(request: WorkloadRequest) -> WorkloadRequest:
-    """The same shape without dilation: the workload of a yardstick row."""
+    """The same shape without dilation: the workload of an unranked reference."""
     return request.model_copy(update={"pattern": DENSE.kind})
 
 

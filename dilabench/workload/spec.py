@@ -178,7 +178,7 @@ class Workload(Model):
         return self.layout == "packed" or self.pattern.has_fixed_length
 
     def as_dense(self) -> "Workload":
-        """The same shape with every key visible, as dense kernels and yardsticks compute."""
+        """The same shape with every key visible, as dense kernels and unranked references compute."""
         return self.model_copy(update={"pattern": DENSE})
 
     @property

@@ -2,6 +2,7 @@
 
 import re
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -240,6 +241,13 @@ def test_what_does_not_fit_is_refused(changes: dict[str, object], message: str) 
 def test_other_embeddings_are_refused(x: object, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         NativeSparseAttention(16, 2, 1)(x)
+
+
+@pytest.mark.parametrize("size", [0, -2, 2.0, "2"])
+@pytest.mark.parametrize("name", ["embed_dim", "num_heads", "num_kv_heads", "head_dim"])
+def test_sizes_that_are_no_whole_numbers_above_zero_are_refused(name: str, size: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} {size!r} must be a whole number of at least 1"):
+        NativeSparseAttention(**{"embed_dim": 16, "num_heads": 2, "num_kv_heads": 1, name: size})
 
 
 def test_integers_are_refused() -> None:

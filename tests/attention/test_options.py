@@ -1,6 +1,7 @@
 """Options are Python numbers and texts: all else is refused, with the rule and a way out, by every entry."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,10 @@ from dilabench.attention import (
     attention,
     block_sparse_attention,
     dilated_attention,
+    operands,
 )
 from dilabench.compat.torchscale import DilatedAttention as FromTorchscale
-from dilabench.patterns import DilatedPattern, WindowSinkPattern
+from dilabench.patterns import DilatedPattern, SelectedBlocksPattern, WindowSinkPattern
 
 BRANCHES: dict[str, Any] = {"segment_lengths": (16, 64), "dilation_rates": (1, 2)}
 
@@ -90,6 +92,13 @@ def test_refuses_a_mask_drawn_by_tensors(name: str) -> None:
         block_sparse_attention(*tensors(), **{"block_size": 16, name: torch.tensor(1)})
 
 
+@pytest.mark.parametrize("indices", [None, torch.zeros(4, 1, dtype=torch.int64)], ids=["drawn", "given"])
+@pytest.mark.parametrize("name", ["mask", "density", "block_size", "seed"])
+def test_refuses_a_mask_drawn_by_lists(name: str, indices: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name} \[16\] has parts that can change"):
+        block_sparse_attention(*tensors(), indices=indices, **{"block_size": 16, name: [16]})
+
+
 @pytest.mark.parametrize("backend", [None, 5])
 def test_refuses_a_backend_that_is_none(backend: Any) -> None:
     for function in (attention, ENTRIES["sink"], ENTRIES["dilated"]):
@@ -129,6 +138,14 @@ def test_refuses_bounds_that_are_no_integers(bounds: Any) -> None:
         attention(*(x[0] for x in tensors()), cu_seqlens=bounds)
 
 
+@pytest.mark.parametrize("bounds", [torch.tensor(64), torch.tensor([[0, 64]])], ids=["number", "matrix"])
+@pytest.mark.parametrize("longest", [None, 64])
+@pytest.mark.parametrize("pattern", [None, WindowSinkPattern(sinks=1, window_size=8)], ids=["dense", "window_sink"])
+def test_refuses_bounds_that_are_no_row(bounds: Tensor, longest: int | None, pattern: Any) -> None:
+    with pytest.raises(ValueError, match=r"cu_seqlens .*must be one row of bounds that rise from 0 to 64"):
+        attention(*(x[0] for x in tensors()), cu_seqlens=bounds, max_seqlen=longest, pattern=pattern)
+
+
 def test_a_learned_scale_multiplies_the_query() -> None:
     q, k, v = tensors()
     scale = torch.nn.Parameter(torch.tensor(0.5))
@@ -161,13 +178,40 @@ def test_refuses_a_longest_sequence_of_a_batch(pattern: Any) -> None:
         attention(*tensors(), pattern=pattern, max_seqlen=64)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=["dense", "window_sink"])
-def test_refuses_a_longest_sequence_that_is_too_short(pattern: Any) -> None:
+PACKED: dict[str, Callable[..., Any]] = {
+    "dense": attention,
+    "dilated": partial(attention, pattern=DilatedPattern(**BRANCHES)),
+    "window_sink": partial(attention, pattern=WindowSinkPattern(sinks=1, window_size=8)),
+    "selected": partial(
+        attention, pattern=SelectedBlocksPattern(block_size=16), indices=torch.zeros(64, 4, 1, dtype=torch.int64)
+    ),
+    "branches": partial(dilated_attention, **BRANCHES),
+    "sink": partial(dilated_attention, sink=torch.zeros(4), **BRANCHES),
+    "one_backend": partial(dilated_attention, backend="math", **BRANCHES),
+    "module": DilatedAttention(**BRANCHES),
+}
+
+
+@pytest.mark.parametrize("bounds_as", [list, tuple, torch.tensor, torch.IntTensor], ids=["list", "tuple", "64", "32"])
+@pytest.mark.parametrize("entry", PACKED.values(), ids=PACKED.keys())
+def test_refuses_a_longest_sequence_that_is_too_short(entry: Callable[..., Any], bounds_as: Callable[..., Any]) -> None:
     q, k, v = (x[0] for x in tensors())
-    bounds = [0, 9, len(q)]
+    bounds = bounds_as([0, 9, len(q)])
     with pytest.raises(ValueError, match=f"max_seqlen 9 is less than {len(q) - 9}, the tokens of the longest"):
-        attention(q, k, v, pattern=pattern, cu_seqlens=bounds, max_seqlen=9)
-    attention(q, k, v, pattern=pattern, cu_seqlens=bounds, max_seqlen=len(q) - 9)
+        entry(q, k, v, cu_seqlens=bounds, max_seqlen=9)
+    entry(q, k, v, cu_seqlens=bounds, max_seqlen=len(q) - 9)
+
+
+@pytest.mark.parametrize("bounds_as", [list, torch.tensor], ids=["list", "tensor"])
+def test_bounds_on_the_host_are_compared_for_tensors_on_a_device(bounds_as: Callable[..., Any]) -> None:
+    q, k, v = (x[0].to("meta") for x in tensors())
+    with pytest.raises(ValueError, match="max_seqlen 9 is less than 55"):
+        attention(q, k, v, cu_seqlens=bounds_as([0, 9, 64]), max_seqlen=9)
+
+
+def test_bounds_on_a_device_are_not_read_for_the_longest_sequence() -> None:
+    """Reading bounds on "meta" fails."""
+    assert operands.rounded_up(9, torch.empty(3, dtype=torch.int32, device="meta")) == 1024
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])

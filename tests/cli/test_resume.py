@@ -50,6 +50,23 @@ def test_a_run_goes_on_in_its_own_folder(cli, tmp_path, header):
         assert cli("run", "quick", "--resume", str(folder.path), "-o", own, "--dry-run").exit_code == 0
 
 
+@pytest.mark.parametrize("recorded", ["block-sparse", "sparse"])
+def test_a_run_goes_on_without_its_suite_or_by_any_of_its_names(cli, tmp_path, header, recorded):
+    folder = RunFolder.create(tmp_path, recorded, "r")
+    folder.start(header.model_copy(update={"suite": recorded, "config": {"suite": recorded, "device": "cpu"}}))
+    folder.close()
+    cases = [
+        cli("run", *suite, "--resume", str(folder.path), "--dry-run", "--json")
+        for suite in ([], ["block-sparse"], ["sparse"])
+    ]
+    assert [case.exit_code for case in cases] == [0, 0, 0]
+    assert len({case.stdout for case in cases}) == 1
+    other = cli("run", "quick", "--resume", str(folder.path), "--dry-run")
+    assert other.exit_code == 2
+    said = " ".join(other.stderr.split())
+    assert f"is of suite {recorded!r}, not 'quick'; omit 'quick': --resume takes the suite from the run" in said
+
+
 @pytest.mark.parametrize("field", ["mask_file", "indices_file", "bounds_file"])
 def test_what_a_pipe_sent_is_read_from_a_file_when_the_run_goes_on(tmp_path, monkeypatch, field):
     monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path / "cache"))
@@ -63,6 +80,6 @@ def test_what_a_pipe_sent_is_read_from_a_file_when_the_run_goes_on(tmp_path, mon
     folder = RunFolder.create(tmp_path, "range", "r")
     folder.start(new_header(SimpleNamespace(plugins=()), CPU, request))
     folder.close()
-    found, _ = recorded_request(folder.path, "range", ())
+    found, _ = recorded_request(folder.path, ("range",), ())
     assert found.overrides == {field: kept, "block_size": 64}
     assert named_file(found.overrides[field]) == (kept, digest)

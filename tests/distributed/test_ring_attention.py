@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from dilabench.attention import sequence_shards
+
 pytestmark = pytest.mark.distributed
 FOLDER = Path(__file__).parent
 
@@ -43,6 +45,12 @@ def test_results_are_those_of_one_device_and_refusals_say_why(launch):
     )
     for text, reason in zip(said, reasons, strict=True):
         assert reason in text
+
+
+@pytest.mark.parametrize("tokens", [-1, "64", 64.0])
+def test_a_length_that_is_no_number_of_tokens_is_refused(tokens):
+    with pytest.raises(ValueError, match=f"seq_len {tokens!r} must be a whole number of at least 0"):
+        sequence_shards(tokens)
 
 
 @pytest.mark.slow

@@ -80,8 +80,12 @@ def test_norm_is_applied_before_the_output_projection() -> None:
     [
         ((25, 6, 6), "embed_dim 25 is not a multiple of num_heads 6"),
         ((24, 6, 4), "num_heads 6 is not a multiple"),
-        ((24, 0, None), "of num_heads 0"),
-        ((24, 6, 0), "of num_kv_heads 0"),
+        ((24, 0, None), "num_heads 0 must be a whole number of at least 1"),
+        ((24, 6, 0), "num_kv_heads 0 must be a whole number of at least 1"),
+        ((0, 6, 6), "embed_dim 0 must be"),
+        (("24", 6, 6), "embed_dim '24' must be"),
+        ((24.0, 6, 6), "embed_dim 24.0 must be"),
+        ((24, torch.tensor(6), 6), r"num_heads tensor\(6\) must be"),
     ],
 )
 def test_impossible_sizes_are_refused(sizes: tuple[int, int, int], message: str) -> None:

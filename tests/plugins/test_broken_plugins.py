@@ -53,6 +53,8 @@ BROKEN = {
     "returns an empty list": (plugin(returns_nothing), "it registers nothing"),
     "returns a descriptor alone": (plugin(lambda: MINE), "must return a list of Implementation"),
     "returns a number": (plugin(lambda: 3), "returned 3; it must return a list of Implementation"),
+    "returns a text": (plugin(lambda: "mine"), "returned 'mine'; it must return a list of Implementation"),
+    "returns bytes": (plugin(lambda: b"mine"), "returned b'mine'; it must return a list of Implementation"),
     "returns texts": (plugin(lambda: ["mine"]), "returned 'mine', which is no Implementation"),
     "returns another kind of descriptor": (
         plugin(lambda: [Backend("mine", "a summary", "package.module:attend")]),

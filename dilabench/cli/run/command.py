@@ -59,7 +59,7 @@ Resume = Annotated[
 
 
 def run(
-    suite: own.SuiteName,
+    suite: own.SuiteName = None,
     implementations: own.Implementations = None,
     backends: shared.Backends = None,
     config: shared.Configs = None,
@@ -110,6 +110,11 @@ def run(
 
     With --json, --dry-run and --plan print JSON.
     """
+    if suite is None and resume is None:
+        raise ConfigError(
+            "SUITE, the question, is missing; write for example `dilabench run quick` (`dilabench list suites` shows "
+            "all), or `dilabench run --resume RUN` to continue a run"
+        )
     if sessions > 1 and resume is not None:
         raise ConfigError(f"--resume continues one run, --sessions {sessions} begins several; leave one out")
     if sessions > 1 and (as_json or output.suffix == ".json"):
@@ -154,6 +159,7 @@ def run(
         shown = tuple(catalogue.reporters.get(name) for name in reporters)
         earlier = None
         if resumed is None:
+            assert suite is not None
             request = run_request(
                 catalogue,
                 suite=suite,
@@ -165,7 +171,11 @@ def run(
         else:
             beside = {"--config": config, "--set": assignments, f"-o {elsewhere}": elsewhere}
             fixed = {**workload, **settings, **given(**beside)}
-            request, earlier = recorded_request(resumed, suite, fixed.keys() - {"budget_s"})
+            suites: tuple[str, ...] = ()
+            if suite is not None:
+                named = catalogue.suites.get(suite)
+                suites = (suite, named.name, *named.aliases)
+            request, earlier = recorded_request(resumed, suites, fixed.keys() - {"budget_s"})
             request = request.model_copy(update={name: settings[name] for name in settings if name == "budget_s"})
         if not look:
             from dilabench.engine.worker.process import warm_server

@@ -8,7 +8,12 @@ import typer
 from dilabench.cli import OldNames
 from dilabench.cli.options import OUTPUT_DIR
 
-SuiteName = Annotated[str, typer.Argument(metavar="SUITE", help="The question; see `dilabench list suites`.")]
+SuiteName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="SUITE", help="The question; see `dilabench list suites`. With --resume it is the run's, and optional."
+    ),
+]
 Implementations = Annotated[
     list[str] | None,
     typer.Option(

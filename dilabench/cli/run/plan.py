@@ -92,13 +92,14 @@ def plan(
 ) -> None:
     """Predict the memory of each length, batch size and implementation, and the longest sequence that fits.
 
-    With --nproc the figures are those of the rank that needs most, against the memory of one rank. The longest sequence
-    ends where a segment ends, if several such lengths fit.
+    With --nproc the figures are for the rank that needs most, against the memory of one rank. The longest sequence ends
+    where a segment ends, if several such lengths fit.
     """
     found = discovered(strict_plugins)
     if budget is not None and not check:
         raise ConfigError(f"--budget {budget} limits what --check runs; add --check, or leave --budget out")
     budget_s = None if budget is None else parse_duration(budget)
+    given_bytes = None if memory is None else parse_bytes(memory)
     counts = [parse_count(length, "length") for length in names(lengths)]
     workload = shared.workload_fields(None, None, num_heads, num_kv_heads, head_dim, dtype, mode)
     if suite is not None and (check or memory or batch_sizes):
@@ -127,7 +128,7 @@ def plan(
     planned = planned_for_memory(planner, batches, LENGTHS_CHECKED[machine.facts.size] if check else LENGTHS)
     refuse_idle_fields(request, planned)
     plan_ahead([case.case for case in planned], machine.device, found.catalogue)
-    capacity = parse_bytes(memory) if memory else rank_memory_bytes(machine, request.nproc)
+    capacity = rank_memory_bytes(machine, request.nproc) if given_bytes is None else given_bytes
     if check:
         peaks = peaks_of(planned, planner, capacity, budget_s)
         if as_json:

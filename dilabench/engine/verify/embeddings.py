@@ -213,13 +213,13 @@ def _shared(module: nn.Module, oracle: Oracle, names: list[str], backward: bool)
 
 def _expected(module: nn.Module, oracle: Oracle, names: list[str], backward: bool) -> dict[str, Expected]:
     """out on the sampled rows, 'dx' and the gradient of each parameter, as `_in_rows` shapes them."""
-    yardstick = _Yardstick(module, oracle, torch.float64, backward)
-    exact = yardstick.results(names)
-    moved = yardstick.moved(names) if backward else {}
-    moved_by_out = yardstick.moved_by_out(names)
+    reference = _WithOracle(module, oracle, torch.float64, backward)
+    exact = reference.results(names)
+    moved = reference.moved(names) if backward else {}
+    moved_by_out = reference.moved_by_out(names)
     # Its graph holds q, k and v of all positions.
-    del yardstick
-    plain = _Yardstick(module, oracle, plain_dtype(oracle.dtype), backward).results(names)
+    del reference
+    plain = _WithOracle(module, oracle, plain_dtype(oracle.dtype), backward).results(names)
     workload, rows = oracle.workload, oracle.workload.seq_len * len(oracle.sample.batches)
     expected = {}
     for name, value in exact.items():
@@ -238,12 +238,12 @@ def _expected(module: nn.Module, oracle: Oracle, names: list[str], backward: boo
 
 def plain_embeddings(module: nn.Module, oracle: Oracle) -> tuple[Tensor, Tensor]:
     """out on the sampled rows by the module around the plain computation, in the workload's dtype, and its size."""
-    yardstick = _Yardstick(module, oracle, oracle.dtype, backward=False)
-    value, moved = yardstick.results([])[CheckName.OUT].double(), yardstick.moved_by_out([])
+    reference = _WithOracle(module, oracle, oracle.dtype, backward=False)
+    value, moved = reference.results([])[CheckName.OUT].double(), reference.moved_by_out([])
     return value, _spread(value) + (_spread(moved[CheckName.OUT].double()) if moved else 0.0)
 
 
-class _Yardstick:
+class _WithOracle:
     """The module with the oracle for its attention, run once on the sampled batches in `dtype`."""
 
     def __init__(self, module: nn.Module, oracle: Oracle, dtype: torch.dtype, backward: bool) -> None:

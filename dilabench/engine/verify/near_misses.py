@@ -107,7 +107,7 @@ def diagnose(oracle: Oracle, seen: Seen, checks: Sequence[Check]) -> str | None:
 
 
 class _Part:
-    """A few rows of the sample: their inputs, and what is right for them. Those of a smaller part are in a larger."""
+    """A few rows of the sample: their inputs, and the right results. A larger part has the rows of a smaller one."""
 
     def __init__(self, oracle: Oracle, count: int) -> None:
         self.workload = oracle.workload

@@ -63,7 +63,7 @@ class DocumentLists(NamedTuple):
 
     spans: int32 [n, `SPAN_COLUMNS`], of each super-segment its first token, tokens, and first row among statistics and
     among stored rows. visits: int32 [n, `VISIT_COLUMNS`], of each program the same of its super-segment; then the
-    variant of lists, the item among those of the variant, all items of a variant, and all stored rows. Rows that pad
+    variant of lists, the item among the variant's items, all items of a variant, and all stored rows. Rows that pad
     come last.
     """
 

@@ -145,7 +145,7 @@ def lookup_of(runs: Runs, kept: npt.NDArray[np.bool_]) -> Integers:
     partners = kept.sum(2).reshape(-1, ranges)
     masked = runs.count[..., 1] + runs.count[..., 2]
     found = np.zeros((variants, tiles, kinds * classes, 3), np.int64)
-    # Products of integer matrices have no fast path, and those of floats start threads for a few numbers.
+    # Products of integer matrices have no fast path, and float products start threads for a few numbers.
     for at in range(ranges):
         found[..., 1] += runs.count[..., at, :1] * partners[:, at]
         found[..., 2] += masked[..., at, None] * partners[:, at]

@@ -75,7 +75,7 @@ def _rows_of_tile(
 def _is_others(
     unions_ptr, tile, kv_head, n_kv_heads, QUERIES: tl.constexpr, UNITED: tl.constexpr, MOST_BLOCKS: tl.constexpr
 ):
-    """Whether the tokens of a tile are computed by the other launch: those of a tile of UNITED neighbours together, if
+    """Whether the tokens of a tile are computed by the other launch: the tokens of UNITED neighbours together, if
     they see few blocks, else each of them on its own.
     """
     blocks = tl.load(unions_ptr + tile * QUERIES // UNITED * n_kv_heads + kv_head)

@@ -160,7 +160,7 @@ def _gathered_kernel(
     edges_ptr += part * n_lists
     first_entry, entries, _ = share_of_list(share, number, share_ptr, edges_ptr, n_lists, ENTRIES)
     kv_head = number // n_blocks
-    # Of all places, those of another key/value head or before this part have no partial result here.
+    # Places of another key/value head, or before this part, have no partial result here.
     others = (kv_head * (key_rows - rows) + first_row) * SLOTS
     first, end = rows_of_block(bounds_ptr, number % n_blocks, length, blocks_each, BLOCK)
     WHOLE: tl.constexpr = BLOCK <= KEYS

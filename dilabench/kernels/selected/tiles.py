@@ -25,8 +25,8 @@ Kernel = Literal[
     "key_gradient",
     "token_gradient",
 ]
-"""query_*: the heads of a group are the rows of a tile. union_*: those of neighbours that select alike. gathered_*:
-queries that selected a block are. key_gradient: dK and dV of blocks; token_gradient: of single tokens."""
+"""query_*: the heads of a group are the rows of a tile. union_*: the heads of neighbours that select alike.
+gathered_*: queries that selected a block are. key_gradient: dK and dV of blocks; token_gradient: of single tokens."""
 
 Form = Literal["query", "gathered"]
 Direction = Literal["forward", "gradient"]

@@ -17,11 +17,12 @@ SHAPE = {
 
 
 def expand(_request: RunRequest, planner: Planner) -> tuple[PlannedCase, ...]:
-    """Plan every density of one shape, pattern by pattern, with full attention through a flash kernel as the yardstick.
+    """Plan every density of one shape, pattern by pattern.
 
-    Without a pattern, or a field of one, in the request: all that define densities (`Pattern.densities`), block masks
-    first. A named density, block size or mask file is the only one. Shapes with branches get the mask over each
-    branch's rows. With `--nproc` rows over ranks are measured in addition to rows of one device.
+    The unranked reference is full attention through a flash kernel. Without a pattern, or a field of one, in the
+    request: all that define densities (`Pattern.densities`), block masks first. A named density, block size or mask
+    file is the only one. Shapes with branches get the mask over each branch's rows. With `--nproc` rows over ranks are
+    measured in addition to rows of one device.
     """
     implementations = planner.implementations(planner.where(_sparse_or_full))
     cases: list[PlannedCase] = []

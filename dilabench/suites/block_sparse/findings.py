@@ -21,7 +21,7 @@ COLUMNS = ("implementation", "block", "asked", "density", "median", "of dense", 
 class Step:
     """A measured row at one density, the share of visible blocks, or pairs, that is computed.
 
-    `speedup`: time of the fastest yardstick of its shape / this time, None if there is none.
+    `speedup`: time of the fastest unranked reference of its shape / this time, None if there is none.
     """
 
     row: Row

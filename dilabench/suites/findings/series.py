@@ -67,7 +67,7 @@ def families(series: Sequence[Series]) -> dict[str, list[Series]]:
 
 def _rivals(row: Row) -> str:
     fixed = row.case.workload.model_dump_json(exclude=VARIES_ALONG_A_RANGE)
-    # A yardstick is compared with no other row, not even with other yardsticks of its record.
+    # An unranked reference is compared with no other row, not even with other references of its record.
     alone = row.case.case_id if row.planned.role == "yardstick" else ""
     return "|".join((fixed, _batch(row), row.planned.takes, str(row.case.world_size), alone))
 

@@ -25,7 +25,7 @@ LARGEST_SUM = {torch.float16: 65504.0, torch.bfloat16: 2.0**64}
 
 @gluon.jit
 def _hidden(logits, entry, place, bounds, R, form: gl.constexpr, LAYOUT: gl.constexpr):
-    """Logits, those of keys that a query does not see -inf; arguments as of `weigh`. ``bounds``: the ranges of rows
+    """Logits, -inf for keys that a query does not see; arguments as of `weigh`. ``bounds``: the ranges of rows
     that each key is hidden from, the number of keys, and the window.
     """
     ROWS: gl.constexpr = form.value.ROWS
