@@ -335,6 +335,21 @@ class Pattern(Model, ABC):
         """
         return _counted_shares(self, shape, lines, columns).copy() if shape.length <= MAX_PICTURED_LENGTH else None
 
+    def keys_in_columns(self, shape: SequenceShape, rows: Positions, edges: Positions) -> NDArray[np.int64]:
+        """[R, columns]: how many keys in each edges[i] <= key < edges[i + 1] a row of head 0 attends to.
+
+        `rows` [R] and `edges` [columns + 1], from 0 to the length, are ascending.
+        """
+        import numpy as np
+
+        seen = np.zeros((len(rows), len(edges) - 1), np.int64)
+        for group in self.counts(shape, 0, rows):
+            keys = group.keys()
+            for row, first, stop in zip(rows.searchsorted(group.rows), *shape.bounds(group.rows), strict=True):
+                inside = keys[keys.searchsorted(first) : keys.searchsorted(stop)]
+                seen[row] += np.diff(inside.searchsorted(edges))
+        return seen
+
     def pictures(self, shape: SequenceShape, cells: int) -> Iterator[Picture]:
         """Pictures for a report, of at most `cells` a side. Raises ConfigError when a file does not fit any more."""
         shares = self.shares(shape, cells, cells) if self.drawn_in_reports else None
@@ -423,13 +438,11 @@ def _counted_shares(pattern: Pattern, shape: SequenceShape, lines: int, columns:
     line_edges, key_edges = (
         np.arange(min(shape.length, size) + 1) * shape.length // min(shape.length, size) for size in (lines, columns)
     )
-    shares = np.zeros((len(line_edges) - 1, len(key_edges) - 1))
-    for line, (start, end) in enumerate(pairwise(line_edges.tolist())):
-        rows = np.unique(np.linspace(start, end - 1, min(end - start, ROWS_PER_LINE)).astype(np.int64))
-        for group in pattern.counts(shape, 0, rows):
-            keys = group.keys()
-            for first, stop in zip(*shape.bounds(group.rows), strict=True):
-                seen = keys[np.searchsorted(keys, first) : np.searchsorted(keys, stop)]
-                shares[line] += np.diff(np.searchsorted(seen, key_edges))
-        shares[line] /= len(rows) * np.diff(key_edges)
-    return shares
+    lengths = np.minimum(np.diff(line_edges), ROWS_PER_LINE)
+    sampled = [
+        np.linspace(start, end - 1, length).astype(np.int64)
+        for (start, end), length in zip(pairwise(line_edges.tolist()), lengths.tolist(), strict=True)
+    ]
+    seen = pattern.keys_in_columns(shape, np.concatenate(sampled), key_edges)
+    seen = np.add.reduceat(seen, lengths.cumsum() - lengths, axis=0)
+    return np.asarray(seen / (lengths[:, None] * np.diff(key_edges)))
