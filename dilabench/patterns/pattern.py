@@ -374,10 +374,10 @@ class Summand(NamedTuple):
 
 def hide_future(shares: NDArray[np.float64], causal: bool) -> tuple[tuple[float | None, ...], ...]:
     """Cells of a picture: None right of the diagonal if it is causal."""
-    return tuple(
-        tuple(None if causal and column > line else share for column, share in enumerate(row))
-        for line, row in enumerate(shares.tolist())
-    )
+    cells = map(tuple, shares.tolist())
+    if not causal:
+        return tuple(cells)
+    return tuple(row[: line + 1] + (None,) * (len(row) - line - 1) for line, row in enumerate(cells))
 
 
 def group_rows(labels: NDArray[np.int64], rows: Positions) -> Iterator[tuple[tuple[int, ...], Positions]]:

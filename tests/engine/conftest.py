@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from dilabench.engine import runner
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.runner import run
 from dilabench.machine import Machine
@@ -26,28 +25,9 @@ def lock_of_its_own(tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def importable_impls(monkeypatch, warm_server):
+def importable_impls(monkeypatch, warm_server, known_ceilings):
     monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.setattr(sys, "path", [str(HERE), *sys.path])
-
-
-@pytest.fixture(scope="session")
-def ceilings_by_dtypes():
-    return {}
-
-
-@pytest.fixture(autouse=True)
-def ceilings_are_measured_once(monkeypatch, ceilings_by_dtypes):
-    """The first run of each set of dtypes measures the machine's ceilings, for half a second; later ones know them."""
-    measure = runner._measured_ceilings
-
-    def known(worker, dtypes):
-        key = frozenset(dtypes)
-        if key not in ceilings_by_dtypes:
-            ceilings_by_dtypes[key] = measure(worker, dtypes)
-        return ceilings_by_dtypes[key]
-
-    monkeypatch.setattr(runner, "_measured_ceilings", known)
 
 
 class Keeper:
