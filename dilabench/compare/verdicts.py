@@ -31,6 +31,8 @@ def corrected(verdicts: Sequence[Verdict], throttled: Sequence[bool], policy: Po
     result = list(withdrawn)
     for advisory in (False, True):
         family = [index for index, verdict in enumerate(withdrawn) if verdict.advisory is advisory]
+        if not family:
+            continue
         controlled = control_family([withdrawn[index] for index in family], alpha=policy.alpha)
         for index, verdict in zip(family, controlled, strict=True):
             result[index] = verdict

@@ -25,12 +25,22 @@ class HiddenRowsPattern(Pattern):
     def counts(self, shape: SequenceShape, head: int, rows: Positions) -> Iterator[KeyGroup]:  # noqa: ARG002
         """Consecutive rows have the same keys if no range starts or stops between them."""
         hidden = self.hidden_rows(shape)
-        edges = np.unique(np.concatenate([hidden.starts.ravel(), hidden.stops.ravel()]))
-        between = edges.searchsorted(rows, side="right")
-        _, first = np.unique(between, return_index=True)
-        for members in np.split(rows, first[1:]):
+        changes = np.zeros(len(rows) + 1, dtype=bool)
+        for edges in (hidden.starts, hidden.stops):
+            changes[rows.searchsorted(edges)] = True
+        for members in np.split(rows, 1 + np.flatnonzero(changes[1 : len(rows)])):
             if len(members):
                 yield KeyGroup(members, (np.flatnonzero(~hidden.hides(members[:1], slice(None))[0]),))
+
+    def keys_in_columns(self, shape: SequenceShape, rows: Positions, edges: Positions) -> NDArray[np.int64]:
+        """Computed from the rows at which each key becomes visible and hidden."""
+        column = edges.searchsorted(np.arange(shape.length), side="right") - 1
+        change = np.zeros((len(rows) + 1, len(edges) - 1), np.int64)
+        for start, stop in zip(*self._seen(shape), strict=True):
+            nonempty = start < stop
+            np.add.at(change, (rows.searchsorted(start[nonempty]), column[nonempty]), 1)
+            np.subtract.at(change, (rows.searchsorted(stop[nonempty]), column[nonempty]), 1)
+        return change[:-1].cumsum(axis=0)
 
     def head_key(self, shape: SequenceShape, head: int) -> Hashable:  # noqa: ARG002
         """All heads are equal."""

@@ -335,6 +335,21 @@ class Pattern(Model, ABC):
         """
         return _counted_shares(self, shape, lines, columns).copy() if shape.length <= MAX_PICTURED_LENGTH else None
 
+    def keys_in_columns(self, shape: SequenceShape, rows: Positions, edges: Positions) -> NDArray[np.int64]:
+        """[R, columns]: how many keys in each edges[i] <= key < edges[i + 1] a row of head 0 attends to.
+
+        `rows` [R] and `edges` [columns + 1], from 0 to the length, are ascending.
+        """
+        import numpy as np
+
+        seen = np.zeros((len(rows), len(edges) - 1), np.int64)
+        for group in self.counts(shape, 0, rows):
+            keys = group.keys()
+            for row, first, stop in zip(rows.searchsorted(group.rows), *shape.bounds(group.rows), strict=True):
+                inside = keys[keys.searchsorted(first) : keys.searchsorted(stop)]
+                seen[row] += np.diff(inside.searchsorted(edges))
+        return seen
+
     def pictures(self, shape: SequenceShape, cells: int) -> Iterator[Picture]:
         """Pictures for a report, of at most `cells` a side. Raises ConfigError when a file does not fit any more."""
         shares = self.shares(shape, cells, cells) if self.drawn_in_reports else None
@@ -359,10 +374,10 @@ class Summand(NamedTuple):
 
 def hide_future(shares: NDArray[np.float64], causal: bool) -> tuple[tuple[float | None, ...], ...]:
     """Cells of a picture: None right of the diagonal if it is causal."""
-    return tuple(
-        tuple(None if causal and column > line else share for column, share in enumerate(row))
-        for line, row in enumerate(shares.tolist())
-    )
+    cells = map(tuple, shares.tolist())
+    if not causal:
+        return tuple(cells)
+    return tuple(row[: line + 1] + (None,) * (len(row) - line - 1) for line, row in enumerate(cells))
 
 
 def group_rows(labels: NDArray[np.int64], rows: Positions) -> Iterator[tuple[tuple[int, ...], Positions]]:
@@ -423,17 +438,11 @@ def _counted_shares(pattern: Pattern, shape: SequenceShape, lines: int, columns:
     line_edges, key_edges = (
         np.arange(min(shape.length, size) + 1) * shape.length // min(shape.length, size) for size in (lines, columns)
     )
-    shares = np.zeros((len(line_edges) - 1, len(key_edges) - 1))
-    rows_of_lines = [
-        np.unique(np.linspace(start, end - 1, min(end - start, ROWS_PER_LINE)).astype(np.int64))
-        for start, end in pairwise(line_edges.tolist())
+    lengths = np.minimum(np.diff(line_edges), ROWS_PER_LINE)
+    sampled = [
+        np.linspace(start, end - 1, length).astype(np.int64)
+        for (start, end), length in zip(pairwise(line_edges.tolist()), lengths.tolist(), strict=True)
     ]
-    # All rows in one call: what a pattern finds out about a shape can take longer than its rows.
-    for group in pattern.counts(shape, 0, np.concatenate(rows_of_lines)):
-        keys = group.keys()
-        lines_of_rows = line_edges.searchsorted(group.rows, side="right") - 1
-        for line, first, stop in zip(lines_of_rows, *shape.bounds(group.rows), strict=True):
-            seen = keys[np.searchsorted(keys, first) : np.searchsorted(keys, stop)]
-            shares[line] += np.diff(np.searchsorted(seen, key_edges))
-    shares /= np.array([len(rows) for rows in rows_of_lines])[:, None] * np.diff(key_edges)
-    return shares
+    seen = pattern.keys_in_columns(shape, np.concatenate(sampled), key_edges)
+    seen = np.add.reduceat(seen, lengths.cumsum() - lengths, axis=0)
+    return np.asarray(seen / (lengths[:, None] * np.diff(key_edges)))

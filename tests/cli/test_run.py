@@ -57,7 +57,7 @@ def _own_lock(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run_here(cli, warm_server):
+def run_here(cli, warm_server, known_ceilings):
     """`dilabench run` in this process: what is asked is the code, the words and the files, not what a start loads."""
 
     def call(*arguments):

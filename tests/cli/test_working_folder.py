@@ -16,7 +16,7 @@ import dilabench
 
 COMMANDS = {
     "plan": ("plan", "range", "--lengths", "512", "-i", "strided"),
-    "verify": ("verify", "dense"),
+    "verify": ("verify", "dense", "--seq-length", "96"),
     "doctor": ("doctor",),
 }
 

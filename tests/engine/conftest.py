@@ -25,7 +25,7 @@ def lock_of_its_own(tmp_path, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def importable_impls(monkeypatch, warm_server):
+def importable_impls(monkeypatch, warm_server, known_ceilings):
     monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.setattr(sys, "path", [str(HERE), *sys.path])
 

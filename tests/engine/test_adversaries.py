@@ -87,12 +87,13 @@ def slow(*values: object) -> object:
         slow("made_up_gradients", {"mode": "both"}, TIMED),
         ("lazy_on_the_instance", {}, "extra attributes (detach)"),
         ("lazy_by_a_patch", {}, "intact: after a timed call Tensor.detach was replaced"),
-        ("lazy_by_dispatch", {}, "intact: after a timed call a TorchDispatchMode (_Dispatch) was entered and not left"),
+        # This one loads torch._dynamo.
         slow(
-            "lazy_by_function",
+            "lazy_by_dispatch",
             {},
-            "intact: after a timed call a TorchFunctionMode (_Function) was entered and not left",
+            "intact: after a timed call a TorchDispatchMode (_Dispatch) was entered and not left",
         ),
+        ("lazy_by_function", {}, "intact: after a timed call a TorchFunctionMode (_Function) was entered and not left"),
         ("slow_clock", {}, "intact: after a timed call time.perf_counter_ns was replaced"),
         slow("with_an_attribute", {}, "the first call returned a tensor with extra attributes (lse)"),
     ],
@@ -121,7 +122,9 @@ def test_what_authors_forget_is_said_at_the_first_call(outcome, name, workload, 
     assert found.why.startswith(why)
 
 
-@pytest.mark.parametrize("name", ["no_grad_mode", "double_by_default", "one_thread", "tf32", "deterministic"])
+@pytest.mark.parametrize(
+    "name", ["no_grad_mode", "double_by_default", slow("one_thread"), slow("tf32"), slow("deterministic")]
+)
 def test_settings_are_put_back_and_the_one_who_changed_them_is_named(outcome, name):
     found = outcome(name, beside=("honest",), mode="both")
     for one in (name, "honest"):
@@ -208,7 +211,7 @@ def test_a_time_that_the_device_cannot_reach_fails_the_run(outcome, catalogue):
     assert exit_code(outcome.record) is ExitCode.WRONG_OUTPUT
 
 
-@pytest.mark.parametrize("name", ["scratch_of_numpy", "scratch_of_build", "scratch_of_build_in_numpy"])
+@pytest.mark.parametrize("name", ["scratch_of_numpy", "scratch_of_build", slow("scratch_of_build_in_numpy")])
 def test_memory_that_a_call_needs_is_in_its_peak(outcome, name):
     found = outcome(name, beside=("honest",))
     hidden, plain = found[name].memory, found["honest"].memory

@@ -3,8 +3,12 @@
 import numpy as np
 import pytest
 
+from dilabench.patterns.answers import SequenceShape
 from dilabench.patterns.block_masks import block_shares
 from dilabench.patterns.block_sparse import BlockSparsePattern, block_mask
+from dilabench.patterns.hidden_rows import HiddenRowsPattern
+from dilabench.patterns.pattern import Pattern
+from dilabench.patterns.registry import pattern_type
 from dilabench.plugins.manager import discover
 from dilabench.record import Skipped
 from dilabench.report import markdown
@@ -105,3 +109,29 @@ def test_any_suite_shows_its_masks_in_the_report(make_record, make_row, tmp_path
     assert f"](plots/{name}.png)" in (tmp_path / "report.md").read_text()
     dense = make_record([make_row()], suite="quick")
     assert "Block masks" not in [section.title for section in sections_of(dense, discover().catalogue)]
+
+
+HIDDEN_ROWS = [
+    pattern
+    for kind in discover().catalogue.patterns
+    if issubclass(pattern_type(kind.name), HiddenRowsPattern)
+    for pattern in pattern_type(kind.name).examples()
+]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [(-1, -1), (7, 5)])
+@pytest.mark.parametrize("pattern", HIDDEN_ROWS, ids=str)
+def test_keys_are_counted_by_column_as_row_by_row(pattern, causal, window):
+    shape = SequenceShape(61, 4, 2, causal, window)
+    rows, edges = np.array([0, 1, 5, 17, 18, 40, 60]), np.array([0, 1, 7, 30, 61])
+    derived = Pattern.keys_in_columns(pattern, shape, rows, edges)
+    assert pattern.keys_in_columns(shape, rows, edges).tolist() == derived.tolist()
+
+
+@pytest.mark.parametrize("pattern", HIDDEN_ROWS, ids=str)
+def test_a_picture_looks_at_each_key_once(pattern, monkeypatch):
+    asked, ranges = [], type(pattern).hidden_rows
+    monkeypatch.setattr(type(pattern), "hidden_rows", lambda *given: asked.append(1) or ranges(*given))
+    pattern.shares(SequenceShape(61, 4, 2, True, (-1, -1)), 20, 20)
+    assert len(asked) == 1

@@ -35,7 +35,7 @@ def test_a_factor_below_the_tolerance_of_single_values_is_found(
 )
 def test_right_ones_pass_with_every_seed(make_workload: MakeWorkload, right: type, dtype: str) -> None:
     workload = make_workload(mode="both", dtype=dtype, seq_len=64, batch_size=1)
-    for seed in range(6):
+    for seed in range(4):
         verification = verify(right(workload), workload, oracle=Oracle(workload, seed=seed))
         assert verification.passed, summary(verification)
 

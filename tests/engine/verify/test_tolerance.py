@@ -9,7 +9,7 @@ from dilabench.engine.verify.oracle.tolerance import errors, rows_last
 from dilabench.engine.verify.slope import slope, slope_limit
 from dilabench.workload.spec import Workload
 
-KEYS = 4096
+KEYS = 3072
 FIELDS = {"pattern": {"kind": "dense"}, "batch_size": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 4}
 WORKLOAD = Workload.model_validate({**FIELDS, "seq_len": KEYS, "causal": False, "dtype": "float32"})
 

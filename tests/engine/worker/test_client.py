@@ -220,8 +220,11 @@ def test_the_server_ends_with_the_command():
     assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-def test_a_server_that_was_ended_is_not_asked_for_the_next_worker():
+def test_a_server_that_was_ended_is_not_asked_for_the_next_worker(monkeypatch):
     context = multiprocessing.get_context("forkserver")
+    end_server()
+    # Servers that start without torch.
+    monkeypatch.setattr(forkserver._forkserver, "_preload_modules", [])
     for _ in range(3):
         forkserver.ensure_running()
         ended = psutil.Process(forkserver._forkserver._forkserver_pid)
@@ -231,3 +234,4 @@ def test_a_server_that_was_ended_is_not_asked_for_the_next_worker():
         one.start()
         one.join()
         assert one.exitcode == 0
+    end_server()
