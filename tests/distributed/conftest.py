@@ -1,4 +1,4 @@
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -6,8 +6,10 @@ import pytest
 ON_RANKS = str(Path(__file__).parent / "on_ranks")
 
 
-@pytest.fixture(autouse=True)
-def importable_rank_functions(monkeypatch, warm_server):
+@pytest.fixture(autouse=True, scope="module")
+def importable_rank_functions(warm_server: None) -> Iterator[None]:
     """Rank processes import what they run by its module's name; they inherit sys.path."""
-    monkeypatch.setattr(sys, "path", [ON_RANKS, *sys.path])
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ON_RANKS)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield

@@ -15,15 +15,21 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("ranks", [slow(1), 3, slow(4)])
-def test_out_lse_and_gradients_are_those_of_one_device(ranks, launch):
-    import ring_cases
-
-    assert launch(ring_cases.exact, ranks, [ALGORITHMS]) == [[]] * ranks
-
-
 # Of each kind one: enough for more parts than wait for each other, on five ranks, too.
 OF_EACH_KIND = {"causal", "full", "window both ways", "branches", "offset by key head", "preset", "odd lengths, full"}
+# Few rows, few key heads, windows of one side, rates that divide nothing, zero keys: what ends oddly between ranks.
+ODD = {"one key head, N prime", "fewer rows than chunks", "window back", "r not dividing w", "zero keys"}
+ODD |= {"grouped heads", "odd lengths, window", "single tokens", "dilated"}
+
+
+@pytest.mark.parametrize(("ranks", "everything"), [slow(1, True), (3, False), slow(4, True)])
+def test_out_lse_and_gradients_are_those_of_one_device(ranks, everything, launch):
+    import ring_cases
+
+    cases = ring_cases.PADDED | ring_cases.PACKED
+    if not everything:
+        cases = {name: cases[name] for name in OF_EACH_KIND | ODD}
+    assert launch(ring_cases.exact, ranks, [ALGORITHMS, cases]) == [[]] * ranks
 
 
 @pytest.mark.parametrize(("ranks", "everything"), [(2, False), slow(2, True), slow(5, False)])

@@ -32,122 +32,135 @@ class Keeper:
         pass
 
 
-@pytest.fixture(autouse=True)
-def lock_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
+def case_of(name, optimizations=None, **workload):
+    one = Workload.model_validate({"pattern": {"kind": "dense"}, "mode": "both", **SHAPE, **workload})
+    return Case(implementation=name, backend="math", workload=one, world_size=2, optimizations=optimizations or {})
 
 
-def rows_of(names, ranks=2, optimizations=None, **workload):
+def outcomes_of(cases):
+    """What one run makes of each case, by the keys of `cases`."""
     catalogue = discover().catalogue
     for name in ("killed", "raising", "slow", "wrong", "brittle"):
         target = f"failing:build_{name}"
         catalogue.implementations.add(Implementation(name, "", target, supports=ANY, uses_backend=True), f"test-{name}")
-    one = Workload.model_validate({"pattern": {"kind": "dense"}, "mode": "both", **SHAPE, **workload})
-    planned = [
-        PlannedCase(
-            case=Case(
-                implementation=name,
-                backend="math",
-                workload=one,
-                world_size=ranks,
-                optimizations=optimizations or {},
-            )
-        )
-        for name in names
-    ]
+    planned = [PlannedCase(case=case) for case in cases.values()]
     header = RunHeader(
         tool_version="0", run_id="r", suite="ring", started_at="2026-01-01T00:00:00", environment=snapshot(CPU)
     )
-    request = RunRequest(suite="ring", timing="simple", nproc=ranks, budget_s=40.0)
+    request = RunRequest(suite="ring", timing="simple", nproc=2)
     keeper = Keeper()
     run(planned, request, catalogue, CPU, header, keeper)
-    return {row.case.implementation: row.outcome for row in keeper.kept}
+    found = {row.case: row.outcome for row in keeper.kept}
+    return {key: found[case] for key, case in cases.items()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lock_of_the_module(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DILABENCH_LOCK_DIR", str(tmp_path_factory.mktemp("locks")))
+        yield
+
+
+LIBRARY = {
+    "dense": {},
+    "dilated": {"pattern": {"kind": "dilated", "segment_lengths": (16, 96), "dilation_rates": (1, 2)}},
+    "packed": {"batch_size": 1, "layout": "packed", "cu_seqlens": (0, 7, 60, 61, 96), "causal": True},
+}
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory):
-    """Three right rows and a wrong one, of one run."""
+def right():
+    """Right rows of one run."""
+    cases = {name: case_of(name) for name in ("zigzag-ring", "ring-multihead")}
+    cases |= {f"library, {key}": case_of("library-over-ranks", **LIBRARY[key]) for key in ("dense", "dilated")}
+    inside = {"sharding_inside": True}
+    cases["sharding inside"] = case_of("ring", inside)
+    cases["recomputed, sharding inside"] = case_of("ring-multihead", inside | {"gradient_checkpointing": True})
+    return outcomes_of(cases)
+
+
+@pytest.fixture(scope="module")
+def spoiled():
+    """Rows of one run that go wrong on one rank, and a right one, which gets ranks of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DILABENCH_LOCK_DIR", str(tmp_path_factory.mktemp("locks")))
-        return rows_of(["ring", "zigzag-ring", "ring-multihead", "wrong"])
+        # The other rank waits for the one that raised, and has nothing to report.
+        patch.setattr(rank_group, "GRACE_S", 0.5)
+        return outcomes_of({name: case_of(name) for name in ("raising", "killed", "wrong", "brittle", "ring")})
 
 
-def test_rows_over_ranks_are_verified_timed_and_counted(rows):
-    for outcome in (rows[name] for name in ("ring", "zigzag-ring", "ring-multihead")):
+def test_rows_over_ranks_are_verified_timed_and_counted(right):
+    for outcome in right.values():
         assert isinstance(outcome, Measured), outcome
         assert outcome.verification.passed
         assert outcome.timings[0].samples_ns
         assert outcome.memory.peak_bytes > 0
         for slot in outcome.timings[0].slots:
             assert slot.samples_ns == tuple(map(max, *slot.rank_samples_ns))
-    counters = rows["zigzag-ring"].counters
+    counters = right["zigzag-ring"].counters
     # Rank 0 needs all of rank 1's K and V, and keeps them for the backward pass.
     assert counters["received_keys_bytes"] == 2 * 48 * 2 * 8 * 4
 
 
-@pytest.mark.parametrize(
-    "workload",
-    [
-        {},
-        {"pattern": {"kind": "dilated", "segment_lengths": (16, 96), "dilation_rates": (1, 2)}},
-        pytest.param(
-            {"batch_size": 1, "layout": "packed", "cu_seqlens": (0, 7, 60, 61, 96), "causal": True},
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["dense", "dilated", "packed"],
-)
-def test_the_librarys_own_call_is_a_row_that_says_what_it_takes(workload):
-    (outcome,) = rows_of(["library-over-ranks"], **workload).values()
-    assert isinstance(outcome, Measured), outcome
-    assert outcome.verification.passed
+def assert_says_what_it_takes(outcome, algorithm, order):
     notes = {note.code: note.message for note in outcome.notes}
     assert notes["transport"] == "messages go by gloo"
-    algorithm = "balanced-allgather" if "layout" in workload else "ring-allgather" if workload else "zigzag-allgather"
-    order = {"balanced-allgather": "balanced", "ring-allgather": "contiguous"}.get(algorithm, "zigzag")
     assert notes["chosen"].startswith(f"{algorithm} (")
     assert notes["chosen"].endswith(f"tokens {order}")
     assert outcome.counters["received_keys_bytes"]
 
 
-def test_parts_of_a_call_are_timed_beside_its_row(rows):
-    diagnostics = rows["zigzag-ring"].diagnostics
+def test_the_librarys_own_call_is_a_row_that_says_what_it_takes(right):
+    assert_says_what_it_takes(right["library, dense"], "zigzag-allgather", "zigzag")
+    assert_says_what_it_takes(right["library, dilated"], "ring-allgather", "contiguous")
+
+
+@pytest.mark.slow
+def test_the_librarys_own_call_of_packed_documents_is_such_a_row():
+    outcome = outcomes_of({"packed": case_of("library-over-ranks", **LIBRARY["packed"])})["packed"]
+    assert isinstance(outcome, Measured), outcome
+    assert outcome.verification.passed
+    assert_says_what_it_takes(outcome, "balanced-allgather", "balanced")
+
+
+def test_parts_of_a_call_are_timed_beside_its_row(right):
+    diagnostics = right["zigzag-ring"].diagnostics
     assert [one.part for one in diagnostics] == ["whole", "computation", "communication"]
     assert len({len(one.samples_ns) for one in diagnostics}) == 1
     for one in diagnostics:
         assert one.samples_ns == tuple(map(max, *one.rank_samples_ns))
     # The row's own timings hold the whole call only.
-    assert [timing.timer for timing in rows["zigzag-ring"].timings] == ["wall"]
+    assert [timing.timer for timing in right["zigzag-ring"].timings] == ["wall"]
     # Without its kernels a projected ring would still project.
-    assert [one.part for one in rows["ring-multihead"].diagnostics] == ["whole", "computation"]
-    assert rows["wrong"].status == "failed"
+    assert [one.part for one in right["ring-multihead"].diagnostics] == ["whole", "computation"]
 
 
-def test_a_part_that_takes_the_ranks_along_costs_no_row():
-    rows = rows_of(["brittle", "ring"])
-    brittle = rows["brittle"]
+def test_a_part_that_takes_the_ranks_along_costs_no_row(spoiled):
+    brittle = spoiled["brittle"]
     assert isinstance(brittle, Measured), brittle
     assert brittle.memory is not None
     assert brittle.diagnostics == ()
     (note,) = [note for note in brittle.notes if note.code == "undiagnosed"]
     assert "rank 1: the worker process died during 'diagnose': killed by SIGKILL" in note.message
-    assert isinstance(rows["ring"], Measured)
+    assert isinstance(spoiled["ring"], Measured)
 
 
-def test_sharding_inside_a_call_gives_whole_tensors():
-    rows = rows_of(["ring"], optimizations={"sharding_inside": True})
-    outcome = rows["ring"]
-    assert isinstance(outcome, Measured), outcome
-    assert outcome.verification.passed
+def test_sharding_inside_a_call_gives_whole_tensors(right):
+    outcome = right["sharding inside"]
     # Half of out, and of dq, dk and dv, comes from the other rank.
     assert outcome.counters["received_whole_bytes"] == 48 * (2 * 4 + 2 * 2) * 8 * 4
 
 
-@pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_what_is_around_a_function_of_shards_keeps_them(inside):
+def test_what_is_around_a_function_of_shards_keeps_its_parameters(right):
     """Recomputation wraps the function; its shards and parameters are asked for all the same."""
-    switched = {"gradient_checkpointing": True, "sharding_inside": inside}
-    for name, outcome in rows_of(["ring", "ring-multihead"], optimizations=switched).items():
+    for name in ("ring-multihead", "recomputed, sharding inside"):
+        assert "d q_proj.weight" in {check.name for check in right[name].verification.checks}, name
+
+
+@pytest.mark.slow
+def test_what_is_around_a_function_of_shards_keeps_them():
+    """As above, of tokens that are sharded outside of the call."""
+    cases = {name: case_of(name, {"gradient_checkpointing": True}) for name in ("ring", "ring-multihead")}
+    for name, outcome in outcomes_of(cases).items():
         assert isinstance(outcome, Measured), (name, outcome)
         assert outcome.verification.passed
         assert ("d q_proj.weight" in {check.name for check in outcome.verification.checks}) == (name != "ring")
@@ -156,7 +169,7 @@ def test_what_is_around_a_function_of_shards_keeps_them(inside):
 @pytest.mark.slow
 def test_what_torch_cannot_compile_over_ranks_is_skipped_with_its_reason():
     """Whether it can is torch's matter, and differs by version and device; a failure it never is."""
-    (outcome,) = rows_of(["ring"], optimizations={"compile": True}).values()
+    outcome = outcomes_of({"ring": case_of("ring", {"compile": True})})["ring"]
     if isinstance(outcome, Measured):
         assert outcome.verification.passed
     else:
@@ -165,18 +178,16 @@ def test_what_torch_cannot_compile_over_ranks_is_skipped_with_its_reason():
         assert outcome.why.endswith("leave compile out")
 
 
-def test_what_goes_wrong_on_a_rank_is_the_rows_reason(monkeypatch):
-    # The other rank waits for the one that raised, and has nothing to report.
-    monkeypatch.setattr(rank_group, "GRACE_S", 0.5)
-    reasons = {
-        "raising": ("build", "rank 1: ArithmeticError: the root cause"),
-        "killed": ("build", "rank 1: the worker process died during 'prepare': killed by SIGKILL"),
-        "wrong": ("verify", "out: error"),
-    }
-    # The case after each gets ranks of its own.
-    rows = rows_of([*reasons, "ring"])
-    for name, (stage, why) in reasons.items():
-        assert rows[name].status == "failed"
-        assert rows[name].stage == stage
-        assert why in rows[name].why
-    assert isinstance(rows["ring"], Measured)
+@pytest.mark.parametrize(
+    ("name", "stage", "why"),
+    [
+        ("raising", "build", "rank 1: ArithmeticError: the root cause"),
+        ("killed", "build", "rank 1: the worker process died during 'prepare': killed by SIGKILL"),
+        ("wrong", "verify", "out: error"),
+    ],
+)
+def test_what_goes_wrong_on_a_rank_is_the_rows_reason(spoiled, name, stage, why):
+    assert spoiled[name].status == "failed"
+    assert spoiled[name].stage == stage
+    assert why in spoiled[name].why
+    assert isinstance(spoiled["ring"], Measured)

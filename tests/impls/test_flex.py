@@ -95,7 +95,13 @@ def test_blocks_hold_what_the_pattern_counts(name: str, mask: dict[str, Any]) ->
     assert np.array_equal(blocks.full[of_heads], seen.all((2, 4)))
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention's formula is called as it is: Dynamo would trace every call anew before that."""
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(
     ("name", "mask"),
     [
@@ -247,7 +253,7 @@ def test_flash_attention_4_is_tried_in_half_precision() -> None:
     assert found == {(2, False): ("BACKEND=FLASH",), (2, True): ("BACKEND=FLASH",), (4, False): (), (4, True): ()}
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(
     ("name", "mask"),
     [

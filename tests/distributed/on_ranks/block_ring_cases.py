@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from ring_cases import TOLERANCE, difference, random_inputs, results
+from ring_cases import by_one_device, difference, off, random_inputs, results
 
 from dilabench.contracts import BuildContext
 from dilabench.distributed.whole import Whole
@@ -77,15 +77,23 @@ def custom(path, mask, block, seq_len, **fields):
 
 def exact(world, cases):
     """(case, part, error) of everything that is off, after every case."""
-    wrong = []
+    return [(case, *off) for case, (wrong, *_) in exact_and_counted(world, cases).items() for off in wrong]
+
+
+def exact_and_counted(world, cases):
+    """By case: (part, error) of this rank's rows of everything that is off, the positions of every rank, and bytes of
+    keys, of gradients and of all that one forward and backward pass brought this rank.
+    """
+    found, alone = {}, by_one_device(world, cases, one_device.build)
     for case, one in cases.items():
-        inputs = random_inputs(one)
-        wanted = results(one_device.build(one, BuildContext(device=world.device)), inputs)
-        for part, value in results(Whole(built(one, world)), inputs).items():
-            error = difference(value, wanted[part])
-            if not error <= TOLERANCE:
-                wrong.append((case, part, error))
-    return wrong
+        function = built(one, world)
+        world.traffic.clear()
+        wrong = off(function, random_inputs(one), alone[case])
+        counters = world.traffic.counters()
+        kinds = ("received_keys_bytes", "received_gradients_bytes", "received_bytes")
+        parts = [[at for span in part for at in range(span.start, span.stop)] for part in function.shards.parts]
+        found[case] = wrong, parts, [counters.get(kind, 0) for kind in kinds]
+    return found
 
 
 def without_returned_gradients(world, cases):
@@ -106,22 +114,6 @@ def without_a_needed_block(world, cases):
 
     RowGather.gather = lose
     return exact(world, cases)
-
-
-def counted(world, cases):
-    """By case: the positions of every rank, and bytes of keys, of gradients and of all that a call brought this one."""
-    found = {}
-    for case, one in cases.items():
-        function = built(one, world)
-        q, k, v, dout = (function.shards.take(x, world.rank) for x in random_inputs(one))
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-        world.traffic.clear()
-        torch.autograd.grad(function(*leaves), leaves, dout)
-        counters = world.traffic.counters()
-        kinds = ("received_keys_bytes", "received_gradients_bytes", "received_bytes")
-        parts = [[at for span in part for at in range(span.start, span.stop)] for part in function.shards.parts]
-        found[case] = parts, [counters.get(kind, 0) for kind in kinds]
-    return found
 
 
 def half_precision(world):

@@ -46,8 +46,8 @@ def _ablated(world, name, one):
 def received(world, calls):
     """Bytes received forward, backward and in both, of calls (name, workload)."""
     found = []
-    for name, one in calls:
-        forward, backward = (step["received_bytes"] for step in ring_cases.counted(world, name, one))
+    for steps in ring_cases.counted(world, calls):
+        forward, backward = (step["received_bytes"] for step in steps)
         found.append({"forward": forward, "backward": backward, "both": forward + backward})
     return found
 

@@ -95,7 +95,7 @@ PACKED = {
 def exact(world, names, cases=PADDED | PACKED):
     """(algorithm, case, part, error) of everything that is off, after every algorithm has done every case."""
     wrong = []
-    formula = by_the_formula(world, cases)
+    formula = by_one_device(world, cases)
     for case, one in cases.items():
         inputs, wanted = random_inputs(one), formula[case]
         for name in names:
@@ -107,12 +107,24 @@ def exact(world, names, cases=PADDED | PACKED):
                 continue
             if one.pattern.has_zero_keys and name != "ring-allgather":
                 continue
-            function = Whole(BUILDS[name](one, context(world)), one.layout == "packed")
-            for part, value in results(function, inputs).items():
-                error = difference(value, wanted[part])
-                if not error <= TOLERANCE:
-                    wrong.append((name, case, part, error))
+            function = BUILDS[name](one, context(world))
+            wrong += [(name, case, *found) for found in off(function, inputs, wanted)]
     return wrong
+
+
+def off(function, inputs, wanted):
+    """(part, error) of this rank's rows of everything that differs from the wanted whole tensors."""
+    world, shards = function.world, function.shards
+    tokens = 0 if function.workload.layout == "packed" else 1
+
+    def own(x, dim=tokens):
+        return shards.take(x, world.rank, dim)
+
+    errors = {
+        part: difference(value, own(wanted[part], -1 if part == "lse" else tokens))
+        for part, value in differentiated(function, [own(x) for x in inputs]).items()
+    }
+    return [(part, error) for part, error in errors.items() if not error <= TOLERANCE]
 
 
 def random_packings(seed, count):
@@ -130,12 +142,12 @@ def random_packings(seed, count):
     return cases
 
 
-def by_the_formula(world, cases):
-    """What every case's results must be; rank 0 computes it for all ranks."""
+def by_one_device(world, cases, build=reference.build):
+    """What every case's results must be, by default by the formula; rank 0 computes it for all ranks."""
     told = [None]
     if world.rank == 0:
         context = BuildContext(device=world.device)
-        told = [{case: results(reference.build(one, context), random_inputs(one)) for case, one in cases.items()}]
+        told = [{case: differentiated(build(one, context), random_inputs(one)) for case, one in cases.items()}]
     dist.broadcast_object_list(told, group=world.control)
     return told[0]
 
@@ -261,8 +273,12 @@ def parameters_summed(world, numbers):
     return right, world.traffic.counters().get("received_parameters_bytes", 0)
 
 
-def counted(world, name, one):
-    """Bytes received and sent by each kind, in forward and in backward, in a call on shards."""
+def counted(world, calls):
+    """Of each call (name, workload) on shards: bytes received and sent by each kind, in forward and in backward."""
+    return [_counted(world, *call) for call in calls]
+
+
+def _counted(world, name, one):
     function = BUILDS[name](one, context(world))
     q, k, v, dout = (function.shards.take(x, world.rank) for x in random_inputs(one))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -343,7 +359,16 @@ def random_inputs(one, seed=0):
     return [torch.randn(*lead, h, one.head_dim, generator=generator, dtype=torch.float64) for h in heads]
 
 
+def differentiated(function, inputs):
+    """Results of one call that gives lse with a graph."""
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    out, lse = function.with_lse(*leaves)
+    gradients = torch.autograd.grad(out, leaves, inputs[3])
+    return {"out": out.detach(), "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+
+
 def results(function, inputs):
+    """The same of a function whose lse comes without a graph."""
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
     out = function(*leaves)
     gradients = torch.autograd.grad(out, leaves, inputs[3])
