@@ -168,9 +168,8 @@ def operator_of(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
                 if compares:
                     of = of.with_element_ty(core.int1) if type(of) is Block else core.int1
                 return core.tensor(interpreter.TensorHandle(data, dtype), of)
-        elif name == "__add__" and type(dtype) is core.pointer_type and type(other) is core.tensor:
-            if other.dtype.name in INTEGERS:
-                return moved(self, other)
+        elif name == "__add__" and type(dtype) is core.pointer_type and is_of_integers(other):
+            return moved(self, other)
         return function(self, other)
 
     return of_numbers
@@ -190,6 +189,10 @@ def operand(value: Any, like: core.tensor) -> tuple[Any, core.dtype | None]:
     if type(value) in NUMBERS.get(like.dtype.name, ()) and -LARGEST < value < LARGEST:
         return numpy_dtype(like.dtype).type(value), like.type
     return None, None
+
+
+def is_of_integers(value: Any) -> bool:
+    return type(value) is core.tensor and value.dtype.name in INTEGERS
 
 
 def moved(pointer: core.tensor, offset: core.tensor) -> core.tensor:
