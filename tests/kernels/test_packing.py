@@ -25,7 +25,7 @@ PARTS = {"out", "lse", "dq", "dk", "dv", "empty rows"}
 
 @pytest.mark.parametrize(
     ("first", "last"),
-    # Every two choices of a packing fall together in the first 90, and nearly every three.
+    # Nearly every two and three choices of a packing fall together in the first 90.
     [(0, 6), *(pytest.param(first, first + 42, marks=pytest.mark.slow) for first in (6, 48))],
 )
 def test_random_packings(interpreted: Callable[..., dict[str, dict[str, float]]], first: int, last: int) -> None:
