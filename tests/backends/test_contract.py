@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from dilabench.workload.spec import UNBOUNDED, Window, Workload
 
 BACKENDS = [b for b in discover().catalogue.backends if b.target.startswith("dilabench.")]
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+SCALE = 0.3
 LSE_TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
 MASKS: tuple[tuple[bool, Window], ...] = (
     (False, UNBOUNDED),
@@ -142,6 +144,22 @@ def assert_close(
         assert error <= allowed, f"{name}: {error:.3e} > {allowed:.3e}"
 
 
+@cache
+def exactly(
+    device: str, dtype: str, shape: tuple[int, ...], causal: bool, window: Window
+) -> tuple[list[Tensor], dict[str, Tensor], dict[str, float], dict[str, Tensor]]:
+    """Random q, k, v and dout, and what `assert_close` compares with: for every backend and layout."""
+    B, M, L, H, K, D = shape
+    generator = torch.Generator(device).manual_seed(M * D + H)
+    operands = [
+        torch.randn(B, n, h, D, generator=generator, device=device).to(DTYPES[dtype])
+        for n, h in ((M, H), (L, K), (L, K), (M, H))
+    ]
+    mask = (causal, window, SCALE)
+    truth = gradients(*(x.double() for x in operands), *mask)
+    return operands, gradients(*operands, *mask), summands(*operands, SCALE), truth
+
+
 def usable(backend: Backend, device: str, dtype: str, shape: tuple[int, ...], causal: bool, window: Window) -> None:
     """Skip with the tool's own reasons when the backend does not offer this."""
     B, M, L, H, K, D = shape
@@ -260,14 +278,10 @@ def compare(
     usable(backend, device, dtype, shape, causal, window)
     assert backend.backward_target is not None
     attend, attend_backward = load_target(backend.target), load_target(backend.backward_target)
-    B, M, L, H, K, D = shape
-    generator = torch.Generator(device).manual_seed(M * D + H)
-    q, k, v, dout = (
-        laid_out(torch.randn(B, n, h, D, generator=generator, device=device).to(DTYPES[dtype]), layout)
-        for n, h in ((M, H), (L, K), (L, K), (M, H))
-    )
-    scale = 0.3
-    options = {"causal": causal, "window": window, "scale": scale}
+    B, M, _, H, _, _ = shape
+    operands, plain, terms, truth = exactly(device, dtype, shape, causal, window)
+    q, k, v, dout = (laid_out(x, layout) for x in operands)
+    options = {"causal": causal, "window": window, "scale": SCALE}
     before = [x.clone() for x in (q, k, v, dout)]
     out, lse = attend(q, k, v, **options)
     out = laid_out(out, layout)
@@ -276,8 +290,6 @@ def compare(
     assert lse.dtype == (torch.float64 if dtype == "float64" else torch.float32)
     assert (out.shape, lse.shape, dq.shape, dk.shape, dv.shape) == (q.shape, (B, H, M), q.shape, k.shape, v.shape)
     assert all(torch.equal(a, b) for a, b in zip(before, (q, k, v, dout), strict=True))
-    plain, terms = gradients(q, k, v, dout, causal, window, scale), summands(q, k, v, dout, scale)
-    truth = gradients(q.double(), k.double(), v.double(), dout.double(), causal, window, scale)
     assert_close({"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}, plain, truth, terms, DTYPES[dtype])
 
 

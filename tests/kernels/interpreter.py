@@ -8,18 +8,19 @@ Memory that the script leaves uninitialised is full of NaN.
 What is left out takes most of the interpreter's time and changes no result: sums and products of 32-bit integers are
 not repeated in 64 bits to see whether they overflow, Triton's language, which a launch replaces by the interpreter's,
 is not replaced again at every call of a function in a kernel, and types are made once for each shape and dtype, so that
-operands of one type are known not to need conversion.
+operands of one type are known not to need conversion: numpy adds, multiplies and compares them at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import operator
 import os
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -90,6 +91,7 @@ def equal(self: core.tuple, other: object) -> bool:
 # Dtypes that numpy has, and the numbers that do not change them; how large these may be.
 NUMBERS = {"int32": (int,), "int64": (int,), "fp16": (int, float), "fp32": (int, float), "fp64": (int, float)}
 LARGEST = 2**15
+INTEGERS = {"int32", "int64"}
 
 
 def constant(number: float, like: core.tensor) -> core.tensor:
@@ -147,7 +149,72 @@ def in_place_of(owner: object, name: str, member: Any, builder: object, scope: A
         named["_semantic"] = semantic
         return inner(*arguments, **named)
 
-    scope.set_attr(owner, name, function)
+    scope.set_attr(owner, name, operator_of(name, function) if owner is core.tensor else function)
+
+
+def operator_of(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator of tensors that numpy does at once where both operands have one dtype; ``function`` does the rest."""
+    if name not in OPERATIONS:
+        return function
+    operation, dtypes, compares = OPERATIONS[name]
+
+    def of_numbers(self: core.tensor, other: Any) -> Any:
+        dtype = self.dtype
+        if dtype.name in dtypes:
+            right, of = operand(other, self)
+            if right is not None:
+                data = operation(self.handle.data, right)
+                of = of or Block(dtype, data.shape)
+                if compares:
+                    of = of.with_element_ty(core.int1) if type(of) is Block else core.int1
+                return core.tensor(interpreter.TensorHandle(data, dtype), of)
+        elif name == "__add__" and type(dtype) is core.pointer_type and is_of_integers(other):
+            return moved(self, other)
+        return function(self, other)
+
+    return of_numbers
+
+
+def operand(value: Any, like: core.tensor) -> tuple[Any, core.dtype | None]:
+    """What numpy takes and the type of a result beside ``like``: None for that which follows from its shape."""
+    if type(value) is core.tensor:
+        if value.type is like.type:
+            return value.handle.data, like.type
+        if value.dtype.name != like.dtype.name:
+            return None, None
+        one, two = (type(x.type) is Block for x in (like, value))
+        return value.handle.data, None if one and two else like.type if one else value.type
+    if type(value) is core.constexpr:
+        value = value.value
+    if type(value) in NUMBERS.get(like.dtype.name, ()) and -LARGEST < value < LARGEST:
+        return numpy_dtype(like.dtype).type(value), like.type
+    return None, None
+
+
+def is_of_integers(value: Any) -> bool:
+    return type(value) is core.tensor and value.dtype.name in INTEGERS
+
+
+def moved(pointer: core.tensor, offset: core.tensor) -> core.tensor:
+    """Pointers and what is added to them."""
+    size = max(1, pointer.dtype.element_ty.primitive_bitwidth // 8)
+    data = pointer.handle.data + size * offset.handle.data.astype(np.uint64)
+    of = Block(pointer.dtype, data.shape) if type(offset.type) is Block else pointer.type
+    return core.tensor(interpreter.TensorHandle(data, pointer.handle.dtype), of)
+
+
+def quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Rounded towards zero."""
+    return (a - np.fmod(a, b)) // b
+
+
+def tensor_of(self: semantic.TritonSemantic, x: Any, check_type: bool = True) -> Any:
+    return x if type(x) is core.tensor else converted_to_tensor(self, x, check_type)
+
+
+def handle(self: interpreter.TensorHandle, data: np.ndarray, dtype: core.dtype, attr: Any = None) -> None:
+    """Nothing is looked at."""
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
 
 def numpy_dtype(of: core.dtype) -> np.dtype:
@@ -185,6 +252,17 @@ def run_here(output: Path, script: list[str]) -> NoReturn:
     os._exit(status)
 
 
+# How numpy does it, for which dtypes, and whether the result is a truth.
+OPERATIONS: dict[str, tuple[Callable[..., Any], Container[str], bool]] = {
+    **{f"__{name}__": (getattr(operator, name), NUMBERS, False) for name in ("add", "sub", "mul")},
+    **{f"__{name}__": (getattr(operator, name), NUMBERS, True) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
+    **{f"__{name}_": (getattr(operator, name), {"int1"}, False) for name in ("and_", "or_")},
+    "__radd__": (operator.add, NUMBERS, False),
+    "__rmul__": (operator.mul, NUMBERS, False),
+    "__rsub__": (lambda a, b: b - a, NUMBERS, False),
+    "__floordiv__": (quotient, INTEGERS, False),
+    "__mod__": (np.fmod, INTEGERS, False),
+}
 multiply = interpreter.InterpreterBuilder.create_dot
 replaced: set[int] = set()
 numpy_dtypes: dict[str, np.dtype] = {}
@@ -193,6 +271,7 @@ same_name = core.dtype.__eq__
 unwrapped_anything = core._unwrap_if_constexpr
 PLAIN = {core.tensor, core.dtype, int, float, bool, str, type(None)}
 converted = semantic.TritonSemantic.binary_op_type_checking_impl
+converted_to_tensor = semantic.TritonSemantic.to_tensor
 broadcast = semantic.TritonSemantic.broadcast_impl_value
 apply = interpreter.ReduceOps.apply_impl
 
@@ -201,6 +280,7 @@ def set_up() -> None:
     """Replace what is slow or wrong in the interpreter of this process."""
     interpreter.InterpreterBuilder.create_dot = dot
     interpreter.InterpretedFunction.__call__ = call
+    interpreter.TensorHandle.__init__ = handle
     core.tensor.__init__ = tensor
     core.block_type = language.block_type = Block
     core.tuple.__eq__ = equal
@@ -208,6 +288,7 @@ def set_up() -> None:
     core._unwrap_if_constexpr = unwrapped
     semantic.TritonSemantic.binary_op_type_checking_impl = operands
     semantic.TritonSemantic.broadcast_impl_value = of_one_shape
+    semantic.TritonSemantic.to_tensor = tensor_of
     interpreter.ReduceOps.apply_impl = reduced
     interpreter._patch_attr = in_place_of
     interpreter._get_np_dtype = numpy_dtype

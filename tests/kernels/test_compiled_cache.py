@@ -41,16 +41,21 @@ LOADED, SERVE_INSTEAD = "loaded", "torch's serve instead"
 
 @pytest.fixture(scope="module")
 def library_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled library, without its digest: a compiler that copies it takes no time."""
+    """The compiled library, without its digest: a compiler that copies it takes no time. Nobody calls it, so nothing
+    is optimised.
+    """
     folder = tmp_path_factory.mktemp("compiled")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "FLAGS", (*compiled.FLAGS, "-O0"))
         patch.setenv("DILABENCH_COMPILED", str(folder))
         compiled.library.__wrapped__()
     (file,) = folder.iterdir()
     data = file.read_bytes()[:-32]
     assert with_digest(data) == file.read_bytes()
-    file.write_bytes(data)
-    return file
+    # This process has mapped the other file, and ends by a signal where that changes.
+    without_digest = folder / "without_digest"
+    without_digest.write_bytes(data)
+    return without_digest
 
 
 def answer(tmp_path: Path, folder: Path, compiler: str, fault: str = "") -> tuple[str, list[str]]:
@@ -128,19 +133,19 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_library_is_made_again(library_file, tmp_path, damage):
+def test_a_damaged_library_is_made_again(library_file, tmp_path):
     folder, compiler = tmp_path / "cache", COPIES + f'cp {library_file} "$out"'
     assert answer(tmp_path, folder, compiler) == (LOADED, [])
     (kept,) = folder.iterdir()
     sound = kept.read_bytes()
-    kept.write_bytes(DAMAGES[damage](sound))
-    said, (line,) = answer(tmp_path, folder, compiler)
-    assert said == LOADED
-    assert str(kept) in line
-    assert "is damaged" in line
-    assert kept.read_bytes() == sound
-    assert list(folder.iterdir()) == [kept]
+    for name, damage in DAMAGES.items():
+        kept.write_bytes(damage(sound))
+        said, (line,) = answer(tmp_path, folder, compiler)
+        assert said == LOADED, name
+        assert str(kept) in line
+        assert "is damaged" in line
+        assert kept.read_bytes() == sound, name
+        assert list(folder.iterdir()) == [kept]
 
 
 def test_a_damaged_library_that_cannot_be_made_again(library_file, tmp_path):

@@ -92,15 +92,18 @@ COMBINED = {
     "narrow, batch, left over",
     "narrow, columns added, tokens left over",
     "rates beside segments, boxes, left over, poisoned",
+    "batch, window, left over, poisoned",
     "batch, window, left over, apart",
+    "tokens left over, apart",
     "narrow, rates beside segments, left over, apart",
+    "window, causal, boxes, padded",
     "one range",
 }
 # Two of these properties at once, whose kernels other cases launch as well: slow, too.
 LATER = {
+    "one mask",
     "rates beside segments, left over",
     "batch, window, left over",
-    "window, causal, boxes, padded",
     "columns of zeros",
     "narrow, rates beside segments, left over",
     "narrow, growing logits",

@@ -21,15 +21,12 @@ from dilabench.plugins.manager import discover
 from dilabench.workload.spec import Workload, WorkloadRequest
 
 PARTS = {"out", "lse", "dq", "dk", "dv", "empty rows"}
-AT_ONCE = 50
 
 
 @pytest.mark.parametrize(
     ("first", "last"),
-    [
-        (0, 6),
-        *(pytest.param(first, first + AT_ONCE, marks=pytest.mark.slow) for first in range(0, 300, AT_ONCE)),
-    ],
+    # Nearly every two and three choices of a packing fall together in the first 90.
+    [(0, 6), *(pytest.param(first, first + 42, marks=pytest.mark.slow) for first in (6, 48))],
 )
 def test_random_packings(interpreted: Callable[..., dict[str, dict[str, float]]], first: int, last: int) -> None:
     """Lengths from 1 up; masks, windows, offsets, groups of heads, detached merges and tiles as they fall."""
@@ -41,9 +38,7 @@ def test_random_packings(interpreted: Callable[..., dict[str, dict[str, float]]]
         assert max(errors.values()) < 5e-6, (number, errors)
 
 
-@pytest.mark.parametrize(
-    ("first", "last"), [(0, 8), *(pytest.param(at, at + 25, marks=pytest.mark.slow) for at in range(0, 100, 25))]
-)
+@pytest.mark.parametrize(("first", "last"), [(0, 8), pytest.param(8, 40, marks=pytest.mark.slow)])
 def test_lists_are_those_that_are_defined(interpreted: Callable[..., dict[str, object]], first: int, last: int) -> None:
     """Also for bounds in a tensor; kept apart from those of a single sequence. Kernels are compiled, and programs
     counted, alike for every packing of as many tokens and documents.

@@ -342,7 +342,7 @@ def test_lengths_share_tables(case, few: int, monkeypatch: pytest.MonkeyPatch) -
     n, heads, kv_heads, segments, rates, offset, offset_by = case
     monkeypatch.setattr(tuning, "FEW_ENTRIES", few)
     make, cpu, made = tile_tables_module._tables, torch.device("cpu"), set()
-    lengths = range(n, n + 70, 3)
+    lengths = range(n, n + 70, 5)
     for length in lengths:
         for group in residue_plan(segments, rates, length, heads, kv_heads, False, offset, offset_by, tile=16).groups:
             own, other = group.largest_tile, min(group.largest_tile, 32)
