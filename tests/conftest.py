@@ -122,7 +122,7 @@ def warm_server(request: pytest.FixtureRequest) -> None:
         "dilabench.distributed.launch",
         "torch.fx.experimental.symbolic_shapes",
     ]
-    # Compilers and optimizers need it; tests of what ranks compile or train are slow.
+    # What torch.compile loads, and optimizers a part of it; tests that compile or train on ranks are slow.
     if any(item.get_closest_marker("slow") for item in request.session.items):
         modules.append("torch._inductor.compile_fx")
     multiprocessing.set_forkserver_preload(["__main__", *modules])
