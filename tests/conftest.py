@@ -111,7 +111,7 @@ def _own_device_lock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 @pytest.fixture(scope="session")
-def warm_server() -> None:
+def warm_server(request: pytest.FixtureRequest) -> None:
     """Ranks and workers are forked from a server that has loaded what they need, once for all of them."""
     import multiprocessing
     from multiprocessing import forkserver
@@ -122,6 +122,9 @@ def warm_server() -> None:
         "dilabench.distributed.launch",
         "torch.fx.experimental.symbolic_shapes",
     ]
+    # What torch.compile loads, and optimizers a part of it; tests that compile or train on ranks are slow.
+    if any(item.get_closest_marker("slow") for item in request.session.items):
+        modules.append("torch._inductor.compile_fx")
     multiprocessing.set_forkserver_preload(["__main__", *modules])
     forkserver.ensure_running()
 

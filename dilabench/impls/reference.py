@@ -99,7 +99,7 @@ def attend_rows(
     out = q.new_zeros(q.shape[0], len(rows), q.shape[2], q.shape[3], dtype=dtype)
     lse = q.new_full((q.shape[0], q.shape[2], len(rows)), -torch.inf, dtype=wide)
     for block in blocks(workload, rows, q):
-        scores = block.scores(q, k, workload, dtype)
+        scores = block.scores(block.queries(q, workload, dtype), block.take(k, workload, dtype))
         block_lse = scores.logsumexp(-1)
         less = scores.sub_(finite(block_lse)) if each is None else scores.sub(finite(block_lse))
         share, values = less.exp_().to(dtype), block.take(v, workload, dtype)
@@ -152,12 +152,13 @@ def attend_rows_backward(
     zero_keys = log_zero_keys(workload, q.device, wide, rows=rows, apart=True)
     for block in blocks(workload, rows, q):
         dout_block = dout[:, block.index, block.head].to(dtype)
-        score_grad, share = score_gradient(block, q, k, v, out, lse, zero_keys, dout_block, workload, dtype)
-        dq[:, block.index, block.head] = score_grad @ block.take(k, workload, dtype) * workload.softmax_scale
+        queries, block_keys = block.queries(q, workload, dtype), block.take(k, workload, dtype)
+        scores, share_grad = block.scores(queries, block_keys), dout_block @ block.take(v, workload, dtype).mT
+        score_grad, share = score_gradient(block, scores, share_grad, out, lse, zero_keys, dout_block, workload)
+        dq[:, block.index, block.head] = score_grad @ block_keys * workload.softmax_scale
         chosen, slot = block.wanted(slots)
-        scaled = q[:, block.rows, block.head].to(dtype) * workload.softmax_scale
         kv_head = block.head // workload.group_size
-        dk[:, :, kv_head].index_add_(1, slot, (score_grad[..., chosen].mT @ scaled).to(wide))
+        dk[:, :, kv_head].index_add_(1, slot, (score_grad[..., chosen].mT @ queries).to(wide))
         dv[:, :, kv_head].index_add_(1, slot, (share[..., chosen].mT @ dout_block).to(wide))
     return dq, dk.to(dtype), dv.to(dtype)
 
@@ -257,10 +258,10 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def key_slots(keys: Tensor | None, length: int, device: torch.device) -> Tensor:
-    """The index of each of `length` positions in `keys` (None: all of them), -1 if absent."""
+def key_slots(keys: Tensor | None, length: int, device: torch.device) -> Tensor | None:
+    """The index of each of `length` positions in `keys`, -1 if absent. None: each is its own."""
     if keys is None:
-        return torch.arange(length, device=device)
+        return None
     slots = torch.full((length,), -1, device=device)
     slots[keys.to(device)] = torch.arange(len(keys), device=device)
     return slots
@@ -290,37 +291,40 @@ class Block:
         """The block's keys of k or v, [B, M, D]."""
         return x[:, :, self.head // workload.group_size].index_select(1, self.keys).to(dtype)
 
-    def wanted(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of the block's keys ([M] bool) have a slot, and those slots."""
+    def queries(self, q: Tensor, workload: Workload, dtype: torch.dtype) -> Tensor:
+        """The block's rows of q, times the scale of the softmax, [B, R, D]."""
+        return q[:, self.rows, self.head].to(dtype) * workload.softmax_scale
+
+    def wanted(self, slots: Tensor | None) -> tuple[Tensor | slice, Tensor]:
+        """Which of the block's keys ([M] bool, or all) have a slot of `key_slots`, and those slots."""
+        if slots is None:
+            return slice(None), self.keys
         slot = slots[self.keys]
         return slot >= 0, slot[slot >= 0]
 
-    def scores(self, q: Tensor, k: Tensor, workload: Workload, dtype: torch.dtype) -> Tensor:
-        """scale·q·k + log C, [B, R, M], in the accumulation dtype; -inf if a row does not see the key."""
-        scores = q[:, self.rows, self.head].to(dtype) * workload.softmax_scale @ self.take(k, workload, dtype).mT
-        bias = self.log_counts.to(accumulation_dtype(dtype))
+    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """queries·keys + log C, [B, R, M], in the accumulation dtype; -inf if a row does not see the key."""
+        scores = queries @ keys.mT
+        bias = self.log_counts.to(accumulation_dtype(scores.dtype))
         return scores.to(bias.dtype).add_(bias).masked_fill_(~self.seen, -torch.inf)
 
 
 def score_gradient(
     block: Block,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    scores: Tensor,
+    share_grad: Tensor,
     out: Tensor,
     lse: Tensor,
     zero_keys: Tensor | None,
     dout: Tensor,
     workload: Workload,
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """dS and P of a block, [B, R, M] in `dtype`; dS under merge_grad, formulas at `attend_rows_backward`.
+    """dS and P of a block, [B, R, M] in the dtype of dP; dS under merge_grad, formulas at `attend_rows_backward`.
 
-    zero_keys: log n of each part, [parts, H, R].
+    scores: changed in place. share_grad: dP. dout: of the block. zero_keys: log n of each part, [parts, H, R].
     """
-    scores = block.scores(q, k, workload, dtype)
+    dtype, share_grad = share_grad.dtype, share_grad.to(scores.dtype)
     share = scores.sub_(finite(lse[:, block.head, block.index])).exp_().to(dtype).to(scores.dtype)
-    share_grad = (dout @ block.take(v, workload, dtype).mT).to(share.dtype)
     if not workload.pattern.is_detached:
         mean = (dout * out[:, block.index, block.head]).to(share.dtype).sum(-1, keepdim=True)
         return (share * (share_grad - mean)).to(dtype), share.to(dtype)

@@ -43,7 +43,7 @@ def sized_rows(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor
     zero_keys = log_zero_keys(workload, q.device, torch.float64, rows=rows)
 
     def add(block: Block, scores: Tensor, lse: Tensor, share: Tensor, values: Tensor) -> None:
-        squares = _doubt(block, q, k, scores, workload).mul_(share)
+        squares = _doubt(block, *_paired(block, q, k, workload), scores).mul_(share)
         if zero_keys is not None:
             squares.mul_(share_of_two(lse, zero_keys[0, block.head, block.index])[..., None])
         squares.square_()
@@ -71,21 +71,25 @@ def _sized_sum(parts: list[Part], q: Tensor, k: Tensor, v: Tensor, rows: Tensor,
     return Rows(out.sum(0), lse, size.sum(0), lse_size)
 
 
-def _shares(block: Block, q: Tensor, k: Tensor, lse: Tensor, workload: Workload) -> tuple[Tensor, Tensor]:
+def _paired(block: Block, q: Tensor, k: Tensor, workload: Workload) -> tuple[Tensor, Tensor]:
+    """The block's queries [B, R, D], times the scale of the softmax, and its keys [B, M, D]."""
+    return block.queries(q, workload, torch.float64), block.take(k, workload, torch.float64)
+
+
+def _shares(block: Block, queries: Tensor, keys: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """P of a block, and the number of eps by which it is in doubt. Both [B, R, M]."""
-    scores = block.scores(q, k, workload, torch.float64)
-    doubt = _doubt(block, q, k, scores, workload)
+    scores = block.scores(queries, keys)
+    doubt = _doubt(block, queries, keys, scores)
     return scores.sub_(finite(lse[:, block.head, block.index])).exp_(), doubt
 
 
-def _doubt(block: Block, q: Tensor, k: Tensor, scores: Tensor, workload: Workload) -> Tensor:
+def _doubt(block: Block, queries: Tensor, keys: Tensor, scores: Tensor) -> Tensor:
     """The number of eps by which P is in doubt: sqrt(1 + s²), s the size of its score, [B, R, M].
 
-    exp turns an absolute error of the score into a relative error of P. The score is rounded in its own size: scale ·
-    sqrt(sum_d q² k²) + |score|.
+    exp turns an absolute error of the score into a relative error of P. The score is rounded in its own size:
+    sqrt(sum_d (scale · q)² k²) + |score|.
     """
-    doubt = q[:, block.rows, block.head].double().square_() @ block.take(k, workload, torch.float64).square_().mT
-    doubt = doubt.sqrt_().mul_(workload.softmax_scale).add_(scores.abs().masked_fill_(~block.seen, 0.0))
+    doubt = (queries.square() @ keys.square().mT).sqrt_().add_(scores.abs().masked_fill_(~block.seen, 0.0))
     return doubt.square_().add_(1.0).sqrt_()
 
 
@@ -103,7 +107,7 @@ def alike_weights(q: Tensor, k: Tensor, lse: Tensor, workload: Workload, rows: T
         )
     turns, total = torch.zeros(2, dtype=torch.float64, device=q.device), 0.0
     for block in blocks(workload, rows, q):
-        share, _ = _shares(block, q, k, lse, workload)
+        share, _ = _shares(block, *_paired(block, q, k, workload), lse)
         weight, angle = share.square(), share.clamp_min(torch.finfo(share.dtype).tiny).log2_().mul_(2 * torch.pi)
         turns += torch.stack([(weight * angle.cos()).sum(), (weight * angle.sin()).sum()])
         total += float(weight.sum())
@@ -140,18 +144,18 @@ def gradient_sizes(
     dtype = TORCH_DTYPE[workload.dtype]
     slots = key_slots(keys, q.shape[1], q.device)
     for block in blocks(workload, rows, q):
-        share, doubt = _shares(block, q, k, lse, workload)
+        queries, block_keys = _paired(block, q, k, workload)
+        share, doubt = _shares(block, queries, block_keys, lse)
         dout_block = dout[:, block.index, block.head].double()
         values = block.take(v, workload, torch.float64)
         # dP = dout·v is itself a sum of rounded terms. Kernels take its mean from an out that is already rounded.
         share_grad = (dout_block.square() @ values.square().mT).sqrt_().add_((dout_block @ values.mT).abs_())
         terms = share_grad.add_((share * share_grad).sum(-1, keepdim=True)).mul_(share)
-        terms = _kept(terms.mul_(doubt), block, dtype).mul_(workload.softmax_scale).square_()
-        dq[:, block.index, block.head] = terms @ block.take(k, workload, torch.float64).square_()
+        terms = _kept(terms.mul_(doubt), block, dtype).square_()
+        dq[:, block.index, block.head] = terms @ block_keys.square_() * workload.softmax_scale**2
         chosen, slot = block.wanted(slots)
         kv_head = block.head // workload.group_size
-        q_squared = q[:, block.rows, block.head].double().square_()
-        dk[:, :, kv_head].index_add_(1, slot, terms[..., chosen].mT @ q_squared)
+        dk[:, :, kv_head].index_add_(1, slot, terms[..., chosen].mT @ queries.square_())
         weights = _kept(share.mul_(doubt), block, dtype).square_()
         dv[:, :, kv_head].index_add_(1, slot, weights[..., chosen].mT @ dout_block.square_())
     sizes = (dq, dk, dv)
