@@ -72,9 +72,7 @@ def said(site: Path) -> dict[str, Said]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     environment.pop("DILABENCH_DISABLE_PLUGINS", None)
     command = [sys.executable, "-c", COMMANDS, json.dumps([spread(arguments) for arguments in ASKED.values()])]
-    done = subprocess.run(
-        command, cwd=site, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = subprocess.run(command, cwd=site, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return {name: Said(*json.loads(line)) for name, line in zip(ASKED, done.stdout.splitlines(), strict=True)}
 
