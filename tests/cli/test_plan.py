@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import pytest
 
@@ -11,7 +12,7 @@ from dilabench.record import MemoryPlan
 
 @pytest.fixture
 def plugin(tmp_path, monkeypatch):
-    """Install a plug-in of one module, `theirs`, for fresh processes."""
+    """Install a plug-in of one module, `theirs`, for this process and those that it starts."""
 
     def installed(source):
         info = tmp_path / "site" / "theirs-1.0.dist-info"
@@ -21,6 +22,8 @@ def plugin(tmp_path, monkeypatch):
         (info / "entry_points.txt").write_text("[dilabench]\ntheirs = theirs\n")
         monkeypatch.delenv("DILABENCH_DISABLE_PLUGINS")
         monkeypatch.setenv("PYTHONPATH", str(info.parent))
+        monkeypatch.syspath_prepend(str(info.parent))
+        monkeypatch.delitem(sys.modules, "theirs", raising=False)
 
     return installed
 
@@ -28,7 +31,7 @@ def plugin(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_plan_predicts_by_length_batch_and_implementation(cli):
     result = cli(
-        "plan", "-i", "strided,gather", "--lengths", "16K,64K", "--batch-size", "1,2", "--device", "cpu", "--json"
+        "plan", "-i", "strided,gather", "--lengths", "4K,64K", "--batch-size", "1,2", "--device", "cpu", "--json"
     )
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)
@@ -93,7 +96,7 @@ def test_plan_of_several_ranks_is_what_the_fullest_one_needs(cli):
 
 
 @pytest.mark.slow
-def test_check_holds_each_trace_to_a_measured_peak(cli):
+def test_check_holds_each_trace_to_a_measured_peak(cli, warm_server):
     shape = ("--num-heads", "2", "--lengths", "512", "--device", "cpu")
     result = cli("plan", "--check", "-i", "strided,fused", *shape, "--json")
     assert result.exit_code == 0, result.output
@@ -123,11 +126,11 @@ def dilabench_register_implementations():
 
 
 @pytest.mark.slow
-def test_check_ends_with_5_where_a_trace_is_off(fresh, plugin):
+def test_check_ends_with_5_where_a_trace_is_off(cli, plugin, warm_server):
     plugin(MORE_THAN_ITS_TRACE)
     options = ("plan", "--check", "-i", "greedy", "--num-heads", "2", "--lengths", "512", "--mode", "forward")
-    result = fresh("-m", "dilabench", *options, "--device", "cpu")
-    assert result.returncode == 5, result.stdout + result.stderr
+    result = cli(*options, "--device", "cpu")
+    assert result.exit_code == 5, result.stdout + result.stderr
     assert "OFF" in result.stdout
     assert "1 peaks traced and measured, 1 of them off by more than 10%" in result.stdout
 
@@ -187,24 +190,20 @@ def test_run_plan_predicts_memory_and_time_and_runs_nothing(cli, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_budget_too_small_says_what_would_suffice(fresh, tmp_path):
-    result = fresh(
-        *("-m", "dilabench", "run", "extreme", "-i", "strided", "--budget", "1ms", "--device", "cpu"),
-        DILABENCH_LOCK_DIR=str(tmp_path),
-    )
-    assert result.returncode == 8, result.stdout + result.stderr
+def test_a_budget_too_small_says_what_would_suffice(cli, tmp_path, monkeypatch, warm_server, known_ceilings):
+    monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
+    result = cli("run", "extreme", "-i", "strided", "--budget", "1ms", "--device", "cpu")
+    assert result.exit_code == 8, result.stdout + result.stderr
     assert "were skipped by the budget. To continue" in result.stdout
     assert "\n  dilabench run extreme --resume" in result.stdout
     assert "NOTHING MEASURED" in result.stdout
 
 
 @pytest.mark.slow
-def test_verify_all_marks_every_family(fresh):
-    result = fresh(
-        *("-m", "dilabench", "verify", "strided", "--all", "--dtype", "float32", "-b", "sdpa-flash", "--device", "cpu"),
-        TERMINAL_WIDTH="600",
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_verify_all_marks_every_family(cli, monkeypatch, warm_server):
+    monkeypatch.setenv("TERMINAL_WIDTH", "600")
+    result = cli("verify", "strided", "--all", "--dtype", "float32", "-b", "sdpa-flash", "--device", "cpu")
+    assert result.exit_code == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     marks = dict(zip(lines[0].split(), lines[1].split(), strict=True))
     assert (marks["implementation"], marks["backend"], marks["dtype"]) == ("strided", "sdpa-flash", "float32")
@@ -216,22 +215,23 @@ def test_verify_all_marks_every_family(fresh):
 
 WRONG = """
 import torch
-from dilabench.plugins import Implementation, hookimpl
+from dilabench.plugins import Capabilities, Implementation, hookimpl
 
 def build(workload, context):
     return lambda q, k, v: torch.zeros_like(q) + (q + k.sum() + v.sum()) * 0
 
 @hookimpl
 def dilabench_register_implementations():
-    return [Implementation("zeros", "wrong on purpose", "theirs:build")]
+    dense = Capabilities(patterns=frozenset({"dense"}))
+    return [Implementation("zeros", "wrong on purpose", "theirs:build", supports=dense)]
 """
 
 
 @pytest.mark.slow
-def test_verify_all_ends_with_5_on_any_wrong_result(fresh, plugin):
+def test_verify_all_ends_with_5_on_any_wrong_result(cli, plugin, warm_server):
     plugin(WRONG)
-    result = fresh("-m", "dilabench", "verify", "zeros", "--all", "--dtype", "float32", "--device", "cpu")
-    assert result.returncode == 5, result.stdout + result.stderr
+    result = cli("verify", "zeros", "--all", "--dtype", "float32", "--device", "cpu")
+    assert result.exit_code == 5, result.stdout + result.stderr
     assert "✗" in result.stdout
     assert "WRONG: out" in result.stdout
 

@@ -137,15 +137,16 @@ def dilabench_register_reporters():
 
 
 @pytest.mark.slow
-def test_a_suite_whose_every_part_fails_keeps_its_run(fresh, with_plugin, tmp_path):
+def test_a_suite_whose_every_part_fails_keeps_its_run(run_here, with_plugin, tmp_path, monkeypatch):
     site = tmp_path / "site"
+    monkeypatch.delitem(sys.modules, "parts", raising=False)
     (site / "parts.py").write_text(BROKEN_PARTS)
     (site / "theirs-1.0.dist-info" / "entry_points.txt").write_text(
         "[dilabench]\nparts = parts\ngone = no_such_module\n"
     )
-    command = ("-m", "dilabench", "run", "broken", "-i", "gather", "-f", "table", "-f", "json", "-f", "mine", *SMALL)
-    result = fresh(*command)
-    assert result.returncode == 3, result.stdout + result.stderr
+    command = ("broken", "-i", "gather", "-f", "table", "-f", "json", "-f", "mine", *SMALL)
+    result = run_here(*command)
+    assert result.exit_code == 3, result.stdout + result.stderr
     assert "I leave" not in result.stdout
     (folder,) = Path("benchmark_results").glob("*-broken-*")
     record = read_record(folder / "run.json")
@@ -161,8 +162,8 @@ def test_a_suite_whose_every_part_fails_keeps_its_run(fresh, with_plugin, tmp_pa
         f"{site}/parts.py:",
     ):
         assert reason in result.stderr
-    strict = fresh(*command, "--strict-plugins")
-    assert strict.returncode == 3
+    strict = run_here(*command, "--strict-plugins")
+    assert strict.exit_code == 3
     assert "error: plug-in 'gone'" in strict.stderr
 
 
@@ -251,7 +252,7 @@ def interrupted_run(arguments):
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_the_results_and_resume_goes_on(fresh):
+def test_ctrl_c_saves_the_results_and_resume_goes_on(run_here):
     lengths = ["--lengths", "40,60,80,96", "-i", "gather", "--set", "segment_lengths=40", "--device", "cpu"]
     code, said = interrupted_run(["run", "quick", *lengths])
     assert code == 130, said
@@ -261,15 +262,15 @@ def test_ctrl_c_saves_the_results_and_resume_goes_on(fresh):
     before = read_record(folder)
     assert before.status == "interrupted"
     assert 1 <= len(before.rows) < 4
-    again = fresh("-m", "dilabench", "run", "quick", "--resume", str(folder), "-i", "strided")
-    assert again.returncode == 2
+    again = run_here("quick", "--resume", str(folder), "-i", "strided")
+    assert again.exit_code == 2
     assert "--resume continues the run as it was requested; omit implementations" in again.stderr
-    other = fresh("-m", "dilabench", "run", "implementations", "--resume", str(folder))
+    other = run_here("implementations", "--resume", str(folder))
     assert "is of suite 'quick', not 'implementations'" in other.stderr
     (hint,) = [line for line in said.splitlines() if line.startswith("  dilabench run")]
     assert len(hint) < 80
-    result = fresh("-m", *hint.split(), "--budget", "100s")
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = run_here(*hint.split()[2:], "--budget", "100s")
+    assert result.exit_code == 0, result.output
     after = read_record(folder)
     assert (after.status, after.run_id, len(after.rows)) == ("complete", before.run_id, 4)
     assert after.rows[: len(before.rows)] == before.rows

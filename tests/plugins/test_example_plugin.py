@@ -6,8 +6,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+
+from dilabench.cli import spread
 
 TESTS = Path(__file__).parents[1]
 REPOSITORY = TESTS.parent
@@ -26,19 +29,58 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def dilabench(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command line in a fresh process that sees the installed plug-in."""
+# `dilabench` with each of these arguments, one after the other: exit code, stdout and stderr.
+COMMANDS = """
+import json, sys
+from typer.testing import CliRunner
+from dilabench.cli.app import app
+
+for arguments in json.loads(sys.argv[1]):
+    done = CliRunner().invoke(app, arguments)
+    sys.stdout.write(json.dumps([done.exit_code, done.stdout, done.stderr]) + "\\n")
+"""
+SHAPE = (
+    *("--set", "seq_len=193", "--set", "num_heads=6", "--set", "head_dim=24"),
+    *("--set", "segment_lengths=50,128", "--set", "dilation_rates=2,3"),
+)
+CHUNKED = ("--set", "pattern=chunked", "--set", "chunk=20", "--set", "chunks_before=2")
+SHORT = ("--set", "seq_len=97", "--set", "num_heads=4", "--set", "num_kv_heads=2")
+CHOSEN = ("-i", "masked", "-i", "dense", *CHUNKED, "--set", "batch_size=1", "--set", "num_heads=2", "--lengths", "256")
+ASKED = {
+    "list": ("list", "--json"),
+    "forward": ("verify", "masked", "--device", "cpu", "--mode", "forward", *SHAPE),
+    "both": ("verify", "masked", "--device", "cpu", "--mode", "both", *SHAPE),
+    "describe": ("describe", "chunked"),
+    "chunked": ("verify", "masked", "reference", "gather", *CHUNKED, "--device", "cpu", *SHORT),
+    "plan": ("plan", *CHOSEN, "--device", "cpu", "--json"),
+    "run": ("run", "implementations", *CHOSEN, "--device", "cpu", "--no-store", "-o", "results"),
+}
+
+
+class Said(NamedTuple):
+    """The end of a command."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture(scope="module")
+def said(site: Path) -> dict[str, Said]:
+    """What each command answers in a fresh process that sees the installed plug-in; one process for all of them."""
     paths = [str(site), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     environment.pop("DILABENCH_DISABLE_PLUGINS", None)
-    command = [sys.executable, "-m", "dilabench", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    command = [sys.executable, "-c", COMMANDS, json.dumps([spread(arguments) for arguments in ASKED.values()])]
+    done = subprocess.run(command, cwd=site, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {name: Said(*json.loads(line)) for name, line in zip(ASKED, done.stdout.splitlines(), strict=True)}
 
 
 @pytest.mark.slow
-def test_an_installed_plugin_is_listed(site: Path) -> None:
-    done = dilabench(site, "list", "--json")
-    assert done.returncode == 0, done.stderr
+def test_an_installed_plugin_is_listed(said: dict[str, Said]) -> None:
+    done = said["list"]
+    assert done.code == 0, done.stderr
     listing = json.loads(done.stdout)
     (masked,) = [entry for entry in listing["implementations"] if entry["name"] == "masked"]
     assert (masked["plugin"], masked["usable"]) == ("example", True)
@@ -51,49 +93,40 @@ def test_an_installed_plugin_is_listed(site: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["forward", "both"])
-def test_an_installed_plugin_passes_verification(site: Path, mode: str) -> None:
-    assignments = ("seq_len=193", "num_heads=6", "head_dim=24", "segment_lengths=50,128", "dilation_rates=2,3")
-    settings = [word for assignment in assignments for word in ("--set", assignment)]
-    done = dilabench(site, "verify", "masked", "--device", "cpu", "--mode", mode, *settings)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_an_installed_plugin_passes_verification(said: dict[str, Said], mode: str) -> None:
+    done = said[mode]
+    assert done.code == 0, done.stdout + done.stderr
     assert "masked" in done.stdout
 
 
-CHUNKED = ("--set", "pattern=chunked", "--set", "chunk=20", "--set", "chunks_before=2")
-
-
 @pytest.mark.slow
-def test_an_installed_pattern_is_described_and_drawn(site: Path) -> None:
-    done = dilabench(site, "describe", "chunked")
-    assert done.returncode == 0, done.stderr
+def test_an_installed_pattern_is_described_and_drawn(said: dict[str, Said]) -> None:
+    done = said["describe"]
+    assert done.code == 0, done.stderr
     assert "--set chunk:       512" in done.stdout
     assert "computed by:       reference, flex, masked" in done.stdout
     assert done.stdout.count("█") > 100
 
 
 @pytest.mark.slow
-def test_an_installed_pattern_is_verified_and_never_taken_for_dense(site: Path) -> None:
-    shape = ("--device", "cpu", "--set", "seq_len=97", "--set", "num_heads=4", "--set", "num_kv_heads=2")
-    done = dilabench(site, "verify", "masked", "reference", "gather", *CHUNKED, *shape)
+def test_an_installed_pattern_is_verified_and_never_taken_for_dense(said: dict[str, Said]) -> None:
+    done = said["chunked"]
     assert done.stdout.count("✓") == 2, done.stdout + done.stderr
     assert "chunked is not supported (has dilated)" in " ".join(done.stdout.split())
 
 
 @pytest.mark.slow
-def test_an_installed_pattern_is_planned_run_and_reported(site: Path, tmp_path: Path) -> None:
-    chosen = ("-i", "masked", "-i", "dense", *CHUNKED, "--set", "batch_size=1", "--set", "num_heads=2")
-    planned = dilabench(site, "plan", *chosen, "--lengths", "256", "--device", "cpu", "--json")
-    assert planned.returncode == 0, planned.stderr
+def test_an_installed_pattern_is_planned_run_and_reported(said: dict[str, Said], site: Path) -> None:
+    planned, done = said["plan"], said["run"]
+    assert planned.code == 0, planned.stderr
     rows = {(row["implementation"], row["mode"]): row for row in json.loads(planned.stdout)}
     # Beside q, k and v the bias of 2 x 256 x 256 float32, which stays between calls, and at least out.
     needed = rows["masked", "forward"]
     assert needed["predicted_peak_bytes"] >= needed["inputs_bytes"] * 4 // 3 + 2 * 256 * 256 * 4
-    where = ("--device", "cpu", "--no-store", "-o", str(tmp_path))
-    done = dilabench(site, "run", "implementations", *chosen, "--lengths", "256", *where)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.code == 0, done.stdout + done.stderr
     assert "chunked chunk=20 chunks_before=2" in done.stdout
     assert "yardstick: dense, another function of the same shape" in done.stdout
-    (folder,) = tmp_path.iterdir()
+    (folder,) = (site / "results").iterdir()
     assert (folder / "plots" / "chunked_256.png").stat().st_size > 0
     record = json.loads((folder / "run.json").read_text())
     assert [row["outcome"]["status"] for row in record["rows"]] == ["measured", "measured"]

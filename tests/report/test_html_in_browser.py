@@ -43,14 +43,21 @@ def browser():
         one.close()
 
 
-@pytest.fixture
-def opened(browser, tmp_path):
-    """Opens the page of a record; what the browser complained of or wanted to fetch fails the test at its end."""
-    troubles = []
+def rendered(record, folder):
+    page.render(record, folder, sections_of(record, discover().catalogue))
+    return folder / "report.html"
 
-    def open_page(record, width=1280, scheme="light"):
-        page.render(record, tmp_path, sections_of(record, discover().catalogue))
-        return open_file(tmp_path / "report.html", width, scheme)
+
+@pytest.fixture(scope="module")
+def page_of_a_range(tmp_path_factory):
+    """The page of a record with charts of every kind."""
+    return rendered(read_record(ROOT / "docs" / "results" / "h200-range.json"), tmp_path_factory.mktemp("range"))
+
+
+@pytest.fixture
+def opened(browser):
+    """Opens a page; what the browser complained of or wanted to fetch fails the test at its end."""
+    troubles = []
 
     def open_file(path, width=1280, scheme="light"):
         tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
@@ -60,15 +67,14 @@ def opened(browser, tmp_path):
         tab.goto(path.as_uri())
         return tab
 
-    open_page.file = open_file
-    yield open_page
+    yield open_file
     assert troubles == []
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (1280, "dark"), (390, "light")])
 @pytest.mark.library
-def test_every_chart_is_drawn_and_the_page_is_as_wide_as_the_window(opened, width, scheme):
-    tab = opened(read_record(ROOT / "docs" / "results" / "h200-range.json"), width, scheme)
+def test_every_chart_is_drawn_and_the_page_is_as_wide_as_the_window(opened, page_of_a_range, width, scheme):
+    tab = opened(page_of_a_range, width, scheme)
     for chart in tab.locator(".chart").all():
         chart.scroll_into_view_if_needed()
         chart.locator("svg").first.wait_for()
@@ -80,10 +86,10 @@ def test_every_chart_is_drawn_and_the_page_is_as_wide_as_the_window(opened, widt
 
 
 @pytest.mark.library
-def test_rows_are_sorted_filtered_and_opened(opened, make_row, make_record):
+def test_rows_are_sorted_filtered_and_opened(opened, make_row, make_record, tmp_path):
     rows = [make_row(f"way{index}", ns=1e6 * (index * 7 % 11 + 1), seed=index) for index in range(10)]
     rows.append(make_row("strided", outcome=Skipped(code="unsupported", why="no such thing here")))
-    tab = opened(make_record(rows))
+    tab = opened(rendered(make_record(rows), tmp_path))
 
     def first_column():
         return [row.locator("td").nth(1).inner_text() for row in tab.locator("#row-table tbody tr").all()]
@@ -116,7 +122,7 @@ def test_the_history_draws_each_case(opened, tmp_path):
     columns = (Column(name="run", cell=str),)
     trend = Trend(title="a case", where="here", columns=columns, lines=["x"], steps=["slower"], plot=plot)
     (tmp_path / "history.html").write_text(history.to_text([trend], "all cases"))
-    tab = opened.file(tmp_path / "history.html")
+    tab = opened(tmp_path / "history.html")
     tab.locator("#case0 ~ figure svg").first.wait_for()
     assert tab.locator(".banner").inner_text() == "a case: slower"
 
@@ -130,14 +136,14 @@ def test_a_long_history_draws_all_of_its_charts_without_being_scrolled(opened, t
         plot = CurvePlot(name=f"case{at}", title=f"case {at}", x_label="run", y_label="ms", curves=(curve,))
         trends.append(Trend(title=f"case {at}", where="here", columns=columns, lines=["x"], steps=[], plot=plot))
     (tmp_path / "history.html").write_text(history.to_text(trends, "all cases"))
-    tab = opened.file(tmp_path / "history.html")
+    tab = opened(tmp_path / "history.html")
     tab.wait_for_function("document.querySelectorAll('.chart svg').length === 50")
 
 
 @pytest.mark.library
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_an_implementation_has_one_colour_in_all_charts(opened, scheme):
-    tab = opened(read_record(ROOT / "docs" / "results" / "h200-range.json"), scheme=scheme)
+def test_an_implementation_has_one_colour_in_all_charts(opened, page_of_a_range, scheme):
+    tab = opened(page_of_a_range, scheme=scheme)
     tab.wait_for_function("[...document.querySelectorAll('.chart')].every((chart) => chart.querySelector('svg'))")
     marks = tab.evaluate(
         """[...document.querySelectorAll('.chart')].flatMap((chart, number) =>
@@ -155,8 +161,8 @@ def test_an_implementation_has_one_colour_in_all_charts(opened, scheme):
 
 
 @pytest.mark.library
-def test_the_answer_and_the_winners_are_in_sight_at_400_pixels(opened):
-    tab = opened(read_record(ROOT / "docs" / "results" / "h200-range.json"), width=400)
+def test_the_answer_and_the_winners_are_in_sight_at_400_pixels(opened, page_of_a_range):
+    tab = opened(page_of_a_range, width=400)
     for name in ("fastest", "time"):
         heading = tab.locator(".banner th", has_text=name).first.bounding_box()
         assert heading["x"] + heading["width"] <= 400, name

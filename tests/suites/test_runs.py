@@ -1,14 +1,14 @@
 """Whole runs of the suites on a CPU at small sizes: what they find, write and redraw, and too small a budget."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-import dilabench
+from dilabench.cli import spread
+from dilabench.cli.app import app
+from dilabench.engine.worker.process import end_server
 from dilabench.store.run_files import read_record
 
 pytestmark = pytest.mark.slow
@@ -19,26 +19,24 @@ SMALL = (
 )
 
 
+@pytest.fixture(scope="module")
+def no_compiler(tmp_path_factory):
+    """No compiler is on the path of this process and of the workers that it starts: compiling takes minutes."""
+    end_server()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path_factory.mktemp("path")))
+        yield
+    end_server()
+
+
 @pytest.fixture
-def run(tmp_path):
-    """A command in a process of its own, where no compiler is on the path: compiling takes minutes."""
-
-    def call(*arguments):
-        environment = {
-            **os.environ,
-            "PATH": str(tmp_path),
-            "PYTHONPATH": str(Path(dilabench.__file__).parents[1]),
-            "OMP_NUM_THREADS": "1",
-            "DILABENCH_DISABLE_PLUGINS": "1",
-            "DILABENCH_LOCK_DIR": str(tmp_path),
-            "TERMINAL_WIDTH": "160",
-        }
-        command = [sys.executable, "-m", "dilabench", *arguments]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
-        )
-
-    return call
+def run(tmp_path, monkeypatch, no_compiler, known_ceilings):
+    """A command in this process, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DILABENCH_DISABLE_PLUGINS", "1")
+    monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
+    monkeypatch.setenv("TERMINAL_WIDTH", "160")
+    return lambda *arguments: CliRunner().invoke(app, spread(arguments))
 
 
 def folder_of(tmp_path, suite):
@@ -52,7 +50,7 @@ def stems(folder):
 
 def test_range_finds_exponents_and_leaves_plots_that_can_be_redrawn(run, tmp_path):
     done = run("run", "range", "--lengths", "97,192,256", "-i", "dense,gather,strided", *SMALL)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.exit_code == 0, done.output
     assert "Time per sequence grows as N^" in done.stdout
     assert "Crossover lengths" in done.stdout
     folder = folder_of(tmp_path, "range")
@@ -64,13 +62,13 @@ def test_range_finds_exponents_and_leaves_plots_that_can_be_redrawn(run, tmp_pat
     for path in (folder / "plots").iterdir():
         path.unlink()
     redrawn = run("report", str(folder), "-f", "plots")
-    assert (redrawn.returncode, redrawn.stdout) == (0, "")
+    assert (redrawn.exit_code, redrawn.stdout) == (0, "")
     assert stems(folder) == names
 
 
 def test_backends_recommends_from_what_it_measured(run, tmp_path):
     done = run("run", "backends", "--seq-length", "130", "-b", "math,sdpa-flash", "-i", "strided", *SMALL)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.exit_code == 0, done.output
     assert "Recommendation for this device" in done.stdout
     assert "scaled_dot_product_flash_attention_for_cpu" in done.stdout
     assert stems(folder_of(tmp_path, "backends")) == {"backends.png", "backends.svg"}
@@ -78,7 +76,7 @@ def test_backends_recommends_from_what_it_measured(run, tmp_path):
 
 def test_optimization_counts_real_hits_and_requests(run, tmp_path):
     done = run("run", "optimization", "--lengths", "130", "-i", "gather", *SMALL)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.exit_code == 0, done.output
     rows = {row.planned.labels["variant"]: row for row in read_record(folder_of(tmp_path, "optimization")).rows}
     assert {name for name, row in rows.items() if row.outcome.status == "skipped"} == {"CUDA graph", "torch.compile"}
     counted = {name: row.outcome.counters for name, row in rows.items() if row.outcome.status == "measured"}
@@ -97,7 +95,7 @@ def test_optimization_counts_real_hits_and_requests(run, tmp_path):
 def test_field_sets_a_project_beside_ours_and_says_what_another_computes(run, tmp_path, monkeypatch):
     monkeypatch.setenv("DILABENCH_PEERS", str(Path(__file__).parents[1] / "impls" / "peers" / "recorded"))
     done = run("run", "field", "--seq-length", "100", "-i", "strided,torchscale,dilated-attention-pytorch", *SMALL)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.exit_code == 0, done.output
     rows = read_record(folder_of(tmp_path, "field")).rows
     by_function = [[(row.case.implementation, row.outcome.status) for row in part] for part in (rows[:3], rows[3:])]
     refused = ("dilated-attention-pytorch", "skipped")
@@ -114,7 +112,7 @@ def test_field_sets_a_project_beside_ours_and_says_what_another_computes(run, tm
 
 def test_a_budget_that_measures_nothing_ends_with_its_code_and_says_what_would_do(run):
     done = run("run", "range", "--lengths", "97,192", "-i", "strided", "--budget", "10ms", *SMALL)
-    assert done.returncode == 8, done.stdout + done.stderr
+    assert done.exit_code == 8, done.output
     assert "budget of 10 ms used up before its turn" in done.stdout
     way_on = (
         r"cases were skipped by the budget. To continue .*:\n  dilabench run range --resume [0-9a-f]{8} --budget \d+s\n"
@@ -128,7 +126,7 @@ def test_choice_says_what_the_library_took_and_what_that_costs(run, tmp_path, mo
     few = ("--set", "seq_len=300", "--set", "batch_size=1", "--set", "head_dim=16", "--set", "dtype=float32")
     started = ("run", "choice", *few, "--set", "shapes=2", "--seed", "3", "--device", "cpu", "--timing-runs", "6")
     done = run(*started)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.exit_code == 0, done.output
     record = read_record(folder_of(tmp_path, "choice"))
     assert {row.planned.labels["shape"] for row in record.rows} == {"1", "2"}
     # A way that is far slower than another is left out, the choice never.
@@ -149,7 +147,7 @@ def test_choice_goes_on_with_the_shapes_that_there_was_no_time_for(run, tmp_path
     assert "; more follow):" in done.stdout
     folder = folder_of(tmp_path, "choice")
     again = run("run", "choice", "--resume", str(folder), "--budget", "60s")
-    assert again.returncode == 0, again.stdout + again.stderr
+    assert again.exit_code == 0, again.output
     assert "Over 2 shapes the choice took" in again.stdout
     codes = {getattr(row.outcome, "code", "measured") for row in read_record(folder).rows}
     assert "measured" in codes

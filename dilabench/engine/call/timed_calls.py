@@ -104,7 +104,8 @@ class TimedCalls:
         self._deck: list[tuple[int, int]] = []
         self._calls = self._renew_from = 0
         self._threads = self._left = 0
-        self._touched_at = self._touch_s = self._renewed_at = self._renew_s = 0.0
+        self._touched_at = self._renewed_at = _now()
+        self._touch_s = self._renew_s = 0.0
         self._last, self._keeps = False, True
         self._full: KeptCall | None = None
         self._waiting: list[KeptCall] = []
@@ -141,9 +142,9 @@ class TimedCalls:
         batch, position = 0, self._length - 1
         if not fixed:
             if self._calls >= self._renew_from and self._due(self._renewed_at, self._renew_s):
-                self._renewed_at = time.perf_counter()
+                self._renewed_at = started, _ = _now()
                 self.renew(inputs)
-                self._renew_s = min(self._renew_s or inf, time.perf_counter() - self._renewed_at)
+                self._renew_s = min(self._renew_s or inf, time.perf_counter() - started)
                 self.renewed.append(self._calls)
                 # So that samples on other inputs have neighbours to be compared with; over ranks before every call.
                 self._renew_from = self._calls + (RENEWED_AMONG if self._local_row is None else 1)
@@ -320,14 +321,17 @@ class TimedCalls:
             call.digested_at = call.inputs.changes.now
         call.digests.append([fast_digest(tensor) for tensor in call.inputs.distinct])
 
-    def _due(self, before: float, took_s: float) -> bool:
+    def _due(self, before: tuple[float, float], took_s: float) -> bool:
         """Whether a change that took so long, the time before, may be made again."""
+        least_s = took_s / CHANGE_SHARE
         # Ranks must not decide by their own clocks.
-        return self._local_row is not None or time.perf_counter() - before > took_s / CHANGE_SHARE
+        return self._local_row is not None or all(
+            now - then > least_s for now, then in zip(_now(), before, strict=True)
+        )
 
     def _touch(self, inputs: InputSet) -> tuple[int, int]:
         """Fresh numbers in a row of each tensor; return batch item and position in the first one."""
-        self._touched_at = started = time.perf_counter()
+        self._touched_at = started, _ = _now()
         places = []
         for index, tensor in enumerate(inputs.distinct):
             # The first values stay (SAME_VALUES).
@@ -366,6 +370,15 @@ class TimedCalls:
 
     def _local(self, position: int) -> int | None:
         return position if self._local_row is None else self._local_row(position)
+
+
+def _now() -> tuple[float, float]:
+    """Seconds of the clock, and those for which this process ran.
+
+    On a busy machine only the clock goes on between two calls. If it alone decided, inputs would change before most
+    calls, and a sample on new ones would have no neighbour on old ones to be compared with.
+    """
+    return time.perf_counter(), time.process_time()
 
 
 def fast_digest(tensor: Tensor) -> Tensor:

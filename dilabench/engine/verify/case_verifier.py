@@ -35,10 +35,17 @@ class _Known:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.oracle.inputs)
 
+    def turn_to(self, workload: Workload) -> None:
+        """Serve the same workload in its mode: inputs and right results are those of every mode, results of others'
+        code may lack the gradients.
+        """
+        if self.oracle.workload != workload:
+            self.oracle.workload, self.oracle.around, self.second = workload, None, None
+
 
 class CaseVerifier:
     """Verifies prepared calls. The oracle of the latest workload is kept for the other cases of its group, small ones
-    for longer: each length gets its least row before any group is complete."""
+    for longer: each length gets its least row before any group is complete. It serves all modes of a workload."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device_of(device).verifies_on
@@ -71,7 +78,7 @@ class CaseVerifier:
             del self._known[next(iter(self._known))]
 
     def _known_of(self, call: PreparedCall) -> _Known:
-        key = call.workload, call.spec.takes
+        key = call.workload.replace(mode="both"), call.spec.takes
         known = self._known.pop(key, None)
         if known is None:
             # Large ones go first: two at once may not fit.
@@ -81,6 +88,7 @@ class CaseVerifier:
             # Code that was verified with them has run since, and may have kept them.
             known.oracle.restore()
             known.fresh = True
+        known.turn_to(call.workload)
         self._known[key] = known
         return known
 

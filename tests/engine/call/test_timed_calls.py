@@ -28,6 +28,35 @@ def always_due(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TimedCalls, "_due", lambda *_: True)
 
 
+@pytest.mark.parametrize(
+    ("stands_still", "changed"),
+    [((), True), (("process_time",), False), (("perf_counter",), False), (("perf_counter", "process_time"), False)],
+)
+def test_inputs_change_once_time_has_gone_by_for_this_process_too(
+    monkeypatch: pytest.MonkeyPatch, stands_still: tuple[str, ...], changed: bool
+) -> None:
+    seconds = {"perf_counter": 1.0, "process_time": 1.0}
+    for name in seconds:
+        monkeypatch.setattr(f"time.{name}", lambda name=name: seconds[name])
+    one = workload()
+    inputs, calls = inputs_of(one), TimedCalls(0, one)
+    draw = calls._random_numbers
+
+    def in_a_second(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        seconds.update({name: now + 1.0 for name, now in seconds.items()})
+        return draw(data)
+
+    monkeypatch.setattr(calls, "_random_numbers", in_a_second)
+    seconds.update(perf_counter=2.0, process_time=2.0)
+    calls.begin(count=1)
+    calls.before(inputs)
+    assert calls.renewed == [0]
+    before = [x.clone() for x in inputs.distinct]
+    seconds.update({name: now + 1e6 for name, now in seconds.items() if name not in stands_still})
+    calls.before(inputs)
+    assert any(not torch.equal(x, then) for x, then in zip(inputs.distinct, before, strict=True)) is changed
+
+
 @pytest.mark.usefixtures("always_due")
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 # Of 1 to 3 tokens, the values that keep their signs lie in the second batch item, too.

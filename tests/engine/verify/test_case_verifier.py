@@ -1,6 +1,8 @@
 """Which oracles a worker keeps, and on which inputs the next case is verified."""
 
 from collections.abc import Callable
+from itertools import permutations
+from typing import get_args
 
 import pytest
 import torch
@@ -12,8 +14,8 @@ from dilabench.engine.verify import case_verifier
 from dilabench.engine.verify.case_verifier import CaseVerifier
 from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.worker.protocol import CaseSpec
-from dilabench.record import Case
-from dilabench.workload.spec import Workload
+from dilabench.record import Case, CheckName
+from dilabench.workload.spec import Mode, Workload
 
 CPU = torch.device("cpu")
 SEEN: list[Tensor] = []
@@ -32,9 +34,9 @@ def build(workload: Workload, context: object) -> Callable[..., Tensor]:
     return attend
 
 
-def prepared(length: int) -> PreparedCall:
+def prepared(length: int, **fields: str) -> PreparedCall:
     shape = {"batch_size": 1, "seq_len": length, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8}
-    workload = Workload.model_validate({"pattern": {"kind": "dense"}, **shape})
+    workload = Workload.model_validate({"pattern": {"kind": "dense"}, **shape, **fields})
     spec = CaseSpec(case=Case(implementation="own", workload=workload), target=f"{__name__}:build", seed=3)
     return PreparedCall(spec, CPU, InputStore(CPU))
 
@@ -74,3 +76,22 @@ def test_inputs_that_earlier_code_may_have_kept_are_drawn_again() -> None:
         tensor.detach().zero_()
     verification, why = verifier.verify(prepared(33))
     assert verification.passed, why
+
+
+@pytest.mark.parametrize("modes", list(permutations(get_args(Mode))))
+def test_one_oracle_serves_a_workload_in_every_mode(made: list[int], modes: tuple[str, ...]) -> None:
+    verifier = CaseVerifier(CPU)
+    for mode in modes:
+        verification, why = verifier.verify(prepared(33, mode=mode))
+        assert verification.passed, why
+        assert (CheckName.DQ in {check.name for check in verification.checks}) is (mode != "forward")
+    assert made == [33]
+
+
+@pytest.mark.parametrize("mode", get_args(Mode))
+def test_other_results_of_the_same_shape_have_their_own_oracle(made: list[int], mode: str) -> None:
+    verifier = CaseVerifier(CPU)
+    for fields in ({}, {"mode": mode, "causal": False}, {"mode": mode, "dtype": "bfloat16"}):
+        verification, why = verifier.verify(prepared(33, **fields))
+        assert verification.passed, why
+    assert made == [33, 33, 33]
