@@ -111,12 +111,10 @@ def _own_device_lock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 @pytest.fixture(scope="session")
-def warm_server(request: pytest.FixtureRequest) -> None:
+def warm_server() -> None:
     """Ranks and workers are forked from a server that has loaded what they need, once for all of them."""
     import multiprocessing
     from multiprocessing import forkserver
-
-    from dilabench.machine import detect
 
     # torch loads the last one at the first call of autograd.grad.
     modules = [
@@ -124,10 +122,6 @@ def warm_server(request: pytest.FixtureRequest) -> None:
         "dilabench.distributed.launch",
         "torch.fx.experimental.symbolic_shapes",
     ]
-    # What torch.compile loads, and optimizers a part of it; tests that compile or train on ranks are slow. It may look
-    # for GPUs, after which no process that is forked could use one.
-    if detect().device == "cpu" and any(item.get_closest_marker("slow") for item in request.session.items):
-        modules.append("torch._inductor.compile_fx")
     multiprocessing.set_forkserver_preload(["__main__", *modules])
     forkserver.ensure_running()
 
