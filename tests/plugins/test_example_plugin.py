@@ -1,19 +1,17 @@
 """A third party's package, installed by pip, is found by a fresh process, and what it adds passes verification."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from dilabench.cli import spread
+from tests.plugins.fresh_process import Said, answers
 
 TESTS = Path(__file__).parents[1]
-REPOSITORY = TESTS.parent
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +27,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-# `dilabench` with each of these arguments, one after the other: exit code, stdout and stderr.
-COMMANDS = """
-import json, sys
-from typer.testing import CliRunner
-from dilabench.cli.app import app
-
-for arguments in json.loads(sys.argv[1]):
-    done = CliRunner().invoke(app, arguments)
-    sys.stdout.write(json.dumps([done.exit_code, done.stdout, done.stderr]) + "\\n")
-"""
 SHAPE = (
     *("--set", "seq_len=193", "--set", "num_heads=6", "--set", "head_dim=24"),
     *("--set", "segment_lengths=50,128", "--set", "dilation_rates=2,3"),
@@ -57,24 +45,10 @@ ASKED = {
 }
 
 
-class Said(NamedTuple):
-    """The end of a command."""
-
-    code: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture(scope="module")
 def said(site: Path) -> dict[str, Said]:
     """What each command answers in a fresh process that sees the installed plug-in; one process for all of them."""
-    paths = [str(site), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    environment.pop("DILABENCH_DISABLE_PLUGINS", None)
-    command = [sys.executable, "-c", COMMANDS, json.dumps([spread(arguments) for arguments in ASKED.values()])]
-    done = subprocess.run(command, cwd=site, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return {name: Said(*json.loads(line)) for name, line in zip(ASKED, done.stdout.splitlines(), strict=True)}
+    return answers(site, {name: spread(arguments) for name, arguments in ASKED.items()})
 
 
 @pytest.mark.slow

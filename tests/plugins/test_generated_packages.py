@@ -1,7 +1,6 @@
 """What `dilabench plugin new` writes installs with pip, conforms, and passes its own test, in fresh processes."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -10,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from dilabench.cli.author.new import Kind, new
+from tests.plugins.fresh_process import Said, answers, python
 
-REPOSITORY = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 # An offset that is blocked where modulo is asked for.
 WRONG = """
@@ -44,40 +43,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-# `dilabench` with each of these arguments, one after the other: exit code, stdout and stderr.
-COMMANDS = """
-import json, sys
-from typer.testing import CliRunner
-from dilabench.cli.app import app
-
-for arguments in json.loads(sys.argv[1]):
-    done = CliRunner().invoke(app, arguments)
-    sys.stdout.write(json.dumps([done.exit_code, done.stdout, done.stderr]) + "\\n")
-"""
-
-
-def python(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python in a fresh process that sees the packages."""
-    paths = [str(site), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    environment.pop("DILABENCH_DISABLE_PLUGINS", None)
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-
-
 @pytest.fixture(scope="module")
-def checked(site: Path) -> dict[str, tuple[int, str, str]]:
+def checked(site: Path) -> dict[str, Said]:
     """What `plugin check` answers for each package; in one process, which starts what verifies once for all of them."""
     names = [f"generated-{kind}" for kind in Kind]
     asked = {name: ["plugin", "check", name, "--device", "cpu", "--json"] for name in names}
     asked["generated-wrong"] = ["plugin", "check", "generated-wrong", "--device", "cpu"]
-    done = python(site, "-c", COMMANDS, json.dumps(list(asked.values())))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return dict(zip(asked, map(json.loads, done.stdout.splitlines()), strict=True))
+    return answers(site, asked)
 
 
 @pytest.mark.parametrize("kind", list(Kind))
-def test_a_new_package_conforms(checked: dict[str, tuple[int, str, str]], kind: Kind) -> None:
+def test_a_new_package_conforms(checked: dict[str, Said], kind: Kind) -> None:
     code, said, told = checked[f"generated-{kind}"]
     assert code == 0, said + told
     (card,) = json.loads(said)
@@ -92,7 +68,7 @@ def test_its_own_test_passes(site: Path) -> None:
     assert "1 passed" in done.stdout
 
 
-def test_a_wrong_one_gets_the_name_of_its_mistake(checked: dict[str, tuple[int, str, str]]) -> None:
+def test_a_wrong_one_gets_the_name_of_its_mistake(checked: dict[str, Said]) -> None:
     code, said, told = checked["generated-wrong"]
     assert code == 5, said + told
     assert re.search(r"^verifying \d+ cases \.\.\.$", told, re.MULTILINE)
