@@ -201,6 +201,11 @@ def interpreted(tmp_path_factory):
         stop()
 
 
+def slow(*values):
+    """A case of a parametrisation that is slow."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def smallest_of_each_suite(records):
     """The smallest of these record files of each suite: what differs between suites, in the least time."""
     first = {}

@@ -311,11 +311,11 @@ def refuse_types(options: Mapping[str, Any]) -> None:
 def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
     """The bounds as numbers, at least one: an empty tuple means a batch. A tensor is read from its device once."""
     if not isinstance(cu_seqlens, Tensor):
-        cu_seqlens = integers("cu_seqlens", cu_seqlens)
+        cu_seqlens = bounds = integers("cu_seqlens", cu_seqlens)
     elif cu_seqlens.is_meta:
         raise ValueError("cu_seqlens is on meta, and bounds are read; give a list")
-    is_row = not isinstance(cu_seqlens, Tensor) or cu_seqlens.ndim == 1
-    bounds = (_numbers(cu_seqlens) if isinstance(cu_seqlens, Tensor) else tuple(cu_seqlens)) if is_row else ()
+    else:
+        bounds = _numbers(cu_seqlens) if cu_seqlens.ndim == 1 else ()
     if not bounds:
         raise ValueError(f"cu_seqlens {cu_seqlens} must be one row of bounds that rise from 0 to {tokens}")
     if isinstance(cu_seqlens, Tensor):

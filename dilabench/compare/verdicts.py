@@ -29,10 +29,8 @@ def corrected(verdicts: Sequence[Verdict], throttled: Sequence[bool], policy: Po
     """
     withdrawn = [_withdrawn(verdict) if hot else verdict for verdict, hot in zip(verdicts, throttled, strict=True)]
     result = list(withdrawn)
-    for advisory in (False, True):
+    for advisory in {verdict.advisory for verdict in withdrawn}:
         family = [index for index, verdict in enumerate(withdrawn) if verdict.advisory is advisory]
-        if not family:
-            continue
         controlled = control_family([withdrawn[index] for index in family], alpha=policy.alpha)
         for index, verdict in zip(family, controlled, strict=True):
             result[index] = verdict

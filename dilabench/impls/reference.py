@@ -99,7 +99,7 @@ def attend_rows(
     out = q.new_zeros(q.shape[0], len(rows), q.shape[2], q.shape[3], dtype=dtype)
     lse = q.new_full((q.shape[0], q.shape[2], len(rows)), -torch.inf, dtype=wide)
     for block in blocks(workload, rows, q):
-        scores = block.scores(block.queries(q, workload, dtype), block.take(k, workload, dtype))
+        scores = block.scores(*block.paired(q, k, workload, dtype))
         block_lse = scores.logsumexp(-1)
         less = scores.sub_(finite(block_lse)) if each is None else scores.sub(finite(block_lse))
         share, values = less.exp_().to(dtype), block.take(v, workload, dtype)
@@ -152,7 +152,7 @@ def attend_rows_backward(
     zero_keys = log_zero_keys(workload, q.device, wide, rows=rows, apart=True)
     for block in blocks(workload, rows, q):
         dout_block = dout[:, block.index, block.head].to(dtype)
-        queries, block_keys = block.queries(q, workload, dtype), block.take(k, workload, dtype)
+        queries, block_keys = block.paired(q, k, workload, dtype)
         scores, share_grad = block.scores(queries, block_keys), dout_block @ block.take(v, workload, dtype).mT
         score_grad, share = score_gradient(block, scores, share_grad, out, lse, zero_keys, dout_block, workload)
         dq[:, block.index, block.head] = score_grad @ block_keys * workload.softmax_scale
@@ -291,9 +291,9 @@ class Block:
         """The block's keys of k or v, [B, M, D]."""
         return x[:, :, self.head // workload.group_size].index_select(1, self.keys).to(dtype)
 
-    def queries(self, q: Tensor, workload: Workload, dtype: torch.dtype) -> Tensor:
-        """The block's rows of q, times the scale of the softmax, [B, R, D]."""
-        return q[:, self.rows, self.head].to(dtype) * workload.softmax_scale
+    def paired(self, q: Tensor, k: Tensor, workload: Workload, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The block's queries [B, R, D], times the scale of the softmax, and its keys [B, M, D]."""
+        return q[:, self.rows, self.head].to(dtype) * workload.softmax_scale, self.take(k, workload, dtype)
 
     def wanted(self, slots: Tensor | None) -> tuple[Tensor | slice, Tensor]:
         """Which of the block's keys ([M] bool, or all) have a slot of `key_slots`, and those slots."""

@@ -14,7 +14,7 @@ from dilabench.compare.view import PairView, Ranking, is_quotable, measured_view
 from dilabench.plugins.axis import Axis
 from dilabench.record import Failed, Measured, Row, RunRecord, SkipCode, Skipped
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name
-from dilabench.report.content import WorkloadTable, shape_of, workload_tables
+from dilabench.report.content import WorkloadTable, is_unranked, shape_of, workload_tables
 from dilabench.stats.decisions.paired import MIN_ROUNDS
 from dilabench.units import counted
 from dilabench.workload.spec import Workload
@@ -189,20 +189,16 @@ def _labels(firsts: Sequence[Row], values: Sequence[float], axis: Axis) -> list[
 def _answer_row(table: WorkloadTable, device: str, value: float, at: str, workload: str) -> AnswerRow:
     """The line of a table, without comparisons."""
     own = next((section.ranking for section in table.sections if section.ranking is not None), None)
-    if _is_unranked(table):
+    if is_unranked(table.members):
         own = rank([row for row in table.members if row.case.workload.is_dense], device)
     batch = table.members[0].case.workload.batch_size
     why = _why_none(table.members) if own is None else ""
     return AnswerRow(value=value, at=at, batch=batch, workload=workload, ranking=own, why_none=why)
 
 
-def _is_unranked(table: WorkloadTable) -> bool:
-    return all(row.planned.role == "yardstick" for row in table.members)
-
-
 def _dense_rival(table: WorkloadTable, full: Mapping[tuple[Workload, int], Sequence[Row]]) -> Row | None:
     """The fastest row of full attention with the table's shape; None without a time or if such rows are ranked."""
-    rows = () if _is_unranked(table) else full.get(shape_of(table.members[0].case), ())
+    rows = () if is_unranked(table.members) else full.get(shape_of(table.members[0].case), ())
     return min(filter(is_quotable, rows), key=lambda row: measured_view(row).median_ns, default=None)
 
 

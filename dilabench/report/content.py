@@ -102,7 +102,7 @@ def _tables(record: RunRecord) -> tuple[WorkloadTable, ...]:
         groups.setdefault(cell, []).append(row)
     sections = [_by_title(rows) for rows in groups.values()]
     every = [rows for titled in sections for rows in titled.values()]
-    ranked = iter(rankings([() if _is_unranked(rows) else rows for rows in every], record.device))
+    ranked = iter(rankings([() if is_unranked(rows) else rows for rows in every], record.device))
     return tuple(
         WorkloadTable(
             members=tuple(rows),
@@ -139,8 +139,9 @@ def _by_title(rows: Sequence[Row]) -> dict[str | None, list[Row]]:
     return sections
 
 
-def _is_unranked(rows: Sequence[Row]) -> bool:
-    return rows[0].planned.role == "yardstick"
+def is_unranked(rows: Iterable[Row]) -> bool:
+    """Return True if all rows are unranked references."""
+    return all(row.planned.role == "yardstick" for row in rows)
 
 
 def _section_title(row: Row) -> str | None:

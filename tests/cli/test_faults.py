@@ -28,6 +28,7 @@ from dilabench.store.archive import Archive
 from dilabench.store.baselines import Baselines
 from dilabench.store.run_files import RunFolder, read_record
 from dilabench.units import printable
+from tests.conftest import slow
 
 pytestmark = pytest.mark.faults
 
@@ -94,12 +95,8 @@ def test_a_value_of_a_file_of_defaults_moves_no_cursor(cli):
         assert not [letter for letter in result.output if letter != printable(letter)], option
 
 
-def also_slow(*values):
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
-
-
 # A pipe that is opened hangs.
-@pytest.mark.parametrize("kind", ["fifo", *also_slow("link", "settings")])
+@pytest.mark.parametrize("kind", ["fifo", slow("link"), slow("settings")])
 def test_settings_of_matplotlib_in_the_working_folder_are_not_read(fresh, tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     if kind == "fifo":
@@ -382,7 +379,7 @@ def environment(**variables):
     return {**os.environ, "PYTHONPATH": str(Path(dilabench.__file__).parents[1]), "OMP_NUM_THREADS": "1", **variables}
 
 
-@pytest.mark.parametrize("encoding", ["ascii", *also_slow("latin-1", "cp1252")])
+@pytest.mark.parametrize("encoding", ["ascii", slow("latin-1"), slow("cp1252")])
 def test_letters_that_the_encoding_lacks(fresh, encoding):
     assert fresh("-m", "dilabench", "list", PYTHONIOENCODING=encoding).returncode == 0
     listed = fresh("-m", "dilabench", "list", "--json", PYTHONIOENCODING=encoding)

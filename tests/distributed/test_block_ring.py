@@ -4,12 +4,9 @@ import numpy as np
 import pytest
 
 from dilabench.distributed.shardings import BLOCKS
+from tests.conftest import slow
 
 pytestmark = pytest.mark.distributed
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def any_masks(folder, count):

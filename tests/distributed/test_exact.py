@@ -5,14 +5,11 @@ import pytest
 from dilabench.choice.ways import own_ways
 from dilabench.distributed.single_rank import SingleRank
 from dilabench.distributed.world import World
+from tests.conftest import slow
 
 pytestmark = pytest.mark.distributed
 ALGORITHMS = ["ring", "ring-overlap", "zigzag-ring", "ring-allgather", "zigzag-allgather", "balanced-allgather"]
 ALGORITHMS += ["ring-varlen", "ulysses"]
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 # Of each kind one: enough for more parts than wait for each other, on five ranks, too.

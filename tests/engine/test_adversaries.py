@@ -10,6 +10,7 @@ from dilabench.metadata import matmul_key
 from dilabench.plugins.descriptors import Implementation, Timer
 from dilabench.record import Failed, Measured, Slot, Timing
 from dilabench.runs.execution import exit_code
+from tests.conftest import slow
 from tests.engine.conftest import DENSE
 
 TIMED = "wrong once it is timed"
@@ -32,10 +33,6 @@ def outcome(engine, catalogue):
 
 
 IN_TWO_ITEMS = {"batch_size": 2}
-
-
-def slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 # Of each way to be wrong one; its kin are slow.

@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.conftest import slow
+
 WITHIN = 0.01
 BRANCHES = {
     "inside": {"segment_lengths": (64, 128, 256), "dilation_rates": (1, 2, 4)},
@@ -17,10 +19,6 @@ SHAPES = {
 PACKED = [(0, 256, 640, 1408, 2048), (0, 512, 1024, 1536, 2048), (0, 2048)]
 OVER_RANKS = ["ring", "ring-overlap", "ring-allgather", "ulysses", "ring-multihead"]
 BOTH_MODES = pytest.mark.parametrize("mode", ["forward", "both"])
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 MOSTLY_BOTH = pytest.mark.parametrize("mode", [slow("forward"), "both"])

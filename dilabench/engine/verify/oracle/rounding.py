@@ -43,7 +43,7 @@ def sized_rows(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor
     zero_keys = log_zero_keys(workload, q.device, torch.float64, rows=rows)
 
     def add(block: Block, scores: Tensor, lse: Tensor, share: Tensor, values: Tensor) -> None:
-        squares = _doubt(block, *_paired(block, q, k, workload), scores).mul_(share)
+        squares = _doubt(block, *block.paired(q, k, workload, torch.float64), scores).mul_(share)
         if zero_keys is not None:
             squares.mul_(share_of_two(lse, zero_keys[0, block.head, block.index])[..., None])
         squares.square_()
@@ -69,11 +69,6 @@ def _sized_sum(parts: list[Part], q: Tensor, k: Tensor, v: Tensor, rows: Tensor,
     )
     lse, lse_size = (torch.cat([of_part[index] for of_part in found], 1) for index in (1, 3))
     return Rows(out.sum(0), lse, size.sum(0), lse_size)
-
-
-def _paired(block: Block, q: Tensor, k: Tensor, workload: Workload) -> tuple[Tensor, Tensor]:
-    """The block's queries [B, R, D], times the scale of the softmax, and its keys [B, M, D]."""
-    return block.queries(q, workload, torch.float64), block.take(k, workload, torch.float64)
 
 
 def _shares(block: Block, queries: Tensor, keys: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +102,7 @@ def alike_weights(q: Tensor, k: Tensor, lse: Tensor, workload: Workload, rows: T
         )
     turns, total = torch.zeros(2, dtype=torch.float64, device=q.device), 0.0
     for block in blocks(workload, rows, q):
-        share, _ = _shares(block, *_paired(block, q, k, workload), lse)
+        share, _ = _shares(block, *block.paired(q, k, workload, torch.float64), lse)
         weight, angle = share.square(), share.clamp_min(torch.finfo(share.dtype).tiny).log2_().mul_(2 * torch.pi)
         turns += torch.stack([(weight * angle.cos()).sum(), (weight * angle.sin()).sum()])
         total += float(weight.sum())
@@ -144,7 +139,7 @@ def gradient_sizes(
     dtype = TORCH_DTYPE[workload.dtype]
     slots = key_slots(keys, q.shape[1], q.device)
     for block in blocks(workload, rows, q):
-        queries, block_keys = _paired(block, q, k, workload)
+        queries, block_keys = block.paired(q, k, workload, torch.float64)
         share, doubt = _shares(block, queries, block_keys, lse)
         dout_block = dout[:, block.index, block.head].double()
         values = block.take(v, workload, torch.float64)
