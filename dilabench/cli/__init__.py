@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+from types import FrameType
 
 # An interrupt that a library kept to itself comes again so much later.
 AGAIN_S = 0.05
@@ -59,20 +59,24 @@ def require_address_space(argv: Sequence[str]) -> None:
 def end_by_signals() -> None:
     """Make SIGTERM and SIGHUP do what Ctrl-C does, from now on.
 
-    The command then saves its results, so a second signal is ignored. Ignored signals stay ignored (nohup). If a
-    library swallows the interrupt, as pydantic does inside `isinstance`, it is raised again.
+    The command then saves its results, so a second signal is ignored. Ignored signals stay ignored (nohup). A library
+    may keep the interrupt to itself, as pydantic does inside `isinstance`, where it also takes it for a "no": the
+    interrupt then comes a moment later.
     """
     from dilabench.errors import Ended
 
+    # Only there can handlers be set.
+    main_thread = threading.get_ident()
     came = last = 0
-    in_hook = False
+    is_due_again = False
     other_hook = sys.unraisablehook
 
-    def end(signaled: int, _frame: Any) -> None:
+    def end(signaled: int, frame: FrameType | None) -> None:
         nonlocal came, last
         last = signaled
-        if in_hook:
-            # An exception raised there would be lost, too.
+        if is_due_again:
+            return
+        if _asks_for_a_type(frame):
             later()
             return
         came += 1
@@ -83,23 +87,38 @@ def end_by_signals() -> None:
             os.write(2, SAVING)
 
     def again(kept: "sys.UnraisableHookArgs") -> None:
-        nonlocal came, in_hook
+        nonlocal came
         if not issubclass(kept.exc_type, KeyboardInterrupt):
             other_hook(kept)
             return
-        in_hook = True
-        came -= 1
         later()
-        in_hook = False
+        # Also of a second signal, which came while the first was being lost.
+        came = 0
 
     def later() -> None:
+        nonlocal is_due_again
+        is_due_again = True
+        threading.Timer(AGAIN_S, once_more).start()
+
+    def once_more() -> None:
+        nonlocal is_due_again
+        is_due_again = False
         # The same signal: another may be ignored.
-        threading.Timer(AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, last)).start()
+        signal.pthread_kill(main_thread, last)
 
     sys.unraisablehook = again
     for number in ENDING:
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
             signal.signal(number, end)
+
+
+def _asks_for_a_type(frame: FrameType | None) -> bool:
+    """Return True inside `isinstance` or `issubclass`, as far as they run Python code."""
+    while frame is not None:
+        if frame.f_code.co_name in {"__instancecheck__", "__subclasscheck__"}:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def ignore_signals() -> None:

@@ -165,13 +165,23 @@ class _Run:
             status = "interrupted"
         finally:
             # Also after an error: the measured rows are kept.
-            record = self._record(header.model_copy(update={"ceilings": self.ceilings or header.ceilings}), status)
-            if started:
-                try:
-                    if project:
-                        record = record.model_copy(update={"projections": tuple(project(record))})
-                finally:
-                    self._finish(record)
+            header = header.model_copy(update={"ceilings": self.ceilings or header.ceilings})
+            try:
+                record = self._ended(header, status, started, project)
+            except KeyboardInterrupt:
+                # Ctrl-C while it was written.
+                self._ended(header, status, started)
+                raise
+        return record
+
+    def _ended(self, header: RunHeader, status: str, started: bool, project: Project | None = None) -> RunRecord:
+        record = self._record(header, status)
+        if started:
+            try:
+                if project:
+                    record = record.model_copy(update={"projections": tuple(project(record))})
+            finally:
+                self.sink.finish(record)
         return record
 
     def _record(self, header: RunHeader, status: str) -> RunRecord:
@@ -187,14 +197,6 @@ class _Run:
                 "rows": rows,
             }
         )
-
-    def _finish(self, record: RunRecord) -> None:
-        try:
-            self.sink.finish(record)
-        except KeyboardInterrupt:
-            # Ctrl-C while it was written.
-            self.sink.finish(record)
-            raise
 
     def _measure_all(self, follow_up: FollowUp | None) -> None:
         while True:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dilabench.cli.run.shown import verdict
-from dilabench.errors import ExitCode
+from dilabench.errors import Ended, ExitCode
 from dilabench.metadata import ABOVE_PEAK_FLOPS, WAY
 from dilabench.record import (
     Case,
@@ -155,3 +155,32 @@ def test_an_interrupted_run_says_what_is_saved(cli, monkeypatch, tmp_path, form,
     if is_started:
         run_id = folders[0].name.rpartition("-")[2]
         assert cli("run", "implementations", "--resume", run_id).exit_code == 130
+
+
+@pytest.mark.parametrize("place", ["Execution.keep", "Reports.written", "Reports.printed", "Execution.recorded"])
+def test_an_interrupt_after_the_rows_are_saved_ends_with_the_verdict(cli, monkeypatch, tmp_path, place):
+    def done(planned, _request, _catalogue, _machine, header, folder, **_options):
+        rows = tuple(Row(planned=case, outcome=case.skip or MEASURED) for case in planned)
+        found = RunRecord(**header.model_dump(), rows=rows, status="complete", finished_at=header.started_at)
+        folder.start(header)
+        folder.finish(found)
+        return found
+
+    kind, name = place.split(".")
+    unhindered = getattr(getattr(execution, kind), name)
+    calls = []
+
+    def interrupted(*given):
+        calls.append(given)
+        if len(calls) == 1:
+            raise Ended
+        return unhindered(*given)
+
+    monkeypatch.setattr(execution, "run_cases", done)
+    monkeypatch.setattr(getattr(execution, kind), name, interrupted)
+    result = cli("run", "quick", "-i", "gather", "--device", "cpu")
+    assert result.exit_code == ExitCode.INTERRUPTED, result.output
+    assert "verdict: INTERRUPTED, results so far are saved (" in result.stdout
+    (folder,) = tmp_path.glob("benchmark_results/*quick*")
+    assert f"`dilabench report {folder.relative_to(tmp_path)}`" in result.stderr
+    assert cli("report", str(folder)).exit_code == 0

@@ -1,5 +1,6 @@
 """A run on the terminal: what is about to be measured, how far it is, its reports, its verdict."""
 
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from dilabench.cli.options import tell_of
 from dilabench.cli.run.progress_bar import progress_shown
 from dilabench.cli.terminal import note, say, say_folded, say_text
 from dilabench.compare.view import lengths_without_rows
-from dilabench.errors import ExitCode
+from dilabench.errors import ExitCode, text_of
 from dilabench.metadata import note_text
 from dilabench.plugins.descriptors import Reporter
 from dilabench.predict.time import expected_time, slow_dtypes
@@ -46,10 +47,10 @@ def show_run(
     `keep`: also in the store. `options`: of reporters, by name. `allow_incomplete`: as for `exit_code`. The exit code
     follows from the record on disk after every reporter has ended.
     """
-    refusal = None
-    err = [reporter.name for reporter in formats] != [TABLE]
     plan, folder = execution.plan, execution.folder.path
+    err = [reporter.name for reporter in formats] != [TABLE]
     known = len(plan.found.problems)
+    refusal, interrupted = None, False
     try:
         say(_opening(execution), err=err)
         if slow := slow_dtypes([case.case for case in plan.planned if case.skip is None], plan.machine):
@@ -57,24 +58,33 @@ def show_run(
         for note_ in notes_at_start(read(plan.machine)):
             note(f"{note_text(note_)} (`dilabench doctor` says more)")
         record = execution.measure(progress_shown(plan.request.budget_s))
+        if folder.exists():
+            if keep:
+                execution.keep(record, lambda text: say(text, err=err))
+            reports = Reports.of(record, plan.catalogue, options or {})
+            paths, refusal = reports.written(formats, folder)
+            for text in reports.printed(formats):
+                say_text(text)
+            if github_summary:
+                append_summary(of_run(record, reports.sections))
+            say("\n" + "\n".join(map(str, paths)), err=err)
+            if refusal:
+                say_folded(f"error: {refusal}", "  ", err=True)
+            record = execution.recorded() or record
+    except KeyboardInterrupt as error:
+        # While the record was written, or later.
+        if (saved_record := execution.recorded()) is None:
+            raise
+        record, interrupted = saved_record, True
+        where = shlex.quote(str(folder))
+        note(f"interrupted {text_of(error)}".rstrip() + f"; `dilabench report {where}` makes the reports")
     finally:
         execution.folder.discard_if_empty()
-    if folder.exists():
-        if keep:
-            execution.keep(record, lambda text: say(text, err=err))
-        reports = Reports.of(record, plan.catalogue, options or {})
-        paths, refusal = reports.written(formats, folder)
-        for text in reports.printed(formats):
-            say_text(text)
-        if github_summary:
-            append_summary(of_run(record, reports.sections))
-        say("\n" + "\n".join(map(str, paths)), err=err)
-        if refusal:
-            say_folded(f"error: {refusal}", "  ", err=True)
-        record = execution.recorded() or record
     broken = plan.found.problems[known:]
     tell_of(broken)
-    code = exit_code(record, broken=bool(broken or refusal), allow_incomplete=allow_incomplete)
+    code = ExitCode.INTERRUPTED
+    if not interrupted:
+        code = exit_code(record, broken=bool(broken or refusal), allow_incomplete=allow_incomplete)
     more_follow = plan.catalogue.suites.get(plan.request.suite).follow_up is not None
     saved = execution.folder.can_be_resumed
     if saved and (hint := how_to_go_on(record, plan.machine, folder, more_follow)):
