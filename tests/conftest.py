@@ -206,6 +206,11 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def every_second(cases):
+    """These cases, of several values each; every second one is slow."""
+    return [slow(*case) if at % 2 else pytest.param(*case) for at, case in enumerate(cases)]
+
+
 def smallest_of_each_suite(records):
     """The smallest of these record files of each suite: what differs between suites, in the least time."""
     first = {}

@@ -80,6 +80,7 @@ def test_plan_says_where_it_knows_nothing(cli):
     assert "no trace" in result.stdout
 
 
+@pytest.mark.slow
 def test_plan_of_several_ranks_is_what_the_fullest_one_needs(cli):
     # Shorter than most segments, so that there are few to trace.
     options = ("--lengths", "4K", "--mode", "both", "--device", "cpu", "--json")

@@ -221,6 +221,7 @@ def test_report_renders_without_torch(fresh, run_here):
     assert Path("copies/report.md").read_text() == result.stdout.rstrip("\n") + "\n"
 
 
+@pytest.mark.slow
 def test_an_output_folder_that_cannot_be_written_is_exit_3_before_anything_runs(fresh):
     Path("file").write_text("in the way")
     result = fresh("-m", "dilabench", "run", "quick", "-o", "file/below", *SMALL)

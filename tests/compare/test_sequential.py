@@ -14,6 +14,7 @@ from dilabench.compare.verdicts import corrected
 from dilabench.stats.decisions.decide import Policy, binomial_interval, decide
 from dilabench.stats.decisions.history import StoredSessions, estimate_stored
 from dilabench.stats.decisions.verdicts import Code
+from tests.conftest import slow
 
 POLICY = Policy.for_device("cpu")
 
@@ -110,12 +111,13 @@ def checks(count=300, **machine):
     [
         (0.1, 5, 1),
         (0.003, 6, 6),
-        (0.1, 6, 6),
-        (0.03, 10, 2),
-        *(
-            pytest.param(*machine, marks=pytest.mark.slow)
-            for machine in ((0.003, 5, 1), (0.03, 5, 1), (0.03, 6, 6), (0.003, 10, 2), (0.1, 10, 2))
-        ),
+        slow(0.003, 5, 1),
+        slow(0.03, 5, 1),
+        slow(0.03, 6, 6),
+        slow(0.1, 6, 6),
+        slow(0.003, 10, 2),
+        slow(0.03, 10, 2),
+        slow(0.1, 10, 2),
     ],
 )
 def test_identical_code_is_called_slower_or_faster_at_most_once_in_a_hundred(noise, spread, stored, cases):
@@ -126,6 +128,7 @@ def test_identical_code_is_called_slower_or_faster_at_most_once_in_a_hundred(noi
         assert binomial_interval(hits, len(found)).low <= 0.01
 
 
+@pytest.mark.slow
 def test_slower_and_faster_err_alike_and_below_one_per_cent_where_noise_is_all_there_is():
     """Far more noise than margin, few sessions and many cases: the most that the rule can err."""
     found = checks(2000, spread=0.2, stored=5, cases=6)
@@ -145,7 +148,7 @@ def test_identical_code_on_a_quiet_machine_is_shown_to_be_the_same(spread, store
     assert share(found, Code.SAME) >= wanted
 
 
-@pytest.mark.parametrize("looks", [1, 4])
+@pytest.mark.parametrize("looks", [1, slow(4)])
 def test_a_change_as_large_as_the_margin_is_called_the_same_at_most_once_in_twenty(looks):
     """However often it is looked at."""
     found = checks(1000, spread=0.008, stored=10, cases=1, effect=0.02, most=3 * 2 ** (looks - 1))

@@ -29,7 +29,7 @@ def any_masks(folder, count):
     return cases
 
 
-@pytest.mark.parametrize("mutation", ["without_returned_gradients", "without_a_needed_block"])
+@pytest.mark.parametrize("mutation", ["without_returned_gradients", slow("without_a_needed_block")])
 def test_what_is_lost_on_the_way_is_caught(mutation, launch):
     import block_ring_cases
 

@@ -233,6 +233,7 @@ def test_dead_ranks_are_not_waited_for_at_the_end(monkeypatch, ranks):
     assert 0 < waited[0] <= 10
 
 
+@pytest.mark.slow
 def test_an_ended_run_ends_the_agents_and_leaves_no_process(torchrun):
     with gathered(Rank.from_environment()) as nodes:
         group = start_worker("tests@2", SETTINGS, nodes)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dilabench.attention import sequence_shards
+from tests.conftest import slow
 
 pytestmark = pytest.mark.distributed
 FOLDER = Path(__file__).parent
@@ -76,8 +77,8 @@ def test_inductor_gives_the_same(launch):
     ("end", "compiled", "cause"),
     [
         ("killed", False, "Connection (closed|reset) by peer"),
-        pytest.param("killed", True, "Connection (closed|reset) by peer", marks=pytest.mark.slow),
-        ("stalled", False, "Timed out waiting 2000ms"),
+        slow("killed", True, "Connection (closed|reset) by peer"),
+        slow("stalled", False, "Timed out waiting 2000ms"),
     ],
 )
 def test_a_rank_that_is_gone_ends_the_others_with_the_cause(end, compiled, cause, tmp_path):
@@ -102,6 +103,7 @@ def test_a_rank_that_is_gone_ends_the_others_with_the_cause(end, compiled, cause
             rank.join()
 
 
+@pytest.mark.slow
 def test_calls_of_a_hundred_shapes_leave_nothing_behind(launch):
     import many_calls_cases
 

@@ -138,6 +138,7 @@ def test_an_honest_one_has_calls_of_the_timed_sequence_checked(outcome):
     assert found.verification.timed_calls >= 1
 
 
+@pytest.mark.slow
 def test_a_verification_that_hangs_has_its_own_code(outcome):
     found = outcome("hangs_when_verified", timeout_s=3.0)
     assert isinstance(found, Failed)

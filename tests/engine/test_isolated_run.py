@@ -17,6 +17,7 @@ from dilabench.machine import Machine
 from dilabench.plugins.descriptors import Capabilities, Implementation
 from dilabench.record import Failed, RunHeader, Skipped
 from dilabench.store.run_files import RunFolder, completed_rows
+from tests.conftest import slow
 
 DENSE = Capabilities(patterns=frozenset({"dense"}))
 
@@ -97,7 +98,7 @@ def test_a_worker_that_does_not_start_is_no_matter_of_the_budget(row):
 
 
 @pytest.mark.parametrize(
-    ("code", "outcome"), [("out_of_memory", Skipped), ("unusable_optimization", Skipped), ("crash", Failed)]
+    ("code", "outcome"), [slow("out_of_memory", Skipped), ("unusable_optimization", Skipped), ("crash", Failed)]
 )
 def test_what_a_worker_tells_becomes_the_code_of_the_row(row, tmp_path, code, outcome):
     ended = row(None, answers=[WorkerFailure(code, "in any words")])

@@ -14,6 +14,7 @@ from dilabench.impls.union import rectangle_union as module
 from dilabench.impls.union.rectangle_union import RectangleUnion
 from dilabench.impls.union.rectangles import DIAGONAL_ROWS, rectangles
 from dilabench.workload.spec import UNBOUNDED, Workload
+from tests.conftest import slow
 from tests.impls.test_against_oracle import CONTEXT, assert_equals_oracle, results, workloads
 
 
@@ -40,7 +41,7 @@ def nested(draw: st.DrawFn) -> Workload:
 detached = workloads(merge_grad="detached"), workloads(merge_grad="detached", padding="zero_key")
 
 
-@pytest.mark.parametrize(("least_rows", "diagonal_rows"), [(1, 2), (3, 1), (256, 256)])
+@pytest.mark.parametrize(("least_rows", "diagonal_rows"), [(1, 2), slow(3, 1), slow(256, 256)])
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(workload=st.one_of(nested(), workloads(), workloads(padding="zero_key"), *detached))
 def test_equals_oracle(least_rows: int, diagonal_rows: int, workload: Workload) -> None:

@@ -137,9 +137,8 @@ def packed(random: np.random.Generator) -> Workload:
     )
 
 
-@pytest.mark.parametrize(
-    ("first", "last"), [(0, 30), *(pytest.param(at, at + 90, marks=pytest.mark.slow) for at in range(30, 300, 90))]
-)
+@pytest.mark.parametrize(("first", "last"), [(0, 30), *((at, at + 90) for at in range(30, 300, 90))])
+@pytest.mark.slow
 def test_random_packings_equal_the_oracle(first: int, last: int) -> None:
     for number in range(first, last):
         workload = packed(np.random.default_rng(number))

@@ -133,6 +133,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.slow
 def test_a_damaged_library_is_made_again(library_file, tmp_path):
     folder, compiler = tmp_path / "cache", COPIES + f'cp {library_file} "$out"'
     assert answer(tmp_path, folder, compiler) == (LOADED, [])

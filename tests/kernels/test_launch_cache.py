@@ -371,6 +371,7 @@ def test_layouts_differ_by_what_kernels_are_compiled_for() -> None:
     assert all(layout(x) != layout(other) for other in others)
 
 
+@pytest.mark.slow
 def test_a_kernel_has_one_name_on_disk_whatever_ran_before_it() -> None:
     def names(seed: int) -> dict[str, str]:
         program = [sys.executable, str(Path(__file__).with_name("named_kernels.py")), str(seed)]

@@ -23,9 +23,8 @@ from dilabench.workload.spec import Workload, WorkloadRequest
 PARTS = {"out", "lse", "dq", "dk", "dv", "empty rows"}
 
 
-@pytest.mark.parametrize(
-    ("first", "last"), [(0, 6), *(pytest.param(at, at + 49, marks=pytest.mark.slow) for at in range(6, 300, 49))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "last"), [(0, 6), *((at, at + 49) for at in range(6, 300, 49))])
 def test_random_packings(interpreted: Callable[..., dict[str, dict[str, float]]], first: int, last: int) -> None:
     """Lengths from 1 up; masks, windows, offsets, groups of heads, detached merges and tiles as they fall."""
     found = interpreted("kernels/interpreted_packings.py", arguments=(str(first), str(last)))

@@ -21,6 +21,7 @@ from dilabench.kernels.fused.tile_lists import computed_pairs
 from dilabench.kernels.fused.tile_tables import TileTables, tile_tables
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import WorkloadRequest
+from tests.conftest import slow
 
 SHAPES = [
     (256, 5, 5, (64, 128, 256), (1, 2, 4), "modulo", "head"),
@@ -336,7 +337,7 @@ def test_the_latest_tables_are_kept_up_to_so_many_bytes() -> None:
 
 
 @pytest.mark.parametrize("case", SHAPES)
-@pytest.mark.parametrize("few", [0, 1 << 16])
+@pytest.mark.parametrize("few", [0, slow(1 << 16)])
 def test_lengths_share_tables(case, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of the length that many have in common are those of each, made here or on the device."""
     n, heads, kv_heads, segments, rates, offset, offset_by = case
@@ -359,7 +360,7 @@ def test_lengths_share_tables(case, few: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("case", [*SHAPES, *GROUPED])
-@pytest.mark.parametrize("few", [0, 1 << 16])
+@pytest.mark.parametrize("few", [0, slow(1 << 16)])
 def test_tables_of_all_tails_are_those_of_each(case, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     n, heads, kv_heads, segments, rates, offset, offset_by, *grouped = case
     only = grouped[0] if grouped else None

@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from dilabench.kernels.launch_cache import Launch, LaunchCache
 from dilabench.kernels.selected import tiles
 from dilabench.kernels.selected.attention import selected_backward, selected_forward
+from tests.conftest import slow
 from tests.kernels.test_sm90_compile import assembled, pytestmark  # noqa: F401 - not under the interpreter
 
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int16: "i16"}
@@ -130,7 +131,7 @@ def test_kernels_compile(launches: list[Launch], shape: str, kernel: str) -> Non
         assert binary.metadata.shared <= 227 * 1024
 
 
-@pytest.mark.parametrize("shape", ["nsa by query", "nsa gathered", "moba"])
+@pytest.mark.parametrize("shape", ["nsa by query", slow("nsa gathered"), "moba"])
 def test_another_length_compiles_nothing(monkeypatch: pytest.MonkeyPatch, launches: list[Launch], shape: str) -> None:
     """All lengths have several parts, and lists enough for a sample: both limits are divided, to hold few bytes."""
     limits = {"LEAST_READ": tiles.LEAST_READ // 128, "PARTIAL_BYTES": tiles.PARTIAL_BYTES // 128}

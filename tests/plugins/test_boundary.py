@@ -14,6 +14,7 @@ import pytest
 import dilabench
 from dilabench.cli.terminal import say
 from dilabench.plugins.boundary import guarded
+from tests.conftest import slow
 
 WAIT_S = 30
 
@@ -97,8 +98,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
     [
         *((ending, False) for ending in ENDINGS),
         ("os._exit", True),
-        ("exit in C", True),
-        ("an interrupt of its own", True),
+        slow("exit in C", True),
+        slow("an interrupt of its own", True),
     ],
 )
 def test_a_plugin_that_ends_the_process_is_named(

@@ -76,6 +76,7 @@ def test_their_role_is_that_of_their_rows(catalogue):
     assert [one.role for one in expand(catalogue, CPU, request)] == ["plain", "method"]
 
 
+@pytest.mark.slow
 def test_their_memory_is_planned_with_that_of_the_backend(catalogue):
     asked = workload()
     unit, lse = asked.tokens * asked.num_heads * asked.head_dim * 4, asked.tokens * asked.num_heads * 4

@@ -153,6 +153,7 @@ def _request(catalogue, words):
     return run_request(catalogue, suite=suite, assignments=given["--set"], run=run)
 
 
+@pytest.mark.slow
 def test_thousands_of_rows_stay_small_and_quick(make_row, make_record):
     few = [make_row(f"way{index}", seed=index, rounds=5, samples=2) for index in range(10)]
     rows = [

@@ -9,6 +9,7 @@ import pytest
 
 from dilabench.report import json as as_json
 from dilabench.store.run_files import read_record
+from tests.conftest import slow
 
 ROOT = Path(__file__).parents[2]
 # The goal is 40 files.
@@ -35,7 +36,7 @@ finally:
 """
 
 
-@pytest.mark.parametrize("record", ["cpu-flash", "cpu-half"])
+@pytest.mark.parametrize("record", ["cpu-flash", slow("cpu-half")])
 def test_a_report_passes_few_files(record: str, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(as_json.to_text(read_record(ROOT / "docs" / "results" / f"{record}.json")))

@@ -35,6 +35,7 @@ def asked(catalogue, names=("strided",), workload=SMALL, nproc=1, **options):
     return run_request(catalogue, suite="billion", workload=workload, run=fields)
 
 
+@pytest.mark.slow
 def test_one_gpu_searches_for_the_longest_part_of_a_billion_that_fits(catalogue, make_row):
     request = asked(catalogue, (), workload={})
     (first,) = expand(catalogue, H200, request)

@@ -9,6 +9,7 @@ from torch import Tensor
 from dilabench.engine.verify import Oracle, summary, verify
 from dilabench.engine.verify.slope import MIN_ROWS, NO_SLOPE, Slope, slope, slope_limit
 from dilabench.workload.spec import Workload
+from tests.conftest import slow
 
 MakeWorkload = Callable[..., Workload]
 
@@ -30,9 +31,7 @@ def test_a_factor_below_the_tolerance_of_single_values_is_found(
     assert "out_slope" in failing(wrong) or "out" in failing(wrong)
 
 
-@pytest.mark.parametrize(
-    "dtype", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("float64", "float16")), "float32", "bfloat16"]
-)
+@pytest.mark.parametrize("dtype", [*map(slow, ("float64", "float32", "float16")), "bfloat16"])
 def test_right_ones_pass_with_every_seed(make_workload: MakeWorkload, right: type, dtype: str) -> None:
     workload = make_workload(mode="both", dtype=dtype, seq_len=64, batch_size=1)
     for seed in range(4):

@@ -13,13 +13,14 @@ from dilabench.engine.verify.call import digest, form_checks
 from dilabench.impls.reference import build
 from dilabench.record import Check, Verification
 from dilabench.workload.spec import Workload
+from tests.conftest import slow
 
 FORM = ["shape", "dtype", "device", "finite"]
 MakeWorkload = Callable[..., Workload]
 SPARSE = {"kind": "dilated", "segment_lengths": (7, 30), "dilation_rates": (2, 4)}
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", pytest.param("float16", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize("dtype", [slow("float64"), "float32", slow("float16"), "bfloat16"])
 @pytest.mark.parametrize(
     "changes",
     [

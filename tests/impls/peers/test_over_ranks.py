@@ -65,6 +65,7 @@ def test_context_parallel_passes_the_oracle(ranks, launch):
         assert list(map(passed, verdicts)) == [True] * 4, verdicts
 
 
+@pytest.mark.slow
 def test_each_pass_runs_under_its_own_rotation(launch):
     import peer_cases
 
@@ -72,6 +73,7 @@ def test_each_pass_runs_under_its_own_rotation(launch):
         assert seen == ["ALL_GATHER"] * 2 + ["ALL_TO_ALL"] * 2
 
 
+@pytest.mark.slow
 def test_context_parallel_receives_what_its_sharding_says(launch):
     import peer_cases
 
@@ -80,6 +82,7 @@ def test_context_parallel_receives_what_its_sharding_says(launch):
         assert rotated[0] == rotated[1] > 0
 
 
+@pytest.mark.slow
 def test_lse_is_offered_where_the_project_gives_one(recorded, launch):
     import peer_cases
 

@@ -10,6 +10,7 @@ from dilabench.engine.verify import summary, verify
 from dilabench.impls.peers import fla_nsa, flashinfer, flashinfer_vsa, nsa_pytorch
 from dilabench.impls.peers.yunchang import usp_shards
 from dilabench.workload.spec import Workload
+from tests.conftest import slow
 
 CONTEXT = BuildContext(device=torch.device("cpu"))
 SHAPE = {"batch_size": 1, "seq_len": 97, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": "float32"}
@@ -50,7 +51,7 @@ def test_native_sparse_attend_is_given_the_blocks_besides_the_own_one(recorded, 
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, slow(4)])
 def test_peers_over_ranks_pass_the_oracle(recorded, ranks, launch):
     import peer_cases
 

@@ -7,6 +7,7 @@ from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.worker.protocol import case_spec
 from dilabench.record import Optimizations
+from tests.conftest import slow
 
 # Of blocks in a loop those are traced that are at least 2 % larger than all before (engine/trace/loop_forms.py).
 WITHIN = 0.025
@@ -50,7 +51,7 @@ def test_traces_hold_against_measured_peaks(implementation, shape, mode, peaks, 
 
 
 @BOTH_MODES
-@pytest.mark.parametrize("implementation", ["dense", "gather", "strided", "block-sparse", "reference"])
+@pytest.mark.parametrize("implementation", ["dense", "gather", "strided", "block-sparse", slow("reference")])
 def test_the_peak_of_a_record_is_the_same_each_time_and_as_traced(implementation, mode, peaks):
     pattern = {"dense": peaks.DENSE, "block-sparse": peaks.sparse()}.get(implementation, peaks.BRANCHES)
     backend = "sdpa-flash" if implementation in ("dense", "gather", "strided") else None

@@ -14,6 +14,7 @@ from dilabench.predict.memory import each_traced, longest, longest_that_fits, pl
 from dilabench.predict.memory.plan import TraceCache
 from dilabench.record import Case, Optimizations
 from dilabench.workload.spec import WorkloadRequest
+from tests.conftest import slow
 
 
 def test_what_cannot_run_has_no_plan_and_a_reason(peaks):
@@ -36,7 +37,7 @@ STARTS = (1000, 4096, 6996, 65536, 100_000)
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "step"),
-    [("gather", 1, 256), ("strided", 1, 256), ("dense", 1, 32), ("block-sparse", 1, 32), ("ring", 4, 1024)],
+    [("strided", 1, 256), ("dense", 1, 32), ("block-sparse", 1, 32), slow("gather", 1, 256), slow("ring", 4, 1024)],
 )
 def test_the_longest_that_fits_is_the_same_from_any_start(kind, ranks, step, peaks, monkeypatch):
     pattern = {"dense": peaks.DENSE, "block-sparse": peaks.sparse()}.get(kind, peaks.BRANCHES)
@@ -185,6 +186,7 @@ def test_an_answer_is_cached_for_later_processes(peaks, tmp_path, monkeypatch):
     assert first.get("b") == {"inputs_bytes": 0, "workspace_bytes": 2}
 
 
+@pytest.mark.slow
 def test_a_trace_that_ends_its_process_costs_its_own_answer(monkeypatch, capsys):
     asked = tracer.Tracer()
     monkeypatch.setattr(tracer, "SILENT_S", 0.0)
@@ -210,6 +212,7 @@ def waiting(tmp_path, monkeypatch):
     return Case(implementation="waits", workload=workload), catalogue
 
 
+@pytest.mark.slow
 def test_a_trace_that_waits_is_given_up_and_no_other_length_is_tried(waiting, monkeypatch):
     case, catalogue = waiting
     monkeypatch.setattr(plan, "PLUGIN_TIMEOUT_S", 1.0)
@@ -252,6 +255,7 @@ def test_ctrl_c_ends_what_is_traced(waiting, started, monkeypatch):
     assert not any(tracing._process for tracing in plan._ALL)
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_without_torch_in_the_process_that_asks():
     code = (
         "import sys\n"

@@ -10,6 +10,7 @@ from dilabench.predict.memory import plan_memory
 from dilabench.record import Case, Measured
 from dilabench.store.run_files import read_record
 from dilabench.workload.spec import WorkloadRequest
+from tests.conftest import slow
 
 WITHIN = 0.06
 # (file, implementation, tokens, mode) of peaks that today's code does not have. The first lacks what was garbage of an
@@ -99,8 +100,20 @@ def seen_before():
 
 # Rows that say little more than another does; they are slow.
 REPEATED = between_lengths() | set(seen_before())
-# Its lengths take long to trace.
-LONG = "h200-extreme-gather-dense"
+# Their lengths, or their many rows, take long to trace.
+LONG = {
+    "h100-float32",
+    "h200-backends",
+    "h200-extreme",
+    "h200-extreme-gather-dense",
+    "h200-flashinfer",
+    "h200-four-gpus",
+    "h200-four-gpus-packed",
+    "h200-four-gpus-qwen",
+    "h200-nsa",
+    "h200-nsa-64k",
+    "h200-packed-documents-flex",
+}
 
 
 def names(repeated):
@@ -110,8 +123,8 @@ def names(repeated):
 @pytest.mark.parametrize(
     ("name", "repeated"),
     [
-        *(pytest.param(name, False, marks=[pytest.mark.slow] * (name == LONG)) for name in names(False)),
-        *(pytest.param(name, True, marks=pytest.mark.slow) for name in names(True)),
+        *(slow(name, False) if name in LONG else (name, False) for name in names(False)),
+        *(slow(name, True) for name in names(True)),
     ],
 )
 def test_traces_hold_against_recorded_peaks(name, repeated):
