@@ -28,6 +28,7 @@ from dilabench.patterns.selected_blocks import SelectedBlocksPattern
 from dilabench.patterns.topk_blocks import TopKBlocksPattern
 from dilabench.patterns.window_sink import WindowSinkPattern
 from dilabench.workload.spec import Workload
+from tests.conftest import slow
 
 N, H, K, D, BLOCK = 96, 4, 2, 16, 16
 DILATED = DilatedPattern(segment_lengths=(24, 96), dilation_rates=(1, 4))
@@ -193,7 +194,7 @@ def test_a_function_of_the_caller_is_a_backend(pattern: Pattern | None) -> None:
         torch.testing.assert_close(torch.autograd.grad(own, leaves, dout), torch.autograd.grad(ours, leaves, dout))
 
 
-@pytest.mark.parametrize("backend", ["auto", plain], ids=["auto", "function"])
+@pytest.mark.parametrize("backend", ["auto", slow(plain)], ids=["auto", "function"])
 @pytest.mark.parametrize("pattern", [None, DILATED], ids=["dense", "dilated"])
 def test_dense_and_dilated_compile_without_a_break(pattern: Pattern | None, backend: Any) -> None:
     def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

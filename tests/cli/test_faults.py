@@ -580,7 +580,7 @@ def test_a_small_address_space_is_refused_before_anything_is_loaded(mib, argumen
         assert "ulimit -v unlimited" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["list"], ["history"], ["doctor"]])
+@pytest.mark.parametrize("arguments", [slow(["list"]), ["history"], slow(["doctor"])])
 def test_no_warning_of_ours_where_warnings_are_errors(arguments):
     command = [sys.executable, "-X", "dev", "-W", "error", "-m", "dilabench", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60, check=False)

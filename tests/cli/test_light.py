@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.conftest import slow
+
 PROBE = """
 import sys
 from dilabench.cli import main
@@ -23,10 +25,10 @@ NUMERIC = ["scipy", "psutil"]
     ("argv", "heavy"),
     [
         (["--help"], [*TORCH, *NUMERIC, "numpy", "rich"]),
-        (["--version"], TORCH),
+        slow(["--version"], TORCH),
         (["run", "--help"], [*TORCH, *NUMERIC, "numpy"]),
         (["list"], [*TORCH, *NUMERIC]),
-        (["list", "--why", "--json"], TORCH),
+        slow(["list", "--why", "--json"], TORCH),
         (["describe", "medium"], [*TORCH, *NUMERIC]),
         (["run", "quick", "--dry-run"], TORCH),
     ],

@@ -157,7 +157,7 @@ def test_a_change_as_large_as_the_margin_is_called_the_same_at_most_once_in_twen
 
 @pytest.mark.parametrize(
     ("spread", "effect", "wanted"),
-    [(0.01, 0.05, 0.80), (0.01, 0.10, 0.99), (0.02, 0.10, 0.90), (0.03, 0.10, 0.60), (0.04, 0.20, 0.90)],
+    [(0.01, 0.05, 0.80), slow(0.01, 0.10, 0.99), slow(0.02, 0.10, 0.90), (0.03, 0.10, 0.60), slow(0.04, 0.20, 0.90)],
 )
 def test_a_slow_down_is_found(spread, effect, wanted):
     found = [codes[0] for codes in checks(spread=spread, effect=effect)]

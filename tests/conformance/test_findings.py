@@ -28,6 +28,7 @@ CPU = Machine(device="cpu", no_cuda="test")
 DILATED = next(one for one in DilatedPattern.examples() if not one.covered(SHAPES[1], 0).all())
 
 
+@pytest.mark.slow
 def test_an_import_that_does_more_than_define_is_told_with_its_line(tmp_path, monkeypatch):
     module = tmp_path / "rude_module.py"
     module.write_text(

@@ -29,7 +29,8 @@ def test_out_lse_and_gradients_are_those_of_one_device(ranks, everything, launch
     assert launch(ring_cases.exact, ranks, [ALGORITHMS, cases]) == [[]] * ranks
 
 
-@pytest.mark.parametrize(("ranks", "everything"), [(2, False), slow(2, True), slow(5, False)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "everything"), [(2, False), (2, True), (5, False)])
 def test_deferred_sums_are_as_exact(ranks, everything, launch):
     pytest.importorskip("triton", reason="Triton is not installed: sums are deferred only for its kernels")
     import ring_cases
@@ -61,6 +62,7 @@ def test_packed_sequences_in_one_call_are_as_exact(launch):
     assert launch(ring_cases.with_packed_kernel, 2, [["ulysses", *sorted(ring_cases.GATHERING)]]) == [[]] * 2
 
 
+@pytest.mark.slow
 def test_packed_sequences_in_tiles_are_as_exact(launch):
     import ring_cases
 
@@ -94,7 +96,7 @@ def test_the_projected_ring_has_the_gradients_of_one_device(launch):
         assert max(differences) < 1e-12
 
 
-@pytest.mark.parametrize("numbers", [1, 4001])
+@pytest.mark.parametrize("numbers", [slow(1), 4001])
 def test_gradients_of_parameters_are_rounded_once(numbers, launch):
     import ring_cases
 

@@ -134,6 +134,7 @@ def test_parts_of_a_call_are_timed_beside_its_row(right):
     assert [one.part for one in right["ring-multihead"].diagnostics] == ["whole", "computation"]
 
 
+@pytest.mark.slow
 def test_a_part_that_takes_the_ranks_along_costs_no_row(spoiled):
     brittle = spoiled["brittle"]
     assert isinstance(brittle, Measured), brittle
@@ -186,6 +187,7 @@ def test_what_torch_cannot_compile_over_ranks_is_skipped_with_its_reason():
         ("wrong", "verify", "out: error"),
     ],
 )
+@pytest.mark.slow
 def test_what_goes_wrong_on_a_rank_is_the_rows_reason(spoiled, name, stage, why):
     assert spoiled[name].status == "failed"
     assert spoiled[name].stage == stage

@@ -30,6 +30,7 @@ from dilabench.record import Case, GpuInfo
 from dilabench.request import RunRequest
 from dilabench.suites.planner import asking_all
 from dilabench.workload.spec import Workload
+from tests.conftest import slow
 
 pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).parents[2]
@@ -133,7 +134,7 @@ def test_ranks_verify_and_weigh_a_case_wherever_they_are(launcher):
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ("raising", "rank 1: ArithmeticError: the root cause"),
+        slow("raising", "rank 1: ArithmeticError: the root cause"),
         ("killed", "rank 1: the worker process died during 'prepare': killed by SIGKILL"),
     ],
 )

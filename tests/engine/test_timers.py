@@ -184,6 +184,7 @@ def test_first_call_is_import_build_and_call_in_a_new_process(dense_case):
     assert all(part in timer.notes()[0].message for part in ("import", "build", "first_call"))
 
 
+@pytest.mark.slow
 def test_profiling_writes_a_trace_per_case(engine, tmp_path):
     record = engine("honest", timing="profiler", trace_folder=tmp_path, budget_s=3.0)
     assert record.rows[0].outcome.kernels

@@ -16,6 +16,7 @@ from dilabench.impls.visible_keys import multiplicity
 from dilabench.patterns.block_sparse import block_mask
 from dilabench.workload.spec import Workload, attended_pairs
 from dilabench.workload.visibility import alike_heads, covered, seen_by
+from tests.conftest import slow
 
 BASE = {"batch_size": 2, "seq_len": 61, "num_heads": 6, "num_kv_heads": 3, "head_dim": 24, "dtype": "float64"}
 BRANCHES = {"kind": "dilated", "segment_lengths": (20, 32), "dilation_rates": (2, 3)}
@@ -93,7 +94,7 @@ def test_packed_sequences_have_masks_of_their_own() -> None:
     assert not C[17:, :17].any()
 
 
-@pytest.mark.parametrize("mode", ["forward", "both"])
+@pytest.mark.parametrize("mode", [slow("forward"), "both"])
 @pytest.mark.parametrize("case", CASES)
 def test_passes_verify(case: str, mode: str) -> None:
     w = workload(CASES[case], mode=mode)

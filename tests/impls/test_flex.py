@@ -20,7 +20,7 @@ from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.pattern import KeyGroup, Pattern, Positions, SequenceShape
 from dilabench.patterns.registry import known_kinds, pattern_type
 from dilabench.workload.spec import Workload
-from tests.conftest import every_second
+from tests.conftest import every_second, slow
 
 CONTEXT = BuildContext(device=torch.device("cpu"))
 SHAPE = {"batch_size": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": "float32"}
@@ -106,8 +106,8 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "mask"),
     [
-        # Two of three, so that each mask comes up; the third is slow.
-        pytest.param(*case, marks=pytest.mark.slow if at % 3 == 1 else ())
+        # One of three, so that each mask comes up; the others are slow.
+        slow(*case) if at % 3 else case
         for at, case in enumerate(cases(MASKS[1:3]))
     ],
     ids=str,
@@ -170,9 +170,9 @@ PACKED = {"layout": "packed", "cu_seqlens": (0, 1, 90, 128, 300), "batch_size": 
     ("build", "name", "fields"),
     [
         (flex.build, "dilated, nested", {}),
-        (flex.build, "dilated, shared residues", {}),
+        slow(flex.build, "dilated, shared residues", {}),
         (flex.build, "window_sink, example 0", {}),
-        (documents.build, "dense, example 0", PACKED),
+        slow(documents.build, "dense, example 0", PACKED),
         (documents.build, "dilated, nested", PACKED),
     ],
 )

@@ -58,8 +58,7 @@ GROUPED = [
 WINDOWS = [
     (5, 3),
     (0, 70),
-    (33, -1),
-    *(pytest.param(wide, marks=pytest.mark.slow) for wide in ((100, 40), (400, 400))),
+    *map(slow, ((33, -1), (100, 40), (400, 400))),
 ]
 
 

@@ -675,15 +675,16 @@ def specialised_backward(
 @pytest.mark.parametrize(
     ("dim", "causal", "ragged", "heads_per_kv", "shared"),
     [
-        pytest.param(128, False, True, None, False, marks=pytest.mark.slow),
+        (128, False, True, None, False),
         (128, True, False, 1, True),
-        pytest.param(48, False, True, None, False, marks=pytest.mark.slow),
-        pytest.param(64, True, False, 1, False, marks=pytest.mark.slow),
-        pytest.param(128, True, False, 1, False, marks=pytest.mark.slow),
-        pytest.param(96, False, True, None, False, marks=pytest.mark.slow),
-        pytest.param(64, False, True, None, False, marks=pytest.mark.slow),
+        (48, False, True, None, False),
+        (64, True, False, 1, False),
+        (128, True, False, 1, False),
+        (96, False, True, None, False),
+        (64, False, True, None, False),
     ],
 )
+@pytest.mark.slow
 def test_specialised_backward(dim: int, causal: bool, ragged: bool, heads_per_kv: int | None, shared: bool) -> None:
     built, report = specialised_backward(dim, causal, ragged, heads_per_kv, shared)
     ptx = built.asm["ptx"]

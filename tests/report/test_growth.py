@@ -9,6 +9,7 @@ from dilabench.record import RunRecord
 from dilabench.report import json, markdown, tidy
 from dilabench.report.answer import answer
 from dilabench.report.table import to_text
+from tests.conftest import slow
 
 FORMS = {
     "table": lambda record: to_text(record, width=120, details=True),
@@ -34,7 +35,7 @@ def record_of(make_row, make_record):
     return make
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["table", "csv-samples", *map(slow, ("markdown", "answer", "csv", "json"))])
 def test_ten_times_the_workloads_take_ten_times_the_calls(calls_of, record_of, form):
     FORMS[form](record_of(2))
     few, many = (calls_of(FORMS[form], record_of(workloads)) for workloads in (5, 50))

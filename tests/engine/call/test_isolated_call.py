@@ -19,6 +19,7 @@ from dilabench.impls import gather
 from dilabench.record import Case, Optimizations
 from dilabench.workload.cuts import cut_into, cut_length
 from dilabench.workload.spec import Workload
+from tests.conftest import slow
 
 CPU = torch.device("cpu")
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux only")
@@ -86,7 +87,7 @@ def spec_of(workload, target="dilabench.impls.gather:build", **switched):
     return CaseSpec(case=case, target=target, backend=FLASH, seed=11)
 
 
-@pytest.mark.parametrize("mode", ["forward", "both"])
+@pytest.mark.parametrize("mode", [slow("forward"), "both"])
 @pytest.mark.parametrize("switched", [{}, {"query_chunk": 96}, {"query_chunk": 96, "offload_inputs": True}], ids=str)
 def test_a_right_call_passes_and_is_weighed_and_timed(mode, switched):
     found = measure_isolated(spec_of(workload_of(mode=mode), **switched), CPU, None, 0.01)

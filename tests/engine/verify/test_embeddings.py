@@ -15,6 +15,7 @@ from dilabench.impls.multihead import build_gather
 from dilabench.impls.ring import multihead
 from dilabench.record import Verification
 from dilabench.workload.spec import Workload
+from tests.conftest import slow
 
 MATH = LoadedBackend("math", math.attend, math.attend_backward)
 
@@ -144,7 +145,7 @@ PLANTED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [slow("float32"), "bfloat16"])
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_wrong_gradient_of_a_parameter_fails(
     make_workload: MakeWorkload, right: type, planted: str, dtype: str

@@ -122,7 +122,7 @@ SLOW_MATH = ("one_block", "half", "full", "float64")
 @pytest.mark.parametrize(
     ("shape", "mode"),
     [
-        *((shape, "forward") for shape in ("rows_in_blocks", "half_batches")),
+        *(slow(shape, "forward") for shape in ("rows_in_blocks", "half_batches")),
         *(pytest.param(shape, "both", marks=[pytest.mark.slow] * (shape in SLOW_MATH)) for shape in MATH_SHAPES),
     ],
 )
