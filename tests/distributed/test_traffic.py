@@ -2,7 +2,8 @@
 
 import pytest
 
-pytestmark = pytest.mark.distributed
+# By default, test_parts compares the bytes of every algorithm with its formula.
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 B, N, D, ITEM = 1, 96, 6, 8
 
 

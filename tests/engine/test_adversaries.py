@@ -120,7 +120,7 @@ def test_what_authors_forget_is_said_at_the_first_call(outcome, name, workload, 
 
 
 @pytest.mark.parametrize(
-    "name", ["no_grad_mode", "double_by_default", "tf32", slow("one_thread"), slow("deterministic")]
+    "name", ["no_grad_mode", "double_by_default", slow("tf32"), slow("one_thread"), slow("deterministic")]
 )
 def test_settings_are_put_back_and_the_one_who_changed_them_is_named(outcome, name):
     found = outcome(name, beside=("honest",), mode="both")
