@@ -131,14 +131,26 @@ def _checked(function: Attend) -> Attend:
 
 # Functions that callers gave as backends, by the names that operators take for them.
 _functions: dict[str, Attend] = {}
-_names: dict[Attend, str] = {}
+_names: dict[int, str] = {}
 
 
 def name_of(function: Attend) -> str:
     """Register a caller's function and return the name by which operators of this process find it."""
-    name = _names.setdefault(function, f"function {len(_names)}")
+    # torch.compile compares a function by its code alone, so that a closure over other values would be taken for it;
+    # what `id` was asked of it compares by identity.
+    return _registered(function, id(function))
+
+
+def _registered(function: Attend, identity: int) -> str:
+    name = _names.setdefault(identity, f"function {len(_names)}")
+    # Held from now on, so that no other object gets its identity.
     _functions[name] = function
     return name
+
+
+# As by `torch.compiler.assume_constant_result`, which loads Dynamo: a graph is traced with the name, for it runs before
+# what the traced code has registered is.
+_registered._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Described(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,56 @@ def test_a_function_of_the_caller_is_a_backend(pattern: Pattern | None) -> None:
         torch.testing.assert_close(own, ours)
         leaves, dout = (*inputs, *options.values()), torch.randn_like(own)
         torch.testing.assert_close(torch.autograd.grad(own, leaves, dout), torch.autograd.grad(ours, leaves, dout))
+
+
+class Scaled:
+    """Calls of it, and its bound methods, compute `plain` times a factor."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, *operands: Tensor, **options: Any) -> Any:
+        out, lse = plain(*operands, **options)
+        return self.factor * out, lse
+
+    def attend(self, *operands: Tensor, **options: Any) -> Any:
+        return self(*operands, **options)
+
+
+def closure(factor: float) -> Any:
+    return lambda *operands, **options: Scaled(factor)(*operands, **options)
+
+
+def with_a_default(factor: float) -> Any:
+    return lambda *operands, factor=factor, **options: Scaled(factor)(*operands, **options)
+
+
+OWN = {
+    "closure": closure,
+    "default": with_a_default,
+    "object": Scaled,
+    "method": lambda factor: Scaled(factor).attend,
+    "partial": lambda factor: partial(
+        lambda factor, *operands, **options: Scaled(factor)(*operands, **options), factor
+    ),
+}
+
+
+@pytest.mark.parametrize("pattern", [None, DILATED], ids=["dense", "dilated"])
+@pytest.mark.parametrize("kind", ["closure", *map(slow, ("default", "object", "method", "partial"))])
+def test_a_compiled_call_takes_the_function_that_it_is_given(kind: str, pattern: Pattern | None) -> None:
+    def call(q: Tensor, k: Tensor, v: Tensor, backend: Any) -> Tensor:
+        return attention(q, k, v, pattern=pattern, causal=True, backend=backend)
+
+    inputs = operands(torch.float32, kv_heads=H)
+    expected = attention(*inputs, pattern=pattern, causal=True, backend="math")
+    # Dynamo makes no constant of a partial, so that the graph breaks there.
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=kind != "partial")
+    # Other tests compile the same code; and no call has seen these functions.
+    torch.compiler.reset()
+    once, twice = OWN[kind](1.0), OWN[kind](2.0)
+    for own, factor in ((once, 1.0), (twice, 2.0), (once, 1.0)):
+        torch.testing.assert_close(compiled(*inputs, own), factor * expected)
 
 
 @pytest.mark.parametrize("backend", ["auto", slow(plain)], ids=["auto", "function"])
