@@ -136,12 +136,12 @@ def dilated_attention(
     the result of every branch for the backward pass.
     `sink`: [H], the logits of a key of value 0 that each head's rows see besides (gpt-oss's learned sinks); it gets a
     gradient. `backend` is a name of `dilabench list backends`, or a function `(q, k, v, *, causal, window, scale) ->
-    (out, lse)` of dense attention (`contracts.Attend`); 'auto' takes the fastest way: on a GPU it measures them all at
-    the first call of a configuration, which takes seconds once per machine (`choice.first_use`). The last bits of the
-    query's gradient may differ from call to call, as FlashAttention's do, unless torch is set to deterministic
-    algorithms (`torch.use_deterministic_algorithms`). `return_lse`: also return lse [B, H, N] (packed: [H, T]), as
-    `attention` does. NaN or inf in the value of a key that a row does not see may make that row NaN, as in torch's own
-    attention.
+    (out, lse)` of dense attention (`contracts.Attend`), of which torch.compile makes a graph each; 'auto' takes the
+    fastest way: on a GPU it measures them all at the first call of a configuration, which takes seconds once per
+    machine (`choice.first_use`). The last bits of the query's gradient may differ from call to call, as
+    FlashAttention's do, unless torch is set to deterministic algorithms (`torch.use_deterministic_algorithms`).
+    `return_lse`: also return lse [B, H, N] (packed: [H, T]), as `attention` does. NaN or inf in the value of a key that
+    a row does not see may make that row NaN, as in torch's own attention.
 
     Raises ValueError for shapes or options that do not fit, for a dropout other than 0, for a sink with detached
     gradients, and for a backend that cannot serve the call.

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     Mask = NDArray[np.bool_]
 
-NPY_MAGIC = b"\x93NUMPY"
+# How files of one array begin, and of several, which are refused.
+ARRAYS = (b"\x93NUMPY", b"PK")
 
 
 def mask_digest(path: Path, what: str = "mask") -> str:
@@ -57,7 +58,7 @@ def _kept_from_pipe(path: Path, what: str) -> str:
     with _readable(path, what, ".npy or .json", "send another"):
         data = read_file(path, pipe=True)
     digest = hashlib.sha256(data).hexdigest()[:16]
-    kept = cache_folder() / "masks" / f"{digest}{'.npy' if data.startswith(NPY_MAGIC) else '.json'}"
+    kept = cache_folder() / "masks" / f"{digest}{'.npy' if data.startswith(ARRAYS) else '.json'}"
     write_bytes(kept, data, way_out=OTHER_CACHE)
     return str(kept)
 
@@ -153,7 +154,7 @@ def _array(path: Path) -> NDArray[Any]:
     import numpy as np
 
     start = next(iter(file_chunks(path)), b"")[:16]
-    if not start.startswith((NPY_MAGIC, b"PK")):
+    if not start.startswith(ARRAYS):
         raise ValueError(f"it begins with {start!r}" if start else "it is empty")
     # Memory-mapped, because a header may claim any size; the file's actual size decides.
     mapped = np.load(path, mmap_mode="r", allow_pickle=False)

@@ -19,7 +19,7 @@ from dilabench.engine.progress import Silent
 from dilabench.engine.temporary_folder import PREFIX, remove_left_over, temporary_folder
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine, detect
-from dilabench.patterns.mask_files import mask_digest, read_mask_file
+from dilabench.patterns.mask_files import mask_digest, named_file, read_mask_file
 from dilabench.plugins.manager import discover
 from dilabench.record import SCHEMA_VERSION
 from dilabench.request import RunRequest
@@ -159,11 +159,7 @@ NONSENSE = b"\x93NUMPY\x01\x00\xff\xff{" + b"[" * 70000
 MASKS = {
     "npz": ("mask.npy", several, "holds several arrays"),
     "header of a petabyte": ("mask.npy", lambda path: npy(path, (2**25, 2**25)), "not a valid .npy file"),
-    "header of nonsense": (
-        "mask.npy",
-        lambda path: path.write_bytes(b"\x93NUMPY\x01\x00\xff\xff{" + b"[" * 70000),
-        "not",
-    ),
+    "header of nonsense": ("mask.npy", lambda path: path.write_bytes(NONSENSE), "not"),
     "deep": ("mask.json", lambda path: path.write_text(DEEP), "not a valid .json file: RecursionError"),
     "many digits": ("mask.json", lambda path: path.write_text(f"[[{MANY}]]"), "not a valid .json file"),
     "mixed": ("mask.json", lambda path: path.write_text("[[[0]], 3]"), "some heads are lists of rows"),
@@ -177,6 +173,20 @@ def test_a_file_that_is_no_mask_is_refused(tmp_path, case):
     write(tmp_path / name)
     with pytest.raises(ConfigError, match=reason):
         read_mask_file(tmp_path / name, 4)
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_what_comes_by_a_pipe_and_is_no_mask_is_refused_for_the_same_reason(tmp_path, monkeypatch, case):
+    # Pipes of one number, in one process.
+    monkeypatch.setattr("dilabench.patterns.mask_files._kept", {})
+    monkeypatch.setenv("DILABENCH_CACHE", str(tmp_path))
+    name, write, reason = MASKS[case]
+    write(tmp_path / name)
+    with subprocess.Popen(["cat", tmp_path / name], stdout=subprocess.PIPE) as sender:
+        kept, _ = named_file(f"/dev/fd/{sender.stdout.fileno()}")
+    # Nothing is of no kind.
+    with pytest.raises(ConfigError, match="not a valid .json file" if case == "empty" else reason):
+        read_mask_file(Path(kept), 4)
 
 
 def test_a_pipe_is_no_mask_and_not_waited_for(cli, tmp_path):
