@@ -28,8 +28,8 @@ from tests.kernels.private_names import ON_CUDA, PRIVATE, UNDOCUMENTED
 LISTED = {*PRIVATE, *GLUON}
 # What Triton documents.
 DOCUMENTED = ("triton.jit", "triton.cdiv", "triton.next_power_of_2", "triton.language", "triton.__version__")
-# Of named tuples, and of other packages; and what `torch.compiler.assume_constant_result` sets of a function of ours, as
-# tests of compiled calls would show.
+# Of named tuples, and of other packages; and what `torch.compiler.assume_constant_result` sets of a function of ours:
+# without it, tests of compiled calls would fail.
 NOT_TORCHS = {
     "_dynamo_marked_constant",
     *("_asdict", "_make", "_replace", "_fields", "_forkserver"),
