@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import lru_cache
-from typing import Protocol
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from dilabench.errors import ConfigError, said
 from dilabench.impls.one_operator import Computation
 from dilabench.machine import CPU, CUDA, Machine, detect
 from dilabench.workload.spec import UNBOUNDED, Window, Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -131,20 +135,22 @@ def _checked(function: Attend) -> Attend:
 
 # Functions that callers gave as backends, by the names that operators take for them.
 _functions: dict[str, Attend] = {}
-_names: dict[int, str] = {}
+_names: dict[tuple[int, ...], str] = {}
 
 
 def name_of(function: Attend) -> str:
     """Register a caller's function and return the name by which operators of this process find it."""
     # torch.compile compares a function by its code alone, so that a closure over other values would be taken for it;
-    # what `id` was asked of it compares by identity.
-    return _registered(function, id(function))
+    # what `id` was asked of it compares by identity. A bound method is another object each time that it is named.
+    if isinstance(function, MethodType):
+        return _registered(function.__func__, function.__self__, id(function.__func__), id(function.__self__))
+    return _registered(function, None, id(function))
 
 
-def _registered(function: Attend, identity: int) -> str:
+def _registered(function: Callable[..., Any], owner: object, *identity: int) -> str:
     name = _names.setdefault(identity, f"function {len(_names)}")
     # Held from now on, so that no other object gets its identity.
-    _functions[name] = function
+    _functions[name] = function if owner is None else MethodType(function, owner)
     return name
 
 
