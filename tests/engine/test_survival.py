@@ -150,6 +150,23 @@ def test_ctrl_c_keeps_the_rows_so_far_and_says_so(engine, dense_case, tmp_path):
     assert rest.status == "complete"
 
 
+@pytest.mark.parametrize("place", [(runner._Run, "_record"), (RunFolder, "finish")], ids=["made", "written"])
+def test_ctrl_c_while_the_record_is_made_or_written_loses_no_row(engine, tmp_path, monkeypatch, place):
+    unhindered, calls = getattr(*place), []
+
+    def interrupted(*given):
+        calls.append(given)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return unhindered(*given)
+
+    monkeypatch.setattr(*place, interrupted)
+    folder = RunFolder.create(tmp_path / "results", "s", "r")
+    with pytest.raises(KeyboardInterrupt):
+        engine("honest", timing_runs=1, sink=folder)
+    assert len(read_record(folder.path / "run.json").rows) == 1
+
+
 def test_parts_of_a_cell_before_and_after_an_interruption_took_no_turns(engine, dense_case, tmp_path):
     class Interrupting(Silent):
         def row_done(self, row):
