@@ -206,9 +206,22 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def every_second(cases):
-    """These cases, of several values each; every second one is slow."""
-    return [slow(*case) if at % 2 else pytest.param(*case) for at, case in enumerate(cases)]
+def every(n, cases):
+    """These cases, of several values each; all but every n-th are slow."""
+    return [slow(*case) if at % n else case for at, case in enumerate(cases)]
+
+
+def interrupting_once(function):
+    """This function, of which the first call is interrupted before it begins."""
+    calls = []
+
+    def call(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return function(*arguments)
+
+    return call
 
 
 def smallest_of_each_suite(records):

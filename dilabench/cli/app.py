@@ -13,8 +13,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from dilabench.cli import INSTEAD, OldNames
 from dilabench.cli.defaults import defaults_file, defaults_of
-from dilabench.cli.terminal import note, output_lost, say, say_folded
-from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, said, text_of
+from dilabench.cli.terminal import interruption, note, output_lost, say, say_folded
+from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, said
 from dilabench.retired import removed
 from dilabench.units import printable
 from dilabench.version import __version__
@@ -38,7 +38,7 @@ def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, N
         except typer.Exit as end:
             code = ExitCode(end.exit_code)
         except KeyboardInterrupt as error:
-            raise stopped(f"interrupted {text_of(error)}".rstrip(), ExitCode.INTERRUPTED) from None
+            raise stopped(interruption(error), ExitCode.INTERRUPTED) from None
         # The outermost boundary: any exception here that is no message for the user is a bug of dilabench.
         except Exception as error:
             if os.environ.get(DEBUG_VARIABLE):

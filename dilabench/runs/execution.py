@@ -198,13 +198,15 @@ def new_header(found: Found, machine: Machine, request: RunRequest, argv: Sequen
     )
 
 
-def exit_code(record: RunRecord, *, broken: bool = False, allow_incomplete: bool = False) -> ExitCode:
-    """The exit code of a run. `broken`: a plug-in failed during the run.
+def exit_code(
+    record: RunRecord, *, interrupted: bool = False, broken: bool = False, allow_incomplete: bool = False
+) -> ExitCode:
+    """The exit code of a run. `interrupted`: also after its last row. `broken`: a plug-in failed during the run.
 
     `allow_incomplete`: a length without a measured row does not count.
     """
     return exit_code_for(
-        interrupted=record.status == "interrupted",
+        interrupted=interrupted or record.status == "interrupted",
         wrong=any(is_wrong(row) or is_impossible(row) for row in record.rows),
         failed=any(isinstance(row.outcome, Failed) for row in record.rows),
         broken=broken,

@@ -223,9 +223,7 @@ OWN = {
     "default": with_a_default,
     "object": Scaled,
     "method": lambda factor: Scaled(factor).attend,
-    "partial": lambda factor: partial(
-        lambda factor, *operands, **options: Scaled(factor)(*operands, **options), factor
-    ),
+    "partial": lambda factor: partial(Scaled.attend, Scaled(factor)),
 }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import dilabench
+from dilabench.cli import SAVING
 from dilabench.cli.terminal import print_table
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent
@@ -374,7 +375,7 @@ def test_escape_sequences_of_a_record_are_spelt_out(cli, make_row, make_record, 
 )
 @pytest.mark.parametrize(
     "command",
-    ["list --json", pytest.param("plan quick -i gather --lengths 64 --device cpu", marks=pytest.mark.slow)],
+    ["list --json", slow("plan quick -i gather --lengths 64 --device cpu")],
 )
 def test_an_output_that_cannot_be_written(redirection, code, text, command):
     line = f"set -o pipefail; {sys.executable} -m dilabench {command} {redirection}"
@@ -574,6 +575,8 @@ def test_an_interrupt_that_a_library_keeps_to_itself_comes_again(place):
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=50, check=False)
     answer = "value='interrupts'\n" if place == "isinstance" else ""
     assert (done.returncode, done.stdout) == (0, f"{answer}ended\n"), done.stderr
+    # Inside `isinstance` no signal has arrived yet when the second comes.
+    assert done.stderr == (SAVING.decode() if place == "del, twice" else "")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dilabench.cli.run.shown import verdict
-from dilabench.errors import Ended, ExitCode
+from dilabench.errors import ExitCode
 from dilabench.metadata import ABOVE_PEAK_FLOPS, WAY
 from dilabench.record import (
     Case,
@@ -23,6 +23,7 @@ from dilabench.report.content import headline
 from dilabench.runs import execution
 from dilabench.runs.execution import exit_code
 from dilabench.workload.spec import Workload
+from tests.conftest import interrupting_once
 
 WORKLOAD = Workload(
     pattern={"kind": "dense"}, batch_size=1, seq_len=96, num_heads=6, num_kv_heads=3, head_dim=24, dtype="float16"
@@ -167,17 +168,9 @@ def test_an_interrupt_after_the_rows_are_saved_ends_with_the_verdict(cli, monkey
         return found
 
     kind, name = place.split(".")
-    unhindered = getattr(getattr(execution, kind), name)
-    calls = []
-
-    def interrupted(*given):
-        calls.append(given)
-        if len(calls) == 1:
-            raise Ended
-        return unhindered(*given)
-
+    owner = getattr(execution, kind)
     monkeypatch.setattr(execution, "run_cases", done)
-    monkeypatch.setattr(getattr(execution, kind), name, interrupted)
+    monkeypatch.setattr(owner, name, interrupting_once(getattr(owner, name)))
     result = cli("run", "quick", "-i", "gather", "--device", "cpu")
     assert result.exit_code == ExitCode.INTERRUPTED, result.output
     assert "verdict: INTERRUPTED, results so far are saved (" in result.stdout

@@ -3,6 +3,7 @@
 import pytest
 
 from dilabench.workload.spec import Workload
+from tests.conftest import slow
 
 pytestmark = pytest.mark.distributed
 SHAPE = {"batch_size": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "dtype": "float32", "mode": "both"}
@@ -59,7 +60,7 @@ def test_packed_documents_of_a_rank_are_one_launch_of_tiles(launch):
 # 41 tokens: every row is compared; 10000: a sample. The longest segment crosses ranks, so that keys come from several.
 @pytest.mark.parametrize(
     ("length", "segments", "rates"),
-    [(41, (8, 64), (1, 2)), pytest.param(10_000, (400, 7_500), (1, 5), marks=pytest.mark.slow)],
+    [(41, (8, 64), (1, 2)), slow(10_000, (400, 7_500), (1, 5))],
 )
 def test_sampled_rows_over_ranks_pass_and_a_wrong_row_of_one_rank_shows_on_all(length, segments, rates, launch):
     import apart_cases

@@ -5,6 +5,7 @@ import pytest
 from dilabench.choice.descriptors import load_target
 from dilabench.distributed.model import joined_bytes
 from dilabench.plugins.manager import discover
+from tests.conftest import slow
 
 pytestmark = pytest.mark.distributed
 
@@ -28,7 +29,7 @@ def test_a_part_alone_does_that_part_and_nothing_else(launch):
             assert communication == (0, whole[1]), (name, one.layout)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, slow(4)])
 def test_received_bytes_are_those_of_the_formulas(ranks, launch):
     import part_cases
     import ring_cases

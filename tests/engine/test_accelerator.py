@@ -27,6 +27,7 @@ from dilabench.request import run_request
 from dilabench.suites.planner import Planner
 from dilabench.suites.range.cases import expand
 from dilabench.workload.spec import Workload
+from tests.conftest import slow
 
 HOST = torch.device("cpu")
 FEW = {"seq_len": 96, "batch_size": 1, "num_heads": 2, "head_dim": 16, "segment_lengths": [32, 96]}
@@ -139,7 +140,7 @@ def test_its_timer_is_the_hosts_clock(accelerator):
         choose_method("cold", accelerator.device, catalogue)
 
 
-@pytest.mark.parametrize("mode", [pytest.param("forward", marks=pytest.mark.slow), "both"])
+@pytest.mark.parametrize("mode", [slow("forward"), "both"])
 def test_a_case_is_verified_timed_and_noted(accelerator, waits, monkeypatch, mode):
     monkeypatch.setattr(runner, "start_worker", lambda key, settings, launcher=None: InProcess(key, settings))
     catalogue, request, cases = planned(accelerator, "strided", mode=mode)

@@ -21,6 +21,7 @@ from dilabench.machine import Machine
 from dilabench.metadata import matmul_key
 from dilabench.record import Measured, Skipped
 from dilabench.store.run_files import RunFolder, completed_rows, read_record, read_rows
+from tests.conftest import interrupting_once
 
 pytestmark = pytest.mark.faults
 
@@ -152,15 +153,7 @@ def test_ctrl_c_keeps_the_rows_so_far_and_says_so(engine, dense_case, tmp_path):
 
 @pytest.mark.parametrize("place", [(runner._Run, "_record"), (RunFolder, "finish")], ids=["made", "written"])
 def test_ctrl_c_while_the_record_is_made_or_written_loses_no_row(engine, tmp_path, monkeypatch, place):
-    unhindered, calls = getattr(*place), []
-
-    def interrupted(*given):
-        calls.append(given)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        return unhindered(*given)
-
-    monkeypatch.setattr(*place, interrupted)
+    monkeypatch.setattr(*place, interrupting_once(getattr(*place)))
     folder = RunFolder.create(tmp_path / "results", "s", "r")
     with pytest.raises(KeyboardInterrupt):
         engine("honest", timing_runs=1, sink=folder)

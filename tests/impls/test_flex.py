@@ -20,7 +20,7 @@ from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.pattern import KeyGroup, Pattern, Positions, SequenceShape
 from dilabench.patterns.registry import known_kinds, pattern_type
 from dilabench.workload.spec import Workload
-from tests.conftest import every_second, slow
+from tests.conftest import every, slow
 
 CONTEXT = BuildContext(device=torch.device("cpu"))
 SHAPE = {"batch_size": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": "float32"}
@@ -80,7 +80,7 @@ def counts_of(blocks: CountedBlocks, workload: Workload, head: int) -> np.ndarra
     return np.where(visible, blocks.tiles[blocks.tile_of[place], rows % BLOCK, keys % BLOCK], 0)
 
 
-@pytest.mark.parametrize(("name", "mask"), every_second(cases(MASKS)), ids=str)
+@pytest.mark.parametrize(("name", "mask"), every(2, cases(MASKS)), ids=str)
 def test_blocks_hold_what_the_pattern_counts(name: str, mask: dict[str, Any]) -> None:
     workload = workload_of(EXAMPLES[name], **mask)
     blocks = counted_blocks(workload)
@@ -105,11 +105,8 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(
     ("name", "mask"),
-    [
-        # One of three, so that each mask comes up; the others are slow.
-        slow(*case) if at % 3 else case
-        for at, case in enumerate(cases(MASKS[1:3]))
-    ],
+    # One of three, so that each mask comes up.
+    every(3, cases(MASKS[1:3])),
     ids=str,
 )
 def test_equals_the_oracle(name: str, mask: dict[str, Any]) -> None:

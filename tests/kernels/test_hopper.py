@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import slow
+
 Errors = Callable[[str, bool], dict[str, float]]
 # How many launches of each pass there are: forward of each group of branches; backward of each group that the kernel
 # takes, for some heads after the other.
@@ -122,7 +124,7 @@ OTHERS += [(case, not causal) for case, causal in IN_TURNS if case not in COMBIN
 def both_masks(cases: Iterable[str]) -> list[object]:
     """Arguments of tests."""
     some = set(cases)
-    others = (pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS if other[0] in some)
+    others = (slow(*other) for other in OTHERS if other[0] in some)
     return [*(first for first in FIRST if first[0] in some), *others]
 
 
@@ -188,9 +190,7 @@ def test_detached_merge_weights(errors: Errors, case: str, causal: bool) -> None
     assert_exact(got)
 
 
-@pytest.mark.parametrize(
-    "cases", [[*DOCUMENTS][:2], pytest.param([*DOCUMENTS][2:], marks=pytest.mark.slow)], ids=["first", "others"]
-)
+@pytest.mark.parametrize("cases", [[*DOCUMENTS][:2], slow([*DOCUMENTS][2:])], ids=["first", "others"])
 def test_documents(interpreted: Callable[..., dict[str, dict[str, float]]], cases: list[tuple[str, bool]]) -> None:
     for case, got in run(interpreted, cases).items():
         assert launches(got) == DOCUMENTS[tuple(json.loads(case))], case

@@ -19,6 +19,7 @@ from dilabench.impls.fused import Packings
 from dilabench.kernels.fused.packing import ListRequest, Packing, PassRequests
 from dilabench.plugins.manager import discover
 from dilabench.workload.spec import Workload, WorkloadRequest
+from tests.conftest import slow
 
 PARTS = {"out", "lse", "dq", "dk", "dv", "empty rows"}
 
@@ -35,7 +36,7 @@ def test_random_packings(interpreted: Callable[..., dict[str, dict[str, float]]]
         assert max(errors.values()) < 5e-6, (number, errors)
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 8), pytest.param(8, 40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "last"), [(0, 8), slow(8, 40)])
 def test_lists_are_those_that_are_defined(interpreted: Callable[..., dict[str, object]], first: int, last: int) -> None:
     """Also for bounds in a tensor; kept apart from those of a single sequence. Kernels are compiled, and programs
     counted, alike for every packing of as many tokens and documents.

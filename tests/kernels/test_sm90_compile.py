@@ -50,6 +50,7 @@ from dilabench.kernels.tuning import (
     select_kernel,
     tile_columns,
 )
+from tests.conftest import slow
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1: kernels are interpreted, not compiled"
@@ -271,7 +272,7 @@ def test_shipped_configurations(
     assert parked or not any(re.search(r"\bSTL\b", body) for body in loops), "a spill inside a loop"
 
 
-@pytest.mark.parametrize("dim", [80, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (96, 128))])
+@pytest.mark.parametrize("dim", [80, *(slow(dim) for dim in (96, 128))])
 def test_the_forward_of_few_keys(dim: int) -> None:
     name, config = select_kernel("forward", dim, causal=True, largest_tile=128, hopper=True, windowed=True, keys=100)
     assert name == "plain"
@@ -287,7 +288,7 @@ QUICK_BLOCKS = [(128, True, "forward", False), (128, True, "backward_key", True)
 BLOCK_SHAPES = [
     *QUICK_BLOCKS,
     *(
-        pytest.param(*shape, marks=pytest.mark.slow)
+        slow(*shape)
         for shape in (
             *((128, causal, "backward_key", False) for causal in (False, True)),
             (128, False, "backward_key", True),
@@ -382,7 +383,7 @@ def gluon_compiled(kernel, constants: dict[str, object], tiles: dict[str, list[i
 SPECIALISED = [
     (128, False, False, False, 0),
     *(
-        pytest.param(*shape, marks=pytest.mark.slow)
+        slow(*shape)
         for shape in (
             (96, False, True, False, 0),
             (128, False, True, True, 0),
@@ -469,7 +470,7 @@ NARROW_FORMS = [
     [
         (64, False, True, True, False),
         *(
-            pytest.param(*shape, marks=pytest.mark.slow)
+            slow(*shape)
             for shape in (
                 *((64, *form) for form in NARROW_FORMS),
                 *((dim, *form) for dim in (48, 32) for form in [(False, True, True, False), *NARROW_FORMS[:1]]),
@@ -567,7 +568,7 @@ def all_have_read_what_the_last_write_changes(ptx: str) -> bool:
     ("parts", "result"),
     [
         ("*bf16", "*bf16"),
-        *(pytest.param(*types, marks=pytest.mark.slow) for types in (("*bf16", "*fp32"), ("*fp32", "*bf16"))),
+        *(slow(*types) for types in (("*bf16", "*fp32"), ("*fp32", "*bf16"))),
     ],
 )
 @pytest.mark.parametrize("kernel", [combine._sum_kernel, combine._combine_kernel], ids=["sum", "softmax"])
@@ -801,7 +802,7 @@ def test_kernels_of_packings(kernel, constants: dict[str, object]) -> None:
     ("documents", "uniform"),
     [
         (True, True),
-        *(pytest.param(*form, marks=pytest.mark.slow) for form in ((True, False), (False, True), (False, False))),
+        *(slow(*form) for form in ((True, False), (False, True), (False, False))),
     ],
 )
 def test_merge_of_five_branches(documents: bool, uniform: bool) -> None:

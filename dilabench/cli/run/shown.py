@@ -8,9 +8,9 @@ from typing import Any
 from dilabench.cli.github import append_summary
 from dilabench.cli.options import tell_of
 from dilabench.cli.run.progress_bar import progress_shown
-from dilabench.cli.terminal import note, say, say_folded, say_text
+from dilabench.cli.terminal import interruption, note, say, say_folded, say_text
 from dilabench.compare.view import lengths_without_rows
-from dilabench.errors import ExitCode, text_of
+from dilabench.errors import ExitCode
 from dilabench.metadata import note_text
 from dilabench.plugins.descriptors import Reporter
 from dilabench.predict.time import expected_time, slow_dtypes
@@ -47,10 +47,10 @@ def show_run(
     `keep`: also in the store. `options`: of reporters, by name. `allow_incomplete`: as for `exit_code`. The exit code
     follows from the record on disk after every reporter has ended.
     """
-    plan, folder = execution.plan, execution.folder.path
-    err = [reporter.name for reporter in formats] != [TABLE]
-    known = len(plan.found.problems)
     refusal, interrupted = None, False
+    err = [reporter.name for reporter in formats] != [TABLE]
+    plan, folder = execution.plan, execution.folder.path
+    known = len(plan.found.problems)
     try:
         say(_opening(execution), err=err)
         if slow := slow_dtypes([case.case for case in plan.planned if case.skip is None], plan.machine):
@@ -76,15 +76,12 @@ def show_run(
         if (saved_record := execution.recorded()) is None:
             raise
         record, interrupted = saved_record, True
-        where = shlex.quote(str(folder))
-        note(f"interrupted {text_of(error)}".rstrip() + f"; `dilabench report {where}` makes the reports")
+        note(f"{interruption(error)}; `dilabench report {shlex.quote(str(folder))}` makes the reports")
     finally:
         execution.folder.discard_if_empty()
     broken = plan.found.problems[known:]
     tell_of(broken)
-    code = ExitCode.INTERRUPTED
-    if not interrupted:
-        code = exit_code(record, broken=bool(broken or refusal), allow_incomplete=allow_incomplete)
+    code = exit_code(record, interrupted=interrupted, broken=bool(broken or refusal), allow_incomplete=allow_incomplete)
     more_follow = plan.catalogue.suites.get(plan.request.suite).follow_up is not None
     saved = execution.folder.can_be_resumed
     if saved and (hint := how_to_go_on(record, plan.machine, folder, more_follow)):

@@ -18,6 +18,7 @@ from dilabench.machine import Machine
 from dilabench.plugins.manager import discover
 from dilabench.record import Case
 from dilabench.workload.spec import Workload
+from tests.conftest import slow
 
 LENGTH = 3072
 CPU = Machine(device="cpu", no_cuda="test")
@@ -53,7 +54,7 @@ def oracle() -> Oracle:
     return Oracle(LONG)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", slow("float16")])
 def test_a_right_one_passes_and_the_record_says_against_what(dtype: str) -> None:
     workload = LONG.replace(dtype=dtype)
     verification = verify(attend, workload, confirmed=second())

@@ -6,6 +6,8 @@ import importlib.util
 
 import pytest
 
+from tests.conftest import slow
+
 pytestmark = pytest.mark.distributed
 INSTALLED = importlib.util.find_spec("ring_flash_attn") is not None
 YUNCHANG_INSTALLED = all(map(importlib.util.find_spec, ("yunchang", "einops")))
@@ -15,7 +17,7 @@ def passed(verdict):
     return verdict.endswith("checks passed")
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, slow(4)])
 def test_ring_flash_attn_as_recorded_passes_the_oracle(recorded, ranks, launch):
     import peer_cases
 
@@ -56,7 +58,7 @@ def test_a_peer_without_gradients_of_keys_is_caught(recorded, launch):
         assert verdict.startswith("dk is zero; dk: ")
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, slow(3)])
 def test_context_parallel_passes_the_oracle(ranks, launch):
     import peer_cases
 

@@ -21,7 +21,7 @@ SHAPES = {
     "float64": {"dtype": "float64"},
 }
 # A forward pass is part of the other; by itself it is slow but for the first shape.
-BOTH_MODES = pytest.mark.parametrize("mode", [pytest.param("forward", marks=pytest.mark.slow), "both"])
+BOTH_MODES = pytest.mark.parametrize("mode", [slow("forward"), "both"])
 
 
 @pytest.fixture

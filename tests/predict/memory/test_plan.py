@@ -87,7 +87,7 @@ def test_the_longest_is_one_that_the_pattern_takes(peaks):
 
 @pytest.mark.parametrize(
     ("implementation", "backend", "long"),
-    [("dense", "math", 2**18), pytest.param("reference", None, 2**17, marks=pytest.mark.slow)],
+    [("dense", "math", 2**18), slow("reference", None, 2**17)],
 )
 def test_a_length_that_takes_too_long_to_trace_lies_on_the_line_through_shorter_ones(
     implementation, backend, long, peaks
