@@ -14,11 +14,12 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
 from dilabench.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
-from dilabench.attention import dilated as library
+from dilabench.attention import call as library
 from dilabench.choice.computation import backend_of, over
 from dilabench.choice.ways import Way
 from dilabench.contracts import BuildContext
 from dilabench.impls import one_operator, reference
+from dilabench.impls.call import written
 from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.union.union import Rows, Union
 from dilabench.impls.visible_keys import multiplicity
@@ -270,15 +271,16 @@ def test_gradcheck(causal: bool) -> None:
 
 def test_operators_keep_torchs_rules() -> None:
     """Schemas, fake kernels and autograd registration, by torch's own checker."""
-    rules = "all", "modulo", "head", "masked", "exact"
-    options = ([7, 24], [1, 3], True, [-1, -1], 0.5, *rules, [], True, "", 0, "math")
-    inputs = tensors()
+    words = "?kind=dilated\x1fsegment_lengths#2\x1fdilation_rates#2"
+    options = (words, [7, 24, 1, 3], [], True, [-1, -1], 0.5, [], 0, True, "math", "")
+    inputs, number = tensors(), one_operator.ON_ONE_DEVICE
     for sink in (None, torch.randn(5, requires_grad=True)):
-        torch.library.opcheck(one_operator._attention_op, (*inputs, sink, None, one_operator.DILATED, *options))
-    detached, asked = [x.detach() for x in inputs], (one_operator.DILATED, one_operator._written(options))
-    torch.library.opcheck(one_operator._forward_op, (*detached, None, None, *asked))
-    results = one_operator._forward_op(*detached, None, None, *asked)
-    torch.library.opcheck(one_operator._backward_op, (torch.ones_like(results[0]), *detached, *results, None, *asked))
+        torch.library.opcheck(one_operator._attention_op, (*inputs, sink, None, None, number, *options))
+    detached, asked = [x.detach() for x in inputs], (number, written(*options))
+    torch.library.opcheck(one_operator._forward_op, (*detached, None, None, None, *asked))
+    results = one_operator._forward_op(*detached, None, None, None, *asked)
+    given = (torch.ones_like(results[0]), *detached, *results, None, None, *asked)
+    torch.library.opcheck(one_operator._backward_op, given)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dilabench.attention.dilated import IN_PATTERN, dilated_attention
+from dilabench.attention.function import attention
 from dilabench.attention.over_ranks import SequenceShards, ring_attention, shards_in_world
 from dilabench.choice.computation import automatic, machine_of
 from dilabench.choice.rules import choose
@@ -20,7 +20,6 @@ from dilabench.contracts import BuildContext
 from dilabench.distributed.sharding import Shards
 from dilabench.distributed.world import World
 from dilabench.metadata import CHOSEN, Note
-from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import Workload
 
 # The fields of a dilated pattern that `ring_attention` takes.
@@ -36,7 +35,7 @@ class Chosen:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; packed: [T, H, D]."""
-        return dilated_attention(q, k, v, **self.options)
+        return attention(q, k, v, **self.options)
 
 
 def build(workload: Workload, context: BuildContext) -> Chosen:
@@ -44,9 +43,8 @@ def build(workload: Workload, context: BuildContext) -> Chosen:
     began = time.perf_counter_ns()
     choice, _ = automatic(workload, context.device)
     took_ns = time.perf_counter_ns() - began
-    pattern = DilatedPattern.of(workload)
     options = {
-        **{name: getattr(pattern, name) for name in IN_PATTERN},
+        "pattern": workload.pattern,
         "causal": workload.causal,
         "window": workload.window,
         "scale": workload.scale,

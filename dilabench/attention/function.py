@@ -11,45 +11,20 @@ Patterns are the objects that the benchmark's workloads use (`dilabench.patterns
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast, overload
+from typing import Literal, TypedDict, Unpack, overload
 
-import torch
 from torch import Tensor
 
 from dilabench.attention import operands
-from dilabench.attention.dilated import IN_PATTERN, dilated_attention
-from dilabench.attention.selected import SELECTED_BY_INDICES, of_tokens, selected_attention
-from dilabench.choice.computation import backend_of, implementation_of
-from dilabench.choice.descriptors import load_target
-from dilabench.choice.ways import AUTO, Way
-from dilabench.contracts import Attend, AttendBackward, BuildContext, LoadedBackend
-from dilabench.errors import ConfigError
-from dilabench.impls.no_pairs import NOTHING_SEEN, SHAPES_ONLY, FirstRows
-from dilabench.impls.null_mass import sink_gradient
-from dilabench.impls.one_operator import (
-    Computation,
-    Kept,
-    as_one_operator,
-    eager,
-    forward_before_backward,
-    materialised,
-    outside_compilers,
-)
-from dilabench.impls.one_operator import Options as OperatorOptions
-from dilabench.impls.operator_rules import first_derivatives, refuse_forward_mode
-from dilabench.kernels.lse import add_null_mass_
+from dilabench.attention.call import AnyPattern, attend
+from dilabench.contracts import Attend
+from dilabench.impls.call import pattern_of
+from dilabench.patterns.answers import SelectedKeys
 from dilabench.patterns.dense import DENSE
-from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.pattern import Pattern
-from dilabench.patterns.registry import pattern_type
-from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
+from dilabench.workload.spec import AUTO, UNBOUNDED, Window
 
 __all__ = ["attention", "block_sparse_attention"]
-
-# Dense attention's fields of a dilated pattern.
-NO_BRANCHES: dict[str, Any] = {"segment_lengths": (), "dilation_rates": ()}
 
 
 class CallOptions(TypedDict, total=False):
@@ -142,54 +117,21 @@ def attention(
     torch.Size([1, 64, 4, 16])
     """
     operands.check_pattern(pattern)
-    dilated = None if pattern is None else DilatedPattern.match(pattern)
-    if pattern is None or pattern == DENSE or dilated is not None:
-        if indices is not None:
-            raise ValueError(f"indices are blocks of {SELECTED_BY_INDICES}; give that pattern")
-        fields = NO_BRANCHES if dilated is None else {name: getattr(dilated, name) for name in IN_PATTERN}
-        out, lse = dilated_attention(
-            query,
-            key,
-            value,
-            causal=causal,
-            window=window,
-            scale=scale,
-            sink=sink,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            backend=backend,
-            return_lse=True,
-            **fields,
-        )
-        return (out, lse.detach()) if return_lse else out
-    if max_seqlen is not None:
-        operands.rounded_up(max_seqlen, cu_seqlens)
-    selected = of_tokens(pattern, indices, query, key, cu_seqlens)
-    if selected is not None:
-        given: Any = {"causal": causal, "window": window, "scale": scale, "sink": sink, "cu_seqlens": cu_seqlens}
-        out, lse = selected_attention(query, key, value, *selected, backend=backend, **given)
-    else:
-        if sink is not None:
-            operands.check_is_tensor(sink)
-        if backend != AUTO:
-            raise ValueError(f"backend {backend!r} with pattern {pattern.kind}, whose kernels call none; leave it out")
-        operands.check_are_tensors(query=query, key=key, value=value)
-        bounds: tuple[int, ...] = ()
-        if cu_seqlens is not None:
-            bounds = operands.bounds(cu_seqlens, operands.check_tokens(query, key, value))
-            query, key, value = query[None], key[None], value[None]
-        refuse_forward_mode(query, key, value)
-        if torch._C._is_any_autocast_enabled():
-            query, key, value = operands.as_autocast(query, key, value)
-        inputs = (query, key, value) if sink is None else (query, key, value, sink)
-        wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-        sides = operands.integers("window", window)
-        operands.refuse_types({"causal": causal, "window": sides, "scale": scale})
-        options = _Options(causal, sides, scale, bounds, wants_gradient)  # type: ignore[arg-type]
-        out, lse = outside_compilers(_attend, pattern, options, query, key, value, sink, indices)
-        if cu_seqlens is not None:
-            out, lse = out.squeeze(0), lse.squeeze(0)
-    return (out, lse.detach()) if return_lse else out
+    out, lse = attend(
+        query,
+        key,
+        value,
+        DENSE if pattern is None else pattern,
+        causal=causal,
+        window=window,
+        scale=scale,
+        sink=sink,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
+        indices=indices,
+        backend=backend,
+    )
+    return (out, lse) if return_lse else out
 
 
 @overload
@@ -244,179 +186,9 @@ def block_sparse_attention(
     >>> block_sparse_attention(q, k, v, indices=own_and_first, block_size=16, causal=True).shape
     torch.Size([1, 64, 4, 16])
     """
-    # The pattern is made once for all calls with equal numbers.
     operands.refuse_types({"mask": mask, "block_size": block_size, "density": density, "seed": seed})
-    given = options.get("indices") is not None
-    masked = {"mask": mask, "block_size": block_size, "density": density, "mask_seed": seed}
-    pattern = _selection_of(block_size) if given else _made("block_sparse", **masked)
-    result: Tensor | tuple[Tensor, Tensor] = attention(  # type: ignore[call-overload]
-        query, key, value, pattern=pattern, return_lse=return_lse, **options
-    )
-    return result
-
-
-@lru_cache(maxsize=64)
-def _made(kind: str, **fields: Any) -> Pattern:
-    try:
-        return pattern_type(kind).from_request(fields)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-
-
-def _selection_of(block_size: int) -> Pattern:
-    """A pattern for blocks that a caller gives."""
-    return _made("topk_blocks", block_size=block_size, selector="random", top_k=1)
-
-
-class _Options(NamedTuple):
-    """As `operands.Options`."""
-
-    causal: bool
-    window: Window
-    scale: float | None
-    cu_seqlens: tuple[int, ...]
-    wants_gradient: bool
-
-
-def _attend(
-    pattern: Pattern,
-    options: _Options,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sink: Tensor | None,
-    indices: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """out and lse of a pattern that is neither dense nor dilated."""
-    if torch._C._is_tracing():
-        raise ValueError(
-            f"pattern {pattern.kind} under torch.jit.trace, which would record none of its kernels; trace dense or "
-            "dilated attention, or use torch.compile"
-        )
-    query, key, value = materialised(query), materialised(key), materialised(value)
-    tensors = tuple((x.shape, x.dtype, x.device) for x in (query, key, value))
-    function: Computation
-    if indices is not None:
-        function = _selected(pattern, tensors, options, indices)
-    else:
-        function = (_of_packing if options.cu_seqlens else _function)(pattern, tensors, options)
-    if sink is not None:
-        operands.check_sink(sink, query, "detached" if pattern.is_detached else "exact")
-    if torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0:
-        # An operator is what torch's modes and function transforms see.
-        number = Kept.of(_OfPattern(function, operands.workload_of(pattern, tensors, options)))
-        operator_options = OperatorOptions(wants_gradient=options.wants_gradient)
-        return as_one_operator(number, query, key, value, operator_options, sink)
-    if sink is None:
-        return eager(function, query, key, value)
-    out, lse = _WithSink.apply(function, query, key, value, materialised(sink))
-    return out, lse
-
-
-@lru_cache(maxsize=64)
-def _function(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Options) -> Computation:
-    """The function for tensors of these shapes, made once."""
-    (shape, _, device), *_ = tensors
-    try:
-        workload = operands.workload_of(pattern, tensors, options)
-        if device.type == "meta" or workload is None:
-            return SHAPES_ONLY if device.type == "meta" or 0 in shape else NOTHING_SEEN
-        if workload.seq_len < shape[1]:
-            # The rows of the sequences are computed, and zeros follow them.
-            inside = tuple((torch.Size((1, workload.seq_len, *shape[2:])), *kind) for shape, *kind in tensors)
-            within = options._replace(cu_seqlens=workload.cu_seqlens or ())
-            return FirstRows(workload.seq_len, _of_packing(pattern, inside, within))
-        implementation = implementation_of(workload, device)
-        way = Way(implementation.name, None, workload)
-        backend = backend_of(AUTO, way, device) if implementation.uses_backend else None
-        build = load_target(implementation.target)
-        computation: Computation = build(workload, BuildContext(device=device, backend=backend))
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-    return computation
-
-
-# For packed sequences, whose lists grow with the tokens: only the latest few stay.
-_of_packing = lru_cache(maxsize=8)(_function.__wrapped__)
-
-
-def _selected(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Options, indices: Tensor) -> Computation:
-    """The function over the key blocks that `indices` name."""
-    from dilabench.kernels.block_sparse.selected import SelectedPlan
-
-    assert pattern.selects is not None, "`attention` takes indices only of patterns that select"
-    (_, length, _, _), size, heads = tensors[0][0], pattern.selects.block_size, tensors[1][0][2]
-    operands.check_indices(indices, heads, -(-length // size), size, tensors[0][2])
-    if indices.is_meta or 0 in tensors[0][0]:
-        # Built like a pattern with drawn indices, which refuses shapes that do not fit.
-        return _function(_selection_of(size), tensors, options)
-    # In the form that dilabench's selectors return.
-    operands.check_blocks(indices, -(-length // size))
-    by_head = (materialised(indices) if indices.ndim == 3 else indices[None]).to(torch.int32).contiguous()
-    plan = SelectedPlan(by_head, size, length, options.causal, options.window)
-    union, rows = _over_blocks(_selection_of(size), tensors, options)
-    planned = replace(rows, plan=plan)
-    return replace(union, rows=lambda _device: (planned,))
-
-
-@lru_cache(maxsize=64)
-def _over_blocks(pattern: Pattern, tensors: tuple[operands.Kind, ...], options: _Options) -> tuple[Any, Any]:
-    """The `BlockUnion` and its `PlannedRows` for tensors of these shapes, which lack only their plan."""
-    from dilabench.impls.block_sparse.block_sparse import kernels_for
-    from dilabench.impls.block_sparse.union import BlockUnion, planned_over_everything
-
-    device = tensors[0][2]
-    try:
-        workload = operands.workload_of(pattern, tensors, options)
-        assert workload is not None, "tensors without elements have no blocks"
-        implementation_of(workload, device)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-    name, forward, backward = kernels_for(device)
-    union = BlockUnion(
-        backend=LoadedBackend(name, cast(Attend, forward), cast(AttendBackward, backward)),
-        rows=lambda _device: (),
-        covered=True,
-        causal=options.causal,
-        window=options.window,
-        scale=workload.softmax_scale,
-    )
-    (rows,) = planned_over_everything(workload, cast(Any, None))
-    return union, rows
-
-
-@dataclass(frozen=True)
-class _OfPattern:
-    """The computation of a pattern and its work, looked up by the operators."""
-
-    computation: Computation
-    workload: Workload | None
-
-    def _computation_for(self, _query: Tensor, _key: Tensor, _value: Tensor, _options: OperatorOptions) -> Computation:
-        return self.computation
-
-    def _pairs_for(self, _query: torch.Size, _key: torch.Size, _options: OperatorOptions) -> int:
-        return attended_pairs(self.workload) if self.workload else 0
-
-
-class _WithSink(torch.autograd.Function):
-    """out and lse of a computation with a sink [H] in addition to its keys."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, computation: Computation, query: Tensor, key: Tensor, value: Tensor, sink: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = forward_before_backward(computation, query, key, value)[:2]
-        add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
-        ctx.computation = computation
-        ctx.save_for_backward(query, key, value, out, lse, sink)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
-        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-            dout, *_, out, lse, sink = tensors
-            return *ctx.computation.backward(*tensors[:6]), sink_gradient(dout, out, lse, sink)
-
-        return None, *first_derivatives(gradients, materialised(dout), *ctx.saved_tensors)
+    pattern: AnyPattern = SelectedKeys(block_size, False)
+    if options.get("indices") is None:
+        pattern = pattern_of("block_sparse", mask=mask, block_size=block_size, density=density, mask_seed=seed)
+    out, lse = attend(query, key, value, pattern, **options)
+    return (out, lse) if return_lse else out

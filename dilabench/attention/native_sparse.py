@@ -10,7 +10,7 @@ softmax; gates weigh the three results. The blocks are those that the heads of a
 form; which ones has no gradient.
 """
 
-from __future__ import annotations
+# The annotations of operators are evaluated by torch: no postponed evaluation in this module.
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -20,14 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from dilabench.attention import operands
-from dilabench.attention.dilated import dilated_attention
-from dilabench.attention.selected import compressed_attention, selected_attention, selected_by_compression
+from dilabench.attention.call import attend
+from dilabench.impls.call import pattern_of
 from dilabench.impls.multihead import check_embeddings, check_sizes
-from dilabench.impls.selected.selecting import Compression
+from dilabench.impls.operator_rules import LIBRARY, one_after_another, operator
+from dilabench.impls.selected.selecting import Choosing, select_by_compression
 from dilabench.impls.summed import block_means
+from dilabench.patterns.answers import SelectedKeys
+from dilabench.patterns.compressed_keys import Compression
+from dilabench.patterns.dense import DENSE
 from dilabench.patterns.selected_blocks import check_block
 from dilabench.patterns.token_selectors import TOKEN_SELECTORS
-from dilabench.workload.spec import UNBOUNDED
 
 __all__ = ["BlockCompression", "NativeSparseAttention", "native_sparse_attention"]
 
@@ -88,7 +91,6 @@ def native_sparse_attention(
     if gates.device != query.device:
         raise ValueError(f"gates are on {gates.device} and query on {query.device}; move one of them")
     operands.check_options({"scale": scale})
-    operands.check_scale(scale)
     least = {"block_size": "one key", "top_k": "the token's own block", "window": "the token itself"}
     for (name, meaning), number in zip(least.items(), (block_size, top_k, window), strict=True):
         if not isinstance(number, int | torch.SymInt) or number < 1:
@@ -105,7 +107,8 @@ def native_sparse_attention(
         else _compressed(given, counts, bounds)
         for whole, given in ((key, compressed_key), (value, compressed_value))
     )
-    parts = [compressed_attention(*each, compression, factor)[0] for each in zip(queries, keys, values, strict=True)]
+    over = pattern_of("compressed_keys", length=compression_length, stride=compression_stride)
+    parts = [attend(*tensors, over, scale=scale)[0] for tensors in zip(queries, keys, values, strict=True)]
     compressed = _joined(parts, query, 0.0)
     if indices is None:
         blocks = block_size, top_k, _BLOCKS.initial, _BLOCKS.local
@@ -114,24 +117,40 @@ def native_sparse_attention(
             widest = max([1, *(x.shape[3] for x in found)])
             found = [nn.functional.pad(x, (0, widest - x.shape[3]), value=-1) for x in found]
         indices = _joined(found, query, -1)
-    given_bounds: Any = {"cu_seqlens": cu_seqlens}
-    selected, _ = selected_attention(
-        query, key, value, indices, block_size, causal=True, window=UNBOUNDED, scale=factor, sink=None, **given_bounds
-    )
-    near = dilated_attention(
+    options: Any = {"causal": True, "scale": scale, "cu_seqlens": cu_seqlens}
+    selected, _ = attend(query, key, value, SelectedKeys(block_size, True), indices=indices, **options)
+    near, _ = attend(
         query,
         key if window_key is None else window_key,
         value if window_value is None else window_value,
-        segment_lengths=(),
-        dilation_rates=(),
-        causal=True,
+        DENSE,
         window=(window - 1, 0),
-        scale=factor,
-        **given_bounds,
+        **options,
     )
     gated = zip((compressed, selected, near), gates.unbind(-1), strict=True)
     first, *others = (part * gate[..., None] for part, gate in gated)
     return sum(others, start=first)
+
+
+def _shapes_of_indices(
+    q: Tensor, keys: Tensor, _spans: Sequence[int], _scale: float, choosing: Sequence[int]
+) -> Tensor:
+    block, top_k, _, _ = choosing
+    width = torch.sym_min(top_k, -(-q.shape[1] // block))
+    return q.new_empty((q.shape[0], q.shape[1], keys.shape[2], width), dtype=torch.int32)
+
+
+@operator("select_by_compression", _shapes_of_indices)
+def selected_by_compression(
+    query: Tensor, keys: Tensor, compression: Sequence[int], scale: float, choosing: Sequence[int]
+) -> Tensor:
+    """Indices int32 [B, N, K, S] of `selecting.select_by_compression`; choosing: block, top_k, initial, local."""
+    block, top_k, initial, local = choosing
+    of_blocks = Choosing(block, top_k, causal=True, initial=initial, local=local)
+    return select_by_compression(query.detach(), keys.detach(), Compression(*compression), scale, of_blocks)
+
+
+torch.library.register_vmap("dilabench::select_by_compression", one_after_another(selected_by_compression), lib=LIBRARY)
 
 
 def _bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:

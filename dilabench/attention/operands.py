@@ -6,15 +6,19 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import pairwise
 from math import inf
 from operator import index, le, sub
-from typing import Any, Generic, Protocol, TypeVar, get_args
+from typing import Any, Generic, TypeVar, get_args
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dilabench.impls.call import Call, OwnBackend
+from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern, SequenceShape
+from dilabench.patterns.selected_blocks import check_block
 from dilabench.validation import validated
 from dilabench.workload.spec import DType, Workload, bounds_of_lengths
 
@@ -51,33 +55,21 @@ class OfTensors(Generic[_MadeT]):
         return found
 
 
-class Options(Protocol):
-    """The options of a workload besides its pattern and tensors."""
-
-    @property
-    def causal(self) -> bool: ...
-    @property
-    def window(self) -> tuple[int, ...]: ...
-    @property
-    def scale(self) -> float | None: ...
-    @property
-    def cu_seqlens(self) -> tuple[int, ...]: ...
-    @property
-    def wants_gradient(self) -> bool: ...
+SELECTED_BY_INDICES = "pattern=SelectedBlocksPattern(block_size=...), per token, or TopKBlocksPattern, per query block"
 
 
-def workload_of(pattern: Pattern, tensors: Sequence[Kind], options: Options) -> Workload | None:
+def workload_of(kinds: Sequence[Kind], call: Call) -> Workload | None:
     """The workload of query, key and value, for the tokens up to the last bound of packed sequences and without empty
     sequences; None if no token sees any. Raises ValueError for tensors that do not fit together, ConfigError for
     options that do not fit.
     """
-    shapes, dtypes, devices = zip(*tensors, strict=True)
+    shapes, dtypes, devices = zip(*kinds, strict=True)
     check_operands(*shapes)
     check_kinds(zip(dtypes, devices, strict=True))
     batch_size, seq_len, num_heads, head_dim = shapes[0]
     if seq_len <= FEW_TOKENS and num_heads > MANY_HEADS:
         _warn_of_layout(tuple(shapes[0]))
-    sequences = without_empty(options.cu_seqlens, seq_len) if options.cu_seqlens else ()
+    sequences = without_empty(call.cu_seqlens, seq_len) if call.cu_seqlens else ()
     if sequences:
         seq_len = sequences[-1]
     is_empty = not (batch_size and seq_len)
@@ -86,17 +78,17 @@ def workload_of(pattern: Pattern, tensors: Sequence[Kind], options: Options) -> 
     workload = validated(
         Workload,
         {
-            "pattern": pattern,
+            "pattern": call.pattern,
             "batch_size": batch_size or 1,
             "seq_len": seq_len or 1,
             "num_heads": num_heads,
             "num_kv_heads": shapes[1][2],
             "head_dim": head_dim,
             "dtype": str(dtypes[0]).removeprefix("torch."),
-            "causal": options.causal,
-            "window": options.window,
-            "scale": options.scale,
-            "mode": "both" if options.wants_gradient else "forward",
+            "causal": call.causal,
+            "window": call.window,
+            "scale": call.scale,
+            "mode": "both" if call.wants_gradient else "forward",
             **packed,
         },
     )
@@ -185,16 +177,72 @@ def refuse_stand_ins(pattern: Pattern) -> None:
         )
 
 
-def check_indices(indices: object, kv_heads: int, blocks: int, block_size: int, device: torch.device) -> None:
+def no_blocks(pattern: object) -> str:
+    """The refusal of indices for a pattern that selects no blocks."""
+    if isinstance(pattern, Pattern) and pattern != DENSE:
+        return f"indices with pattern {pattern.kind}: they are blocks of {SELECTED_BY_INDICES}"
+    return f"indices are blocks of {SELECTED_BY_INDICES}; give that pattern"
+
+
+def indices_of_tokens(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """[B or 1, N, K, S] of indices [B, N, K, S], [N, K, S] or packed [T, K, S]: key blocks of each token. Raises
+    ValueError for others.
+    """
+    batch, rows, kv_heads = query.shape[0], query.shape[1], key.shape[2]
+    by_item = indices[None] if indices.ndim == 3 else indices
+    wanted = f"integers [{rows}, {kv_heads}, S] or [{batch}, {rows}, {kv_heads}, S]: S key blocks for each of {rows} "
+    if indices.is_floating_point() or indices.dtype == torch.bool or by_item.ndim != 4:
+        raise ValueError(f"indices {indices.dtype} {tuple(indices.shape)} must be {wanted}tokens and {kv_heads} heads")
+    fits = by_item.shape[0] in (1, batch) and tuple(by_item.shape[1:3]) == (rows, kv_heads)
+    if not fits or (rows and not by_item.shape[3]):
+        raise ValueError(f"indices {tuple(indices.shape)} must be {wanted}tokens and {kv_heads} heads of keys")
+    if query.shape[2] % kv_heads:
+        raise ValueError(f"query has {query.shape[2]} heads, not a multiple of the {kv_heads} of key and value")
+    if indices.device != query.device:
+        raise ValueError(f"indices are on {indices.device} and query on {query.device}; move one of them")
+    return by_item
+
+
+def indices_of_blocks(indices: Tensor, query: Tensor, key: Tensor, block_size: int) -> Tensor:
+    """[K or 1, n, k] of indices [n, k] or [K, n, k]: k key blocks for each block of queries. Raises ValueError."""
+    # While a trace is made, sizes are tensors.
+    check_indices(indices, int(key.shape[2]), -(-int(query.shape[1]) // block_size), block_size, query.device)
+    return indices if indices.ndim == 3 else indices[None]
+
+
+def of_query_blocks(
+    indices: Tensor, block_size: int, query: Tensor, key: Tensor, bounds: tuple[int, ...], unread: Tensor | None
+) -> Tensor:
+    """[T, K, k] of query [1, T, H, D] and key [1, T, K, D], from [n, k] or [K, n, k] of each block of `block_size`
+    queries: n blocks of all packed sequences, one after another. Of bounds that stay unread, n is not checked.
+    """
+    check_block(block_size)
+    tokens, kv_heads = query.shape[1], key.shape[2]
+    if unread is not None:
+        ends = unread.to(device=query.device, dtype=torch.int64)
+    else:
+        numbers = without_empty(bounds, tokens)
+        blocks = sum(-(-(stop - start) // block_size) for start, stop in pairwise(numbers))
+        check_indices(indices, kv_heads, blocks, block_size, query.device)
+        ends = torch.tensor(numbers, dtype=torch.int64, device=query.device)
+    token = torch.arange(tokens, device=query.device)
+    sequence = torch.searchsorted(ends, token, right=True) - 1
+    blocks_of = (ends.diff(append=ends[-1:]) + block_size - 1) // block_size
+    block = (blocks_of.cumsum(0) - blocks_of)[sequence] + (token - ends[sequence]) // block_size
+    by_head = indices if indices.ndim == 3 else indices[None]
+    # Tokens behind the last sequence see no key.
+    block = block.clamp_max(by_head.shape[1] - 1)
+    return by_head.transpose(0, 1)[block].expand(-1, kv_heads, -1)
+
+
+def check_indices(indices: Tensor, kv_heads: int, blocks: int, block_size: int, device: torch.device) -> None:
     """Refuse indices that are not integers [n, k] or [K, n, k] on `device`: k key blocks for each query block."""
-    check_are_tensors(indices=indices)
-    assert isinstance(indices, Tensor)
     if torch._C._functorch.is_batchedtensor(indices):
         raise ValueError(
             "indices of blocks of queries differ between the items of torch.vmap; call once for each, or give the "
             "blocks of each token (SelectedBlocksPattern)"
         )
-    shape, no_numbers = tuple(indices.shape), indices.is_floating_point() or indices.dtype == torch.bool
+    shape, no_numbers = tuple(map(int, indices.shape)), indices.is_floating_point() or indices.dtype == torch.bool
     if no_numbers or shape[:-1] not in {(blocks,), (1, blocks), (kv_heads, blocks)}:
         raise ValueError(
             f"indices {indices.dtype} {shape} must be integers [{blocks}, k] or [{kv_heads}, {blocks}, k]: k key "
@@ -218,6 +266,17 @@ def check_blocks(indices: Tensor, blocks: int | Tensor) -> None:
         place = tuple(wrong.nonzero()[0].tolist())
         there = int(torch.as_tensor(blocks).expand(indices.shape)[place])
         raise ValueError(f"indices{[*place]} is block {indices[place]}, not one of 0 to {there - 1}; -1 means no block")
+
+
+def blocks_of_tokens(cu_seqlens: tuple[int, ...], tokens: int, block_size: int) -> int | Tensor:
+    """The number of key blocks that each token may select: of all tokens, or [T, 1, 1] of packed sequences."""
+    if not cu_seqlens:
+        return -(-tokens // block_size)
+    # Rows of no sequence see nothing.
+    blocks = torch.full((tokens, 1, 1), -(-tokens // block_size), device="cpu")
+    for first, last in pairwise(cu_seqlens):
+        blocks[first:last] = -(-(last - first) // block_size)
+    return blocks
 
 
 def check_kinds(kinds: Iterable[tuple[torch.dtype, torch.device]]) -> None:
@@ -288,14 +347,15 @@ def check_options(options: Mapping[str, Any]) -> None:
             )
         elif name in ("causal", "scale") and isinstance(value, str):
             raise ValueError(f"{name} {value!r} is a text; give a number or a bool")
-        elif name == "backend" and not isinstance(value, str) and not callable(value):
+        elif name == "backend" and not (isinstance(value, str | OwnBackend) or callable(value)):
             raise ValueError(f"backend {value!r} must be a name of `dilabench list backends`, a function, or 'auto'")
 
 
-def check_scale(scale: float | None) -> None:
-    """Refuse a factor of the scores that is not a finite number above 0."""
-    if scale is not None and not 0 < scale < inf:
-        raise ValueError(f"scale {scale} should be a finite number greater than 0")
+def check_call(call: Call) -> None:
+    """Refuse options of a call that are no numbers, texts or functions."""
+    check_options(call._asdict())
+    if call.scale is not None and not 0 < call.scale < inf:
+        raise ValueError(f"scale {call.scale} should be a finite number greater than 0")
 
 
 def refuse_types(options: Mapping[str, Any]) -> None:
@@ -321,6 +381,24 @@ def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
     if isinstance(cu_seqlens, Tensor):
         check_bounds_dtype(cu_seqlens)
     return bounds
+
+
+def packing(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Sequence[int] | Tensor | None, max_seqlen: int | None
+) -> tuple[tuple[int, ...], int, Tensor | None]:
+    """The bounds of packed sequences as numbers, or if they stay in their tensor, a bound of their lengths and the
+    tensor. Raises ValueError.
+    """
+    longest = 0 if max_seqlen is None else rounded_up(max_seqlen, cu_seqlens)
+    assert cu_seqlens is not None, "a longest sequence without bounds is refused"
+    tokens = check_tokens(query, key, value)
+    # A compiled graph takes a tensor of bounds unread, and so serves every packing.
+    if not isinstance(cu_seqlens, Tensor) or not (torch.compiler.is_compiling() or (longest and may_stay(cu_seqlens))):
+        return bounds(cu_seqlens, tokens), 0, None
+    if cu_seqlens.ndim != 1:
+        raise ValueError(f"cu_seqlens {tuple(cu_seqlens.shape)} must be one row of bounds that rise from 0 to {tokens}")
+    check_bounds_dtype(cu_seqlens)
+    return (), longest, cu_seqlens
 
 
 def may_stay(bounds: Tensor) -> bool:
@@ -391,7 +469,7 @@ def check_is_tensor(sink: object) -> None:
         )
 
 
-def check_sink(sink: Tensor, query: Tensor, merge_grad: str) -> None:
+def check_sink(sink: Tensor, query: Tensor, pattern: Pattern | None) -> None:
     """Refuse a sink that is not one logit per head, or that would get no gradient."""
     if tuple(sink.shape) != (query.shape[2],) or not sink.is_floating_point():
         raise ValueError(
@@ -400,7 +478,7 @@ def check_sink(sink: Tensor, query: Tensor, merge_grad: str) -> None:
         )
     if sink.device != query.device:
         raise ValueError(f"sink is on {sink.device} and query on {query.device}; move one of them")
-    if merge_grad == "detached":
+    if pattern is not None and pattern.is_detached:
         raise ValueError(
             "sink with merge_grad='detached': a sink acts through the weights that branches are merged with, and "
             "these count as constants; use merge_grad='exact'"

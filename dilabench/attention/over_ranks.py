@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dilabench.attention import operands
-from dilabench.choice.computation import backend_of, check_backend, machine_of, name_of
+from dilabench.choice.computation import backend_of, check_backend, machine_of
 from dilabench.choice.descriptors import load_target
 from dilabench.choice.over_ranks import fastest_expected
 from dilabench.choice.rules import by_priority
-from dilabench.choice.ways import AUTO, Way, Ways, own_ways
+from dilabench.choice.ways import Way, Ways, own_ways
 from dilabench.contracts import Attend, BuildContext
 from dilabench.distributed.document_assignment import assigned_documents, runs_of, segments_of
 from dilabench.distributed.model import Order
@@ -31,23 +31,17 @@ from dilabench.distributed.row_assignment import balanced_rows
 from dilabench.distributed.sharding import Shards, contiguous, shards_of, zigzag
 from dilabench.distributed.world import World
 from dilabench.errors import ConfigError
+from dilabench.impls.call import Call, OwnBackend, PatternFields, fields_of, name_of_function, pattern_of
 from dilabench.impls.multihead import check_sizes
 from dilabench.impls.no_pairs import SHAPES_ONLY, ShapesOnly
-from dilabench.impls.one_operator import (
-    Options,
-    as_one_operator,
-    is_plain_eager_call,
-    new_number,
-    register,
-)
+from dilabench.impls.one_operator import as_one_operator, is_plain_eager_call, new_number, register
 from dilabench.impls.operator_rules import refuse_forward_mode
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.patterns.answers import reach_of
-from dilabench.patterns.dense import DensePattern
-from dilabench.patterns.dilated import DilatedPattern
+from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern
 from dilabench.validation import validated
-from dilabench.workload.spec import UNBOUNDED, Window, Workload, attended_pairs
+from dilabench.workload.spec import AUTO, UNBOUNDED, Window, Workload, attended_pairs
 
 
 class SequenceShards:
@@ -80,40 +74,46 @@ class SequenceShards:
         places = torch.cat([torch.arange(0), *(torch.arange(b - a) for a, b in pairwise(self.bounds))])
         return self.shards.take(places, self.world.rank, dim=0)
 
-    def _computation_for(
-        self, query: Tensor, key: Tensor, value: Tensor, options: Options
+    def computation(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        call: Call,
+        _indices: Tensor | None = None,
+        _bounds: Tensor | None = None,
     ) -> ShardedAttention | ShapesOnly:
         """The computation for tensors like these, made once for each shape and kind. Raises ValueError."""
         operands.check_kinds((x.dtype, x.device) for x in (query, key, value))
         if query.is_meta:
             raise ValueError("query, key and value are on meta: ranks exchange data; give tensors that have some")
-        key_of_call = (query.shape, key.shape, query.dtype, query.device, options)
+        key_of_call = (query.shape, key.shape, query.dtype, query.device, call)
         known = self._functions.get(key_of_call)
         if known is None:
             try:
-                workload = _workload(query, key, self, options)
+                workload = _workload(query, key, self, call)
                 if self.seq_len and query.shape[0 if not self.packed else -1]:
-                    known = _function(workload, self, query.device, options.algorithm, options.backend)
+                    known = _function(workload, self, query.device, call)
                 elif query.shape[-3] != self.rows or key.shape[-3] != self.rows or value.shape != key.shape:
                     shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
                     raise ValueError(f"{shapes} must have this rank's {self.rows} tokens; cut them with `shards.take`")
                 else:
                     # No rank has a token.
-                    check_backend(options.backend)
-                    if options.algorithm != AUTO:
-                        own_ways(over_ranks=True).implementations.get(options.algorithm)
+                    check_backend(call.backend)
+                    if call.algorithm != AUTO:
+                        own_ways(over_ranks=True).implementations.get(call.algorithm)
                     known = SHAPES_ONLY
             except ConfigError as error:
                 raise ValueError(str(error)) from None
             self._functions[key_of_call] = known
         return known
 
-    def _pairs_for(self, query: torch.Size, key: torch.Size, options: Options) -> int:
+    def pairs(self, query: torch.Size, key: torch.Size, call: Call, _indices: torch.Size | None) -> int:
         """This rank's pairs, if all ranks have equally many."""
         if not self.seq_len or 0 in query:
             return 0
         of_query, of_key = (torch.empty(shape, device="meta") for shape in (query, key))
-        return attended_pairs(_workload(of_query, of_key, self, options)) // self.world.size
+        return attended_pairs(_workload(of_query, of_key, self, call)) // self.world.size
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's tokens of a whole tensor; `dim` is the axis of tokens. Raises ValueError for another length."""
@@ -206,11 +206,9 @@ def sequence_shards(
         if group.ndim != 1:
             raise ValueError(f"a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}: name one, mesh['cp']")
         group = group.get_group()
-    branches = _branches(segment_lengths, dilation_rates)
-    try:
-        pattern = _pattern(branches)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
+    pattern: Any = DENSE
+    if any(branches := _branches(segment_lengths, dilation_rates)):
+        pattern = pattern_of("dilated", **dict(zip(("segment_lengths", "dilation_rates"), branches, strict=True)))
     return shards_in_world(World.of_group(group), bounds, order, window, pattern, packed=cu_seqlens is not None)
 
 
@@ -248,13 +246,6 @@ def _branches(
     )
 
 
-def _pattern(branches: tuple[tuple[int, ...], tuple[int, ...]]) -> Pattern:
-    """Dilated with branches, else dense. Raises ConfigError."""
-    if not any(branches):
-        return DensePattern()
-    return validated(DilatedPattern, dict(zip(("segment_lengths", "dilation_rates"), branches, strict=True)))
-
-
 def ring_attention(
     query: Tensor,
     key: Tensor,
@@ -284,32 +275,37 @@ def ring_attention(
     refuse_forward_mode(query, key, value)
     if torch._C._is_any_autocast_enabled():
         query, key, value = operands.as_autocast(query, key, value)
-    branches = _branches(segment_lengths, dilation_rates)
-    sides = operands.integers("window", window)
-    given = {"causal": causal, "window": sides, "scale": scale, "algorithm": algorithm, "backend": backend}
-    operands.refuse_types(given)
-    name = backend if isinstance(backend, str) else name_of(backend)
-    options = Options(*branches, causal, sides, scale, algorithm=algorithm, backend=name)
-    if is_plain_eager_call(query, key, value):
-        return shards._computation_for(query, key, value, options)(query, key, value)
+    pattern: Pattern | PatternFields = DENSE
+    if any(branches := _branches(segment_lengths, dilation_rates)):
+        pattern = pattern_of("dilated", **dict(zip(("segment_lengths", "dilation_rates"), branches, strict=True)))
+    given = causal, operands.integers("window", window), scale
+    operands.check_options({"algorithm": algorithm, "backend": backend})
+    if not isinstance(backend, str):
+        backend = name_of_function(backend) if torch.compiler.is_compiling() else OwnBackend(backend)  # type: ignore[assignment]
+    is_pattern = isinstance(pattern, Pattern)
+    call = Call(pattern, *given, backend=backend, algorithm=algorithm)  # type: ignore[arg-type]
+    operands.refuse_types(call._replace(pattern=DENSE)._asdict())
+    if is_pattern and is_plain_eager_call(query, key, value):
+        return shards.computation(query, key, value, call)(query, key, value)
     # The backward pass reads these copies; copies made inside would be repeated there.
     tensors = query.contiguous(), key.contiguous(), value.contiguous()
-    return as_one_operator(shards._number, *tensors, options)[0]
+    fields = fields_of(pattern) if isinstance(pattern, Pattern) else pattern
+    assert fields is not None, "dilated and dense patterns have fields"
+    return as_one_operator(shards._number, *tensors, call, fields)[0]
 
 
-def _workload(query: Tensor, key: Tensor, shards: SequenceShards, options: Options) -> Workload:
+def _workload(query: Tensor, key: Tensor, shards: SequenceShards, call: Call) -> Workload:
     """The workload that all ranks compute together."""
     if query.ndim != (3 if shards.packed else 4):
         wanted = "[T_local, H, D], for sequences are packed" if shards.packed else "[B, N_local, H, D]"
         raise ValueError(f"query {tuple(query.shape)} must be {wanted}")
     if key.ndim != query.ndim:
         raise ValueError(f"key {tuple(key.shape)} must have the axes of query {tuple(query.shape)}")
-    pattern = _pattern((options.segment_lengths, options.dilation_rates))
     packed = {"layout": "packed", "cu_seqlens": shards.bounds}
     return validated(
         Workload,
         {
-            "pattern": pattern,
+            "pattern": call.pattern,
             # Options are checked even without tokens.
             "batch_size": 1 if shards.packed else query.shape[0] or 1,
             "seq_len": shards.seq_len or 1,
@@ -317,19 +313,18 @@ def _workload(query: Tensor, key: Tensor, shards: SequenceShards, options: Optio
             "num_kv_heads": key.shape[-2],
             "head_dim": query.shape[-1],
             "dtype": str(query.dtype).removeprefix("torch."),
-            "causal": options.causal,
-            "window": options.window,
-            "scale": options.scale,
+            "causal": call.causal,
+            "window": call.window,
+            "scale": call.scale,
             "mode": "both",
             **(packed if shards.packed and shards.seq_len else {}),
         },
     )
 
 
-def _function(
-    workload: Workload, shards: SequenceShards, device: torch.device, algorithm: str, backend: str
-) -> ShardedAttention:
+def _function(workload: Workload, shards: SequenceShards, device: torch.device, call: Call) -> ShardedAttention:
     """The function of the first supported algorithm with the same token order. Raises ValueError."""
+    algorithm, backend = call.algorithm, call.backend
     ways, machine, size = own_ways(over_ranks=True), machine_of(device), shards.world.size
     against: list[str] = []
     over_ranks = ways.implementations

@@ -5,23 +5,20 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import lru_cache
-from types import MethodType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dilabench.choice.descriptors import Implementation, load_target
 from dilabench.choice.rules import Choice, by_priority, choose
-from dilabench.choice.ways import AUTO, Candidate, Way, own_ways
+from dilabench.choice.ways import Candidate, Way, own_ways
 from dilabench.contracts import Attend, BuildContext, LoadedBackend
 from dilabench.errors import ConfigError, said
+from dilabench.impls.call import OwnBackend, function_of
 from dilabench.impls.one_operator import Computation
 from dilabench.machine import CPU, CUDA, Machine, detect
-from dilabench.workload.spec import UNBOUNDED, Window, Workload
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from dilabench.workload.spec import AUTO, UNBOUNDED, Window, Workload
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +30,10 @@ def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computa
     this machine.
     """
     ways, machine = own_ways(), machine_of(device)
+    if not calls_backends(workload):
+        implementation = implementation_of(workload, device)
+        computation: Computation = load_target(implementation.target)(workload, BuildContext(device=device))
+        return Choice(implementation.name, None, "rule"), computation
     # A backward pass follows a forward pass, so both are chosen together.
     requested = workload if workload.mode == "forward" else workload.replace(mode="both")
 
@@ -59,9 +60,26 @@ def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computa
         computation = None
     if computation is not None:
         return choice, computation
-    name = choice.implementation if ways.implementations.get(choice.implementation).uses_backend else "strided"
+    name = choice.implementation
+    if not ways.implementations.get(name).uses_backend:
+        name = over_backends(workload)
     backend = backend_of(AUTO, Way(name, None, workload.replace(mode="both")), device)
     return Choice(name, backend.name, choice.source), over(backend, name, requested, device)
+
+
+def calls_backends(workload: Workload) -> bool:
+    """Return True if an implementation that `auto` may take computes the workload over dense backends."""
+    ways = own_ways()
+    return any(ways.implementations.get(name).uses_backend for name in by_priority(ways, workload))
+
+
+def over_backends(workload: Workload) -> str:
+    """Return the implementation that computes the workload over a backend. Raises ConfigError if there is none."""
+    ways = own_ways()
+    for name in by_priority(ways, workload):
+        if ways.implementations.get(name).uses_backend:
+            return name
+    raise ConfigError(f"pattern {workload.pattern.kind}, whose kernels call none; leave it out")
 
 
 def implementation_of(workload: Workload, device: torch.device) -> Implementation:
@@ -85,19 +103,19 @@ def over(backend: LoadedBackend, implementation: str, workload: Workload, device
     return computation
 
 
-def check_backend(backend: str | Attend) -> None:
+def check_backend(backend: str | OwnBackend) -> None:
     """Raise ConfigError for a name that no backend has, even if no backend will be called."""
-    if isinstance(backend, str) and backend != AUTO and backend not in _functions:
+    if isinstance(backend, str) and backend != AUTO and function_of(backend) is None:
         own_ways().backends.get(backend)
 
 
-def backend_of(backend: str | Attend, way: Candidate, device: torch.device) -> LoadedBackend:
+def backend_of(backend: str | OwnBackend, way: Candidate, device: torch.device) -> LoadedBackend:
     """Return the backend: by name, the best one for 'auto', or the caller's function.
 
     A function is differentiated by the plain backward pass of backend `math`. Raises ValueError for a backend that
     cannot serve the way, ConfigError for an unknown name.
     """
-    function = _functions.get(backend) if isinstance(backend, str) else backend
+    function = function_of(backend)
     if function is not None:
         from dilabench.backends import math
 
@@ -131,32 +149,6 @@ def _checked(function: Attend) -> Attend:
         return result
 
     return attend
-
-
-# Functions that callers gave as backends, by the names that operators take for them.
-_functions: dict[str, Attend] = {}
-_names: dict[tuple[int, ...], str] = {}
-
-
-def name_of(function: Attend) -> str:
-    """Register a caller's function and return the name by which operators of this process find it."""
-    # torch.compile compares a function by its code alone, so that a closure over other values would be taken for it;
-    # what `id` was asked of it compares by identity. A bound method is another object each time that it is named.
-    if isinstance(function, MethodType):
-        return _registered(function.__func__, function.__self__, id(function.__func__), id(function.__self__))
-    return _registered(function, None, id(function))
-
-
-def _registered(function: Callable[..., Any], owner: object, *identity: int) -> str:
-    name = _names.setdefault(identity, f"function {len(_names)}")
-    # Held from now on, so that no other object gets its identity.
-    _functions[name] = function if owner is None else MethodType(function, owner)
-    return name
-
-
-# As by `torch.compiler.assume_constant_result`, which loads Dynamo: a graph is traced with the name, for it runs before
-# what the traced code has registered is.
-_registered._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Described(Protocol):

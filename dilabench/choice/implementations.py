@@ -205,7 +205,7 @@ IMPLEMENTATIONS = (
     Implementation(
         "dense",
         "full attention through one backend: what a user has without dilation",
-        "dilabench.impls.strided:build",
+        "dilabench.impls.dense:build",
         supports=Capabilities(patterns=DENSE, devices=WORDS, layouts=BOTH_LAYOUTS),
         aliases=("standard",),
         uses_backend=True,

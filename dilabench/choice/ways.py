@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from dilabench.distributed.model import Sharding
 
 DescriptorT = TypeVar("DescriptorT", bound=Named)
-# Backend `auto`: the fastest that supports the call.
-AUTO = "auto"
 OWNER = "dilabench"
 
 

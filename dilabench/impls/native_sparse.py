@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.block_sparse.block_sparse import kernels_for
-from dilabench.impls.block_sparse.union import COLUMN_BLOCK, BlockBackward, BlockForward, require_whole_plan
+from dilabench.impls.block_sparse.planned import Planned, kernels_for, plan_of_columns, require_whole_plan
 from dilabench.impls.one_operator import Computation, outside_compilers
 from dilabench.impls.operator_rules import first_derivatives
 from dilabench.impls.selected import selected_blocks
 from dilabench.impls.summed import Part, block_means, block_means_backward, parts_of
-from dilabench.kernels.block_sparse.plan import BlockPlan, Plan
 
 
 def build(workload: Any, context: BuildContext) -> GatedSum:
@@ -34,26 +32,6 @@ def build(workload: Any, context: BuildContext) -> GatedSum:
     built = [(computation, part) for part in parts if (computation := _computation(part, context)) is not None]
     attentions = tuple(Attention(part.pool, part.stride, computation) for computation, part in built)
     return GatedSum(attentions, torch.stack([part.gates for _, part in built]))
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A `one_operator.Computation` by kernels for blocks, over a plan."""
-
-    attend: BlockForward
-    attend_backward: BlockBackward
-    plan: Plan
-    scale: float
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """out and lse."""
-        return self.attend(q, k, v, self.plan, scale=self.scale)
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv."""
-        return self.attend_backward(dout, q, k, v, out, lse, self.plan, scale=self.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +147,13 @@ def _computation(part: Part, context: BuildContext) -> Computation | None:
     selected = workload.pattern.selects
     if selected is not None and selected.per_token:
         return selected_blocks.build(workload, context)
-    _, forward, backward = kernels_for(context.device)
+    kernels = kernels_for(context.device, getattr(torch, workload.dtype))
     if part.pool == 1:
-        return Planned(forward, backward, require_whole_plan(workload), workload.softmax_scale)
+        return Planned(kernels, require_whole_plan(workload), workload.softmax_scale)
     (shape,) = workload.shapes
     keys = np.arange(part.pool - 1, shape.length, part.stride)
     hidden = workload.pattern.hidden_rows(shape)
     if not len(keys) or hidden is None:
         return None
-    blocks = (1, -(-shape.length // COLUMN_BLOCK), -(-len(keys) // COLUMN_BLOCK))
     seen = hidden.over(shape, np.arange(shape.length), keys)
-    everything = np.broadcast_to(np.True_, blocks)
-    plan = BlockPlan(everything, COLUMN_BLOCK, shape.length, False, key_rows=len(keys), hidden=seen)
-    return Planned(forward, backward, plan, workload.softmax_scale)
+    return Planned(kernels, plan_of_columns(shape, seen, len(keys)), workload.softmax_scale)

@@ -7,20 +7,20 @@ functionalize writes through the strided views that results are merged into. So 
 
 # The annotations of operators are evaluated by torch: no postponed evaluation in this module.
 
-import ast
 import itertools
 import logging
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
+from functools import partial
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from dilabench.impls.call import Call, PatternFields, name_of_function, read_call, written
 from dilabench.impls.null_mass import sink_gradient
 from dilabench.impls.operator_rules import (
     FLOP_COUNTER,
@@ -57,71 +57,36 @@ class Computation(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-class Options(NamedTuple):
-    """The key of a computation, with the shapes of its tensors.
+class CallFinder(Protocol):
+    """The computations of calls and the work of these, as operators look them up."""
 
-    As of `attention.dilated_attention`, 0 for no `max_seqlen`. `algorithm`: over ranks, by name; '' on one device.
-    """
+    def computation(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, indices: Tensor | None, bounds: Tensor | None
+    ) -> Computation:
+        """The computation for tensors like these. indices: selected blocks; bounds: `Call.cu_seqlens` as a tensor."""
+        ...
 
-    segment_lengths: tuple[int, ...] = ()
-    dilation_rates: tuple[int, ...] = ()
-    causal: bool = False
-    window: tuple[int, ...] = ()
-    scale: float | None = None
-    heads: str = ""
-    offset: str = ""
-    offset_by: str = ""
-    padding: str = ""
-    merge_grad: str = ""
-    cu_seqlens: tuple[int, ...] = ()
-    wants_gradient: bool = False
-    algorithm: str = ""
-    max_seqlen: int = 0
-    backend: str = ""
-
-
-_NONE = Options()
-
-
-class FoundByOptions(Protocol):
-    """The factory of computations for options and tensors."""
-
-    def _computation_for(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Computation: ...
-    def _pairs_for(self, query: torch.Size, key: torch.Size, options: Options) -> int:
+    def pairs(self, q: torch.Size, k: torch.Size, call: Call, indices: torch.Size | None) -> int:
         """(query, key) pairs that a call of these shapes attends to, over batch and heads."""
         ...
 
 
-class Kept(int):
-    """A number of `new_number`, which keeps what is registered under it."""
-
-    registered: FoundByOptions
-
-    @classmethod
-    def of(cls, registered: FoundByOptions) -> "Kept":
-        """Register it under a new number."""
-        number = cls(new_number())
-        number.registered = registered
-        register(number, registered)
-        return number
-
-
 # An operator takes tensors and numbers, so that what computes goes by its number.
 _registered: WeakValueDictionary[int, Any] = WeakValueDictionary()
-# The number of a computation that stays for the whole process: equal in each process, because the compiler caches on
-# disk.
-DILATED = 1
+# The finder of calls on one device stays for the whole process, under the same number in each process, because the
+# compiler caches on disk.
+ON_ONE_DEVICE = 1
 # From 2 on: the compiler treats 0 and 1 as constants and compiles for each.
 new_number = itertools.count(2).__next__
 
 
-def register(number: int, computation: Computation | FoundByOptions) -> None:
+def register(number: int, computation: Computation | CallFinder) -> None:
     """Let operators find it by its number for as long as it exists elsewhere (weak reference)."""
-    _registered[int(number)] = computation
+    _registered[number] = computation
 
 
 def _computation(
-    number: int, query: Tensor, key: Tensor, value: Tensor, options: Options, bounds: Tensor | None = None
+    number: int, q: Tensor, k: Tensor, v: Tensor, asked: str, indices: Tensor | None, bounds: Tensor | None
 ) -> Computation:
     registered: Any = _registered.get(number)
     if registered is None:
@@ -129,9 +94,7 @@ def _computation(
             "the attention function or the SequenceShards of this call are gone; keep them until its backward pass is "
             "done, and for as long as you call what was compiled from them"
         )
-    find = getattr(registered, "_computation_for", None)
-    arguments = (query, key, value, options) if bounds is None else (query, key, value, options, bounds)
-    found: Computation = find(*arguments) if find else registered
+    found: Computation = registered.computation(q, k, v, read_call(asked), indices, bounds) if asked else registered
     return found
 
 
@@ -170,14 +133,9 @@ def materialised(x: Tensor) -> Tensor:
     return x.clone() if x._is_zerotensor() else x
 
 
-def eager(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out and lse [B, H, N], which carries no gradient, without a compiler."""
-    q, k, v = materialised(q), materialised(k), materialised(v)
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse = WithGradient.apply(computation, q, k, v)
-    else:
-        out, lse, *_ = computation.forward(q, k, v)
-    return out, lse
+def last_dim_contiguous(x: Tensor) -> Tensor:
+    """x itself, or a copy where its last dim has gaps: views of its rows are given to kernels that read no others."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def forward_before_backward(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -185,28 +143,66 @@ def forward_before_backward(computation: Computation, q: Tensor, k: Tensor, v: T
     return getattr(computation, "forward_before_backward", computation.forward)(q, k, v)
 
 
+def eager(
+    computation: Computation, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None, *read: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """out and lse [B, H, N], which carries no gradient, without a compiler.
+
+    sink: [H], the logits of a key of value 0. read: further tensors that the backward pass reads; autograd then refuses
+    one that was written to in between.
+    """
+    if torch.is_grad_enabled() and (
+        q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+    ):
+        out, lse = WithGradient.apply(computation, q, k, v, sink, *read)
+        return out, lse
+    out, lse, *_ = computation.forward(q, k, v)
+    if sink is not None:
+        add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
+    return out, lse
+
+
 class WithGradient(torch.autograd.Function):
-    """out and lse of a computation, q, k and v, called as it is; lse carries no gradient."""
+    """out and lse of a computation, called as it is; lse carries no gradient. Arguments as of `eager`."""
 
     @staticmethod
-    def forward(ctx: Any, computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse, *more = forward_before_backward(computation, q, k, v)
-        ctx.computation = computation
-        ctx.save_for_backward(q, k, v, out, lse, *(more[0] if more else ()))
+    def forward(
+        ctx: Any, computation: Computation, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *read: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        # As `forward_before_backward`, without a call in between.
+        out, lse, *more = getattr(computation, "forward_before_backward", computation.forward)(q, k, v)
+        if sink is not None:
+            add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
+        ctx.computation, ctx.num_read = computation, len(read)
+        ctx.save_for_backward(q, k, v, out, lse, sink, *read, *(more[0] if more else ()))
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *kept = ctx.saved_tensors
+        q, k, v, out, lse, sink, *more = ctx.saved_tensors
+        none = (None,) * (ctx.num_read + (sink is None))
         if dout is None:
             if not getattr(ctx.computation, "exchanges", False):
-                return None, None, None, None
+                return None, None, None, None, None, *(None,) * ctx.num_read
             dout = torch.zeros_like(out)
         elif dout.is_neg() or dout._is_zerotensor():
             dout = materialised(dout)
-        return None, *first_derivatives(ctx.computation.backward, dout, q, k, v, out, lse, *([kept] if kept else []))
+        kept = more[ctx.num_read :]
+        given = (q, k, v, out, lse, *([kept] if kept else []))
+        gradients = ctx.computation.backward
+        if sink is not None:
+            given, gradients = (*given, sink), partial(with_sink_gradient, gradients)
+        return None, *first_derivatives(gradients, dout, *given), *none
+
+
+def with_sink_gradient(
+    gradients: Callable[..., tuple[Tensor, ...]], dout: Tensor, *given: Tensor
+) -> tuple[Tensor, ...]:
+    """dq, dk, dv of `gradients`, and that of the sink, which is given last; out and lse are those with the sink."""
+    *others, sink = given
+    return *gradients(dout, *others), sink_gradient(dout, others[3], others[4], sink)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -234,8 +230,9 @@ class AttentionComputation(ABC):
             return out.squeeze(0), lse.squeeze(0)
         # An operator would not pass on the tensors that `forward` keeps.
         if (torch.compiler.is_compiling() or torch._C._is_tracing()) and not self.keeps_more:
-            return as_one_operator(self.number, q, k, v)
-        return outside_compilers(eager, self, q, k, v)
+            out, lse, _ = _attention_op(q, k, v, None, None, None, self.number, *_NO_CALL)
+            return out, lse.detach()
+        return outside_compilers(_materialised_eager, self, q, k, v)
 
     @abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -251,69 +248,80 @@ class AttentionComputation(ABC):
         """dq, dk, dv in the dtypes of q, k, v, from an out and lse that may belong to a larger softmax."""
 
 
+# The arguments of the operator for a computation that is found by its number alone.
+_NO_CALL: tuple[Any, ...] = ("", (), (), False, (), None, (), 0, False, "", "")
+
+
+def _materialised_eager(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return eager(computation, materialised(q), materialised(k), materialised(v))
+
+
 def as_one_operator(
     number: int,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    options: tuple[Any, ...] = _NONE,
+    call: Call,
+    pattern: PatternFields,
     sink: Tensor | None = None,
+    indices: Tensor | None = None,
     bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, N, H, D] and lse [B, H, N], which carries no gradient, by what is registered under this number.
+    """out [B, N, H, D] and lse [B, H, N], which carries no gradient, by the finder that is registered under a number.
 
-    Differentiable, also by torch.func. options: the fields of `Options`. sink: [H], the logits of a key of value 0.
-    bounds: [S + 1], `Options.cu_seqlens` as a tensor for `_computation_for`, so that one graph serves all packings.
+    Differentiable, also by torch.func. pattern: instead of the call's, which is not read. sink: [H], the logits of a
+    key of value 0. indices: of selected blocks. bounds: [S + 1], `Call.cu_seqlens` as a tensor: one graph serves all.
     """
     if not torch.compiler.is_compiling() and FLOP_COUNTER in sys.modules:
         let_flops_be_counted(_pairs)
-    if isinstance(number, Kept) or torch._C._are_functorch_transforms_active():
-        out, lse, _ = _Differentiable.apply(q, k, v, sink, bounds, number, _written(options))
+    backend = call.backend if isinstance(call.backend, str) else name_of_function(call.backend.function)
+    options = (
+        *(*pattern, call.causal, call.window, call.scale),
+        *(call.cu_seqlens, call.max_seqlen, call.wants_gradient, backend, call.algorithm),
+    )
+    if torch._C._are_functorch_transforms_active():
+        out, lse, _ = _Differentiable.apply(q, k, v, sink, indices, bounds, number, written(*options))
     else:
-        out, lse, _ = _attention_op(q, k, v, sink, bounds, number, *options)
+        out, lse, _ = _attention_op(q, k, v, sink, indices, bounds, number, *options)
     return out, lse.detach()
 
 
-def _written(options: tuple[Any, ...]) -> str:
-    """`Options` as a text that means the same in every process, for the compiler keeps what it compiles on disk.
-
-    One text costs a compiled call less than a dozen options, and compilers write it themselves.
-    """
-    # A length that the compiler holds for a variable is a constant from here on.
-    return repr(
-        tuple([tuple([int(n) for n in option]) if isinstance(option, (list, tuple)) else option for option in options])
-    )
-
-
-@lru_cache(maxsize=256)
-def _read(asked: str) -> Options:
-    return Options._make(ast.literal_eval(asked))
-
-
 def _shapes_of_results(
-    q: Tensor, _k: Tensor, _v: Tensor, _sink: Tensor | None, _bounds: Tensor | None, _number: int, asked: str
+    q: Tensor,
+    _k: Tensor,
+    _v: Tensor,
+    _sink: Tensor | None,
+    _indices: Tensor | None,
+    _bounds: Tensor | None,
+    _number: int,
+    asked: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # How much comes of other ranks is known to no trace: it depends on all of their tokens.
-    kept = torch.library.get_ctx().new_dynamic_size() if _read(asked).algorithm else 0
+    kept = torch.library.get_ctx().new_dynamic_size() if asked and read_call(asked).algorithm else 0
     return *empty_results(q), q.new_empty(kept, dtype=torch.uint8)
 
 
 @operator("attention_forward", _shapes_of_results)
 def _forward_op(
-    query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bounds: Tensor | None, number: int, asked: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sink: Tensor | None,
+    indices: Tensor | None,
+    bounds: Tensor | None,
+    number: int,
+    asked: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, and the bytes of what ranks want kept for the backward pass."""
-    options = _read(asked)
-    computation = _computation(number, query, key, value, options, bounds)
-    forward = getattr(computation, "forward_before_backward", None) if options.wants_gradient else None
+    computation = _computation(number, query, key, value, asked, indices, bounds)
+    call = read_call(asked) if asked else None
+    prepares = call is not None and call.wants_gradient
+    forward = getattr(computation, "forward_before_backward", None) if prepares else None
     out, lse, *more = (forward or computation.forward)(query, key, value)
     if sink is not None:
         add_null_mass_(out, lse, sink[:, None].to(lse.dtype))
-    kept = (
-        as_bytes(computation, *more)
-        if options.algorithm and more and more[0]
-        else query.new_empty(0, dtype=torch.uint8)
-    )
+    passed_on = call is not None and call.algorithm and more and more[0]
+    kept = as_bytes(computation, *more) if passed_on else query.new_empty(0, dtype=torch.uint8)
     return out.contiguous(), lse.contiguous(), kept
 
 
@@ -330,31 +338,33 @@ def _backward_op(
     out: Tensor,
     lse: Tensor,
     kept: Tensor,
+    indices: Tensor | None,
     bounds: Tensor | None,
     number: int,
     asked: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from the results of the forward operator."""
-    options = _read(asked)
-    computation: Any = _computation(number, query, key, value, options, bounds)
-    more = [from_bytes(computation, kept)] if options.algorithm else []
+    computation: Any = _computation(number, query, key, value, asked, indices, bounds)
+    more = [from_bytes(computation, kept)] if asked and read_call(asked).algorithm else []
     dq, dk, dv = computation.backward(dout, query, key, value, out, lse, *more)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
-def _is_alone(number: int, asked: str) -> bool:
+def _is_alone(indices: Tensor | None, number: int, asked: str) -> bool:
     """Whether a larger batch is another computation, or keeps more: a detached merge keeps each branch's result."""
-    options = _read(asked)
-    return bool(number != DILATED or options.cu_seqlens or options.algorithm or options.merge_grad == "detached")
+    if indices is not None or number != ON_ONE_DEVICE:
+        return True
+    call = read_call(asked)
+    return bool(call.cu_seqlens) or call.pattern.is_detached
 
 
 # Query, key and value; dout, those, out and lse.
-torch.library.register_vmap("dilabench::attention_forward", mapped(_forward_op, range(3), _is_alone), lib=LIBRARY)
-torch.library.register_vmap("dilabench::attention_backward", mapped(_backward_op, range(6), _is_alone), lib=LIBRARY)
+torch.library.register_vmap("dilabench::attention_forward", mapped(_forward_op, range(3), 4, _is_alone), lib=LIBRARY)
+torch.library.register_vmap("dilabench::attention_backward", mapped(_backward_op, range(6), 7, _is_alone), lib=LIBRARY)
 
 
-def _pairs(number: int, query: torch.Size, key: torch.Size, asked: str) -> int:
-    pairs: int = _registered[number]._pairs_for(query, key, _read(asked))
+def _pairs(number: int, query: torch.Size, key: torch.Size, indices: torch.Size | None, asked: str) -> int:
+    pairs: int = _registered[number].pairs(query, key, read_call(asked), indices)
     return pairs
 
 
@@ -373,30 +383,30 @@ class _Differentiable(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sink: Tensor | None,
+        indices: Tensor | None,
         bounds: Tensor | None,
         number: int,
         asked: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _forward_op(query, key, value, sink, bounds, number, asked)
+        return _forward_op(query, key, value, sink, indices, bounds, number, asked)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        query, key, value, sink, bounds, ctx.number, ctx.asked = inputs
-        ctx.save_for_backward(query, key, value, *output, bounds, sink)
+        query, key, value, sink, indices, bounds, ctx.number, ctx.asked = inputs
+        ctx.save_for_backward(query, key, value, *output, indices, bounds, sink)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _dlse: Tensor, _dkept: Tensor | None) -> tuple[Tensor | None, ...]:
         *saved, sink = ctx.saved_tensors
 
         def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-            of_inputs = _backward_op(*tensors[:8], ctx.number, ctx.asked)
-            if sink is None:
-                return of_inputs
-            dout, _, _, _, out, lse, _, _, sinks = tensors
-            return *of_inputs, sink_gradient(dout, out, lse, sinks)
+            return _backward_op(*tensors[:9], ctx.number, ctx.asked)
 
-        found = first_derivatives(gradients, dout, *saved, *(() if sink is None else (sink,)))
-        return *found, *(None for _ in range(7 - len(found)))
+        if sink is None:
+            found = first_derivatives(gradients, dout, *saved)
+        else:
+            found = first_derivatives(partial(with_sink_gradient, gradients), dout, *saved, sink)
+        return *found, *(None for _ in range(8 - len(found)))
 
 
 @differentiable_operator("attention")
@@ -405,30 +415,39 @@ def _attention_op(
     key: Tensor,
     value: Tensor,
     sink: Tensor | None,
+    indices: Tensor | None,
     bounds: Tensor | None,
     number: int,
-    segment_lengths: Sequence[int],
-    dilation_rates: Sequence[int],
+    pattern: str,
+    sizes: Sequence[int],
+    fractions: Sequence[float],
     causal: bool,
     window: Sequence[int],
     scale: float | None,
-    heads: str,
-    offset: str,
-    offset_by: str,
-    padding: str,
-    merge_grad: str,
     cu_seqlens: Sequence[int],
-    wants_gradient: bool,
-    algorithm: str,
     max_seqlen: int,
+    wants_gradient: bool,
     backend: str,
+    algorithm: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if cu_seqlens and torch._C._len_torch_dispatch_stack() > 0:
         _warn_of_packings(tuple(map(int, cu_seqlens)))
+    options = (
+        pattern,
+        sizes,
+        fractions,
+        causal,
+        window,
+        scale,
+        cu_seqlens,
+        max_seqlen,
+        wants_gradient,
+        backend,
+        algorithm,
+    )
+    asked = written(*options) if pattern else ""
     # A trace must see all results whose size it does not know.
-    rules = heads, offset, offset_by, padding, merge_grad, cu_seqlens, wants_gradient, algorithm, max_seqlen, backend
-    asked = _written((segment_lengths, dilation_rates, causal, window, scale, *rules))
-    out, lse, kept = _Differentiable.apply(query, key, value, sink, bounds, number, asked)
+    out, lse, kept = _Differentiable.apply(query, key, value, sink, indices, bounds, number, asked)
     return out, lse, kept
 
 

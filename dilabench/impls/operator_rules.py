@@ -169,11 +169,17 @@ def one_after_another(op: Callable[..., Any]) -> Rule:
     return rule
 
 
-def mapped(op: Callable[..., tuple[Tensor, ...]], batched: Sequence[int], is_alone: Callable[[int, str], bool]) -> Rule:
+def mapped(
+    op: Callable[..., tuple[Tensor, ...]],
+    batched: Sequence[int],
+    indices: int,
+    is_alone: Callable[[Tensor | None, int, str], bool],
+) -> Rule:
     """The rule by which `torch.func.vmap` maps an operator.
 
     Samples become rows of one larger batch if only the arguments `batched`, which begin with a batch axis, differ
-    between them, and the last two, number and options, allow it. Otherwise they are computed one after another.
+    between them, and the argument at `indices` and the last two, number and options, allow it. Otherwise they are
+    computed one after another.
     """
 
     alone = one_after_another(op)
@@ -183,7 +189,7 @@ def mapped(op: Callable[..., tuple[Tensor, ...]], batched: Sequence[int], is_alo
         size = info.batch_size
         of_tensors = [*zip(tensors, in_dims[: len(tensors)], strict=True)]
         differ = {at for at, (x, dim) in enumerate(of_tensors) if dim is not None and x.numel()}
-        if differ <= {*batched} and not is_alone(number, asked):
+        if differ <= {*batched} and not is_alone(tensors[indices], number, asked):
             joined = [
                 _joined(x, dim, size) if at in batched else _sample(x, dim, 0) for at, (x, dim) in enumerate(of_tensors)
             ]
@@ -213,28 +219,14 @@ def _register_flop_formulas(pairs: Callable[..., int]) -> tuple[Any, ...]:
     """Give `torch.utils.flop_counter` the work of the operators, by the pairs of their patterns; the operators."""
     from torch.utils.flop_counter import register_flop_formula
 
-    def of_forward(q: Any, k: Any, _v: Any, _sink: Any, _bounds: Any, number: int, asked: str, **_: Any) -> int:
-        return FORWARD_FLOPS_PER_PAIR_AND_DIM * q[-1] * pairs(number, torch.Size(q), torch.Size(k), asked)
+    def of_forward(q: Any, k: Any, _v: Any, _sink: Any, indices: Any, *others: Any, **_: Any) -> int:
+        _bounds, number, asked = others
+        of_indices = None if indices is None else torch.Size(indices)
+        return FORWARD_FLOPS_PER_PAIR_AND_DIM * q[-1] * pairs(number, torch.Size(q), torch.Size(k), of_indices, asked)
 
-    def of_backward(
-        _dout: Any,
-        q: Any,
-        k: Any,
-        _v: Any,
-        _out: Any,
-        _lse: Any,
-        _kept: Any,
-        _bounds: Any,
-        number: int,
-        asked: str,
-        **_: Any,
-    ) -> int:
-        return int(
-            BACKWARD_FACTOR
-            * FORWARD_FLOPS_PER_PAIR_AND_DIM
-            * q[-1]
-            * pairs(number, torch.Size(q), torch.Size(k), asked)
-        )
+    def of_backward(_dout: Any, q: Any, k: Any, v: Any, *others: Any, **_: Any) -> int:
+        _out, _lse, _kept, indices, bounds, number, asked = others
+        return int(BACKWARD_FACTOR * of_forward(q, k, v, None, indices, bounds, number, asked))
 
     forward, backward = torch.ops.dilabench.attention_forward, torch.ops.dilabench.attention_backward
     register_flop_formula(forward)(of_forward)
@@ -242,7 +234,7 @@ def _register_flop_formulas(pairs: Callable[..., int]) -> tuple[Any, ...]:
     return forward, backward
 
 
-def let_flops_be_counted(pairs: Callable[[int, torch.Size, torch.Size, str], int]) -> None:
+def let_flops_be_counted(pairs: Callable[..., int]) -> None:
     """Register the formulas, also with a `FlopCounterMode` that is on: it has copied those that there were before."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
     from torch.utils.flop_counter import flop_registry

@@ -1,7 +1,6 @@
 """`strided`: branches as zero-copy strided and diagonal views, any dense backend, results merged in place.
 
-`dense` is the same on one segment with every row: one kernel call, whose own out and lse are the result, without copies
-or merges. On a CPU, large workloads whose branches share pairs are computed as rectangles of such views.
+On a CPU, large workloads whose branches share pairs are computed as rectangles of such views.
 """
 
 from __future__ import annotations

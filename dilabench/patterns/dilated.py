@@ -330,6 +330,16 @@ class DilatedPattern(Pattern):
         return self.merge_grad == "detached"
 
     @property
+    def merged_exactly(self) -> Self:
+        """The same with merge_grad=exact."""
+        return self.model_copy(update={"merge_grad": "exact"})
+
+    @property
+    def segment_sizes(self) -> tuple[int, ...]:
+        """Those of the branches."""
+        return self.segment_lengths
+
+    @property
     def has_grouped_heads(self) -> bool:
         """Return True for heads=grouped."""
         return self.heads == "grouped"

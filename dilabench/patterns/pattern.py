@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
     from numpy.typing import NDArray
 
+    from dilabench.patterns.compressed_keys import Compression
+
 # Beyond this size a picture drawn from `counts` would take too long.
 MAX_PICTURED_LENGTH = 2**17
 ROWS_PER_LINE = 16
@@ -284,6 +286,21 @@ class Pattern(Model, ABC):
     def is_detached(self) -> bool:
         """Return True if gradients treat the weights of parts as constants (semantics.md §2)."""
         return False
+
+    @property
+    def merged_exactly(self) -> Self:
+        """The same with weights of parts that are no constants; its outputs are the same."""
+        return self
+
+    @property
+    def segment_sizes(self) -> tuple[int, ...]:
+        """Lengths of the segments into which it cuts a sequence; empty if it cuts none."""
+        return ()
+
+    @property
+    def compresses(self) -> Compression | None:
+        """How keys stand for blocks of tokens; None if keys are tokens."""
+        return None
 
     @property
     def has_grouped_heads(self) -> bool:

@@ -72,6 +72,16 @@ OWN_KINDS = (
 )
 
 
+# Parts of attention that the library calls and no request names.
+PARTS = (
+    PatternKind(
+        "compressed_keys",
+        "keys that stand for blocks of tokens (NSA's first branch)",
+        "dilabench.patterns.compressed_keys:CompressedKeysPattern",
+    ),
+)
+
+
 class RetiredPattern(Pattern):
     """A removed kind, as old records hold it: its fields are kept, the keys that a row sees are unknown."""
 
@@ -83,6 +93,7 @@ class RetiredPattern(Pattern):
         return iter(())
 
 
+_parts: dict[str, PatternKind | type[Pattern]] = {part.name: part for part in PARTS}
 # By name and alias; a descriptor until its class is first requested.
 _types: dict[str, PatternKind | type[Pattern]] = {}
 for _own in OWN_KINDS:
@@ -132,11 +143,12 @@ def has_kind(kind: object) -> bool:
 
 def pattern_type(kind: str) -> type[Pattern]:
     """The class of a kind. Raises ConfigError for one that no plug-in has."""
-    if not has_kind(kind):
+    types = _parts if kind in _parts else _types
+    if types is _types and not has_kind(kind):
         raise no_such_name("pattern", kind, _types)
-    entry = _types[kind]
+    entry = types[kind]
     if isinstance(entry, PatternKind):
-        entry = _types[kind] = load(entry)
+        entry = types[kind] = load(entry)
     return entry
 
 

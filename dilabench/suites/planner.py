@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 from dilabench.choice.descriptors import load_target
 from dilabench.choice.rules import choose
-from dilabench.choice.ways import AUTO
 from dilabench.engine.method import Method, method_for
 from dilabench.errors import ConfigError, PluginError, listed
 from dilabench.machine import CXX_COMPILERS, Machine, cxx_compiler, detect
@@ -21,7 +20,7 @@ from dilabench.record import Case, Optimizations, PlannedCase, Role, Row, SkipCo
 from dilabench.request import ALL, RunRequest, Shard
 from dilabench.units import counted
 from dilabench.validation import unknown_key, validated
-from dilabench.workload.spec import DEFAULT_PATTERN, WorkloadRequest
+from dilabench.workload.spec import AUTO, DEFAULT_PATTERN, WorkloadRequest
 
 # Implementation `auto`: replaced by the choice of `dilabench.choice.rules`, workload by workload.
 FASTEST = Implementation(AUTO, "the fastest known for the workload, from measurements", "dilabench.choice.rules:choose")

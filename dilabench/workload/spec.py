@@ -42,6 +42,8 @@ Window = tuple[int, int]
 
 MAX_SEQ_LEN = 2**40
 UNBOUNDED: Window = (-1, -1)
+# Backend or algorithm `auto`: the fastest that supports the call.
+AUTO = "auto"
 DTYPE_BYTES: dict[str, int] = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 FORWARD_FLOPS_PER_PAIR_AND_DIM = 4
 BACKWARD_FACTOR = 2.5

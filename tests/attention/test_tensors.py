@@ -51,7 +51,7 @@ def module(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.unflatten(2, (4, 16))
 
 
-OPERATORS: dict[str, Function] = {
+ENTRIES: dict[str, Function] = {
     "attention": attention,
     "flash-cpu": lambda q, k, v: attention(q, k, v, backend="flash-cpu"),
     "lse": lambda q, k, v: attention(q, k, v, causal=True, return_lse=True)[0],
@@ -61,15 +61,12 @@ OPERATORS: dict[str, Function] = {
     "detached": lambda q, k, v: dilated_attention(q, k, v, merge_grad="detached", **BRANCHES),
     "module": module,
     "torchscale": torchscale,
-}
-PATTERNS: dict[str, Function] = {
     "block_sparse": lambda q, k, v: block_sparse_attention(q, k, v, block_size=16, density=0.5),
     "indices": lambda q, k, v: block_sparse_attention(
         q, k, v, block_size=16, indices=torch.arange(4, device=q.device)[:, None]
     ),
     "window_sink": lambda q, k, v: attention(q, k, v, pattern=WindowSinkPattern(sinks=4, window_size=16), causal=True),
 }
-ENTRIES = {**OPERATORS, **PATTERNS}
 entries = pytest.mark.parametrize("function", ENTRIES.values(), ids=ENTRIES.keys())
 
 
@@ -118,7 +115,7 @@ def test_gradients_of_and_along_views(function: Function, unlike: Callable[[Tens
     torch.testing.assert_close(viewed, torch.autograd.grad(function(-leaves[0], *leaves[1:]), leaves, dout))
 
 
-@pytest.mark.parametrize("function", OPERATORS.values(), ids=OPERATORS.keys())
+@entries
 def test_a_jit_trace_holds_the_operator(function: Function) -> None:
     # A module that is made inside of a trace is part of it.
     function(*tensors())
@@ -129,12 +126,6 @@ def test_a_jit_trace_holds_the_operator(function: Function) -> None:
     torch.testing.assert_close(out, expected)
     gradients = [torch.autograd.grad(x.sum(), leaves) for x in (out, expected)]
     torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize("function", PATTERNS.values(), ids=PATTERNS.keys())
-def test_a_jit_trace_of_other_patterns_is_refused(function: Function) -> None:
-    with pytest.raises(ValueError, match=r"under torch\.jit\.trace, .*; trace dense or dilated attention"):
-        torch.jit.trace(function, tensors(), check_trace=False)
 
 
 @pytest.mark.parametrize("function", [attention, block_sparse_attention])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dilabench.attention import dilated as library
+from dilabench.attention import call as library
 from dilabench.attention import dilated_attention, operands
 from dilabench.choice.computation import backend_of, over
 from dilabench.choice.ways import Way

@@ -15,9 +15,10 @@ from dilabench.choice.rules import choose
 from dilabench.choice.ways import Way, own_ways
 from dilabench.compare.verdicts import median_over
 from dilabench.distributed.single_rank import SingleRank
-from dilabench.impls.one_operator import Options
+from dilabench.impls.call import Call
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.machine import GpuInfo, Machine
+from dilabench.patterns.dense import DENSE
 from dilabench.plugins.catalogue import HeldSharding
 from dilabench.plugins.manager import discover
 from dilabench.record import Case, Measured
@@ -173,7 +174,7 @@ def test_tokens_in_a_known_order_need_no_prediction(monkeypatch: pytest.MonkeyPa
     cut = over_ranks._cut(tuple(pairwise(bounds)), "balanced", (-1, -1), 2)
     shards = over_ranks.SequenceShards(world, bounds, True, "balanced", cut)
     x = torch.zeros(shards.rows, 2, 8)
-    function = shards._computation_for(x, x, x, Options((), (), True, (-1, -1), None, algorithm="auto", backend="auto"))
+    function = shards.computation(x, x, x, Call(DENSE, causal=True, algorithm="auto"))
     assert isinstance(function, ShardedAttention)
     assert function.shards == cut
 

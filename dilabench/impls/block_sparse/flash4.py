@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.block_sparse.union import require_whole_plan
+from dilabench.impls.block_sparse.planned import require_whole_plan
 from dilabench.kernels.block_sparse.lists import COUNTED_ONCE, TileLists
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.workload.spec import Workload

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dilabench.impls.union.union import last_dim_contiguous
+from dilabench.impls.one_operator import last_dim_contiguous
 from dilabench.kernels.block_sparse.lists import visible_tiles
 from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.cpu import aten_flash, flash

@@ -7,53 +7,39 @@ rows in which every sequence fills whole blocks. Masks over dilated branches are
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.block_sparse.union import (
-    COLUMN_BLOCK,
-    BlockBackward,
-    BlockForward,
-    BlockUnion,
-    block_union,
-    union_over_everything,
-)
+from dilabench.impls.block_sparse.planned import Planned, kernels_for, plan_of_columns
 from dilabench.impls.one_operator import AttentionComputation
-from dilabench.impls.packed import Packed, build_packed
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.kernels.streams import on_a_stream_of_its_own, record
-from dilabench.patterns.answers import HiddenRows, Positions
+from dilabench.patterns.answers import HiddenRows, Positions, SequenceShape
 from dilabench.workload.spec import Workload
 
 
-def packed_union(
-    workload: Workload, context: BuildContext, name: str, forward: BlockForward, backward: BlockBackward
-) -> InWholeBlocks | Packed:
-    """The same as `union.block_union` for a packed workload."""
-    kernels = name, forward, backward
+def in_one_launch(workload: Workload, context: BuildContext) -> InWholeBlocks | None:
+    """A packed workload of one mask of blocks, or of bounds of columns; None for others."""
+    kernels = kernels_for(context.device, getattr(torch, workload.dtype))
+    scale = workload.softmax_scale
     hidden = _hidden_rows(workload)
     if hidden is not None:
-        count = -(-workload.seq_len // COLUMN_BLOCK)
-        everything = np.broadcast_to(np.True_, (1, count, count))
-        plan = BlockPlan(everything, COLUMN_BLOCK, workload.seq_len, workload.causal, workload.window, hidden=hidden)
-        return InWholeBlocks(union_over_everything(workload, context, plan, *kernels))
+        whole = SequenceShape(
+            workload.seq_len, workload.num_heads, workload.num_kv_heads, workload.causal, workload.window
+        )
+        return InWholeBlocks(Planned(kernels, plan_of_columns(whole, hidden), scale))
     found = _whole_blocks(workload)
     if found is None:
-        return build_packed(partial(_padded, kernels), workload, context)
+        return None
     plan, places, tokens = found
-    union = union_over_everything(workload, context, plan, *kernels)
+    computation = Planned(kernels, plan, scale)
     if len(places) == len(tokens):
-        return InWholeBlocks(union)
+        return InWholeBlocks(computation)
     with on_a_stream_of_its_own(context.device):
-        return InWholeBlocks(union, *(torch.from_numpy(x).to(context.device) for x in (places, tokens)))
-
-
-def _padded(kernels: tuple[str, BlockForward, BlockBackward], workload: Workload, context: BuildContext) -> BlockUnion:
-    return block_union(workload, context, *kernels)
+        return InWholeBlocks(computation, *(torch.from_numpy(x).to(context.device) for x in (places, tokens)))
 
 
 def _hidden_rows(workload: Workload) -> HiddenRows | None:
@@ -114,13 +100,13 @@ class InWholeBlocks(AttentionComputation):
     row, which several rows may share. None if rows are tokens.
     """
 
-    union: BlockUnion
+    planned: Planned
     places: Tensor | None = None
     tokens: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         record((self.places, self.tokens))
-        out, lse, *_ = self.union.forward(*(_rows(x, self.tokens) for x in (q, k, v)))
+        out, lse = self.planned.forward(*(_rows(x, self.tokens) for x in (q, k, v)))
         return _rows(out, self.places), lse if self.places is None else lse.index_select(2, self.places)
 
     def backward(
@@ -132,7 +118,7 @@ class InWholeBlocks(AttentionComputation):
             infinite = lse.new_full((*lse.shape[:2], len(self.tokens)), torch.inf)
             lse = infinite.index_copy_(2, self.places, lse)
         dout, q, k, v, out = (_rows(x, self.tokens) for x in (dout, q, k, v, out))
-        dq, dk, dv = self.union.backward(dout, q, k, v, out, lse)
+        dq, dk, dv = self.planned.backward(dout, q, k, v, out, lse)
         return _rows(dq, self.places), _rows(dk, self.places), _rows(dv, self.places)
 
 

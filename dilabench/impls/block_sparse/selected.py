@@ -9,7 +9,7 @@ blocks are right.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls.block_sparse.block_sparse import kernels_for
-from dilabench.impls.block_sparse.union import (
+from dilabench.impls.block_sparse.planned import (
     COLUMN_BLOCK,
-    BlockUnion,
-    PlannedRows,
-    block_union,
-    planned_over_everything,
+    BlockKernels,
+    Planned,
+    kernels_for,
     require_whole_plan,
 )
 from dilabench.impls.one_operator import outside_compilers
@@ -85,16 +83,16 @@ def _from_indices(workload: Workload, context: BuildContext, indices: Callable[[
 
 
 def _build(workload: Workload, context: BuildContext, plan: Callable[[], Plan]) -> Planning:
-    union = block_union(workload, context, *kernels_for(context.device))
-    return Planning(union, lambda: planned_over_everything(workload, plan()))
+    return Planning(kernels_for(context.device, getattr(torch, workload.dtype)), plan, workload.softmax_scale)
 
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """Attention whose rows are planned in each forward pass; its backward pass has the plan of its forward."""
+    """Attention that is planned in each forward pass; its backward pass has the plan of its forward."""
 
-    union: BlockUnion
-    rows: Callable[[], tuple[PlannedRows, ...]]
+    kernels: BlockKernels
+    plan: Callable[[], Plan]
+    scale: float
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """out [B, N, H, D] of q [B, N, H, D] and k, v [B, N, K, D]; differentiable."""
@@ -105,5 +103,4 @@ class Planning:
         return outside_compilers(self._planned, q, k, v)
 
     def _planned(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        rows = self.rows()
-        return replace(self.union, rows=lambda _device: rows).with_lse(q, k, v)
+        return Planned(self.kernels, self.plan(), self.scale).with_lse(q, k, v)

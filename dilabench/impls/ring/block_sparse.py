@@ -23,8 +23,7 @@ from dilabench.contracts import BuildContext
 from dilabench.distributed.block_assignment import BlockAssignment
 from dilabench.distributed.sharding import shards_of
 from dilabench.distributed.world import World
-from dilabench.impls.block_sparse.block_sparse import kernels_for
-from dilabench.impls.block_sparse.union import BlockBackward, BlockForward
+from dilabench.impls.block_sparse.planned import BlockBackward, BlockForward, kernels_for
 from dilabench.impls.ring.schedule.function import ShardedAttention
 from dilabench.impls.ring.schedule.row_exchange import RowGather, RowSelection, places_in_order
 from dilabench.impls.ring.schedule.sums import Sum
@@ -131,7 +130,7 @@ def _exchange(workload: Workload, device: torch.device, world: World, assignment
     rows = int(assignment.sizes[own].sum())
     slots = _slots(assignment, coming)
     key_rows = _rows_of_slots(assignment, coming, slots)
-    _, attend, attend_backward = kernels_for(device)
+    kernels = kernels_for(device, getattr(torch, workload.dtype))
     needs = {owner: assignment.rows_of(parts) for owner, parts in needed.items()}
     gives = {}
     for reader, parts in given.items():
@@ -143,8 +142,8 @@ def _exchange(workload: Workload, device: torch.device, world: World, assignment
     return BlockExchange(
         RowGather(world, sum(needs.values()), places_in_order(needs), gives, assignment.parts),
         RowSelection(0, key_rows, order, assignment.parts),
-        attend,
-        attend_backward,
+        kernels.attend,
+        kernels.attend_backward,
         workload.softmax_scale,
         own=BlockPlan(queries[:, :, own], assignment.block_size, rows, workload.causal),
         gathered=BlockPlan(

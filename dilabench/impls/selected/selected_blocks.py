@@ -23,12 +23,19 @@ from dilabench.kernels.cpu import flash
 from dilabench.workload.spec import Workload
 
 
-def computation_for(q: Tensor, selection: Selection, scale: float, bounds: Sequence[int] = ()) -> SelectedAttention:
-    """The computation for a q [B, N, H, D]: our own kernel if it takes it, else torch's by gathering."""
+def computation_for(
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    selection: Selection,
+    scale: float,
+    bounds: Sequence[int] = (),
+) -> SelectedAttention:
+    """The computation for a head dim, dtype and device: our own kernel if it takes them, else torch's by gathering."""
     kernel: type[SelectedAttention] = Gathered
-    if tiles.serves(q):
+    if tiles.serves(head_dim, dtype, device):
         kernel = tiles.Tiled
-    elif q.device.type == "cpu" and flash.serves(q.dtype):
+    elif device.type == "cpu" and flash.serves(dtype):
         kernel = Listed
     return over_sequences(kernel, selection, scale, bounds)
 
@@ -51,9 +58,8 @@ def build_selected(workload: Workload, context: BuildContext) -> Planning:
 
 
 def _computation(workload: Workload, context: BuildContext, selection: Selection) -> SelectedAttention:
-    shape = workload.batch_size, workload.seq_len, workload.num_heads, workload.head_dim
-    q = torch.empty((), dtype=getattr(torch, workload.dtype), device=context.device).expand(shape)
-    return computation_for(q, selection, workload.softmax_scale, workload.cu_seqlens or ())
+    kind = workload.head_dim, getattr(torch, workload.dtype), context.device
+    return computation_for(*kind, selection, workload.softmax_scale, workload.cu_seqlens or ())
 
 
 @dataclass(frozen=True, slots=True)

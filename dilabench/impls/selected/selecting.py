@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dilabench.patterns.compressed_keys import Compression
+
 # Scores that are held at once: 256 MiB in float32.
 SCORES_AT_ONCE = 2**26
 
@@ -48,45 +50,20 @@ class Choosing:
         return best.indices.masked_fill(best.values == torch.iinfo(torch.int64).min, -1).int()
 
 
-@dataclass(frozen=True, slots=True)
-class Compression:
-    """Compressed keys: number c stands for the `length` tokens from c · `stride` on, which is a multiple of `stride`.
+def _shares_of_blocks(compression: Compression, shares: Tensor, block: int, blocks: int) -> Tensor:
+    """Shares [..., C] of compressed keys as shares [..., n] of blocks of `block` tokens: NSA's equation 9.
 
-    Raises ValueError for other lengths.
+    Each counts once for every `stride` tokens that it has in common with a block. Raises ValueError for a block that is
+    no multiple of the stride.
     """
-
-    length: int
-    stride: int
-
-    def __post_init__(self) -> None:
-        if self.stride < 1 or self.length < self.stride or self.length % self.stride:
-            raise ValueError(
-                f"compressed blocks of {self.length} tokens, one every {self.stride}: the length must be a multiple of "
-                "the stride"
-            )
-
-    def count(self, tokens: int) -> int:
-        """Whole blocks of a sequence."""
-        return max(0, (tokens - self.length) // self.stride + 1)
-
-    def lasts(self, tokens: int, device: torch.device) -> Tensor:
-        """[C]: the last token of each block, from which on a causal mask shows it."""
-        return torch.arange(self.count(tokens), device=device) * self.stride + self.length - 1
-
-    def of_blocks(self, shares: Tensor, block: int, blocks: int) -> Tensor:
-        """Shares [..., C] of compressed keys as shares [..., n] of blocks of `block` tokens: NSA's equation 9.
-
-        Each counts once for every `stride` tokens that it has in common with a block. Raises ValueError for a block
-        that is no multiple of the stride.
-        """
-        if block % self.stride:
-            raise ValueError(f"block size {block} is not a multiple of the compression stride {self.stride}")
-        strips = blocks * (block // self.stride)
-        total = torch.zeros(*shares.shape[:-1], strips, dtype=shares.dtype, device=shares.device)
-        for shift in range(self.length // self.stride):
-            width = min(shares.shape[-1], strips - shift)
-            total[..., shift : shift + width] += shares[..., :width]
-        return total.unflatten(-1, (blocks, block // self.stride)).sum(-1)
+    if block % compression.stride:
+        raise ValueError(f"block size {block} is not a multiple of the compression stride {compression.stride}")
+    strips = blocks * (block // compression.stride)
+    total = torch.zeros(*shares.shape[:-1], strips, dtype=shares.dtype, device=shares.device)
+    for shift in range(compression.length // compression.stride):
+        width = min(shares.shape[-1], strips - shift)
+        total[..., shift : shift + width] += shares[..., :width]
+    return total.unflatten(-1, (blocks, block // compression.stride)).sum(-1)
 
 
 @torch.no_grad()
@@ -112,7 +89,7 @@ def select_by_compression(
     [B, C, K, D].
     """
     (_, length, heads, _), (_, count, kv_heads, _) = q.shape, keys.shape
-    lasts, keys = compression.lasts(length, q.device), keys.float()
+    lasts, keys = torch.from_numpy(compression.lasts(length)).to(q.device), keys.float()
 
     def scores(rows: slice) -> Tensor:
         queries = q[:, rows].float().unflatten(2, (kv_heads, -1))
@@ -122,7 +99,7 @@ def select_by_compression(
             products.masked_fill_((lasts > row[:, None])[:, None, None], -torch.inf)
         # A row that sees no compressed key has no shares.
         shares = products.softmax(-1).nan_to_num_(0.0).sum(3)
-        return compression.of_blocks(shares, choosing.block, -(-length // choosing.block))
+        return _shares_of_blocks(compression, shares, choosing.block, -(-length // choosing.block))
 
     return _in_pieces(q, heads * max(1, count), scores, choosing)
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from dilabench.impls.selected.selecting import (
     Choosing,
-    Compression,
     select_by_compression,
     select_by_indexer,
     select_by_mean_key,
 )
 from dilabench.impls.selected.selection import Selection
 from dilabench.patterns.answers import SequenceShape
+from dilabench.patterns.compressed_keys import Compression
 from dilabench.patterns.selected_blocks import SelectedBlocksPattern
 from dilabench.patterns.selectors import ABSENT, STAND_IN_DIM
 from dilabench.patterns.token_selectors import TOKEN_SELECTORS, Tokens, indexer_stand_ins, stand_ins

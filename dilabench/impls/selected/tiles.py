@@ -89,6 +89,6 @@ class Tiled(SelectedAttention):
         return self._kept[q.device]
 
 
-def serves(q: Tensor) -> bool:
-    """Return True if the kernels run here, and take q [B, N, H, D]."""
-    return q.shape[-1] <= LARGEST_HEAD_DIM and has_kernel(q.device, q.dtype)
+def serves(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return True if the kernels run there, and take such tensors."""
+    return head_dim <= LARGEST_HEAD_DIM and has_kernel(device, dtype)

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dilabench.contracts import BuildContext, LoadedBackend
-from dilabench.impls.one_operator import is_plain_eager_call
+from dilabench.impls.one_operator import is_plain_eager_call, last_dim_contiguous
 from dilabench.impls.union.branches import branches_of
 from dilabench.impls.union.rectangles import Rectangle, chains, rectangles
-from dilabench.impls.union.union import Rows, Union, last_dim_contiguous
+from dilabench.impls.union.union import Rows, Union
 from dilabench.kernels.lse import add_null_mass_
 from dilabench.workload.spec import UNBOUNDED, Workload, flops
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext, LoadedBackend, MergingKernel
 from dilabench.impls.null_mass import log_zero_keys
-from dilabench.impls.one_operator import AttentionComputation
+from dilabench.impls.one_operator import AttentionComputation, last_dim_contiguous
 from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.kernels.lse import add_null_mass_
 from dilabench.kernels.streams import record
@@ -335,8 +335,3 @@ def _as_output(q: Tensor, branch_out: Tensor, branch_lse: Tensor) -> tuple[Tenso
 
 def _zeros(x: Tensor) -> Tensor:
     return torch.zeros_like(x, memory_format=torch.contiguous_format)
-
-
-def last_dim_contiguous(x: Tensor) -> Tensor:
-    """x itself, or a copy where its last dim has gaps: views of its rows are given to kernels that read no others."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from dilabench.attention import ring_attention, sequence_shards
 from dilabench.impls import one_operator
+from dilabench.impls.call import written
 
 BRANCHES = {"segment_lengths": (6, 12, 24), "dilation_rates": (1, 2, 4)}
 # Sequences, their order, options: nothing is kept for the backward pass, or one, two, five tensors.
@@ -106,12 +107,13 @@ def checked(_world):
     """torch's own checks of the operators, and whether bytes were kept."""
     shards = sequence_shards(24)
     tensors = [torch.randn(2, 12, 4, 6, requires_grad=True) for _ in range(3)]
-    options = one_operator.Options(causal=True, window=(-1, -1), algorithm="auto", backend="auto")
-    torch.library.opcheck(one_operator._attention_op, (*tensors, None, None, shards._number, *options))
-    detached, found_by = [x.detach() for x in tensors], (shards._number, one_operator._written(options))
-    torch.library.opcheck(one_operator._forward_op, (*detached, None, None, *found_by))
-    out, lse, kept = one_operator._forward_op(*detached, None, None, *found_by)
-    torch.library.opcheck(one_operator._backward_op, (torch.ones_like(out), *detached, out, lse, kept, None, *found_by))
+    options = ("?kind=dense", [], [], True, [-1, -1], None, [], 0, False, "auto", "auto")
+    torch.library.opcheck(one_operator._attention_op, (*tensors, None, None, None, shards._number, *options))
+    detached, found_by = [x.detach() for x in tensors], (shards._number, written(*options))
+    torch.library.opcheck(one_operator._forward_op, (*detached, None, None, None, *found_by))
+    out, lse, kept = one_operator._forward_op(*detached, None, None, None, *found_by)
+    given = (torch.ones_like(out), *detached, out, lse, kept, None, None, *found_by)
+    torch.library.opcheck(one_operator._backward_op, given)
     return len(kept) > 0
 
 

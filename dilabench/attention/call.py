@@ -1,0 +1,378 @@
+"""The one way into attention, for every pattern and device.
+
+A public function makes a pattern and calls `attend`: operands are checked, the computation of the call is looked up and
+run. Eager calls run by one autograd function, all others (compilers, traces, function transforms) as one operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from operator import sub
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from dilabench.attention import operands
+from dilabench.choice.computation import automatic, backend_of, check_backend, implementation_of, over, over_backends
+from dilabench.choice.measured import doublings_of_mean
+from dilabench.choice.ways import Way
+from dilabench.contracts import Attend, Packings
+from dilabench.errors import ConfigError
+from dilabench.impls.block_sparse.planned import Planned, kernels_for, plan_of_columns
+from dilabench.impls.call import Call, OwnBackend, PatternFields, fields_of, name_of_function, pattern_of
+from dilabench.impls.no_pairs import NOTHING_SEEN, SHAPES_ONLY, FirstRows
+from dilabench.impls.one_operator import (
+    ON_ONE_DEVICE,
+    Computation,
+    as_one_operator,
+    eager,
+    is_plain_eager_call,
+    materialised,
+    outside_compilers,
+    register,
+)
+from dilabench.impls.operator_rules import refuse_forward_mode
+from dilabench.impls.selected.selected_blocks import computation_for
+from dilabench.impls.selected.selection import Selection
+from dilabench.kernels.block_sparse.selected import SelectedPlan
+from dilabench.kernels.streams import is_captured
+from dilabench.patterns.compressed_keys import Compression
+from dilabench.patterns.dense import DENSE
+from dilabench.patterns.pattern import Pattern, SelectedKeys, SequenceShape
+from dilabench.workload.spec import AUTO, UNBOUNDED, Window, Workload, attended_pairs
+
+AnyPattern = Pattern | PatternFields | SelectedKeys
+"""A pattern, its fields while a compiler traces, or for `indices` the unit of the blocks that they select."""
+
+Kinds = tuple[operands.Kind, operands.Kind, operands.Kind]
+"""Shape, dtype and device of query, key and value."""
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: AnyPattern = DENSE,
+    *,
+    causal: bool = False,
+    window: Window = UNBOUNDED,
+    scale: float | None = None,
+    sink: Tensor | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    max_seqlen: int | None = None,
+    indices: Tensor | None = None,
+    backend: str | Attend = AUTO,
+) -> tuple[Tensor, Tensor]:
+    """out [B, N, H, D] and lse [B, H, N], which carries no gradient, of query [B, N, H, D], key and value [B, N, K, D];
+    packed [T, ·, D] and [H, T].
+
+    Options as of `attention.attention`. Raises ValueError for what does not fit together.
+    """
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        operands.check_are_tensors(query=query, key=key, value=value)
+    tensors, packed = (query, key, value), cu_seqlens is not None
+    if torch._C._is_any_autocast_enabled():
+        query, key, value = operands.as_autocast(query, key, value)
+    bounds: tuple[int, ...] = ()
+    longest, unread = 0, None
+    if packed or max_seqlen is not None:
+        bounds, longest, unread = operands.packing(query, key, value, cu_seqlens, max_seqlen)
+        query, key, value = query[None], key[None], value[None]
+    if sink is not None:
+        operands.check_is_tensor(sink)
+    given = pattern
+    if indices is not None:
+        given, blocks = _selecting(pattern, indices, query, key, bounds, unread)
+    else:
+        blocks = None
+    if forward_ad._current_level >= 0:
+        refuse_forward_mode(query, key, value, *(() if sink is None else (sink,)))
+    wants_gradient = torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad or (sink is not None and sink.requires_grad)
+    )
+    if not torch.compiler.is_compiling() and torch._C._is_tracing():
+        # The trace may later run with gradients.
+        wants_gradient = True
+    sides = window if type(window) is tuple else operands.integers("window", window)
+    own: str | OwnBackend | Attend = backend
+    if not isinstance(backend, str):
+        operands.check_options({"backend": backend})
+        own = name_of_function(backend) if torch.compiler.is_compiling() else OwnBackend(backend)
+    if isinstance(given, Pattern):
+        if not wants_gradient and given.is_detached:
+            # The outputs are the same, and more kernels support it.
+            given = given.merged_exactly
+        call = Call(given, causal, sides, scale, bounds, longest, wants_gradient, own)  # type: ignore[arg-type]
+        if is_plain_eager_call(query, key, value) and (blocks is None or type(blocks) is Tensor):
+            computation = FINDER.computation(query, key, value, call, blocks, unread)
+            if sink is not None:
+                operands.check_sink(sink, query, given)
+            elif not wants_gradient:
+                out, lse, *_ = computation.forward(query, key, value)
+                return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
+            out, lse = eager(computation, query, key, value, sink, blocks, unread)
+            return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
+    fields = fields_of(given) if isinstance(given, Pattern) else given
+    if fields is None:
+        # A compiler cannot trace the pattern: the graph breaks here.
+        options = {"causal": causal, "window": window, "scale": scale, "sink": sink, "cu_seqlens": cu_seqlens}
+        options |= {"max_seqlen": max_seqlen, "indices": indices, "backend": backend}
+        return outside_compilers(partial(attend, **options), *tensors, pattern)
+    call = Call(DENSE, causal, sides, scale, bounds, longest, wants_gradient, own)  # type: ignore[arg-type]
+    operands.refuse_types(call._asdict())
+    if sink is not None:
+        operands.check_sink(sink, query, given if isinstance(given, Pattern) else None)
+    out, lse = as_one_operator(ON_ONE_DEVICE, query, key, value, call, fields, sink, blocks, unread)  # type: ignore[arg-type]
+    return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
+
+
+def _selecting(
+    pattern: AnyPattern,
+    indices: Tensor,
+    query: Tensor,
+    key: Tensor,
+    bounds: tuple[int, ...],
+    unread: Tensor | None,
+) -> tuple[Pattern | PatternFields, Tensor]:
+    """The pattern of blocks that a caller gives, and their indices: [B or 1, N, K, S] per token, [K or 1, n, k] per
+    block of queries, which in packed sequences are those of its tokens.
+    """
+    selected = (
+        pattern
+        if isinstance(pattern, SelectedKeys)
+        else None
+        if isinstance(pattern, PatternFields)
+        else pattern.selects
+    )
+    if selected is None:
+        raise ValueError(operands.no_blocks(pattern))
+    size, per_token = selected
+    operands.check_are_tensors(indices=indices)
+    if not per_token and (bounds or unread is not None):
+        indices, per_token = operands.of_query_blocks(indices, size, query, key, bounds, unread), True
+    if not per_token:
+        indices = operands.indices_of_blocks(indices, query, key, size)
+        return pattern_of("topk_blocks", selector="random", block_size=size, top_k=1), indices
+    operands.check_block(size)
+    indices = operands.indices_of_tokens(indices, query, key)
+    return pattern_of("selected_blocks", selector="random", block_size=size, top_k=1), indices
+
+
+class _Finder:
+    """Computations on one device, made once for each call and shape (`one_operator.CallFinder`)."""
+
+    def computation(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, indices: Tensor | None = None, bounds: Tensor | None = None
+    ) -> Computation:
+        kinds = (q.shape, q.dtype, q.device), (k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)
+        try:
+            if indices is not None:
+                if bounds is not None:
+                    call = _with_bounds(call, bounds, q.shape[1])
+                return _of_indices(kinds, call, indices)
+            if bounds is not None:
+                return _of_bounds(kinds, call, bounds)
+            return (_of_packing if call.cu_seqlens else _of_shapes)(kinds, call)
+        except TypeError:
+            operands.refuse_types(call._asdict())
+            raise
+
+    def pairs(self, q: torch.Size, k: torch.Size, call: Call, indices: torch.Size | None) -> int:
+        """The number of pairs is the same for every dtype and device."""
+        of_query, of_key = ((shape, torch.float32, torch.device("cpu")) for shape in (q, k))
+        if indices is not None:
+            call = call._replace(pattern=call.pattern.model_copy(update={"top_k": indices[-1]}))
+        workload = operands.workload_of((of_query, of_key, of_key), call)
+        return attended_pairs(workload) if workload else 0
+
+
+FINDER = _Finder()
+register(ON_ONE_DEVICE, FINDER)
+
+
+def _made(kinds: Kinds, call: Call) -> Computation:
+    """The computation for query, key and value of these kinds. Raises ValueError for what does not fit together."""
+    if call.cu_seqlens and call.backend == AUTO:
+        of_documents = _of_documents(kinds, call)
+        if of_documents is not None:
+            return of_documents
+    operands.check_call(call)
+    (shape, _, device), *_ = kinds
+    if call.pattern.compresses is not None:
+        return _over_compressed(kinds, call, call.pattern.compresses)
+    operands.refuse_stand_ins(call.pattern)
+    try:
+        workload = operands.workload_of(kinds, call)
+        check_backend(call.backend)
+        if device.type == "meta":
+            return SHAPES_ONLY
+        if workload is None:
+            return NOTHING_SEEN
+        if workload.seq_len < shape[1]:
+            # The rows of the sequences are computed, and zeros follow them.
+            return FirstRows(workload.seq_len, _made(_of_length(kinds, workload.seq_len), _of_workload(call, workload)))
+        if call.backend == AUTO:
+            return automatic(workload, device)[1]
+        # A named backend may support only the forward pass.
+        way = Way(over_backends(workload), None, workload.replace(mode="forward"))
+        backend = backend_of(call.backend, way, device)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return over(backend, way.implementation, workload, device)
+
+
+def _over_compressed(kinds: Kinds, call: Call, compression: Compression) -> Computation:
+    """The computation of queries over keys that stand for blocks of tokens."""
+    (query, dtype, device), (key, *_), (value, *_) = kinds
+    count = compression.count(query[1])
+    if key != value or key[1] != count or key[::3] != query[::3]:
+        raise ValueError(
+            f"compressed keys {tuple(key)} and values {tuple(value)} must be [B, C, K, D] with C = {count} for query "
+            f"{tuple(query)}, {compression}"
+        )
+    if device.type == "meta" or 0 in query:
+        return SHAPES_ONLY
+    if not count:
+        return NOTHING_SEEN
+    shape = SequenceShape(query[1], query[2], key[2], causal=True, window=UNBOUNDED)
+    hidden = call.pattern.hidden_rows(shape)
+    assert hidden is not None, "compressed keys are hidden from the tokens before them"
+    scale = query[3] ** -0.5 if call.scale is None else float(call.scale)
+    return Planned(kernels_for(device, dtype), plan_of_columns(shape, hidden, count), scale)
+
+
+# For packed sequences, whose lists grow with the tokens: only the latest few stay.
+_of_shapes, _of_packing = lru_cache(maxsize=64)(_made), lru_cache(maxsize=8)(_made)
+
+
+def _of_length(kinds: Kinds, length: int) -> Kinds:
+    query, key, value = ((torch.Size((1, length, *shape[2:])), *kind) for shape, *kind in kinds)
+    return query, key, value  # type: ignore[return-value]
+
+
+def _of_workload(call: Call, workload: Workload) -> Call:
+    return call._replace(cu_seqlens=workload.cu_seqlens or ())
+
+
+def _of_documents(kinds: Kinds, call: Call) -> Computation | None:
+    """The computation of packed sequences that the fastest implementation derives from bounds alone, or None."""
+    tokens = kinds[0][0][1]
+    bounds = operands.without_empty(call.cu_seqlens, tokens)
+    if len(bounds) < 3 or bounds[-1] < tokens:
+        return None
+    packings = _packings_like(kinds, call, len(bounds) - 1, max(map(sub, bounds[1:], bounds)))
+    return None if packings is None else packings.of(bounds)
+
+
+def _with_bounds(call: Call, bounds: Tensor, tokens: int) -> Call:
+    """The call with bounds that are read."""
+    return call._replace(cu_seqlens=operands.bounds(bounds, tokens), max_seqlen=0)
+
+
+def _of_bounds(kinds: Kinds, call: Call, bounds: Tensor) -> Computation:
+    """The computation of packed sequences with these bounds, which are read if their numbers are needed."""
+    tokens = kinds[0][0][1]
+    if call.max_seqlen and call.backend == AUTO and operands.may_stay(bounds) and len(bounds) > 1:
+        longest = min(call.max_seqlen, tokens)
+        packings = _packings_like(kinds, call, len(bounds) - 1, longest)
+        if packings is not None:
+
+            def made() -> Computation:
+                # Another object, so that the result does not hold the tensor that it is kept for.
+                there = bounds.detach().to(torch.int32).contiguous()
+                return packings.of(there, tokens, longest)
+
+            is_copied = bounds.dtype != torch.int32 or not bounds.is_contiguous()
+            if is_copied and is_captured(bounds):
+                # A graph copies them at each replay.
+                return made()
+            return _by_bounds.get(bounds, (packings, longest), made)
+    return _of_packing(kinds, _with_bounds(call, bounds, tokens))
+
+
+_by_bounds = operands.OfTensors[Computation]()
+
+
+def _packings_like(kinds: Kinds, call: Call, sequences: int, longest: int) -> Packings | None:
+    """`_packings` for this number of sequences, the longest of this many tokens or fewer."""
+    (_, tokens, heads, _), (_, _, kv_heads, _) = kinds[0][0], kinds[1][0]
+    # Only these are computed from bounds alone.
+    if call.pattern.strided_segments(SequenceShape(tokens, heads, kv_heads, call.causal, call.window), 0) is None:
+        return None
+    rounded = min([1 << (longest - 1).bit_length(), *(w for w in call.pattern.segment_sizes if w >= longest)])
+    shared = call._replace(cu_seqlens=(), max_seqlen=0)
+    return _packings(kinds, shared, min(rounded, tokens - 1), doublings_of_mean(tokens, sequences))
+
+
+@lru_cache(maxsize=64)
+def _packings(kinds: Kinds, call: Call, longest: int, doublings: int) -> Packings | None:
+    """The shared part of computations for packings of similar mean length with the longest of `longest` tokens, of the
+    implementation that is fastest for one of them.
+    """
+    tokens = kinds[0][0][1]
+    other_sequences = min(max(1, round(tokens / 2**doublings) - 1), tokens - longest)
+    bounds = (0, *(longest + (tokens - longest) * at // other_sequences for at in range(other_sequences + 1)))
+    operands.check_call(call)
+    try:
+        workload = operands.workload_of(kinds, call._replace(cu_seqlens=bounds))
+        if workload is None or kinds[0][2].type == "meta":
+            return None
+        return getattr(automatic(workload, kinds[0][2])[1], "packings", None)
+    except (ConfigError, ValueError):
+        # These are refused for the representative packing, not for the caller's.
+        return None
+
+
+def _of_indices(kinds: Kinds, call: Call, indices: Tensor) -> Computation:
+    """The computation over the blocks that a caller gives, kept until the indices are written to."""
+    workload = _of_given_blocks(kinds, call)
+    if workload is None or indices.is_meta:
+        return SHAPES_ONLY
+    made = partial(_over_blocks, kinds, call, workload, indices)
+    # A graph reads them at each replay; lists that a stream made are complete for that stream.
+    if is_captured(indices):
+        return made()
+    stream = torch.cuda.current_stream(indices.device).cuda_stream if indices.is_cuda else 0
+    return _by_indices.get(indices, (kinds, call, stream), made)
+
+
+_by_indices = operands.OfTensors[Computation]()
+
+
+@lru_cache(maxsize=64)
+def _of_given_blocks(kinds: Kinds, call: Call) -> Workload | None:
+    """The workload, whose pattern stands for any blocks of its size; None if there are no numbers to compute with."""
+    operands.check_call(call)
+    device = kinds[0][2]
+    try:
+        workload = operands.workload_of(kinds, call)
+        if call.backend != AUTO:
+            check_backend(call.backend)
+            raise ConfigError(
+                f"backend {call.backend!r} with blocks that are given, whose kernels call none; leave it out"
+            )
+        if workload is None or device.type == "meta":
+            return None
+        implementation_of(workload, device)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return workload
+
+
+def _over_blocks(kinds: Kinds, call: Call, workload: Workload, indices: Tensor) -> Computation:
+    (_, length, _, dim), dtype, device = kinds[0]
+    selected = call.pattern.selects
+    assert selected is not None, "given blocks have a size"
+    size, scale = selected.block_size, workload.softmax_scale
+    # Another object, so that the result does not hold the tensor that it is kept for.
+    indices = materialised(indices.detach())
+    if selected.per_token:
+        operands.check_blocks(indices, operands.blocks_of_tokens(call.cu_seqlens, length, size))
+        selection = Selection(indices, size, call.causal, call.window)
+        return computation_for(dim, dtype, device, selection, scale, call.cu_seqlens)
+    operands.check_blocks(indices[0] if len(indices) == 1 else indices, -(-length // size))
+    # In the form that dilabench's selectors return.
+    plan = SelectedPlan(indices.to(torch.int32).contiguous(), size, length, call.causal, call.window)
+    return Planned(kernels_for(device, dtype), plan, scale)

@@ -1,0 +1,51 @@
+"""`dense`: full attention by one call of a dense backend, without branches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from dilabench.contracts import BuildContext, LoadedBackend
+from dilabench.impls.one_operator import AttentionComputation
+from dilabench.workload.spec import Window, Workload
+
+if TYPE_CHECKING:
+    from dilabench.impls.packed import InTiles, OneLaunch, Packed
+
+
+def build(workload: Workload, context: BuildContext) -> Dense | OneLaunch | InTiles | Packed:
+    """Packed sequences are one launch if the backend, or dilabench's tiles, can."""
+    if workload.layout == "padded":
+        return padded(workload, context)
+    from dilabench.impls.packed import build_packed, in_one_launch, in_tiles
+
+    return in_one_launch(workload, context) or in_tiles(workload, context) or build_packed(padded, workload, context)
+
+
+def padded(workload: Workload, context: BuildContext) -> Dense:
+    """The computation for sequences of one length."""
+    return Dense(context.require_backend(), workload.causal, workload.window, workload.softmax_scale)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class Dense(AttentionComputation):
+    """A backend's own out, lse and gradients. Raises ValueError in the backward pass over a backend that has none."""
+
+    backend: LoadedBackend
+    causal: bool
+    window: Window
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = self.backend.attend(q, k, v, causal=self.causal, window=self.window, scale=self.scale)
+        return out.contiguous(), lse.contiguous()
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        attend_backward = self.backend.attend_backward or self.backend.require_backward()
+        options = {"causal": self.causal, "window": self.window, "scale": self.scale}
+        dq, dk, dv = attend_backward(dout.contiguous(), q, k, v, out, lse, **options)  # type: ignore[arg-type]
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
