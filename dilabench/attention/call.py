@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dilabench.attention import operands
-from dilabench.choice.computation import automatic, backend_of, check_backend, implementation_of, over, over_backends
+from dilabench.attention.operands import Kinds
+from dilabench.choice.computation import automatic, backend_of, check_backend, over, over_backends
 from dilabench.choice.measured import doublings_of_mean
 from dilabench.choice.ways import Way
 from dilabench.contracts import Attend, Packings
 from dilabench.errors import ConfigError
-from dilabench.impls.block_sparse.planned import Planned, kernels_for, plan_of_columns
-from dilabench.impls.call import Call, OwnBackend, PatternFields, fields_of, name_of_function, pattern_of
+from dilabench.impls.call import AnyPattern, Call, OwnBackend, fields_of, name_of_function
 from dilabench.impls.no_pairs import NOTHING_SEEN, SHAPES_ONLY, FirstRows
 from dilabench.impls.one_operator import (
     ON_ONE_DEVICE,
@@ -29,25 +29,14 @@ from dilabench.impls.one_operator import (
     as_one_operator,
     eager,
     is_plain_eager_call,
-    materialised,
     outside_compilers,
     register,
 )
 from dilabench.impls.operator_rules import refuse_forward_mode
-from dilabench.impls.selected.selected_blocks import computation_for
-from dilabench.impls.selected.selection import Selection
-from dilabench.kernels.block_sparse.selected import SelectedPlan
 from dilabench.kernels.streams import is_captured
-from dilabench.patterns.compressed_keys import Compression
 from dilabench.patterns.dense import DENSE
-from dilabench.patterns.pattern import Pattern, SelectedKeys, SequenceShape
+from dilabench.patterns.pattern import Pattern, SequenceShape
 from dilabench.workload.spec import AUTO, UNBOUNDED, Window, Workload, attended_pairs
-
-AnyPattern = Pattern | PatternFields | SelectedKeys
-"""A pattern, its fields while a compiler traces, or for `indices` the unit of the blocks that they select."""
-
-Kinds = tuple[operands.Kind, operands.Kind, operands.Kind]
-"""Shape, dtype and device of query, key and value."""
 
 
 def attend(
@@ -84,7 +73,10 @@ def attend(
         operands.check_is_tensor(sink)
     given = pattern
     if indices is not None:
-        given, blocks = _selecting(pattern, indices, query, key, bounds, unread)
+        # Few calls select blocks.
+        from dilabench.attention.given_blocks import selecting
+
+        given, blocks = selecting(pattern, indices, query, key, bounds, unread)
     else:
         blocks = None
     if forward_ad._current_level >= 0:
@@ -101,12 +93,9 @@ def attend(
         operands.check_options({"backend": backend})
         own = name_of_function(backend) if torch.compiler.is_compiling() else OwnBackend(backend)
     if isinstance(given, Pattern):
-        if not wants_gradient and given.is_detached:
-            # The outputs are the same, and more kernels support it.
-            given = given.merged_exactly
         call = Call(given, causal, sides, scale, bounds, longest, wants_gradient, own)  # type: ignore[arg-type]
-        if is_plain_eager_call(query, key, value) and (blocks is None or type(blocks) is Tensor):
-            computation = FINDER.computation(query, key, value, call, blocks, unread)
+        if is_plain_eager_call(query, key, value) and (blocks is None or is_plain_eager_call(blocks)):
+            computation = FINDER._computation_for(query, key, value, call, blocks, unread)
             if sink is not None:
                 operands.check_sink(sink, query, given)
             elif not wants_gradient:
@@ -128,42 +117,10 @@ def attend(
     return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
 
 
-def _selecting(
-    pattern: AnyPattern,
-    indices: Tensor,
-    query: Tensor,
-    key: Tensor,
-    bounds: tuple[int, ...],
-    unread: Tensor | None,
-) -> tuple[Pattern | PatternFields, Tensor]:
-    """The pattern of blocks that a caller gives, and their indices: [B or 1, N, K, S] per token, [K or 1, n, k] per
-    block of queries, which in packed sequences are those of its tokens.
-    """
-    selected = (
-        pattern
-        if isinstance(pattern, SelectedKeys)
-        else None
-        if isinstance(pattern, PatternFields)
-        else pattern.selects
-    )
-    if selected is None:
-        raise ValueError(operands.no_blocks(pattern))
-    size, per_token = selected
-    operands.check_are_tensors(indices=indices)
-    if not per_token and (bounds or unread is not None):
-        indices, per_token = operands.of_query_blocks(indices, size, query, key, bounds, unread), True
-    if not per_token:
-        indices = operands.indices_of_blocks(indices, query, key, size)
-        return pattern_of("topk_blocks", selector="random", block_size=size, top_k=1), indices
-    operands.check_block(size)
-    indices = operands.indices_of_tokens(indices, query, key)
-    return pattern_of("selected_blocks", selector="random", block_size=size, top_k=1), indices
-
-
 class _Finder:
     """Computations on one device, made once for each call and shape (`one_operator.CallFinder`)."""
 
-    def computation(
+    def _computation_for(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, indices: Tensor | None = None, bounds: Tensor | None = None
     ) -> Computation:
         kinds = (q.shape, q.dtype, q.device), (k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)
@@ -171,7 +128,9 @@ class _Finder:
             if indices is not None:
                 if bounds is not None:
                     call = _with_bounds(call, bounds, q.shape[1])
-                return _of_indices(kinds, call, indices)
+                from dilabench.attention.given_blocks import of_indices
+
+                return of_indices(kinds, call, indices)
             if bounds is not None:
                 return _of_bounds(kinds, call, bounds)
             return (_of_packing if call.cu_seqlens else _of_shapes)(kinds, call)
@@ -179,7 +138,7 @@ class _Finder:
             operands.refuse_types(call._asdict())
             raise
 
-    def pairs(self, q: torch.Size, k: torch.Size, call: Call, indices: torch.Size | None) -> int:
+    def _pairs_for(self, q: torch.Size, k: torch.Size, call: Call, indices: torch.Size | None) -> int:
         """The number of pairs is the same for every dtype and device."""
         of_query, of_key = ((shape, torch.float32, torch.device("cpu")) for shape in (q, k))
         if indices is not None:
@@ -200,8 +159,13 @@ def _made(kinds: Kinds, call: Call) -> Computation:
             return of_documents
     operands.check_call(call)
     (shape, _, device), *_ = kinds
+    if not call.wants_gradient:
+        # The outputs are the same, and more kernels support it.
+        call = call._replace(pattern=call.pattern.merged_exactly)
     if call.pattern.compresses is not None:
-        return _over_compressed(kinds, call, call.pattern.compresses)
+        from dilabench.attention.given_blocks import over_compressed
+
+        return over_compressed(kinds, call, call.pattern.compresses)
     operands.refuse_stand_ins(call.pattern)
     try:
         workload = operands.workload_of(kinds, call)
@@ -221,26 +185,6 @@ def _made(kinds: Kinds, call: Call) -> Computation:
     except ConfigError as error:
         raise ValueError(str(error)) from None
     return over(backend, way.implementation, workload, device)
-
-
-def _over_compressed(kinds: Kinds, call: Call, compression: Compression) -> Computation:
-    """The computation of queries over keys that stand for blocks of tokens."""
-    (query, dtype, device), (key, *_), (value, *_) = kinds
-    count = compression.count(query[1])
-    if key != value or key[1] != count or key[::3] != query[::3]:
-        raise ValueError(
-            f"compressed keys {tuple(key)} and values {tuple(value)} must be [B, C, K, D] with C = {count} for query "
-            f"{tuple(query)}, {compression}"
-        )
-    if device.type == "meta" or 0 in query:
-        return SHAPES_ONLY
-    if not count:
-        return NOTHING_SEEN
-    shape = SequenceShape(query[1], query[2], key[2], causal=True, window=UNBOUNDED)
-    hidden = call.pattern.hidden_rows(shape)
-    assert hidden is not None, "compressed keys are hidden from the tokens before them"
-    scale = query[3] ** -0.5 if call.scale is None else float(call.scale)
-    return Planned(kernels_for(device, dtype), plan_of_columns(shape, hidden, count), scale)
 
 
 # For packed sequences, whose lists grow with the tokens: only the latest few stay.
@@ -315,6 +259,8 @@ def _packings(kinds: Kinds, call: Call, longest: int, doublings: int) -> Packing
     other_sequences = min(max(1, round(tokens / 2**doublings) - 1), tokens - longest)
     bounds = (0, *(longest + (tokens - longest) * at // other_sequences for at in range(other_sequences + 1)))
     operands.check_call(call)
+    if not call.wants_gradient:
+        call = call._replace(pattern=call.pattern.merged_exactly)
     try:
         workload = operands.workload_of(kinds, call._replace(cu_seqlens=bounds))
         if workload is None or kinds[0][2].type == "meta":
@@ -323,56 +269,3 @@ def _packings(kinds: Kinds, call: Call, longest: int, doublings: int) -> Packing
     except (ConfigError, ValueError):
         # These are refused for the representative packing, not for the caller's.
         return None
-
-
-def _of_indices(kinds: Kinds, call: Call, indices: Tensor) -> Computation:
-    """The computation over the blocks that a caller gives, kept until the indices are written to."""
-    workload = _of_given_blocks(kinds, call)
-    if workload is None or indices.is_meta:
-        return SHAPES_ONLY
-    made = partial(_over_blocks, kinds, call, workload, indices)
-    # A graph reads them at each replay; lists that a stream made are complete for that stream.
-    if is_captured(indices):
-        return made()
-    stream = torch.cuda.current_stream(indices.device).cuda_stream if indices.is_cuda else 0
-    return _by_indices.get(indices, (kinds, call, stream), made)
-
-
-_by_indices = operands.OfTensors[Computation]()
-
-
-@lru_cache(maxsize=64)
-def _of_given_blocks(kinds: Kinds, call: Call) -> Workload | None:
-    """The workload, whose pattern stands for any blocks of its size; None if there are no numbers to compute with."""
-    operands.check_call(call)
-    device = kinds[0][2]
-    try:
-        workload = operands.workload_of(kinds, call)
-        if call.backend != AUTO:
-            check_backend(call.backend)
-            raise ConfigError(
-                f"backend {call.backend!r} with blocks that are given, whose kernels call none; leave it out"
-            )
-        if workload is None or device.type == "meta":
-            return None
-        implementation_of(workload, device)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-    return workload
-
-
-def _over_blocks(kinds: Kinds, call: Call, workload: Workload, indices: Tensor) -> Computation:
-    (_, length, _, dim), dtype, device = kinds[0]
-    selected = call.pattern.selects
-    assert selected is not None, "given blocks have a size"
-    size, scale = selected.block_size, workload.softmax_scale
-    # Another object, so that the result does not hold the tensor that it is kept for.
-    indices = materialised(indices.detach())
-    if selected.per_token:
-        operands.check_blocks(indices, operands.blocks_of_tokens(call.cu_seqlens, length, size))
-        selection = Selection(indices, size, call.causal, call.window)
-        return computation_for(dim, dtype, device, selection, scale, call.cu_seqlens)
-    operands.check_blocks(indices[0] if len(indices) == 1 else indices, -(-length // size))
-    # In the form that dilabench's selectors return.
-    plan = SelectedPlan(indices.to(torch.int32).contiguous(), size, length, call.causal, call.window)
-    return Planned(kernels_for(device, dtype), plan, scale)

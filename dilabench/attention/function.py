@@ -11,14 +11,15 @@ Patterns are the objects that the benchmark's workloads use (`dilabench.patterns
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal, TypedDict, Unpack, overload
 
 from torch import Tensor
 
 from dilabench.attention import operands
-from dilabench.attention.call import AnyPattern, attend
+from dilabench.attention.call import attend
 from dilabench.contracts import Attend
-from dilabench.impls.call import pattern_of
+from dilabench.impls.call import AnyPattern, pattern_of
 from dilabench.patterns.answers import SelectedKeys
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern
@@ -116,7 +117,8 @@ def attention(
     >>> attention(q, k, v, pattern=pattern).shape
     torch.Size([1, 64, 4, 16])
     """
-    operands.check_pattern(pattern)
+    if not (pattern is None or isinstance(pattern, Pattern)):
+        operands.check_pattern(pattern)
     out, lse = attend(
         query,
         key,
@@ -186,9 +188,20 @@ def block_sparse_attention(
     >>> block_sparse_attention(q, k, v, indices=own_and_first, block_size=16, causal=True).shape
     torch.Size([1, 64, 4, 16])
     """
-    operands.refuse_types({"mask": mask, "block_size": block_size, "density": density, "seed": seed})
-    pattern: AnyPattern = SelectedKeys(block_size, False)
-    if options.get("indices") is None:
-        pattern = pattern_of("block_sparse", mask=mask, block_size=block_size, density=density, mask_seed=seed)
+    fields = {"mask": mask, "block_size": block_size, "density": density, "seed": seed}
+    try:
+        pattern = _of_blocks(options.get("indices") is not None, **fields)
+    except TypeError:
+        operands.refuse_types(fields)
+        raise
     out, lse = attend(query, key, value, pattern, **options)
     return (out, lse) if return_lse else out
+
+
+@lru_cache(maxsize=64)
+def _of_blocks(given: bool, mask: str, block_size: int, density: float, seed: int) -> AnyPattern:
+    """The pattern of `block_sparse_attention`, or the unit of blocks that are given."""
+    operands.refuse_types({"mask": mask, "block_size": block_size, "density": density, "seed": seed})
+    if given:
+        return SelectedKeys(block_size, False)
+    return pattern_of("block_sparse", mask=mask, block_size=block_size, density=density, mask_seed=seed)

@@ -26,8 +26,7 @@ from dilabench.impls.multihead import check_embeddings, check_sizes
 from dilabench.impls.operator_rules import LIBRARY, one_after_another, operator
 from dilabench.impls.selected.selecting import Choosing, select_by_compression
 from dilabench.impls.summed import block_means
-from dilabench.patterns.answers import SelectedKeys
-from dilabench.patterns.compressed_keys import Compression
+from dilabench.patterns.answers import Compression, SelectedKeys
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.selected_blocks import check_block
 from dilabench.patterns.token_selectors import TOKEN_SELECTORS

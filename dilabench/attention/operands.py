@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import pairwise
 from math import inf
 from operator import index, le, sub
 from typing import Any, Generic, TypeVar, get_args
@@ -16,14 +15,14 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dilabench.impls.call import Call, OwnBackend
-from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern, SequenceShape
-from dilabench.patterns.selected_blocks import check_block
 from dilabench.validation import validated
 from dilabench.workload.spec import DType, Workload, bounds_of_lengths
 
 Kind = tuple[torch.Size, torch.dtype, torch.device]
 """Shape, dtype and device of a tensor."""
+Kinds = tuple[Kind, Kind, Kind]
+"""Those of query, key and value."""
 # With this few tokens of this many heads, the axes are likely swapped.
 FEW_TOKENS, MANY_HEADS = 64, 256
 _DTYPES = {getattr(torch, name): name for name in get_args(DType)}
@@ -53,9 +52,6 @@ class OfTensors(Generic[_MadeT]):
             made[key] = make()
         found: _MadeT = made[key]
         return found
-
-
-SELECTED_BY_INDICES = "pattern=SelectedBlocksPattern(block_size=...), per token, or TopKBlocksPattern, per query block"
 
 
 def workload_of(kinds: Sequence[Kind], call: Call) -> Workload | None:
@@ -175,108 +171,6 @@ def refuse_stand_ins(pattern: Pattern) -> None:
             f"that your model selects, indices={_SHAPES[pattern.selects is None or pattern.selects.per_token]}, or let "
             "native_sparse_attention select them"
         )
-
-
-def no_blocks(pattern: object) -> str:
-    """The refusal of indices for a pattern that selects no blocks."""
-    if isinstance(pattern, Pattern) and pattern != DENSE:
-        return f"indices with pattern {pattern.kind}: they are blocks of {SELECTED_BY_INDICES}"
-    return f"indices are blocks of {SELECTED_BY_INDICES}; give that pattern"
-
-
-def indices_of_tokens(indices: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """[B or 1, N, K, S] of indices [B, N, K, S], [N, K, S] or packed [T, K, S]: key blocks of each token. Raises
-    ValueError for others.
-    """
-    batch, rows, kv_heads = query.shape[0], query.shape[1], key.shape[2]
-    by_item = indices[None] if indices.ndim == 3 else indices
-    wanted = f"integers [{rows}, {kv_heads}, S] or [{batch}, {rows}, {kv_heads}, S]: S key blocks for each of {rows} "
-    if indices.is_floating_point() or indices.dtype == torch.bool or by_item.ndim != 4:
-        raise ValueError(f"indices {indices.dtype} {tuple(indices.shape)} must be {wanted}tokens and {kv_heads} heads")
-    fits = by_item.shape[0] in (1, batch) and tuple(by_item.shape[1:3]) == (rows, kv_heads)
-    if not fits or (rows and not by_item.shape[3]):
-        raise ValueError(f"indices {tuple(indices.shape)} must be {wanted}tokens and {kv_heads} heads of keys")
-    if query.shape[2] % kv_heads:
-        raise ValueError(f"query has {query.shape[2]} heads, not a multiple of the {kv_heads} of key and value")
-    if indices.device != query.device:
-        raise ValueError(f"indices are on {indices.device} and query on {query.device}; move one of them")
-    return by_item
-
-
-def indices_of_blocks(indices: Tensor, query: Tensor, key: Tensor, block_size: int) -> Tensor:
-    """[K or 1, n, k] of indices [n, k] or [K, n, k]: k key blocks for each block of queries. Raises ValueError."""
-    # While a trace is made, sizes are tensors.
-    check_indices(indices, int(key.shape[2]), -(-int(query.shape[1]) // block_size), block_size, query.device)
-    return indices if indices.ndim == 3 else indices[None]
-
-
-def of_query_blocks(
-    indices: Tensor, block_size: int, query: Tensor, key: Tensor, bounds: tuple[int, ...], unread: Tensor | None
-) -> Tensor:
-    """[T, K, k] of query [1, T, H, D] and key [1, T, K, D], from [n, k] or [K, n, k] of each block of `block_size`
-    queries: n blocks of all packed sequences, one after another. Of bounds that stay unread, n is not checked.
-    """
-    check_block(block_size)
-    tokens, kv_heads = query.shape[1], key.shape[2]
-    if unread is not None:
-        ends = unread.to(device=query.device, dtype=torch.int64)
-    else:
-        numbers = without_empty(bounds, tokens)
-        blocks = sum(-(-(stop - start) // block_size) for start, stop in pairwise(numbers))
-        check_indices(indices, kv_heads, blocks, block_size, query.device)
-        ends = torch.tensor(numbers, dtype=torch.int64, device=query.device)
-    token = torch.arange(tokens, device=query.device)
-    sequence = torch.searchsorted(ends, token, right=True) - 1
-    blocks_of = (ends.diff(append=ends[-1:]) + block_size - 1) // block_size
-    block = (blocks_of.cumsum(0) - blocks_of)[sequence] + (token - ends[sequence]) // block_size
-    by_head = indices if indices.ndim == 3 else indices[None]
-    # Tokens behind the last sequence see no key.
-    block = block.clamp_max(by_head.shape[1] - 1)
-    return by_head.transpose(0, 1)[block].expand(-1, kv_heads, -1)
-
-
-def check_indices(indices: Tensor, kv_heads: int, blocks: int, block_size: int, device: torch.device) -> None:
-    """Refuse indices that are not integers [n, k] or [K, n, k] on `device`: k key blocks for each query block."""
-    if torch._C._functorch.is_batchedtensor(indices):
-        raise ValueError(
-            "indices of blocks of queries differ between the items of torch.vmap; call once for each, or give the "
-            "blocks of each token (SelectedBlocksPattern)"
-        )
-    shape, no_numbers = tuple(map(int, indices.shape)), indices.is_floating_point() or indices.dtype == torch.bool
-    if no_numbers or shape[:-1] not in {(blocks,), (1, blocks), (kv_heads, blocks)}:
-        raise ValueError(
-            f"indices {indices.dtype} {shape} must be integers [{blocks}, k] or [{kv_heads}, {blocks}, k]: k key "
-            f"blocks for each of {blocks} blocks of {block_size} queries"
-        )
-    if indices.device != device:
-        raise ValueError(f"indices are on {indices.device} and query on {device}; move one of them")
-
-
-def check_blocks(indices: Tensor, blocks: int | Tensor) -> None:
-    """Refuse numbers that are neither one of this many blocks, or as many for each row of indices [..., S], nor -1.
-
-    On a CPU only: a GPU would have to be waited for.
-    """
-    if indices.device.type != "cpu":
-        return
-    # Small and unsigned integers cannot be compared with every number of a block, and with -1.
-    indices = indices.to(torch.int64) if indices.dtype not in {torch.int32, torch.int64} else indices
-    wrong = (indices < -1) | (indices >= blocks)
-    if wrong.any():
-        place = tuple(wrong.nonzero()[0].tolist())
-        there = int(torch.as_tensor(blocks).expand(indices.shape)[place])
-        raise ValueError(f"indices{[*place]} is block {indices[place]}, not one of 0 to {there - 1}; -1 means no block")
-
-
-def blocks_of_tokens(cu_seqlens: tuple[int, ...], tokens: int, block_size: int) -> int | Tensor:
-    """The number of key blocks that each token may select: of all tokens, or [T, 1, 1] of packed sequences."""
-    if not cu_seqlens:
-        return -(-tokens // block_size)
-    # Rows of no sequence see nothing.
-    blocks = torch.full((tokens, 1, 1), -(-tokens // block_size), device="cpu")
-    for first, last in pairwise(cu_seqlens):
-        blocks[first:last] = -(-(last - first) // block_size)
-    return blocks
 
 
 def check_kinds(kinds: Iterable[tuple[torch.dtype, torch.device]]) -> None:

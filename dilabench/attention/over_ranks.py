@@ -74,7 +74,7 @@ class SequenceShards:
         places = torch.cat([torch.arange(0), *(torch.arange(b - a) for a, b in pairwise(self.bounds))])
         return self.shards.take(places, self.world.rank, dim=0)
 
-    def computation(
+    def _computation_for(
         self,
         query: Tensor,
         key: Tensor,
@@ -108,7 +108,7 @@ class SequenceShards:
             self._functions[key_of_call] = known
         return known
 
-    def pairs(self, query: torch.Size, key: torch.Size, call: Call, _indices: torch.Size | None) -> int:
+    def _pairs_for(self, query: torch.Size, key: torch.Size, call: Call, _indices: torch.Size | None) -> int:
         """This rank's pairs, if all ranks have equally many."""
         if not self.seq_len or 0 in query:
             return 0
@@ -286,7 +286,7 @@ def ring_attention(
     call = Call(pattern, *given, backend=backend, algorithm=algorithm)  # type: ignore[arg-type]
     operands.refuse_types(call._replace(pattern=DENSE)._asdict())
     if is_pattern and is_plain_eager_call(query, key, value):
-        return shards.computation(query, key, value, call)(query, key, value)
+        return shards._computation_for(query, key, value, call)(query, key, value)
     # The backward pass reads these copies; copies made inside would be repeated there.
     tensors = query.contiguous(), key.contiguous(), value.contiguous()
     fields = fields_of(pattern) if isinstance(pattern, Pattern) else pattern

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -104,12 +104,15 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
         scale: float,
         out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        call = _call(plain, causal, window, scale, q.shape[1], k.shape[1])
+        if out is None and _is_plain(plain, plain.forward_span, q, k, v):
+            return forward(q, k, v, call)
         if q.numel() == 0 or k.shape[1] == 0:
             nothing, lse = _nothing_seen(q)
             return _put(nothing, out), lse
-        band = _band(q, k, causal, window, plain)
         batch = _batch(plain, plain.forward_span, q, k, v)
-        call = Call(band, scale, place=out if _placeable(out, batch, plain) else None)
+        if _placeable(out, batch, plain):
+            call = call._replace(place=out)
         result, lse = _split(partial(_run, forward, plain, call), batch, q, k, v)
         return _put(result, out), lse
 
@@ -126,11 +129,14 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
         scale: float,
         dq: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        call = _call(plain, causal, window, scale, q.shape[1], k.shape[1])
+        if dq is None and _is_plain(plain, plain.backward_span, q, k, v, dout, out):
+            return backward(dout, q, k, v, out, lse.contiguous(), call)
         if q.numel() == 0 or k.shape[1] == 0:
             return _put(torch.zeros_like(q), dq), torch.zeros_like(k), torch.zeros_like(v)
-        band = _band(q, k, causal, window, plain)
         batch = _batch(plain, plain.backward_span, dout, q, k, v, out)
-        call = Call(band, scale, place=dq if _placeable(dq, batch, plain) else None)
+        if _placeable(dq, batch, plain):
+            call = call._replace(place=dq)
         result, dk, dv = _split(partial(_run_backward, backward, plain, call), batch, dout, q, k, v, out, lse)
         return _put(result, dq), dk, dv
 
@@ -233,16 +239,39 @@ def _packed_band(causal: bool, window: Window, sequences: Sequences, plain: Plai
     return band
 
 
-def _band(q: Tensor, k: Tensor, causal: bool, window: Window, plain: Plain) -> Band:
-    num_queries, num_keys = q.shape[1], k.shape[1]
+@lru_cache(maxsize=256)
+def _call(plain: Plain, causal: bool, window: Window, scale: float, num_queries: int, num_keys: int) -> Call:
+    """The call for as many queries and keys, made once. Raises ValueError for a mask that the kernel does not align."""
     band = Band.of(causal, window, num_queries, num_keys)
     aligned = plain.aligns_ends and num_queries < num_keys and band.causal and not band.windowed
-    if num_queries != num_keys and not (band.full or aligned):
+    if num_queries and num_keys and num_queries != num_keys and not (band.full or aligned):
         raise ValueError(
             f"causal={causal} window={window} with {num_queries} queries and {num_keys} keys: under a mask their "
             "numbers must be equal; use the backend math, which aligns the last query with the last key"
         )
-    return band
+    return Call(band, scale)
+
+
+def _is_plain(plain: Plain, span: int | None, q: Tensor, k: Tensor, *others: Tensor) -> bool:
+    """Return True if a kernel takes the tensors as they are, in one launch, on the current device."""
+    if q.shape[0] > (plain.max_batch or q.shape[0]) or not (plain.grouped_heads or q.shape[2] == k.shape[2]):
+        return False
+    if q.is_cuda and q.get_device() != torch.cuda.current_device():
+        return False
+    itemsize, dim, multiple = q.element_size(), q.shape[-1], plain.alignment_bytes
+    if dim % plain.head_dim_multiple or (multiple > 1 and dim * itemsize % multiple):
+        return False
+    for x in (q, k, *others):
+        if not x.numel() or (span is not None and x.untyped_storage().nbytes() > span * itemsize):
+            return False
+        *steps, last = x.stride()
+        if (last != 1 and dim > 1) or (multiple > 1 and x.data_ptr() % multiple):
+            return False
+        if multiple > 1 and not x.is_contiguous():
+            for step, size in zip(steps, x.shape, strict=False):
+                if size > 1 and step * itemsize % multiple:
+                    return False
+    return True
 
 
 def _placeable(place: Tensor | None, batch: int, plain: Plain) -> bool:

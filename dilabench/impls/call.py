@@ -12,6 +12,7 @@ import torch
 
 from dilabench.contracts import Attend
 from dilabench.errors import ConfigError
+from dilabench.patterns.answers import SelectedKeys
 from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.registry import pattern_type, read_pattern
 from dilabench.workload.spec import AUTO, UNBOUNDED, Window
@@ -99,6 +100,9 @@ class PatternFields(NamedTuple):
     sizes: tuple[int, ...] = ()
     fractions: tuple[float, ...] = ()
 
+
+AnyPattern = Pattern | PatternFields | SelectedKeys
+"""A pattern, its fields while a compiler traces, or for `indices` the unit of the blocks that they select."""
 
 # Between fields in `PatternFields.words`.
 _NEXT = "\x1f"

@@ -8,7 +8,6 @@ functionalize writes through the strided views that results are merged into. So 
 # The annotations of operators are evaluated by torch: no postponed evaluation in this module.
 
 import itertools
-import logging
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -34,12 +33,11 @@ from dilabench.impls.operator_rules import (
     let_flops_be_counted,
     mapped,
     operator,
+    warn_of_packings,
 )
 from dilabench.kernels.lse import add_null_mass_
 
 ResultT = TypeVar("ResultT")
-
-logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -60,13 +58,13 @@ class Computation(Protocol):
 class CallFinder(Protocol):
     """The computations of calls and the work of these, as operators look them up."""
 
-    def computation(
+    def _computation_for(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, indices: Tensor | None, bounds: Tensor | None
     ) -> Computation:
         """The computation for tensors like these. indices: selected blocks; bounds: `Call.cu_seqlens` as a tensor."""
         ...
 
-    def pairs(self, q: torch.Size, k: torch.Size, call: Call, indices: torch.Size | None) -> int:
+    def _pairs_for(self, q: torch.Size, k: torch.Size, call: Call, indices: torch.Size | None) -> int:
         """(query, key) pairs that a call of these shapes attends to, over batch and heads."""
         ...
 
@@ -94,7 +92,9 @@ def _computation(
             "the attention function or the SequenceShards of this call are gone; keep them until its backward pass is "
             "done, and for as long as you call what was compiled from them"
         )
-    found: Computation = registered.computation(q, k, v, read_call(asked), indices, bounds) if asked else registered
+    found: Computation = (
+        registered._computation_for(q, k, v, read_call(asked), indices, bounds) if asked else registered
+    )
     return found
 
 
@@ -364,7 +364,7 @@ torch.library.register_vmap("dilabench::attention_backward", mapped(_backward_op
 
 
 def _pairs(number: int, query: torch.Size, key: torch.Size, indices: torch.Size | None, asked: str) -> int:
-    pairs: int = _registered[number].pairs(query, key, read_call(asked), indices)
+    pairs: int = _registered[number]._pairs_for(query, key, read_call(asked), indices)
     return pairs
 
 
@@ -431,7 +431,7 @@ def _attention_op(
     algorithm: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if cu_seqlens and torch._C._len_torch_dispatch_stack() > 0:
-        _warn_of_packings(tuple(map(int, cu_seqlens)))
+        warn_of_packings(tuple(map(int, cu_seqlens)))
     options = (
         pattern,
         sizes,
@@ -449,21 +449,3 @@ def _attention_op(
     # A trace must see all results whose size it does not know.
     out, lse, kept = _Differentiable.apply(query, key, value, sink, indices, bounds, number, asked)
     return out, lse, kept
-
-
-_packings: set[tuple[int, ...]] = set()
-
-
-def _warn_of_packings(cu_seqlens: tuple[int, ...]) -> None:
-    """Log a warning when the number of compiled lists of bounds reaches torch's limit of graphs per function."""
-    limit = torch._dynamo.config.recompile_limit
-    if len(_packings) < limit and cu_seqlens not in _packings:
-        _packings.add(cu_seqlens)
-        if len(_packings) == limit:
-            logger.warning(
-                "%d lists cu_seqlens are compiled, each as a separate graph, and torch limits the number of graphs per "
-                "function: for another list it raises FailOnRecompileLimitHit with fullgraph=True, and else runs the "
-                "function uncompiled. Give cu_seqlens as a tensor, which one graph takes any bounds in, or raise "
-                "torch._dynamo.config.recompile_limit",
-                limit,
-            )

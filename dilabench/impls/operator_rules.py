@@ -7,6 +7,7 @@ Second and forward-mode derivatives are refused.
 # The annotations of operators are evaluated by torch: no postponed evaluation in this module.
 
 import itertools
+import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from torch.autograd import forward_ad
 from dilabench.workload.spec import BACKWARD_FACTOR, FORWARD_FLOPS_PER_PAIR_AND_DIM
 
 ResultT = TypeVar("ResultT")
+
+logger = logging.getLogger(__name__)
 
 LIBRARY = torch.library.Library("dilabench", "FRAGMENT")
 
@@ -279,3 +282,21 @@ def from_bytes(computation: Any, kept: Tensor) -> tuple[Tensor, ...]:
         found.append(kept[first : first + size].view(dtype).view(shape))
         first += size + -size % _ALIGNED
     return tuple(found)
+
+
+_packings: set[tuple[int, ...]] = set()
+
+
+def warn_of_packings(cu_seqlens: tuple[int, ...]) -> None:
+    """Log a warning when the number of compiled lists of bounds reaches torch's limit of graphs per function."""
+    limit = torch._dynamo.config.recompile_limit
+    if len(_packings) < limit and cu_seqlens not in _packings:
+        _packings.add(cu_seqlens)
+        if len(_packings) == limit:
+            logger.warning(
+                "%d lists cu_seqlens are compiled, each as a separate graph, and torch limits the number of graphs per "
+                "function: for another list it raises FailOnRecompileLimitHit with fullgraph=True, and else runs the "
+                "function uncompiled. Give cu_seqlens as a tensor, which one graph takes any bounds in, or raise "
+                "torch._dynamo.config.recompile_limit",
+                limit,
+            )

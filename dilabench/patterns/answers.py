@@ -124,6 +124,34 @@ class SelectedKeys(NamedTuple):
     per_token: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """Compressed keys: number c stands for the `length` tokens from c · `stride` on, which is a multiple of `stride`.
+
+    Raises ValueError for other lengths.
+    """
+
+    length: int
+    stride: int
+
+    def __post_init__(self) -> None:
+        if self.stride < 1 or self.length < self.stride or self.length % self.stride:
+            raise ValueError(
+                f"compressed blocks of {self.length} tokens, one every {self.stride}: the length must be a multiple of "
+                "the stride"
+            )
+
+    def count(self, tokens: int) -> int:
+        """Whole blocks of a sequence."""
+        return max(0, (tokens - self.length) // self.stride + 1)
+
+    def lasts(self, tokens: int) -> Positions:
+        """[C]: the last token of each block, from which on a causal mask shows it."""
+        import numpy as np
+
+        return np.arange(self.count(tokens)) * self.stride + self.length - 1
+
+
 class Picture(NamedTuple):
     """Cells of a picture of head 0, first queries on top: the share that is computed, None if the mask hides the cell.
 

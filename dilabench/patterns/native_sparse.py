@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from dilabench.patterns.answers import HiddenRows, KeyGroup, Pairs, Positions, SequenceShape
+from dilabench.patterns.answers import Compression, HiddenRows, KeyGroup, Pairs, Positions, SequenceShape
 from dilabench.patterns.hidden_rows import HiddenRowsPattern
 from dilabench.patterns.pattern import Pattern, Summand
 from dilabench.patterns.selected_blocks import MAX_BLOCK, SelectedBlocksPattern
@@ -252,3 +252,29 @@ def _summands(pattern: GatedSumPattern, shape: SequenceShape) -> tuple[Summand, 
         (WindowSinkPattern(sinks=0, window_size=pattern.window_size), 1, 1),
     )
     return tuple(Summand(part, pool, gates[index], stride) for index, (part, pool, stride) in enumerate(parts))
+
+
+class CompressedKeysPattern(HiddenRowsPattern):
+    """C[h, i, c] = 1 if the tokens of compressed key c end at token i or before it: NSA's first branch by itself.
+
+    Keys are no tokens, so that no workload has this pattern.
+    """
+
+    kind: Literal["compressed_keys"] = "compressed_keys"
+    length: int
+    stride: int
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        Compression(self.length, self.stride)
+        return self
+
+    @property
+    def compresses(self) -> Compression:
+        """The blocks of tokens."""
+        return Compression(self.length, self.stride)
+
+    def hidden_rows(self, shape: SequenceShape) -> HiddenRows:
+        """Each key is hidden from the tokens before the last one that it stands for."""
+        lasts = self.compresses.lasts(shape.length)
+        return HiddenRows.of(shape.length, (np.zeros_like(lasts), lasts))

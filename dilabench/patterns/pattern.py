@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 from pydantic import BaseModel, ValidationError
 
 from dilabench.errors import ConfigError
+from dilabench.patterns.answers import Compression as Compression
 from dilabench.patterns.answers import HiddenRows as HiddenRows
 from dilabench.patterns.answers import KeyGroup as KeyGroup
 from dilabench.patterns.answers import Pairs as Pairs
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     import numpy as np
     from hypothesis.strategies import SearchStrategy
     from numpy.typing import NDArray
-
-    from dilabench.patterns.compressed_keys import Compression
 
 # Beyond this size a picture drawn from `counts` would take too long.
 MAX_PICTURED_LENGTH = 2**17

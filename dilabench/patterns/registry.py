@@ -77,7 +77,7 @@ PARTS = (
     PatternKind(
         "compressed_keys",
         "keys that stand for blocks of tokens (NSA's first branch)",
-        "dilabench.patterns.compressed_keys:CompressedKeysPattern",
+        "dilabench.patterns.native_sparse:CompressedKeysPattern",
     ),
 )
 

@@ -174,7 +174,7 @@ def test_tokens_in_a_known_order_need_no_prediction(monkeypatch: pytest.MonkeyPa
     cut = over_ranks._cut(tuple(pairwise(bounds)), "balanced", (-1, -1), 2)
     shards = over_ranks.SequenceShards(world, bounds, True, "balanced", cut)
     x = torch.zeros(shards.rows, 2, 8)
-    function = shards.computation(x, x, x, Call(DENSE, causal=True, algorithm="auto"))
+    function = shards._computation_for(x, x, x, Call(DENSE, causal=True, algorithm="auto"))
     assert isinstance(function, ShardedAttention)
     assert function.shards == cut
 

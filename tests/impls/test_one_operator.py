@@ -10,7 +10,7 @@ from dilabench.attention import attention, dilated_attention
 from dilabench.backends import math
 from dilabench.backends.sdpa import flash as sdpa_flash
 from dilabench.contracts import AttentionFn, BuildContext, LoadedBackend
-from dilabench.impls import gather, one_operator, strided
+from dilabench.impls import gather, one_operator, operator_rules, strided
 from dilabench.workload.spec import Workload
 
 # Heads that no rate divides, a short last segment, shared keys.
@@ -151,7 +151,7 @@ def test_packings_are_right_up_to_torchs_limit_of_graphs_which_is_told(
     fullgraph: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch._dynamo.reset()
-    one_operator._packings.clear()
+    operator_rules._packings.clear()
     x = torch.randn(16, 2, 8)
 
     def attend(x: Tensor, bounds: Any) -> Tensor:

@@ -14,7 +14,7 @@ from dilabench.contracts import BuildContext
 from dilabench.engine.verify.verification import verify
 from dilabench.impls import dense_masked, native_sparse
 from dilabench.impls.block_sparse import block_sparse, selected
-from dilabench.impls.block_sparse.union import require_whole_plan
+from dilabench.impls.block_sparse.planned import require_whole_plan
 from dilabench.impls.reference import Reference, ReferenceOfSum
 from dilabench.kernels.block_sparse.plan import BlockPlan
 from dilabench.patterns.native_sparse import BlockwiseNativeSparsePattern

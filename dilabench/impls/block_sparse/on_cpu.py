@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain
 
 import numpy as np
@@ -167,9 +168,10 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 
 def listed_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float) -> tuple[Tensor, Tensor]:
     """As `blocked_forward`, for the types that `flash.serves`."""
-    plan.check(q, k, v)
-    q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
-    out, lse = flash.attend(q, k, v, Mask(plan.left, plan.right, scale), blocks=_blocks_of(plan))
+    mask, blocks = plan.keep(("listed", q.shape, k.shape, v.shape, scale), partial(_listed, plan, scale, q, k, v))
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        q, k, v = map(last_dim_contiguous, (q, k, v))
+    out, lse = flash.attend(q, k, v, mask, blocks=blocks)
     return out.to(q.dtype), lse
 
 
@@ -177,15 +179,17 @@ def listed_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Plan, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `blocked_backward`, for the types that `flash.serves`."""
-    plan.check(q, k, v)
-    dout, q, k, v, out = (last_dim_contiguous(x) for x in (dout, q, k, v, out))
-    mask = Mask(plan.left, plan.right, scale)
-    dq, dk, dv = flash.attend_backward(dout, q, k, v, out, lse, mask, blocks=_blocks_of(plan))
+    mask, blocks = plan.keep(("listed", q.shape, k.shape, v.shape, scale), partial(_listed, plan, scale, q, k, v))
+    if not dout.stride(-1) == q.stride(-1) == k.stride(-1) == v.stride(-1) == out.stride(-1) == 1:
+        dout, q, k, v, out = map(last_dim_contiguous, (dout, q, k, v, out))
+    dq, dk, dv = flash.attend_backward(dout, q, k, v, out, lse, mask, blocks=blocks)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _blocks_of(plan: Plan) -> Blocks:
-    return plan.keep("ranges of keys", lambda: _blocks(plan))
+def _listed(plan: Plan, scale: float, q: Tensor, k: Tensor, v: Tensor) -> tuple[Mask, Blocks]:
+    """The mask and the lists of a plan, for tensors of these shapes."""
+    plan.check(q, k, v)
+    return Mask(plan.left, plan.right, scale), plan.keep("ranges of keys", lambda: _blocks(plan))
 
 
 def _blocks(plan: Plan) -> Blocks:

@@ -5,6 +5,7 @@ A tile's rows are the query heads of one token that share their keys, so that ea
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,55 +27,59 @@ class Listed(SelectedAttention):
 
     selection: Selection
     scale: float
-    _kept: dict[int, list[Blocks]] = field(default_factory=dict, init=False, repr=False)
+    _mask: Mask = field(init=False, repr=False)
+    _kept: dict[Hashable, list[tuple[slice, Blocks]]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        SelectedAttention.__post_init__(self)
+        # Lists hold what a causal mask and a window let each token see.
+        object.__setattr__(self, "_mask", Mask(-1, -1, self.scale))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse, summed in float32."""
-        check(self.selection, q, k, v)
+        lists, (queries,), k, v = self._by_group(q, k, v, q)
         results = [
-            flash.attend(queries, keys, values, self._mask, blocks=blocks)
-            for (queries, keys, values), blocks in self._items(q, (k, v))
+            flash.attend(queries[items], k[items], v[items], self._mask, blocks=blocks) for items, blocks in lists
         ]
-        out, lse = (torch.cat(parts) for parts in zip(*results, strict=True))
-        return _by_token(out, q.shape).to(q.dtype), _lse_by_token(lse, q.shape)
+        out, lse = results[0] if len(results) == 1 else map(torch.cat, zip(*results, strict=True))
+        B, N, H, _ = q.shape
+        by_token = out.unflatten(1, (N, -1)).transpose(2, 3).reshape(q.shape).to(q.dtype)
+        return by_token, lse.unflatten(2, (N, -1)).transpose(2, 3).reshape(B, H, N)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv, summed in float32."""
-        check(self.selection, q, k, v)
         kv_heads = k.shape[2]
-        by_group = lse.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(2)
-        douts, outs = (_by_group(x, kv_heads) for x in (dout, out))
-        gradients, first = [], 0
-        for (queries, keys, values), blocks in self._items(q, (k, v)):
-            items = slice(first, first + len(queries))
-            results = outs[items], by_group[items].contiguous()
+        lists, of_queries, keys, values = self._by_group(q, k, v, dout, q, out)
+        by_group = lse.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(2).contiguous()
+        gradients = []
+        for items, blocks in lists:
+            douts, queries, outs = (x[items] for x in of_queries)
+            results = outs, by_group[items]
             gradients.append(
-                flash.attend_backward(douts[items], queries, keys, values, *results, self._mask, blocks=blocks)
+                flash.attend_backward(douts, queries, keys[items], values[items], *results, self._mask, blocks=blocks)
             )
-            first = items.stop
-        dq, dk, dv = (torch.cat(parts) for parts in zip(*gradients, strict=True))
-        return _by_token(dq, q.shape).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        dq, dk, dv = gradients[0] if len(gradients) == 1 else map(torch.cat, zip(*gradients, strict=True))
+        by_token = dq.unflatten(1, (q.shape[1], -1)).transpose(2, 3).reshape(q.shape)
+        return by_token.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    @property
-    def _mask(self) -> Mask:
-        # Lists hold what a causal mask and a window let each token see.
-        return Mask(-1, -1, self.scale)
-
-    def _items(self, q: Tensor, of_keys: tuple[Tensor, Tensor]) -> list[tuple[tuple[Tensor, Tensor, Tensor], Blocks]]:
-        """Batch items that share lists, q as [B, N · G, K, D]."""
-        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in of_keys)
-        queries, lists = _by_group(q, k.shape[2]), self._lists(q.shape[2] // k.shape[2])
-        if len(lists) == 1:
-            return [((queries, k, v), lists[0])]
-        return [((queries[at : at + 1], k[at : at + 1], v[at : at + 1]), blocks) for at, blocks in enumerate(lists)]
-
-    def _lists(self, group: int) -> list[Blocks]:
-        if group not in self._kept:
+    def _by_group(
+        self, q: Tensor, k: Tensor, v: Tensor, *of_queries: Tensor
+    ) -> tuple[list[tuple[slice, Blocks]], list[Tensor], Tensor, Tensor]:
+        """Batch items that share lists with these, [B, N · G, K, D] of each [B, N, K · G, D], and k and v."""
+        kv_heads = k.shape[2]
+        key = q.shape, k.shape, v.shape
+        if key not in self._kept:
+            check(self.selection, q, k, v)
             items = self.selection.indices.shape[0]
-            self._kept[group] = [lists_of(self.selection, group, item) for item in range(items)]
-        return self._kept[group]
+            spans = [slice(None)] if items == 1 else [slice(at, at + 1) for at in range(items)]
+            lists = [lists_of(self.selection, q.shape[2] // kv_heads, item) for item in range(items)]
+            self._kept[key] = [*zip(spans, lists, strict=True)]
+        grouped = [x.unflatten(2, (kv_heads, -1)).transpose(2, 3).flatten(1, 2).contiguous() for x in of_queries]
+        if not k.stride(-1) == v.stride(-1) == 1:
+            k, v = k.contiguous(), v.contiguous()
+        return self._kept[key], grouped, k, v
 
 
 def lists_of(selection: Selection, group: int, item: int = 0) -> Blocks:
@@ -117,18 +122,3 @@ def _ranges(selection: Selection, item: int, first: int, last: int) -> tuple[np.
     is_last[..., :-1] &= ~goes_on[..., 1:]
     ranges = [np.stack((begins[head][is_first[head]], ends[head][is_last[head]]), 1) for head in range(len(blocks))]
     return is_first.sum(-1), ranges
-
-
-def _by_group(x: Tensor, kv_heads: int) -> Tensor:
-    """[B, N · G, K, D] of x [B, N, K · G, D]."""
-    return x.unflatten(2, (kv_heads, -1)).transpose(2, 3).flatten(1, 2).contiguous()
-
-
-def _by_token(x: Tensor, shape: torch.Size) -> Tensor:
-    """The reverse of `_by_group`."""
-    return x.unflatten(1, (shape[1], -1)).transpose(2, 3).reshape(shape)
-
-
-def _lse_by_token(lse: Tensor, shape: torch.Size) -> Tensor:
-    """[B, H, N] of lse [B, K, N · G]."""
-    return lse.unflatten(2, (shape[1], -1)).transpose(2, 3).flatten(1, 2).contiguous()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dilabench.patterns.compressed_keys import Compression
+from dilabench.patterns.answers import Compression
 
 # Scores that are held at once: 256 MiB in float32.
 SCORES_AT_ONCE = 2**26

@@ -15,8 +15,7 @@ from dilabench.impls.selected.selecting import (
     select_by_mean_key,
 )
 from dilabench.impls.selected.selection import Selection
-from dilabench.patterns.answers import SequenceShape
-from dilabench.patterns.compressed_keys import Compression
+from dilabench.patterns.answers import Compression, SequenceShape
 from dilabench.patterns.selected_blocks import SelectedBlocksPattern
 from dilabench.patterns.selectors import ABSENT, STAND_IN_DIM
 from dilabench.patterns.token_selectors import TOKEN_SELECTORS, Tokens, indexer_stand_ins, stand_ins

@@ -200,7 +200,7 @@ def _launch(
     L = k.shape[1]
     seen: tuple[int | None, ...] = (L - M, mask.left, mask.right, max(M, 1), H, None, None, None, 0, 0)
     if blocks is not None:
-        places = (x.data_ptr() for x in (blocks.spans, blocks.ranges, blocks.hidden))
+        places = blocks.spans.data_ptr(), blocks.ranges.data_ptr(), blocks.hidden.data_ptr()
         seen = (0, mask.left, mask.right, blocks.rows, H // blocks.lists, *places, len(blocks.hidden), L)
     call = _Call(
         *(B, H, k.shape[2], M, L, D, *seen, mask.scale, log(mask.count)),
