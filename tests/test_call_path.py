@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import dilabench
-from dilabench.attention import dilated_attention
+from dilabench.attention import attention, block_sparse_attention, dilated_attention
 from dilabench.kernels.cpu import flash
+from dilabench.patterns import ColumnBoundsPattern, SelectedBlocksPattern, WindowSinkPattern
 
 HOME = os.path.dirname(dilabench.__file__) + os.sep
 # Code of functions, and of no module or class body.
@@ -50,27 +51,43 @@ def functions_of(call: Callable[[], object]) -> list[str]:
     return sorted(f"{code.co_filename.removeprefix(HOME)}:{code.co_qualname}" for code in seen)
 
 
-def calls(device: str, dtype: torch.dtype) -> tuple[Callable[[], Tensor], Callable[[], object]]:
-    """A call without gradients, and one with its backward pass."""
-    q, k, v = (torch.randn(1, 1024, 8, 64, device=device, dtype=dtype) for _ in range(3))
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    dout = torch.ones_like(q)
-    return (
-        lambda: dilated_attention(q, k, v, **BRANCHES),
-        lambda: torch.autograd.grad(dilated_attention(*leaves, **BRANCHES), leaves, dout),
-    )
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+HEADS, TOKENS, BLOCK = 8, 1024, 128
+INDICES = torch.arange(TOKENS)[:, None, None].expand(TOKENS, HEADS, 2) // BLOCK
+BLOCKS = torch.arange(TOKENS // BLOCK)[:, None]
+# A call of every pattern, and the functions that it passes, with its backward pass too.
+CALLS: dict[str, Call] = {
+    "dense": lambda q, k, v: attention(q, k, v, causal=True),
+    "dilated": lambda q, k, v: dilated_attention(q, k, v, **BRANCHES),
+    "window_sink": lambda q, k, v: attention(q, k, v, pattern=WINDOW, causal=True),
+    "column_bounds": lambda q, k, v: attention(q, k, v, pattern=DOCUMENTS, causal=True),
+    "block_sparse": lambda q, k, v: block_sparse_attention(q, k, v, block_size=BLOCK, density=0.5),
+    "topk_blocks": lambda q, k, v: block_sparse_attention(q, k, v, block_size=BLOCK, indices=BLOCKS, causal=True),
+    "selected_blocks": lambda q, k, v: attention(q, k, v, pattern=SELECTED, indices=INDICES, causal=True),
+}
+WINDOW = WindowSinkPattern(sinks=4, window_size=BLOCK)
+DOCUMENTS = ColumnBoundsPattern(document_lengths=(300, 700))
+SELECTED = SelectedBlocksPattern(block_size=BLOCK)
+
+
+def operands(device: str, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(1, TOKENS, HEADS, 64, device=device, dtype=dtype) for _ in range(3)]
 
 
 @pytest.mark.skipif(not flash.serves(torch.float32), reason="no C++ compiler works here: another kernel is taken")
-def test_a_repeated_call_on_a_cpu() -> None:
-    forward, both = calls("cpu", torch.float32)
-    found = functions_of(forward)
-    assert len(found) <= 20, found
-    found = functions_of(both)
-    assert len(found) <= 56, found
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_repeated_call_on_a_cpu(call: Call) -> None:
+    tensors = operands("cpu", torch.float32)
+    found = functions_of(lambda: call(*tensors))
+    assert len(found) <= 14, found
+    leaves, dout = [x.requires_grad_() for x in tensors], torch.ones_like(tensors[0])
+    found = functions_of(lambda: torch.autograd.grad(call(*leaves), leaves, dout))
+    assert len(found) <= 28, found
 
 
 @pytest.mark.gpu
-def test_a_repeated_call_on_a_gpu() -> None:
-    found = functions_of(calls("cuda", torch.bfloat16)[0])
-    assert len(found) <= 8, found
+@pytest.mark.parametrize("call", [CALLS["dense"], CALLS["dilated"]], ids=["dense", "dilated"])
+def test_a_repeated_call_on_a_gpu(call: Call) -> None:
+    tensors = operands("cuda", torch.bfloat16)
+    found = functions_of(lambda: call(*tensors))
+    assert len(found) <= 14, found

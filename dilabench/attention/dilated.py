@@ -10,7 +10,8 @@ torch.compile without graph breaks: forward and backward are one custom operator
 """
 
 from collections.abc import Sequence
-from typing import Literal, TypedDict, Unpack, overload
+from functools import lru_cache
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,10 @@ from dilabench.patterns.pattern import Pattern
 from dilabench.workload.spec import AUTO, UNBOUNDED, Window
 
 __all__ = ["DilatedAttention", "MultiheadDilatedAttention", "dilated_attention"]
+
+
+# Options of the call that are fields of `DilatedPattern`.
+IN_PATTERN = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by", "padding", "merge_grad")
 
 
 # Options of the call that are fields of `DilatedPattern`.
@@ -137,16 +142,12 @@ def dilated_attention(
         rates = operands.integers("dilation_rates", rates)
     pattern: Pattern | PatternFields = DENSE
     if lengths or rates:
-        pattern = pattern_of(
-            "dilated",
-            segment_lengths=lengths,
-            dilation_rates=rates,
-            heads=heads,
-            offset=offset,
-            offset_by=offset_by,
-            padding=padding,
-            merge_grad=merge_grad,
-        )
+        fields = lengths, rates, heads, offset, offset_by, padding, merge_grad
+        try:
+            pattern = _of_branches(*fields) if torch.compiler.is_compiling() else _kept_branches(*fields)
+        except TypeError:
+            operands.refuse_types(dict(zip(IN_PATTERN, fields, strict=True)))
+            raise
     out, lse = attend(
         query,
         key,
@@ -161,6 +162,13 @@ def dilated_attention(
         backend=backend,
     )
     return (out, lse) if return_lse else out
+
+
+def _of_branches(*fields: Any) -> Pattern | PatternFields:
+    return pattern_of("dilated", **dict(zip(IN_PATTERN, fields, strict=True)))
+
+
+_kept_branches = lru_cache(maxsize=256)(_of_branches)
 
 
 class DilatedAttention(nn.Module):

@@ -89,7 +89,9 @@ def over_compressed(kinds: Kinds, call: Call, compression: Compression) -> Compu
 def of_indices(kinds: Kinds, call: Call, indices: Tensor) -> Computation:
     """The computation over the blocks that a caller gives, kept until the indices are written to."""
     workload = _of_given_blocks(kinds, call)
-    if workload is None or indices.is_meta:
+    if indices.device != kinds[0][2]:
+        raise ValueError(f"indices are on {indices.device} and query on {kinds[0][2]}; move one of them")
+    if workload is None:
         return SHAPES_ONLY
     made = partial(_over_blocks, kinds, call, workload, indices)
     if not indices.is_cuda:
@@ -130,7 +132,7 @@ def _over_blocks(kinds: Kinds, call: Call, workload: Workload, indices: Tensor) 
     # Another object, so that the result does not hold the tensor that it is kept for.
     indices = materialised(indices.detach())
     if selected.per_token:
-        indices = _indices_of_tokens(indices, query, key, device)
+        indices = _indices_of_tokens(indices, query, key)
         _check_blocks(indices, _blocks_of_tokens(call.cu_seqlens, length, size))
         selection = Selection(indices, size, call.causal, call.window)
         return computation_for(query[3], dtype, device, selection, scale, call.cu_seqlens)
@@ -142,7 +144,7 @@ def _over_blocks(kinds: Kinds, call: Call, workload: Workload, indices: Tensor) 
     return Planned(kernels_for(device, dtype), plan, scale)
 
 
-def _indices_of_tokens(indices: Tensor, query: torch.Size, key: torch.Size, device: torch.device) -> Tensor:
+def _indices_of_tokens(indices: Tensor, query: torch.Size, key: torch.Size) -> Tensor:
     """[B or 1, N, K, S] of indices [B, N, K, S], [N, K, S] or packed [T, K, S]: key blocks of each token. Raises
     ValueError for others.
     """
@@ -154,8 +156,6 @@ def _indices_of_tokens(indices: Tensor, query: torch.Size, key: torch.Size, devi
     fits = by_item.shape[0] in (1, batch) and tuple(by_item.shape[1:3]) == (rows, kv_heads)
     if not fits or (rows and not by_item.shape[3]):
         raise ValueError(f"indices {tuple(indices.shape)} must be {wanted}tokens and {kv_heads} heads of keys")
-    if indices.device != device:
-        raise ValueError(f"indices are on {indices.device} and query on {device}; move one of them")
     return by_item
 
 

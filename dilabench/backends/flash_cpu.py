@@ -17,21 +17,19 @@ from dilabench.workload.spec import UNBOUNDED, Window
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     mask = Mask(call.band.left, call.band.right, call.scale)
-    out, lse = flash.attend(q, k, v, mask, _as_summed(call.place))
+    out, lse = flash.attend(
+        q, k, v, mask, call.place if call.place is not None and call.place.dtype == torch.float32 else None
+    )
     return out.to(q.dtype), lse
 
 
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mask = Mask(call.band.left, call.band.right, call.scale)
-    dq, dk, dv = flash.attend_backward(dout, q, k, v, out, lse, mask, _as_summed(call.place))
+    mask, place = Mask(call.band.left, call.band.right, call.scale), call.place
+    place = place if place is not None and place.dtype == torch.float32 else None
+    dq, dk, dv = flash.attend_backward(dout, q, k, v, out, lse, mask, place)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _as_summed(place: Tensor | None) -> Tensor | None:
-    """Return the place if results can be written into it directly."""
-    return place if place is not None and place.dtype == torch.float32 else None
 
 
 attend, attend_backward = adapted(_forward, _backward, Plain(aligns_ends=True, places_results=True))

@@ -316,10 +316,11 @@ def test_indices_of_every_integer_type_are_the_same_blocks(per_token: bool, dtyp
     assert torch.equal(found, expected)
 
 
-def test_batches_of_indices_of_query_blocks_are_refused() -> None:
+def test_batches_of_indices_of_query_blocks_are_computed_one_after_another() -> None:
     inputs = operands()
-    with pytest.raises(ValueError, match=r"differ between the items of torch\.vmap"):
-        torch.func.vmap(lambda one: attention(*inputs, pattern=SELECTION, indices=one))(INDICES.expand(2, 6, -1))
+    batch = torch.stack([INDICES, INDICES.flip(-1), INDICES.clamp(max=0)])
+    found = torch.func.vmap(lambda indices: attention(*inputs, pattern=SELECTION, indices=indices))(batch)
+    assert torch.equal(found, torch.stack([attention(*inputs, pattern=SELECTION, indices=x) for x in batch]))
 
 
 class TheirSelection(Pattern):

@@ -28,7 +28,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
         raise ValueError(f"{call.band} is a window, which torch does not pass on to cuDNN; use another backend")
     if refused := q.shape[1] == k.shape[1] == 1:
         q = _with_second_query(q)
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
         *_heads_first(q, k, v), None, True, 0.0, call.band.causal, False, scale=call.scale
     )
     # The operators' lse is [B, H, M, 1].
@@ -46,7 +46,7 @@ def _backward(
         q, out, dout = q.contiguous(), out.contiguous(), dout.contiguous()
     # The state of the random generator is read only with dropout.
     unread = torch.empty((), dtype=torch.int64, device=q.device)
-    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
         *_heads_first(dout, q, k, v, out),
         lse.unsqueeze(-1),
         unread,

@@ -38,9 +38,9 @@ class Listed(SelectedAttention):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """out and lse, summed in float32."""
         lists, (queries,), k, v = self._by_group(q, k, v, q)
-        results = [
-            flash.attend(queries[items], k[items], v[items], self._mask, blocks=blocks) for items, blocks in lists
-        ]
+        results = []
+        for items, blocks in lists:
+            results.append(flash.attend(queries[items], k[items], v[items], self._mask, blocks=blocks))
         out, lse = results[0] if len(results) == 1 else map(torch.cat, zip(*results, strict=True))
         B, N, H, _ = q.shape
         by_token = out.unflatten(1, (N, -1)).transpose(2, 3).reshape(q.shape).to(q.dtype)
@@ -55,11 +55,9 @@ class Listed(SelectedAttention):
         by_group = lse.unflatten(1, (kv_heads, -1)).transpose(2, 3).flatten(2).contiguous()
         gradients = []
         for items, blocks in lists:
-            douts, queries, outs = (x[items] for x in of_queries)
-            results = outs, by_group[items]
-            gradients.append(
-                flash.attend_backward(douts, queries, keys[items], values[items], *results, self._mask, blocks=blocks)
-            )
+            dout_rows, queries, out_rows = of_queries
+            given = dout_rows[items], queries[items], keys[items], values[items], out_rows[items], by_group[items]
+            gradients.append(flash.attend_backward(*given, self._mask, blocks=blocks))
         dq, dk, dv = gradients[0] if len(gradients) == 1 else map(torch.cat, zip(*gradients, strict=True))
         by_token = dq.unflatten(1, (q.shape[1], -1)).transpose(2, 3).reshape(q.shape)
         return by_token.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -76,7 +74,9 @@ class Listed(SelectedAttention):
             spans = [slice(None)] if items == 1 else [slice(at, at + 1) for at in range(items)]
             lists = [lists_of(self.selection, q.shape[2] // kv_heads, item) for item in range(items)]
             self._kept[key] = [*zip(spans, lists, strict=True)]
-        grouped = [x.unflatten(2, (kv_heads, -1)).transpose(2, 3).flatten(1, 2).contiguous() for x in of_queries]
+        grouped = []
+        for x in of_queries:
+            grouped.append(x.unflatten(2, (kv_heads, -1)).transpose(2, 3).flatten(1, 2).contiguous())
         if not k.stride(-1) == v.stride(-1) == 1:
             k, v = k.contiguous(), v.contiguous()
         return self._kept[key], grouped, k, v

@@ -22,7 +22,7 @@ from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.impls.one_operator import is_plain_eager_call, last_dim_contiguous
 from dilabench.impls.union.branches import branches_of
 from dilabench.impls.union.rectangles import Rectangle, chains, rectangles
-from dilabench.impls.union.union import Rows, Union
+from dilabench.impls.union.union import PlacedCall, Rows, Union
 from dilabench.kernels.lse import add_null_mass_
 from dilabench.workload.spec import UNBOUNDED, Workload, flops
 
@@ -48,10 +48,13 @@ class RectangleUnion(Union):
         merging = None if self.detached else self._merging(q, None)
         output = self._empty_output(q, merging.results if merging else None)
 
-        def attend(share: Sequence[Rectangle]) -> list[Tensor]:
+        shares = self._shares_of(q)
+
+        def attend(index: int) -> list[Tensor]:
             kept: list[Tensor] = []
-            for rows in share:
-                if merging and self._merge(merging, rows, q, k, v, *output, fresh=rows.first):
+            for rows, found in self._placed(shares[index], q, k, v, output[1]):
+                if merging and found:
+                    found.merge(merging, q, k, v, *output, rows.first)
                     continue
                 out, lse = self._attend(rows, q, k, v)
                 result = out.to(output[0].dtype), lse
@@ -62,7 +65,7 @@ class RectangleUnion(Union):
                 del out, lse, result
             return kept
 
-        kept = _at_once(attend, self._shares_of(q), q, k, v)
+        kept = _at_once(attend, range(len(shares)), q, k, v)
         if self.zero_keys is not None:
             add_null_mass_(*output, self.zero_keys.logsumexp(0, keepdim=True))
         out, lse = output
@@ -81,6 +84,7 @@ class RectangleUnion(Union):
         """As `Union.backward`."""
         dout = dout.contiguous()
         q, k, v, out = (last_dim_contiguous(x) for x in (q, k, v, out))
+        out = out.contiguous()
         merging = self._merging(q, None)
         dtype = merging.results if merging else None
         dq, dk, dv = (torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -96,9 +100,12 @@ class RectangleUnion(Union):
             if means:
                 for rows, result in zip_longest(shares[index], kept_of[index]):
                     means.add(rows, *(result or self._attend(rows, q, k, v)))
-            for rows in shares[index]:
+            for rows, found in self._placed(shares[index], q, k, v, lse):
                 own = means.as_out(rows) if means else None
-                self._add_share(merging, rows, dout, q, k, v, out, lse, own, (dq, dk, dv))
+                if merging and found:
+                    found.add_gradients(merging, dout, q, k, v, out, lse, own, (dq, dk, dv))
+                else:
+                    self._add_share(rows, dout, q, k, v, out, lse, own, (dq, dk, dv))
 
         _at_once(add_gradients, range(len(shares)), dout, q, k, v)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -107,6 +114,12 @@ class RectangleUnion(Union):
         """All shares; only one while memory is traced, because all are alike and keep no tensors."""
         shares = self.shares()
         return shares[:1] if isinstance(x, FakeTensor) and not self.detached else shares
+
+    def _placed(
+        self, share: Sequence[Rectangle], q: Tensor, k: Tensor, v: Tensor, lse: Tensor
+    ) -> list[tuple[Rectangle, PlacedCall | None]]:
+        """The calls of a share with their views."""
+        return [(rows, PlacedCall.of(rows, self._mask(rows), q, k, v, lse)) for rows in share]
 
     def _mask(self, rows: Rows) -> dict[str, Any]:
         assert isinstance(rows, Rectangle)

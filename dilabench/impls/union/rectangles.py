@@ -21,7 +21,7 @@ from math import lcm, log
 from torch import Tensor
 
 from dilabench.impls.union.branches import Branch, Place, Progression, Segments, branches_of, fewest_runs, segments_of
-from dilabench.impls.union.strided_rows import KEY_HEADS, StridedRows, at_most, regular_batches
+from dilabench.impls.union.strided_rows import StridedRows, at_most, regular_batches
 from dilabench.patterns.dilated import rows_kept
 from dilabench.workload.spec import Workload
 
@@ -78,9 +78,9 @@ class Rectangle(StridedRows):
     def _counted(self, lse: Tensor) -> Tensor:
         return lse + log(self.count) if self.count > 1 else lse
 
-    def _key_axes(self, x: Tensor) -> Tensor:
-        start = self.start.after(Place(self.ahead, 0, 0))
-        return self._axes(x, KEY_HEADS, start, self.key_length, self.key_rate, self.key_heads)
+    @property
+    def _of_keys(self) -> tuple[Place, int, int]:
+        return self.start.after(Place(self.ahead, 0, 0)), self.key_length, self.key_rate
 
 
 @dataclass(frozen=True, slots=True)

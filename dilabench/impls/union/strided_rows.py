@@ -26,7 +26,7 @@ from dilabench.impls.union.branches import (
     places_by_rows,
     segments_of,
 )
-from dilabench.impls.union.union import Rows
+from dilabench.impls.union.union import Rows, Strides, View
 from dilabench.kernels.lse import merge_rows_
 from dilabench.workload.spec import Workload
 
@@ -64,7 +64,7 @@ class StridedRows(Rows):
 
     def queries(self, x: Tensor) -> Tensor:
         """Rows [S·G, L, A, D] of x [B, N, H, D]."""
-        return self._axes(x, QUERY_HEADS, self.start, self.length, self.rate, self.heads).flatten(0, 1)
+        return self._query_axes(x).flatten(0, 1)
 
     def keys(self, x: Tensor) -> Tensor:
         """Rows [S·G, L, A', D] of x [B, N, K, D]."""
@@ -91,47 +91,68 @@ class StridedRows(Rows):
         """Add rows to total [B, N, K, D]."""
         self._key_axes(total).add_(self._split(part))
 
-    def query_views(self, x: Tensor, lse: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Rows [S·G, L, A, D] of x and [S, G, A, L] of lse; None if S and G are no one axis of x."""
-        rows = self.queries(x)
-        shared = rows.untyped_storage()._cdata == x.untyped_storage()._cdata
-        return (rows, self._lse_axes(lse)) if shared else None
+    def query_view(self, strides: Strides, dim: int) -> View | None:
+        """Rows [S·G, L, A, D]; None if S and G are no one axis of such a tensor."""
+        return _joined(self._view(strides, dim, QUERY_HEADS, self.start, self.length, self.rate, self.heads))
 
-    def key_view(self, x: Tensor) -> Tensor | None:
-        """Rows of x [B, N, K, D]; None as for `query_views`."""
-        rows = self.keys(x)
-        return rows if rows.untyped_storage()._cdata == x.untyped_storage()._cdata else None
+    def key_view(self, strides: Strides, dim: int) -> View | None:
+        """Rows [S·G, L', A', D]; None as for `query_view`."""
+        return _joined(self._view(strides, dim, KEY_HEADS, *self._of_keys, self.key_heads))
+
+    def lse_view(self, strides: Strides) -> View:
+        """Rows [S, G, A, L]."""
+        batch, head, token = strides
+        of_tokens = self._view((batch, token, head, 0), 1, QUERY_HEADS, self.start, self.length, self.rate, self.heads)
+        (S, G, L, A, _), (s, g, row, a, _), first = of_tokens
+        return (S, G, A, L), (s, g, a, row), first
+
+    @property
+    def _of_keys(self) -> tuple[Place, int, int]:
+        """The first row of keys, their number and their rate."""
+        return self.start, self.length, self.rate
 
     def _split(self, rows: Tensor) -> Tensor:
         return rows.unflatten(0, (self.batches, self.stack.count))
 
     def _query_axes(self, x: Tensor) -> Tensor:
-        return self._axes(x, QUERY_HEADS, self.start, self.length, self.rate, self.heads)
+        of_rows = QUERY_HEADS, self.start, self.length, self.rate, self.heads
+        return _viewed(x, self._view(x.stride(), x.shape[-1], *of_rows))
 
     def _key_axes(self, x: Tensor) -> Tensor:
-        return self._axes(x, KEY_HEADS, self.start, self.length, self.rate, self.key_heads)
+        return _viewed(x, self._view(x.stride(), x.shape[-1], KEY_HEADS, *self._of_keys, self.key_heads))
 
     def _lse_axes(self, lse: Tensor) -> Tensor:
         """Rows [S, G, A, L]."""
-        as_tokens = lse.transpose(1, 2).unsqueeze(-1)
-        rows = self._axes(as_tokens, QUERY_HEADS, self.start, self.length, self.rate, self.heads)
-        return rows.squeeze(-1).transpose(-1, -2)
+        return _viewed(lse, self.lse_view(lse.stride()))
 
-    def _axes(self, x: Tensor, which: int, start: Place, length: int, rate: int, heads: Progression) -> Tensor:
-        """The view [S, G, length, heads, D] of x, which has query heads or key/value heads."""
-        batch, token, head, dim = x.stride()
+    def _view(
+        self, strides: Strides, dim: int, which: int, start: Place, length: int, rate: int, heads: Progression
+    ) -> View:
+        """The view [S, G, length, heads, D] of a tensor that has query heads or key/value heads."""
+        batch, token, head, channel = strides
         from_segment, from_head = self.stack.step, heads.step
-        return x.as_strided(
-            (self.batches, self.stack.count, length, heads.count, x.shape[-1]),
-            (
-                batch,
-                from_segment.position * token + from_segment[which] * head,
-                rate * token,
-                from_head.position * token + from_head[which] * head,
-                dim,
-            ),
-            x.storage_offset() + self.first_batch * batch + start.position * token + start[which] * head,
+        steps = (
+            batch,
+            from_segment.position * token + from_segment[which] * head,
+            rate * token,
+            from_head.position * token + from_head[which] * head,
+            channel,
         )
+        size = self.batches, self.stack.count, length, heads.count, dim
+        return size, steps, self.first_batch * batch + start.position * token + start[which] * head
+
+
+def _viewed(x: Tensor, view: View) -> Tensor:
+    size, stride, first = view
+    return x.as_strided(size, stride, x.storage_offset() + first)
+
+
+def _joined(view: View) -> View | None:
+    """The view with its first two axes as one; None if their strides are no multiples of each other."""
+    (S, G, *sizes), (s, g, *steps), first = view
+    if S > 1 and G > 1 and s != G * g:
+        return None
+    return (S * G, *sizes), (g if G > 1 else s, *steps), first
 
 
 StridedRowsT = TypeVar("StridedRowsT", bound=StridedRows)

@@ -11,18 +11,28 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from dilabench.contracts import BuildContext, LoadedBackend, MergingKernel
+from dilabench.contracts import AttendBackward, BuildContext, LoadedBackend, MergingKernel
 from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.one_operator import AttentionComputation, last_dim_contiguous
 from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.kernels.lse import add_null_mass_
 from dilabench.kernels.streams import record
 from dilabench.workload.spec import Window, Workload
+
+Strides = tuple[int, ...]
+View = tuple[tuple[int, ...], Strides, int]
+"""Sizes and strides of a view, and its distance from the beginning of the tensor."""
+
+
+def contiguous_strides(shape: Sequence[int]) -> Strides:
+    """The strides of a contiguous tensor of four dimensions."""
+    _, length, heads, dim = shape
+    return length * heads * dim, heads * dim, dim, 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +79,24 @@ class Rows(ABC):
     def add_keys(self, total: Tensor, part: Tensor) -> None:
         """Add [G, L, A', D] to the rows of a [B, N, K, D]."""
 
-    def query_views(self, _x: Tensor, _lse: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Rows [S·G, L, A, D] of x [B, N, H, D] and [S, G, A, L] of lse [B, H, N] as views, to be written to; None
-        if rows of x are copies.
-        """
+    def query_view(self, _strides: Strides, _dim: int) -> View | None:
+        """Rows [S·G, L, A, D] of a tensor [B, N, H, D] of these strides; None if they are copies."""
         return None
 
-    def key_view(self, _x: Tensor) -> Tensor | None:
-        """Rows of x [B, N, K, D] as a view; None if they are a copy."""
+    def key_view(self, _strides: Strides, _dim: int) -> View | None:
+        """Rows [S·G, L', A', D] of a tensor [B, N, K, D]; None if they are copies."""
+        return None
+
+    def lse_view(self, _strides: Strides) -> View | None:
+        """Rows [S, G, A, L] of lse [B, H, N]; None if they are copies."""
         return None
 
     def release(self, *rows: Tensor) -> None:  # noqa: B027 (views have nothing to release)
         """Release a tensor of `queries`, `keys` or `lse` that is no longer read."""
+
+
+Placed = tuple[Sequence[Rows], "list[PlacedCall | None]"] | None
+"""Calls, and their views."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
@@ -100,6 +116,7 @@ class Union(AttentionComputation):
     scale: float
     detached: bool = False
     zero_keys: Tensor | None = field(default=None, repr=False, compare=False)
+    _kept: dict[tuple[Strides, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -139,15 +156,22 @@ class Union(AttentionComputation):
         output: tuple[Tensor, Tensor] | None = None
         kept: list[Tensor] = []
         # Into sums of another type rows that are no views would have to be merged, too.
-        merging = None if self.detached else self._merging(q, q.dtype)
-        for rows in self.rows(q.device):
+        kernel = self.backend.merging
+        merging = kernel if kernel and kernel.results == q.dtype in kernel.dtypes and not self.detached else None
+        calls = self.rows(q.device)
+        output = self._empty_output(q) if merging and calls else None
+        placed: Placed = None
+        if output:
+            placed = self._kept.get((q.stride(), k.stride(), v.stride(), output[1].stride()))
+            if placed is None or placed[0] is not calls:
+                placed = self._place(calls, q, k, v, output[1])
+        for at, rows in enumerate(calls):
             if rows.tables:
                 record(rows.tables)
             becomes_output = output is None and rows.whole and not self.detached
-            if merging:
-                output = output or self._empty_output(q)
-                if self._merge(merging, rows, q, k, v, *output, fresh=rows.first):
-                    continue
+            if merging and output and placed and (found := placed[1][at]):
+                found.merge(merging, q, k, v, *output, rows.first)
+                continue
             result = self._attend(rows, q, k, v)
             if self.detached:
                 kept.append(self._with_own_zero_keys(rows, len(q), *result))
@@ -171,25 +195,13 @@ class Union(AttentionComputation):
         takes = kernel is not None and q.dtype in kernel.dtypes and into in (None, kernel.results)
         return kernel if takes else None
 
-    def _merge(
-        self,
-        kernel: MergingKernel,
-        rows: Rows,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        fresh: bool,
-    ) -> bool:
-        """Whether a call's results were merged into out and lse: not where their rows are no views."""
-        places = rows.query_views(out, lse)
-        if places is None:
-            return False
-        mask = self._mask(rows)
-        kernel.merge(rows.queries(q), rows.keys(k), rows.keys(v), *places, **mask, fresh=fresh, count=rows.count)
-        return True
+    def _place(
+        self, calls: Sequence[Rows], q: Tensor, k: Tensor, v: Tensor, lse: Tensor
+    ) -> tuple[Sequence[Rows], list[PlacedCall | None]]:
+        """The views of every call, kept for tensors of these strides; None if rows are copies."""
+        placed = calls, [PlacedCall.of(rows, self._mask(rows), q, k, v, lse) for rows in calls]
+        self._kept[q.stride(), k.stride(), v.stride(), lse.stride()] = placed
+        return placed
 
     def _attend(self, rows: Rows, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         taken = rows.queries(q), rows.keys(k), rows.keys(v)
@@ -222,26 +234,45 @@ class Union(AttentionComputation):
         dout = dout.contiguous()
         if not q.stride(-1) == k.stride(-1) == v.stride(-1) == out.stride(-1) == 1:
             q, k, v, out = map(last_dim_contiguous, (q, k, v, out))
-        merging = self._merging(q, q.dtype)
+        kernel = self.backend.merging
+        merging = kernel if kernel and kernel.results == q.dtype in kernel.dtypes else None
         total: tuple[Tensor, Tensor, Tensor] | None = None
-        for index, rows in enumerate(self.rows(q.device)):
+        calls, out = self.rows(q.device), out.contiguous()
+        placed: Placed = None
+        if merging:
+            placed = self._kept.get((q.stride(), k.stride(), v.stride(), lse.stride()))
+            if placed is None or placed[0] is not calls:
+                placed = self._place(calls, q, k, v, lse)
+        for index, rows in enumerate(calls):
             if rows.tables:
                 record(rows.tables)
             own = kept[index] if kept else None
             if self.detached and own is None:
                 own = self._with_own_zero_keys(rows, len(q), *self._attend(rows, q, k, v))
+            found = placed[1][index] if placed else None
             if total is None and rows.whole:
-                share = self._attend_backward(rows, dout, q, k, v, out, lse, own)
-                dq, dk, dv = (part.reshape(x.shape).contiguous() for part, x in zip(share, (q, k, v), strict=True))
-                total = dq, dk, dv
-                del share
+                if found and own is None:
+                    backward = self.backend.attend_backward or self.backend.require_backward()
+                    share = found.gradients(backward, dout, q, k, v, out, lse)
+                else:
+                    share = self._attend_backward(rows, dout, q, k, v, out, lse, own)
+                dq, dk, dv = share
+                total = (
+                    dq.reshape(q.shape).contiguous(),
+                    dk.reshape(k.shape).contiguous(),
+                    dv.reshape(v.shape).contiguous(),
+                )
+                del share, dq, dk, dv
             else:
-                total = self._add_share(merging, rows, dout, q, k, v, out, lse, own, total)
+                total = total or (_zeros(q), _zeros(k), _zeros(v))
+                if merging and found:
+                    found.add_gradients(merging, dout, q, k, v, out, lse, own, total)
+                else:
+                    self._add_share(rows, dout, q, k, v, out, lse, own, total)
         return total or (_zeros(q), _zeros(k), _zeros(v))
 
     def _add_share(
         self,
-        merging: MergingKernel | None,
         rows: Rows,
         dout: Tensor,
         q: Tensor,
@@ -250,19 +281,13 @@ class Union(AttentionComputation):
         out: Tensor,
         lse: Tensor,
         own: Tensor | None,
-        total: tuple[Tensor, Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The total (None: zeros) with the gradients of a call; `own`: the call's own out, if merges are detached."""
-        if merging:
-            total = total or (_zeros(q), _zeros(k), _zeros(v))
-            if self._add_gradients(merging, rows, dout, q, k, v, out, lse, own, total):
-                return total
+        total: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Add the gradients of a call to the total; `own`: the call's own out, if merges are detached."""
         share = self._attend_backward(rows, dout, q, k, v, out, lse, own)
-        total = total or (_zeros(q), _zeros(k), _zeros(v))
         rows.add_queries(total[0], share[0])
         rows.add_keys(total[1], share[1])
         rows.add_keys(total[2], share[2])
-        return total
 
     def _attend_backward(
         self,
@@ -284,31 +309,6 @@ class Union(AttentionComputation):
             rows.release(out_rows)
         return share
 
-    def _add_gradients(
-        self,
-        kernel: MergingKernel,
-        rows: Rows,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        own: Tensor | None,
-        total: tuple[Tensor, Tensor, Tensor],
-    ) -> bool:
-        """Whether a call's gradients were added to the total: not where their rows are no views."""
-        of_queries = rows.query_views(total[0], lse)
-        dk, dv = rows.key_view(total[1]), rows.key_view(total[2])
-        if of_queries is None or dk is None or dv is None:
-            return False
-        dq, lse_rows = of_queries
-        taken = rows.queries(dout), rows.queries(q), rows.keys(k), rows.keys(v)
-        out_rows = rows.queries(out) if own is None else own
-        mask = self._mask(rows)
-        kernel.add_gradients(*taken, out_rows, lse_rows, dq, dk, dv, **mask, count=rows.count)
-        return True
-
     def _mask(self, rows: Rows) -> dict[str, Any]:
         """Causal and scale as they are; a window of positions as one of rows."""
         left, right = self.window
@@ -324,6 +324,86 @@ class Union(AttentionComputation):
             out.zero_()
             lse.fill_(float("-inf"))
         return out, lse
+
+
+class PlacedCall(NamedTuple):
+    """Views of one call in q, k, v, lse and in contiguous tensors like q and k, and the options of its kernel."""
+
+    q: View
+    k: View
+    v: View
+    lse: View
+    like_q: View
+    like_k: View
+    count: int
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, rows: Rows, mask: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, lse: Tensor) -> PlacedCall | None:
+        """The views in tensors of these strides; None if rows are copies."""
+        dim = q.shape[-1]
+        like_q, like_k = contiguous_strides(q.shape), contiguous_strides(k.shape)
+        views = (
+            rows.query_view(q.stride(), dim),
+            rows.key_view(k.stride(), dim),
+            rows.key_view(v.stride(), dim),
+            rows.lse_view(lse.stride()),
+            rows.query_view(like_q, dim),
+            rows.key_view(like_k, dim),
+        )
+        return None if None in views else cls(*views, rows.count, mask)  # type: ignore[arg-type]
+
+    def merge(
+        self, kernel: MergingKernel, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, fresh: bool
+    ) -> None:
+        """Merge the call's results into out and lse, which are contiguous."""
+        views = []
+        for x, (size, stride, first) in (
+            *((q, self.q), (k, self.k), (v, self.v)),
+            *((out, self.like_q), (lse, self.lse)),
+        ):
+            views.append(x.as_strided(size, stride, x.storage_offset() + first))
+        kernel.merge(*views, **self.options, count=self.count, fresh=fresh)
+
+    def gradients(
+        self, backward: AttendBackward, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The call's own gradients; dout and out are contiguous."""
+        views = self._of_backward(dout, q, k, v, out, lse, None)
+        return backward(*views[:-1], views[-1].flatten(0, 1), **self.options)
+
+    def add_gradients(
+        self,
+        kernel: MergingKernel,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        own: Tensor | None,
+        total: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Add the call's gradients to the total; dout, out and the total are contiguous. own: the call's own out, if
+        merges are detached.
+        """
+        views = self._of_backward(dout, q, k, v, out, lse, own)
+        for x, (size, stride, first) in zip(total, (self.like_q, self.like_k, self.like_k), strict=True):
+            views.append(x.as_strided(size, stride, x.storage_offset() + first))
+        kernel.add_gradients(*views, **self.options, count=self.count)
+
+    def _of_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, own: Tensor | None
+    ) -> list[Tensor]:
+        views = []
+        for x, (size, stride, first) in (
+            *((dout, self.like_q), (q, self.q), (k, self.k), (v, self.v)),
+            *((out, self.like_q), (lse, self.lse)),
+        ):
+            views.append(x.as_strided(size, stride, x.storage_offset() + first))
+        if own is not None:
+            views[4] = own
+        return views
 
 
 def _as_output(q: Tensor, branch_out: Tensor, branch_lse: Tensor) -> tuple[Tensor, Tensor]:
