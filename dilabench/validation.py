@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, from_json
 
 from dilabench.errors import ConfigError, PluginError, encodable, said
-from dilabench.units import parse_count
+from dilabench.units import MAX_COUNT, parse_count
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
@@ -113,7 +113,7 @@ def shown(value: object) -> str:
 
 
 def _read_count(value: Any, info: ValidationInfo) -> Any:
-    if value is None or value == "auto":
+    if value is None or value == "auto" or (type(value) is int and 0 < value <= MAX_COUNT):
         return value
     return parse_count(value if isinstance(value, int) else str(value), str(info.field_name))
 

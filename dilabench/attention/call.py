@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from operator import sub
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,8 +107,8 @@ def attend(
     fields = fields_of(given) if isinstance(given, Pattern) else given
     if fields is None:
         # A compiler cannot trace the pattern: the graph breaks here.
-        options = {"causal": causal, "window": window, "scale": scale, "sink": sink, "cu_seqlens": cu_seqlens}
-        options |= {"max_seqlen": max_seqlen, "indices": indices, "backend": backend}
+        options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "sink": sink}
+        options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "indices": indices, "backend": backend}
         return outside_compilers(partial(attend, **options), *tensors, pattern)
     call = Call(DENSE, causal, sides, scale, bounds, longest, wants_gradient, own)  # type: ignore[arg-type]
     operands.refuse_types(call._asdict())

@@ -22,6 +22,7 @@ from dilabench.contracts import Attend
 from dilabench.impls.call import PatternFields, pattern_of
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.patterns.dense import DENSE
+from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.pattern import Pattern
 from dilabench.workload.spec import AUTO, UNBOUNDED, Window
 
@@ -165,7 +166,8 @@ def dilated_attention(
 
 
 def _of_branches(*fields: Any) -> Pattern | PatternFields:
-    return pattern_of("dilated", **dict(zip(IN_PATTERN, fields, strict=True)))
+    named = dict(zip(IN_PATTERN, fields, strict=True))
+    return pattern_of("dilated", **named) if torch.compiler.is_compiling() else DilatedPattern(**named)
 
 
 _kept_branches = lru_cache(maxsize=256)(_of_branches)

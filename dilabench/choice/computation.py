@@ -32,8 +32,8 @@ def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computa
     ways, machine = own_ways(), machine_of(device)
     if not calls_backends(workload):
         implementation = implementation_of(workload, device)
-        computation: Computation = load_target(implementation.target)(workload, BuildContext(device=device))
-        return Choice(implementation.name, None, "rule"), computation
+        built: Computation = load_target(implementation.target)(workload, BuildContext(device=device))
+        return Choice(implementation.name, None, "rule"), built
     # A backward pass follows a forward pass, so both are chosen together.
     requested = workload if workload.mode == "forward" else workload.replace(mode="both")
 
@@ -115,7 +115,7 @@ def backend_of(backend: str | OwnBackend, way: Candidate, device: torch.device) 
     A function is differentiated by the plain backward pass of backend `math`. Raises ValueError for a backend that
     cannot serve the way, ConfigError for an unknown name.
     """
-    function = function_of(backend)
+    function = None if backend == AUTO else function_of(backend)
     if function is not None:
         from dilabench.backends import math
 

@@ -26,8 +26,9 @@ class OwnBackend:
     def __init__(self, function: Attend) -> None:
         self.function = function
         # A bound method is another object each time that it is named.
-        is_method = isinstance(function, MethodType)
-        self.identity = (id(function.__func__), id(function.__self__)) if is_method else (id(function),)
+        self.identity: tuple[int, ...] = (id(function),)
+        if isinstance(function, MethodType):
+            self.identity = id(function.__func__), id(function.__self__)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OwnBackend) and self.identity == other.identity
@@ -173,7 +174,8 @@ def _pattern_from(words: str, sizes: tuple[int, ...], fractions: tuple[float, ..
     """The pattern of `PatternFields`. Raises ValueError."""
     if words.startswith("{"):
         return read_pattern(json.loads(words))
-    of_sizes, of_fractions, fields = iter(sizes), iter(fractions), {}
+    of_sizes, of_fractions = iter(sizes), iter(fractions)
+    fields: dict[str, Any] = {}
     for word in words.removeprefix("?").split(_NEXT):
         name, equals, text = word.partition("=")
         if equals:

@@ -71,8 +71,7 @@ class CallFinder(Protocol):
 
 # An operator takes tensors and numbers, so that what computes goes by its number.
 _registered: WeakValueDictionary[int, Any] = WeakValueDictionary()
-# The finder of calls on one device stays for the whole process, under the same number in each process, because the
-# compiler caches on disk.
+# The finder of calls on one device has the same number in each process, because the compiler caches on disk.
 ON_ONE_DEVICE = 1
 # From 2 on: the compiler treats 0 and 1 as constants and compiles for each.
 new_number = itertools.count(2).__next__

@@ -285,3 +285,23 @@ def _ramp(stop: int, top: int) -> int:
     """The sum of min(t, top) over 0 <= t < stop."""
     rising = min(stop, top + 1)
     return max(0, rising * (rising - 1) // 2) + max(0, stop - top - 1) * top if stop > 0 else 0
+
+
+def holds(part: range | Positions, key: int) -> bool:
+    """Return True if the part has the key."""
+    if isinstance(part, range):
+        return key in part
+    at = int(part.searchsorted(key))
+    return at < len(part) and int(part[at]) == key
+
+
+def keys_between(part: range | Positions, first: Positions, stop: Positions) -> Positions:
+    """The number of positions of the part in [first, stop), for each pair of bounds."""
+    import numpy as np
+
+    if isinstance(part, range):
+        below = [np.clip(-(-(edge - part.start) // part.step), 0, len(part)) for edge in (first, stop)]
+    else:
+        below = [np.searchsorted(part, edge) for edge in (first, stop)]
+    counted: Positions = np.maximum(below[1] - below[0], 0)
+    return counted

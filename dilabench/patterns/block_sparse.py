@@ -13,7 +13,14 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from dilabench.errors import ConfigError
-from dilabench.patterns.answers import KeyGroup, Pairs, Picture, SequenceShape, StridedSegments, WholeBlocks
+from dilabench.patterns.answers import (
+    KeyGroup,
+    Pairs,
+    Picture,
+    SequenceShape,
+    StridedSegments,
+    WholeBlocks,
+)
 from dilabench.patterns.block_masks import (
     MAX_BLOCKS,
     block_shares,

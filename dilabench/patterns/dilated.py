@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from dilabench.patterns.answers import KeyGroup, Pairs, SequenceShape, StridedSegments, ZeroKeys, windowed_pairs
+from dilabench.patterns.answers import (
+    KeyGroup,
+    Pairs,
+    SequenceShape,
+    StridedSegments,
+    ZeroKeys,
+    windowed_pairs,
+)
 from dilabench.patterns.pattern import Pattern, group_rows
 from dilabench.units import format_count
 from dilabench.validation import Model, Sizes, SizesOrAuto, validated

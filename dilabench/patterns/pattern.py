@@ -31,6 +31,7 @@ from dilabench.patterns.answers import SequenceShape as SequenceShape
 from dilabench.patterns.answers import StridedSegments as StridedSegments
 from dilabench.patterns.answers import WholeBlocks as WholeBlocks
 from dilabench.patterns.answers import ZeroKeys as ZeroKeys
+from dilabench.patterns.answers import holds, keys_between
 from dilabench.units import format_count
 from dilabench.validation import Model, describe, validated
 
@@ -180,7 +181,7 @@ class Pattern(Model, ABC):
         import numpy as np
 
         groups = self.counts(shape, head, np.arange(shape.length))
-        rows = [group.rows for group in groups if any(_holds(part, key) for part in group.parts)]
+        rows = [group.rows for group in groups if any(holds(part, key) for part in group.parts)]
         return np.sort(np.concatenate(rows)) if rows else np.zeros(0, dtype=np.int64)
 
     def covered(self, shape: SequenceShape, head: int) -> NDArray[np.bool_]:
@@ -190,7 +191,7 @@ class Pattern(Model, ABC):
         seen = np.zeros(shape.length, dtype=bool)
         for group in self.counts(shape, head, np.arange(shape.length)):
             first, stop = shape.bounds(group.rows)
-            seen[group.rows] = sum(_keys_between(part, first, stop) for part in group.parts) > 0
+            seen[group.rows] = sum(keys_between(part, first, stop) for part in group.parts) > 0
         return seen
 
     def pairs(self, shape: SequenceShape) -> Pairs:
@@ -388,14 +389,6 @@ class Summand(NamedTuple):
     stride: int = 1
 
 
-def hide_future(shares: NDArray[np.float64], causal: bool) -> tuple[tuple[float | None, ...], ...]:
-    """Cells of a picture: None right of the diagonal if it is causal."""
-    cells = map(tuple, shares.tolist())
-    if not causal:
-        return tuple(cells)
-    return tuple(row[: line + 1] + (None,) * (len(row) - line - 1) for line, row in enumerate(cells))
-
-
 def group_rows(labels: NDArray[np.int64], rows: Positions) -> Iterator[tuple[tuple[int, ...], Positions]]:
     """Rows with the same column of `labels` ([parts, R]) together: that column, and the rows."""
     import numpy as np
@@ -407,23 +400,12 @@ def group_rows(labels: NDArray[np.int64], rows: Positions) -> Iterator[tuple[tup
         yield tuple(labels[:, members[0]].tolist()), rows[members]
 
 
-def _holds(part: range | Positions, key: int) -> bool:
-    if isinstance(part, range):
-        return key in part
-    at = int(part.searchsorted(key))
-    return at < len(part) and int(part[at]) == key
-
-
-def _keys_between(part: range | Positions, first: Positions, stop: Positions) -> Positions:
-    """The number of positions of the part in [first, stop), for each pair of bounds."""
-    import numpy as np
-
-    if isinstance(part, range):
-        below = [np.clip(-(-(edge - part.start) // part.step), 0, len(part)) for edge in (first, stop)]
-    else:
-        below = [np.searchsorted(part, edge) for edge in (first, stop)]
-    counted: Positions = np.maximum(below[1] - below[0], 0)
-    return counted
+def hide_future(shares: NDArray[np.float64], causal: bool) -> tuple[tuple[float | None, ...], ...]:
+    """Cells of a picture: None right of the diagonal if it is causal."""
+    cells = map(tuple, shares.tolist())
+    if not causal:
+        return tuple(cells)
+    return tuple(row[: line + 1] + (None,) * (len(row) - line - 1) for line, row in enumerate(cells))
 
 
 @lru_cache(maxsize=4096)
@@ -438,10 +420,10 @@ def _counted_pairs(pattern: Pattern, shape: SequenceShape) -> tuple[int, int]:
     for heads in alike.values():
         for group in pattern.counts(shape, heads[0], np.arange(shape.length)):
             first, stop = shape.bounds(group.rows)
-            counted = [int(_keys_between(part, first, stop).sum()) for part in group.parts]
+            counted = [int(keys_between(part, first, stop).sum()) for part in group.parts]
             attended += len(heads) * sum(counted)
             least += len(heads) * (
-                int(_keys_between(group.keys(), first, stop).sum()) if len(counted) > 1 else sum(counted)
+                int(keys_between(group.keys(), first, stop).sum()) if len(counted) > 1 else sum(counted)
             )
     return attended, least
 

@@ -29,7 +29,15 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
     if refused := q.shape[1] == k.shape[1] == 1:
         q = _with_second_query(q)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
-        *_heads_first(q, k, v), None, True, 0.0, call.band.causal, False, scale=call.scale
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        None,
+        True,
+        0.0,
+        call.band.causal,
+        False,
+        scale=call.scale,
     )
     # The operators' lse is [B, H, M, 1].
     out, lse = out.transpose(1, 2), lse.squeeze(-1)
@@ -46,8 +54,12 @@ def _backward(
         q, out, dout = q.contiguous(), out.contiguous(), dout.contiguous()
     # The state of the random generator is read only with dropout.
     unread = torch.empty((), dtype=torch.int64, device=q.device)
-    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-        *_heads_first(dout, q, k, v, out),
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
+        dout.transpose(1, 2),
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        out.transpose(1, 2),
         lse.unsqueeze(-1),
         unread,
         unread,
@@ -60,7 +72,7 @@ def _backward(
         call.band.causal,
         scale=call.scale,
     )
-    dq, dk, dv = _heads_first(*gradients)
+    dq, dk, dv = dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
     return (dq[:, :1] if refused else dq), dk, dv
 
 
@@ -74,10 +86,6 @@ def _laid_out_like(x: Tensor, q: Tensor) -> bool:
     return x.stride() == q.stride() or all(
         a == b for a, b, size in zip(x.stride(), q.stride(), q.shape, strict=True) if size > 1
     )
-
-
-def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.transpose(1, 2) for x in tensors)
 
 
 attend, attend_backward = adapted(_forward, _backward, replace(CUDA_KERNEL, forward_span=None))

@@ -89,7 +89,9 @@ def select_by_compression(
     [B, C, K, D].
     """
     (_, length, heads, _), (_, count, kv_heads, _) = q.shape, keys.shape
-    lasts, keys = torch.from_numpy(compression.lasts(length)).to(q.device), keys.float()
+    keys = keys.float()
+    # Made on the device: a copy from the host would wait for it.
+    lasts = torch.arange(count, device=q.device) * compression.stride + compression.length - 1
 
     def scores(rows: slice) -> Tensor:
         queries = q[:, rows].float().unflatten(2, (kv_heads, -1))

@@ -335,7 +335,7 @@ class PlacedCall(NamedTuple):
     lse: View
     like_q: View
     like_k: View
-    count: int
+    times: int
     options: dict[str, Any]
 
     @classmethod
@@ -363,14 +363,15 @@ class PlacedCall(NamedTuple):
             *((out, self.like_q), (lse, self.lse)),
         ):
             views.append(x.as_strided(size, stride, x.storage_offset() + first))
-        kernel.merge(*views, **self.options, count=self.count, fresh=fresh)
+        kernel.merge(*views, **self.options, count=self.times, fresh=fresh)
 
     def gradients(
         self, backward: AttendBackward, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The call's own gradients; dout and out are contiguous."""
         views = self._of_backward(dout, q, k, v, out, lse, None)
-        return backward(*views[:-1], views[-1].flatten(0, 1), **self.options)
+        dout, q, k, v, out, lse = views
+        return backward(dout, q, k, v, out, lse.flatten(0, 1), **self.options)
 
     def add_gradients(
         self,
@@ -390,7 +391,7 @@ class PlacedCall(NamedTuple):
         views = self._of_backward(dout, q, k, v, out, lse, own)
         for x, (size, stride, first) in zip(total, (self.like_q, self.like_k, self.like_k), strict=True):
             views.append(x.as_strided(size, stride, x.storage_offset() + first))
-        kernel.add_gradients(*views, **self.options, count=self.count)
+        kernel.add_gradients(*views, **self.options, count=self.times)
 
     def _of_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, own: Tensor | None
