@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
 from typing import TypeVar
 
 import torch
@@ -160,21 +159,19 @@ StridedRowsT = TypeVar("StridedRowsT", bound=StridedRows)
 
 def kept_rows(workload: Workload, patterns: PatternCache) -> Callable[[torch.device], tuple[StridedRows, ...]]:
     """The rows of a workload's calls on a device, where small copies may replace some calls; cached with patterns."""
-    copied_on = lru_cache(maxsize=2)(partial(copied_rows, workload))
 
     def rows(device: torch.device) -> tuple[StridedRows, ...]:
-        copied = copied_on(device)
+        copied = copied_rows(workload) if device.type == "cuda" else 0
         return patterns.get(("strided rows", workload, copied), lambda: strided_rows(workload, copied))
 
     return rows
 
 
-def copied_rows(workload: Workload, device: torch.device) -> int:
-    """(head, row) pairs of a call up to which rows are copied rather than given to several calls: none on a CPU, which
-    has no launch cost.
+def copied_rows(workload: Workload) -> int:
+    """(head, row) pairs of a call up to which a GPU copies rows instead of launching several calls. A CPU has no launch
+    cost, and copies none.
     """
-    itemsize = getattr(torch, workload.dtype).itemsize
-    return COPIED_BYTES // (workload.head_dim * itemsize) if device.type == "cuda" else 0
+    return COPIED_BYTES // (workload.head_dim * getattr(torch, workload.dtype).itemsize)
 
 
 def strided_rows(workload: Workload, copied: int = 0) -> tuple[StridedRows, ...]:

@@ -115,53 +115,53 @@ class BranchGroup:
         g = self.heads_per_kv
         return len(self.kinds) == 1 and all(s == self.head_shift[h - h % g] for h, s in enumerate(self.head_shift))
 
-    @cached_property
+    @property
     def sequence_rows(self) -> int:
         """Rows that the longest classes have; the last row may hold fewer than R tokens."""
         return -(-self.length // self.modulus)
 
-    @cached_property
+    @property
     def super_rows(self) -> int:
         """Rows that the longest classes have in a whole super-segment."""
         return self.segment_rows[-1]
 
-    @cached_property
+    @property
     def is_shifted(self) -> bool:
         """Whether super-segments begin at different tokens modulo R."""
         return self.documents > 0 or self.super_tokens % self.modulus > 0
 
-    @cached_property
+    @property
     def full_supers(self) -> int:
         return self.length // self.super_tokens
 
-    @cached_property
+    @property
     def tail_tokens(self) -> int:
         """Tokens of the shorter last super-segment."""
         return self.length % self.super_tokens
 
-    @cached_property
+    @property
     def tail_rows(self) -> int:
         """Rows that the longest classes have in it."""
         return -(-self.tail_tokens // self.modulus)
 
-    @cached_property
+    @property
     def n_supers(self) -> int:
         """Super-segments that every item of work is visited in; of documents a visit names the only one."""
         return 1 if self.documents else self.full_supers + (self.tail_rows > 0)
 
-    @cached_property
+    @property
     def most_supers(self) -> int:
         """The most super-segments that this number of documents can have."""
         return self.full_supers + self.documents
 
-    @cached_property
+    @property
     def stored_rows(self) -> int:
         """Rows that the longest classes have in all super-segments, one after another; of documents at most."""
         if self.documents:
             return self.length // self.modulus + self.most_supers
         return self.full_supers * self.super_rows + self.tail_rows
 
-    @cached_property
+    @property
     def class_of_head(self) -> tuple[int, ...]:
         """The only class that each head sees, of a single branch that all take part in."""
         ((residue,),) = self.kinds
@@ -172,7 +172,7 @@ class BranchGroup:
         """Whether each class of each head takes part in some branch of the group."""
         return all(self.active(kind, u) for kind in range(len(self.kinds)) for u in range(self.modulus))
 
-    @cached_property
+    @property
     def covered_keys(self) -> float:
         """The share of keys that take part in some branch, of some head that reads them."""
         return _covered_keys(self.rates, self.kinds, self.modulus, self.head_kind, self.head_shift, self.heads_per_kv)
