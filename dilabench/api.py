@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dilabench.cli.options import discovered, given
+from dilabench.cli.run.output import terminal
 from dilabench.cli.terminal import note
 from dilabench.compare.across import compare_across, policy_for, refuse_other_machine
 from dilabench.compare.comparison import Comparison
@@ -15,6 +16,7 @@ from dilabench.errors import ConfigError, ExitCode
 from dilabench.record import RunRecord
 from dilabench.request import run_request
 from dilabench.runs import DEFAULT_FOLDER
+from dilabench.runs.execute import execute
 from dilabench.runs.execution import Execution
 from dilabench.store.lookup import Store
 from dilabench.store.run_files import read_record
@@ -65,8 +67,6 @@ def run(
 
     Raises ConfigError for a wrong request, and KeyboardInterrupt when Ctrl-C came before any row had ended.
     """
-    from dilabench.cli.run.shown import show_run
-
     found = discovered()
     request = run_request(
         found.catalogue,
@@ -104,7 +104,7 @@ def run(
     )
     plan = plan_run(found, request)
     execution = Execution.begin(plan, Path(output), argv=request.command_line())
-    code = show_run(execution, keep=store)
+    code = execute(execution, terminal((), plan.request.budget_s), keep=store)
     if code is ExitCode.INTERRUPTED and not execution.folder.path.exists():
         raise KeyboardInterrupt
     return read_record(execution.folder.path)

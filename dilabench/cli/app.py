@@ -13,8 +13,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from dilabench.cli import INSTEAD, OldNames
 from dilabench.cli.defaults import defaults_file, defaults_of
-from dilabench.cli.terminal import interruption, note, output_lost, say, say_folded
-from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, said
+from dilabench.cli.terminal import note, output_lost, say, say_folded
+from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, interruption, said
 from dilabench.retired import removed
 from dilabench.units import printable
 from dilabench.version import __version__

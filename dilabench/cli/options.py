@@ -163,7 +163,7 @@ def discovered(strict: bool = False) -> "Found":
 def tell_of(problems: Iterable["Problem"]) -> None:
     """Print on stderr which plug-ins, or parts of them, failed, and why."""
     for problem in problems:
-        note(f"problem in plug-in {problem.plugin!r}: {problem.why}")
+        note(problem.text)
 
 
 def real_names(
