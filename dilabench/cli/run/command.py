@@ -13,11 +13,10 @@ import typer
 from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 
-from dilabench.cli import OldNames
 from dilabench.cli import options as shared
 from dilabench.cli.app import list_configs
 from dilabench.cli.github import GithubSummary, append_summary, require_github
-from dilabench.cli.options import discovered, given, lengths_of, names
+from dilabench.cli.options import OldNames, discovered, given, lengths_of, names
 from dilabench.cli.run import options as own
 from dilabench.cli.terminal import print_table, say, say_folded
 from dilabench.errors import ConfigError, ExitCode, gravest
