@@ -1,11 +1,12 @@
-"""dilabench from scripts and notebooks: `run`, `load` and `compare`, as the commands of these names do it."""
+"""dilabench from scripts and notebooks: `run`, `load` and `compare`, as the commands of these names; data frames."""
 
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dilabench.cli.options import discovered, given
 from dilabench.cli.run.output import terminal
@@ -21,6 +22,9 @@ from dilabench.runs.execution import Execution
 from dilabench.store.lookup import Store
 from dilabench.store.run_files import read_record
 from dilabench.suites.planner import plan_run
+
+if TYPE_CHECKING:
+    import pandas
 
 Run = RunRecord | str | PathLike[str]
 
@@ -129,6 +133,28 @@ def compare(baseline: Run, candidate: Run, *, threshold: float | str | None = No
     margin = None if threshold is None else str(threshold)
     policy = policy_for([base, new], margin, calibration.sigma_aa if calibration else None)
     return compare_across([base], [new], policy=policy)
+
+
+def to_frame(record: RunRecord, samples: bool = False) -> "pandas.DataFrame":
+    """One line per case, or with `samples` one per sample, as a pandas frame (extra `data`); times are in ns.
+
+    Raises EnvironmentNotReady without pandas.
+    """
+    from dilabench.report.tidy import frame
+
+    return frame(record, samples)
+
+
+def _method_of_record(self: RunRecord, samples: bool = False) -> "pandas.DataFrame":
+    """Deprecated: `dilabench.to_frame(record)`."""
+    warnings.warn(
+        "RunRecord.to_frame() is deprecated; use dilabench.to_frame(record)", DeprecationWarning, stacklevel=2
+    )
+    return to_frame(self, samples)
+
+
+# The record is in a lower layer than reports, and must not import them.
+RunRecord.to_frame = _method_of_record  # type: ignore[attr-defined]
 
 
 def _listed(names: str | Sequence[str]) -> list[str]:

@@ -54,7 +54,7 @@ def samples(record: RunRecord) -> list[Line]:
     ]
 
 
-def frame(record: RunRecord, samples_too: bool = False) -> "pandas.DataFrame":
+def frame(record: RunRecord, samples_too: bool) -> "pandas.DataFrame":
     """The cases, or with `samples_too` the samples, as a pandas frame. Raises EnvironmentNotReady without pandas."""
     try:
         import pandas

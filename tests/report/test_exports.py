@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from dilabench.api import to_frame
 from dilabench.compare.across import compare_across
 from dilabench.compare.view import view_of
 from dilabench.errors import EnvironmentNotReady
@@ -29,7 +30,7 @@ def record(make_row, make_record):
 
 
 def test_a_frame_has_a_line_per_case_and_what_the_tables_show(record):
-    frame = record.to_frame()
+    frame = to_frame(record)
     assert list(frame["implementation"]) == ["gather", "strided", "flex", "fused"]
     assert list(frame["status"]) == ["measured", "measured", "skipped", "failed"]
     assert frame["case_id"].is_unique
@@ -47,8 +48,14 @@ def test_a_frame_has_a_line_per_case_and_what_the_tables_show(record):
     assert frame["median_ns"].isna().tolist() == [False, False, True, True]
 
 
+def test_the_former_method_of_a_record_gives_its_frame_and_names_its_place(record):
+    with pytest.warns(DeprecationWarning, match=r"use dilabench.to_frame\(record\)"):
+        former = record.to_frame()
+    assert former.equals(to_frame(record))
+
+
 def test_a_frame_of_samples_has_every_one_of_them(record):
-    frame = record.to_frame(samples=True)
+    frame = to_frame(record, samples=True)
     counts = frame.groupby("case_id").size()
     assert {row.case.case_id: len(row.outcome.timings[0].samples_ns) for row in record.rows[:2]} == counts.to_dict()
     assert sorted(frame["session"].unique()) == [0, 1]
@@ -57,7 +64,7 @@ def test_a_frame_of_samples_has_every_one_of_them(record):
 @pytest.mark.parametrize("samples", [False, True])
 def test_csv_and_parquet_are_the_frame(record, tmp_path, samples):
     pytest.importorskip("pyarrow", reason="pyarrow is part of the data extra")
-    expected = record.to_frame(samples)
+    expected = to_frame(record, samples)
     text = "".join((tidy.render_csv_samples if samples else tidy.render_csv)(record, None))
     (tidy.render_parquet_samples if samples else tidy.render_parquet)(record, tmp_path)
     name = "samples.parquet" if samples else "cases.parquet"
@@ -106,7 +113,7 @@ def test_few_samples_give_no_interval(make_row, make_record):
 def test_without_pandas_the_way_out_is_told(record, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(EnvironmentNotReady, match=r"dilabench\[data\]"):
-        record.to_frame()
+        to_frame(record)
 
 
 def test_a_notebook_shows_the_result_and_escapes_it(make_row, make_record):
