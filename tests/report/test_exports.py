@@ -10,7 +10,7 @@ from dilabench.compare.across import compare_across
 from dilabench.compare.view import view_of
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Skipped, Slot, Timing
-from dilabench.report import services, tidy
+from dilabench.report import continuous_benchmarking, tidy
 from dilabench.report.html.comparison import notebook as notebook_of_comparison
 from dilabench.report.html.page import notebook
 from dilabench.stats.decisions.decide import Policy
@@ -78,7 +78,7 @@ def test_csv_and_parquet_are_the_frame(record, tmp_path, samples):
 
 
 def test_bencher_gets_latency_throughput_and_memory_with_their_ends(record):
-    document = json.loads(services.render_bencher(record, None))
+    document = json.loads(continuous_benchmarking.render_bencher(record, None))
     assert len(document) == 2
     frame = pandas.DataFrame.from_dict(document, orient="index")
     assert set(frame.columns) == {"latency", "throughput", "peak-memory"}
@@ -88,7 +88,7 @@ def test_bencher_gets_latency_throughput_and_memory_with_their_ends(record):
 
 
 def test_github_action_benchmark_gets_one_entry_per_measured_row(record, tmp_path):
-    assert services.render_github_action(record, tmp_path) is None
+    assert continuous_benchmarking.render_github_action(record, tmp_path) is None
     frame = pandas.read_json(tmp_path / "github-action-benchmark.json")
     assert list(frame["unit"]) == ["ns", "ns"]
     assert frame["name"].is_unique
@@ -97,7 +97,7 @@ def test_github_action_benchmark_gets_one_entry_per_measured_row(record, tmp_pat
 
 def test_rows_that_differ_in_what_their_name_leaves_out_have_different_names(make_row, make_record):
     rows = [make_row(), make_row(scale=0.5)]
-    assert len(json.loads(services.render_bencher(make_record(rows), None))) == 2
+    assert len(json.loads(continuous_benchmarking.render_bencher(make_record(rows), None))) == 2
 
 
 def test_few_samples_give_no_interval(make_row, make_record):
@@ -106,7 +106,7 @@ def test_few_samples_give_no_interval(make_row, make_record):
     row = row.model_copy(update={"outcome": row.outcome.model_copy(update={"timings": (timing,)})})
     (line,) = tidy.cases(make_record([row]))
     assert (line["ci_low_ns"], line["samples"]) == (None, 2)
-    (metrics,) = json.loads(services.render_bencher(make_record([row]), None)).values()
+    (metrics,) = json.loads(continuous_benchmarking.render_bencher(make_record([row]), None)).values()
     assert "lower_value" not in metrics["latency"]
 
 

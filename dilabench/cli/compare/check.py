@@ -94,7 +94,7 @@ def check(
     from dilabench.compare.across import policy_for
     from dilabench.compare.comparison import selection
     from dilabench.compare.gate import exit_code
-    from dilabench.runs.check import Check
+    from dilabench.runs.against_baseline import Check
     from dilabench.store.lookup import Store
 
     if github_summary:
