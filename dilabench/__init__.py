@@ -20,11 +20,8 @@ __all__ = ["__version__", "compare", "load", "run", "to_frame"]
 
 
 def __getattr__(name: str) -> "Any":
-    if name in {"load", "run", "to_frame"}:
+    if name in {"compare", "load", "run", "to_frame"}:
         return getattr(importlib.import_module("dilabench.api"), name)
-    if name == "compare":
-        # A package that can be called.
-        return importlib.import_module("dilabench.compare")
     raise AttributeError(f"module 'dilabench' has no attribute {name!r}")
 
 

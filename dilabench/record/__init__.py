@@ -25,7 +25,7 @@ from dilabench.validation import Model, content_hash
 from dilabench.workload.spec import Workload, WorkloadRequest
 
 SCHEMA_VERSION = "1.1"
-# The time of a row in every output (`compare.view`).
+# The time of a row in every output (`comparison.view`).
 ESTIMATOR = "median of all samples"
 
 Stage = Literal["build", "verify", "warmup", "time", "memory", "worker"]

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from dilabench.compare.view import lengths_without_rows
+from dilabench.comparison.view import lengths_without_rows
 from dilabench.engine.progress import Progress
 from dilabench.errors import ExitCode, interruption
 from dilabench.metadata import note_text

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from dilabench.api import to_frame
-from dilabench.compare.across import compare_across
-from dilabench.compare.view import view_of
+from dilabench.comparison.across import compare_across
+from dilabench.comparison.view import view_of
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Skipped, Slot, Timing
 from dilabench.report import continuous_benchmarking, tidy
