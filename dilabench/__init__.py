@@ -1,7 +1,7 @@
 """dilabench: which way of computing long-context attention is fastest, smallest and right, on this machine.
 
-From Python: `dilabench.run(suite, ...)`, `dilabench.load(run)` and `dilabench.compare(baseline, candidate)`, which are
-imported when they are first used.
+From Python: `dilabench.run(suite, ...)`, `dilabench.load(run)`, `dilabench.to_frame(record)` and
+`dilabench.compare(baseline, candidate)`, which are imported when they are first used.
 """
 
 import importlib
@@ -14,17 +14,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from dilabench.api import compare, load, run
+    from dilabench.api import compare, load, run, to_frame
 
-__all__ = ["__version__", "compare", "load", "run"]
+__all__ = ["__version__", "compare", "load", "run", "to_frame"]
 
 
 def __getattr__(name: str) -> "Any":
-    if name in {"load", "run"}:
+    if name in {"compare", "load", "run", "to_frame"}:
         return getattr(importlib.import_module("dilabench.api"), name)
-    if name == "compare":
-        # A package that can be called.
-        return importlib.import_module("dilabench.compare")
     raise AttributeError(f"module 'dilabench' has no attribute {name!r}")
 
 

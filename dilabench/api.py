@@ -1,24 +1,30 @@
-"""dilabench from scripts and notebooks: `run`, `load` and `compare`, as the commands of these names do it."""
+"""dilabench from scripts and notebooks: `run`, `load` and `compare`, as the commands of these names; data frames."""
 
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dilabench.cli.options import discovered, given
+from dilabench.cli.run.output import terminal
 from dilabench.cli.terminal import note
-from dilabench.compare.across import compare_across, policy_for, refuse_other_machine
-from dilabench.compare.comparison import Comparison
+from dilabench.comparison.across import compare_across, policy_for, refuse_other_machine
+from dilabench.comparison.comparison import Comparison
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.record import RunRecord
 from dilabench.request import run_request
 from dilabench.runs import DEFAULT_FOLDER
+from dilabench.runs.execute import execute
 from dilabench.runs.execution import Execution
 from dilabench.store.lookup import Store
 from dilabench.store.run_files import read_record
 from dilabench.suites.planner import plan_run
+
+if TYPE_CHECKING:
+    import pandas
 
 Run = RunRecord | str | PathLike[str]
 
@@ -65,8 +71,6 @@ def run(
 
     Raises ConfigError for a wrong request, and KeyboardInterrupt when Ctrl-C came before any row had ended.
     """
-    from dilabench.cli.run.shown import show_run
-
     found = discovered()
     request = run_request(
         found.catalogue,
@@ -104,7 +108,7 @@ def run(
     )
     plan = plan_run(found, request)
     execution = Execution.begin(plan, Path(output), argv=request.command_line())
-    code = show_run(execution, keep=store)
+    code = execute(execution, terminal((), plan.request.budget_s), keep=store)
     if code is ExitCode.INTERRUPTED and not execution.folder.path.exists():
         raise KeyboardInterrupt
     return read_record(execution.folder.path)
@@ -129,6 +133,28 @@ def compare(baseline: Run, candidate: Run, *, threshold: float | str | None = No
     margin = None if threshold is None else str(threshold)
     policy = policy_for([base, new], margin, calibration.sigma_aa if calibration else None)
     return compare_across([base], [new], policy=policy)
+
+
+def to_frame(record: RunRecord, samples: bool = False) -> "pandas.DataFrame":
+    """One line per case, or with `samples` one per sample, as a pandas frame (extra `data`); times are in ns.
+
+    Raises EnvironmentNotReady without pandas.
+    """
+    from dilabench.report.tidy import frame
+
+    return frame(record, samples)
+
+
+def _method_of_record(self: RunRecord, samples: bool = False) -> "pandas.DataFrame":
+    """Deprecated: `dilabench.to_frame(record)`."""
+    warnings.warn(
+        "RunRecord.to_frame() is deprecated; use dilabench.to_frame(record)", DeprecationWarning, stacklevel=2
+    )
+    return to_frame(self, samples)
+
+
+# The record is in a lower layer than reports, and must not import them.
+RunRecord.to_frame = _method_of_record  # type: ignore[attr-defined]
 
 
 def _listed(names: str | Sequence[str]) -> list[str]:

@@ -114,6 +114,11 @@ def text_of(error: BaseException) -> str:
         return f"(its text cannot be printed: its __str__ raised {type(second).__name__})"
 
 
+def interruption(error: KeyboardInterrupt) -> str:
+    """'interrupted', and what was running, if the boundary of plug-ins has said."""
+    return f"interrupted {text_of(error)}".rstrip()
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an exception's text; empty if it has none."""
     return (text_of(error).strip().splitlines() or [""])[0]

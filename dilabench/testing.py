@@ -21,7 +21,7 @@ import torch
 
 from dilabench.choice.computation import load_backend
 from dilabench.choice.descriptors import load_target
-from dilabench.conformance.check import registries_with, scorecard
+from dilabench.conformance.component import registries_with, scorecard
 from dilabench.conformance.odd_workloads import odd_workloads
 from dilabench.conformance.scorecard import Scorecard
 from dilabench.contracts import Build, BuildContext, LoadedBackend

@@ -84,7 +84,7 @@ def test_arguments_become_the_request(tmp_path, monkeypatch, settings, fields):
     from dilabench import api
 
     requests = []
-    monkeypatch.setattr("dilabench.cli.run.shown.show_run", lambda run, keep: requests.append(run.plan.request))
+    monkeypatch.setattr(api, "execute", lambda run, output, keep: requests.append(run.plan.request))
     monkeypatch.setattr(api, "read_record", lambda path: None)
     suite = "quick" if fields.keys() & {"lengths"} else "extreme"
     dilabench.run(suite, output=tmp_path, device="cpu", **settings)
@@ -93,7 +93,7 @@ def test_arguments_become_the_request(tmp_path, monkeypatch, settings, fields):
 
 
 def test_compare_is_the_function_whatever_was_imported_before(make_row, make_record):
-    import dilabench.compare.view
+    import dilabench.comparison.view
 
     found = dilabench.compare(make_record([make_row()]), make_record([make_row(ns=2e7)], run_id="bbbb"))
     assert len(found.pairs) == 1
@@ -136,7 +136,7 @@ def test_budgets_are_those_of_the_command(tmp_path, monkeypatch):
     from dilabench import api
 
     requests = []
-    monkeypatch.setattr("dilabench.cli.run.shown.show_run", lambda run, keep: requests.append(run.plan.request))
+    monkeypatch.setattr(api, "execute", lambda run, output, keep: requests.append(run.plan.request))
     monkeypatch.setattr(api, "read_record", lambda path: None)
     for settings in ({}, {"budget": "none"}, {"budget": "60s"}):
         dilabench.run("quick", output=tmp_path, device="cpu", **settings)

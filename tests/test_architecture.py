@@ -118,7 +118,9 @@ def modules_named(tree: ast.Module) -> set[str]:
 
 
 def files_imported_by(path: Path) -> set[str]:
-    """Our files that a file imports outside of functions, `TYPE_CHECKING` included, by their import names."""
+    """Our files that a file imports anywhere, by their import names: in functions, under `TYPE_CHECKING`, and by
+    `import_module` of a name that is written out.
+    """
     package = dotted(path) if path.name == "__init__.py" else dotted(path).rpartition(".")[0]
     imported: set[str] = set()
     pending: list[ast.AST] = [ast.parse(SOURCES[path])]
@@ -132,14 +134,17 @@ def files_imported_by(path: Path) -> set[str]:
             # `from package import module` is an import of the module's file, where there is one.
             names = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in FILES else base for alias in node.names]
         else:
-            names = []
-            pending += [
-                child
-                for child in ast.iter_child_nodes(node)
-                if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            ]
+            names = [text for text in called_with(node, "import_module") if text.startswith("dilabench.")]
+            pending += ast.iter_child_nodes(node)
         imported |= {name for name in names if name in FILES}
     return imported - {dotted(path)}
+
+
+def called_with(node: ast.AST, function: str) -> list[str]:
+    """The text arguments of a call of this function, `module.function` too; empty for another node."""
+    if not isinstance(node, ast.Call) or ast.unparse(node.func).rpartition(".")[2] != function:
+        return []
+    return [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
 
 
 def test_no_files_import_in_a_circle() -> None:

@@ -18,7 +18,8 @@ from dilabench.attention import call as library
 from dilabench.choice.computation import backend_of, over
 from dilabench.choice.ways import Way
 from dilabench.contracts import BuildContext
-from dilabench.impls import one_operator, reference
+from dilabench.engine.verify.oracle import reference
+from dilabench.impls import one_operator
 from dilabench.impls.call import written
 from dilabench.impls.null_mass import log_zero_keys
 from dilabench.impls.union.union import Rows, Union

@@ -1,5 +1,6 @@
 """The documentation says what the code does: generated pages are current, links lead somewhere, promises stand."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -15,7 +16,8 @@ from typer.testing import CliRunner
 from dilabench.cli import spread
 from dilabench.cli.app import COMMANDS, app
 from dilabench.errors import ExitCode
-from dilabench.plugins import hookspecs
+from dilabench.plugins import Capabilities, hookspecs
+from dilabench.plugins.manager import REGISTRIES
 from dilabench.record import RunRecord
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +49,15 @@ def test_every_hook_has_a_heading_and_its_signature() -> None:
     for name in hooks:
         assert f"def {name}() -> Sequence[" in page.read_text()
         assert getattr(hookspecs, name).__doc__ in page.read_text()
+
+
+@pytest.mark.parametrize("kind", [*REGISTRIES.values(), Capabilities], ids=lambda kind: kind.__name__)
+def test_every_field_of_a_descriptor_has_its_meaning(kind: type) -> None:
+    page = (DOCS / "reference" / "hooks.md").read_text()
+    section = page.split(f"`{kind.__name__}`: ", 1)[1].split("\n## ", 1)[0]
+    rows = re.findall(r"^\| `(\w+)` \|(?:[^|\\]|\\.)*\|[^|]*\| (.+) \|$", section, re.MULTILINE)
+    meanings = {name: meaning for name, meaning in rows if meaning.strip()}
+    assert list(meanings) == [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("command", LINES)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dilabench.conformance.odd_workloads import odd_workloads_of
 from dilabench.contracts import AttentionFn, BuildContext
+from dilabench.engine.verify.oracle import reference
 from dilabench.errors import ConfigError
-from dilabench.impls import reference
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.registry import known_kinds
 from dilabench.plugins.descriptors import Capabilities

@@ -35,7 +35,7 @@ def probe_trials(
     trials: Sequence[Mapping[str, Any]],
     timeout_s: float = TIMEOUT_S,
 ) -> list[str | None]:
-    """Like `probe`, with an answer per trial: fields of `dilabench.backends.check.Trial`, the dtype by its name."""
+    """Like `probe`, with an answer per trial: fields of `dilabench.backends.trial.Trial`, the dtype by its name."""
     answer = _answer([target, backward_target, device, list(trials)], timeout_s)
     return [answer] * len(trials) if isinstance(answer, str) else answer
 
@@ -75,7 +75,7 @@ def _reason(target: str, backward_target: str | None, device: str, fields: Mappi
     import torch
 
     from dilabench.backends import math
-    from dilabench.backends.check import Trial, findings
+    from dilabench.backends.trial import Trial, findings
 
     trial = Trial(**{**fields, "dtype": getattr(torch, fields["dtype"])})
     try:

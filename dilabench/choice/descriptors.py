@@ -25,18 +25,7 @@ from dilabench.errors import PluginError
 from dilabench.kernels.cpu.compiled import why_unavailable
 from dilabench.machine import CPU, CUDA, CXX_COMPILERS, WORDS, DeviceClass, Machine, cxx_compiler, device_named
 from dilabench.patterns.dense import DENSE
-from dilabench.validation import (
-    CHECKED,
-    Count,
-    Name,
-    Priority,
-    Target,
-    among,
-    defined,
-    readable,
-    refused,
-    shown,
-)
+from dilabench.validation import CHECKED, Count, Name, Priority, Target, among, defined, readable, refused, shown
 from dilabench.workload.cuts import why_not_apart
 from dilabench.workload.spec import DEFAULT_PATTERN, DType, Layout, Mode, Workload
 
@@ -96,34 +85,46 @@ Devices = Annotated[frozenset[str], among(WORDS)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """The workloads that an implementation or backend computes; `reasons` lists the needs of a workload that exceed it.
-
-    `check` may add a rule: it takes a workload of these patterns and returns the reason against it, or None.
-    `check_ranks` is a rule that also takes the number of ranks. `parts_apart`: the part of each rank must need no keys
-    of another (`cuts.cut_apart`). `patterns=ANY_PATTERN`: any pattern, but sums of several attentions only with `sums`.
-    On CUDA, `on_cuda` replaces all of these, for a kernel that differs between the two kinds of device. `devices`:
-    'cpu', 'cuda', and 'accelerator' for any other that `torch.accelerator` knows. The descriptor checks these fields.
-    """
+    """The workloads that an implementation or backend computes; `reasons` says what of a workload exceeds it."""
 
     patterns: frozenset[str] = frozenset({DEFAULT_PATTERN})
+    """Kinds of pattern. `ANY_PATTERN`: any, but sums of several attentions only with `sums`."""
     devices: Devices = frozenset({"cpu", "cuda"})
+    """'cpu', 'cuda', and 'accelerator' for any other that `torch.accelerator` knows."""
     dtypes: Annotated[frozenset[str], among(ALL_DTYPES)] = ALL_DTYPES
+    """Dtypes of q, k and v."""
     modes: Annotated[frozenset[str], among(ALL_MODES)] = ALL_MODES
+    """Forward, backward, or both in one call."""
     layouts: Annotated[frozenset[str], among(frozenset(get_args(Layout)))] = frozenset({"padded"})
+    """Padded, or packed sequences."""
     merge_grads: Annotated[frozenset[str], among(frozenset({"exact", "detached"}))] = frozenset({"exact"})
+    """Which gradient of a merge of branches it computes (semantics.md §2)."""
     causal: frozenset[bool] = frozenset({True, False})
+    """With a causal mask, without one."""
     window: bool = True
+    """Whether it takes a window."""
     gqa: bool = True
+    """Whether it takes fewer key/value heads than query heads."""
     grouped_heads: bool = True
+    """Whether heads may take part in different branches."""
     zero_keys: bool = False
+    """Whether it computes attended zero keys."""
     sums: bool = False
+    """Whether it computes sums of several attentions, each with its own softmax."""
     head_dim_multiple: Count = 1
+    """Head dims that it takes are multiples of this."""
     max_head_dim: Count | None = None
+    """The largest head dim; None for no limit."""
     max_world_size: Count | None = 1
+    """The most ranks; None for no limit."""
     parts_apart: bool = False
+    """The part of each rank must need no keys of another (`cuts.cut_apart`)."""
     check: Callable[[Workload], str | None] | None = None
+    """A further rule: takes a workload of these patterns and returns the reason against it, or None."""
     check_ranks: Callable[[Workload, int], str | None] | None = None
+    """A rule that also takes the number of ranks."""
     on_cuda: "Capabilities | None" = None
+    """Replaces all of these on CUDA, for a kernel that differs between the two kinds of device."""
 
     def computes(self, pattern: str) -> bool:
         """Return True if the kind of pattern is supported."""
@@ -205,96 +206,113 @@ class Named(Protocol):
 @readable
 @pydantic.dataclasses.dataclass(frozen=True, slots=True, config=CHECKED)
 class Implementation:
-    """A way to compute a workload. `target` is its `build(workload, context) -> AttentionFn`.
-
-    `role`: the oracle defines correct results; speed-ups refer to a plain method, a built-in one if it has a time; a
-    yardstick is an unranked reference, measured in the same run. `priority`: without measurements, `-i auto` takes the
-    usable implementation with the highest. Over ranks, if that one has a `sharding`, `auto` takes the one that its
-    sharding predicts to be fastest (`dilabench.choice.over_ranks`). 0 is never taken. Suites over ranks list higher
-    ones first.
-    `uses_backend`: it calls a dense kernel given by the context, so suites measure one row per backend; `backends`:
-    the only ones that it can call, if not any; `calls_window`: it calls them under a window, for any window of the
-    workload; `calls_ahead`: over ranks it calls them under windows that look ahead, for keys of other ranks, if the
-    workload has a window.
-    `takes` says what a call receives: 'heads' is q, k, v of [B, N, H, D]; 'embeddings' is [B, N, E], a module
-    with projections around the attention. Rows with different inputs are never ranked together.
-    `compiles`: the first call at each shape takes tens of seconds. Its cases are built last in their group, and a suite
-    over many lengths includes it only if named.
-    `steps_of`: the implementation that performs only the last step of its call (`every_call`), if that is another one.
-    `sharding`: over ranks, which rank owns and receives which keys: an object like
-    `dilabench.distributed.model.Sharding`, without torch. λ and the predicted bytes come from it; suites over ranks
-    include an implementation without one only if named. `preferred_for`: the workloads for which suites over ranks and
-    `-i auto` include it by default, if fewer than it supports; `tried_for`: those for which a choice by measurement
-    includes it, if it is known to be far slower in others. `every_call`: the steps of a call (select, plan, attend), if
-    other implementations of its pattern do some of them before the call. `project`: the public project whose code it
-    calls. Suites include such a peer only if named; `field` measures all peers in the same run as dilabench's
-    implementations, and names the `install` command of missing ones. `chooses`: it selects another implementation;
-    suites include it only if named, `choice` compares it with the others, and `auto` never selects it. `tiles`: a
-    function of (head_dim, itemsize, backward) that returns the kernel shapes for suite `tiles`, each a text that
-    becomes `context.tiles`.
-    """
+    """A way to compute a workload."""
 
     name: Name
+    """As `-i` takes it."""
     summary: str
+    """One line for lists."""
     target: Target
+    """`build(workload, context) -> AttentionFn`."""
     supports: Capabilities = field(default_factory=Capabilities)
+    """The workloads that it computes."""
     requires: tuple[Requirement, ...] = ()
+    """What must be there: 'cuda>=sm80', 'module>=1.2', alternatives separated by '|'."""
     aliases: tuple[Name, ...] = ()
+    """Other names."""
     uses_backend: bool = False
+    """It calls a dense kernel given by the context, so that suites measure one row per backend."""
     backends: tuple[str, ...] = ()
+    """The only backends that it can call; empty for any."""
     calls_window: bool = False
+    """It calls its backend under a window, for any window of the workload."""
     calls_ahead: bool = False
+    """As `calls_window`, over ranks under windows that look ahead, for keys of other ranks."""
     takes: Takes = "heads"
+    """What a call receives: 'heads' is q, k, v of [B, N, H, D]; 'embeddings' is [B, N, E], for a module with
+    projections around the attention. Rows with different inputs are never ranked together."""
     deterministic: bool = False
+    """Two identical calls agree bitwise, which verification checks."""
     compiles: bool = False
+    """The first call at each shape takes tens of seconds. Its cases are built last in their group, and a suite over
+    many lengths includes it only if named."""
     quirks: tuple[str, ...] = ()
+    """What a reader of its rows should know."""
     role: Role = "method"
+    """The oracle defines correct results; speed-ups refer to a plain method, a built-in one if it has a time; a
+    yardstick is an unranked reference, measured in the same run."""
     priority: Priority = 0
+    """Without measurements, `-i auto` takes the usable implementation with the highest; 0 is never taken. Over ranks,
+    if that one has a `sharding`, `auto` takes the one that its sharding predicts to be fastest
+    (`dilabench.choice.over_ranks`). Suites over ranks list higher ones first."""
     sharding: Target | None = None
+    """Over ranks, which rank owns and receives which keys: an object like `dilabench.distributed.model.Sharding`,
+    without torch. λ and the predicted bytes come from it. Suites over ranks include an implementation without one only
+    if named."""
     preferred_for: Capabilities | None = None
+    """The workloads for which suites over ranks and `-i auto` include it by default, if fewer than it supports."""
     tried_for: Capabilities | None = None
+    """The workloads for which a choice by measurement includes it, if it is known to be far slower in others."""
     every_call: tuple[str, ...] = ("attend",)
+    """The steps of a call (select, plan, attend), if others do some of them before the call."""
     steps_of: str | None = None
+    """The implementation that performs only the last step of its call (`every_call`), if that is another one."""
     project: str | None = None
+    """The public project whose code it calls. Suites include such a peer only if named; `field` measures all of
+    them."""
     install: str | None = None
+    """The command that installs a peer, which `field` names if it is missing."""
     chooses: bool = False
+    """It selects another implementation; suite `choice` compares it with the others. Other suites include it only if
+    named, and `auto` never selects it."""
     tiles: str | None = None
+    """A function (head_dim, itemsize, backward) -> kernel shapes for suite `tiles`, texts for `context.tiles`."""
 
 
 @readable
 @pydantic.dataclasses.dataclass(frozen=True, slots=True, config=CHECKED)
 class Backend:
-    """A dense attention kernel. `target` is its `attend`, `backward_target` its `attend_backward`.
-
-    `kernels`: regular expressions, one of which must match a kernel in the profile of a row that claims this backend on
-    CUDA. `compiles`: as for an implementation. `aligns_ends`, `places_results`: as in `contracts.LoadedBackend`.
-    `packed_target`: its `contracts.PackedKernel`, which computes packed sequences in one launch. Without one,
-    dilabench's tiles replace it on CUDA and the row has the note `own_tiles`; on a CPU sequences are called one by one.
-    `merging_target`: its `contracts.MergingKernel`, which merges results of several calls. `priority`: by class
-    of device (`Machine.device_class`); `auto` takes the usable backend with the highest, and none without a priority
-    there. `tried_for`: as for an implementation. `library`: it loads its own library, which runs in a separate
-    process. `install`: the command that installs it. `family`: the shared name of generations of one kernel, which the
-    suite `backends` compares.
-    """
+    """A dense attention kernel."""
 
     name: Name
+    """As `-b` takes it."""
     summary: str
+    """One line for lists."""
     target: Target
+    """Its `attend`, which returns out and lse."""
     backward_target: Target | None = None
+    """Its `attend_backward`, for a given out and lse."""
     packed_target: Target | None = None
+    """Its `contracts.PackedKernel`, which computes packed sequences in one launch. Without one, dilabench's tiles
+    replace it on CUDA and the row has the note `own_tiles`; on a CPU sequences are called one by one."""
     merging_target: Target | None = None
+    """Its `contracts.MergingKernel`, which merges results of several calls."""
     supports: Capabilities = DENSE_KERNEL
+    """The workloads of a dense kernel that it computes."""
     requires: tuple[Requirement, ...] = ()
+    """As for an implementation."""
     aliases: tuple[Name, ...] = ()
+    """Other names."""
     kernels: tuple[Expression, ...] = ()
+    """Regular expressions, one of which must match a kernel in the profile of a row that claims this backend on CUDA.
+    """
     compiles: bool = False
+    """As for an implementation."""
     aligns_ends: bool = False
+    """As in `contracts.LoadedBackend`."""
     places_results: bool = False
+    """As in `contracts.LoadedBackend`."""
     priority: Mapping[DeviceClass, int] = field(default_factory=dict)
+    """By class of device (`Machine.device_class`): `auto` takes the usable backend with the highest, and no backend
+    without a priority there."""
     tried_for: Capabilities | None = None
+    """As for an implementation."""
     library: bool = False
+    """It loads its own library, which runs in a separate process."""
     install: str | None = None
+    """The command that installs it."""
     family: str | None = None
+    """The shared name of generations of one kernel, which the suite `backends` compares."""
 
 
 def load_target(target: str) -> Any:

@@ -189,20 +189,6 @@ ADDED_QUERIES = (
 
 IMPLEMENTATIONS = (
     Implementation(
-        "reference",
-        "the formula in float64, blocked over queries: the oracle",
-        "dilabench.impls.reference:build",
-        supports=Capabilities(
-            patterns=ANY_PATTERN,
-            layouts=BOTH_LAYOUTS,
-            merge_grads=BOTH_MERGES,
-            zero_keys=True,
-            sums=True,
-        ),
-        deterministic=True,
-        role="oracle",
-    ),
-    Implementation(
         "dense",
         "full attention through one backend: what a user has without dilation",
         "dilabench.impls.dense:build",

@@ -130,40 +130,6 @@ def ignore_signals() -> None:
 # Options that take several values after one name, as argparse's nargs="+" does.
 SEVERAL_VALUES = frozenset({"--implementations", "--sequence-lengths", "--custom-lengths"})
 
-
-class OldNames(tuple[str, ...]):
-    """Names of an option in other benchmarks and older scripts: accepted, but not shown by --help.
-
-    They are part of the option's annotation: `Annotated[str, typer.Option("--dtype"), OldNames(["--precision"])]`.
-    """
-
-    __slots__ = ()
-
-
-# Options of other tools that dilabench lacks, with their replacement.
-INSTEAD = {
-    "--segment-lengths": "--set segment_lengths=2048,4096",
-    "--dilation-rates": "--set dilation_rates=1,2",
-    "--causal": "--set causal=true",
-    "--no-causal": "--set causal=false",
-    "--window-size": "--set window=512,0",
-    "--backward": "--mode backward, or --mode both",
-    "--forward-only": "--mode forward",
-    "--profile": "--timing profiler",
-    "--test-flash": "-b flash2",
-    "--test-sdpa": "-b sdpa-flash",
-    "--test-xformers": "-b xformers",
-    "--test-ring": "dilabench run ring --nproc 2",
-    "--quick": "dilabench run quick",
-    "--list-implementations": "dilabench list implementations",
-    "--list-backends": "dilabench list backends",
-    "--save-results": "no option: every run writes run.json, report.md and report.html",
-    "--save": "no option: every run writes run.json, report.md and report.html",
-    "--plot": "no option: every run writes its plots",
-    "--csv": "dilabench report latest -f csv",
-    "--master-port": "torchrun ... -m dilabench run ring",
-}
-
 _OPTION = re.compile(r"--?[A-Za-z]")
 
 

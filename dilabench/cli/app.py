@@ -11,10 +11,10 @@ from typing import Annotated, Any, ParamSpec
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from dilabench.cli import INSTEAD, OldNames
 from dilabench.cli.defaults import defaults_file, defaults_of
-from dilabench.cli.terminal import interruption, note, output_lost, say, say_folded
-from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, said
+from dilabench.cli.options import OldNames
+from dilabench.cli.terminal import note, output_lost, say, say_folded
+from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, interruption, said
 from dilabench.retired import removed
 from dilabench.units import printable
 from dilabench.version import __version__
@@ -22,6 +22,30 @@ from dilabench.version import __version__
 P = ParamSpec("P")
 
 DEBUG_VARIABLE = "DILABENCH_DEBUG"
+
+# Options of other tools that dilabench lacks, with their replacement.
+INSTEAD = {
+    "--segment-lengths": "--set segment_lengths=2048,4096",
+    "--dilation-rates": "--set dilation_rates=1,2",
+    "--causal": "--set causal=true",
+    "--no-causal": "--set causal=false",
+    "--window-size": "--set window=512,0",
+    "--backward": "--mode backward, or --mode both",
+    "--forward-only": "--mode forward",
+    "--profile": "--timing profiler",
+    "--test-flash": "-b flash2",
+    "--test-sdpa": "-b sdpa-flash",
+    "--test-xformers": "-b xformers",
+    "--test-ring": "dilabench run ring --nproc 2",
+    "--quick": "dilabench run quick",
+    "--list-implementations": "dilabench list implementations",
+    "--list-backends": "dilabench list backends",
+    "--save-results": "no option: every run writes run.json, report.md and report.html",
+    "--save": "no option: every run writes run.json, report.md and report.html",
+    "--plot": "no option: every run writes its plots",
+    "--csv": "dilabench report latest -f csv",
+    "--master-port": "torchrun ... -m dilabench run ring",
+}
 
 
 def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, None]:

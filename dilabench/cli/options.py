@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dilabench.cli import OldNames
 from dilabench.cli.terminal import note
 from dilabench.errors import ConfigError
 from dilabench.units import parse_count
@@ -15,6 +14,15 @@ from dilabench.workload.ranges import CUSTOM, range_lengths
 if TYPE_CHECKING:
     from dilabench.plugins.boundary import Problem
     from dilabench.plugins.manager import Found
+
+
+class OldNames(tuple[str, ...]):
+    """Names of an option in other benchmarks and older scripts: accepted, but not shown by --help.
+
+    They are part of the option's annotation: `Annotated[str, typer.Option("--dtype"), OldNames(["--precision"])]`.
+    """
+
+    __slots__ = ()
 
 
 Configs = Annotated[
@@ -163,7 +171,7 @@ def discovered(strict: bool = False) -> "Found":
 def tell_of(problems: Iterable["Problem"]) -> None:
     """Print on stderr which plug-ins, or parts of them, failed, and why."""
     for problem in problems:
-        note(f"problem in plug-in {problem.plugin!r}: {problem.why}")
+        note(problem.text)
 
 
 def real_names(

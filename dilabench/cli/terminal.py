@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TextIO
 
 import typer
 
-from dilabench.errors import text_of
 from dilabench.units import output_width, printable
 
 if TYPE_CHECKING:
@@ -105,11 +104,6 @@ def _is_open(descriptor: int) -> bool:
 def _spelt_out(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
-
-
-def interruption(error: KeyboardInterrupt) -> str:
-    """'interrupted', and what was running, if the boundary of plug-ins has said."""
-    return f"interrupted {text_of(error)}".rstrip()
 
 
 def say_folded(text: str, indent: str = "", err: bool = False) -> None:

@@ -56,7 +56,7 @@ def check_backend(backend: Backend, catalogue: Catalogue, machine: Machine, find
 
 
 def _trials(backend: Backend) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Fields of `dilabench.backends.check.Trial` by name: each dtype, then each feature in the first dtype."""
+    """Fields of `dilabench.backends.trial.Trial` by name: each dtype, then each feature in the first dtype."""
     multiple = backend.supports.head_dim_multiple
     base = {"heads": 4, "kv_heads": 4, "head_dim": -(-24 // multiple) * multiple}
     dtypes = [dtype for dtype in get_args(DType) if dtype in backend.supports.dtypes]

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from dilabench.distributed.failures import RanksDisagreeError
 from dilabench.distributed.transport.copies import Copies
-from dilabench.distributed.transport.selection import transport_of
+from dilabench.distributed.transport.transport import transport_of
 from dilabench.kernels.streams import is_captured
 from dilabench.metadata import RECEIVED_BYTES, SENT_BYTES, traffic_key
 

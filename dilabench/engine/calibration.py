@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from dilabench.engine.budget import Budget
+from dilabench.engine.case_executor import CaseExecutor
 from dilabench.engine.case_state import CaseState
-from dilabench.engine.driver import Driver
 from dilabench.engine.method import Method
 from dilabench.engine.progress import Progress
 from dilabench.engine.rounds import Rounds
@@ -61,7 +61,7 @@ def measure_session(
 
     Raises EnvironmentNotReady when a case cannot be measured here.
     """
-    driver = Driver(
+    executor = CaseExecutor(
         catalogue=catalogue,
         pool=WorkerPool(WorkerSettings(device=machine.device)),
         method=method,
@@ -74,10 +74,10 @@ def measure_session(
         for case in planned
     ]
     try:
-        Rounds(driver, states, random.Random(seed)).take(method.timer, method.sampling_s * len(states))
+        Rounds(executor, states, random.Random(seed)).take(method.timer, method.sampling_s * len(states))
         torch_facts = next((state.home.hello.torch for state in states if state.home), {})
     finally:
-        driver.pool.close()
+        executor.pool.close()
     for state in states:
         if state.outcome is not None or not state.runs:
             why = state.outcome.why if state.outcome else "its timer took no sample"

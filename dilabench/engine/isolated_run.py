@@ -4,8 +4,8 @@ from math import inf
 
 import psutil
 
+from dilabench.engine.case_executor import CaseExecutor
 from dilabench.engine.case_state import CaseState
-from dilabench.engine.driver import Driver
 from dilabench.engine.method import default_timer
 from dilabench.engine.worker.client import Worker, WorkerFailure
 from dilabench.engine.worker.protocol import IsolatedResult, case_spec, worker_key
@@ -31,53 +31,53 @@ SAMPLING_S = 1.0
 class IsolatedRun:
     """Measures one planned case and makes its row. Running out of memory is an answer here, not a failure."""
 
-    def __init__(self, driver: Driver, planned: PlannedCase) -> None:
-        self._driver = driver
+    def __init__(self, executor: CaseExecutor, planned: PlannedCase) -> None:
+        self._executor = executor
         self._planned = planned
-        self._device = driver.pool.settings.device
+        self._device = executor.pool.settings.device
         self._timeout_s = inf
         self._state = CaseState(
             planned=planned,
-            spec=case_spec(planned.case, driver.catalogue, driver.seed),
-            key=worker_key(planned.case, driver.catalogue),
+            spec=case_spec(planned.case, executor.catalogue, executor.seed),
+            key=worker_key(planned.case, executor.catalogue),
         )
 
     def row(self) -> Row:
         """The row of the case."""
-        driver = self._driver
+        executor = self._executor
         outcome: Outcome
-        if driver.budget.exhausted:
-            outcome = driver.budget_skip("before its turn")
+        if executor.budget.exhausted:
+            outcome = executor.budget_skip("before its turn")
         else:
             # Cases before this one may still be prepared in their workers.
-            driver.pool.close()
+            executor.pool.close()
             outcome = self._in_worker()
-        driver.budget.done(self._planned.case)
+        executor.budget.done(self._planned.case)
         return Row(planned=self._planned, outcome=outcome)
 
     def _in_worker(self) -> Outcome:
         try:
-            with self._driver.pool.fresh(self._state.key) as worker:
+            with self._executor.pool.fresh(self._state.key) as worker:
                 return self._measured(worker)
         except WorkerFailure as failure:
             if failure.code == "out_of_memory":
                 return Skipped(code="out_of_memory", why=f"does not fit into memory: {self._needed()}{failure.why}")
             if failure.code == "unusable_optimization":
                 return Skipped(code=failure.code, why=failure.why)
-            if failure.code == "timeout" and self._timeout_s < self._driver.timeout_s:
+            if failure.code == "timeout" and self._timeout_s < self._executor.timeout_s:
                 # The case need not be slow: the budget allowed no more time. `--resume` tries again.
-                return self._driver.budget_skip("during its stage 'time'")
+                return self._executor.budget_skip("during its stage 'time'")
             return Failed(stage="time", code=failure.code, why=failure.why, traceback=failure.traceback)
 
     def _measured(self, worker: Worker) -> Outcome:
         limit_bytes, limit_note = self._limit()
-        share_s = self._driver.budget.share_s([self._state.case])
-        seconds = min(SAMPLING_S, self._driver.method.sampling_s, share_s / 4)
+        share_s = self._executor.budget.share_s([self._state.case])
+        seconds = min(SAMPLING_S, self._executor.method.sampling_s, share_s / 4)
         result = self._ask(worker, limit_bytes, seconds)
         if not result.verification.passed:
             return Failed(stage="verify", code="wrong_output", why=result.why, verification=result.verification)
         # Its calls are timed by the host on every device.
-        timer = default_timer(CPU.name, self._driver.catalogue)
+        timer = default_timer(CPU.name, self._executor.catalogue)
         return Measured(
             verification=result.verification,
             timings=(Timing(timer=timer.name, proves=timer.proves, slots=(result.slot,)),),
@@ -88,10 +88,10 @@ class IsolatedRun:
         )
 
     def _ask(self, worker: Worker, limit_bytes: int | None, seconds: float) -> IsolatedResult:
-        driver = self._driver
-        driver.progress.stage_started(self._state.case, "time")
+        executor = self._executor
+        executor.progress.stage_started(self._state.case, "time")
         spec = self._state.spec.model_dump(mode="json")
-        self._timeout_s = driver.stage_timeout_s(self._state)
+        self._timeout_s = executor.stage_timeout_s(self._state)
         reply = worker.ask(
             "isolated",
             self._state.spec.handle,
@@ -119,6 +119,6 @@ class IsolatedRun:
 
     def _needed(self) -> str:
         case = self._planned.case
-        plan = plan_memory(case, self._device, self._driver.catalogue)
+        plan = plan_memory(case, self._device, self._executor.catalogue)
         who = "it needs" if case.world_size == 1 else "each rank needs"
         return "" if plan is None else f"{who} {format_bytes(plan.peak_bytes)} as traced; "

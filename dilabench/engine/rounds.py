@@ -4,9 +4,9 @@ import random
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from dilabench.engine.case_executor import CaseExecutor
 from dilabench.engine.case_state import CaseState, TimerRun
 from dilabench.engine.device.clocks import COOL_DOWN_REASONS
-from dilabench.engine.driver import Driver
 from dilabench.engine.worker.protocol import TimerSpec
 from dilabench.record import Failed, Slot
 from dilabench.stats.decisions.paired import MIN_ROUNDS
@@ -25,8 +25,8 @@ MAX_COOL_DOWN_S = 10.0
 class Rounds:
     """The interleaved measurement of some cases with one timer, so that drift affects all of them alike."""
 
-    def __init__(self, driver: Driver, states: Sequence[CaseState], order: random.Random) -> None:
-        self._driver = driver
+    def __init__(self, executor: CaseExecutor, states: Sequence[CaseState], order: random.Random) -> None:
+        self._executor = executor
         self._states = list(states)
         self._order = order
         self._cooled_s = 0.0
@@ -37,9 +37,9 @@ class Rounds:
         At least `min_samples` are taken of each case, and of several cases the rounds that an interval of their ratios
         needs, unless the budget of the whole run ends. The last call of each case in the last round is checked.
         """
-        method, clock = self._driver.method, self._driver.budget.clock
+        method, clock = self._executor.method, self._executor.budget.clock
         deadline = clock() + share_s
-        running = [state for state in self._states if self._driver.warm_up(state, timer)]
+        running = [state for state in self._states if self._executor.warm_up(state, timer)]
         started = clock()
         share_s = min(max(0.0, deadline - started), method.sampling_s * len(running))
         sizes = self._sizes(running, share_s)
@@ -49,7 +49,7 @@ class Rounds:
             began = clock()
             for position, state in enumerate(self._order.sample(running, len(running))):
                 self._turn(state, timer, sizes[id(state)], position, is_last)
-            self._driver.next_round += 1
+            self._executor.next_round += 1
             running = [state for state in running if state.running]
             if is_last or not running:
                 break
@@ -66,7 +66,7 @@ class Rounds:
 
     def slot_samples(self, state: CaseState, share_s: float) -> int:
         """Samples per slot: about 10 ms, 5 to 20 samples; fewer if `min_rounds` of such slots exceed the share."""
-        method = self._driver.method
+        method = self._executor.method
         if method.max_rounds == 1:
             return method.min_samples
         wanted = min(method.max_slot_samples, max(MIN_SLOT_SAMPLES, method.slot_ns // state.call_ns))
@@ -74,18 +74,18 @@ class Rounds:
         return max(1, int(min(wanted, affordable)))
 
     def _turn(self, state: CaseState, timer: TimerSpec, count: int, position: int, is_last: bool) -> None:
-        driver, round_index = self._driver, self._driver.next_round
+        executor, round_index = self._executor, self._executor.next_round
         run = state.run_of(timer)
-        if driver.budget.exhausted and not (is_last and run.slots and driver.is_ready(state, timer)):
+        if executor.budget.exhausted and not (is_last and run.slots and executor.is_ready(state, timer)):
             # The budget is used up: a case with samples still gets its last check, but no new worker starts for it.
             return
         # Another case in the same worker may have crashed it.
-        if not state.running or not driver.warm_up(state, timer):
+        if not state.running or not executor.warm_up(state, timer):
             return
-        driver.progress.stage_started(state.case, "time")
-        started = driver.budget.clock()
-        reply = driver.ask(state, "time", "last_slot" if is_last else "slot", timer=timer.name, count=count)
-        took_s = driver.budget.clock() - started
+        executor.progress.stage_started(state.case, "time")
+        started = executor.budget.clock()
+        reply = executor.ask(state, "time", "last_slot" if is_last else "slot", timer=timer.name, count=count)
+        took_s = executor.budget.clock() - started
         if reply is None or reply.slot is None:
             return
         samples_s = sum(reply.slot.samples_ns) * 1e-9
@@ -93,14 +93,14 @@ class Rounds:
         if 0 < took_s * CLOCKS_APART < samples_s and not timer.fresh_process:
             why = f"timer {timer.name!r} took samples of {samples_s:.3g} s in {took_s:.3g} s by the runner's clock"
             state.outcome = Failed(stage="time", code="exception", why=why, verification=state.verification)
-            driver.release(state)
+            executor.release(state)
             return
         place = {"session": state.session, "round": round_index, "position": position}
         run.slots.append(reply.slot.model_copy(update=place))
         state.call_ns = max(1, min(state.call_ns, *reply.slot.samples_ns))
         run.notes, state.counters = reply.notes, reply.counters
-        driver.progress.slot_done(state.case, round_index)
-        driver.judge(state, reply)
+        executor.progress.slot_done(state.case, round_index)
+        executor.judge(state, reply)
         self._cool_down(reply.slot)
 
     def _enough(
@@ -113,7 +113,7 @@ class Rounds:
         share_s: float,
     ) -> bool:
         """Return True if the rounds up to and including the next one, which would end after `spent_s`, are enough."""
-        method, budget = self._driver.method, self._driver.budget
+        method, budget = self._executor.method, self._executor.budget
         if budget.exhausted:
             return True
         runs = [state.run_of(timer) for state in running]
@@ -129,9 +129,10 @@ class Rounds:
     def _cool_down(self, slot: Slot) -> None:
         """Pause after a slot in which heat slowed the GPU down, a bounded number of times."""
         heated = COOL_DOWN_REASONS.intersection(slot.throttle)
-        if heated and self._cooled_s < MAX_COOL_DOWN_S and self._driver.budget.remaining_s > COOL_DOWN_S:
-            self._driver.progress.waiting(f"the GPU slows down ({', '.join(sorted(heated))}); it may cool for a moment")
-            self._driver.sleep(COOL_DOWN_S)
+        if heated and self._cooled_s < MAX_COOL_DOWN_S and self._executor.budget.remaining_s > COOL_DOWN_S:
+            why = f"the GPU slows down ({', '.join(sorted(heated))}); it may cool for a moment"
+            self._executor.progress.waiting(why)
+            self._executor.sleep(COOL_DOWN_S)
             self._cooled_s += COOL_DOWN_S
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dilabench.engine.budget import Budget, steady
+from dilabench.engine.case_executor import MAX_TIMEOUT_S, CaseExecutor
 from dilabench.engine.device.environment import with_torch
 from dilabench.engine.device.lock import device_lock
-from dilabench.engine.driver import MAX_TIMEOUT_S, Driver
 from dilabench.engine.isolated_run import IsolatedRun
 from dilabench.engine.method import Method, method_for
 from dilabench.engine.plausibility import suspicions
@@ -83,7 +83,7 @@ def run(
     """
     method = method or method_for(request, machine.device, catalogue)
     waiting = _waiting(planned, completed)
-    driver = Driver(
+    executor = CaseExecutor(
         catalogue=catalogue,
         pool=WorkerPool(WorkerSettings(device=machine.device), partial(start_worker, launcher=launcher)),
         method=method,
@@ -97,7 +97,7 @@ def run(
     )
     ranks = max((case.case.world_size for case in waiting if case.skip is None), default=1)
     gpus = (launcher or ThisMachine()).gpus_here(ranks)
-    return _Run(driver, machine, sink, planned, completed).go(header, follow_up, gpus, project)
+    return _Run(executor, machine, sink, planned, completed).go(header, follow_up, gpus, project)
 
 
 def _rounds_of(rows: Iterable[Row]) -> Iterator[int]:
@@ -119,14 +119,14 @@ class _Run:
 
     def __init__(
         self,
-        driver: Driver,
+        executor: CaseExecutor,
         machine: Machine,
         sink: Sink,
         planned: Sequence[PlannedCase],
         completed: Sequence[Row],
     ) -> None:
-        self.driver, self.machine, self.sink = driver, machine, sink
-        self.progress = driver.progress
+        self.executor, self.machine, self.sink = executor, machine, sink
+        self.progress = executor.progress
         self.planned = {case.case.case_id: case for case in planned}
         self.rows = {row.case.case_id: row for row in completed}
         self.completed = frozenset(self.rows)
@@ -141,7 +141,7 @@ class _Run:
         try:
             return self._go(header, follow_up, gpus, project)
         finally:
-            self.driver.pool.close()
+            self.executor.pool.close()
 
     def _go(
         self, header: RunHeader, follow_up: FollowUp | None, gpus: Sequence[int], project: Project | None
@@ -152,7 +152,7 @@ class _Run:
             with device_lock(self.machine, header.run_id, self.progress, gpus=gpus):
                 # Waiting for another run to release the device does not count against the budget.
                 remove_left_over()
-                self.driver.budget.start()
+                self.executor.budget.start()
                 self.progress.device_held()
                 self.ceilings = dict(header.ceilings)
                 header = self._described(header)
@@ -215,7 +215,7 @@ class _Run:
             if not fresh:
                 return
             self.planned |= {case.case.case_id: case for case in fresh}
-            self.driver.budget.add([case.case for case in fresh if case.skip is None])
+            self.executor.budget.add([case.case for case in fresh if case.skip is None])
             self.progress.run_started(self._expected_s())
 
     def _expected_s(self) -> dict[str, float]:
@@ -230,7 +230,7 @@ class _Run:
     def _interleaved(self, group: Sequence[PlannedCase]) -> WorkloadGroupRun | None:
         """The part of a group that is measured in rounds; None if there is none."""
         interleaved = [case for case in group if case.procedure == "interleaved"]
-        return WorkloadGroupRun(self.driver, interleaved) if interleaved else None
+        return WorkloadGroupRun(self.executor, interleaved) if interleaved else None
 
     def _take_least(self, groups: Sequence[WorkloadGroupRun]) -> None:
         """Take the least samples of one case of every length before any length gets its best; none without a budget.
@@ -241,24 +241,24 @@ class _Run:
         lengths: dict[int, list[WorkloadGroupRun]] = {}
         for group in groups:
             lengths.setdefault(group.states[0].case.workload.seq_len, []).append(group)
-        if self.driver.budget.total_s is None or len(lengths) < 2:
+        if self.executor.budget.total_s is None or len(lengths) < 2:
             return
         known = {row.case.workload.seq_len for row in self.rows.values() if isinstance(row.outcome, Measured)}
         open_lengths = sorted(lengths.keys() - known)
-        with self.driver.budget.for_least_rows():
+        with self.executor.budget.for_least_rows():
             for place, length in enumerate(open_lengths):
-                self.driver.patience_s = self.driver.budget.remaining_s / (len(open_lengths) - place)
+                self.executor.patience_s = self.executor.budget.remaining_s / (len(open_lengths) - place)
                 for group in sorted(lengths[length], key=lambda group: group.is_reference):
                     planned = [state.planned for state in group.states]
                     self.progress.group_started(planned[0].case.workload, planned)
                     if group.least():
                         break
-        self.driver.patience_s = 0.0
+        self.executor.patience_s = 0.0
 
     def _rows_of(self, group: Sequence[PlannedCase], interleaved: WorkloadGroupRun | None) -> Iterator[Row]:
         """First the isolated cases, each in a separate process, then the other cases of the group in rounds."""
         for isolated in [case for case in group if case.procedure == "isolated"]:
-            yield IsolatedRun(self.driver, isolated).row()
+            yield IsolatedRun(self.executor, isolated).row()
         if interleaved is not None:
             yield from interleaved.rows()
 
@@ -293,7 +293,7 @@ class _Run:
         if not running or matmul_key(running[0].workload.dtype) in self.ceilings:
             return
         try:
-            worker = self.driver.pool.resident(worker_key(running[0], self.driver.catalogue))
+            worker = self.executor.pool.resident(worker_key(running[0], self.executor.catalogue))
             self.ceilings = {**_measured_ceilings(worker, [running[0].workload.dtype]), **self.ceilings}
         except WorkerFailure:
             return
@@ -304,9 +304,9 @@ class _Run:
         """
         if self.confirmed:
             return False
-        key, _, _ = worker_key(row.case, self.driver.catalogue).partition("@")
+        key, _, _ = worker_key(row.case, self.executor.catalogue).partition("@")
         try:
-            with self.driver.pool.fresh(key) as worker:
+            with self.executor.pool.fresh(key) as worker:
                 again = _measured_ceilings(worker, [row.case.workload.dtype])
         except WorkerFailure:
             return False
@@ -326,7 +326,7 @@ class _Run:
             return header
         dtypes = sorted({case.case.workload.dtype for case in waiting})
         try:
-            worker = self.driver.pool.resident(worker_key(waiting[0].case, self.driver.catalogue))
+            worker = self.executor.pool.resident(worker_key(waiting[0].case, self.executor.catalogue))
             environment = with_torch(header.environment, self.machine, worker.hello.torch)
             header = header.model_copy(update={"environment": environment})
             self.ceilings = {**self.ceilings, **_measured_ceilings(worker, dtypes)}

@@ -3,9 +3,9 @@
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
+from dilabench.engine.case_executor import CaseExecutor
 from dilabench.engine.case_state import CaseState, TimerRun
 from dilabench.engine.device.clocks import COOL_DOWN_REASONS
-from dilabench.engine.driver import Driver
 from dilabench.engine.method import MIN_TURNS
 from dilabench.engine.plausibility import ISOLATED_SLOTS, interference, unproven_backend
 from dilabench.engine.rounds import Rounds
@@ -39,14 +39,14 @@ CALLS_BEFORE_TURNS = 12
 class WorkloadGroupRun:
     """Measures the cases of one group and makes their rows. A failing case ends alone; the others continue."""
 
-    def __init__(self, driver: Driver, planned: Sequence[PlannedCase]) -> None:
-        self._driver = driver
-        self._random = random.Random(f"{driver.seed}:{planned[0].case.group_id}")
+    def __init__(self, executor: CaseExecutor, planned: Sequence[PlannedCase]) -> None:
+        self._executor = executor
+        self._random = random.Random(f"{executor.seed}:{planned[0].case.group_id}")
         self.states = [
             CaseState(
                 planned=case_plan,
-                spec=case_spec(case_plan.case, driver.catalogue, driver.seed, driver.machine),
-                key=worker_key(case_plan.case, driver.catalogue),
+                spec=case_spec(case_plan.case, executor.catalogue, executor.seed, executor.machine),
+                key=worker_key(case_plan.case, executor.catalogue),
             )
             for case_plan in planned
         ]
@@ -61,7 +61,7 @@ class WorkloadGroupRun:
 
         Returns False if none was measured. The first to be tried has the highest priority for `auto`.
         """
-        driver, registry = self._driver, self._driver.catalogue.implementations
+        executor, registry = self._executor, self._executor.catalogue.implementations
         for state in sorted(
             self.states,
             key=lambda state: (
@@ -69,64 +69,64 @@ class WorkloadGroupRun:
                 -registry.get(state.case.implementation).priority,
             ),
         ):
-            if driver.budget.exhausted:
+            if executor.budget.exhausted:
                 return False
             if not self._qualify(state):
                 continue
-            Rounds(driver, [state], self._random).take(driver.method.timer, 0.0)
+            Rounds(executor, [state], self._random).take(executor.method.timer, 0.0)
             if state.running:
-                driver.release(state)
+                executor.release(state)
                 state.home, state.least, state.runs = None, state.runs, {}
-                state.exceeded_s = driver.budget.exceeded_s
+                state.exceeded_s = executor.budget.exceeded_s
                 if _samples(state.least):
                     return True
         return False
 
     def rows(self) -> Iterator[Row]:
         """The rows of the group, each as soon as it is certain."""
-        started, deadline = self._driver.budget.clock(), self._deadline(self.states)
+        started, deadline = self._executor.budget.clock(), self._deadline(self.states)
         last_call = started + (1 - SHARE_KEPT_FOR_TIMING) * (deadline - started)
         ready: list[CaseState] = []
         slowest_s = 0.0
         for state in self._in_turn():
-            began = self._driver.budget.clock()
+            began = self._executor.budget.clock()
             # Cases that compile for minutes come last, so that they take no time from the others.
             late = (self._compiles(state) and began > last_call) or not self._has_time(ready, slowest_s)
             if far := self._far_slower(state, ready):
                 state.outcome = far
-                self._driver.release(state)
+                self._executor.release(state)
                 yield self._row(state)
             elif late and ready and state.running and state.home is None:
-                state.outcome = self._driver.budget_skip("before its turn")
+                state.outcome = self._executor.budget_skip("before its turn")
                 yield self._row(state)
             elif state.running and self._qualify(state):
                 ready.append(state)
             elif not self._crowded(state):
                 yield self._row(state)
-            slowest_s = max(slowest_s, self._driver.budget.clock() - began)
+            slowest_s = max(slowest_s, self._executor.budget.clock() - began)
         yield from self._measured(ready, deadline)
         for state in [state for state in self.states if self._crowded(state)]:
             yield from self._isolated(state)
 
     def _has_time(self, ready: Sequence[CaseState], verifying_s: float) -> bool:
         """Whether the budget does for the least samples of verified cases after one more verification."""
-        sampling_s = sum(state.call_ns * 1e-9 for state in ready) * self._driver.method.min_samples
-        return self._driver.budget.remaining_s >= verifying_s + sampling_s
+        sampling_s = sum(state.call_ns * 1e-9 for state in ready) * self._executor.method.min_samples
+        return self._executor.budget.remaining_s >= verifying_s + sampling_s
 
     def _in_turn(self) -> list[CaseState]:
         """The cases in the order in which they are verified: if far slower ones are skipped, the fastest first."""
         states = sorted(self.states, key=self._compiles)
-        if self._driver.method.far_slower is None:
+        if self._executor.method.far_slower is None:
             return states
         for state in states:
-            self._driver.progress.stage_started(state.case, "build")
-            self._driver.prepare(state)
+            self._executor.progress.stage_started(state.case, "build")
+            self._executor.prepare(state)
         return sorted(states, key=lambda state: state.call_ns)
 
     def _far_slower(self, state: CaseState, ready: Sequence[CaseState]) -> Skipped | None:
         """Why a case that cannot be the fastest is not timed, by one call of it and one of a verified case."""
-        limit = self._driver.method.far_slower
-        chooses = self._driver.catalogue.implementations.get(state.case.implementation).chooses
+        limit = self._executor.method.far_slower
+        chooses = self._executor.catalogue.implementations.get(state.case.implementation).chooses
         if limit is None or chooses or not ready or not state.running:
             return None
         fastest = min(ready, key=lambda state: state.call_ns)
@@ -138,7 +138,7 @@ class WorkloadGroupRun:
 
     def _compiles(self, state: CaseState) -> bool:
         """Its first call may take tens of seconds."""
-        case, catalogue = state.case, self._driver.catalogue
+        case, catalogue = state.case, self._executor.catalogue
         kernel = case.backend is not None and catalogue.backends.get(case.backend).compiles
         return case.optimizations.compile or kernel or catalogue.implementations.get(case.implementation).compiles
 
@@ -149,7 +149,7 @@ class WorkloadGroupRun:
 
     def _isolated(self, state: CaseState) -> Iterator[Row]:
         """Measure again without the other cases of the group in memory; a case fails only if it does not fit then."""
-        self._driver.pool.close()
+        self._executor.pool.close()
         state.home, state.outcome, state.isolated = None, None, True
         state.runs.clear()
         message = "measured alone: it does not fit into memory together with its group, so it has no paired samples"
@@ -161,18 +161,18 @@ class WorkloadGroupRun:
 
     def _qualify(self, state: CaseState) -> bool:
         """Build and verify it, and see which kernels run; False when that ended the case."""
-        driver = self._driver
-        driver.progress.stage_started(state.case, "build")
-        if not driver.prepare(state):
+        executor = self._executor
+        executor.progress.stage_started(state.case, "build")
+        if not executor.prepare(state):
             return False
         if state.verification is not None:
             return True
-        driver.progress.stage_started(state.case, "verify")
-        reply = driver.ask(state, "verify", "verify")
+        executor.progress.stage_started(state.case, "verify")
+        reply = executor.ask(state, "verify", "verify")
         if reply is None or reply.verification is None:
             return False
         state.verification = reply.verification
-        driver.progress.case_verified(state.case, reply.verification)
+        executor.progress.case_verified(state.case, reply.verification)
         if not reply.verification.passed:
             self._reject(state, "wrong_output", reply.why, reply.verification)
             return False
@@ -180,9 +180,9 @@ class WorkloadGroupRun:
 
     def _check_kernels(self, state: CaseState) -> bool:
         """Keep the kernel ledger; a row that claims a backend must show one of its kernels."""
-        folder = self._driver.trace_folder
+        folder = self._executor.trace_folder
         arguments = {"trace": str(folder / f"{state.spec.handle}.trace.json")} if folder else {}
-        reply = self._driver.ask(state, "verify", "kernels", **arguments)
+        reply = self._executor.ask(state, "verify", "kernels", **arguments)
         if reply is None:
             return False
         state.kernels, state.memory = reply.kernels, reply.memory
@@ -193,7 +193,7 @@ class WorkloadGroupRun:
             hint = "CUPTI is missing, not permitted, or in use by another profiler"
             state.notes.append(NO_LEDGER.note(message, hint=hint))
             return True
-        catalogue = self._driver.catalogue
+        catalogue = self._executor.catalogue
         # Only built-ins may declare that other kernels take a backend's place: a plug-in could claim any backend so.
         ours = catalogue.implementations.origin(state.case.implementation) == BUILTIN
         backend = catalogue.backends.get(state.case.backend)
@@ -204,22 +204,22 @@ class WorkloadGroupRun:
 
     def _reject(self, state: CaseState, code: FailureCode, why: str, verification: Verification) -> None:
         state.outcome = Failed(stage="verify", code=code, why=why, verification=verification)
-        self._driver.release(state)
+        self._executor.release(state)
 
     def _deadline(self, states: Sequence[CaseState]) -> float:
         """When the fair share of the states is over, everything included."""
-        budget = self._driver.budget
+        budget = self._executor.budget
         return budget.clock() + budget.share_s([state.case for state in states])
 
     def _measured(self, states: Sequence[CaseState], deadline: float) -> Iterator[Row]:
         """Time the cases, measure the peak memory of each, and free them."""
-        driver = self._driver
-        over_ranks = self.states[0].case.world_size > 1 and driver.method.max_turns > 0
+        executor = self._executor
+        over_ranks = self.states[0].case.world_size > 1 and executor.method.max_turns > 0
         diagnosing_share = DIAGNOSING_SHARE if over_ranks else 0.0
         of_parts = over_ranks * (CALLS_BEFORE_TURNS + CALLS_PER_TURN * MIN_TURNS)
         later_s = sum((MEMORY_CALLS * (state.memory is None) + of_parts) * state.call_ns * 1e-9 for state in states)
-        share_s = max(0.0, deadline - driver.budget.clock() - later_s)
-        Rounds(driver, states, self._random).take(driver.method.timer, share_s * (1 - diagnosing_share))
+        share_s = max(0.0, deadline - executor.budget.clock() - later_s)
+        Rounds(executor, states, self._random).take(executor.method.timer, share_s * (1 - diagnosing_share))
         for state in states:
             self._check_samples(state)
         left = list(states)
@@ -232,7 +232,7 @@ class WorkloadGroupRun:
             if over_ranks:
                 self._diagnose([state for state in states if state.running], share_s * diagnosing_share)
             for state in states:
-                driver.release(state)
+                executor.release(state)
             for state in states:
                 left.remove(state)
                 if not self._crowded(state):
@@ -247,8 +247,8 @@ class WorkloadGroupRun:
 
     def _recheck(self, states: Sequence[CaseState]) -> None:
         """Measure one of the cases without the others in between, to see whether they changed its time."""
-        driver, timer = self._driver, self._driver.method.timer
-        if not driver.method.recheck or len(states) < 2 or driver.budget.exhausted:
+        executor, timer = self._executor, self._executor.method.timer
+        if not executor.method.recheck or len(states) < 2 or executor.budget.exhausted:
             return
         chosen = self._random.choice(states)
         count = max(1, chosen.run_of(timer).samples // max(1, len(chosen.run_of(timer).slots)))
@@ -256,10 +256,10 @@ class WorkloadGroupRun:
             return
         isolated = []
         for _ in range(ISOLATED_SLOTS):
-            reply = driver.ask(chosen, "time", "slot", timer=timer.name, count=count)
+            reply = executor.ask(chosen, "time", "slot", timer=timer.name, count=count)
             if reply is None or reply.slot is None:
                 return
-            driver.judge(chosen, reply)
+            executor.judge(chosen, reply)
             if not chosen.running:
                 return
             isolated.append(reply.slot)
@@ -269,24 +269,24 @@ class WorkloadGroupRun:
 
     def _graph(self, states: Sequence[CaseState], share_s: float) -> None:
         """Time launch-bound calls as CUDA graphs as well."""
-        timer = self._driver.method.graph_timer
+        timer = self._executor.method.graph_timer
         bound = [state for state in states if any(LAUNCH_BOUND.among(run.notes) for run in state.runs.values())]
         if timer is not None and bound:
-            Rounds(self._driver, bound, self._random).take(timer, share_s / 4, GRAPH_ROUNDS)
+            Rounds(self._executor, bound, self._random).take(timer, share_s / 4, GRAPH_ROUNDS)
 
     def _diagnose(self, states: Sequence[CaseState], share_s: float) -> None:
         """Time the parts of calls over ranks. A failure here is a note, because the row was measured before."""
-        driver = self._driver
+        executor = self._executor
         for state in states:
-            seconds = min(share_s / len(states), driver.method.sampling_s)
+            seconds = min(share_s / len(states), executor.method.sampling_s)
             affordable = seconds * 1e9 / (CALLS_PER_TURN * state.call_ns)
-            turns = int(min(driver.method.max_turns, max(MIN_TURNS, affordable)))
+            turns = int(min(executor.method.max_turns, max(MIN_TURNS, affordable)))
             if not self._affordable(state, CALLS_BEFORE_TURNS + CALLS_PER_TURN * turns):
                 state.notes.append(_undiagnosed("the budget was used up before it"))
                 continue
-            driver.progress.stage_started(state.case, "time")
+            executor.progress.stage_started(state.case, "time")
             try:
-                state.diagnostics = driver.diagnostics(state, turns)
+                state.diagnostics = executor.diagnostics(state, turns)
             except WorkerFailure as failure:
                 state.notes.append(_undiagnosed(failure.why))
 
@@ -296,13 +296,13 @@ class WorkloadGroupRun:
             return
         if _samples(state.runs) < _samples(state.least):
             _take_least(state)
-        run = state.runs.get(self._driver.method.timer.name)
+        run = state.runs.get(self._executor.method.timer.name)
         if run is None or not run.slots:
             unusable = TIMER_UNUSABLE.among(state.notes)
-            skip = self._driver.budget_skip("before its first sample")
+            skip = self._executor.budget_skip("before its first sample")
             state.outcome = Failed(stage="time", code="no_samples", why=unusable[0].message) if unusable else skip
             return
-        floor = self._driver.method.min_samples
+        floor = self._executor.method.min_samples
         if run.samples < floor:
             message = f"n<{floor}, no CI: the budget ended after {run.samples} samples"
             state.notes.append(FEW_SAMPLES.note(message, observed=run.samples, threshold=floor))
@@ -322,18 +322,18 @@ class WorkloadGroupRun:
         if not self._affordable(state, MEMORY_CALLS):
             state.notes.append(NO_MEMORY_PASS.note("the budget was used up before its memory was measured"))
             return
-        self._driver.progress.stage_started(state.case, "memory")
-        reply = self._driver.ask(state, "memory", "memory") if self._driver.prepare(state) else None
+        self._executor.progress.stage_started(state.case, "memory")
+        reply = self._executor.ask(state, "memory", "memory") if self._executor.prepare(state) else None
         if reply is not None:
             state.memory = reply.memory
 
     def _affordable(self, state: CaseState, calls: int) -> bool:
-        return calls * state.call_ns * 1e-9 < self._driver.budget.remaining_s
+        return calls * state.call_ns * 1e-9 < self._executor.budget.remaining_s
 
     def _row(self, state: CaseState) -> Row:
         if state.least and isinstance(state.outcome, Skipped) and state.outcome.code == "budget":
             _take_least(state)
-        self._driver.budget.done(state.case)
+        self._executor.budget.done(state.case)
         return state.row()
 
 

@@ -1,1 +1,1 @@
-"""Triton kernels on plain tensors, one idea per file, without imports from other parts of dilabench."""
+"""Kernels on plain tensors: Triton and Gluon for GPUs, C++ for CPUs. They know no implementation and no backend."""

@@ -21,12 +21,16 @@ from dilabench.validation import CHECKED, Name, Target, readable
 @readable
 @pydantic.dataclasses.dataclass(frozen=True, slots=True, config=CHECKED)
 class PatternKind:
-    """A kind of pattern. `target` is its class, a `dilabench.patterns.pattern.Pattern` whose `kind` is `name`."""
+    """A kind of pattern."""
 
     name: Name
+    """The `kind` of the pattern's class."""
     summary: str
+    """One line for lists."""
     target: Target
+    """Its class, a `dilabench.patterns.pattern.Pattern`."""
     aliases: tuple[Name, ...] = ()
+    """Other names."""
 
 
 OWN_KINDS = (

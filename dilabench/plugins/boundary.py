@@ -33,6 +33,11 @@ class Problem:
     plugin: str
     why: str
 
+    @property
+    def text(self) -> str:
+        """What users are told."""
+        return f"problem in plug-in {self.plugin!r}: {self.why}"
+
 
 @dataclass(slots=True)
 class _Outside:

@@ -4,14 +4,13 @@ Raw integers only (nanoseconds, bytes); everything else is derived in `dilabench
 The JSON form of RunRecord is the one file format; its JSON Schema is docs/reference/run-record.schema.json.
 """
 
-import importlib
 from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
 from functools import cached_property
 from itertools import chain
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field
 
@@ -25,11 +24,8 @@ from dilabench.record.samples import SlotColumns, Slots, Times
 from dilabench.validation import Model, content_hash
 from dilabench.workload.spec import Workload, WorkloadRequest
 
-if TYPE_CHECKING:
-    import pandas
-
 SCHEMA_VERSION = "1.1"
-# The time of a row in every output (`compare.view`).
+# The time of a row in every output (`comparison.view`).
 ESTIMATOR = "median of all samples"
 
 Stage = Literal["build", "verify", "warmup", "time", "memory", "worker"]
@@ -435,11 +431,6 @@ class RunRecord(RunHeader):
     finished_at: str | None = None
     rows: tuple[Row, ...] = ()
     projections: tuple[dict[str, Any], ...] = ()
-
-    def to_frame(self, samples: bool = False) -> "pandas.DataFrame":
-        """One line per case, or with `samples` one per sample, as a pandas frame (extra `data`); times are in ns."""
-        # By name, because reports are in a higher layer than the record.
-        return importlib.import_module("dilabench.report.tidy").frame(self, samples)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         ended = Counter(row.outcome.status for row in self.rows)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dilabench.atomic_file import write_bytes, write_text
-from dilabench.compare.view import locate_rows, memory_of, view_of
+from dilabench.comparison.view import locate_rows, memory_of, view_of
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Measured, Memory, Row, RunRecord, Timing
 from dilabench.report.columns import exported, implementation_text
@@ -54,7 +54,7 @@ def samples(record: RunRecord) -> list[Line]:
     ]
 
 
-def frame(record: RunRecord, samples_too: bool = False) -> "pandas.DataFrame":
+def frame(record: RunRecord, samples_too: bool) -> "pandas.DataFrame":
     """The cases, or with `samples_too` the samples, as a pandas frame. Raises EnvironmentNotReady without pandas."""
     try:
         import pandas

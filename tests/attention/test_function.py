@@ -19,7 +19,7 @@ from dilabench.choice.computation import machine_of
 from dilabench.choice.rules import by_priority
 from dilabench.choice.ways import Way, own_ways
 from dilabench.contracts import BuildContext
-from dilabench.impls import reference
+from dilabench.engine.verify.oracle import reference
 from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.patterns.column_bounds import ColumnBoundsPattern
 from dilabench.patterns.dense import DENSE

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dilabench.backends import math
-from dilabench.backends.check import Finding, Layout, Trial, findings, laid_out
 from dilabench.backends.probe import probe
+from dilabench.backends.trial import Finding, Layout, Trial, findings, laid_out
 
 CPU = torch.device("cpu")
 

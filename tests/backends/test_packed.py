@@ -20,9 +20,9 @@ from dilabench.backends.sdpa import efficient, flash_cuda
 from dilabench.choice.computation import load_backend
 from dilabench.choice.descriptors import unmet
 from dilabench.contracts import BuildContext, PackedKernel, WithNotes
+from dilabench.engine.verify.oracle.reference import build as build_reference
 from dilabench.impls import strided
 from dilabench.impls.packed import ByBranches, InTiles, OneLaunch, Packed
-from dilabench.impls.reference import build as build_reference
 from dilabench.machine import detect
 from dilabench.plugins.manager import discover
 from dilabench.workload.spec import Workload

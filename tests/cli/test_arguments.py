@@ -5,8 +5,9 @@ from inspect import signature
 
 import pytest
 
-from dilabench.cli import INSTEAD, OldNames, spread
-from dilabench.cli.app import COMMANDS
+from dilabench.cli import spread
+from dilabench.cli.app import COMMANDS, INSTEAD
+from dilabench.cli.options import OldNames
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Verification
-from dilabench.runs import check
-from dilabench.runs.check import SessionBudget
+from dilabench.runs import against_baseline
+from dilabench.runs.against_baseline import SessionBudget
 from dilabench.store.archive import Archive
 
 WRONG = Failed(stage="verify", code="wrong_output", why="out differs", verification=Verification(checks=()))
@@ -118,7 +118,7 @@ def test_sessions_are_added_while_the_budget_holds_them_and_then_it_says_which_w
 ):
     """Time passes only while something is measured, 12 s a session."""
     clock = partial(SessionBudget, clock=lambda: 12.0 * sum(count for _, count in measured.asked))
-    monkeypatch.setattr(check, "SessionBudget", clock)
+    monkeypatch.setattr(against_baseline, "SessionBudget", clock)
     measured.ratios, measured.spread = [1.0] * 9, 0.017
     result = cli("check", "--against", "main", "--budget", "60s", "--fail-on", "inconclusive")
     assert result.exit_code == 7, result.stdout

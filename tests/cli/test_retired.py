@@ -5,7 +5,7 @@ import torch
 
 import dilabench.retired as retired
 from dilabench.attention import dilated_attention
-from dilabench.conformance.check import registries_with
+from dilabench.conformance.component import registries_with
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.plugins.manager import REGISTRIES, discover
 from dilabench.record import RunRecord

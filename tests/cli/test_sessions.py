@@ -14,7 +14,7 @@ def runs(monkeypatch):
         folders.append(execution.folder.path)
         return ended.pop(0)
 
-    monkeypatch.setattr("dilabench.cli.run.shown.show_run", run)
+    monkeypatch.setattr("dilabench.runs.execute.execute", run)
     return ended, folders
 
 

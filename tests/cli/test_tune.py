@@ -36,7 +36,7 @@ def test_a_run_without_a_time_ends_as_it_ended(cli, monkeypatch, tmp_path, code)
         execution.folder.discard_if_empty()
         return code
 
-    monkeypatch.setattr("dilabench.cli.run.shown.show_run", nothing)
+    monkeypatch.setattr("dilabench.runs.execute.execute", nothing)
     result = cli("tune", "--lengths", "64", "--device", "cpu", "-o", "tuned.json")
     assert result.exit_code == code, result.output
     assert "0 workloads tuned" in result.stdout
@@ -44,11 +44,11 @@ def test_a_run_without_a_time_ends_as_it_ended(cli, monkeypatch, tmp_path, code)
 
 
 def test_json_is_all_that_stdout_holds(cli, monkeypatch, tmp_path):
-    def nothing(execution, formats):
+    def nothing(execution, output, formats):
         assert formats == ()
         execution.folder.discard_if_empty()
         return ExitCode.OK
 
-    monkeypatch.setattr("dilabench.cli.run.shown.show_run", nothing)
+    monkeypatch.setattr("dilabench.runs.execute.execute", nothing)
     result = cli("tune", "--lengths", "64", "--device", "cpu", "-i", "gather", "-o", "tuned.json", "--json")
     assert json.loads(result.stdout) == {"exit_code": 0, "added": 0, "path": "tuned.json"}

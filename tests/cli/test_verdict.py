@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from dilabench.cli.run.shown import verdict
 from dilabench.errors import ExitCode
 from dilabench.metadata import ABOVE_PEAK_FLOPS, WAY
 from dilabench.record import (
@@ -21,6 +20,7 @@ from dilabench.record import (
 )
 from dilabench.report.content import headline
 from dilabench.runs import execution
+from dilabench.runs.execute import verdict
 from dilabench.runs.execution import exit_code
 from dilabench.workload.spec import Workload
 from tests.conftest import interrupting_once

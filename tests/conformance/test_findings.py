@@ -9,7 +9,7 @@ import pytest
 from pydantic import create_model
 
 from dilabench.choice.descriptors import unmet
-from dilabench.conformance.check import CHECKS, check_suite
+from dilabench.conformance.component import CHECKS, check_suite
 from dilabench.conformance.fresh_import import import_reports
 from dilabench.conformance.implementation import check_implementation
 from dilabench.conformance.pattern import QUESTIONS, SHAPES

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dilabench.attention import ring_attention, sequence_shards
 from dilabench.distributed import world as world_module
-from dilabench.distributed.transport import selection
+from dilabench.distributed.transport import transport
 from dilabench.distributed.world import World
 
 
@@ -133,7 +133,7 @@ class TwoRanks(NamedTuple):
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandInCopies]:
-    monkeypatch.setattr(selection, "Copies", StandInCopies)
+    monkeypatch.setattr(transport, "Copies", StandInCopies)
     monkeypatch.setattr(StandInCopies, "made", [])
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda here, there: there < 8)
     monkeypatch.delenv("DILABENCH_TRANSPORT", raising=False)
@@ -141,20 +141,20 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> type[StandInCopies]:
 
 
 def test_a_group_has_one_transport_for_each_device(nccl: dist.ProcessGroup, stand_in: type[StandInCopies]) -> None:
-    first = selection.transport_of(TwoRanks(nccl))
+    first = transport.transport_of(TwoRanks(nccl))
     assert first.name == "copy engines"
     # Waits end with the group's timeout, the trial sooner.
     assert first.copies is stand_in.made[0]
     assert first.copies.timeout_s == 11.0
-    assert selection.transport_of(TwoRanks(nccl)) is first
-    second = selection.transport_of(TwoRanks(nccl, torch.device("cuda", 1)))
+    assert transport.transport_of(TwoRanks(nccl)) is first
+    second = transport.transport_of(TwoRanks(nccl, torch.device("cuda", 1)))
     assert [copies.device.index for copies in stand_in.made] == [0, 1]
     assert second is not first
 
 
 def test_copy_engines_end_with_their_group(nccl: dist.ProcessGroup, stand_in: type[StandInCopies]) -> None:
     other = dist.new_group([0], backend="gloo")
-    selection.transport_of(TwoRanks(other))
+    transport.transport_of(TwoRanks(other))
     (copies,) = stand_in.made
     dist.destroy_process_group(other)
     del other
@@ -180,7 +180,7 @@ def test_nccl_carries_messages_where_copies_cannot_and_the_name_says_why(
     name: str,
 ) -> None:
     monkeypatch.setattr(stand_in, "fails", fails)
-    selected = selection.transport_of(TwoRanks(nccl, others=others))
+    selected = transport.transport_of(TwoRanks(nccl, others=others))
     assert selected == (name, None)
     assert all(copies.closed for copies in stand_in.made)
 
@@ -189,9 +189,9 @@ def test_benchmark_and_library_ask_the_same_function(monkeypatch: pytest.MonkeyP
     """`World.join`, which a worker calls, and the shards of a program's group."""
     asked: list[World] = []
 
-    def asked_of(world: World) -> selection.Transport:
+    def asked_of(world: World) -> transport.Transport:
         asked.append(world)
-        return selection.Transport("copy engines")
+        return transport.Transport("copy engines")
 
     monkeypatch.setattr(world_module, "transport_of", asked_of)
     monkeypatch.setattr(world_module.dist, "get_backend", lambda _group: "nccl")

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 
 from dilabench.engine.budget import Budget
+from dilabench.engine.case_executor import CaseExecutor
 from dilabench.engine.device.environment import snapshot
-from dilabench.engine.driver import Driver
 from dilabench.engine.isolated_run import IsolatedRun
 from dilabench.engine.method import Method
 from dilabench.engine.progress import Silent
@@ -54,7 +54,7 @@ def row(catalogue, dense_case):
         catalogue.implementations.add(Implementation("slow", "", "m:b", supports=DENSE), "builtin")
         planned = dense_case("slow")
         timer = TimerSpec(name="wall", target="t", proves="p")
-        driver = Driver(
+        executor = CaseExecutor(
             catalogue=catalogue,
             pool=Pool(starts, answers),
             method=Method(timer=timer, warm_up=WarmUpLimits(min_s=0, max_s=1), precision=0.02),
@@ -62,7 +62,7 @@ def row(catalogue, dense_case):
             progress=Silent(),
             timeout_s=600.0,
         )
-        return IsolatedRun(driver, planned).row()
+        return IsolatedRun(executor, planned).row()
 
     return measure
 

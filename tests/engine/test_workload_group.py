@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from dilabench.compare.pairing import pair
+from dilabench.comparison.pairing import pair
 from dilabench.engine.budget import Budget
+from dilabench.engine.case_executor import CaseExecutor
 from dilabench.engine.case_state import TimerRun
-from dilabench.engine.driver import Driver
 from dilabench.engine.method import Method
 from dilabench.engine.progress import Silent
 from dilabench.engine.rounds import are_precise
@@ -122,7 +122,7 @@ def measure(dense_case):
             catalogue.timers.add(timer, "builtin")
         planned = [dense_case(name, backend.name if backend else None) for name in names]
         fields = {"timer": WALL, "warm_up": WarmUpLimits(min_s=0, max_s=1), "precision": 0.02, "sampling_s": 1.0}
-        driver = Driver(
+        executor = CaseExecutor(
             catalogue=catalogue,
             pool=lab,
             method=Method(**{**fields, **method}),
@@ -131,7 +131,7 @@ def measure(dense_case):
             sleep=lab.slept.append,
         )
         rows = {} if kept is None else kept
-        for row in WorkloadGroupRun(driver, planned).rows():
+        for row in WorkloadGroupRun(executor, planned).rows():
             rows[row.case.implementation] = row.outcome
         return rows
 
@@ -510,7 +510,7 @@ def measure_lengths(dense_case, keeper):
             catalogue.implementations.add(Implementation("reference", "", "m:b", supports=DENSE, priority=9), "builtin")
             references = [dense_case("reference", seq_len=length, causal=False) for length in (64, 128, 256)]
             planned = [one.model_copy(update={"role": "yardstick"}) for one in references] + planned
-        driver = Driver(
+        executor = CaseExecutor(
             catalogue=catalogue,
             pool=lab,
             method=Method(timer=WALL, warm_up=WarmUpLimits(min_s=0, max_s=1), precision=0.02, sampling_s=1.0),
@@ -518,7 +518,7 @@ def measure_lengths(dense_case, keeper):
             progress=Silent(),
             sleep=lab.slept.append,
         )
-        run = _Run(driver, Machine(device="cpu"), keeper, planned, ())
+        run = _Run(executor, Machine(device="cpu"), keeper, planned, ())
         run.ceilings = {matmul_key("float32"): 1e30}
         run._measure_all(None)
         verified = [name for name, command, _, _ in lab.asked if command == "verify"]

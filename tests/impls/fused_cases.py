@@ -11,7 +11,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from dilabench.contracts import BuildContext
-from dilabench.impls import fused, reference
+from dilabench.engine.verify.oracle import reference
+from dilabench.impls import fused
 from dilabench.workload.spec import WorkloadRequest
 
 CASES = {

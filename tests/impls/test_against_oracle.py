@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dilabench.backends import math
 from dilabench.contracts import BuildContext, LoadedBackend, WithLse
-from dilabench.impls import gather, reference, strided
+from dilabench.engine.verify.oracle import reference
+from dilabench.impls import gather, strided
 from dilabench.workload.spec import Workload
 
 CONTEXT = BuildContext(device=torch.device("cpu"), backend=LoadedBackend("math", math.attend, math.attend_backward))

@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import flex_attention
 
 from dilabench.contracts import BuildContext
-from dilabench.impls import reference
+from dilabench.engine.verify.oracle import reference
 from dilabench.impls.flex import documents, flex
 from dilabench.impls.flex.blocks import BLOCK, CountedBlocks, counted_blocks
 from dilabench.impls.visible_keys import multiplicity

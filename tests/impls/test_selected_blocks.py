@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
+from dilabench.engine.verify.oracle.reference import Reference
 from dilabench.engine.verify.verification import verify
-from dilabench.impls.reference import Reference
 from dilabench.impls.selected import gather, lists, selected_blocks
 from dilabench.impls.selected.gather import Gathered
 from dilabench.impls.selected.lists import Listed

@@ -18,7 +18,8 @@ from torch.nn.functional import layer_norm, linear
 
 from dilabench.backends import math
 from dilabench.contracts import BuildContext, LoadedBackend
-from dilabench.impls import gather, reference, strided
+from dilabench.engine.verify.oracle import reference
+from dilabench.impls import gather, strided
 from dilabench.impls.peers import torchscale
 from dilabench.workload.spec import Workload
 

@@ -12,9 +12,9 @@ import torch
 from interpreted_block_cases import compared, poisoned
 
 from dilabench.contracts import BuildContext
+from dilabench.engine.verify.oracle.reference import Reference
 from dilabench.impls.block_sparse.block_sparse import tiles_backward, tiles_forward
 from dilabench.impls.block_sparse.packed import packed_union
-from dilabench.impls.reference import Reference
 from dilabench.workload.spec import Workload
 
 # Documents of one token, of whole blocks, and some that begin inside of a tile.

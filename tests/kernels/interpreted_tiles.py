@@ -11,7 +11,8 @@ import sys
 import torch
 
 from dilabench.contracts import BuildContext
-from dilabench.impls import fused, reference
+from dilabench.engine.verify.oracle import reference
+from dilabench.impls import fused
 from dilabench.workload.spec import WorkloadRequest
 
 TILES = ("", "forward=32x16x4x2", "backward_query=16x32x4x1,backward_key=32x16x4x1")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dilabench.impls.reference import Reference
+from dilabench.engine.verify.oracle.reference import Reference
 from dilabench.impls.selected.selection import over_sequences
 from dilabench.impls.selected.stand_ins import selection_of
 from dilabench.impls.selected.tiles import Tiled

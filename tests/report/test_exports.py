@@ -5,11 +5,12 @@ import json
 
 import pytest
 
-from dilabench.compare.across import compare_across
-from dilabench.compare.view import view_of
+from dilabench.api import to_frame
+from dilabench.comparison.across import compare_across
+from dilabench.comparison.view import view_of
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Skipped, Slot, Timing
-from dilabench.report import services, tidy
+from dilabench.report import continuous_benchmarking, tidy
 from dilabench.report.html.comparison import notebook as notebook_of_comparison
 from dilabench.report.html.page import notebook
 from dilabench.stats.decisions.decide import Policy
@@ -29,7 +30,7 @@ def record(make_row, make_record):
 
 
 def test_a_frame_has_a_line_per_case_and_what_the_tables_show(record):
-    frame = record.to_frame()
+    frame = to_frame(record)
     assert list(frame["implementation"]) == ["gather", "strided", "flex", "fused"]
     assert list(frame["status"]) == ["measured", "measured", "skipped", "failed"]
     assert frame["case_id"].is_unique
@@ -47,8 +48,14 @@ def test_a_frame_has_a_line_per_case_and_what_the_tables_show(record):
     assert frame["median_ns"].isna().tolist() == [False, False, True, True]
 
 
+def test_the_former_method_of_a_record_gives_its_frame_and_names_its_place(record):
+    with pytest.warns(DeprecationWarning, match=r"use dilabench.to_frame\(record\)"):
+        former = record.to_frame()
+    assert former.equals(to_frame(record))
+
+
 def test_a_frame_of_samples_has_every_one_of_them(record):
-    frame = record.to_frame(samples=True)
+    frame = to_frame(record, samples=True)
     counts = frame.groupby("case_id").size()
     assert {row.case.case_id: len(row.outcome.timings[0].samples_ns) for row in record.rows[:2]} == counts.to_dict()
     assert sorted(frame["session"].unique()) == [0, 1]
@@ -57,7 +64,7 @@ def test_a_frame_of_samples_has_every_one_of_them(record):
 @pytest.mark.parametrize("samples", [False, True])
 def test_csv_and_parquet_are_the_frame(record, tmp_path, samples):
     pytest.importorskip("pyarrow", reason="pyarrow is part of the data extra")
-    expected = record.to_frame(samples)
+    expected = to_frame(record, samples)
     text = "".join((tidy.render_csv_samples if samples else tidy.render_csv)(record, None))
     (tidy.render_parquet_samples if samples else tidy.render_parquet)(record, tmp_path)
     name = "samples.parquet" if samples else "cases.parquet"
@@ -71,7 +78,7 @@ def test_csv_and_parquet_are_the_frame(record, tmp_path, samples):
 
 
 def test_bencher_gets_latency_throughput_and_memory_with_their_ends(record):
-    document = json.loads(services.render_bencher(record, None))
+    document = json.loads(continuous_benchmarking.render_bencher(record, None))
     assert len(document) == 2
     frame = pandas.DataFrame.from_dict(document, orient="index")
     assert set(frame.columns) == {"latency", "throughput", "peak-memory"}
@@ -81,7 +88,7 @@ def test_bencher_gets_latency_throughput_and_memory_with_their_ends(record):
 
 
 def test_github_action_benchmark_gets_one_entry_per_measured_row(record, tmp_path):
-    assert services.render_github_action(record, tmp_path) is None
+    assert continuous_benchmarking.render_github_action(record, tmp_path) is None
     frame = pandas.read_json(tmp_path / "github-action-benchmark.json")
     assert list(frame["unit"]) == ["ns", "ns"]
     assert frame["name"].is_unique
@@ -90,7 +97,7 @@ def test_github_action_benchmark_gets_one_entry_per_measured_row(record, tmp_pat
 
 def test_rows_that_differ_in_what_their_name_leaves_out_have_different_names(make_row, make_record):
     rows = [make_row(), make_row(scale=0.5)]
-    assert len(json.loads(services.render_bencher(make_record(rows), None))) == 2
+    assert len(json.loads(continuous_benchmarking.render_bencher(make_record(rows), None))) == 2
 
 
 def test_few_samples_give_no_interval(make_row, make_record):
@@ -99,14 +106,14 @@ def test_few_samples_give_no_interval(make_row, make_record):
     row = row.model_copy(update={"outcome": row.outcome.model_copy(update={"timings": (timing,)})})
     (line,) = tidy.cases(make_record([row]))
     assert (line["ci_low_ns"], line["samples"]) == (None, 2)
-    (metrics,) = json.loads(services.render_bencher(make_record([row]), None)).values()
+    (metrics,) = json.loads(continuous_benchmarking.render_bencher(make_record([row]), None)).values()
     assert "lower_value" not in metrics["latency"]
 
 
 def test_without_pandas_the_way_out_is_told(record, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(EnvironmentNotReady, match=r"dilabench\[data\]"):
-        record.to_frame()
+        to_frame(record)
 
 
 def test_a_notebook_shows_the_result_and_escapes_it(make_row, make_record):

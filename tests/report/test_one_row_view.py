@@ -11,17 +11,18 @@ from statistics import fmean, median, stdev
 import pytest
 
 from dilabench.cli.compare import verdict_view
-from dilabench.compare.across import compare_across
-from dilabench.compare.gate import exit_code
-from dilabench.compare.view import RowView, view_of
+from dilabench.comparison.across import compare_across
+from dilabench.comparison.gate import exit_code
+from dilabench.comparison.view import RowView, view_of
 from dilabench.plugins.axis import LENGTH
 from dilabench.plugins.manager import discover
 from dilabench.record import ESTIMATOR, RunRecord
-from dilabench.report import columns, markdown, services, tidy
+from dilabench.report import columns, markdown, tidy
 from dilabench.report import json as as_json
 from dilabench.report.answer import answer
 from dilabench.report.columns import ABSENT, COLUMNS, Column, chosen_columns, row_name
 from dilabench.report.content import ESTIMATES, footnotes, workload_tables
+from dilabench.report.continuous_benchmarking import render_bencher, render_github_action
 from dilabench.report.findings import sections_of
 from dilabench.report.html.data import PageData
 from dilabench.report.pull_request import of_comparison
@@ -105,8 +106,8 @@ def test_the_page_and_services_hold_the_same_numbers(record: RunRecord) -> None:
             assert entry.get("p") == line.view.peak_bytes
             assert entry["tps"] == pytest.approx(line.view.tokens_per_s, rel=1e-5)
     medians = {view.median_ns for view in known.values()}
-    assert {one["value"] for one in json.loads(services.render_github_action(record, None) or "")} <= medians
-    for metrics in json.loads(services.render_bencher(record, None) or "").values():
+    assert {one["value"] for one in json.loads(render_github_action(record, None) or "")} <= medians
+    for metrics in json.loads(render_bencher(record, None) or "").values():
         assert metrics["latency"]["value"] in medians
         assert metrics["throughput"]["value"] in {view.tokens_per_s for view in known.values()}
 

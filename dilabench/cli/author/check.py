@@ -35,7 +35,7 @@ def check(
 
     Exit codes: 0 conforms, 4 something failed, 5 an output is wrong, 8 no check could run here.
     """
-    from dilabench.conformance.check import registries_with, scorecard
+    from dilabench.conformance.component import registries_with, scorecard
     from dilabench.conformance.scorecard import Finding, Listener, Scorecard
     from dilabench.units import output_width
 

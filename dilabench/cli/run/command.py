@@ -13,11 +13,10 @@ import typer
 from pydantic import AliasChoices
 from pydantic.fields import FieldInfo
 
-from dilabench.cli import OldNames
 from dilabench.cli import options as shared
 from dilabench.cli.app import list_configs
-from dilabench.cli.github import GithubSummary, require_github
-from dilabench.cli.options import discovered, given, lengths_of, names
+from dilabench.cli.github import GithubSummary, append_summary, require_github
+from dilabench.cli.options import OldNames, discovered, given, lengths_of, names
 from dilabench.cli.run import options as own
 from dilabench.cli.terminal import print_table, say, say_folded
 from dilabench.errors import ConfigError, ExitCode, gravest
@@ -196,7 +195,9 @@ def run(
             if warning := planned.machine.facts.warning:
                 say(warning, err=True)
             return ExitCode.OK
-        from dilabench.cli.run.shown import show_run, together
+        from dilabench.cli.run.output import terminal, together
+        from dilabench.report.pull_request import of_run
+        from dilabench.runs.execute import execute
         from dilabench.runs.execution import Execution
 
         # Loading the plot libraries takes a while: it is hidden here, while workers load even more.
@@ -209,12 +210,15 @@ def run(
                 execution = Execution.begin(planned, output_base(output), nodes)
             if sessions > 1:
                 say(f"session {number} of {sessions}", err=True)
-            code = show_run(
+            code = execute(
                 execution,
+                terminal(shown, planned.request.budget_s),
                 shown,
                 keep=keep,
                 options=options,
-                github_summary=github_summary,
+                summarise=(
+                    (lambda record, sections: append_summary(of_run(record, sections))) if github_summary else None
+                ),
                 allow_incomplete=allow_incomplete,
             )
             runs.append((code, str(execution.folder.path)))

@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from dilabench.cli import OldNames
-from dilabench.cli.options import OUTPUT_DIR
+from dilabench.cli.options import OUTPUT_DIR, OldNames
 
 SuiteName = Annotated[
     str | None,

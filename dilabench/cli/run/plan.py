@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dilabench.cli import OldNames
 from dilabench.cli import options as shared
-from dilabench.cli.options import discovered, given, names
+from dilabench.cli.options import OldNames, discovered, given, names
 from dilabench.cli.run import options as own
 from dilabench.cli.show.advice import advice_on_shortage
 from dilabench.cli.terminal import Lines, print_table, say, say_folded

@@ -46,7 +46,8 @@ def tune(
     Compiling and warming up are never part of a time. Later runs add to the file; a newer result replaces an older one.
     """
     from dilabench.choice.measured import check_tune_file, tune_path
-    from dilabench.cli.run.shown import show_run
+    from dilabench.cli.run.output import terminal
+    from dilabench.runs.execute import execute
     from dilabench.runs.execution import Execution
     from dilabench.suites.planner import plan_run
     from dilabench.suites.tuner import add_to_file
@@ -72,7 +73,8 @@ def tune(
     plan = plan_run(found, request)
     methods = tuple(case for case in plan.planned if case.role in ("plain", "method") and case.takes == "heads")
     execution = Execution.begin(replace(plan, planned=methods), DEFAULT_FOLDER, name="tune")
-    code = show_run(execution, () if as_json else (found.catalogue.reporters.get("table"),))
+    formats = () if as_json else (found.catalogue.reporters.get("table"),)
+    code = execute(execution, terminal(formats, plan.request.budget_s), formats)
     machine = plan.machine
     path = output or tune_path(machine)
     # A run that was interrupted before its first row leaves no folder.

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -17,18 +16,18 @@ from torch import Tensor
 from dilabench.backends import math
 from dilabench.contracts import AttentionFn
 from dilabench.engine.call.chunked_queries import ChunkedQueries
-from dilabench.impls import reference, visible_keys
-from dilabench.impls.visible_keys import FEW_ROWS, GROUPS_TOGETHER, KeyGroup
+from dilabench.engine.verify.oracle import blocks as oracle_blocks
+from dilabench.engine.verify.oracle import formula
+from dilabench.engine.verify.oracle.blocks import FEW_ROWS, JOINED_GROUPS, Block, blocks
 from dilabench.kernels import lse as merging
-from dilabench.workload import visibility
+from dilabench.patterns.answers import KeyGroup, Positions
 from dilabench.workload.spec import Workload
+from dilabench.workload.visibility import key_groups
 
 # A block is traced if it is this much larger than all preceding ones.
 LARGER = 1.02
 
-_lerp_in_slices_, _blocks, _key_groups = merging._lerp_in_slices_, math._blocks, visible_keys.key_groups
-_chunks = ChunkedQueries.chunks
-_reference_blocks, _pattern_groups = reference.blocks, visibility.key_groups
+_lerp_in_slices_, _blocks, _chunks = merging._lerp_in_slices_, math._blocks, ChunkedQueries.chunks
 
 
 def loop_forms() -> list[tuple[Any, str, Any]]:
@@ -37,8 +36,8 @@ def loop_forms() -> list[tuple[Any, str, Any]]:
         (merging, "_lerp_in_slices_", _two_slices),
         (ChunkedQueries, "chunks", _few_chunks),
         (math, "_blocks", _few_score_blocks),
-        (reference, "key_groups", _few_groups),
-        (reference, "blocks", _growing_blocks),
+        (oracle_blocks, "key_groups", _few_groups),
+        (formula, "blocks", _growing_blocks),
     ]
 
 
@@ -60,29 +59,21 @@ def _few_score_blocks(q: Tensor, k: Tensor, compute: torch.dtype) -> Iterator[tu
         yield first, stop, rows if len(rows) < 7 else [*rows[:2], *rows[-4:]]
 
 
-def _few_groups(
-    workload: Workload, head: int, positions: Tensor, device: torch.device | str = "cpu"
-) -> Iterator[KeyGroup]:
-    """The calls of the first two heads, three of each shape."""
-    if head < 2:
-        with mock.patch.object(visibility, "key_groups", _distinct_groups):
-            yield from _key_groups(workload, head, positions, device)
-
-
-def _distinct_groups(workload: Workload, head: int, positions: Any) -> Iterator[Any]:
+def _few_groups(workload: Workload, head: int, positions: Positions) -> Iterator[tuple[int, KeyGroup]]:
+    """Groups of the first two heads, three of each shape."""
     seen: Counter[tuple[int, ...]] = Counter()
-    for start, group in _pattern_groups(workload, head, positions):
+    for start, group in key_groups(workload, head, positions) if head < 2 else ():
         shape = len(group.rows), *map(len, group.parts)
         seen[shape] += 1
-        # Groups of few rows are put together before they are used.
-        if seen[shape] <= (2 * GROUPS_TOGETHER if len(group.rows) < FEW_ROWS else 3):
+        # Groups of few rows are joined before they are used.
+        if seen[shape] <= (2 * JOINED_GROUPS if len(group.rows) < FEW_ROWS else 3):
             yield start, group
 
 
-def _growing_blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterator[reference.Block]:
+def _growing_blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterator[Block]:
     """A block that is larger than all before it, after the one that still lives when it is made, and two as large."""
     largest, before, alike = 0, None, 0
-    for block in _reference_blocks(workload, rows, q):
+    for block in blocks(workload, rows, q):
         size = len(block.rows) * len(block.keys)
         alike = 0 if size > LARGER * largest else alike + (LARGER * size >= largest)
         if size > LARGER * largest or (LARGER * size >= largest and alike <= 2):

@@ -18,7 +18,9 @@ from dilabench.engine.verify.buffer_reuse import buffer_reuse_check
 from dilabench.engine.verify.call import Call, Result, digest, form_checks, stream_check
 from dilabench.engine.verify.compare import compare_both_ways, locate, slope_on
 from dilabench.engine.verify.heads import NO_GRADIENT, how_many, repeat_checks
+from dilabench.engine.verify.oracle.blocks import accumulation_dtype
 from dilabench.engine.verify.oracle.oracle import Oracle
+from dilabench.engine.verify.oracle.reference import differentiable_rows
 from dilabench.engine.verify.oracle.rounding import gradient_sizes, sized_rows
 from dilabench.engine.verify.oracle.tolerance import (
     Expected,
@@ -29,7 +31,6 @@ from dilabench.engine.verify.oracle.tolerance import (
     plain_dtype,
 )
 from dilabench.engine.verify.same_module import shell_of
-from dilabench.impls.reference import accumulation_dtype, differentiable_rows
 from dilabench.record import Check, CheckName
 from dilabench.workload.spec import Workload
 from dilabench.workload.visibility import alike_heads, seen_by

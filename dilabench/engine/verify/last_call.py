@@ -24,6 +24,7 @@ from dilabench.engine.call.inputs import InputSet
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.call.timed_calls import KeptCall
 from dilabench.engine.device.device import device_of
+from dilabench.engine.verify.across_ranks import RanksOracle, rows_across_ranks
 from dilabench.engine.verify.call import form_checks
 from dilabench.engine.verify.compare import compare
 from dilabench.engine.verify.embeddings import plain_embeddings
@@ -31,7 +32,6 @@ from dilabench.engine.verify.heads import NO_GRADIENT, row_axes
 from dilabench.engine.verify.oracle.in_place import InPlaceOracle
 from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.oracle.sample import Sample
-from dilabench.engine.verify.oracle.sharded import RanksOracle, rows_across_ranks
 from dilabench.engine.verify.oracle.tolerance import Expected, eps
 from dilabench.record import Check, CheckName
 

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from dilabench.engine.verify.call import Result, form_checks
 from dilabench.engine.verify.compare import compare, locate
+from dilabench.engine.verify.oracle.blocks import zero_keys
 from dilabench.engine.verify.oracle.oracle import Oracle
+from dilabench.engine.verify.oracle.sums import is_sum, out_of_ones
 from dilabench.engine.verify.oracle.tolerance import Expected, ones_tolerance
 from dilabench.engine.verify.planes import VALUE
-from dilabench.impls.null_mass import log_zero_keys
-from dilabench.impls.summed import parts_of, sum_of_gates
 from dilabench.record import Check, CheckName
-from dilabench.workload.visibility import alike_heads, covered, seen_by
+from dilabench.workload.visibility import alike_heads, seen_by
 
 # Keys whose dk is computed from all rows: each costs a pass over the rows.
 MAX_KEY_GRADIENTS = 4
@@ -52,18 +52,11 @@ def _second_call(oracle: Oracle, first: Tensor, results: list[Result]) -> Check:
 
 def _ones(oracle: Oracle, out: Tensor) -> Check:
     workload = oracle.workload
-    rows = torch.zeros(workload.seq_len, workload.num_heads, dtype=torch.bool)
-    for heads in alike_heads(workload):
-        rows[:, heads] = torch.from_numpy(covered(workload, heads[0]))[:, None]
-    value = rows.to(oracle.device).double().expand(out.shape)
-    zero_keys = log_zero_keys(workload, oracle.device)
-    if zero_keys is not None:
+    value = out_of_ones(workload).to(oracle.device).expand(out.shape)
+    zeros = zero_keys(workload, torch.arange(workload.seq_len), oracle.device)
+    if zeros is not None:
         # Zero keys take a share of a row's weights that depends on its scores: the remaining sum is in [0, 1].
-        value = value.where(zero_keys[0].T.isneginf(), out.double().clamp(0.0, 1.0))
-    parts = list(parts_of(workload, oracle.device, torch.float64))
-    if parts:
-        # Each attention gives its gates in rows that see a key.
-        value = sum_of_gates(parts).expand(out.shape)
+        value = value.where(zeros.sum(0).T == 0, out.double().clamp(0.0, 1.0))
     expected = Expected(value, torch.full_like(value, 2.0), ones_tolerance(workload, oracle.dtype, oracle.ones_error))
     return compare(
         CheckName.ONES, out, expected, (("batch", None), ("position", None), ("head", None)), "v = 1 gives out = 1"
@@ -129,8 +122,7 @@ def gradients_from_every_row(oracle: Oracle, result: Result) -> Iterator[Check]:
         sums[CheckName.DV][1, :, :, kv_head] += (weight * share).square().sum(1)
     tolerance = 2 * oracle.second_expected[-1].tolerance
     # The weights of single attentions, which dk needs, are not in an out that is a sum of them.
-    of_sum = any(parts_of(workload, oracle.device, torch.float64))
-    detached = workload.pattern.is_detached or of_sum
+    detached = workload.pattern.is_detached or is_sum(workload)
     axes = (("batch", oracle.sample.batches), ("key", torch.tensor(keys)), ("head", None), ("dim", None))
     for index, name in ((1, CheckName.DK), (2, CheckName.DV)):
         gradient = result.gradients[index]

@@ -22,12 +22,13 @@ from dilabench.engine.device.device import device_of
 from dilabench.engine.verify.compare import compare
 from dilabench.engine.verify.heads import NO_GRADIENT
 from dilabench.engine.verify.last_call import expected_embeddings, last_checks
+from dilabench.engine.verify.oracle.blocks import blocks, only_heads
+from dilabench.engine.verify.oracle.formula import attend_rows
 from dilabench.engine.verify.oracle.in_place import InPlaceOracle
 from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.oracle.sample import Sample
+from dilabench.engine.verify.oracle.sums import is_sum
 from dilabench.engine.verify.oracle.tolerance import Expected, clamp_size_, eps
-from dilabench.impls.reference import attend_rows, blocks, only_heads
-from dilabench.impls.summed import parts_of
 from dilabench.record import Check, CheckName, Verification
 from dilabench.workload.visibility import seen_by
 
@@ -257,8 +258,7 @@ def _key_checks(past: _Past, row: KeptRow, tolerances: Mapping[str, float], of: 
     workload = past.workload
     like = past.kept.inputs.k.new_zeros(workload.head_dim)
     # Weights of single branches, and of single attentions, are not at hand.
-    of_sum = any(parts_of(workload, past.device, torch.float64))
-    if of_sum:
+    if is_sum(workload):
         return
     found = [torch.zeros(2, 2, workload.head_dim, dtype=torch.float64, device=past.device)]
     heads = range(row.head * workload.group_size, (row.head + 1) * workload.group_size)
@@ -299,7 +299,7 @@ def _gradients_of_key(past: _Past, row: KeptRow, head: int) -> Tensor:
         for block in blocks(workload, rows, oracle.heads[0]):
             at = (block.keys == row.position).nonzero().flatten()
             if len(at):
-                counts[block.index] = block.counts[:, at[0]].sum() * block.seen[:, at[0]].to(wide)
+                counts[block.index] = block.given[:, at[0]].sum() * block.seen[:, at[0]].to(wide)
     key, value = k[row.position].to(wide), v[row.position].to(wide)
     scores = q @ key * workload.softmax_scale
     share = (scores + counts.log() - lse[head]).exp()

@@ -12,13 +12,13 @@ from dilabench.engine.verify.confirmed import Confirmed
 from dilabench.engine.verify.embeddings import embeddings_checks
 from dilabench.engine.verify.heads import Seen, heads_checks
 from dilabench.engine.verify.near_misses import diagnose
+from dilabench.engine.verify.oracle.blocks import blocks_cached
 from dilabench.engine.verify.oracle.oracle import Oracle
-from dilabench.impls.reference import blocks_kept
 from dilabench.record import Check, Verification
 from dilabench.workload.spec import Workload
 
 
-@blocks_kept()
+@blocks_cached()
 def verify(
     function: Callable[..., Tensor],
     workload: Workload,

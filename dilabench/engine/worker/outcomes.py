@@ -101,7 +101,7 @@ def ask_about(
     spec: CaseSpec, pool: WorkerPool, catalogue: Catalogue, question: Literal["verify", "memory"]
 ) -> Reply | Skipped | Failed:
     """Have a worker prepare a case, answer one question about it, and forget it; or why there is no answer."""
-    from dilabench.engine.driver import unverified_in_time
+    from dilabench.engine.case_executor import unverified_in_time
     from dilabench.engine.worker.client import WorkerFailure
     from dilabench.engine.worker.protocol import worker_key
 

@@ -1,14 +1,41 @@
 """dilabench's components, registered through the same hooks as a third party's plug-in."""
 
 from dilabench.choice.backends import BACKENDS
-from dilabench.choice.implementations import IMPLEMENTATIONS
+from dilabench.choice.implementations import BOTH_LAYOUTS, BOTH_MERGES, IMPLEMENTATIONS
 from dilabench.choice.rings import RINGS
 from dilabench.patterns.registry import OWN_KINDS
-from dilabench.plugins import Backend, Implementation, PatternKind, Reporter, Suite, Timer, WorkloadPreset, hookimpl
+from dilabench.plugins import (
+    Backend,
+    Capabilities,
+    Implementation,
+    PatternKind,
+    Reporter,
+    Suite,
+    Timer,
+    WorkloadPreset,
+    hookimpl,
+)
 from dilabench.plugins.builtin.reporters import REPORTERS
 from dilabench.plugins.builtin.suites import SUITES
 from dilabench.plugins.builtin.timers import TIMERS
 from dilabench.plugins.builtin.workloads import PRESETS
+from dilabench.plugins.descriptors import ANY_PATTERN
+
+# The benchmark's own, not the library's: it is what others are compared with.
+REFERENCE = Implementation(
+    "reference",
+    "the formula in float64, blocked over queries: the oracle",
+    "dilabench.engine.verify.oracle.reference:build",
+    supports=Capabilities(
+        patterns=ANY_PATTERN,
+        layouts=BOTH_LAYOUTS,
+        merge_grads=BOTH_MERGES,
+        zero_keys=True,
+        sums=True,
+    ),
+    deterministic=True,
+    role="oracle",
+)
 
 
 @hookimpl
@@ -20,7 +47,7 @@ def dilabench_register_patterns() -> list[PatternKind]:
 @hookimpl
 def dilabench_register_implementations() -> list[Implementation]:
     """Ways to compute attention on one device and over ranks."""
-    return [*IMPLEMENTATIONS, *RINGS]
+    return [REFERENCE, *IMPLEMENTATIONS, *RINGS]
 
 
 @hookimpl

@@ -74,13 +74,13 @@ REPORTERS = (
     Reporter(
         "bencher",
         "Bencher Metric Format, with lower and upper values",
-        "dilabench.report.services:render_bencher",
+        "dilabench.report.continuous_benchmarking:render_bencher",
         filename="bencher.json",
     ),
     Reporter(
         "github-action-benchmark",
         "for that action, as customSmallerIsBetter",
-        "dilabench.report.services:render_github_action",
+        "dilabench.report.continuous_benchmarking:render_github_action",
         filename="github-action-benchmark.json",
     ),
 )

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dilabench.compare.view import measured_view, peak_of
+from dilabench.comparison.view import measured_view, peak_of
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Row, RunRecord
 from dilabench.report.columns import ABSENT
 from dilabench.report.findings import Curve, CurvePlot, Point, Section
-from dilabench.suites.findings.beside_one_device import Comparison, comparisons
 from dilabench.suites.findings.crossings import crossover_section
+from dilabench.suites.findings.parallel_efficiency import Comparison, comparisons
 from dilabench.suites.findings.series import VARIES_ALONG_A_RANGE, series_of
 from dilabench.suites.ring import findings as parallel
 from dilabench.suites.ring.findings import namer, section, workload_text

@@ -2,15 +2,15 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from dilabench.compare.view import measured_view
+from dilabench.comparison.view import measured_view
 from dilabench.machine import device_named
 from dilabench.metadata import CHOSEN_BY, RECEIVED_BYTES
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report.columns import ABSENT, COLUMNS, implementation_text, row_name
 from dilabench.report.findings import BarPlot, Bars, Plot, Section
-from dilabench.suites.findings.beside_one_device import MODES, Comparison, comparisons
 from dilabench.suites.findings.exposure import expected_bytes, exposure, modelled
+from dilabench.suites.findings.parallel_efficiency import MODES, Comparison, comparisons
 from dilabench.suites.findings.series import NS_PER_MS
 from dilabench.units import format_bytes, format_latency, format_rate, format_ratio, gigabytes_per_second, significant
 

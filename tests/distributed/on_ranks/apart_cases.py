@@ -5,7 +5,7 @@ from ring_cases import context, difference, dilated, random_inputs, results, wor
 
 from dilabench.contracts import BuildContext
 from dilabench.distributed.whole import Whole
-from dilabench.impls import reference
+from dilabench.engine.verify.oracle import reference
 
 CASES = {
     "even parts": workload(pattern=dilated([4, 8], [1, 2]), seq_len=48),

@@ -9,7 +9,7 @@ from dilabench.attention import ring_attention, sequence_shards
 from dilabench.backends import math
 from dilabench.contracts import BuildContext
 from dilabench.distributed.failures import RanksDisagreeError
-from dilabench.impls import reference
+from dilabench.engine.verify.oracle import reference
 
 BRANCHES = {"segment_lengths": (6, 12, 24), "dilation_rates": (1, 2, 4)}
 CASES = {

@@ -14,7 +14,8 @@ from dilabench.distributed.sharding import contiguous
 from dilabench.distributed.single_rank import SingleRank
 from dilabench.distributed.whole import Whole
 from dilabench.distributed.world import World
-from dilabench.impls import reference, strided
+from dilabench.engine.verify.oracle import reference
+from dilabench.impls import strided
 from dilabench.impls.multihead import ProjectedAttention
 from dilabench.impls.ring import allgather, gathered, multihead, rings, ulysses
 from dilabench.impls.ring.schedule import sums

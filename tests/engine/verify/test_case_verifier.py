@@ -23,7 +23,7 @@ SEEN: list[Tensor] = []
 
 def build(workload: Workload, context: object) -> Callable[..., Tensor]:
     """The formula, which remembers the inputs that it was given."""
-    from dilabench.impls.reference import build as reference
+    from dilabench.engine.verify.oracle.reference import build as reference
 
     function = reference(workload, context)
 

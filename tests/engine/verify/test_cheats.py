@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dilabench.contracts import BuildContext
 from dilabench.engine.verify import summary, verify
-from dilabench.impls.reference import build
+from dilabench.engine.verify.oracle.reference import build
 from dilabench.impls.visible_keys import multiplicity
 from dilabench.record import Verification
 from dilabench.workload.spec import Workload

@@ -10,7 +10,8 @@ from torch import Tensor
 from dilabench.contracts import BuildContext
 from dilabench.engine.verify import near_misses, summary, verify
 from dilabench.engine.verify.near_misses import CountedOnce, StrictlyEarlier
-from dilabench.impls.reference import attend_rows, build
+from dilabench.engine.verify.oracle.formula import attend_rows
+from dilabench.engine.verify.oracle.reference import build
 from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.registry import pattern_type
 from dilabench.plugins.manager import discover

@@ -10,7 +10,7 @@ from torch import Tensor
 from dilabench.contracts import BuildContext
 from dilabench.engine.verify import Oracle, call, summary, verify
 from dilabench.engine.verify.call import digest, form_checks
-from dilabench.impls.reference import build
+from dilabench.engine.verify.oracle.reference import build
 from dilabench.record import Check, Verification
 from dilabench.workload.spec import Workload
 from tests.conftest import slow

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dilabench.engine.call.inputs import TORCH_DTYPE, input_shapes
+from dilabench.engine.verify.oracle.blocks import accumulation_dtype
+from dilabench.engine.verify.oracle.formula import attend_rows, attend_rows_backward
 from dilabench.engine.verify.oracle.rounding import Rows, alike_weights, gradient_sizes, sized_rows
 from dilabench.engine.verify.oracle.sample import Sample, choose_sample
 from dilabench.engine.verify.oracle.tolerance import (
@@ -21,11 +23,7 @@ from dilabench.engine.verify.oracle.tolerance import (
     plain_dtype,
 )
 from dilabench.engine.verify.planes import Planes, make_planes
-from dilabench.impls.reference import accumulation_dtype, attend_rows, attend_rows_backward
 from dilabench.workload.spec import Workload
-
-if TYPE_CHECKING:
-    from dilabench.engine.verify.same_module import Shell
 
 # Rows on which the second call is compared; its other rows serve the dependency probe.
 SECOND_CALL_ROWS = 16
@@ -57,8 +55,8 @@ class Oracle:
         self.dtype = TORCH_DTYPE[workload.dtype]
         self.sample = sample or choose_sample(workload, seed)
         self.inputs: tuple[Tensor, ...] = self._draw_inputs()
-        # The expected results of a module around an attention, for the next equal module (embeddings.py).
-        self.around: tuple[Shell, dict[str, Expected]] | None = None
+        # A module around an attention (same_module.Shell) and what is expected of it, for the next equal module.
+        self.around: tuple[Any, dict[str, Expected]] | None = None
 
     def restore(self) -> None:
         """Draw the inputs again, in new memory."""

@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 
 from dilabench.engine.call.inputs import TORCH_DTYPE
+from dilabench.engine.verify.oracle.blocks import Block, blocks
+from dilabench.engine.verify.oracle.formula import (
+    at_keys,
+    chosen_keys,
+    finite,
+    gradient_terms,
+    key_slots,
+    softmax_rows,
+)
+from dilabench.engine.verify.oracle.sums import attentions, is_sum
 from dilabench.engine.verify.oracle.tolerance import eps
-from dilabench.impls.null_mass import log_zero_keys
-from dilabench.impls.reference import Block, attend_rows, blocks, finite, key_slots, shares_of_sum
-from dilabench.impls.summed import Part, parts_of
-from dilabench.kernels.lse import share_of_two
 from dilabench.workload.spec import Workload
 
 
@@ -35,40 +41,34 @@ def sized_rows(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor
     small one is known to eps and no better. `weight_ulps` is the eps of those weights, the accumulation dtype's, over
     that of out. The sizes of a sum of attentions add up.
     """
-    parts = list(parts_of(workload, q.device, torch.float64))
-    if parts:
-        return _sized_sum(parts, q, k, v, rows, weight_ulps)
+    found = []
+    for attention in attentions(workload):
+        keys, values = (attention.keys(x, torch.float64) for x in (k, v))
+        of_softmax = _sized_softmax(q, keys, values, attention.workload, rows, weight_ulps)
+        out, size = (attention.gated(x, rows, torch.float64) for x in (of_softmax.out, of_softmax.size))
+        found.append(of_softmax._replace(out=out, size=size))
+    if len(found) == 1:
+        return found[0]
+    outs, lses, sizes, lse_sizes = zip(*found, strict=True)
+    return Rows(torch.stack(outs).sum(0), torch.cat(lses, 1), torch.stack(sizes).sum(0), torch.cat(lse_sizes, 1))
+
+
+def _sized_softmax(q: Tensor, k: Tensor, v: Tensor, workload: Workload, rows: Tensor, weight_ulps: float) -> Rows:
     size = q.new_zeros(q.shape[0], len(rows), q.shape[2], q.shape[3], dtype=torch.float64)
     lse_size = q.new_zeros(q.shape[0], q.shape[2], len(rows), dtype=torch.float64)
-    zero_keys = log_zero_keys(workload, q.device, torch.float64, rows=rows)
 
-    def add(block: Block, scores: Tensor, lse: Tensor, share: Tensor, values: Tensor) -> None:
-        squares = _doubt(block, *block.paired(q, k, workload, torch.float64), scores).mul_(share)
-        if zero_keys is not None:
-            squares.mul_(share_of_two(lse, zero_keys[0, block.head, block.index])[..., None])
-        squares.square_()
+    def add(block: Block, scores: Tensor, weights: Tensor, values: Tensor) -> None:
+        squares = _doubt(block, *block.paired(q, k, workload, torch.float64), scores).mul_(weights).square_()
         block_size = (squares @ values.square()).sqrt_()
         lse_size[:, block.head, block.index] = squares.sum(-1).sqrt_()
-        if len(block.counts) > 1:
-            branch_size = _concentration(share, block.counts)[..., None] * values.abs().amax(1, keepdim=True)
+        if len(block.given) > 1:
+            branch_size = _concentration(weights, block)[..., None] * values.abs().amax(1, keepdim=True)
             block_size.add_(branch_size, alpha=weight_ulps)
         size[:, block.index, block.head] = block_size
 
-    out, lse = attend_rows(q, k, v, workload, rows, each=add)
+    out, lse = softmax_rows(q, k, v, workload, rows, torch.float64, each=add)
     lse_size.add_(lse.abs().masked_fill_(lse == -torch.inf, 0.0)).add_(1.0)
     return Rows(out, lse, size.add_(out.abs()), lse_size)
-
-
-def _sized_sum(parts: list[Part], q: Tensor, k: Tensor, v: Tensor, rows: Tensor, weight_ulps: float) -> Rows:
-    found = [
-        sized_rows(q, part.keys(k.double()), part.keys(v.double()), part.workload, rows, weight_ulps) for part in parts
-    ]
-    out, size = (
-        torch.stack([part.gates[rows][..., None] * of_part[index] for part, of_part in zip(parts, found, strict=True)])
-        for index in (0, 2)
-    )
-    lse, lse_size = (torch.cat([of_part[index] for of_part in found], 1) for index in (1, 3))
-    return Rows(out.sum(0), lse, size.sum(0), lse_size)
 
 
 def _shares(block: Block, queries: Tensor, keys: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,12 +94,13 @@ def alike_weights(q: Tensor, k: Tensor, lse: Tensor, workload: Workload, rows: T
     If they differ, rounding is unbiased on average. If all weights are equal, any kernel rounds all of them to the same
     side. An example is a row that sees one key several times.
     """
-    parts = list(parts_of(workload, q.device, torch.float64))
-    if parts:
-        return max(
-            alike_weights(q, part.keys(k.double()), part_lse, part.workload, rows)
-            for part, part_lse in zip(parts, lse.split(q.shape[2], 1), strict=True)
-        )
+    return max(
+        _alike_weights(q, attention.keys(k, torch.float64), its_lse, attention.workload, rows)
+        for attention, its_lse in zip(attentions(workload), lse.split(q.shape[2], 1), strict=True)
+    )
+
+
+def _alike_weights(q: Tensor, k: Tensor, lse: Tensor, workload: Workload, rows: Tensor) -> float:
     turns, total = torch.zeros(2, dtype=torch.float64, device=q.device), 0.0
     for block in blocks(workload, rows, q):
         share, _ = _shares(block, *block.paired(q, k, workload, torch.float64), lse)
@@ -109,11 +110,11 @@ def alike_weights(q: Tensor, k: Tensor, lse: Tensor, workload: Workload, rows: T
     return float(turns.norm()) / total if total else 0.0
 
 
-def _concentration(share: Tensor, counts: Tensor) -> Tensor:
+def _concentration(weights: Tensor, block: Block) -> Tensor:
     """max over branches of sqrt(sum_j P_b²), [B, R], P_b the branch's own softmax: 1 for one key, 1/sqrt(n) for n."""
-    largest = torch.zeros_like(share[..., 0])
-    for branch in counts.double() / counts.sum(0):
-        branch_share = share * branch
+    largest = torch.zeros_like(weights[..., 0])
+    for branch in block.branches(torch.float64):
+        branch_share = weights * branch
         total = branch_share.sum(-1)
         norm = branch_share.square_().sum(-1).sqrt_()
         largest = torch.maximum(largest, norm / total.where(total > 0, 1.0))
@@ -132,9 +133,31 @@ def gradient_sizes(
     gradients: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The natural sizes of dq, dk and dv. The terms of dS are P dP and P mean(dP), which may cancel, so both count."""
-    parts = list(parts_of(workload, q.device, torch.float64))
-    if parts:
-        return _sizes_of_sum(parts, dout, q, k, v, lse, rows, keys, gradients)
+    if not is_sum(workload):
+        return _sizes_of_softmax(dout, q, k, v, lse, workload, rows, keys, gradients)
+    dq, dk, dv = (torch.zeros_like(gradient) for gradient in gradients)
+    for terms in gradient_terms(dout, q, k, v, gradients[0], lse, workload, rows, keys, torch.float64):
+        attention, wanted = terms.attention, keys if terms.attention.pool == 1 else None
+        sizes = _sizes_of_softmax(
+            terms.dout, q, terms.keys, terms.values, terms.lse, attention.workload, rows, wanted, terms.own
+        )
+        dq += sizes[0]
+        dk += at_keys(attention, sizes[1], keys)
+        dv += at_keys(attention, sizes[2], keys)
+    return dq, dk, dv
+
+
+def _sizes_of_softmax(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    workload: Workload,
+    rows: Tensor,
+    keys: Tensor | None,
+    gradients: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.zeros_like(gradient) for gradient in gradients)
     dtype = TORCH_DTYPE[workload.dtype]
     slots = key_slots(keys, q.shape[1], q.device)
@@ -148,7 +171,7 @@ def gradient_sizes(
         terms = share_grad.add_((share * share_grad).sum(-1, keepdim=True)).mul_(share)
         terms = _kept(terms.mul_(doubt), block, dtype).square_()
         dq[:, block.index, block.head] = terms @ block_keys.square_() * workload.softmax_scale**2
-        chosen, slot = block.wanted(slots)
+        chosen, slot = chosen_keys(block, slots)
         kv_head = block.head // workload.group_size
         dk[:, :, kv_head].index_add_(1, slot, terms[..., chosen].mT @ queries.square_())
         weights = _kept(share.mul_(doubt), block, dtype).square_()
@@ -167,26 +190,5 @@ def _kept(terms: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     # In dtypes with the exponents of float32 these numbers are negligible next to any gradient.
     if smallest < eps(torch.float64):
         return terms
-    shares = (block.counts > 0).sum(0) * block.seen
+    shares = block.given.sum(0) * block.seen
     return torch.maximum(terms, shares.double().mul_(smallest))
-
-
-def _sizes_of_sum(
-    parts: list[Part],
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    rows: Tensor,
-    keys: Tensor | None,
-    gradients: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The natural sizes of dq, dk and dv of a sum of attentions: the sum of the sizes of each attention's share."""
-    dq, dk, dv = (torch.zeros_like(gradient) for gradient in gradients)
-    for share in shares_of_sum(parts, dout.double(), q, k, v, lse, rows, torch.float64):
-        sizes = gradient_sizes(share.gated, q, *share.own, share.lse, share.part.workload, rows, None, share.gradients)
-        dq += sizes[0]
-        for total, size in zip((dk, dv), map(share.part.keys_backward, sizes[1:]), strict=True):
-            total += size if keys is None else size[:, keys.to(size.device)]
-    return dq, dk, dv

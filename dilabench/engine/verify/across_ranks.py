@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dilabench.distributed.sharding import Shards
 from dilabench.distributed.world import World
+from dilabench.engine.verify.oracle.blocks import blocks
 from dilabench.engine.verify.oracle.in_place import InPlaceOracle
 from dilabench.engine.verify.oracle.sample import Sample
-from dilabench.impls.reference import blocks
 from dilabench.workload.spec import Workload
 from dilabench.workload.visibility import key_groups
 

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from dilabench.contracts import BuildContext
-from dilabench.impls import reference
-from dilabench.impls.reference import attend_rows, attend_rows_backward, build
+from dilabench.engine.verify.oracle import blocks
+from dilabench.engine.verify.oracle.formula import attend_rows, attend_rows_backward
+from dilabench.engine.verify.oracle.reference import build
 from dilabench.impls.visible_keys import multiplicity
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import Workload
@@ -182,7 +183,7 @@ def test_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> Non
     q, k, v, dout = draw(w)
     whole = build(w, CONTEXT)(q, k, v)
     expected = torch.autograd.grad(whole, (q, k, v), dout)
-    monkeypatch.setattr(reference, "MAX_BLOCK_SCORES", 50)
+    monkeypatch.setattr(blocks, "MAX_BLOCK_SCORES", 50)
     blocked = build(w, CONTEXT)(q, k, v)
     torch.testing.assert_close(blocked, whole, rtol=0, atol=1e-14)
     for a, b in zip(torch.autograd.grad(blocked, (q, k, v), dout), expected, strict=True):

@@ -11,20 +11,5 @@
 `gate`            looks at sessions until every case is decided, second measurement of flagged pairs, the exit code
 ================  ===========================================================================================
 
-Nothing here reads files or imports torch. The package can be called: `dilabench.compare(baseline, candidate)` is
-`dilabench.api.compare`, whichever of package and function the name meant first.
+Nothing here reads files or imports torch.
 """
-
-import importlib
-import sys
-from types import ModuleType
-from typing import Any
-
-
-class _Callable(ModuleType):
-    def __call__(self, *runs: Any, **settings: Any) -> Any:
-        # By name: the function is in a higher layer.
-        return importlib.import_module("dilabench.api").compare(*runs, **settings)
-
-
-sys.modules[__name__].__class__ = _Callable

@@ -24,8 +24,8 @@ OVERRUN_S = 1.0
 
 
 @dataclass(slots=True)
-class Driver:
-    """The shared state of a run's groups: method, budget, progress and the workers.
+class CaseExecutor:
+    """Executes the steps of cases in their workers, with the method, the budget and the progress that groups share.
 
     `next_round` numbers the rounds of the whole run: slots with the same number were interleaved. `machine`: it decides
     which built-ins all rows are compared with; None: no such comparison. `patience_s`: seconds that a worker may take

@@ -1,27 +1,25 @@
-"""A run on the terminal: what is about to be measured, how far it is, its reports, its verdict."""
+"""One run from its plan to its exit code, for the command line, for Python and for `tune`: measure, report, judge."""
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
-from dilabench.cli.github import append_summary
-from dilabench.cli.options import tell_of
-from dilabench.cli.run.progress_bar import progress_shown
-from dilabench.cli.terminal import interruption, note, say, say_folded, say_text
-from dilabench.compare.view import lengths_without_rows
-from dilabench.errors import ExitCode
+from dilabench.comparison.view import lengths_without_rows
+from dilabench.engine.progress import Progress
+from dilabench.errors import ExitCode, interruption
 from dilabench.metadata import note_text
 from dilabench.plugins.descriptors import Reporter
 from dilabench.predict.time import expected_time, slow_dtypes
 from dilabench.record import RunRecord
-from dilabench.report.pull_request import of_run
+from dilabench.report.findings import Section
 from dilabench.runs.execution import Execution, Reports, exit_code
 from dilabench.runs.machine_state import notes_at_start, read
 from dilabench.runs.resume import how_to_go_on, without_time
 from dilabench.units import counted, format_count
 
-TABLE = "table"
 VERDICTS = {
     ExitCode.OK: "ok",
     ExitCode.ENVIRONMENT: "A PLUG-IN OR A REPORT FAILED",
@@ -33,60 +31,74 @@ VERDICTS = {
 }
 
 
-def show_run(
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where the words of a run go. `tell`: a line about the run. `warn`: a note or an error. `show`: a report, whole or
+    in parts. `progress`: while cases are measured.
+    """
+
+    tell: Callable[[str], None]
+    warn: Callable[[str], None]
+    show: Callable[[str | Iterator[str]], None]
+    progress: AbstractContextManager[Progress]
+
+
+def execute(
     execution: Execution,
+    output: Output,
     formats: Sequence[Reporter] = (),
     *,
     keep: bool = True,
     options: Mapping[str, Any] | None = None,
-    github_summary: bool = False,
+    summarise: Callable[[RunRecord, Sequence[Section]], None] | None = None,
     allow_incomplete: bool = False,
 ) -> ExitCode:
-    """Measure, report, and print the verdict; on stderr if stdout carries another format than the table.
+    """Measure, report, and give the verdict.
 
-    `keep`: also in the store. `options`: of reporters, by name. `allow_incomplete`: as for `exit_code`. The exit code
-    follows from the record on disk after every reporter has ended.
+    `keep`: also in the store. `options`: of reporters, by name. `summarise`: called with the record and its sections,
+    after the reports. `allow_incomplete`: as for `exit_code`. The exit code follows from the record on disk after every
+    reporter has ended. KeyboardInterrupt passes through if there is no record.
     """
     refusal, interrupted = None, False
-    err = [reporter.name for reporter in formats] != [TABLE]
     plan, folder = execution.plan, execution.folder.path
     known = len(plan.found.problems)
     try:
-        say(_opening(execution), err=err)
+        output.tell(_opening(execution))
         if slow := slow_dtypes([case.case for case in plan.planned if case.skip is None], plan.machine):
-            note(f"{slow}; --dtype float32 is faster there")
-        for note_ in notes_at_start(read(plan.machine)):
-            note(f"{note_text(note_)} (`dilabench doctor` says more)")
-        record = execution.measure(progress_shown(plan.request.budget_s))
+            output.warn(f"note: {slow}; --dtype float32 is faster there")
+        for note in notes_at_start(read(plan.machine)):
+            output.warn(f"note: {note_text(note)} (`dilabench doctor` says more)")
+        record = execution.measure(output.progress)
         if folder.exists():
             if keep:
-                execution.keep(record, lambda text: say(text, err=err))
+                execution.keep(record, output.tell)
             reports = Reports.of(record, plan.catalogue, options or {})
             paths, refusal = reports.written(formats, folder)
             for text in reports.printed(formats):
-                say_text(text)
-            if github_summary:
-                append_summary(of_run(record, reports.sections))
-            say("\n" + "\n".join(map(str, paths)), err=err)
+                output.show(text)
+            if summarise is not None:
+                summarise(record, reports.sections)
+            output.tell("\n" + "\n".join(map(str, paths)))
             if refusal:
-                say_folded(f"error: {refusal}", "  ", err=True)
+                output.warn(f"error: {refusal}")
             record = execution.recorded() or record
     except KeyboardInterrupt as error:
         # While the record was written, or later.
         if (saved_record := execution.recorded()) is None:
             raise
         record, interrupted = saved_record, True
-        note(f"{interruption(error)}; `dilabench report {shlex.quote(str(folder))}` makes the reports")
+        output.warn(f"note: {interruption(error)}; `dilabench report {shlex.quote(str(folder))}` makes the reports")
     finally:
         execution.folder.discard_if_empty()
     broken = plan.found.problems[known:]
-    tell_of(broken)
+    for problem in broken:
+        output.warn(f"note: {problem.text}")
     code = exit_code(record, interrupted=interrupted, broken=bool(broken or refusal), allow_incomplete=allow_incomplete)
     more_follow = plan.catalogue.suites.get(plan.request.suite).follow_up is not None
     saved = execution.folder.can_be_resumed
     if saved and (hint := how_to_go_on(record, plan.machine, folder, more_follow)):
-        say(hint, err=err)
-    say(verdict(record, code, saved=saved), err=err)
+        output.tell(hint)
+    output.tell(verdict(record, code, saved=saved))
     return code
 
 
@@ -118,12 +130,3 @@ def verdict(record: RunRecord, code: ExitCode, *, saved: bool = True) -> str:
         word = f"{word}, results so far are saved" if saved else f"{word} before there was a result, nothing is saved"
     ended = ", ".join(f"{counts[status]} {status}" for status in ("measured", "skipped", "failed"))
     return f"verdict: {word} ({ended}; exit code {code.value})"
-
-
-def together(folders: Sequence[str]) -> str:
-    """The commands that read several sessions of one request."""
-    runs = " ".join(folders)
-    return (
-        f"{len(folders)} sessions. To evaluate them together: `dilabench compare {runs} --by implementation`; "
-        f"as a baseline for `check`: `dilabench baseline save NAME {runs}`"
-    )

@@ -1,0 +1,222 @@
+"""C[h, i, j] of a workload (semantics.md §1) as tensors: blocks of rows of a head and the keys that they may see.
+
+C is never built whole: a row costs only its keys, so one row of a million-token workload is cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dilabench.patterns.answers import Positions
+from dilabench.workload.spec import Workload
+from dilabench.workload.visibility import alike_heads, key_groups
+
+# Largest number of scores per matrix: 32 MiB in float64; about four such matrices are alive at a time.
+MAX_BLOCK_SCORES = 2**22
+# Limit of heads times rows times positions up to which blocks are cached: megabytes at most.
+FEW_PAIRS = 2**22
+# Groups of fewer rows are joined, this many at a time: each would cost a round of small operations.
+FEW_ROWS, JOINED_GROUPS = 8, 64
+# Groups with as many keys are not joined.
+MANY_KEYS = 2**16
+
+_cached: ContextVar[Callable[..., tuple[Block, ...]] | None] = ContextVar("cached", default=None)
+_only: ContextVar[Sequence[int] | None] = ContextVar("only", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some rows of one head and the keys that any of them may see; `index`: the rows' positions in the sample.
+
+    given: [parts, M] bool, whether each part of the pattern gives each key. log_counts: [M] float64, log of the number
+    of parts that do. seen: [R, M] bool. C is that number where a row sees the key, else 0.
+    """
+
+    head: int
+    index: Tensor
+    rows: Tensor
+    keys: Tensor
+    given: Tensor
+    log_counts: Tensor
+    seen: Tensor
+
+    def take(self, x: Tensor, workload: Workload, dtype: torch.dtype) -> Tensor:
+        """The block's keys of k or v, [B, M, D]."""
+        return x[:, :, self.head // workload.group_size].index_select(1, self.keys).to(dtype)
+
+    def paired(self, q: Tensor, k: Tensor, workload: Workload, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The block's queries [B, R, D], times the scale of the softmax, and its keys [B, M, D]."""
+        return q[:, self.rows, self.head].to(dtype) * workload.softmax_scale, self.take(k, workload, dtype)
+
+    def scores(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """queries·keys + log C, [B, R, M], in the accumulation dtype; -inf if a row does not see the key."""
+        scores = queries @ keys.mT
+        bias = self.log_counts.to(accumulation_dtype(scores.dtype))
+        return scores.to(bias.dtype).add_(bias).masked_fill_(~self.seen, -torch.inf)
+
+    def branches(self, dtype: torch.dtype) -> Tensor:
+        """[parts, M]: the share of each key's weight that each part has; the parts that give a key share it equally."""
+        return self.given.to(dtype) / self.given.sum(0)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of softmax and sums: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterable[Block]:
+    """Blocks that cover every (row, head) with a key once. rows: [R] int64 on the CPU, ascending.
+
+    Each has at most MAX_BLOCK_SCORES scores, unless one row alone has more.
+    """
+    cached = _cached.get()
+    heads = workload.num_heads if _only.get() is None else 1
+    if cached is None or not 0 < heads * len(rows) * workload.seq_len <= FEW_PAIRS:
+        return _blocks(workload, rows, q.shape[0], q.device)
+    return cached(workload, rows.numpy().tobytes(), q.shape[0], q.device)
+
+
+@contextmanager
+def only_heads(heads: Sequence[int]) -> Iterator[None]:
+    """Skip the blocks of all other heads inside the context: results are right only for these heads."""
+    token = _only.set(heads)
+    try:
+        with blocks_cached():
+            yield
+    finally:
+        _only.reset(token)
+
+
+@contextmanager
+def blocks_cached() -> Iterator[None]:
+    """Cache the blocks of small workloads inside the context: finding them takes longer than using them."""
+
+    @lru_cache(maxsize=4)
+    def cached(workload: Workload, rows: bytes, batch: int, device: torch.device) -> tuple[Block, ...]:
+        return tuple(_blocks(workload, torch.frombuffer(bytearray(rows), dtype=torch.int64), batch, device))
+
+    token = _cached.set(cached)
+    try:
+        yield
+    finally:
+        _cached.reset(token)
+
+
+def zero_keys(workload: Workload, rows: Tensor, device: torch.device) -> Tensor | None:
+    """[parts, H, R] float64: how many zero keys each part of the pattern adds to each row; None for none at all.
+
+    rows: [R] int64 on the CPU, ascending.
+    """
+    added = [
+        (head, start, zeros)
+        for (start, _), shape in zip(workload.sequences, workload.shapes, strict=True)
+        for head in range(workload.num_heads)
+        for zeros in workload.pattern.zero_keys(shape, head)
+    ]
+    if not added:
+        return None
+    counts = torch.zeros(workload.pattern.parts, workload.num_heads, len(rows), dtype=torch.float64)
+    for head, start, zeros in added:
+        place = rows - start
+        sees = (place >= zeros.rows.start) & (place < zeros.rows.stop)
+        sees &= (place - zeros.rows.start) % zeros.rows.step == 0
+        counts[zeros.part, head, sees] += zeros.count
+    return counts.to(device)
+
+
+class _Group(NamedTuple):
+    """Rows of a head with the same keys. `own` [R, M] bool: the keys that each row has, None if all have all."""
+
+    rows: Tensor
+    keys: Tensor
+    given: Tensor
+    own: Tensor | None = None
+
+
+def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) -> Iterator[Block]:
+    left, right = workload.shapes[0].reach
+    only = _only.get()
+    for alike in alike_heads(workload):
+        heads = alike if only is None else [head for head in alike if head in only]
+        # Heads with one selection share its keys, because finding them may take longer than attention.
+        for group in _groups(workload, alike[0], rows, device) if heads else ():
+            height = max(1, MAX_BLOCK_SCORES // max(1, batch * len(group.keys)))
+            log_counts = group.given.sum(0).double().log_()
+            for first in range(0, len(group.rows), height):
+                part = slice(first, first + height)
+                positions = group.rows[part]
+                reached = slice(
+                    0 if left is None else int(torch.searchsorted(group.keys, int(positions[0]) - left)),
+                    len(group.keys)
+                    if right is None
+                    else int(torch.searchsorted(group.keys, int(positions[-1]) + right, right=True)),
+                )
+                keys = group.keys[reached]
+                if not len(keys):
+                    continue
+                here = positions.to(device)
+                seen = torch.ones(len(here), len(keys), dtype=torch.bool, device=device)
+                # Bounds are moved by rows, not pairs: a matrix of distances would be as large as the scores.
+                if left is not None:
+                    seen &= keys >= (here - left)[:, None]
+                if right is not None:
+                    seen &= keys <= (here + right)[:, None]
+                if group.own is not None:
+                    seen &= group.own[part, reached]
+                index = torch.searchsorted(rows, positions).to(device)
+                for head in heads:
+                    yield Block(head, index, here, keys, group.given[:, reached], log_counts[reached], seen)
+
+
+def _groups(workload: Workload, head: int, rows: Tensor, device: torch.device) -> Iterator[_Group]:
+    """Groups that cover the rows of a head, before causal mask and window; positions along the N axis."""
+    small: list[tuple[Positions, Positions]] = []
+    for start, group in key_groups(workload, head, rows.numpy()):
+        if len(group.parts) == 1 and len(group.rows) < FEW_ROWS and len(group.parts[0]) < MANY_KEYS:
+            small.append((group.rows + start, np.asarray(group.parts[0], np.int64) + start))
+        else:
+            yield _Group(torch.from_numpy(group.rows + start), *_union(group.parts, start, device))
+    for first in range(0, len(small), JOINED_GROUPS):
+        yield _joined(small[first : first + JOINED_GROUPS], device)
+
+
+def _union(parts: Sequence[range | Positions], start: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The positions that any part gives, ascending, [M], and which part gives which, [parts, M] bool.
+
+    They are made on the device that uses them: a million positions on the CPU, and their copies, would take longer.
+    """
+    filled = [part for part in parts if len(part)]
+    low = min((int(part[0]) for part in filled), default=0)
+    high = max((int(part[-1]) + 1 for part in filled), default=0)
+    given = torch.zeros(len(parts), high - low, dtype=torch.bool, device=device)
+    for of_part, part in zip(given, parts, strict=True):
+        if isinstance(part, range):
+            of_part[part.start - low : part.stop - low : part.step] = bool(part)
+        else:
+            of_part[torch.from_numpy(part - low).to(device)] = True
+    keys = given.any(0).nonzero()[:, 0]
+    return keys + (low + start), given[:, keys]
+
+
+def _joined(groups: Sequence[tuple[Positions, Positions]], device: torch.device) -> _Group:
+    """Groups of rows and keys as one, over the union of their keys."""
+    keys = np.unique(np.concatenate([keys for _, keys in groups]))
+    rows = np.concatenate([rows for rows, _ in groups])
+    own = np.zeros((len(rows), len(keys)), dtype=bool)
+    first = 0
+    for of_group, its_keys in groups:
+        own[first : first + len(of_group), keys.searchsorted(its_keys)] = True
+        first += len(of_group)
+    order = np.argsort(rows)
+    given = torch.ones(1, len(keys), dtype=torch.bool, device=device)
+    owned = torch.from_numpy(own[order]).to(device)
+    return _Group(torch.from_numpy(rows[order]), torch.from_numpy(keys).to(device), given, owned)
