@@ -52,6 +52,12 @@ RETIRED = (
     Retired("reporter", "flashinfer-bench", "its datasets never ran in FlashInfer-Bench here", "csv, parquet or json"),
     Retired("pytest fixture", "dilabench_benchmark", "it timed as pytest-benchmark does", PYTEST_BENCHMARK),
     Retired("pytest option", "--dilabench-json", "pytest-benchmark could not compare its files", PYTEST_BENCHMARK),
+    Retired(
+        "command",
+        "recheck",
+        "`check` measures the rows of a run again, too",
+        "`dilabench check --against RUN --sessions 1`, with --only or -i for some of the rows",
+    ),
     Retired("command", "leaderboard", "`report` of several runs shows the same", "`dilabench report RUN...`"),
     Retired("option", "run --form", "the pieces of a stream were separate sequences, never one", NPROC),
     Retired(
