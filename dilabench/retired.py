@@ -28,6 +28,7 @@ NEVER_ON_GPUS = "it never ran on GPUs"
 NO_NEIGHBORHOOD = "the peer that it was for, NATTEN, never ran here"
 ONE_FLEX = "`flex` computes every pattern"
 PYTEST_BENCHMARK = "pytest-benchmark, or `dilabench compare` on two runs"
+NO_FASTER_TILES = "none of its twelve shapes was faster than the default of `fused`"
 A_CALL = "one call of your configuration, or `dilabench verify -i fused --head-dim 96`, which makes one"
 NPROC = "`run billion --nproc N` for ranks, or `run billion` for every GPU or one device"
 
@@ -49,6 +50,12 @@ RETIRED = (
         NO_NEIGHBORHOOD,
         "pattern=window_sink for a sliding window, or pattern=dense with --set window=LEFT,RIGHT",
     ),
+    Retired(
+        "suite",
+        "tiles",
+        NO_FASTER_TILES,
+        "`run implementations -i fused`, which has the measured default",
+    ),
     Retired("reporter", "flashinfer-bench", "its datasets never ran in FlashInfer-Bench here", "csv, parquet or json"),
     Retired("pytest fixture", "dilabench_benchmark", "it timed as pytest-benchmark does", PYTEST_BENCHMARK),
     Retired("pytest option", "--dilabench-json", "pytest-benchmark could not compare its files", PYTEST_BENCHMARK),
@@ -60,6 +67,12 @@ RETIRED = (
     ),
     Retired("command", "leaderboard", "`report` of several runs shows the same", "`dilabench report RUN...`"),
     Retired("option", "run --form", "the pieces of a stream were separate sequences, never one", NPROC),
+    Retired(
+        "option",
+        "run --tiles",
+        NO_FASTER_TILES,
+        "`run implementations -i fused`, which has the measured default",
+    ),
     Retired(
         "option", "tune --compile", "a first call compiles the same kernels, and Triton keeps them on disk", A_CALL
     ),

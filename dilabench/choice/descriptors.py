@@ -229,9 +229,7 @@ class Implementation:
     other implementations of its pattern do some of them before the call. `project`: the public project whose code it
     calls. Suites include such a peer only if named; `field` measures all peers in the same run as dilabench's
     implementations, and names the `install` command of missing ones. `chooses`: it selects another implementation;
-    suites include it only if named, `choice` compares it with the others, and `auto` never selects it. `tiles`: a
-    function of (head_dim, itemsize, backward) that returns the kernel shapes for suite `tiles`, each a text that
-    becomes `context.tiles`.
+    suites include it only if named, `choice` compares it with the others, and `auto` never selects it.
     """
 
     name: Name
@@ -258,7 +256,6 @@ class Implementation:
     project: str | None = None
     install: str | None = None
     chooses: bool = False
-    tiles: str | None = None
 
 
 @readable

@@ -248,7 +248,6 @@ IMPLEMENTATIONS = (
         preferred_for=replace(FUSED, check=better_branch_by_branch),
         tried_for=replace(FUSED, check=_too_wide_in_float32),
         quirks=(ADDED_QUERIES,),
-        tiles="dilabench.kernels.tuning:candidates",
     ),
     Implementation(
         "library",
@@ -265,8 +264,6 @@ IMPLEMENTATIONS = (
         supports=FLEX_ON_CUDA,
         requires=("cuda>=sm80", "triton"),
         compiles=True,
-        quirks=("`dilabench run tiles -i flex` tries its FlashAttention 4 back end (BACKEND=FLASH) and other options",),
-        tiles="dilabench.impls.flex.flex:candidates",
     ),
     Implementation(
         "gather-multihead",
