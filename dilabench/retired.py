@@ -24,6 +24,7 @@ class Retired:
 
 
 NEVER_RAN = "it never ran against the real library"
+NO_RECORD = "no record shows a gain"
 NEVER_ON_GPUS = "it never ran on GPUs"
 NO_NEIGHBORHOOD = "the peer that it was for, NATTEN, never ran here"
 ONE_FLEX = "`flex` computes every pattern"
@@ -36,6 +37,8 @@ RETIRED = (
     Retired("implementation", "flex-permuted", "147.7 ms for longnet_32k where `flex` took 86.2 on an H200", "flex"),
     Retired("implementation", "block-sparse-flex", ONE_FLEX, "flex"),
     Retired("implementation", "block-sparse-flex-planned", ONE_FLEX, "flex, whose mask is made before the call"),
+    Retired("implementation", "block-sparse-flash4", NO_RECORD, "block-sparse"),
+    Retired("implementation", "dense-masked", "a mask that skips no work costs what full attention costs", "dense"),
     Retired("implementation", "transformer-engine-p2p", NEVER_RAN, "zigzag-ring"),
     Retired("implementation", "transformer-engine-a2a", NEVER_RAN, "ulysses"),
     Retired("implementation", "magi-attention", NEVER_RAN, "balanced-allgather"),
