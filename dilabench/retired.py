@@ -39,6 +39,8 @@ RETIRED = (
     Retired("implementation", "block-sparse-flex-planned", ONE_FLEX, "flex, whose mask is made before the call"),
     Retired("implementation", "block-sparse-flash4", NO_RECORD, "block-sparse"),
     Retired("implementation", "dense-masked", "a mask that skips no work costs what full attention costs", "dense"),
+    Retired("implementation", "fused-documents", NO_RECORD, "ring-varlen"),
+    Retired("implementation", "strided-documents", NO_RECORD, "ring-varlen"),
     Retired("implementation", "transformer-engine-p2p", NEVER_RAN, "zigzag-ring"),
     Retired("implementation", "transformer-engine-a2a", NEVER_RAN, "ulysses"),
     Retired("implementation", "magi-attention", NEVER_RAN, "balanced-allgather"),
