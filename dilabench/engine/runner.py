@@ -17,11 +17,9 @@ from dilabench.engine.method import Method, method_for
 from dilabench.engine.plausibility import suspicions
 from dilabench.engine.progress import Progress, Silent
 from dilabench.engine.temporary_folder import remove_left_over
-from dilabench.engine.worker.client import Worker, WorkerFailure, WorkerPool
-from dilabench.engine.worker.launcher import Launcher, ThisMachine
+from dilabench.engine.worker.client import Launcher, ThisMachine, Worker, WorkerFailure, WorkerPool
 from dilabench.engine.worker.process import warm_server
 from dilabench.engine.worker.protocol import WorkerSettings, worker_key
-from dilabench.engine.worker.rank_group import start_worker
 from dilabench.engine.workload_group import WorkloadGroupRun
 from dilabench.errors import PluginError
 from dilabench.machine import Machine
@@ -85,7 +83,7 @@ def run(
     waiting = _waiting(planned, completed)
     driver = Driver(
         catalogue=catalogue,
-        pool=WorkerPool(WorkerSettings(device=machine.device), partial(start_worker, launcher=launcher)),
+        pool=WorkerPool(WorkerSettings(device=machine.device), partial(Worker, launcher=launcher)),
         method=method,
         budget=Budget(request.budget_s, [case.case for case in waiting if case.skip is None], steady(clock)),
         progress=progress or Silent(),

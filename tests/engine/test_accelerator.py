@@ -142,7 +142,7 @@ def test_its_timer_is_the_hosts_clock(accelerator):
 
 @pytest.mark.parametrize("mode", [slow("forward"), "both"])
 def test_a_case_is_verified_timed_and_noted(accelerator, waits, monkeypatch, mode):
-    monkeypatch.setattr(runner, "start_worker", lambda key, settings, launcher=None: InProcess(key, settings))
+    monkeypatch.setattr(runner, "Worker", lambda key, settings, launcher=None: InProcess(key, settings))
     catalogue, request, cases = planned(accelerator, "strided", mode=mode)
     header = RunHeader(
         tool_version="0",

@@ -54,13 +54,12 @@ def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: M
     from dilabench.engine.worker.client import WorkerPool
     from dilabench.engine.worker.process import end_server
     from dilabench.engine.worker.protocol import WorkerSettings
-    from dilabench.engine.worker.rank_group import start_worker
 
     num_workers = num_workers_for(planned, machine, os.cpu_count() or 1)
     gpus = islice(cycle(_like_the_first(machine)), num_workers)
     # A group's ranks use a GPU each, whichever is named here.
     settings = [WorkerSettings(device=machine.device, gpu=gpu, num_workers=num_workers) for gpu in gpus]
-    pools = [WorkerPool(own, start_worker) for own in settings]
+    pools = [WorkerPool(own) for own in settings]
     free: SimpleQueue[WorkerPool] = SimpleQueue()
     for pool in pools:
         free.put(pool)
@@ -123,9 +122,8 @@ def measured_memory(case: Case, catalogue: Catalogue, machine: Machine, seed: in
     """The peak memory of one call, from a separate worker; or why it was not measured."""
     from dilabench.engine.worker.client import WorkerPool
     from dilabench.engine.worker.protocol import WorkerSettings
-    from dilabench.engine.worker.rank_group import start_worker
 
-    pool = WorkerPool(WorkerSettings(device=machine.device), start_worker)
+    pool = WorkerPool(WorkerSettings(device=machine.device))
     try:
         return memory_in(pool, case, catalogue, seed)
     finally:

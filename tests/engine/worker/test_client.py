@@ -93,7 +93,7 @@ def test_threads_of_workers_wait_briefly_unless_the_environment_says(given, seen
 
 def test_a_worker_is_ended_by_one_thread_at_a_time(pool):
     worker = pool.resident("x")
-    child, ending, overlaps = worker._child, threading.Lock(), []
+    child, ending, overlaps = worker._ranks[0]._child, threading.Lock(), []
     kill = child.kill
 
     def watched():
@@ -160,6 +160,35 @@ def test_a_worker_that_does_not_answer_is_ended(pool):
     assert failed.value.code == "timeout"
     assert failed.value.died
     assert not worker.alive
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("doing", ["start", "ask"])
+def test_a_wait_for_workers_ends_with_an_interrupt(pool, doing, ranks, monkeypatch):
+    """Stopped processes never answer."""
+    started = []
+    start = Child.start
+
+    def stopped(child):
+        start(child)
+        os.kill(child._process.pid, signal.SIGSTOP)
+        started.append(child)
+
+    key = "x" if ranks == 1 else f"x@{ranks}"
+    if doing == "start":
+        monkeypatch.setattr(Child, "start", stopped)
+    else:
+        worker = pool.resident(key)
+        started += [process._child for process in worker._ranks]
+        for child in started:
+            os.kill(child._process.pid, signal.SIGSTOP)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.resident(key) if doing == "start" else worker.ask("ceilings", timeout_s=200, dtypes=[])
+    timer.join()
+    # At the start they are ended; later the pool does so.
+    assert [child.alive for child in started] == [doing == "ask"] * ranks
 
 
 def test_fresh_workers_end_with_their_block(pool):

@@ -3,7 +3,7 @@
 import pytest
 
 from dilabench.engine.worker.protocol import IsolatedResult, RankState, Reply, WarmedUp
-from dilabench.engine.worker.rank_group import _merged, out_of_step
+from dilabench.engine.worker.replies import merged, out_of_step
 from dilabench.metadata import BATCHED, LAUNCH_EXPOSED
 from dilabench.record import Check, Memory, Slot, Verification
 
@@ -23,7 +23,7 @@ def isolated(peak, samples, passed=True, **counters):
 
 
 def test_an_isolated_case_is_as_slow_and_as_large_as_its_worst_rank():
-    found = _merged([isolated(10, (5, 9), sent=3), isolated(30, (7, 8), sent=4), isolated(20, (6, 6), sent=2)]).isolated
+    found = merged([isolated(10, (5, 9), sent=3), isolated(30, (7, 8), sent=4), isolated(20, (6, 6), sent=2)]).isolated
     assert found.slot.samples_ns == (7, 9)
     assert found.slot.rank_samples_ns == ((5, 9), (7, 8), (6, 6))
     assert found.memory.peak_bytes == 30
@@ -32,7 +32,7 @@ def test_an_isolated_case_is_as_slow_and_as_large_as_its_worst_rank():
 
 
 def test_an_isolated_case_is_wrong_when_one_rank_says_so_and_names_it():
-    found = _merged([isolated(10, (5,)), isolated(10, (5,), passed=False)]).isolated
+    found = merged([isolated(10, (5,)), isolated(10, (5,), passed=False)]).isolated
     assert not found.verification.passed
     assert found.why == "rank 1: out: wrong"
 
@@ -61,16 +61,22 @@ def test_ranks_are_out_of_step_when_draws_or_messages_of_a_pair_differ(other, wh
 
 def test_a_timer_that_one_rank_cannot_use_is_used_by_none():
     usable, unusable = (WarmedUp(samples_ns=(), settled=True, unusable=why) for why in (None, "no capture"))
-    assert _merged([Reply(warmed_up=usable), Reply(warmed_up=unusable)]).warmed_up.unusable == "no capture"
+    assert merged([Reply(warmed_up=usable), Reply(warmed_up=unusable)]).warmed_up.unusable == "no capture"
 
 
 def test_notes_of_every_rank_reach_the_row_and_name_the_rank_that_observed_most():
     hidden, exposed = (LAUNCH_EXPOSED.note(f"launching takes {ms} ms", observed=ms) for ms in (50, 68))
     batched = BATCHED.note("a sample is the mean of 2 calls", observed=2)
-    merged = _merged([Reply(notes=(batched,)), Reply(notes=(hidden, batched)), Reply(notes=(exposed, batched))])
-    assert [(note.code, note.message) for note in merged.notes] == [
+    reply = merged([Reply(notes=(batched,)), Reply(notes=(hidden, batched)), Reply(notes=(exposed, batched))])
+    assert [(note.code, note.message) for note in reply.notes] == [
         ("batched", "a sample is the mean of 2 calls"),
         ("launch_exposed", "rank 2: launching takes 68 ms"),
     ]
     warmed = [Reply(warmed_up=WarmedUp(samples_ns=(), settled=True, notes=notes)) for notes in ((), (exposed,))]
-    assert _merged(warmed).warmed_up.notes[0].message == "rank 1: launching takes 68 ms"
+    assert merged(warmed).warmed_up.notes[0].message == "rank 1: launching takes 68 ms"
+
+
+def test_a_single_reply_stays_as_it_is():
+    twice = (BATCHED.note("a sample is the mean of 2 calls", observed=2),) * 2
+    reply = Reply(slot=Slot(samples_ns=(5, 6)), notes=twice)
+    assert merged([reply]) is reply
