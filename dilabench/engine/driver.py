@@ -7,11 +7,12 @@ from math import inf
 from pathlib import Path
 
 from dilabench.engine.budget import Budget
+from dilabench.engine.call.specs import TimerSpec
 from dilabench.engine.case_state import CaseState
 from dilabench.engine.method import Method
 from dilabench.engine.progress import Progress
 from dilabench.engine.worker.client import Worker, WorkerFailure, WorkerPool
-from dilabench.engine.worker.protocol import CommandName, Prepared, Reply, TimerSpec
+from dilabench.engine.worker.protocol import CommandName, Prepared, Reply
 from dilabench.machine import Machine, device_named
 from dilabench.metadata import TIMER_UNUSABLE
 from dilabench.plugins.catalogue import Catalogue

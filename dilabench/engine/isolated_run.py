@@ -4,11 +4,12 @@ from math import inf
 
 import psutil
 
+from dilabench.engine.case_spec import case_spec, worker_key
 from dilabench.engine.case_state import CaseState
 from dilabench.engine.driver import Driver
 from dilabench.engine.method import default_timer
 from dilabench.engine.worker.client import Worker, WorkerFailure
-from dilabench.engine.worker.protocol import IsolatedResult, case_spec, worker_key
+from dilabench.engine.worker.protocol import IsolatedResult
 from dilabench.machine import CPU, device_named
 from dilabench.metadata import MEMORY_LIMIT
 from dilabench.predict.memory import plan_memory

@@ -4,10 +4,10 @@ import random
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from dilabench.engine.call.specs import TimerSpec
 from dilabench.engine.case_state import CaseState, TimerRun
 from dilabench.engine.device.clocks import COOL_DOWN_REASONS
 from dilabench.engine.driver import Driver
-from dilabench.engine.worker.protocol import TimerSpec
 from dilabench.record import Failed, Slot
 from dilabench.stats.decisions.paired import MIN_ROUNDS
 from dilabench.stats.samples.location import relative_half_width

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dilabench.engine.budget import Budget, steady
+from dilabench.engine.case_spec import worker_key
 from dilabench.engine.device.environment import with_torch
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.driver import MAX_TIMEOUT_S, Driver
@@ -19,7 +20,7 @@ from dilabench.engine.progress import Progress, Silent
 from dilabench.engine.temporary_folder import remove_left_over
 from dilabench.engine.worker.client import Launcher, ThisMachine, Worker, WorkerFailure, WorkerPool
 from dilabench.engine.worker.process import warm_server
-from dilabench.engine.worker.protocol import WorkerSettings, worker_key
+from dilabench.engine.worker.protocol import WorkerSettings
 from dilabench.engine.workload_group import WorkloadGroupRun
 from dilabench.errors import PluginError
 from dilabench.machine import Machine

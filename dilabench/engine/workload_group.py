@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
+from dilabench.engine.case_spec import case_spec, worker_key
 from dilabench.engine.case_state import CaseState, TimerRun
 from dilabench.engine.device.clocks import COOL_DOWN_REASONS
 from dilabench.engine.driver import Driver
@@ -11,7 +12,6 @@ from dilabench.engine.plausibility import ISOLATED_SLOTS, interference, unproven
 from dilabench.engine.rounds import Rounds
 from dilabench.engine.second_implementation import BUILTIN
 from dilabench.engine.worker.client import WorkerFailure
-from dilabench.engine.worker.protocol import case_spec, worker_key
 from dilabench.metadata import (
     BUDGET_EXCEEDED,
     FEW_SAMPLES,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from dilabench.engine.worker.outcomes import memory_in
+from dilabench.engine.outcomes import memory_in
 from dilabench.errors import ExitCode, exit_code_for
 from dilabench.patterns.dense import DENSE
 from dilabench.predict.memory import WITHIN, plan_memory

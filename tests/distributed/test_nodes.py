@@ -15,11 +15,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from dilabench.engine.call.specs import BackendSpec, CaseSpec
 from dilabench.engine.device.lock import locks_of
 from dilabench.engine.worker import client, shared_store
 from dilabench.engine.worker.client import ThisMachine, Worker, WorkerFailure
 from dilabench.engine.worker.nodes import Nodes, Peer, RankFacts, Request, Serving, gathered
-from dilabench.engine.worker.protocol import BackendSpec, CaseSpec, Reply, WorkerSettings
+from dilabench.engine.worker.protocol import Reply, WorkerSettings
 from dilabench.engine.worker.torchrun import Rank
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine

@@ -9,7 +9,7 @@ import torch
 from dilabench.choice.computation import machine_of
 from dilabench.choice.ways import Way, own_ways
 from dilabench.engine import runner
-from dilabench.engine.call.isolated_call import measure_isolated
+from dilabench.engine.case_spec import case_spec
 from dilabench.engine.device import device as device_module
 from dilabench.engine.device.device import Device, device_of
 from dilabench.engine.device.environment import snapshot
@@ -18,7 +18,7 @@ from dilabench.engine.verify.call import OnHost
 from dilabench.engine.worker import handlers as handlers_module
 from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.handlers import Handlers
-from dilabench.engine.worker.protocol import case_spec
+from dilabench.engine.worker.isolated_call import measure_isolated
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine, detect, device_named
 from dilabench.plugins.manager import discover

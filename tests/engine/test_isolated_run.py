@@ -5,6 +5,7 @@ import contextlib
 import pytest
 
 from dilabench.engine.budget import Budget
+from dilabench.engine.call.specs import TimerSpec
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.driver import Driver
 from dilabench.engine.isolated_run import IsolatedRun
@@ -12,7 +13,7 @@ from dilabench.engine.method import Method
 from dilabench.engine.progress import Silent
 from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker.client import WorkerFailure
-from dilabench.engine.worker.protocol import TimerSpec, WorkerSettings
+from dilabench.engine.worker.protocol import WorkerSettings
 from dilabench.machine import Machine
 from dilabench.plugins.descriptors import Capabilities, Implementation
 from dilabench.record import Failed, RunHeader, Skipped

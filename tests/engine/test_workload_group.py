@@ -8,6 +8,7 @@ import pytest
 
 from dilabench.compare.pairing import pair
 from dilabench.engine.budget import Budget
+from dilabench.engine.call.specs import TimerSpec
 from dilabench.engine.case_state import TimerRun
 from dilabench.engine.driver import Driver
 from dilabench.engine.method import Method
@@ -16,7 +17,7 @@ from dilabench.engine.rounds import are_precise
 from dilabench.engine.runner import _Run
 from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker.client import WorkerFailure
-from dilabench.engine.worker.protocol import Prepared, Reply, TimerSpec, WarmedUp, WorkerSettings
+from dilabench.engine.worker.protocol import Prepared, Reply, WarmedUp, WorkerSettings
 from dilabench.engine.workload_group import WorkloadGroupRun
 from dilabench.machine import Machine
 from dilabench.metadata import BUDGET_EXCEEDED, NOT_INTERLEAVED, OWN_TILES, matmul_key

@@ -20,12 +20,11 @@ from dilabench.distributed.world import World
 from dilabench.engine.call.compile_and_graph import OptimizationUnusableError
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.intact import restored
-from dilabench.engine.call.isolated_call import measure_isolated
 from dilabench.engine.call.kernel_trace import kernel_ledger, profiled
-from dilabench.engine.call.overlap_timing import time_parts
 from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.call.returned import UnusableFunctionError
+from dilabench.engine.call.specs import CaseSpec, TimerSpec
 from dilabench.engine.call.torch_settings import as_text, settings_kept
 from dilabench.engine.device.capture import no_collection
 from dilabench.engine.device.clocks import clocks_of
@@ -35,15 +34,15 @@ from dilabench.engine.verify import summary
 from dilabench.engine.verify.case_verifier import CaseVerifier
 from dilabench.engine.verify.timed_outputs import TimedOutputs
 from dilabench.engine.warmup import WarmUpLimits, WarmUpResult, warm_up
+from dilabench.engine.worker.isolated_call import measure_isolated
+from dilabench.engine.worker.overlap_timing import time_parts
 from dilabench.engine.worker.protocol import (
-    CaseSpec,
     Command,
     CommandName,
     Hello,
     Prepared,
     RankState,
     Reply,
-    TimerSpec,
     Trouble,
     TroubleCode,
     WarmedUp,

@@ -1,16 +1,11 @@
 """The messages between the runner and its workers: plain data, checked at both ends. No torch."""
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field
 
-from dilabench.engine.second_implementation import second_implementations
-from dilabench.machine import Machine
-from dilabench.patterns.registry import find_kinds_with
-from dilabench.plugins.catalogue import Catalogue
-from dilabench.record import Case, Diagnostic, KernelUse, Memory, Note, Slot, Verification
-from dilabench.validation import Model, content_hash
+from dilabench.record import Diagnostic, KernelUse, Memory, Note, Slot, Verification
+from dilabench.validation import Model
 
 CommandName = Literal[
     "prepare",
@@ -29,57 +24,6 @@ CommandName = Literal[
 TroubleCode = Literal[
     "exception", "crash", "timeout", "out_of_memory", "peer_lost", "out_of_step", "unusable_optimization"
 ]
-
-
-class BackendSpec(Model):
-    """The location of a backend's functions."""
-
-    name: str
-    target: str
-    backward_target: str | None = None
-    packed_target: str | None = None
-    merging_target: str | None = None
-    aligns_ends: bool = False
-    places_results: bool = False
-
-
-class SecondSpec(Model):
-    """The location of an implementation that computes the same as a case by other means; `name`: as in the record."""
-
-    name: str
-    target: str
-    backend: BackendSpec | None = None
-
-
-class CaseSpec(Model):
-    """The facts that a worker needs to build and call one case. Cases of one group have the same seed, so the same
-    inputs.
-
-    seconds: implementations that all its rows may be compared with, the first that the oracle confirms
-    (engine/verify/confirmed.py).
-    """
-
-    case: Case
-    target: str
-    takes: str = "heads"
-    deterministic: bool = False
-    backend: BackendSpec | None = None
-    seconds: tuple[SecondSpec, ...] = ()
-    seed: int = 0
-
-    @property
-    def handle(self) -> str:
-        """The name of the prepared case inside its worker."""
-        return self.case.case_id
-
-
-class TimerSpec(Model):
-    """A timer by name, class and claim. fresh_process: it makes its calls in new processes."""
-
-    name: str
-    target: str
-    proves: str
-    fresh_process: bool = False
 
 
 class WorkerSettings(Model):
@@ -185,54 +129,3 @@ class Reply(Model):
     counters: dict[str, int] = Field(default_factory=dict)
     diagnostics: tuple[Diagnostic, ...] = ()
     notes: tuple[Note, ...] = ()
-
-
-def case_spec(case: Case, catalogue: Catalogue, seed: int, machine: Machine | None = None) -> CaseSpec:
-    """The spec of a case; inputs depend on the run's seed and the group only. Without a machine it has no seconds."""
-    implementation = catalogue.implementations.get(case.implementation)
-    backend = None
-    if case.backend is not None:
-        backend = BackendSpec.model_validate(catalogue.backends.get(case.backend), from_attributes=True)
-    return CaseSpec(
-        case=case,
-        target=implementation.target,
-        takes=implementation.takes,
-        deterministic=implementation.deterministic,
-        backend=backend,
-        seconds=() if machine is None else tuple(_seconds(case, catalogue, machine)),
-        seed=int(content_hash([seed, case.group_id]), 16) % 2**31,
-    )
-
-
-def _seconds(case: Case, catalogue: Catalogue, machine: Machine) -> Iterator[SecondSpec]:
-    for implementation, backend in second_implementations(case, catalogue, machine):
-        over = None if backend is None else BackendSpec.model_validate(backend, from_attributes=True)
-        same = implementation.name == case.implementation and backend is not None
-        name = f"{implementation.name} over {backend.name}" if backend and same else implementation.name
-        yield SecondSpec(name=name, target=implementation.target, backend=over)
-
-
-def worker_key(case: Case, catalogue: Catalogue) -> str:
-    """The process that a case belongs to: one per plug-in, and one per backend that needs an extra library.
-
-    Libraries that cannot live in one process (xformers and flash-attn 4, say) never meet; built-ins on torch's own
-    kernels share a process, so that their samples alternate within milliseconds. '@4' at the end: four ranks.
-    """
-    origin = catalogue.implementations.origin(case.implementation)
-    ranks = f"@{case.world_size}" if case.world_size > 1 else ""
-    if case.backend is None:
-        return origin + ranks
-    backend = catalogue.backends.get(case.backend)
-    foreign = catalogue.backends.origin(backend.name)
-    parts = [origin, *([foreign] if foreign != origin else []), *([backend.name] if backend.library else [])]
-    return "+".join(parts) + ranks
-
-
-def _discover() -> None:
-    # Only a process that meets a plug-in's pattern looks for plug-ins.
-    from dilabench.plugins.manager import discover
-
-    discover()
-
-
-find_kinds_with(_discover)

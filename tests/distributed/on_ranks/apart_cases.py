@@ -122,8 +122,8 @@ def packed_in_tiles(world):
 def sampled(world, one, spoil):
     """Verdicts of a call measured alone over ranks: 'passed', or the check that did not and where."""
     from dilabench.engine.call.inputs import InputStore
-    from dilabench.engine.call.isolated_call import PreparedCall, verify_sampled_rows
-    from dilabench.engine.worker.protocol import BackendSpec, CaseSpec
+    from dilabench.engine.call.specs import BackendSpec, CaseSpec
+    from dilabench.engine.worker.isolated_call import PreparedCall, verify_sampled_rows
     from dilabench.record import Case
 
     case = Case(implementation="ring-allgather", backend="math", workload=one, world_size=world.size)

@@ -15,10 +15,11 @@ from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.kernel_trace import kernel_ledger, profiled
 from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.call.specs import CaseSpec
 from dilabench.engine.timers.wall import Wall
 from dilabench.engine.worker import handlers as desk_module
 from dilabench.engine.worker.handlers import Handlers, is_out_of_memory
-from dilabench.engine.worker.protocol import CaseSpec, Command, WorkerSettings
+from dilabench.engine.worker.protocol import Command, WorkerSettings
 from dilabench.errors import PluginError
 from dilabench.record import Case, Note, Optimizations
 from dilabench.stats.decisions.decide import Policy

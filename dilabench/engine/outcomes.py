@@ -18,8 +18,9 @@ from dilabench.record import Case, CheckName, Failed, Memory, PlannedCase, Skipp
 from dilabench.units import counted
 
 if TYPE_CHECKING:
+    from dilabench.engine.call.specs import CaseSpec
     from dilabench.engine.worker.client import WorkerPool
-    from dilabench.engine.worker.protocol import CaseSpec, Reply
+    from dilabench.engine.worker.protocol import Reply
 
 PREPARE_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 1800.0
@@ -87,7 +88,7 @@ def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: M
 
 
 def _checked(plan: PlannedCase, pool: WorkerPool, catalogue: Catalogue, machine: Machine, seed: int) -> Outcome:
-    from dilabench.engine.worker.protocol import case_spec
+    from dilabench.engine.case_spec import case_spec
 
     reply = ask_about(case_spec(plan.case, catalogue, seed, machine), pool, catalogue, "verify")
     if isinstance(reply, Skipped | Failed):
@@ -100,9 +101,9 @@ def ask_about(
     spec: CaseSpec, pool: WorkerPool, catalogue: Catalogue, question: Literal["verify", "memory"]
 ) -> Reply | Skipped | Failed:
     """Have a worker prepare a case, answer one question about it, and forget it; or why there is no answer."""
+    from dilabench.engine.case_spec import worker_key
     from dilabench.engine.driver import unverified_in_time
     from dilabench.engine.worker.client import WorkerFailure
-    from dilabench.engine.worker.protocol import worker_key
 
     try:
         worker = pool.resident(worker_key(spec.case, catalogue))
@@ -132,7 +133,7 @@ def measured_memory(case: Case, catalogue: Catalogue, machine: Machine, seed: in
 
 def memory_in(pool: WorkerPool, case: Case, catalogue: Catalogue, seed: int) -> Memory | Skipped | Failed:
     """The peak memory of one call in a worker of the pool; or why it was not measured."""
-    from dilabench.engine.worker.protocol import case_spec
+    from dilabench.engine.case_spec import case_spec
 
     reply = ask_about(case_spec(case, catalogue, seed), pool, catalogue, "memory")
     if isinstance(reply, Skipped | Failed):

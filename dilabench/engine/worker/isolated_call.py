@@ -19,6 +19,7 @@ from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.kernel_trace import profiled
 from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.call.specs import CaseSpec
 from dilabench.engine.device.device import device_of, resident_bytes
 from dilabench.engine.timers.wall import Wall
 from dilabench.engine.verify import summary
@@ -27,7 +28,7 @@ from dilabench.engine.verify.compare import compare_both_ways
 from dilabench.engine.verify.heads import GRADIENTS, NO_GRADIENT, how_many, row_axes
 from dilabench.engine.verify.oracle.in_place import InPlaceOracle
 from dilabench.engine.verify.oracle.sharded import RanksOracle
-from dilabench.engine.worker.protocol import CaseSpec, IsolatedResult
+from dilabench.engine.worker.protocol import IsolatedResult
 from dilabench.errors import said, text_of
 from dilabench.record import Check, CheckName, Slot, Verification
 

@@ -11,10 +11,11 @@ from dilabench.choice.descriptors import load_target
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.engine.call.chunked_queries import build_in_chunks, checkpointed
 from dilabench.engine.call.inputs import InputStore, make_inputs
-from dilabench.engine.call.isolated_call import measure_isolated, memory_limited, verify_sampled_rows
 from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.call.specs import BackendSpec, CaseSpec
 from dilabench.engine.worker.client import Worker
-from dilabench.engine.worker.protocol import BackendSpec, CaseSpec, WorkerSettings
+from dilabench.engine.worker.isolated_call import measure_isolated, memory_limited, verify_sampled_rows
+from dilabench.engine.worker.protocol import WorkerSettings
 from dilabench.impls import gather
 from dilabench.record import Case, Optimizations
 from dilabench.workload.cuts import cut_into, cut_length
