@@ -20,7 +20,7 @@ from dilabench.engine.progress import Progress, Silent
 from dilabench.engine.temporary_folder import remove_left_over
 from dilabench.engine.worker.client import Launcher, ThisMachine, Worker, WorkerFailure, WorkerPool
 from dilabench.engine.worker.process import warm_server
-from dilabench.engine.worker.protocol import WorkerSettings
+from dilabench.engine.worker.protocol import MeasureCeilings, WorkerSettings
 from dilabench.engine.workload_group import WorkloadGroupRun
 from dilabench.errors import PluginError
 from dilabench.machine import Machine
@@ -337,7 +337,7 @@ class _Run:
 
 def _measured_ceilings(worker: Worker, dtypes: Sequence[str]) -> Mapping[str, float]:
     """The highest rates of a worker's device in these dtypes. Raises WorkerFailure."""
-    return worker.ask("ceilings", timeout_s=CEILINGS_TIMEOUT_S, dtypes=dtypes).ceilings
+    return worker.ask(MeasureCeilings(dtypes=tuple(dtypes)), timeout_s=CEILINGS_TIMEOUT_S).ceilings
 
 
 def _higher(known: Mapping[str, float], again: Mapping[str, float]) -> dict[str, float]:

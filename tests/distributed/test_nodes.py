@@ -20,7 +20,8 @@ from dilabench.engine.device.lock import locks_of
 from dilabench.engine.worker import client, shared_store
 from dilabench.engine.worker.client import ThisMachine, Worker, WorkerFailure
 from dilabench.engine.worker.nodes import Nodes, Peer, RankFacts, Request, Serving, gathered
-from dilabench.engine.worker.protocol import Reply, WorkerSettings
+from dilabench.engine.worker.protocol import MeasureMemory, Prepare, Verify, WorkerSettings
+from dilabench.engine.worker.replies import Hello
 from dilabench.engine.worker.torchrun import Rank
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine
@@ -115,18 +116,18 @@ def asked(target):
 
 def prepared(group, target, timeout_s=60.0):
     spec = asked(target)
-    group.ask("prepare", spec.handle, timeout_s=timeout_s, spec=spec.model_dump(mode="json"))
+    group.ask(Prepare(spec=spec), spec.handle, timeout_s=timeout_s)
     return spec.handle
 
 
 def test_ranks_verify_and_weigh_a_case_wherever_they_are(launcher):
     with group_at(launcher) as group:
         handle = prepared(group, "dilabench.impls.ring.rings:build")
-        reply = group.ask("verify", handle, timeout_s=60)
+        reply = group.ask(Verify(), handle, timeout_s=60)
         assert reply.verification.passed, reply.why
         assert {check.name for check in reply.verification.checks} >= {"out", "lse", "dq", "dk", "dv"}
         # This rank's q, k, v and dout: 48 rows of (4 + 2 + 2 + 4) heads.
-        assert group.ask("memory", handle, timeout_s=60).memory.inputs_bytes == 48 * 12 * 8 * 4
+        assert group.ask(MeasureMemory(), handle, timeout_s=60).memory.inputs_bytes == 48 * 12 * 8 * 4
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_agents_end_when_rank_0_shows_no_sign_of_life(torchrun):
     nodes.meet()
     process = nodes.start(SETTINGS.model_copy(update={"rank": 1, "world_size": 2}))
     assert process.arrived(60)
-    pid = process.take("start").hello.pid
+    pid = process.take("start").pid
     nodes._store.close()
     _, told = torchrun.agent.communicate(timeout=60)
     assert torchrun.agent.returncode == 130
@@ -220,9 +221,7 @@ class Kept:
         return key in self.messages
 
     def take(self, key, kind):
-        message = self.messages.pop(key)
-        assert isinstance(message, kind)
-        return message
+        return kind.validate_python(self.messages.pop(key))
 
     def put(self, key, message):
         self.messages[key] = message
@@ -238,7 +237,7 @@ def test_a_request_about_an_unknown_worker_is_answered_with_the_reason():
     store = Kept(Request(do="ask", worker="7"), Request(do="kill", worker="7"), Request(do="end"))
     rank = Rank(1, 2, 0, "127.0.0.1", 1)
     assert Serving(rank, Machine(device="cpu"), store).until_the_end() == 0
-    assert store.messages["1/1/answer"].trouble.why == "there is no worker '7'"
+    assert store.messages["1/1/answer"].why == "there is no worker '7'"
     assert store.messages.keys() == {"1/1/answer", "1/3/answer"}
 
 
@@ -329,7 +328,7 @@ def test_the_first_rank_of_another_machine_holds_the_gpus_of_all_its_ranks(monke
             return True
 
         def take(self, _doing):
-            return Reply()
+            return Hello(pid=1)
 
         def kill(self):
             pass

@@ -16,7 +16,7 @@ from dilabench.engine.device.environment import snapshot
 from dilabench.engine.method import choose_method
 from dilabench.engine.verify.call import OnHost
 from dilabench.engine.worker import handlers as handlers_module
-from dilabench.engine.worker.client import WorkerFailure
+from dilabench.engine.worker.client import answered
 from dilabench.engine.worker.handlers import Handlers
 from dilabench.engine.worker.isolated_call import measure_isolated
 from dilabench.errors import ConfigError, EnvironmentNotReady
@@ -42,12 +42,8 @@ class InProcess:
         self.key, self._handlers = key, Handlers(settings)
         self.hello = self._handlers.hello()
 
-    def ask(self, name, handle="", *, timeout_s, **arguments):
-        command = handlers_module.Command(name=name, handle=handle, timeout_s=timeout_s, arguments=arguments)
-        reply = self._handlers.answer(command)
-        if reply.trouble is not None:
-            raise WorkerFailure(reply.trouble.code, reply.trouble.why, traceback=reply.trouble.traceback)
-        return reply
+    def ask(self, command, handle="", *, timeout_s):
+        return answered(self._handlers.answer(command.model_copy(update={"handle": handle, "timeout_s": timeout_s})))
 
     def kill(self):
         self.alive = False

@@ -40,13 +40,13 @@ class Pool:
             raise WorkerFailure("timeout", "no answer to 'start'", died=True)
         yield self
 
-    def ask(self, name, handle, *, timeout_s, **arguments):
+    def ask(self, command, handle, *, timeout_s):
         if self.answers:
             answer = self.answers.pop(0)
             if isinstance(answer, BaseException):
                 raise answer
             return answer
-        raise WorkerFailure("timeout", f"no answer to {name!r} within {timeout_s:.3g} s", died=True)
+        raise WorkerFailure("timeout", f"no answer to {command.name!r} within {timeout_s:.3g} s", died=True)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Worker processes as the runner sees them: send a command, wait for the answers, say why one died. No torch."""
 
 import contextlib
-import json
 import os
 import re
 import threading
@@ -9,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from dilabench.engine.temporary_folder import temporary_folder
 from dilabench.engine.worker.main import serve
 from dilabench.engine.worker.process import Child, worker_context
-from dilabench.engine.worker.protocol import Command, CommandName, RankState, Reply, TroubleCode, WorkerSettings
-from dilabench.engine.worker.replies import merged, out_of_step
+from dilabench.engine.worker.protocol import REPLY, Command, ReplyT, WorkerSettings
+from dilabench.engine.worker.replies import Hello, RankState, Reply, Trouble, TroubleCode, out_of_step
 from dilabench.errors import said
 
 START_TIMEOUT_S = 180.0
@@ -47,10 +46,8 @@ class WorkerFailure(Exception):  # noqa: N818 (it is the failure that the row te
 
 def answered(reply: Reply) -> Reply:
     """The answer to a command. Raises WorkerFailure for a reply that tells of trouble."""
-    if (trouble := reply.trouble) is not None:
-        raise WorkerFailure(
-            trouble.code, trouble.why, died=trouble.fatal, traceback=trouble.traceback, state=reply.state
-        )
+    if isinstance(reply, Trouble):
+        raise WorkerFailure(reply.code, reply.why, died=reply.fatal, traceback=reply.traceback, state=reply.state)
     return reply
 
 
@@ -82,7 +79,7 @@ class WorkerProcess:
         """Whether the process exists and its pipe is open."""
         return not self._connection.closed and self._child.alive
 
-    def send(self, command: Command) -> None:
+    def send(self, command: Command[Any]) -> None:
         """Send a command; a process that has died says so when its answer is taken."""
         with contextlib.suppress(OSError, ValueError):
             self._connection.send_bytes(command.model_dump_json().encode())
@@ -101,7 +98,7 @@ class WorkerProcess:
             # A dead process may have answered before it died.
             if not self._connection.poll():
                 raise EOFError
-            reply = Reply.model_validate(json.loads(self._connection.recv_bytes()))
+            reply = REPLY.validate_json(self._connection.recv_bytes())
         except (EOFError, OSError):
             raise self._death(doing) from None
         try:
@@ -153,7 +150,7 @@ class RankProcess(Protocol):
 
     @property
     def alive(self) -> bool: ...
-    def send(self, command: Command) -> None: ...
+    def send(self, command: Command[Any]) -> None: ...
     def arrived(self, within_s: float = 0.0) -> bool: ...
     def take(self, doing: str) -> Reply: ...
     def late(self, doing: str, timeout_s: float) -> WorkerFailure: ...
@@ -220,11 +217,11 @@ class Worker:
             for rank in range(size):
                 own = {"rank": rank, "world_size": size, "store": self._store}
                 self._ranks.append(self._launcher.start(settings.model_copy(update=own)))
-            hello = self._answers("start", START_TIMEOUT_S)[0].hello
+            hello = self._answers("start", START_TIMEOUT_S)[0]
         except BaseException:
             self.kill()
             raise
-        assert hello is not None
+        assert isinstance(hello, Hello)
         self.hello = hello
 
     @property
@@ -232,15 +229,17 @@ class Worker:
         """Whether every process exists and can be reached."""
         return bool(self._ranks) and all(process.alive for process in self._ranks)
 
-    def ask(self, name: CommandName, handle: str = "", *, timeout_s: float, **arguments: Any) -> Reply:
-        """Send a command to all ranks and merge their answers.
+    def ask(self, command: Command[ReplyT], handle: str = "", *, timeout_s: float) -> ReplyT:
+        """Send a command about a case to all ranks and merge their answers.
 
         Raises WorkerFailure when the command raised, a process died, or no answer came in `timeout_s` seconds.
         """
+        command = command.model_copy(update={"handle": handle, "timeout_s": timeout_s})
         for rank, process in enumerate(self._ranks):
-            own = _arguments_of(rank, arguments)
-            process.send(Command(name=name, handle=handle, timeout_s=timeout_s, arguments=own))
-        return merged(self._answers(name, timeout_s))
+            process.send(command.for_rank(rank))
+        # The answer to a command is of the command's kind.
+        replies = cast("list[ReplyT]", self._answers(command.name, timeout_s))
+        return replies[0] if len(replies) == 1 else replies[0].merged(replies)
 
     def kill(self) -> None:
         """Kill the processes and all that they started."""
@@ -283,11 +282,6 @@ class Worker:
         if why:
             raise WorkerFailure("out_of_step", f"{why}; the ranks were ended", died=True)
         return [replies[rank] for rank in range(len(self._ranks))]
-
-
-def _arguments_of(rank: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Only rank 0 writes a trace."""
-    return arguments if rank == 0 else {name: value for name, value in arguments.items() if name != "trace"}
 
 
 def _first_cause(failures: dict[int, tuple[float, WorkerFailure]], everyone: bool) -> WorkerFailure:

@@ -14,7 +14,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
-from typing import Literal
+from typing import Any, Literal, cast
+
+from pydantic import TypeAdapter
 
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent
@@ -28,7 +30,8 @@ from dilabench.engine.worker.client import (
     no_answer,
 )
 from dilabench.engine.worker.process import warm_server
-from dilabench.engine.worker.protocol import Command, Reply, Trouble, WorkerSettings
+from dilabench.engine.worker.protocol import REPLY, AnyCommand, Command, WorkerSettings
+from dilabench.engine.worker.replies import Released, Reply, Trouble
 from dilabench.engine.worker.shared_store import SharedStore
 from dilabench.engine.worker.torchrun import MEETING_TIMEOUT_S, Rank, machine_id
 from dilabench.errors import EnvironmentNotReady, ExitCode, said
@@ -64,7 +67,10 @@ class Request(Model):
     worker: str = ""
     settings: WorkerSettings | None = None
     locks: tuple[int, ...] = ()
-    command: Command | None = None
+    command: AnyCommand | None = None
+
+
+FACTS, REQUEST = TypeAdapter(RankFacts), TypeAdapter(Request)
 
 
 def facts_of(rank: Rank, machine: Machine) -> RankFacts:
@@ -97,7 +103,7 @@ class Serving:
                         text = f"rank {self._rank.rank}: rank 0 is gone ({lost}); its workers here were ended"
                         print(text, file=sys.stderr)  # noqa: T201
                         return ExitCode.INTERRUPTED
-                request = self._store.take(self._key(number), Request)
+                request = self._store.take(self._key(number), REQUEST)
                 answer = self._carried_out(request, number)
                 if answer is not None:
                     self._store.put(f"{self._key(number)}/answer", answer)
@@ -115,7 +121,7 @@ class Serving:
     def _carried_out(self, request: Request, number: int) -> Reply | None:
         """The answer to a request; None if rank 0 waits for none."""
         if request.do == "end":
-            return Reply()
+            return Released()
         if request.do == "kill":
             if (ended := self._workers.pop(request.worker, None)) is not None:
                 ended.kill()
@@ -124,8 +130,13 @@ class Serving:
             return self._worker_answer(request, number)
         except (WorkerFailure, EnvironmentNotReady) as error:
             failure = error if isinstance(error, WorkerFailure) else WorkerFailure("crash", said(error), died=True)
-            trouble = Trouble(code=failure.code, why=failure.why, traceback=failure.traceback, fatal=failure.died)
-            return Reply(trouble=trouble, state=failure.state)
+            return Trouble(
+                code=failure.code,
+                why=failure.why,
+                traceback=failure.traceback,
+                fatal=failure.died,
+                state=failure.state,
+            )
 
     def _worker_answer(self, request: Request, number: int) -> Reply | None:
         """The answer of a worker process; None if it is to be ended instead."""
@@ -164,7 +175,7 @@ class Peer:
         key = f"facts/{self.rank}"
         if not self._store.arrived(key, within_s):
             return False
-        self.facts = self._store.take(key, RankFacts)
+        self.facts = self._store.take(key, FACTS)
         return True
 
     def post(self, request: Request) -> str:
@@ -192,7 +203,7 @@ class Peer:
     def take(self, key: str) -> Reply:
         """The answer that has arrived. Raises WorkerFailure for one that tells of trouble, and for a lost rank."""
         if self._store.arrived(key):
-            return answered(self._store.take(key, Reply))
+            return answered(self._store.take(key, REPLY))
         raise WorkerFailure("crash", self.lost() or "it gave no answer", died=True)
 
 
@@ -210,9 +221,9 @@ class PeerProcess:
         """Whether the process was not ended and its machine can be reached."""
         return not self._over and self._peer.lost() is None
 
-    def send(self, command: Command) -> None:
+    def send(self, command: Command[Any]) -> None:
         """Send a command."""
-        self._answer = self._peer.post(Request(do="ask", worker=self._name, command=command))
+        self._answer = self._peer.post(Request(do="ask", worker=self._name, command=cast("AnyCommand", command)))
 
     def arrived(self, within_s: float = 0.0) -> bool:
         """Whether an answer is there, or comes within some seconds, or none will come."""

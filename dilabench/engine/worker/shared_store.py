@@ -10,6 +10,7 @@ import threading
 import time
 from typing import TypeVar
 
+from pydantic import TypeAdapter
 from torch._C._distributed_c10d import PrefixStore
 
 from dilabench.distributed.launch import store_from_environment
@@ -20,7 +21,7 @@ BEAT_S = 1.0
 SILENT_S = 8.0
 POLL_S = 0.005
 
-MessageT = TypeVar("MessageT", bound=Model)
+MessageT = TypeVar("MessageT")
 
 
 class SharedStore:
@@ -55,9 +56,9 @@ class SharedStore:
             return False
         return True
 
-    def take(self, key: str, kind: type[MessageT]) -> MessageT:
+    def take(self, key: str, kind: TypeAdapter[MessageT]) -> MessageT:
         """Remove a message that has arrived, and return it. Raises RuntimeError if the store is gone."""
-        message = kind.model_validate_json(self._store.get(key))
+        message = kind.validate_json(self._store.get(key))
         self._store.delete_key(key)
         return message
 

@@ -17,7 +17,7 @@ import pytest
 from dilabench.engine.worker.client import WorkerFailure, WorkerPool
 from dilabench.engine.worker.main import _open_log
 from dilabench.engine.worker.process import Child, _child_environment, end_server, warm_server
-from dilabench.engine.worker.protocol import WorkerSettings
+from dilabench.engine.worker.protocol import MeasureCeilings, Verify, WorkerSettings
 
 SETTINGS = WorkerSettings(device="cpu")
 
@@ -115,7 +115,7 @@ def test_a_worker_is_ended_by_one_thread_at_a_time(pool):
 
 
 def test_ceilings_are_measured_in_the_dtypes_asked_for(pool):
-    ceilings = pool.resident("x").ask("ceilings", timeout_s=60, dtypes=["float32"]).ceilings
+    ceilings = pool.resident("x").ask(MeasureCeilings(dtypes=("float32",)), timeout_s=60).ceilings
     assert set(ceilings) == {"matmul_float32_flops_per_s", "copy_bytes_per_s"}
     assert min(ceilings.values()) > 1e6
 
@@ -123,7 +123,7 @@ def test_ceilings_are_measured_in_the_dtypes_asked_for(pool):
 def test_a_command_about_an_unknown_case_is_told_and_the_worker_lives(pool):
     worker = pool.resident("x")
     with pytest.raises(WorkerFailure, match="KeyError") as failed:
-        worker.ask("verify", "nothing", timeout_s=30)
+        worker.ask(Verify(), "nothing", timeout_s=30)
     assert not failed.value.died
     assert worker.alive
 
@@ -135,7 +135,7 @@ def test_a_worker_killed_while_it_works_is_a_failure_with_the_signal(pool):
     killer = threading.Timer(0.2, os.kill, (worker.hello.pid, signal.SIGKILL))
     killer.start()
     with pytest.raises(WorkerFailure, match="SIGKILL") as failed:
-        worker.ask("ceilings", timeout_s=60, dtypes=[])
+        worker.ask(MeasureCeilings(dtypes=()), timeout_s=60)
     killer.join()
     assert failed.value.died
     assert not worker.alive
@@ -149,14 +149,14 @@ def test_a_worker_killed_while_idle_is_replaced(pool):
         time.sleep(0.01)
     second = pool.resident("x")
     assert second is not first
-    assert second.ask("ceilings", timeout_s=60, dtypes=[]).ceilings
+    assert second.ask(MeasureCeilings(dtypes=()), timeout_s=60).ceilings
 
 
 def test_a_worker_that_does_not_answer_is_ended(pool):
     worker = pool.resident("x")
     os.kill(worker.hello.pid, signal.SIGSTOP)
     with pytest.raises(WorkerFailure, match="hang") as failed:
-        worker.ask("ceilings", timeout_s=0.1, dtypes=[])
+        worker.ask(MeasureCeilings(dtypes=()), timeout_s=0.1)
     assert failed.value.code == "timeout"
     assert failed.value.died
     assert not worker.alive
@@ -185,7 +185,7 @@ def test_a_wait_for_workers_ends_with_an_interrupt(pool, doing, ranks, monkeypat
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        pool.resident(key) if doing == "start" else worker.ask("ceilings", timeout_s=200, dtypes=[])
+        pool.resident(key) if doing == "start" else worker.ask(MeasureCeilings(dtypes=()), timeout_s=200)
     timer.join()
     # At the start they are ended; later the pool does so.
     assert [child.alive for child in started] == [doing == "ask"] * ranks
