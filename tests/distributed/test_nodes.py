@@ -99,7 +99,7 @@ def launcher(request):
 
 @contextlib.contextmanager
 def group_at(launcher):
-    group = Worker("tests@2", SETTINGS, launcher)
+    group = Worker("tests@2", SETTINGS, launcher).meet()
     try:
         yield group
     finally:
@@ -170,7 +170,7 @@ def test_a_rank_whose_process_is_gone_fails_with_that_reason_and_so_does_every_l
         with pytest.raises(WorkerFailure, match="rank 1: the "):
             prepared(group, "dilabench.impls.ring.rings:build")
         with pytest.raises(WorkerFailure, match=r"the process that torchrun started for rank 1 on .* is gone: no sign"):
-            Worker("tests@2", SETTINGS, nodes)
+            Worker("tests@2", SETTINGS, nodes).meet()
 
 
 @pytest.mark.slow
@@ -268,7 +268,7 @@ def test_dead_ranks_are_not_waited_for_at_the_end(monkeypatch, ranks):
 @pytest.mark.slow
 def test_an_ended_run_ends_the_other_ranks_and_leaves_no_process(torchrun):
     with gathered(Rank.from_environment()) as nodes:
-        group = Worker("tests@2", SETTINGS, nodes)
+        group = Worker("tests@2", SETTINGS, nodes).meet()
         children = psutil.Process(torchrun.agent.pid).children(recursive=True)
         group.kill()
     assert torchrun.agent.wait(timeout=60) == 0
@@ -366,7 +366,9 @@ def test_a_wait_for_another_rank_ends_with_an_interrupt(nodes, doing, monkeypatc
         timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            Worker("tests@2", SETTINGS, nodes) if doing == "start" else prepared(group, "failing:build_slow", 300.0)
+            Worker("tests@2", SETTINGS, nodes).meet() if doing == "start" else prepared(
+                group, "failing:build_slow", 300.0
+            )
         timer.join()
     monkeypatch.undo()
     with group_at(nodes) as group:

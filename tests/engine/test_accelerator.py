@@ -45,6 +45,9 @@ class InProcess:
     def ask(self, command, handle="", *, timeout_s):
         return answered(self._handlers.answer(command.model_copy(update={"handle": handle, "timeout_s": timeout_s})))
 
+    def meet(self):
+        return self
+
     def kill(self):
         self.alive = False
 

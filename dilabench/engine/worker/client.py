@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, cast
 
 from dilabench.engine.temporary_folder import temporary_folder
 from dilabench.engine.worker.main import serve
@@ -202,13 +202,16 @@ class ThisMachine:
 class Worker:
     """The processes that prepare cases and answer commands about them, one at a time: one, or one for each of N ranks.
 
-    `key`: ends in '@N' for N ranks. `launcher`: where they run, by default on this machine. Raises WorkerFailure if one
-    cannot be started. If a rank fails or dies, the others wait for it in a collective: they get a moment to report
-    their own failures, then they are killed, and the first reason is reported.
+    `key`: ends in '@N' for N ranks. `launcher`: where they run, by default on this machine. `hello`: the first words of
+    rank 0, once they have met. Raises WorkerFailure if one cannot be started.
+
+    If a rank fails or dies, the others wait for it in a collective: they get a moment to report their own failures,
+    then they are killed, and the first reason is reported.
     """
 
     def __init__(self, key: str, settings: WorkerSettings, launcher: Launcher | None = None) -> None:
         self.key = key
+        self.hello: Hello
         size = int(key.partition("@")[2] or 1)
         self._launcher = launcher or ThisMachine()
         self._store = self._launcher.open_store() if size > 1 else ""
@@ -217,12 +220,23 @@ class Worker:
             for rank in range(size):
                 own = {"rank": rank, "world_size": size, "store": self._store}
                 self._ranks.append(self._launcher.start(settings.model_copy(update=own)))
+        except BaseException:
+            self.kill()
+            raise
+
+    def meet(self) -> Self:
+        """Wait for the first words of the processes, before anything is asked.
+
+        Raises WorkerFailure if a process does not start, or is ended meanwhile.
+        """
+        try:
             hello = self._answers("start", START_TIMEOUT_S)[0]
         except BaseException:
             self.kill()
             raise
         assert isinstance(hello, Hello)
         self.hello = hello
+        return self
 
     @property
     def alive(self) -> bool:
@@ -324,6 +338,7 @@ class WorkerPool:
             worker = self._resident[key] = self._start(key, self.settings)
             if self._over:
                 worker.kill()
+            worker.meet()
         if self._over:
             raise WorkerFailure("crash", "the command was ended", died=True)
         return worker
@@ -333,7 +348,7 @@ class WorkerPool:
         """A new worker; it is ended when the block is left."""
         worker = self._start(key, self.settings)
         try:
-            yield worker
+            yield worker.meet()
         finally:
             worker.kill()
 

@@ -216,6 +216,9 @@ def test_a_pool_that_has_ended_keeps_no_worker_that_was_starting():
             starting.set()
             assert ended.wait(10)
 
+        def meet(self):
+            return self
+
         alive = True
 
         def kill(self):
@@ -236,6 +239,31 @@ def test_a_pool_that_has_ended_keeps_no_worker_that_was_starting():
     ended.set()
     thread.join(10)
     assert (len(failures), len(killed)) == (1, 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pool_that_ends_ends_workers_that_do_not_come(pool, ranks, monkeypatch):
+    """Another thread waits for the first words of stopped processes."""
+    start, started, failures = Child.start, threading.Semaphore(0), []
+
+    def stopped(child):
+        start(child)
+        os.kill(child._process.pid, signal.SIGSTOP)
+        started.release()
+
+    def ask():
+        with pytest.raises(WorkerFailure) as failure:
+            pool.resident("x" if ranks == 1 else "x@2")
+        failures.append(failure)
+
+    monkeypatch.setattr(Child, "start", stopped)
+    thread = threading.Thread(target=ask)
+    thread.start()
+    for _ in range(ranks):
+        assert started.acquire(timeout=60)
+    pool.end()
+    thread.join(60)
+    assert len(failures) == 1
 
 
 def test_the_server_ends_with_the_command():

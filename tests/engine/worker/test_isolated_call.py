@@ -171,7 +171,7 @@ def test_the_limit_makes_a_large_allocation_fail_and_ends_with_its_block():
 @pytest.mark.parametrize(("mode", "limit"), [("forward", 8), ("both", 14)])
 def test_nothing_of_the_measuring_comes_out_of_the_limit(mode, limit):
     # Each tensor is half a MiB. In a fresh process, for torch has been used in this one.
-    worker = Worker("", WorkerSettings(device="cpu"))
+    worker = Worker("", WorkerSettings(device="cpu")).meet()
     try:
         spec = spec_of(workload_of(mode=mode))
         command = MeasureIsolated(spec=spec, limit_bytes=limit * 2**20, seconds=0.01)
