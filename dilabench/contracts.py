@@ -352,7 +352,7 @@ class NoPool:
 class BuildContext:
     """The context of `build`: device, backend, ranks, pattern cache and buffer pool.
 
-    `tiles`: tile shapes for its kernels, named as in `Implementation.tiles`; empty for its defaults.
+    `tiles`: tile shapes for its kernels, as text; empty for its defaults.
     """
 
     device: torch.device

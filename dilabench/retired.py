@@ -24,10 +24,12 @@ class Retired:
 
 
 NEVER_RAN = "it never ran against the real library"
+NO_RECORD = "no record shows a gain"
 NEVER_ON_GPUS = "it never ran on GPUs"
 NO_NEIGHBORHOOD = "the peer that it was for, NATTEN, never ran here"
 ONE_FLEX = "`flex` computes every pattern"
 PYTEST_BENCHMARK = "pytest-benchmark, or `dilabench compare` on two runs"
+NO_FASTER_TILES = "none of its twelve shapes was faster than the default of `fused`"
 A_CALL = "one call of your configuration, or `dilabench verify -i fused --head-dim 96`, which makes one"
 NPROC = "`run billion --nproc N` for ranks, or `run billion` for every GPU or one device"
 
@@ -35,6 +37,10 @@ RETIRED = (
     Retired("implementation", "flex-permuted", "147.7 ms for longnet_32k where `flex` took 86.2 on an H200", "flex"),
     Retired("implementation", "block-sparse-flex", ONE_FLEX, "flex"),
     Retired("implementation", "block-sparse-flex-planned", ONE_FLEX, "flex, whose mask is made before the call"),
+    Retired("implementation", "block-sparse-flash4", NO_RECORD, "block-sparse"),
+    Retired("implementation", "dense-masked", "a mask that skips no work costs what full attention costs", "dense"),
+    Retired("implementation", "fused-documents", NO_RECORD, "ring-varlen"),
+    Retired("implementation", "strided-documents", NO_RECORD, "ring-varlen"),
     Retired("implementation", "transformer-engine-p2p", NEVER_RAN, "zigzag-ring"),
     Retired("implementation", "transformer-engine-a2a", NEVER_RAN, "ulysses"),
     Retired("implementation", "magi-attention", NEVER_RAN, "balanced-allgather"),
@@ -49,11 +55,29 @@ RETIRED = (
         NO_NEIGHBORHOOD,
         "pattern=window_sink for a sliding window, or pattern=dense with --set window=LEFT,RIGHT",
     ),
+    Retired(
+        "suite",
+        "tiles",
+        NO_FASTER_TILES,
+        "`run implementations -i fused`, which has the measured default",
+    ),
     Retired("reporter", "flashinfer-bench", "its datasets never ran in FlashInfer-Bench here", "csv, parquet or json"),
     Retired("pytest fixture", "dilabench_benchmark", "it timed as pytest-benchmark does", PYTEST_BENCHMARK),
     Retired("pytest option", "--dilabench-json", "pytest-benchmark could not compare its files", PYTEST_BENCHMARK),
+    Retired(
+        "command",
+        "recheck",
+        "`check` measures the rows of a run again, too",
+        "`dilabench check --against RUN --sessions 1`, with --only or -i for some of the rows",
+    ),
     Retired("command", "leaderboard", "`report` of several runs shows the same", "`dilabench report RUN...`"),
     Retired("option", "run --form", "the pieces of a stream were separate sequences, never one", NPROC),
+    Retired(
+        "option",
+        "run --tiles",
+        NO_FASTER_TILES,
+        "`run implementations -i fused`, which has the measured default",
+    ),
     Retired(
         "option", "tune --compile", "a first call compiles the same kernels, and Triton keeps them on disk", A_CALL
     ),

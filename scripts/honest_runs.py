@@ -29,10 +29,10 @@ from dilabench.distributed.launch import meeting_store
 from dilabench.distributed.world import World
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.case_spec import case_spec
 from dilabench.engine.verify import summary
 from dilabench.engine.verify.case_verifier import CaseVerifier
 from dilabench.engine.verify.timed_outputs import TimedOutputs
-from dilabench.engine.worker.protocol import case_spec
 from dilabench.machine import Machine, detect
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.manager import discover

@@ -25,7 +25,6 @@ from dilabench.choice.over_ranks import fastest_expected
 from dilabench.choice.rules import by_priority
 from dilabench.choice.ways import Way, Ways, own_ways
 from dilabench.contracts import Attend, BuildContext
-from dilabench.distributed.document_assignment import assigned_documents, runs_of, segments_of
 from dilabench.distributed.model import Order
 from dilabench.distributed.row_assignment import balanced_rows
 from dilabench.distributed.sharding import Shards, contiguous, shards_of, zigzag
@@ -175,8 +174,6 @@ def sequence_shards(
     cu_seqlens: Sequence[int] | None = None,
     order: Order = "zigzag",
     window: Window = UNBOUNDED,
-    segment_lengths: Sequence[int] | None = None,
-    dilation_rates: Sequence[int] | None = None,
     group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> SequenceShards:
     """The cut of `seq_len` tokens, or of packed sequences (`cu_seqlens`, ascending from 0), over the ranks of a group.
@@ -184,13 +181,10 @@ def sequence_shards(
 
     All ranks of the group call it. `order`: 'zigzag' gives rank r of P the chunks r and 2P-1-r of 2P, which balances
     causal attention; 'contiguous' gives it the r-th part, as dilated attention wants; 'balanced' assigns chunks of
-    packed sequences by what their tokens see in causal attention with `window`, as many tokens to each rank. With
-    `segment_lengths` and `dilation_rates` 'balanced' assigns whole packed sequences for dilated attention: nothing is
-    sent, and numbers of tokens differ. Nothing is padded: parts differ where lengths do not divide. `group`: by default
-    all ranks; or a DeviceMesh of one dimension.
+    packed sequences by what their tokens see in causal attention with `window`, as many tokens to each rank. Nothing is
+    padded: parts differ where lengths do not divide. `group`: by default all ranks; or a DeviceMesh of one dimension.
 
-    Raises ValueError for a negative length, bounds that fall, an unknown order or branches that do not pair up,
-    RuntimeError without a process group.
+    Raises ValueError for a negative length, bounds that fall or an unknown order, RuntimeError without a process group.
     """
     if (seq_len is None) == (cu_seqlens is None):
         raise ValueError(f"seq_len {seq_len} and cu_seqlens {cu_seqlens}: give one of them")
@@ -206,29 +200,15 @@ def sequence_shards(
         if group.ndim != 1:
             raise ValueError(f"a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}: name one, mesh['cp']")
         group = group.get_group()
-    pattern: Any = DENSE
-    if any(branches := _branches(segment_lengths, dilation_rates)):
-        pattern = pattern_of("dilated", **dict(zip(("segment_lengths", "dilation_rates"), branches, strict=True)))
-    return shards_in_world(World.of_group(group), bounds, order, window, pattern, packed=cu_seqlens is not None)
+    return shards_in_world(World.of_group(group), bounds, order, window, packed=cu_seqlens is not None)
 
 
 def shards_in_world(
-    world: World,
-    bounds: tuple[int, ...],
-    order: Order,
-    window: Window,
-    pattern: Pattern,
-    packed: bool | None = None,
+    world: World, bounds: tuple[int, ...], order: Order, window: Window, packed: bool | None = None
 ) -> SequenceShards:
     """`sequence_shards` of ranks that have met; by default several sequences are packed."""
     packed = len(bounds) > 2 if packed is None else packed
-    sequences = tuple(pairwise(bounds))
-    segments = segments_of(pattern, bounds[-1]) if order == "balanced" and packed and sequences else None
-    if segments is not None:
-        shards = shards_of(runs_of(assigned_documents(sequences, segments, world.size)))
-    else:
-        shards = _cut(sequences, order, window, world.size)
-    return SequenceShards(world, bounds, packed, order, shards)
+    return SequenceShards(world, bounds, packed, order, _cut(tuple(pairwise(bounds)), order, window, world.size))
 
 
 def _cut(sequences: tuple[tuple[int, int], ...], order: Order, window: Window, size: int) -> Shards:
@@ -369,4 +349,4 @@ def _in_another_order(way: Way, shards: SequenceShards, ways: Ways) -> bool:
 def _hint(shards: SequenceShards) -> str:
     if shards.order != "balanced":
         return ""
-    return ": those were assigned for causal attention with the window, or the branches, that sequence_shards was given"
+    return ": those were assigned for causal attention with the window that sequence_shards was given"

@@ -265,8 +265,6 @@ class Implementation:
     chooses: bool = False
     """It selects another implementation; suite `choice` compares it with the others. Other suites include it only if
     named, and `auto` never selects it."""
-    tiles: str | None = None
-    """A function (head_dim, itemsize, backward) -> kernel shapes for suite `tiles`, texts for `context.tiles`."""
 
 
 @readable

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import lcm
 
-from dilabench.choice.descriptors import ANY_PATTERN, FLASH_4, Capabilities, Implementation
+from dilabench.choice.descriptors import ANY_PATTERN, Capabilities, Implementation
 from dilabench.machine import WORDS
 from dilabench.patterns.dilated import DilatedPattern
 from dilabench.workload.spec import UNBOUNDED, Workload
@@ -27,7 +27,6 @@ CUDA = frozenset({"cuda"})
 CPU = frozenset({"cpu"})
 BOTH_MERGES = frozenset({"exact", "detached"})
 BOTH_LAYOUTS = frozenset({"padded", "packed"})
-LONGEST_MASKED = 2**15
 LONGEST_COUNTED = 2**17
 # 8 KiB for each token and 128 keys: half a GiB for a head.
 LONGEST_BY_TOKEN = 2**13
@@ -140,24 +139,6 @@ def no_block_tiles(workload: Workload) -> str | None:
     return f"block_size {size} is not a multiple of 16" if size is not None and size % 16 else None
 
 
-def _only_whole_128_blocks(workload: Workload) -> str | None:
-    """Return why libraries with one block mask, in blocks of their tiles, do not support the blocks, or None."""
-    from dilabench.patterns.block_sparse import BlockSparsePattern
-
-    pattern, size = BlockSparsePattern.match(workload.pattern), workload.pattern.block_length
-    if pattern is not None and pattern.branches is not None:
-        return "a block mask over dilated branches is not supported"
-    return f"block_size {size} is not a multiple of 128" if size is not None and size % 128 else None
-
-
-def _only_flash4_blocks(workload: Workload) -> str | None:
-    """Return why FlashAttention 4, whose blocks are its tiles, does not support the blocks, or None."""
-    size = workload.pattern.block_length
-    if size is not None and size > 128:
-        return f"block_size {size} is not 128"
-    return _only_whole_128_blocks(workload)
-
-
 def _no_selector(workload: Workload) -> str | None:
     """Return why the blocks cannot be selected in the call (no queries read, or too few numbers of each), or None."""
     from dilabench.patterns.selectors import STAND_IN_DIM
@@ -172,13 +153,6 @@ def _no_selector(workload: Workload) -> str | None:
 
 def _no_selector_or_tiles(workload: Workload) -> str | None:
     return _no_selector(workload) or no_block_tiles(workload)
-
-
-def _no_room_for_a_mask(workload: Workload) -> str | None:
-    """Return why an N x N mask would be too large, or None."""
-    if workload.seq_len > LONGEST_MASKED:
-        return f"a mask of {workload.seq_len} x {workload.seq_len} numbers is above {LONGEST_MASKED} a side"
-    return None
 
 
 # A property of `kernels.fused.sm90.backward`.
@@ -196,13 +170,6 @@ IMPLEMENTATIONS = (
         aliases=("standard",),
         uses_backend=True,
         priority=10,
-    ),
-    Implementation(
-        "dense-masked",
-        "full attention with log C as its bias: the cost of a mask that skips no work",
-        "dilabench.impls.dense_masked:build",
-        supports=Capabilities(patterns=SPARSE, check=_no_room_for_a_mask),
-        role="yardstick",
     ),
     Implementation(
         "gather",
@@ -234,7 +201,6 @@ IMPLEMENTATIONS = (
         preferred_for=replace(FUSED, check=better_branch_by_branch),
         tried_for=replace(FUSED, check=_too_wide_in_float32),
         quirks=(ADDED_QUERIES,),
-        tiles="dilabench.kernels.tuning:candidates",
     ),
     Implementation(
         "library",
@@ -251,8 +217,6 @@ IMPLEMENTATIONS = (
         supports=FLEX_ON_CUDA,
         requires=("cuda>=sm80", "triton"),
         compiles=True,
-        quirks=("`dilabench run tiles -i flex` tries its FlashAttention 4 back end (BACKEND=FLASH) and other options",),
-        tiles="dilabench.impls.flex.flex:candidates",
     ),
     Implementation(
         "gather-multihead",
@@ -374,22 +338,5 @@ IMPLEMENTATIONS = (
         ),
         requires=("triton>=3.6|cpu",),
         priority=10,
-    ),
-    Implementation(
-        "block-sparse-flash4",
-        "FlashAttention 4 over lists of the same blocks",
-        "dilabench.impls.block_sparse.flash4:build",
-        supports=Capabilities(
-            patterns=BLOCKS,
-            devices=CUDA,
-            dtypes=HALF,
-            window=False,
-            gqa=False,
-            head_dim_multiple=8,
-            max_head_dim=128,
-            check=_only_flash4_blocks,
-        ),
-        requires=("cuda>=sm90", *FLASH_4),
-        compiles=True,
     ),
 )

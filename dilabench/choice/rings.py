@@ -6,7 +6,6 @@ from dilabench.choice.descriptors import Capabilities, Implementation
 from dilabench.choice.implementations import (
     ADDED_QUERIES,
     BLOCKS,
-    CPU,
     DENSE,
     DILATED,
     FUSED,
@@ -116,27 +115,6 @@ RINGS = (
         requires=("cuda>=sm80", "triton>=3.6"),
         quirks=(ADDED_QUERIES,),
         priority=70,
-    ),
-    Implementation(
-        "fused-documents",
-        "whole packed documents on every rank, fused on each: no messages",
-        "dilabench.impls.ring.whole_documents:build_fused",
-        supports=replace(FUSED_BESIDE_MESSAGES, layouts=frozenset({"packed"})),
-        requires=("cuda>=sm80", "triton>=3.6"),
-        quirks=(ADDED_QUERIES,),
-        priority=66,
-        sharding="dilabench.distributed.shardings:WHOLE_DOCUMENTS",
-    ),
-    Implementation(
-        "strided-documents",
-        "the same with strided on each rank",
-        "dilabench.impls.ring.whole_documents:build_strided",
-        supports=Capabilities(patterns=DILATED, layouts=frozenset({"packed"}), max_world_size=None),
-        uses_backend=True,
-        priority=55,
-        sharding="dilabench.distributed.shardings:WHOLE_DOCUMENTS",
-        # Elsewhere fused-documents computes all documents in one launch.
-        preferred_for=Capabilities(patterns=DILATED, devices=CPU, layouts=frozenset({"packed"}), max_world_size=None),
     ),
     Implementation(
         "zigzag-ring",

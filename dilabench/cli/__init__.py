@@ -18,7 +18,7 @@ SAVING = b"ending: a run saves what it has measured (--resume goes on from there
 
 # Address space that numpy takes to load, and torch with the threads of its worker: with less they spin, or crash.
 LEAST_ADDRESSES, LEAST_ADDRESSES_OF_TORCH = 256 << 20, 1 << 30
-WITH_TORCH = frozenset({"run", "verify", "plan", "tune", "recheck", "calibrate"})
+WITH_TORCH = frozenset({"run", "verify", "plan", "tune", "check", "calibrate"})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -262,15 +262,7 @@ COMMANDS = (
         prints=False,
     ),
     Command("history", "dilabench.cli.compare.history:history", "Stored runs, and how a case developed over them."),
-    Command(
-        "recheck",
-        "dilabench.cli.compare.recheck:recheck",
-        "Measure some rows of a record again, and compare.",
-        prints=False,
-    ),
-    Command(
-        "merge", "dilabench.cli.compare.merge:merge", "Join shards, or runs of different workloads, to one record."
-    ),
+    Command("merge", "dilabench.cli.compare.merge:merge", "Join the shards of a run to one record."),
     Command(
         "calibrate",
         "dilabench.cli.compare.calibrate:calibrate",

@@ -8,7 +8,7 @@ from typing import get_args
 from dilabench.choice.descriptors import unmet, wrong_device
 from dilabench.conformance.odd_workloads import has_empty_rows, odd_workloads_of
 from dilabench.conformance.scorecard import Findings
-from dilabench.engine.worker.outcomes import Outcome, Result, measured_memory, mistake_of, outcomes_of, said_of
+from dilabench.engine.outcomes import Outcome, Result, measured_memory, mistake_of, outcomes_of, said_of
 from dilabench.machine import Machine
 from dilabench.patterns.registry import known_kinds, pattern_type
 from dilabench.plugins.catalogue import Catalogue

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from pydantic import computed_field
 
-from dilabench.engine.worker.outcomes import Result
+from dilabench.engine.outcomes import Result
 from dilabench.errors import ConfigError, DilabenchError, ExitCode, PluginError, exit_code_for, said
 from dilabench.validation import Model
 

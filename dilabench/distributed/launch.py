@@ -61,8 +61,10 @@ def meeting_store(address: str, size: int, timeout_s: float = DEFAULT_TIMEOUT_S)
     return PrefixStore(name, TCPStore(host, int(port), timeout=timeout, wait_for_workers=False))
 
 
-def store_from_environment(rank: int, size: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> Store:
+def store_from_environment(rank: int, size: int, timeout_s: float = DEFAULT_TIMEOUT_S, wait: bool = True) -> Store:
     """The ranks' store at MASTER_ADDR:MASTER_PORT; rank 0 opens it, on that address only, unless torchrun has.
+
+    `wait`: until all ranks have come. This wait is torch's own, and no signal ends it.
 
     Raises EnvironmentNotReady if the port is taken or does not answer.
     """
@@ -71,11 +73,19 @@ def store_from_environment(rank: int, size: int, timeout_s: float = DEFAULT_TIME
     timeout = timedelta(seconds=timeout_s)
     try:
         if rank or by_agent:
-            return TCPStore(address, port, size, timeout=timeout)
+            return TCPStore(address, port, size, wait_for_workers=wait, timeout=timeout)
         # By default the store would listen on every interface.
         family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((address, port), family=family, backlog=4 * size)
-        return TCPStore(address, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+        return TCPStore(
+            address,
+            port,
+            size,
+            is_master=True,
+            wait_for_workers=wait,
+            timeout=timeout,
+            master_listen_fd=listener.detach(),
+        )
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         why = "is taken by another program" if taken else f"cannot be listened on: {error.strerror}"

@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-import numpy as np
-
 from dilabench.distributed.assignment import Assignment
 from dilabench.distributed.balance import StepPairs, step_pairs
 from dilabench.distributed.block_assignment import BlockAssignment
-from dilabench.distributed.document_assignment import assigned_documents, pairs_of, segments_of
 from dilabench.distributed.model import Order
 from dilabench.distributed.row_assignment import RowAssignment
 from dilabench.workload.equal_parts import usp_degrees
@@ -276,37 +273,6 @@ class Rows(Assigned):
         return 0.0
 
 
-class WholeDocuments:
-    """Packed documents, whole ones on each rank."""
-
-    def order(self, _workload: Workload) -> Order:
-        """Balanced."""
-        return "balanced"
-
-    def load_balance(self, workload: Workload, ranks: int) -> float | None:
-        """λ from the pairs without a mask; None for a pattern without segments or cuts."""
-        segments = segments_of(workload.pattern, workload.seq_len, workload.num_heads, workload.num_kv_heads)
-        if segments is None:
-            return None
-        work = [
-            float(pairs_of(np.array([stop - start for start, stop in documents], dtype=np.int64), segments).sum())
-            for documents in assigned_documents(workload.sequences, segments, ranks)
-        ]
-        return sum(work) / ranks / max(work)
-
-    def overlapping_share(self, _workload: Workload, _ranks: int) -> float | None:
-        """Nothing, for nothing is sent."""
-        return 0.0
-
-    def received_bytes(self, _workload: Workload, _ranks: int) -> int | None:
-        """0."""
-        return 0
-
-    def sums_hops(self, _workload: Workload, _ranks: int) -> bool:
-        """False: each row is computed in one place."""
-        return False
-
-
 class ZigzagGather(Steps):
     """All keys that zigzag shards see, in one exchange."""
 
@@ -328,7 +294,6 @@ RING_ALLGATHER = OneExchange()
 ULYSSES = HeadsForTokens()
 BLOCKS = Blocks()
 BALANCED_ALLGATHER = Rows()
-WHOLE_DOCUMENTS = WholeDocuments()
 WHOLE_RING = WholeShards(zigzag=False)
 WHOLE_ZIGZAG_RING = WholeShards(zigzag=True)
 WHOLE_ZIGZAG_GATHER = WholeShards(zigzag=True, at_once=True)

@@ -8,12 +8,13 @@ from types import MappingProxyType
 
 from dilabench.engine.budget import Budget
 from dilabench.engine.case_executor import CaseExecutor
+from dilabench.engine.case_spec import case_spec, worker_key
 from dilabench.engine.case_state import CaseState
 from dilabench.engine.method import Method
 from dilabench.engine.progress import Progress
 from dilabench.engine.rounds import Rounds
 from dilabench.engine.worker.client import WorkerPool
-from dilabench.engine.worker.protocol import WorkerSettings, case_spec, worker_key
+from dilabench.engine.worker.protocol import WorkerSettings
 from dilabench.errors import EnvironmentNotReady
 from dilabench.machine import Machine
 from dilabench.plugins import Implementation, hookimpl

@@ -7,11 +7,13 @@ from math import inf
 from pathlib import Path
 
 from dilabench.engine.budget import Budget
+from dilabench.engine.call.specs import TimerSpec
 from dilabench.engine.case_state import CaseState
 from dilabench.engine.method import Method
 from dilabench.engine.progress import Progress
 from dilabench.engine.worker.client import Worker, WorkerFailure, WorkerPool
-from dilabench.engine.worker.protocol import CommandName, Prepared, Reply, TimerSpec
+from dilabench.engine.worker.protocol import Command, Diagnose, Prepare, Release, ReplyT, WarmUp
+from dilabench.engine.worker.replies import Prepared, Sampled
 from dilabench.machine import Machine, device_named
 from dilabench.metadata import TIMER_UNUSABLE
 from dilabench.plugins.catalogue import Catalogue
@@ -71,10 +73,10 @@ class CaseExecutor:
 
     def prepare_in(self, worker: Worker, state: CaseState, stage: Stage) -> Prepared | None:
         """Build the case in a given worker; None if that ended the case."""
-        reply = self.ask_worker(worker, state, stage, "prepare", spec=state.spec.model_dump(mode="json"))
+        reply = self.ask_worker(worker, state, stage, Prepare(spec=state.spec))
         if reply is not None:
             state.add_notes(reply.notes)
-        return reply.prepared if reply else None
+        return reply
 
     def warm_up(self, state: CaseState, timer: TimerSpec) -> bool:
         """Prepare and warm up the timer of a case; False if that ended the case or the timer cannot be used."""
@@ -86,10 +88,9 @@ class CaseExecutor:
         limits = self.method.warm_up
         longest = min(limits.max_s, self.budget.share_s([state.case]) / 4)
         limits = limits.model_copy(update={"max_s": longest, "min_s": min(limits.min_s, longest)})
-        reply = self.ask(state, "warmup", "warm_up", timer=timer.model_dump(), limits=limits.model_dump())
-        if reply is None or reply.warmed_up is None:
+        warmed = self.ask(state, "warmup", WarmUp(timer=timer, limits=limits))
+        if warmed is None:
             return False
-        warmed = reply.warmed_up
         if warmed.unusable is not None:
             message = f"timer {timer.name!r} was not used: {warmed.unusable}"
             state.notes.append(TIMER_UNUSABLE.note(message))
@@ -106,7 +107,7 @@ class CaseExecutor:
         """Return True if the timer of a case is warm in a live worker."""
         return state.home is not None and state.home.alive and timer.name in state.warm
 
-    def judge(self, state: CaseState, reply: Reply) -> None:
+    def judge(self, state: CaseState, reply: Sampled) -> None:
         """Record the checks of timed calls; a wrong output ends the case."""
         found = reply.verification
         if found is None or state.verification is None:
@@ -124,18 +125,16 @@ class CaseExecutor:
             state.outcome = Failed(stage="verify", code="wrong_output", why=why, verification=found)
             self.release(state)
 
-    def ask(self, state: CaseState, stage: Stage, name: CommandName, **arguments: object) -> Reply | None:
+    def ask(self, state: CaseState, stage: Stage, command: Command[ReplyT]) -> ReplyT | None:
         """Send a command to the case's worker; None if that ended the case."""
         assert state.home is not None
-        return self.ask_worker(state.home, state, stage, name, **arguments)
+        return self.ask_worker(state.home, state, stage, command)
 
-    def ask_worker(
-        self, worker: Worker, state: CaseState, stage: Stage, name: CommandName, **arguments: object
-    ) -> Reply | None:
+    def ask_worker(self, worker: Worker, state: CaseState, stage: Stage, command: Command[ReplyT]) -> ReplyT | None:
         """The same to a given worker."""
         timeout_s = self.stage_timeout_s(state)
         try:
-            reply = worker.ask(name, state.spec.handle, timeout_s=timeout_s, **arguments)
+            reply = worker.ask(command, state.spec.handle, timeout_s=timeout_s)
         except WorkerFailure as failure:
             if failure.code == "timeout" and timeout_s < self._least_s:
                 state.outcome = self.budget_skip(f"during its stage {stage!r}")
@@ -150,17 +149,15 @@ class CaseExecutor:
     def diagnostics(self, state: CaseState, turns: int) -> tuple[Diagnostic, ...]:
         """The parts of a call over ranks, timed interleaved. Raises WorkerFailure, which does not fail the case."""
         assert state.home is not None
-        arguments = {"timer": self.method.timer.model_dump(), "turns": turns}
-        timeout_s = self.stage_timeout_s(state)
-        reply = state.home.ask("diagnose", state.spec.handle, timeout_s=timeout_s, **arguments)
-        return reply.diagnostics
+        command = Diagnose(timer=self.method.timer, turns=turns)
+        return state.home.ask(command, state.spec.handle, timeout_s=self.stage_timeout_s(state)).diagnostics
 
     def release(self, state: CaseState) -> None:
         """Free the memory of the case in its worker; a worker that fails to do so is ended."""
         if state.home is None or not state.home.alive:
             return
         try:
-            state.home.ask("release", state.spec.handle, timeout_s=self.stage_timeout_s(state))
+            state.home.ask(Release(), state.spec.handle, timeout_s=self.stage_timeout_s(state))
         except WorkerFailure:
             state.home.kill()
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from dilabench.engine.call.specs import CaseSpec, TimerSpec
 from dilabench.engine.warmup import lower_quartile
 from dilabench.engine.worker.client import Worker
-from dilabench.engine.worker.protocol import CaseSpec, TimerSpec
 from dilabench.record import (
     Case,
     Diagnostic,

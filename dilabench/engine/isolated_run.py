@@ -5,10 +5,12 @@ from math import inf
 import psutil
 
 from dilabench.engine.case_executor import CaseExecutor
+from dilabench.engine.case_spec import case_spec, worker_key
 from dilabench.engine.case_state import CaseState
 from dilabench.engine.method import default_timer
 from dilabench.engine.worker.client import Worker, WorkerFailure
-from dilabench.engine.worker.protocol import IsolatedResult, case_spec, worker_key
+from dilabench.engine.worker.protocol import MeasureIsolated
+from dilabench.engine.worker.replies import Isolated
 from dilabench.machine import CPU, device_named
 from dilabench.metadata import MEMORY_LIMIT
 from dilabench.predict.memory import plan_memory
@@ -87,21 +89,12 @@ class IsolatedRun:
             notes=(*result.notes, *([limit_note] if limit_note else [])),
         )
 
-    def _ask(self, worker: Worker, limit_bytes: int | None, seconds: float) -> IsolatedResult:
+    def _ask(self, worker: Worker, limit_bytes: int | None, seconds: float) -> Isolated:
         executor = self._executor
         executor.progress.stage_started(self._state.case, "time")
-        spec = self._state.spec.model_dump(mode="json")
         self._timeout_s = executor.stage_timeout_s(self._state)
-        reply = worker.ask(
-            "isolated",
-            self._state.spec.handle,
-            timeout_s=self._timeout_s,
-            spec=spec,
-            limit_bytes=limit_bytes,
-            seconds=seconds,
-        )
-        assert reply.isolated is not None
-        return reply.isolated
+        command = MeasureIsolated(spec=self._state.spec, limit_bytes=limit_bytes, seconds=seconds)
+        return worker.ask(command, self._state.spec.handle, timeout_s=self._timeout_s)
 
     def _limit(self) -> tuple[int | None, Note | None]:
         """The memory limit of the process, and the note on it; a device with separate memory needs none."""

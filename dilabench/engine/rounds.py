@@ -4,10 +4,11 @@ import random
 from collections.abc import Mapping, Sequence
 from statistics import median
 
+from dilabench.engine.call.specs import TimerSpec
 from dilabench.engine.case_executor import CaseExecutor
 from dilabench.engine.case_state import CaseState, TimerRun
 from dilabench.engine.device.clocks import COOL_DOWN_REASONS
-from dilabench.engine.worker.protocol import TimerSpec
+from dilabench.engine.worker.protocol import TakeSlot
 from dilabench.record import Failed, Slot
 from dilabench.stats.decisions.paired import MIN_ROUNDS
 from dilabench.stats.samples.location import relative_half_width
@@ -84,9 +85,9 @@ class Rounds:
             return
         executor.progress.stage_started(state.case, "time")
         started = executor.budget.clock()
-        reply = executor.ask(state, "time", "last_slot" if is_last else "slot", timer=timer.name, count=count)
+        reply = executor.ask(state, "time", TakeSlot(timer=timer.name, count=count, last=is_last))
         took_s = executor.budget.clock() - started
-        if reply is None or reply.slot is None:
+        if reply is None:
             return
         samples_s = sum(reply.slot.samples_ns) * 1e-9
         # A clock that did not advance (`steady` stops one that runs backwards) gives no time.

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from dilabench.engine.budget import Budget, steady
 from dilabench.engine.case_executor import MAX_TIMEOUT_S, CaseExecutor
+from dilabench.engine.case_spec import worker_key
 from dilabench.engine.device.environment import with_torch
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.isolated_run import IsolatedRun
@@ -17,11 +18,9 @@ from dilabench.engine.method import Method, method_for
 from dilabench.engine.plausibility import suspicions
 from dilabench.engine.progress import Progress, Silent
 from dilabench.engine.temporary_folder import remove_left_over
-from dilabench.engine.worker.client import Worker, WorkerFailure, WorkerPool
-from dilabench.engine.worker.launcher import Launcher, ThisMachine
+from dilabench.engine.worker.client import Launcher, ThisMachine, Worker, WorkerFailure, WorkerPool
 from dilabench.engine.worker.process import warm_server
-from dilabench.engine.worker.protocol import WorkerSettings, worker_key
-from dilabench.engine.worker.rank_group import start_worker
+from dilabench.engine.worker.protocol import MeasureCeilings, WorkerSettings
 from dilabench.engine.workload_group import WorkloadGroupRun
 from dilabench.errors import PluginError
 from dilabench.machine import Machine
@@ -85,7 +84,7 @@ def run(
     waiting = _waiting(planned, completed)
     executor = CaseExecutor(
         catalogue=catalogue,
-        pool=WorkerPool(WorkerSettings(device=machine.device), partial(start_worker, launcher=launcher)),
+        pool=WorkerPool(WorkerSettings(device=machine.device), partial(Worker, launcher=launcher)),
         method=method,
         budget=Budget(request.budget_s, [case.case for case in waiting if case.skip is None], steady(clock)),
         progress=progress or Silent(),
@@ -338,7 +337,7 @@ class _Run:
 
 def _measured_ceilings(worker: Worker, dtypes: Sequence[str]) -> Mapping[str, float]:
     """The highest rates of a worker's device in these dtypes. Raises WorkerFailure."""
-    return worker.ask("ceilings", timeout_s=CEILINGS_TIMEOUT_S, dtypes=dtypes).ceilings
+    return worker.ask(MeasureCeilings(dtypes=tuple(dtypes)), timeout_s=CEILINGS_TIMEOUT_S).ceilings
 
 
 def _higher(known: Mapping[str, float], again: Mapping[str, float]) -> dict[str, float]:

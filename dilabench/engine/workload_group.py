@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 
 from dilabench.engine.case_executor import CaseExecutor
+from dilabench.engine.case_spec import case_spec, worker_key
 from dilabench.engine.case_state import CaseState, TimerRun
 from dilabench.engine.device.clocks import COOL_DOWN_REASONS
 from dilabench.engine.method import MIN_TURNS
@@ -11,7 +12,7 @@ from dilabench.engine.plausibility import ISOLATED_SLOTS, interference, unproven
 from dilabench.engine.rounds import Rounds
 from dilabench.engine.second_implementation import BUILTIN
 from dilabench.engine.worker.client import WorkerFailure
-from dilabench.engine.worker.protocol import case_spec, worker_key
+from dilabench.engine.worker.protocol import MeasureMemory, Profile, TakeSlot, Verify
 from dilabench.metadata import (
     BUDGET_EXCEEDED,
     FEW_SAMPLES,
@@ -168,8 +169,8 @@ class WorkloadGroupRun:
         if state.verification is not None:
             return True
         executor.progress.stage_started(state.case, "verify")
-        reply = executor.ask(state, "verify", "verify")
-        if reply is None or reply.verification is None:
+        reply = executor.ask(state, "verify", Verify())
+        if reply is None:
             return False
         state.verification = reply.verification
         executor.progress.case_verified(state.case, reply.verification)
@@ -181,8 +182,8 @@ class WorkloadGroupRun:
     def _check_kernels(self, state: CaseState) -> bool:
         """Keep the kernel ledger; a row that claims a backend must show one of its kernels."""
         folder = self._executor.trace_folder
-        arguments = {"trace": str(folder / f"{state.spec.handle}.trace.json")} if folder else {}
-        reply = self._executor.ask(state, "verify", "kernels", **arguments)
+        trace = str(folder / f"{state.spec.handle}.trace.json") if folder else None
+        reply = self._executor.ask(state, "verify", Profile(trace=trace))
         if reply is None:
             return False
         state.kernels, state.memory = reply.kernels, reply.memory
@@ -227,7 +228,7 @@ class WorkloadGroupRun:
             self._recheck([state for state in states if state.running])
             self._graph([state for state in states if state.running], share_s)
             for state in [state for state in states if state.running]:
-                self._weigh(state)
+                self._memory(state)
             # Last of all: a part that fails may end the ranks, and every row is complete by now.
             if over_ranks:
                 self._diagnose([state for state in states if state.running], share_s * diagnosing_share)
@@ -256,8 +257,8 @@ class WorkloadGroupRun:
             return
         isolated = []
         for _ in range(ISOLATED_SLOTS):
-            reply = executor.ask(chosen, "time", "slot", timer=timer.name, count=count)
-            if reply is None or reply.slot is None:
+            reply = executor.ask(chosen, "time", TakeSlot(timer=timer.name, count=count))
+            if reply is None:
                 return
             executor.judge(chosen, reply)
             if not chosen.running:
@@ -312,7 +313,7 @@ class WorkloadGroupRun:
             hint = "improve cooling or lower the power limit, then repeat"
             state.notes.append(THROTTLED.note(message, observed=heated, threshold=THROTTLED_SHARE, hint=hint))
 
-    def _weigh(self, state: CaseState) -> None:
+    def _memory(self, state: CaseState) -> None:
         """Peak memory of one call: the allocator's count knows what was there before, in any process.
 
         The call that showed the kernels may have shown it already.
@@ -323,7 +324,7 @@ class WorkloadGroupRun:
             state.notes.append(NO_MEMORY_PASS.note("the budget was used up before its memory was measured"))
             return
         self._executor.progress.stage_started(state.case, "memory")
-        reply = self._executor.ask(state, "memory", "memory") if self._executor.prepare(state) else None
+        reply = self._executor.ask(state, "memory", MeasureMemory()) if self._executor.prepare(state) else None
         if reply is not None:
             state.memory = reply.memory
 

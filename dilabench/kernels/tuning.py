@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from math import inf
 from typing import Literal, NamedTuple
 
@@ -378,7 +377,6 @@ def padded_dim(dim: int) -> int:
 
 
 # Shared memory of a Hopper multiprocessor for one program.
-SHARED_BYTES = 227 * 1024
 KERNELS: tuple[Direction, ...] = ("forward", "backward_query", "backward_key")
 
 
@@ -406,25 +404,3 @@ def read_tiles(text: str) -> dict[Direction, TileConfig]:
         limit = registers[0] if registers else None
         found[kernel] = TileConfig(block_m, block_n, warps, stages, max_registers=limit)
     return found
-
-
-def candidates(head_dim: int, itemsize: int, backward: bool) -> tuple[str, ...]:
-    """Shapes of 32 to 128 rows a side whose tiles fit into shared memory, kernel by kernel; ``itemsize`` in bytes."""
-    sides = (64, 128) if head_dim <= 128 and itemsize == 2 else (32, 64, 128)
-    texts = []
-    for kernel in KERNELS[1:] if backward else KERNELS[:1]:
-        for block_m, block_n, stages in product(sides, sides, (2, 3) if itemsize == 2 else (1, 2)):
-            kept, loaded = (block_n, block_m) if kernel == "backward_key" else (block_m, block_n)
-            rows = kept * (2 if backward else 1) + 2 * loaded * stages
-            if rows * head_dim * itemsize > SHARED_BYTES:
-                continue
-            # Four warps hold 64 rows of sums; more rows need more warps, and few rows leave none for eight.
-            area = block_m * block_n
-            texts += [f"{kernel}={block_m}x{block_n}x{warps}x{stages}" for warps in _warps(area)]
-    return tuple(texts)
-
-
-def _warps(area: int) -> tuple[int, ...]:
-    if area > 64 * 128:
-        return (8,)
-    return (4, 8) if area == 64 * 128 else (4,)

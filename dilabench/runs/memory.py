@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from dilabench.engine.worker.outcomes import memory_in
+from dilabench.engine.outcomes import memory_in
 from dilabench.errors import ExitCode, exit_code_for
 from dilabench.patterns.dense import DENSE
 from dilabench.predict.memory import WITHIN, plan_memory
@@ -88,10 +88,9 @@ def peaks_of(
     """Each case with its measured peak, one after another; cases that do not fit or exceed the budget are skipped."""
     from dilabench.engine.worker.client import WorkerPool
     from dilabench.engine.worker.protocol import WorkerSettings
-    from dilabench.engine.worker.rank_group import start_worker
 
     started = monotonic()
-    pool = WorkerPool(WorkerSettings(device=planner.machine.device), start_worker)
+    pool = WorkerPool(WorkerSettings(device=planner.machine.device))
     try:
         for case in planned:
             plan = plan_memory(case.case, planner.machine.device, planner.catalogue)

@@ -1,6 +1,6 @@
-"""Several records of one machine as one: shards of a request, or runs of different workloads. No torch.
+"""The shards of a request as one record. No torch.
 
-Measured values do not change. Rows of one workload come from one record, because only interleaved rows may be compared.
+Measured values do not change. Rows of one workload come from one shard, because only interleaved rows may be compared.
 Records that cannot be joined are refused, with the reason.
 """
 
@@ -17,11 +17,7 @@ from dilabench.store.lookup import Store
 from dilabench.store.run_files import refuse_other_rows
 from dilabench.validation import content_hash
 
-# Fields that must be equal: how cases were measured, and on which inputs.
-MEASURING = ("device", "timing", "warmup_runs", "timing_runs", "seed")
 SHARD = "shard"
-# Fields that may differ between runs of different workloads.
-ASKING = ("implementations", "backends", "presets", "overrides", "lengths", "budget_s", "options", SHARD)
 
 
 def shared_records(store: Store, runs: Sequence[str]) -> tuple[list[RunRecord], list[str]]:
@@ -54,27 +50,24 @@ def refuse_unsound(records: Sequence[RunRecord], names: Sequence[str]) -> None:
 
 
 def merged(records: Sequence[RunRecord], names: Sequence[str]) -> RunRecord:
-    """Merge the rows of all records into one record. `names`: of the records, for messages.
+    """Merge the shards of one request into one record. `names`: of the records, for messages.
 
-    Raises ConfigError for one record, records that do not belong together, shards that overlap or miss, rows of one
-    workload in two records, and what `refuse_unsound` refuses.
+    Raises ConfigError for one record, records that are no shards or do not belong together, shards that overlap or
+    miss, and what `refuse_unsound` refuses.
     """
     if len(records) < 2:
-        raise ConfigError("one run is given; name two or more to merge")
+        raise ConfigError("one run is given; name all shards of a run (`run --shard 1/2`)")
     refuse_unsound(records, names)
     for record, name in zip(records, names, strict=True):
         if record.status != "complete":
             way_out = f"continue with `{resume_command(record.suite, name)}`, then merge"
             raise ConfigError(f"run {name} did not end (it is {record.status}); {way_out}")
+    shards = _whole_set(records, names)
     for record, name in zip(records[1:], names[1:], strict=True):
         _check_mergeable(records[0], record, names[0], name)
-    shards = [shard_of(record.config) for record in records]
-    if any(shards):
-        _refuse_broken_set(records, shards, names)
-        records = [records[index] for index in sorted(range(len(records)), key=lambda index: shards[index] or (0, 0))]
     _refuse_shared_workloads(records, names)
-    parts = [record.rows for record in records]
-    return _joined(records, _in_planned_order(parts) if any(shards) else tuple(chain.from_iterable(parts)))
+    in_order = [record for _, record in sorted(zip(shards, records, strict=True), key=lambda pair: pair[0])]
+    return _joined(in_order)
 
 
 def _refuse_unsound_rows(record: RunRecord, name: str) -> None:
@@ -92,65 +85,63 @@ def _refuse_unsound_rows(record: RunRecord, name: str) -> None:
 
 
 def _check_mergeable(first: RunRecord, record: RunRecord, first_name: str, name: str) -> None:
-    """Raise ConfigError for another suite, machine or version of dilabench, or another way of measuring."""
-    if record.suite != first.suite:
-        raise ConfigError(
-            f"{first_name} is of suite {first.suite!r}, {name} of {record.suite!r}; merge runs of one suite"
-        )
+    """Raise ConfigError for another machine or version of dilabench."""
     differing = [str(mismatch) for mismatch in hard_mismatches(first, record)]
     if record.tool_version != first.tool_version:
         differing.append(f"dilabench: {first.tool_version} against {record.tool_version}")
-    for field in MEASURING:
-        value, expected = first.config.get(field), record.config.get(field)
-        if value != expected:
-            differing.append(f"{field}: {value} against {expected}")
     if differing:
         raise ConfigError(f"{first_name} and {name} were not measured alike: {'; '.join(differing)}")
 
 
-def _refuse_broken_set(records: Sequence[RunRecord], shards: Sequence[Shard | None], names: Sequence[str]) -> None:
-    """Raise ConfigError unless the shards are all shards of one request, each once."""
-    whole = [name for shard, name in zip(shards, names, strict=True) if shard is None]
-    if whole:
-        raise ConfigError(f"{whole[0]} is no shard, and others are; merge only the shards of one run")
-    present = [shard for shard in shards if shard]
+def _whole_set(records: Sequence[RunRecord], names: Sequence[str]) -> list[Shard]:
+    """Return the shard of each record. Raises ConfigError unless they are all shards of one request, each once."""
+    present: list[Shard] = []
+    for record, name in zip(records, names, strict=True):
+        shard = shard_of(record.config)
+        if shard is None:
+            raise ConfigError(
+                f"{name} is no shard (`run --shard 1/2`); `dilabench report RUN...` ranks several runs together"
+            )
+        present.append(shard)
     counts = sorted({count for _, count in present})
     if len(counts) > 1:
         raise ConfigError(
             f"these are shards of {listed(list(map(str, counts)), 'and')}; merge shards of the same number"
         )
-    requests = {content_hash({**record.config, SHARD: None}): name for record, name in zip(records, names, strict=True)}
+    requests = {
+        content_hash({**record.config, "suite": record.suite, SHARD: None}): name
+        for record, name in zip(records, names, strict=True)
+    }
     if len(requests) > 1:
         raise ConfigError(f"{listed(list(requests.values()), 'and')} are shards of different requests")
     twice = [index for index, times in Counter(index for index, _ in present).items() if times > 1]
     if twice:
-        same = [name for shard, name in zip(shards, names, strict=True) if shard and shard[0] == twice[0]]
+        same = [name for shard, name in zip(present, names, strict=True) if shard[0] == twice[0]]
         raise ConfigError(f"{listed(same, 'and')} are both shard {twice[0]}/{counts[0]}; leave one of them out")
     missing = sorted(set(range(1, counts[0] + 1)) - {index for index, _ in present})
     if missing:
         wanted = listed([f"{index}/{counts[0]}" for index in missing], "and")
         raise ConfigError(f"shard {wanted} missing: run it with --shard {missing[0]}/{counts[0]}, then merge all")
+    return present
 
 
 def _refuse_shared_workloads(records: Sequence[RunRecord], names: Sequence[str]) -> None:
+    """Raise ConfigError for a workload in two shards, which come from different plans (other plug-ins) or edits."""
     owners: dict[str, str] = {}
     for record, name in zip(records, names, strict=True):
         for group, row in {row.case.group_id: row for row in record.rows}.items():
             if group in owners:
                 raise ConfigError(
-                    f"{row.case.workload.label()} is in {owners[group]} and in {name}; rows of one workload are "
-                    "compared only if they were interleaved, so omit one of the two, or measure them in one run"
+                    f"{row.case.workload.label()} is in {owners[group]} and in {name}; only interleaved rows are "
+                    "compared, so a workload belongs to one shard: run the shards again with the same plug-ins"
                 )
             owners[group] = name
 
 
-def _joined(records: Sequence[RunRecord], rows: tuple[Row, ...]) -> RunRecord:
+def _joined(records: Sequence[RunRecord]) -> RunRecord:
+    """The record of shards in the order of their numbers."""
     first = records[0]
-    config = {
-        field: value
-        for field, value in first.config.items()
-        if field not in ASKING or all(record.config.get(field) == value for record in records)
-    }
+    config = {field: value for field, value in first.config.items() if field != SHARD}
     ids = [record.run_id for record in records]
     ended = [record.finished_at for record in records if record.finished_at]
     together = first.model_copy(
@@ -160,7 +151,7 @@ def _joined(records: Sequence[RunRecord], rows: tuple[Row, ...]) -> RunRecord:
             "config": config,
             "started_at": min(record.started_at for record in records),
             "finished_at": max(ended, default=None),
-            "rows": rows,
+            "rows": _in_planned_order([record.rows for record in records]),
             "projections": tuple(chain.from_iterable(record.projections for record in records)),
             "plugins": tuple(dict.fromkeys(chain.from_iterable(record.plugins for record in records))),
         }

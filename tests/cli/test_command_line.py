@@ -12,7 +12,6 @@ OPTIONS = {
     "optimization": {},
     "ring": {"sharding": "inside"},
     "extreme": {"max_seq_length": 2**16, "chunked": True, "offload": False, "memory_limit": 10**9},
-    "tiles": {"tiles": ["forward=64x64x4x2", "forward=128x64x4x2"]},
     "all": {"tokens": 2**20, "shapes": 7, "chunked": False},
 }
 WORKLOAD = {

@@ -46,7 +46,6 @@ WRONG = [
         "suite 'quick' has no option 'tokens' (given as '5'); suite billion has it: `dilabench run billion`",
     ),
     ("run quick --memory-limit 1G", "suites extreme and billion have it: `dilabench run extreme`, or leave it out"),
-    ("run all --tiles 1", "has no option 'tiles'; it has chunked, gradient_checkpointing, "),
     ("run ring --sharding insid", "sharding 'insid' should be 'inside' or 'outside'"),
     ("run extreme --max-seq-length x", "max_seq_length 'x' is not a number"),
     ("run quick --nproc 0", "nproc 0 should be greater than or equal to 1"),

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from dilabench.cli.verify import command as verify
-from dilabench.engine.worker import outcomes as verify_outcomes
+from dilabench.engine import outcomes as verify_outcomes
 from dilabench.machine import GpuInfo, Machine
 from dilabench.plugins.manager import discover
 from dilabench.record import Check, Skipped, Verification

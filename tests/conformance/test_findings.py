@@ -14,7 +14,7 @@ from dilabench.conformance.fresh_import import import_reports
 from dilabench.conformance.implementation import check_implementation
 from dilabench.conformance.pattern import QUESTIONS, SHAPES
 from dilabench.conformance.scorecard import Finding, Findings, Listener, Scorecard
-from dilabench.engine.worker.outcomes import mistake_of
+from dilabench.engine.outcomes import mistake_of
 from dilabench.errors import ExitCode
 from dilabench.machine import Machine
 from dilabench.patterns.dilated import DilatedPattern

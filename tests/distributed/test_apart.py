@@ -28,15 +28,6 @@ def test_the_fused_kernels_run_on_each_rank_s_part(launch):
 
 
 @pytest.mark.slow
-def test_the_fused_kernels_run_on_each_rank_s_documents(launch):
-    import apart_cases
-
-    for found, rows in launch(apart_cases.fused_documents, 2):
-        assert sorted(rows) == [222, 290]
-        assert max(found.values()) < 5e-6, found
-
-
-@pytest.mark.slow
 def test_local_branches_are_fused_beside_the_exchange_of_the_others(launch):
     import apart_cases
 

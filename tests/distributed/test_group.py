@@ -4,7 +4,7 @@ import pytest
 
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.runner import run
-from dilabench.engine.worker import rank_group
+from dilabench.engine.worker import client
 from dilabench.machine import Machine
 from dilabench.plugins.descriptors import Capabilities, Implementation
 from dilabench.plugins.manager import discover
@@ -84,7 +84,7 @@ def spoiled():
     """Rows of one run that go wrong on one rank, and a right one, which gets ranks of its own."""
     with pytest.MonkeyPatch.context() as patch:
         # The other rank waits for the one that raised, and has nothing to report.
-        patch.setattr(rank_group, "GRACE_S", 0.5)
+        patch.setattr(client, "GRACE_S", 0.5)
         return outcomes_of({name: case_of(name) for name in ("raising", "killed", "wrong", "brittle", "ring")})
 
 

@@ -12,7 +12,7 @@ from dilabench.choice.descriptors import load_target
 from dilabench.choice.ways import own_ways
 from dilabench.contracts import BuildContext
 from dilabench.distributed.single_rank import SingleRank
-from dilabench.engine.call.overlap_timing import idle
+from dilabench.engine.worker.overlap_timing import idle
 from dilabench.workload.spec import Workload
 
 HERE = str(Path(dilabench.__file__).parent)

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,15 +15,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from dilabench.engine.call.specs import BackendSpec, CaseSpec
 from dilabench.engine.device.lock import locks_of
-from dilabench.engine.worker import nodes as nodes_module
-from dilabench.engine.worker import rank_group, store_channel
-from dilabench.engine.worker.client import WorkerFailure
-from dilabench.engine.worker.launcher import ThisMachine
-from dilabench.engine.worker.node_agent import Agent
-from dilabench.engine.worker.nodes import Nodes, RemoteAgent, RemoteWorker, gathered
-from dilabench.engine.worker.protocol import BackendSpec, CaseSpec, WorkerSettings
-from dilabench.engine.worker.rank_group import start_worker
+from dilabench.engine.worker import client, shared_store
+from dilabench.engine.worker.client import ThisMachine, Worker, WorkerFailure
+from dilabench.engine.worker.nodes import Nodes, Peer, RankFacts, Request, Serving, gathered
+from dilabench.engine.worker.protocol import MeasureMemory, Prepare, Verify, WorkerSettings
+from dilabench.engine.worker.replies import Hello
 from dilabench.engine.worker.torchrun import Rank
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine
@@ -38,8 +37,8 @@ SETTINGS = WorkerSettings(device="cpu")
 AGENT = """
 import sys
 from dilabench.engine.worker.nodes import on_ranks
-from dilabench.engine.worker import store_channel
-store_channel.SILENT_S = float(sys.argv[1])
+from dilabench.engine.worker import shared_store
+shared_store.SILENT_S = float(sys.argv[1])
 sys.exit(on_ranks(None))
 """
 ONE = Workload.model_validate(
@@ -59,7 +58,7 @@ ONE = Workload.model_validate(
 class Torchrun:
     """What torchrun sets up for two ranks: this process is rank 0, `agent` is rank 1."""
 
-    def __init__(self, monkeypatch, folder, silent_s=60.0):
+    def __init__(self, monkeypatch, folder, silent_s=8.0):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
@@ -78,7 +77,7 @@ class Torchrun:
 
 @pytest.fixture
 def torchrun(request, monkeypatch, tmp_path):
-    started = Torchrun(monkeypatch, tmp_path, getattr(request, "param", 60.0))
+    started = Torchrun(monkeypatch, tmp_path, getattr(request, "param", 8.0))
     yield started
     started.end()
 
@@ -100,7 +99,7 @@ def launcher(request):
 
 @contextlib.contextmanager
 def group_at(launcher):
-    group = start_worker("tests@2", SETTINGS, launcher)
+    group = Worker("tests@2", SETTINGS, launcher).meet()
     try:
         yield group
     finally:
@@ -117,18 +116,18 @@ def asked(target):
 
 def prepared(group, target, timeout_s=60.0):
     spec = asked(target)
-    group.ask("prepare", spec.handle, timeout_s=timeout_s, spec=spec.model_dump(mode="json"))
+    group.ask(Prepare(spec=spec), spec.handle, timeout_s=timeout_s)
     return spec.handle
 
 
 def test_ranks_verify_and_weigh_a_case_wherever_they_are(launcher):
     with group_at(launcher) as group:
         handle = prepared(group, "dilabench.impls.ring.rings:build")
-        reply = group.ask("verify", handle, timeout_s=60)
+        reply = group.ask(Verify(), handle, timeout_s=60)
         assert reply.verification.passed, reply.why
         assert {check.name for check in reply.verification.checks} >= {"out", "lse", "dq", "dk", "dv"}
         # This rank's q, k, v and dout: 48 rows of (4 + 2 + 2 + 4) heads.
-        assert group.ask("memory", handle, timeout_s=60).memory.inputs_bytes == 48 * 12 * 8 * 4
+        assert group.ask(MeasureMemory(), handle, timeout_s=60).memory.inputs_bytes == 48 * 12 * 8 * 4
 
 
 @pytest.mark.parametrize(
@@ -140,7 +139,7 @@ def test_ranks_verify_and_weigh_a_case_wherever_they_are(launcher):
 )
 def test_what_goes_wrong_on_a_rank_is_told_and_the_next_group_works(launcher, how, why, monkeypatch):
     # The other rank waits for the one that raised, and has nothing to report.
-    monkeypatch.setattr(rank_group, "GRACE_S", 0.5)
+    monkeypatch.setattr(client, "GRACE_S", 0.5)
     with group_at(launcher) as group:
         with pytest.raises(WorkerFailure, match=why) as failed:
             prepared(group, f"failing:build_{how}")
@@ -160,11 +159,9 @@ def test_a_rank_that_does_not_answer_is_ended(launcher):
 
 
 @pytest.mark.slow
-def test_a_rank_whose_agent_is_gone_fails_with_that_reason_and_so_does_every_later_group(torchrun, monkeypatch):
+def test_a_rank_whose_process_is_gone_fails_with_that_reason_and_so_does_every_later_group(torchrun, monkeypatch):
     with gathered(Rank.from_environment()) as nodes, group_at(nodes) as group:
-        monkeypatch.setattr(store_channel, "SILENT_S", 3.0)
-        # Its next sign of life is the first that counts so.
-        time.sleep(2 * store_channel.BEAT_S)
+        monkeypatch.setattr(shared_store, "SILENT_S", 3.0)
         torchrun.agent.send_signal(signal.SIGKILL)
         torchrun.agent.wait()
         deadline = time.monotonic() + 60
@@ -173,7 +170,7 @@ def test_a_rank_whose_agent_is_gone_fails_with_that_reason_and_so_does_every_lat
         with pytest.raises(WorkerFailure, match="rank 1: the "):
             prepared(group, "dilabench.impls.ring.rings:build")
         with pytest.raises(WorkerFailure, match=r"the process that torchrun started for rank 1 on .* is gone: no sign"):
-            start_worker("tests@2", SETTINGS, nodes)
+            Worker("tests@2", SETTINGS, nodes).meet()
 
 
 @pytest.mark.slow
@@ -182,8 +179,10 @@ def test_agents_end_when_rank_0_shows_no_sign_of_life(torchrun):
     """As when its machine is gone, while the store of torchrun is another's and stays."""
     nodes = Nodes(Rank.from_environment())
     nodes.meet()
-    pid = nodes.start("tests#1", SETTINGS.model_copy(update={"rank": 1})).hello.pid
-    nodes._channel.close()
+    process = nodes.start(SETTINGS.model_copy(update={"rank": 1, "world_size": 2}))
+    assert process.arrived(60)
+    pid = process.take("start").pid
+    nodes._store.close()
     _, told = torchrun.agent.communicate(timeout=60)
     assert torchrun.agent.returncode == 130
     assert "rank 1: rank 0 is gone (no sign of life for 3 s); its workers here were ended" in told
@@ -195,9 +194,10 @@ def test_agents_end_when_rank_0_shows_no_sign_of_life(torchrun):
 def test_agents_end_with_the_store(torchrun):
     nodes = Nodes(Rank.from_environment())
     nodes.meet()
-    nodes._channel.close()
-    # Rank 0 opened it, for there is no torchrun here to do so.
-    del nodes._channel._outbox
+    nodes._store.close()
+    # Rank 0 opened it, for there is no torchrun here to do so; its last sign of life still uses it.
+    time.sleep(2 * shared_store.BEAT_S)
+    del nodes._store._store
     _, told = torchrun.agent.communicate(timeout=60)
     assert torchrun.agent.returncode == 130
     assert "rank 1: rank 0 is gone (torch's store is gone" in told
@@ -210,10 +210,35 @@ def test_the_store_of_rank_0_listens_on_the_named_address_alone(nodes):
     assert {address.ip for address in listening if address.port == port} == {"127.0.0.1"}
 
 
-@pytest.mark.parametrize("name", ["__init__", "answer", "_workers", "exit", ""])
-def test_an_agent_carries_out_its_commands_alone(name):
-    agent = Agent(Rank(1, 2, 0, "127.0.0.1", 1), Machine(device="cpu"), contextlib.ExitStack())
-    assert f"{name!r} is not a valid AgentCommand" in agent.answer(name, {})["failure"]["why"]
+class Kept:
+    """A store in this process: requests that are there, and answers."""
+
+    def __init__(self, *requests, lost=None):
+        self.messages = {f"1/{number}": request for number, request in enumerate(requests, 1)}
+        self.lost = lambda _: lost
+
+    def arrived(self, key, within_s=0.0):
+        return key in self.messages
+
+    def take(self, key, kind):
+        return kind.validate_python(self.messages.pop(key))
+
+    def put(self, key, message):
+        self.messages[key] = message
+
+
+@pytest.mark.parametrize("do", ["eval", "__init__", ""])
+def test_a_rank_takes_its_four_requests_alone(do):
+    with pytest.raises(ValueError, match="'start', 'ask', 'kill' or 'end'"):
+        Request(do=do)
+
+
+def test_a_request_about_an_unknown_worker_is_answered_with_the_reason():
+    store = Kept(Request(do="ask", worker="7"), Request(do="kill", worker="7"), Request(do="end"))
+    rank = Rank(1, 2, 0, "127.0.0.1", 1)
+    assert Serving(rank, Machine(device="cpu"), store).until_the_end() == 0
+    assert store.messages["1/1/answer"].why == "there is no worker '7'"
+    assert store.messages.keys() == {"1/1/answer", "1/3/answer"}
 
 
 @pytest.mark.parametrize("ranks", [1, 7])
@@ -221,36 +246,42 @@ def test_dead_ranks_are_not_waited_for_at_the_end(monkeypatch, ranks):
     """torchrun kills rank 0 if it takes longer than 30 s, however many ranks died."""
     waited = [0.0]
 
-    class Dead:
-        def ask(self, _do, timeout_s):
-            waited[0] += timeout_s
-            raise WorkerFailure("crash", "it is gone", died=True)
+    class Dead(Peer):
+        def lost(self):
+            return None
+
+        def post(self, request):
+            return ""
+
+        def arrived(self, key, within_s):
+            waited[0] += max(0.0, within_s)
+            return False
 
     nodes = object.__new__(Nodes)
-    nodes._agents = {rank: Dead() for rank in range(1, ranks + 1)}
-    nodes._channel = SimpleNamespace(close=lambda: None)
+    nodes._peers = {rank: object.__new__(Dead) for rank in range(1, ranks + 1)}
+    nodes._store = SimpleNamespace(close=lambda: None)
     monkeypatch.setattr("dilabench.engine.worker.nodes.time", SimpleNamespace(monotonic=lambda: waited[0]))
     nodes.close()
     assert 0 < waited[0] <= 10
 
 
 @pytest.mark.slow
-def test_an_ended_run_ends_the_agents_and_leaves_no_process(torchrun):
+def test_an_ended_run_ends_the_other_ranks_and_leaves_no_process(torchrun):
     with gathered(Rank.from_environment()) as nodes:
-        group = start_worker("tests@2", SETTINGS, nodes)
-        pids = [rank.hello.pid for rank in group._ranks]
+        group = Worker("tests@2", SETTINGS, nodes).meet()
+        children = psutil.Process(torchrun.agent.pid).children(recursive=True)
         group.kill()
     assert torchrun.agent.wait(timeout=60) == 0
-    for pid in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    assert len(children) > 1
+    assert not psutil.wait_procs(children, timeout=60)[1]
 
 
 def test_ranks_without_a_gpu_or_of_another_version_are_refused(nodes, monkeypatch):
     assert nodes.machine(Machine(device="cpu")).device == "cpu"
     with pytest.raises(EnvironmentNotReady, match=r"rank 0 on .* needs GPU 0, 0 visible"):
         nodes.machine(Machine(device="cuda"))
-    monkeypatch.setitem(nodes._agents[1].facts, "versions", {"dilabench": "0.0.1", "torch": "2.0"})
+    other = nodes._peers[1].facts.model_copy(update={"versions": {"dilabench": "0.0.1", "torch": "2.0"}})
+    monkeypatch.setattr(nodes._peers[1], "facts", other)
     with pytest.raises(EnvironmentNotReady, match=r"rank 1 on .* has .*0\.0\.1.*; install the same on every machine"):
         nodes.machine(Machine(device="cpu"))
 
@@ -285,48 +316,78 @@ def free(lock):
     return True
 
 
-def test_the_agent_of_another_machine_holds_the_gpus_of_all_its_ranks(monkeypatch, tmp_path):
+def test_the_first_rank_of_another_machine_holds_the_gpus_of_all_its_ranks(monkeypatch, tmp_path):
     monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
-    with contextlib.ExitStack() as held:
-        Agent(Rank(8, 16, 0, "127.0.0.1", 1), GPUS, held).lock("this run", [0, 1, 3])
-        assert [index for index in range(4) if not free(*locks_of(GPUS, [index]))] == [0, 1, 3]
+    held = []
+
+    class Started:
+        def __init__(self, _settings):
+            held.append([index for index in range(4) if not free(*locks_of(GPUS, [index]))])
+
+        def arrived(self, _within_s):
+            return True
+
+        def take(self, _doing):
+            return Hello(pid=1)
+
+        def kill(self):
+            pass
+
+    monkeypatch.setattr("dilabench.engine.worker.nodes.WorkerProcess", Started)
+    starts = [Request(do="start", worker=name, settings=SETTINGS, locks=(0, 1, 3)) for name in "ab"]
+    store = Kept(*starts, Request(do="end"))
+    assert Serving(Rank(1, 16, 0, "127.0.0.1", 1), GPUS, store).until_the_end() == 0
+    assert held == [[0, 1, 3]] * 2
     assert all(free(lock) for lock in locks_of(GPUS, range(4)))
 
 
-def test_rank_0_holds_its_own_machine_and_asks_one_agent_of_each_other(nodes, monkeypatch):
-    """Ranks 0 and 1 stand here, 2 and 3 on one other machine, 4 on another."""
-    asked = []
-
-    class Elsewhere:
-        def __init__(self, machine, local_rank):
-            self.facts = {"machine": machine, "local_rank": local_rank}
-
-        def ask(self, do, *, timeout_s, **arguments):
-            asked.append((self.facts["machine"], do, arguments["gpus"]))
-
-    agents = {1: nodes._agents[1], 2: Elsewhere("y", 0), 3: Elsewhere("y", 1), 4: Elsewhere("x", 0)}
-    monkeypatch.setattr(nodes, "_agents", agents)
-    monkeypatch.setattr(nodes, "_locked", False)
+def test_rank_0_holds_its_own_machine_and_the_first_rank_of_each_other_holds_that(nodes, monkeypatch):
+    """Ranks 0 and 1 are here, 2 and 3 on one other machine, 4 on another."""
+    places = {2: ("y", 0), 3: ("y", 1), 4: ("x", 0)}
+    peers = {1: nodes._peers[1]}
+    for rank, (machine, local_rank) in places.items():
+        peers[rank] = Peer(rank, nodes._store)
+        own = RankFacts(host=machine, machine=machine, gpus=2, local_rank=local_rank, gpu=None, versions={})
+        peers[rank].facts = own
+    monkeypatch.setattr(nodes, "_peers", peers)
     assert [list(nodes.gpus_here(ranks)) for ranks in (1, 2, 5)] == [[0], [0, 1], [0, 1]]
-    for _ in range(2):
-        nodes._lock_machines()
-    assert asked == [("x", "lock", [0]), ("y", "lock", [0, 1])]
+    assert {rank: nodes._locks(rank) for rank in peers} == {1: (), 2: (0, 1), 3: (), 4: (0,)}
     monkeypatch.undo()
 
 
-def test_a_worker_of_a_silent_rank_is_ended_without_a_long_wait(monkeypatch):
-    """The rank may be only slow, so the next request still reaches it."""
-    monkeypatch.setattr(nodes_module, "KILL_TIMEOUT_S", 0.01)
-    agent, sent = RemoteAgent(1), []
-    answers = {"start": {"hello": {"pid": 1, "torch": {}}}, "alive": {"alive": True}}
+@pytest.mark.parametrize("doing", ["start", "ask"])
+def test_a_wait_for_another_rank_ends_with_an_interrupt(nodes, doing, monkeypatch):
+    """Its worker computes on; the request that ends it is sent, and the next worker starts."""
+    with contextlib.ExitStack() as ended:
+        if doing == "start":
+            monkeypatch.setattr(nodes._peers[1], "post", lambda _request: "never")
+        else:
+            group = ended.enter_context(group_at(nodes))
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            Worker("tests@2", SETTINGS, nodes).meet() if doing == "start" else prepared(
+                group, "failing:build_slow", 300.0
+            )
+        timer.join()
+    monkeypatch.undo()
+    with group_at(nodes) as group:
+        assert prepared(group, "dilabench.impls.ring.rings:build")
 
-    def send(_, message):
-        sent.append(str(message["do"]))
-        if message["do"] in answers:
-            agent.take(message["number"], answers[message["do"]])
 
-    agent.channel = SimpleNamespace(send=send, lost=lambda _: None)
-    worker, other = (RemoteWorker("tests@2", SETTINGS, agent, name) for name in "ab")
-    worker.kill()
-    assert (worker.alive, other.alive) == (False, True)
-    assert sent == ["start", "start", "kill", "alive"]
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_rank_0_waits_for_others_until_an_interrupt(tmp_path, number):
+    """The ranks never come: without the signal it would wait for minutes."""
+    with socket.socket() as free_port:
+        free_port.bind(("127.0.0.1", 0))
+        port = free_port.getsockname()[1]
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "dilabench", "run", "ring", "-o", str(tmp_path)]
+    process = subprocess.Popen(command, env={**os.environ, **ranks}, stderr=subprocess.PIPE, text=True)
+    while not any(one.laddr.port == port for one in psutil.Process(process.pid).net_connections("tcp")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told

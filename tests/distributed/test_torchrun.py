@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -53,7 +54,7 @@ def test_two_nodes_on_loopback():
         assert f"rank {rank} of 2: []" in text
 
 
-def dilabench(node, port, folder, *arguments):
+def dilabench(node, port, folder, *arguments, ranks=None):
     """The command on one of two nodes; a node is (how to get there, address of node 0, network interface, number)."""
     there, address, interface, number = node
     environment = {
@@ -63,7 +64,8 @@ def dilabench(node, port, folder, *arguments):
         "OMP_NUM_THREADS": "1",
         "DILABENCH_LOCK_DIR": str(folder),
     }
-    shared = ("--nnodes", "2", "--nproc-per-node", "1", "--master-addr", address, "--master-port", port)
+    many = ("--nnodes", "1", "--nproc-per-node", str(ranks)) if ranks else ("--nnodes", "2", "--nproc-per-node", "1")
+    shared = (*many, "--master-addr", address, "--master-port", port)
     command = [*there, sys.executable, "-m", "torch.distributed.run", *shared, "--node-rank", str(number)]
     command += ["-m", "dilabench", "run", *arguments, "--no-store", "-o", str(folder / "runs")]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -162,3 +164,39 @@ def test_a_request_that_rank_0_refuses_ends_every_node(two_nodes, tmp_path):
     texts = [ended(node) for node in [dilabench(node, port, tmp_path, "no-such-suite") for node in two_nodes]]
     assert texts[0][1] != 0
     assert "no-such-suite" in texts[0][0]
+
+
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        ("1", signal.SIGKILL),
+        ("1", signal.SIGSTOP),
+        ("0", signal.SIGTERM),
+        (None, signal.SIGTERM),
+        (None, signal.SIGINT),
+    ],
+    ids=["rank 1 is killed", "rank 1 is stopped", "rank 0 is ended", "torchrun is ended", "torchrun is interrupted"],
+)
+def test_whoever_is_ended_while_it_measures_the_record_is_kept(victim, number, tmp_path):
+    """torchrun kills what is still there after 30 s: then there would be no record."""
+    node = dilabench(([], "127.0.0.1", "lo", 0), free_port(), tmp_path, *ASKED, ranks=2)
+    try:
+        while not any(len(path.read_text().splitlines()) > 1 for path in tmp_path.glob("runs/*/rows.jsonl")):
+            assert node.poll() is None, node.communicate()
+            time.sleep(0.1)
+        ranks = {}
+        for process in psutil.Process(node.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "dilabench" in process.cmdline():
+                    ranks[process.environ()["RANK"]] = process
+        os.kill(node.pid if victim is None else ranks[victim].pid, number)
+        ranks["0"].wait(timeout=100)
+        if number == signal.SIGSTOP:
+            ranks[victim].send_signal(signal.SIGCONT)
+        text, _ = ended(node)
+    finally:
+        node.kill()
+    (folder,) = (tmp_path / "runs").iterdir()
+    record = read_record(folder)
+    assert record.rows, text
+    assert record.status == ("complete" if number == signal.SIGSTOP else "interrupted"), text

@@ -9,16 +9,16 @@ import torch
 from dilabench.choice.computation import machine_of
 from dilabench.choice.ways import Way, own_ways
 from dilabench.engine import runner
-from dilabench.engine.call.isolated_call import measure_isolated
+from dilabench.engine.case_spec import case_spec
 from dilabench.engine.device import device as device_module
 from dilabench.engine.device.device import Device, device_of
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.method import choose_method
 from dilabench.engine.verify.call import OnHost
 from dilabench.engine.worker import handlers as handlers_module
-from dilabench.engine.worker.client import WorkerFailure
+from dilabench.engine.worker.client import answered
 from dilabench.engine.worker.handlers import Handlers
-from dilabench.engine.worker.protocol import case_spec
+from dilabench.engine.worker.isolated_call import measure_isolated
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine, detect, device_named
 from dilabench.plugins.manager import discover
@@ -42,12 +42,11 @@ class InProcess:
         self.key, self._handlers = key, Handlers(settings)
         self.hello = self._handlers.hello()
 
-    def ask(self, name, handle="", *, timeout_s, **arguments):
-        command = handlers_module.Command(name=name, handle=handle, timeout_s=timeout_s, arguments=arguments)
-        reply = self._handlers.answer(command)
-        if reply.trouble is not None:
-            raise WorkerFailure(reply.trouble.code, reply.trouble.why, traceback=reply.trouble.traceback)
-        return reply
+    def ask(self, command, handle="", *, timeout_s):
+        return answered(self._handlers.answer(command.model_copy(update={"handle": handle, "timeout_s": timeout_s})))
+
+    def meet(self):
+        return self
 
     def kill(self):
         self.alive = False
@@ -142,7 +141,7 @@ def test_its_timer_is_the_hosts_clock(accelerator):
 
 @pytest.mark.parametrize("mode", [slow("forward"), "both"])
 def test_a_case_is_verified_timed_and_noted(accelerator, waits, monkeypatch, mode):
-    monkeypatch.setattr(runner, "start_worker", lambda key, settings, launcher=None: InProcess(key, settings))
+    monkeypatch.setattr(runner, "Worker", lambda key, settings, launcher=None: InProcess(key, settings))
     catalogue, request, cases = planned(accelerator, "strided", mode=mode)
     header = RunHeader(
         tool_version="0",

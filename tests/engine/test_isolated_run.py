@@ -5,6 +5,7 @@ import contextlib
 import pytest
 
 from dilabench.engine.budget import Budget
+from dilabench.engine.call.specs import TimerSpec
 from dilabench.engine.case_executor import CaseExecutor
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.isolated_run import IsolatedRun
@@ -12,7 +13,7 @@ from dilabench.engine.method import Method
 from dilabench.engine.progress import Silent
 from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker.client import WorkerFailure
-from dilabench.engine.worker.protocol import TimerSpec, WorkerSettings
+from dilabench.engine.worker.protocol import WorkerSettings
 from dilabench.machine import Machine
 from dilabench.plugins.descriptors import Capabilities, Implementation
 from dilabench.record import Failed, RunHeader, Skipped
@@ -39,13 +40,13 @@ class Pool:
             raise WorkerFailure("timeout", "no answer to 'start'", died=True)
         yield self
 
-    def ask(self, name, handle, *, timeout_s, **arguments):
+    def ask(self, command, handle, *, timeout_s):
         if self.answers:
             answer = self.answers.pop(0)
             if isinstance(answer, BaseException):
                 raise answer
             return answer
-        raise WorkerFailure("timeout", f"no answer to {name!r} within {timeout_s:.3g} s", died=True)
+        raise WorkerFailure("timeout", f"no answer to {command.name!r} within {timeout_s:.3g} s", died=True)
 
 
 @pytest.fixture

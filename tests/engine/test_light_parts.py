@@ -5,12 +5,12 @@ import itertools
 import pytest
 
 from dilabench.engine.budget import Budget, steady
+from dilabench.engine.case_spec import case_spec, worker_key
 from dilabench.engine.device.clocks import NvmlClocks, throttle_reasons
 from dilabench.engine.lower_bounds import least_flops
 from dilabench.engine.plausibility import interference, suspicions, typical_seconds, unproven_backend
 from dilabench.engine.warmup import WarmUpLimits, warm_up
 from dilabench.engine.worker.process import describe_exit
-from dilabench.engine.worker.protocol import case_spec, worker_key
 from dilabench.metadata import COPY_KEY, LAUNCH_BOUND, OWN_TILES, matmul_key
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Implementation

@@ -250,7 +250,7 @@ def test_git_tells_commit_and_changes(monkeypatch):
 
 
 LIGHT = "runner workload_group method plausibility progress device.environment device.lock "
-LIGHT += "worker.protocol worker.client worker.main worker.torchrun"
+LIGHT += "outcomes case_spec call.specs worker.protocol worker.client worker.main worker.torchrun"
 
 
 def test_the_light_half_never_imports_torch():

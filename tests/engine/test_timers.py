@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dilabench.engine.call.specs import CaseSpec
 from dilabench.engine.method import choose_method
 from dilabench.engine.timers import ClockError, TimerUnusableError, cuda_events, graph
 from dilabench.engine.timers.cold import launch_notes
 from dilabench.engine.timers.cuda_events import Spacer
 from dilabench.engine.timers.first_call import FirstCall
 from dilabench.engine.timers.wall import Wall, resolution_ns
-from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.errors import ConfigError
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from dilabench.comparison.pairing import pair
 from dilabench.engine.budget import Budget
+from dilabench.engine.call.specs import TimerSpec
 from dilabench.engine.case_executor import CaseExecutor
 from dilabench.engine.case_state import TimerRun
 from dilabench.engine.method import Method
@@ -16,7 +17,8 @@ from dilabench.engine.rounds import are_precise
 from dilabench.engine.runner import _Run
 from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker.client import WorkerFailure
-from dilabench.engine.worker.protocol import Prepared, Reply, TimerSpec, WarmedUp, WorkerSettings
+from dilabench.engine.worker.protocol import TakeSlot, WorkerSettings
+from dilabench.engine.worker.replies import MemoryMeasured, Prepared, Profiled, Released, Sampled, Verified, WarmedUp
 from dilabench.engine.workload_group import WorkloadGroupRun
 from dilabench.machine import Machine
 from dilabench.metadata import BUDGET_EXCEEDED, NOT_INTERLEAVED, OWN_TILES, matmul_key
@@ -71,40 +73,41 @@ class FakeWorker:
     def kill(self):
         self.alive = False
 
-    def ask(self, command, handle="", *, timeout_s, **arguments):
-        if command == "prepare":
-            self.names[handle] = arguments["spec"]["case"]["implementation"]
+    def ask(self, command, handle="", *, timeout_s):
+        kind = "last_slot" if isinstance(command, TakeSlot) and command.last else command.name
+        if kind == "prepare":
+            self.names[handle] = command.spec.case.implementation
         name = self.names[handle]
-        self.lab.asked.append((name, command, self.key, arguments))
-        self.lab.timeouts_s[name, command] = timeout_s
-        scripted = self.lab.script.get((name, command), [])
+        self.lab.asked.append((name, kind, self.key))
+        self.lab.timeouts_s[name, kind] = timeout_s
+        scripted = self.lab.script.get((name, kind), [])
         answer = scripted.pop(0) if scripted else None
-        if command == "prepare":
+        if kind == "prepare":
             self.lab.now += self.lab.build_s.get(name, 0.0)
         if isinstance(answer, WorkerFailure):
             self.alive = self.alive and not answer.died
             raise answer
         if isinstance(answer, KeyboardInterrupt):
             raise answer
-        if answer is not None and answer.slot is not None:
+        if isinstance(answer, Sampled):
             self.lab.now += sum(answer.slot.samples_ns) * 1e-9
-        return answer or self.usual(command, arguments)
+        return answer or self.usual(kind, command)
 
-    def usual(self, command, arguments):
+    def usual(self, kind, command):
         right = Verification(checks=(Check(name="out", passed=True),))
-        self.lab.now += self.lab.verify_s * (command == "verify")
-        if command in SLOTS:
-            self.lab.now += arguments["count"] * self.lab.call_ns * 1e-9
-            checked = right.model_copy(update={"timed_calls": 1}) if command == "last_slot" else None
-            return Reply(slot=Slot(samples_ns=(self.lab.call_ns,) * arguments["count"]), verification=checked)
+        self.lab.now += self.lab.verify_s * (kind == "verify")
+        if kind in SLOTS:
+            self.lab.now += command.count * self.lab.call_ns * 1e-9
+            checked = right.model_copy(update={"timed_calls": 1}) if kind == "last_slot" else None
+            return Sampled(slot=Slot(samples_ns=(self.lab.call_ns,) * command.count), verification=checked)
         return {
-            "prepare": Reply(prepared=Prepared(setup_ns={"build": 1}, call_ns=self.lab.call_ns)),
-            "verify": Reply(verification=right),
-            "kernels": Reply(),
-            "warm_up": Reply(warmed_up=WarmedUp(samples_ns=(self.lab.call_ns,) * 3, settled=True)),
-            "memory": Reply(memory=Memory(peak_bytes=1, isolated=True)),
-            "release": Reply(),
-        }[command]
+            "prepare": Prepared(setup_ns={"build": 1}, call_ns=self.lab.call_ns),
+            "verify": Verified(verification=right),
+            "kernels": Profiled(),
+            "warm_up": WarmedUp(samples_ns=(self.lab.call_ns,) * 3, settled=True),
+            "memory": MemoryMeasured(memory=Memory(peak_bytes=1, isolated=True)),
+            "release": Released(),
+        }[kind]
 
 
 @pytest.fixture
@@ -139,13 +142,13 @@ def measure(dense_case):
 
 
 def slots_in_order(lab):
-    return [name for name, command, _, _ in lab.asked if command in SLOTS]
+    return [name for name, command, _ in lab.asked if command in SLOTS]
 
 
 def test_the_stages_come_in_order(measure):
     lab = Lab()
     measure(["a"], lab)
-    stages = list(dict.fromkeys(command for _, command, _, _ in lab.asked))
+    stages = list(dict.fromkeys(command for _, command, _ in lab.asked))
     assert stages == ["prepare", "verify", "kernels", "warm_up", "slot", "last_slot", "memory", "release"]
 
 
@@ -186,7 +189,7 @@ def test_noisy_times_are_measured_until_the_share_is_used_up(measure):
     noise = random.Random(1)
     lab = Lab()
     samples = [tuple(int(1e6 * noise.lognormvariate(0, 1)) for _ in range(10)) for _ in range(300)]
-    lab.script["a", "slot"] = [Reply(slot=Slot(samples_ns=one)) for one in samples]
+    lab.script["a", "slot"] = [Sampled(slot=Slot(samples_ns=one)) for one in samples]
     found = measure(["a"], lab, recheck=False, max_rounds=40)
     assert len(found["a"].timings[0].slots) == 40
 
@@ -211,61 +214,61 @@ def test_what_is_far_slower_than_a_verified_case_is_left_out(measure):
     lab = Lab(call_ns=100)
     call_ns = {"wrong": 1, "slow": 301, "near": 300, "choosing": 1000}
     for name, taken in call_ns.items():
-        lab.script[name, "prepare"] = [Reply(prepared=Prepared(setup_ns={}, call_ns=taken))]
+        lab.script[name, "prepare"] = [Prepared(setup_ns={}, call_ns=taken)]
     check = Check(name="out", passed=False)
-    lab.script["wrong", "verify"] = [Reply(verification=Verification(checks=(check,), duration_ns=1), why="no")]
+    lab.script["wrong", "verify"] = [Verified(verification=Verification(checks=(check,), duration_ns=1), why="no")]
     found = measure(["slow", "near", "fast", "wrong", "choosing"], lab, chooses=("choosing",), far_slower=3.0)
     assert {name for name, one in found.items() if one.status == "measured"} == {"near", "fast", "choosing"}
     assert (found["wrong"].code, found["slow"].code) == ("wrong_output", "far_slower")
     assert found["slow"].why == "not timed: a call took 301 ns, over 3 times the 100 ns of fast"
-    assert ("slow", "verify") not in {(name, command) for name, command, _, _ in lab.asked}
+    assert ("slow", "verify") not in {(name, command) for name, command, _ in lab.asked}
 
 
 def test_long_calls_get_five_single_samples(measure):
     lab = Lab(call_ns=2_000_000_000)
     found = measure(["a"], lab)
     assert [len(slot.samples_ns) for slot in found["a"].timings[0].slots] == [1] * 5
-    assert [command for _, command, _, _ in lab.asked if command in SLOTS] == ["slot"] * 4 + ["last_slot"]
+    assert [command for _, command, _ in lab.asked if command in SLOTS] == ["slot"] * 4 + ["last_slot"]
 
 
 @pytest.mark.parametrize("budget_s", [None, 0.05])
 def test_the_last_slot_of_each_is_checked_once_also_where_the_budget_ended_before(measure, budget_s):
     lab = Lab(call_ns=2_000_000)
     found = measure(["a", "b"], lab, budget_s=budget_s, recheck=False)
-    assert sorted(name for name, command, _, _ in lab.asked if command == "last_slot") == ["a", "b"]
+    assert sorted(name for name, command, _ in lab.asked if command == "last_slot") == ["a", "b"]
     assert [one.verification.timed_calls for one in found.values()] == [1, 1]
-    last = [(name, command) for name, command, _, _ in lab.asked if command in SLOTS][-2:]
+    last = [(name, command) for name, command, _ in lab.asked if command in SLOTS][-2:]
     assert {command for _, command in last} == {"last_slot"}
 
 
 def test_a_wrong_result_of_the_last_slot_leaves_no_time(measure):
     wrong = Verification(checks=(Check(name="timed_out", passed=False),), timed_calls=1)
-    reply = Reply(slot=Slot(samples_ns=(1_000_000,) * 10), verification=wrong, why="off")
+    reply = Sampled(slot=Slot(samples_ns=(1_000_000,) * 10), verification=wrong, why="off")
     found = measure(["a", "b"], Lab({("a", "last_slot"): [reply]}))
     assert (found["a"].status, found["a"].code) == ("failed", "wrong_output")
     assert isinstance(found["b"], Measured)
 
 
 def test_memory_that_was_seen_with_the_kernels_takes_no_call_of_its_own(measure):
-    seen = Reply(memory=Memory(peak_bytes=7, isolated=True))
+    seen = Profiled(memory=Memory(peak_bytes=7, isolated=True))
     lab = Lab({("a", "kernels"): [seen]})
     found = measure(["a", "b"], lab)
     assert [found[name].memory.peak_bytes for name in "ab"] == [7, 1]
-    assert [name for name, command, _, _ in lab.asked if command == "memory"] == ["b"]
+    assert [name for name, command, _ in lab.asked if command == "memory"] == ["b"]
 
 
 def test_turns_are_sized_again_where_the_first_calls_took_too_long(measure):
     """The first call of a process took 2 s, so that nothing was warmed up; the others take 1 ms."""
     lab = Lab()
-    lab.script["a", "prepare"] = [Reply(prepared=Prepared(setup_ns={"build": 1}, call_ns=2_000_000_000))]
-    lab.script["a", "warm_up"] = [Reply(warmed_up=WarmedUp(samples_ns=(), settled=False))]
+    lab.script["a", "prepare"] = [Prepared(setup_ns={"build": 1}, call_ns=2_000_000_000)]
+    lab.script["a", "warm_up"] = [WarmedUp(samples_ns=(), settled=False)]
     found = measure(["a"], lab, recheck=False)
     assert [len(slot.samples_ns) for slot in found["a"].timings[0].slots][:3] == [1, 10, 10]
 
 
 def test_a_crash_ends_its_case_and_the_others_go_on_in_a_new_session(measure):
     lab = Lab()
-    fine = Reply(slot=Slot(samples_ns=(1_000_000,) * 10))
+    fine = Sampled(slot=Slot(samples_ns=(1_000_000,) * 10))
     lab.script["b", "slot"] = [fine, WorkerFailure("crash", "killed by SIGSEGV", died=True)]
     found = measure(["a", "b", "c"], lab, recheck=False)
     assert found["b"] == Failed(
@@ -281,9 +284,9 @@ def test_an_idle_workers_death_is_nobodys_fault(measure, monkeypatch):
 
     original = FakeWorker.usual
 
-    def usual(self, command, arguments):
-        reply = original(self, command, arguments)
-        if command == "slot" and len(slots_in_order(lab)) == 2:
+    def usual(self, kind, command):
+        reply = original(self, kind, command)
+        if kind == "slot" and len(slots_in_order(lab)) == 2:
             self.alive = False
         return reply
 
@@ -299,10 +302,8 @@ def test_out_of_memory_in_company_is_tried_again_in_isolation(measure):
     found = measure(["a", "b"], lab)
     assert isinstance(found["b"], Measured)
     assert [note.code for note in found["b"].notes] == ["not_interleaved"]
-    last_of_a = max(i for i, (name, _, _, _) in enumerate(lab.asked) if name == "a")
-    assert (
-        next(i for i, (name, command, _, _) in enumerate(lab.asked) if (name, command) == ("b", "verify")) > last_of_a
-    )
+    last_of_a = max(i for i, (name, _, _) in enumerate(lab.asked) if name == "a")
+    assert next(i for i, (name, command, _) in enumerate(lab.asked) if (name, command) == ("b", "verify")) > last_of_a
 
 
 def test_what_was_isolated_after_the_others_took_no_turns_with_them(measure):
@@ -327,7 +328,7 @@ def test_out_of_memory_in_isolation_is_the_end_of_one_row(measure, command):
 def test_plug_ins_have_processes_of_their_own(measure):
     lab = Lab()
     measure(["a", "foreign_x", "foreign_y"], lab)
-    homes = {name: key for name, command, key, _ in lab.asked if command == "slot"}
+    homes = {name: key for name, command, key in lab.asked if command == "slot"}
     assert homes == {"a": "builtin", "foreign_x": "foreign_x", "foreign_y": "foreign_y"}
 
 
@@ -337,7 +338,7 @@ def test_memory_is_weighed_where_the_case_is(measure):
     assert all(outcome.memory is not None for outcome in found.values())
     assert lab.started == {"builtin": 1}
     for name in ("a", "b"):
-        own = [command for one, command, _, _ in lab.asked if one == name]
+        own = [command for one, command, _ in lab.asked if one == name]
         assert own.index("memory") < own.index("release")
 
 
@@ -373,7 +374,7 @@ def test_ctrl_c_between_rounds_leaves_no_row(measure):
 def test_what_compiles_is_built_last(measure):
     lab = Lab()
     measure(["slow", "a", "b"], lab, compiles=["slow"])
-    assert [name for name, command, key, _ in lab.asked if command == "prepare" and key == "builtin"] == [
+    assert [name for name, command, key in lab.asked if command == "prepare" and key == "builtin"] == [
         "a",
         "b",
         "slow",
@@ -408,7 +409,7 @@ def test_a_late_answer_is_a_failure_only_where_the_wait_was_long(measure, device
 def test_wrong_output_is_never_timed(measure):
     lab = Lab()
     wrong = Verification(checks=(Check(name="out", passed=False, error=1.0),))
-    lab.script["b", "verify"] = [Reply(verification=wrong, why="out: error 1")]
+    lab.script["b", "verify"] = [Verified(verification=wrong, why="out: error 1")]
     found = measure(["a", "b"], lab)
     assert found["b"] == Failed(stage="verify", code="wrong_output", why="out: error 1", verification=wrong)
     assert "b" not in slots_in_order(lab)
@@ -421,7 +422,7 @@ def test_a_profiler_that_sees_nothing_proves_nothing_either_way(measure):
 
 def test_a_claimed_backend_without_its_kernel_is_never_timed(measure):
     lab = Lab()
-    lab.script["a", "kernels"] = [Reply(kernels=(KernelUse(name="gemm", count=1, duration_ns=1),))]
+    lab.script["a", "kernels"] = [Profiled(kernels=(KernelUse(name="gemm", count=1, duration_ns=1),))]
     found = measure(["a"], lab, Backend("flashy", "", "m:a", supports=DENSE, kernels=("flash_fwd",)))
     assert found["a"].stage == "verify"
     assert "claims flashy but no such kernel ran" in found["a"].why
@@ -432,17 +433,17 @@ def test_a_claimed_backend_without_its_kernel_is_never_timed(measure):
 def test_only_ours_may_say_that_other_kernels_take_a_backends_place(measure, name, measured):
     lab = Lab()
     lab.script[name, "prepare"] = [
-        Reply(prepared=Prepared(setup_ns={"build": 1}, call_ns=lab.call_ns), notes=(OWN_TILES.note("in its place"),))
+        Prepared(setup_ns={"build": 1}, call_ns=lab.call_ns, notes=(OWN_TILES.note("in its place"),))
     ]
-    lab.script[name, "kernels"] = [Reply(kernels=(KernelUse(name="my_forward_kernel", count=1, duration_ns=1),))]
+    lab.script[name, "kernels"] = [Profiled(kernels=(KernelUse(name="my_forward_kernel", count=1, duration_ns=1),))]
     found = measure([name], lab, Backend("flashy", "", "m:a", supports=DENSE, kernels=("flash_fwd",)))
     assert isinstance(found[name], Measured) == measured
 
 
 def test_one_that_is_slower_alone_is_noted(measure):
     lab = Lab()
-    slow_alone = Reply(slot=Slot(samples_ns=(1_300_000,) * 10))
-    usual = Reply(slot=Slot(samples_ns=(1_000_000,) * 10))
+    slow_alone = Sampled(slot=Slot(samples_ns=(1_300_000,) * 10))
+    usual = Sampled(slot=Slot(samples_ns=(1_000_000,) * 10))
     for name in ("a", "b"):
         lab.script[name, "slot"] = [usual] * 5 + [slow_alone] * 3
     found = measure(["a", "b"], lab, min_rounds=5)
@@ -454,7 +455,7 @@ def test_one_that_is_slower_alone_is_noted(measure):
 def test_launch_bound_calls_are_timed_as_graphs_as_well(measure):
     lab = Lab()
     note = Note(code="launch_bound", message="m")
-    noted = Reply(slot=Slot(samples_ns=(1_000_000,) * 10), notes=(note,))
+    noted = Sampled(slot=Slot(samples_ns=(1_000_000,) * 10), notes=(note,))
     lab.script |= {("a", command): [noted] * 50 for command in SLOTS}
     found = measure(["a", "b"], lab, graph_timer=GRAPH, recheck=False)
     assert [timing.timer for timing in found["a"].timings] == ["wall", "graph"]
@@ -464,10 +465,10 @@ def test_launch_bound_calls_are_timed_as_graphs_as_well(measure):
 def test_a_timer_that_cannot_be_used_is_a_note_beside_the_others(measure):
     lab = Lab()
     note = Note(code="launch_bound", message="m")
-    noted = Reply(slot=Slot(samples_ns=(1_000_000,) * 10), notes=(note,))
+    noted = Sampled(slot=Slot(samples_ns=(1_000_000,) * 10), notes=(note,))
     lab.script |= {("a", command): [noted] * 50 for command in SLOTS}
     unusable = WarmedUp(samples_ns=(), settled=False, unusable="it waits for the device")
-    lab.script["a", "warm_up"] = [None, Reply(warmed_up=unusable)]
+    lab.script["a", "warm_up"] = [None, unusable]
     found = measure(["a"], lab, graph_timer=GRAPH)
     assert isinstance(found["a"], Measured)
     assert "timer_unusable" in [note.code for note in found["a"].notes]
@@ -477,7 +478,7 @@ def test_a_timer_that_cannot_be_used_is_a_note_beside_the_others(measure):
 def test_the_only_timer_that_cannot_be_used_fails_the_case(measure):
     lab = Lab()
     unusable = WarmedUp(samples_ns=(), settled=False, unusable="it waits for the device")
-    lab.script["a", "warm_up"] = [Reply(warmed_up=unusable)]
+    lab.script["a", "warm_up"] = [unusable]
     found = measure(["a"], lab)
     assert found["a"].stage == "time"
     assert "it waits for the device" in found["a"].why
@@ -486,7 +487,7 @@ def test_the_only_timer_that_cannot_be_used_fails_the_case(measure):
 def test_throttled_slots_are_kept_and_tagged(measure):
     lab = Lab()
     hot = Slot(samples_ns=(1_000_000,) * 10, throttle=("hw_thermal",), sm_clock_mhz=900)
-    lab.script |= {("a", command): [Reply(slot=hot)] * 50 for command in SLOTS}
+    lab.script |= {("a", command): [Sampled(slot=hot)] * 50 for command in SLOTS}
     found = measure(["a"], lab)
     assert isinstance(found["a"], Measured)
     assert "throttled" in [note.code for note in found["a"].notes]
@@ -521,7 +522,7 @@ def measure_lengths(dense_case, keeper):
         run = _Run(executor, Machine(device="cpu"), keeper, planned, ())
         run.ceilings = {matmul_key("float32"): 1e30}
         run._measure_all(None)
-        verified = [name for name, command, _, _ in lab.asked if command == "verify"]
+        verified = [name for name, command, _ in lab.asked if command == "verify"]
         return verified, {(row.case.workload.seq_len, row.case.implementation): row.outcome for row in keeper.kept}
 
     return go
@@ -563,7 +564,7 @@ def test_references_are_measured_after_every_length_has_a_row(measure_lengths):
 
 
 def test_another_case_gives_the_least_row_where_the_best_is_wrong(measure_lengths):
-    wrong = Reply(verification=Verification(checks=(Check(name="out", passed=False),)), why="out is zero")
+    wrong = Verified(verification=Verification(checks=(Check(name="out", passed=False),)), why="out is zero")
     verified, outcomes = measure_lengths(45.0, {("best", "verify"): [wrong] * 3})
     assert verified[:2] == ["best", "slow"]
     assert {length for (length, _), outcome in outcomes.items() if isinstance(outcome, Measured)} == {64, 128, 256}

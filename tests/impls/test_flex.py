@@ -243,14 +243,6 @@ def test_kernel_options_of_another_form_are_refused(text: str) -> None:
         flex.read_options(text)
 
 
-def test_flash_attention_4_is_tried_in_half_precision() -> None:
-    found = {
-        (itemsize, backward): flex.candidates(64, itemsize, backward)
-        for itemsize, backward in product((2, 4), (False, True))
-    }
-    assert found == {(2, False): ("BACKEND=FLASH",), (2, True): ("BACKEND=FLASH",), (4, False): (), (4, True): ()}
-
-
 @pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(
     ("name", "mask"),

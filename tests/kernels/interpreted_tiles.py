@@ -1,4 +1,4 @@
-"""`fused` with tile shapes as suite `tiles` asks for them, in Triton's interpreter: prints how far each is off.
+"""`fused` with tile shapes given as text, in Triton's interpreter: prints how far each is off.
 
 A script of its own, because TRITON_INTERPRET is read when a kernel is decorated.
 """

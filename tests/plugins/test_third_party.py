@@ -7,9 +7,9 @@ import pytest
 
 from dilabench.choice.over_ranks import expected_seconds
 from dilabench.choice.rules import choose
+from dilabench.engine.case_spec import worker_key
 from dilabench.engine.method import choose_method
 from dilabench.engine.plausibility import unproven_backend
-from dilabench.engine.worker.protocol import worker_key
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
 from dilabench.plugins.manager import discover

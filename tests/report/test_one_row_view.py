@@ -218,7 +218,6 @@ FINDINGS = (
     "h200-field-two-gpus",
     "h200-range-ragged",
     "h200-ring-cli",
-    "h200-tiles",
 )
 TIMES = {"time", "median", "median of ours", "total", "best"}
 SIZES = {"memory", "peak memory"}

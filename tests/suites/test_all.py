@@ -27,7 +27,7 @@ def test_every_suite_is_there_in_order_and_every_case_once(catalogue, machine):
     assert len({plan.case.case_id for plan in planned}) == len(planned)
     suites = list(dict.fromkeys(plan.labels["suite"] for plan in planned))
     assert suites[: len(ORDER)] == list(ORDER)
-    assert set(suites) >= set(catalogue.suites.names) - {"all", *LAST, "ring", "distributed", "tiles"}
+    assert set(suites) >= set(catalogue.suites.names) - {"all", *LAST, "ring", "distributed"}
     assert LAST.isdisjoint(suites)
 
 
@@ -60,3 +60,9 @@ def test_options_of_no_suite_are_refused(catalogue):
 
 def test_it_has_a_budget_of_its_own(catalogue):
     assert run_request(catalogue, suite="all").budget_s == 900
+
+
+def test_an_option_of_no_suite_is_refused(catalogue):
+    request = run_request(catalogue, suite="all", run={"options": {"bygone": 1}})
+    with pytest.raises(ConfigError, match="has no option 'bygone'; it has chunked, gradient_checkpointing, "):
+        expand(catalogue, CPU, request)

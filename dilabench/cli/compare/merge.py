@@ -1,4 +1,4 @@
-"""`dilabench merge`: shards of a run, or runs of different workloads, as one record."""
+"""`dilabench merge`: the shards of a run as one record."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +13,7 @@ from dilabench.units import counted
 
 def merge(
     runs: Annotated[
-        list[str], typer.Argument(metavar="RUN", help="Folders, run.json files or ids (`dilabench history`) of runs.")
+        list[str], typer.Argument(metavar="RUN", help="Folders, run.json files or ids (`dilabench history`) of shards.")
     ],
     output: Annotated[
         Path,
@@ -22,11 +22,10 @@ def merge(
     ] = DEFAULT_FOLDER,
     as_json: AsJson = False,
 ) -> None:
-    """Join records of one machine into one record, which every other command accepts as a run.
+    """Join the shards of a run (`run --shard 2/8`) into one record, which every other command accepts as a run.
 
-    All shards of a run (`run --shard 2/8`), or runs of different workloads, measured in the same way. Refused:
-    unfinished runs, overlapping or missing shards, rows of one workload from two runs, times without a passed
-    verification, edited records. The runs themselves are not changed.
+    Refused: runs that are no shards, unfinished runs, overlapping or missing shards, shards of different machines,
+    times without a passed verification, edited records. The shards themselves are not changed.
     """
     from dilabench.comparison.fingerprint import soft_warnings
     from dilabench.store.lookup import Store

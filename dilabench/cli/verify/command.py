@@ -13,7 +13,7 @@ from dilabench.cli.run.options import Implementations, Lengths, Processes
 from dilabench.cli.run.progress_bar import CheckedLines
 from dilabench.cli.terminal import ROW_INDENT, say, say_folded
 from dilabench.cli.verify.everything import SIGNS, Marks
-from dilabench.engine.worker.outcomes import Outcome, outcomes_of, said_of
+from dilabench.engine.outcomes import Outcome, outcomes_of, said_of
 from dilabench.errors import ExitCode, exit_code_for
 from dilabench.machine import detect
 from dilabench.record import PlannedCase

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from dilabench.cli.terminal import Lines, say, say_folded
-from dilabench.engine.worker.outcomes import Result
+from dilabench.engine.outcomes import Result
 from dilabench.runs.verification import Trial, families_of_patterns
 
 HEAD = ("implementation", "backend", "dtype")

@@ -28,10 +28,10 @@ from dilabench.engine.call.chunked_queries import build_in_chunks, checkpointed
 from dilabench.engine.call.compile_and_graph import OptimizedShards, compiled, compiling, graphed
 from dilabench.engine.call.inputs import InputSet, InputStore, make_inputs, rank_seed
 from dilabench.engine.call.returned import UnusableFunctionError, no_gradient, not_callable, not_plain
+from dilabench.engine.call.specs import CaseSpec
 from dilabench.engine.call.timed_calls import KeptCall, TimedCalls
 from dilabench.engine.call.torch_settings import settings_kept
 from dilabench.engine.device.device import device_of
-from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.metadata import (
     BUFFER_POOL_HELD_BYTES,
     CUDA_GRAPH_BYTES,

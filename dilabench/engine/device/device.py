@@ -281,12 +281,10 @@ def measure_ceilings(device: torch.device, dtypes: Sequence[str]) -> dict[str, f
     In float32 also the rate of tensor cores, if any, which bounds it too (`metadata.peak_flops`). Without tensor cores
     half precision may be multiplied in float32, so its rate is the larger of the two.
     """
-    from dilabench.engine.call.inputs import TORCH_DTYPE
-
     hardware = device_of(device)
 
     def product_seconds(dtype: str, size: int) -> float:
-        left = torch.randn(size, size, device=device).to(TORCH_DTYPE[dtype])
+        left = torch.randn(size, size, device=device).to(getattr(torch, dtype))
         out = torch.empty_like(left)
         return _best_seconds(lambda: torch.matmul(left, left, out=out), hardware)
 

@@ -60,8 +60,8 @@ def main(device_kind: str, spec_json: str) -> dict[str, int]:
 
     from dilabench.engine.call.inputs import InputStore
     from dilabench.engine.call.prepared_call import PreparedCall
+    from dilabench.engine.call.specs import CaseSpec
     from dilabench.engine.device.device import device_of
-    from dilabench.engine.worker.protocol import CaseSpec
 
     device = torch.device(device_kind)
     # The first use of a device sets it up.

@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 
+from dilabench.engine.call.specs import CaseSpec
 from dilabench.engine.trace.lengths import traced
-from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.errors import first_line
 from dilabench.plugins.boundary import place
 

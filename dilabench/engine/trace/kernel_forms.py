@@ -164,25 +164,6 @@ def _xformers_backward(
     return gradients  # type: ignore[return-value]
 
 
-class _Flash4Function(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = _result(q)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor, _dlse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, out, lse = ctx.saved_tensors
-        return _flash4_backward(q, k, v, out, dout, lse)
-
-
-def _flash4_function(q: Tensor, k: Tensor, v: Tensor, **_options: Any) -> tuple[Tensor, Tensor]:
-    out, lse = _Flash4Function.apply(q, k, v)
-    return out, lse
-
-
 class _FlexFunction(torch.autograd.Function):
     """FlexAttention as compiled, on [B, H, N, D]: out has the strides of q; the backward pass starts with a copy of
     dout.
@@ -237,13 +218,11 @@ def _libraries() -> dict[str, ModuleType]:
         memory_efficient_attention_forward_requires_grad=_xformers_forward,
         memory_efficient_attention_backward=_xformers_backward,
     )
-    cute = SimpleNamespace(jit=lambda function: function)
     modules = [
         _module("xformers"),
         _module("xformers.ops", fmha=fmha),
         fmha,
         bias,
-        _module("cutlass", cute=cute),
         _module("flash_attn"),
         _module(
             "flash_attn.flash_attn_interface",
@@ -262,9 +241,7 @@ def _libraries() -> dict[str, ModuleType]:
             "flash_attn.cute.interface",
             _flash_attn_fwd=_flash4_forward,
             _flash_attn_bwd=_flash4_backward,
-            flash_attn_func=_flash4_function,
         ),
-        _module("flash_attn.cute.block_sparsity", BlockSparseTensorsTorch=lambda *parts, **_: parts),
     ]
     return {module.__name__: module for module in modules}
 

@@ -10,9 +10,9 @@ from math import inf
 
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from dilabench.engine.call.specs import CaseSpec
 from dilabench.engine.trace.storages import TooLongError
 from dilabench.engine.trace.traced_memory import trace
-from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.record import MemoryPlan
 from dilabench.workload.cuts import uncut_step
 from dilabench.workload.spec import Workload

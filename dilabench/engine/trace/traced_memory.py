@@ -14,9 +14,9 @@ from dilabench.contracts import AttentionFn, BuildContext, PatternCache
 from dilabench.distributed.single_rank import SingleRank
 from dilabench.engine.call.chunked_queries import build_in_chunks, checkpointed
 from dilabench.engine.call.inputs import TORCH_DTYPE, input_shapes
+from dilabench.engine.call.specs import CaseSpec
 from dilabench.engine.trace.kernel_forms import kernel_forms
 from dilabench.engine.trace.storages import CPU, CUDA, Storages, following
-from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.record import MemoryPlan
 
 MOST_RANKS = 16

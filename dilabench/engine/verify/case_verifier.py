@@ -9,11 +9,11 @@ from dilabench.choice.computation import load_backend
 from dilabench.choice.descriptors import load_target
 from dilabench.contracts import AttentionFn, BuildContext
 from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.call.specs import SecondSpec
 from dilabench.engine.device.device import device_of
 from dilabench.engine.verify import Oracle, summary, verify
 from dilabench.engine.verify.call import OnHost
 from dilabench.engine.verify.confirmed import Confirmed
-from dilabench.engine.worker.protocol import SecondSpec
 from dilabench.record import Verification
 from dilabench.workload.spec import Workload
 

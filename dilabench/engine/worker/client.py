@@ -1,19 +1,27 @@
-"""Worker processes as the runner sees them: send a command, wait for its answer, say why one died. No torch."""
+"""Worker processes as the runner sees them: send a command, wait for the answers, say why one died. No torch."""
 
 import contextlib
-import json
+import os
 import re
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, Protocol, Self, cast
 
+from dilabench.engine.temporary_folder import temporary_folder
 from dilabench.engine.worker.main import serve
 from dilabench.engine.worker.process import Child, worker_context
-from dilabench.engine.worker.protocol import Command, CommandName, Hello, RankState, Reply, TroubleCode, WorkerSettings
+from dilabench.engine.worker.protocol import REPLY, Command, ReplyT, WorkerSettings
+from dilabench.engine.worker.replies import Hello, RankState, Reply, Trouble, TroubleCode, out_of_step
 from dilabench.errors import said
 
 START_TIMEOUT_S = 180.0
+# Other ranks may report their own failures for this long after the first one's.
+GRACE_S = 5.0
+# While the answer of one rank is waited for, the others are looked at so often.
+LOOK_S = 0.5
 
 
 class WorkerFailure(Exception):  # noqa: N818 (it is the failure that the row tells of)
@@ -36,11 +44,25 @@ class WorkerFailure(Exception):  # noqa: N818 (it is the failure that the row te
         self.state = state
 
 
-class Worker:
-    """One process that prepares cases and answers commands about them, one at a time."""
+def answered(reply: Reply) -> Reply:
+    """The answer to a command. Raises WorkerFailure for a reply that tells of trouble."""
+    if isinstance(reply, Trouble):
+        raise WorkerFailure(reply.code, reply.why, died=reply.fatal, traceback=reply.traceback, state=reply.state)
+    return reply
 
-    def __init__(self, key: str, settings: WorkerSettings) -> None:
-        self.key = key
+
+def no_answer(doing: str, timeout_s: float) -> str:
+    """The reason of a worker that was ended because it did not answer."""
+    return f"no answer to {doing!r} within {timeout_s:.3g} s (a hang, or far too slow); the worker was ended"
+
+
+class WorkerProcess:
+    """One process on this machine. Commands are sent to it one at a time, and each answer is taken later.
+
+    Its first answer, `hello`, comes unasked.
+    """
+
+    def __init__(self, settings: WorkerSettings) -> None:
         # One thread asks and another may end the whole group; the file descriptor must be closed only once.
         self._ending = threading.Lock()
         self._connection, theirs = worker_context().Pipe()
@@ -48,36 +70,50 @@ class Worker:
         try:
             self._start()
             theirs.close()
-            hello = self._receive("start", START_TIMEOUT_S).hello
         except BaseException:
             self.kill()
             raise
-        assert hello is not None
-        self.hello: Hello = hello
 
     @property
     def alive(self) -> bool:
         """Whether the process exists and its pipe is open."""
         return not self._connection.closed and self._child.alive
 
-    def ask(self, name: CommandName, handle: str = "", *, timeout_s: float, **arguments: Any) -> Reply:
-        """Send a command and wait for its answer.
-
-        Raises WorkerFailure when the command raised, the process died, or no answer came in `timeout_s` seconds.
-        """
-        command = Command(name=name, handle=handle, timeout_s=timeout_s, arguments=arguments)
-        try:
+    def send(self, command: Command[Any]) -> None:
+        """Send a command; a process that has died says so when its answer is taken."""
+        with contextlib.suppress(OSError, ValueError):
             self._connection.send_bytes(command.model_dump_json().encode())
+
+    def arrived(self, within_s: float = 0.0) -> bool:
+        """Whether an answer is there, or comes within some seconds; True if none will come, because it has died."""
+        try:
+            return bool(wait([self._connection, self._child.sentinel], timeout=max(0.0, within_s)))
         except (OSError, ValueError):
-            raise self._death(name) from None
-        reply = self._receive(name, timeout_s)
-        if reply.trouble is not None:
-            trouble = reply.trouble
-            traceback = _joined(trouble.traceback, self._child.output)
-            if trouble.fatal:
+            # Another thread has ended the process.
+            return True
+
+    def take(self, doing: str) -> Reply:
+        """The answer that has arrived. Raises WorkerFailure when the command raised or the process died."""
+        try:
+            # A dead process may have answered before it died.
+            if not self._connection.poll():
+                raise EOFError
+            reply = REPLY.validate_json(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            raise self._death(doing) from None
+        try:
+            return answered(reply)
+        except WorkerFailure as failure:
+            failure.traceback = _joined(failure.traceback, self._child.output)
+            if failure.died:
                 self.kill()
-            raise WorkerFailure(trouble.code, trouble.why, died=trouble.fatal, traceback=traceback, state=reply.state)
-        return reply
+            raise
+
+    def late(self, doing: str, timeout_s: float) -> WorkerFailure:
+        """End a process that has not answered, and return the failure."""
+        output = self._child.output
+        self.kill()
+        return WorkerFailure("timeout", no_answer(doing, timeout_s), died=True, traceback=_joined(None, output))
 
     def _start(self) -> None:
         try:
@@ -96,22 +132,6 @@ class Worker:
             self._child.kill()
             self._connection.close()
 
-    def _receive(self, doing: str, timeout_s: float) -> Reply:
-        connection = self._connection
-        ready = wait([connection, self._child.sentinel], timeout=max(0.0, timeout_s))
-        if not ready:
-            output = self._child.output
-            self.kill()
-            why = f"no answer to {doing!r} within {timeout_s:.3g} s (a hang, or far too slow); the worker was ended"
-            raise WorkerFailure("timeout", why, died=True, traceback=_joined(None, output))
-        try:
-            # A dead process may have answered before it died.
-            if connection not in ready and not connection.poll():
-                raise EOFError
-            return Reply.model_validate(json.loads(connection.recv_bytes()))
-        except (EOFError, OSError):
-            raise self._death(doing) from None
-
     def _death(self, doing: str) -> WorkerFailure:
         ending = self._child.ending()
         self.kill()
@@ -123,6 +143,172 @@ class Worker:
         if raised := _RAISED.findall(ending.output):
             why += f" ({raised[-1]})"
         return WorkerFailure("crash", why, died=True, traceback=traceback)
+
+
+class RankProcess(Protocol):
+    """The worker process of one rank, here or at another process of torchrun (`WorkerProcess`)."""
+
+    @property
+    def alive(self) -> bool: ...
+    def send(self, command: Command[Any]) -> None: ...
+    def arrived(self, within_s: float = 0.0) -> bool: ...
+    def take(self, doing: str) -> Reply: ...
+    def late(self, doing: str, timeout_s: float) -> WorkerFailure: ...
+    def kill(self) -> None: ...
+
+
+class Launcher(Protocol):
+    """Starts the worker process of a rank, and has a store for several ranks to meet at.
+
+    `gpus_here`: which of the machine's GPUs (positions in `Machine.gpus`) on this host a group of that size uses.
+    """
+
+    def gpus_here(self, ranks: int) -> Sequence[int]: ...
+    def open_store(self) -> str: ...
+    def close_store(self, store: str) -> None: ...
+    def start(self, settings: WorkerSettings) -> RankProcess: ...
+
+
+class ThisMachine:
+    """Every rank on this machine, rank r on its GPU r; they meet at a file."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, contextlib.ExitStack] = {}
+
+    def gpus_here(self, ranks: int) -> Sequence[int]:
+        """GPU r for rank r, in order."""
+        return range(ranks)
+
+    def open_store(self) -> str:
+        """The path of a file in a new temporary folder."""
+        # gloo would otherwise look the host's name up, which not every machine can.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        folder = contextlib.ExitStack()
+        store = str(folder.enter_context(temporary_folder("ranks")) / "store")
+        self._folders[store] = folder
+        return store
+
+    def close_store(self, store: str) -> None:
+        """Remove the file and its folder."""
+        if store in self._folders:
+            self._folders.pop(store).close()
+
+    def start(self, settings: WorkerSettings) -> RankProcess:
+        """Start a worker process on this machine."""
+        gpu = settings.rank if settings.world_size > 1 else settings.gpu
+        return WorkerProcess(settings.model_copy(update={"gpu": gpu}))
+
+
+class Worker:
+    """The processes that prepare cases and answer commands about them, one at a time: one, or one for each of N ranks.
+
+    `key`: ends in '@N' for N ranks. `launcher`: where they run, by default on this machine. `hello`: the first words of
+    rank 0, once they have met. Raises WorkerFailure if one cannot be started.
+
+    If a rank fails or dies, the others wait for it in a collective: they get a moment to report their own failures,
+    then they are killed, and the first reason is reported.
+    """
+
+    def __init__(self, key: str, settings: WorkerSettings, launcher: Launcher | None = None) -> None:
+        self.key = key
+        self.hello: Hello
+        size = int(key.partition("@")[2] or 1)
+        self._launcher = launcher or ThisMachine()
+        self._store = self._launcher.open_store() if size > 1 else ""
+        self._ranks: list[RankProcess] = []
+        try:
+            for rank in range(size):
+                own = {"rank": rank, "world_size": size, "store": self._store}
+                self._ranks.append(self._launcher.start(settings.model_copy(update=own)))
+        except BaseException:
+            self.kill()
+            raise
+
+    def meet(self) -> Self:
+        """Wait for the first words of the processes, before anything is asked.
+
+        Raises WorkerFailure if a process does not start, or is ended meanwhile.
+        """
+        try:
+            hello = self._answers("start", START_TIMEOUT_S)[0]
+        except BaseException:
+            self.kill()
+            raise
+        assert isinstance(hello, Hello)
+        self.hello = hello
+        return self
+
+    @property
+    def alive(self) -> bool:
+        """Whether every process exists and can be reached."""
+        return bool(self._ranks) and all(process.alive for process in self._ranks)
+
+    def ask(self, command: Command[ReplyT], handle: str = "", *, timeout_s: float) -> ReplyT:
+        """Send a command about a case to all ranks and merge their answers.
+
+        Raises WorkerFailure when the command raised, a process died, or no answer came in `timeout_s` seconds.
+        """
+        command = command.model_copy(update={"handle": handle, "timeout_s": timeout_s})
+        for rank, process in enumerate(self._ranks):
+            process.send(command.for_rank(rank))
+        # The answer to a command is of the command's kind.
+        replies = cast("list[ReplyT]", self._answers(command.name, timeout_s))
+        return replies[0] if len(replies) == 1 else replies[0].merged(replies)
+
+    def kill(self) -> None:
+        """Kill the processes and all that they started."""
+        self._end()
+        if self._store:
+            self._launcher.close_store(self._store)
+
+    def _end(self) -> None:
+        """End all ranks at the same time: one that outlives another sees its memory and its messages vanish."""
+        with ThreadPoolExecutor(len(self._ranks) or 1) as threads:
+            list(threads.map(lambda process: process.kill(), self._ranks))
+
+    def _answers(self, doing: str, timeout_s: float) -> list[Reply]:
+        """The answers of all ranks. Raises WorkerFailure with the cause if one fails or is late."""
+        replies: dict[int, Reply] = {}
+        failures: dict[int, tuple[float, WorkerFailure]] = {}
+        waiting = dict(enumerate(self._ranks))
+        deadline = time.monotonic() + timeout_s
+        while waiting and (left_s := deadline - time.monotonic()) > 0:
+            next(iter(waiting.values())).arrived(min(left_s, LOOK_S) if len(self._ranks) > 1 else left_s)
+            for rank in [rank for rank, process in waiting.items() if process.arrived()]:
+                try:
+                    replies[rank] = waiting.pop(rank).take(doing)
+                except WorkerFailure as failure:
+                    if not failures:
+                        deadline = min(deadline, time.monotonic() + GRACE_S)
+                    failures[rank] = time.monotonic(), failure
+        if waiting and not failures:
+            failures = {rank: (time.monotonic(), process.late(doing, timeout_s)) for rank, process in waiting.items()}
+        states = {rank: reply.state for rank, reply in replies.items()}
+        states |= {rank: failure.state for rank, (_, failure) in failures.items()}
+        why = out_of_step([states.get(rank) for rank in range(len(self._ranks))])
+        if why or 0 < len(failures) < len(self._ranks) or any(failure.died for _, failure in failures.values()):
+            # From here on a rank could mistake a message of one call for a message of another.
+            self._end()
+        if failures:
+            cause = _first_cause(failures, everyone=len(self._ranks) == len(failures))
+            cause.died |= bool(why)
+            raise cause
+        if why:
+            raise WorkerFailure("out_of_step", f"{why}; the ranks were ended", died=True)
+        return [replies[rank] for rank in range(len(self._ranks))]
+
+
+def _first_cause(failures: dict[int, tuple[float, WorkerFailure]], everyone: bool) -> WorkerFailure:
+    """The failure that caused the others, with its rank; without a rank when every rank reports the same."""
+
+    def order(item: tuple[int, tuple[float, WorkerFailure]]) -> tuple[bool, bool, float]:
+        at, failure = item[1]
+        return failure.code == "peer_lost", failure.code == "timeout", at
+
+    rank, (_, cause) = min(failures.items(), key=order)
+    same = everyone and len({failure.why for _, failure in failures.values()}) == 1
+    why = cause.why if same else f"rank {rank}: {cause.why}"
+    return WorkerFailure(cause.code, why, died=not same or cause.died, traceback=cause.traceback)
 
 
 # The last line of a traceback.
@@ -152,6 +338,7 @@ class WorkerPool:
             worker = self._resident[key] = self._start(key, self.settings)
             if self._over:
                 worker.kill()
+            worker.meet()
         if self._over:
             raise WorkerFailure("crash", "the command was ended", died=True)
         return worker
@@ -161,7 +348,7 @@ class WorkerPool:
         """A new worker; it is ended when the block is left."""
         worker = self._start(key, self.settings)
         try:
-            yield worker
+            yield worker.meet()
         finally:
             worker.kill()
 

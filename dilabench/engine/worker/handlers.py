@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,9 +21,7 @@ from dilabench.distributed.world import World
 from dilabench.engine.call.compile_and_graph import OptimizationUnusableError
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.intact import restored
-from dilabench.engine.call.isolated_call import measure_isolated
 from dilabench.engine.call.kernel_trace import kernel_ledger, profiled
-from dilabench.engine.call.overlap_timing import time_parts
 from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.call.returned import UnusableFunctionError
@@ -35,19 +34,38 @@ from dilabench.engine.verify import summary
 from dilabench.engine.verify.case_verifier import CaseVerifier
 from dilabench.engine.verify.timed_outputs import TimedOutputs
 from dilabench.engine.warmup import WarmUpLimits, WarmUpResult, warm_up
+from dilabench.engine.worker.isolated_call import measure_isolated
+from dilabench.engine.worker.overlap_timing import time_parts
 from dilabench.engine.worker.protocol import (
-    CaseSpec,
     Command,
-    CommandName,
+    Diagnose,
+    MeasureCeilings,
+    MeasureIsolated,
+    MeasureMemory,
+    Prepare,
+    Profile,
+    Release,
+    TakeSlot,
+    Verify,
+    WarmUp,
+    WorkerSettings,
+)
+from dilabench.engine.worker.replies import (
+    Ceilings,
+    Diagnosed,
     Hello,
+    Isolated,
+    MemoryMeasured,
     Prepared,
+    Profiled,
     RankState,
+    Released,
     Reply,
-    TimerSpec,
+    Sampled,
     Trouble,
     TroubleCode,
+    Verified,
     WarmedUp,
-    WorkerSettings,
 )
 from dilabench.errors import PluginError, encodable, first_line, text_of
 from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, TRANSPORT, refuse_unknown
@@ -87,33 +105,32 @@ class Handlers:
         self._input_store = InputStore(self.device)
         self._verifier = CaseVerifier(self.device)
         self._clocks = clocks_of(self._hardware.uuid)
-        self._commands: dict[CommandName, Callable[[Command], Reply]] = {
-            "prepare": self._prepare,
-            "verify": self._verify,
-            "kernels": self._kernels,
-            "warm_up": self._warm_up,
-            "slot": self._slot,
-            "last_slot": self._slot,
-            "diagnose": self._diagnose,
-            "memory": self._memory,
-            "ceilings": self._ceilings,
-            "release": self._release,
-            "isolated": self._isolated,
+        self._commands: dict[type[Command[Any]], Callable[[Any], Reply]] = {
+            Prepare: self._prepare,
+            Verify: self._verify,
+            Profile: self._profile,
+            WarmUp: self._warm_up,
+            TakeSlot: self._slot,
+            Diagnose: self._diagnose,
+            MeasureMemory: self._memory,
+            MeasureCeilings: self._ceilings,
+            Release: self._release,
+            MeasureIsolated: self._isolated,
         }
 
     def hello(self) -> Hello:
         """Process id and torch facts of this worker."""
         return Hello(pid=os.getpid(), torch=describe_torch(self._hardware))
 
-    def answer(self, command: Command) -> Reply:
-        """Carry out a command; an exception becomes the reply's `trouble`."""
+    def answer(self, command: Command[Any]) -> Reply:
+        """Carry out a command; an exception becomes `Trouble`."""
         try:
             with settings_kept({}):
                 if self._world is not None:
                     # Shorter than the caller's limit, so that this rank can report what it waits for.
                     limit_s = command.timeout_s
                     self._world.limit_waits(None if limit_s is None else SHARE_OF_TIMEOUT * limit_s)
-                reply = self._commands[command.name](command)
+                reply = self._commands[type(command)](command)
                 if replaced := restored():
                     raise UnusableFunctionError(f"{' and '.join(replaced)}; it was put back")
                 if self._world is not None:
@@ -121,7 +138,7 @@ class Handlers:
         # The worker boundary: code of any plug-in runs in here and may raise or exit as it likes.
         except (Exception, SystemExit) as error:  # noqa: BLE001
             restored()
-            reply = Reply(trouble=self._trouble(error))
+            reply = self._trouble(error)
         return reply if self._world is None else reply.model_copy(update={"state": self._state(command.handle)})
 
     def _state(self, handle: str) -> RankState:
@@ -133,16 +150,16 @@ class Handlers:
             received=tuple((messages, nbytes) for messages, nbytes in counts.received),
         )
 
-    def _prepare(self, command: Command) -> Reply:
-        spec = CaseSpec.model_validate(command.arguments["spec"])
+    def _prepare(self, command: Prepare) -> Prepared:
+        spec = command.spec
         # To look for garbage takes tens of milliseconds.
         if spec.handle in self._calls:
             self._drop(spec.handle)
         call = PreparedCall(spec, self.device, self._input_store, self._joined())
         self._calls[spec.handle] = call
         self._checkers[spec.handle] = TimedOutputs(call)
-        prepared = Prepared(setup_ns=call.setup_ns, call_ns=call.call_ns)
-        return Reply(prepared=prepared, notes=(*call.notes, *_settings_notes(call.changed_settings)))
+        notes = (*call.notes, *_settings_notes(call.changed_settings))
+        return Prepared(setup_ns=call.setup_ns, call_ns=call.call_ns, notes=notes)
 
     def _joined(self) -> World | None:
         """The world of this worker's ranks, joined at the first case; None for a worker without other ranks."""
@@ -154,42 +171,44 @@ class Handlers:
             )
         return self._world
 
-    def _verify(self, command: Command) -> Reply:
+    def _verify(self, command: Verify) -> Verified:
         verification, why = self._verifier.verify(self._calls[command.handle])
         self._checkers[command.handle].know(verification)
         self._hardware.release_cached()
-        return Reply(verification=verification, why=why)
+        return Verified(verification=verification, why=why)
 
-    def _kernels(self, command: Command) -> Reply:
-        trace, call = command.arguments.get("trace"), self._calls[command.handle]
+    def _profile(self, command: Profile) -> Profiled:
+        trace, call = command.trace, self._calls[command.handle]
         # On a CPU one call shows both; in mode backward the forward pass, which belongs to the peak, is not in it.
         with_memory = self._hardware.profiles_memory and call.workload.mode != "backward"
         if with_memory:
             gc.collect()
         seen = profiled(call.fresh(), self.device, memory=with_memory)
         kernels = kernel_ledger(seen, self.device, Path(trace) if trace else None)
-        return Reply(kernels=kernels, memory=measure_memory(call, seen) if with_memory else None)
+        return Profiled(kernels=kernels, memory=measure_memory(call, seen) if with_memory else None)
 
-    def _warm_up(self, command: Command) -> Reply:
-        call = self._calls[command.handle]
-        spec = TimerSpec.model_validate(command.arguments["timer"])
-        limits = WarmUpLimits.model_validate(command.arguments["limits"])
+    def _warm_up(self, command: WarmUp) -> WarmedUp:
+        call, spec = self._calls[command.handle], command.timer
         # Timing begins when all cases of the group are verified; the oracle's tensors must not crowd the device.
         self._verifier.forget()
         try:
             timer: SampleTimer = HeldTimer(spec.target, call)
         except TimerUnusableError as reason:
-            return Reply(warmed_up=WarmedUp(samples_ns=(), settled=False, unusable=str(reason)))
+            return WarmedUp(samples_ns=(), settled=False, unusable=str(reason))
         self._timers[command.handle, spec.name] = timer
         self._calls_here[spec.name] = not spec.fresh_process
         gc.collect()
         kept = settings_kept(call.changed_settings)
         with no_collection(), kept, self._hardware.high_water() as process, call.timed_calls.slot():
-            result = self._warmed(timer, call, limits)
+            result = self._warmed(timer, call, command.limits)
         if result.samples_ns:
             self._weighed.add(command.handle)
-        warmed = WarmedUp(samples_ns=result.samples_ns, settled=result.settled, notes=self._notes(timer))
-        return Reply(warmed_up=warmed, process_bytes=max(process, default=None) if result.samples_ns else None)
+        return WarmedUp(
+            samples_ns=result.samples_ns,
+            settled=result.settled,
+            notes=self._notes(timer),
+            process_bytes=max(process, default=None) if result.samples_ns else None,
+        )
 
     def _warmed(self, timer: SampleTimer, call: PreparedCall, limits: WarmUpLimits) -> WarmUpResult:
         world = self._world
@@ -203,13 +222,13 @@ class Handlers:
             clock=lambda: world.max_over_ranks([time.monotonic_ns()])[0] * 1e-9,
         )
 
-    def _slot(self, command: Command) -> Reply:
+    def _slot(self, command: TakeSlot) -> Sampled:
         """Samples; after the last slot also the check of its last call and of random calls of all slots. A call cannot
         tell which of the two it is in. Raises PluginError for a timer that made fewer calls than samples.
         """
-        timer, call = self._timers[command.handle, command.arguments["timer"]], self._calls[command.handle]
+        timer, call = self._timers[command.handle, command.timer], self._calls[command.handle]
         checker, timed = self._checkers[command.handle], call.timed_calls
-        last, wanted = command.name == "last_slot", command.arguments["count"]
+        last, wanted = command.last, command.count
         count = max(wanted, CHECKED_CALLS) if last else wanted
         # A call too long to be warmed up is weighed in its first slot.
         weighed: AbstractContextManager[list[int]] = nullcontext([])
@@ -230,8 +249,8 @@ class Handlers:
                     self._world.confirm_counts()
             clocks = self._clocks.read()
         made = timed.calls - timed.unmade
-        if made < count and self._calls_here[command.arguments["timer"]]:
-            raise PluginError(f"timer {command.arguments['timer']!r} gave {count} samples of {made} calls")
+        if made < count and self._calls_here[command.timer]:
+            raise PluginError(f"timer {command.timer!r} gave {count} samples of {made} calls")
         slot = Slot(
             samples_ns=samples.samples_ns[-wanted:],
             enqueue_ns=samples.enqueue_ns[-wanted:],
@@ -246,7 +265,7 @@ class Handlers:
         if replaced:
             found = Check(name=CheckName.INTACT, passed=False, detail=f"after a timed call {' and '.join(replaced)}")
             verification = Verification(checks=(found,))
-        return Reply(
+        return Sampled(
             slot=slot,
             notes=(*self._notes(timer), *_settings_notes(call.changed_settings)),
             counters=call.counters(),
@@ -272,30 +291,28 @@ class Handlers:
         message = f"messages go by {world.transport}, whose kernels wait for attention kernels and slow them down"
         return *notes, MESSAGES_BY_KERNELS.note(message)
 
-    def _diagnose(self, command: Command) -> Reply:
-        spec = TimerSpec.model_validate(command.arguments["timer"])
+    def _diagnose(self, command: Diagnose) -> Diagnosed:
+        timer = partial(HeldTimer, command.timer.target)
         with no_collection():
-            parts = time_parts(self._calls[command.handle], partial(HeldTimer, spec.target), command.arguments["turns"])
+            parts = time_parts(self._calls[command.handle], timer, command.turns)
         gc.collect()
         self._hardware.release_cached()
-        return Reply(diagnostics=parts)
+        return Diagnosed(diagnostics=parts)
 
-    def _memory(self, command: Command) -> Reply:
-        return Reply(memory=measure_memory(self._calls[command.handle]))
+    def _memory(self, command: MeasureMemory) -> MemoryMeasured:
+        return MemoryMeasured(memory=measure_memory(self._calls[command.handle]))
 
-    def _ceilings(self, command: Command) -> Reply:
-        ceilings = measure_ceilings(self.device, command.arguments["dtypes"])
+    def _ceilings(self, command: MeasureCeilings) -> Ceilings:
+        ceilings = measure_ceilings(self.device, command.dtypes)
         self._hardware.release_cached()
-        return Reply(ceilings=ceilings)
+        return Ceilings(ceilings=ceilings)
 
-    def _isolated(self, command: Command) -> Reply:
-        spec = CaseSpec.model_validate(command.arguments["spec"])
-        limit_bytes, seconds = command.arguments["limit_bytes"], command.arguments["seconds"]
-        return Reply(isolated=measure_isolated(spec, self.device, limit_bytes, seconds, self._joined()))
+    def _isolated(self, command: MeasureIsolated) -> Isolated:
+        return measure_isolated(command.spec, self.device, command.limit_bytes, command.seconds, self._joined())
 
-    def _release(self, command: Command) -> Reply:
+    def _release(self, command: Release) -> Released:
         self._drop(command.handle)
-        return Reply()
+        return Released()
 
     def _drop(self, handle: str) -> None:
         """Forget a case; with the last one go the shared inputs and the memory that the allocator holds."""

@@ -5,13 +5,13 @@ This module is light, because the runner names `serve` as the entry; the work is
 
 import contextlib
 import ctypes
-import json
 import os
 import signal
 import sys
 from multiprocessing.connection import Connection
 
-from dilabench.engine.worker.protocol import Command, Reply, WorkerSettings
+from dilabench.engine.worker.protocol import COMMAND, WorkerSettings
+from dilabench.engine.worker.replies import Reply
 
 LOG_LIMIT_BYTES = 1 << 20
 PR_SET_PDEATHSIG = 1
@@ -23,14 +23,14 @@ def serve(connection: Connection, settings_json: str, log_path: str) -> None:
     from dilabench.engine.worker.handlers import Handlers
 
     handlers = Handlers(WorkerSettings.model_validate_json(settings_json))
-    _send(connection, Reply(hello=handlers.hello()))
+    _send(connection, handlers.hello())
     while True:
         try:
             message = connection.recv_bytes()
         except (EOFError, OSError):
             return
         _bound_log()
-        _send(connection, handlers.answer(Command.model_validate(json.loads(message))))
+        _send(connection, handlers.answer(COMMAND.validate_json(message)))
 
 
 def _send(connection: Connection, reply: Reply) -> None:

@@ -67,11 +67,6 @@ def read_options(text: str) -> dict[str, str | int]:
     return found
 
 
-def candidates(head_dim: int, itemsize: int, backward: bool) -> tuple[str, ...]:  # noqa: ARG001
-    """The tile shapes that suite `tiles` tries in addition to torch's choice."""
-    return (FLASH,) if itemsize == 2 else ()
-
-
 @dataclass(frozen=True, slots=True)
 class Flex:
     """FlexAttention with a block mask, a score function and kernel options."""

@@ -1,8 +1,8 @@
 """dilabench's suites and the options of each, as data."""
 
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import AliasChoices, Field
 
 from dilabench.plugins.axis import DENSITY, RANKS
 from dilabench.plugins.descriptors import Suite
@@ -50,18 +50,6 @@ class ChoiceOptions(Model):
     """The number of drawn workloads."""
 
     shapes: Size = Field(200, description="Shapes to draw (default 200).")
-
-
-def _texts(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
-class TilesOptions(Model):
-    """The tile shapes to try; all promising ones if none is named."""
-
-    tiles: Annotated[tuple[str, ...], BeforeValidator(_texts)] = Field(
-        (), description="A tile shape to try, forward=64x64x4x2. Repeatable."
-    )
 
 
 SUITES: tuple[Suite, ...] = (
@@ -183,14 +171,6 @@ SUITES: tuple[Suite, ...] = (
         reads_catalogue=True,
         options=BillionOptions,
         takes_the_rest=True,
-    ),
-    Suite(
-        "tiles",
-        "the fastest tile shapes of an implementation's kernels, compared with its defaults",
-        "dilabench.suites.tiles:expand",
-        analysis="dilabench.suites.tiles:analyse",
-        options=TilesOptions,
-        by_name=True,
     ),
     Suite(
         "all",

@@ -69,19 +69,6 @@ def fused(world):
     }
 
 
-def fused_documents(world):
-    """The largest error of each result of packed documents, interpreted, in float32; and the rows of each rank."""
-    interpret()
-    from dilabench.impls.ring import whole_documents
-
-    one = PLANNED.replace(layout="packed", batch_size=1, cu_seqlens=(0, 70, 71, 300, 420, 512))
-    inputs = [x.float() for x in random_inputs(one)]
-    wanted = results(reference.build(one, BuildContext(device=world.device)), inputs)
-    function = whole_documents.build_fused(one, BuildContext(device=world.device, world=world))
-    found = results(Whole(function, packed=True), inputs)
-    return {part: float((value - wanted[part]).abs().max()) for part, value in found.items()}, function.shards.rows
-
-
 # The first branch lies on a rank, the second crosses, the third is a segment of all; no branch covers every row.
 CROSSING = {
     "causal": PLANNED.replace(pattern=dilated([64, 256, 512], [1, 2, 4])),
@@ -135,8 +122,8 @@ def packed_in_tiles(world):
 def sampled(world, one, spoil):
     """Verdicts of a call measured alone over ranks: 'passed', or the check that did not and where."""
     from dilabench.engine.call.inputs import InputStore
-    from dilabench.engine.call.isolated_call import PreparedCall, verify_sampled_rows
-    from dilabench.engine.worker.protocol import BackendSpec, CaseSpec
+    from dilabench.engine.call.specs import BackendSpec, CaseSpec
+    from dilabench.engine.worker.isolated_call import PreparedCall, verify_sampled_rows
     from dilabench.record import Case
 
     case = Case(implementation="ring-allgather", backend="math", workload=one, world_size=world.size)

@@ -30,9 +30,10 @@ def one_call(draw):
         for _ in range(draw.randrange(1, 7)):
             bounds.append(bounds[-1] + draw.randrange(1, 40))
         options["causal"] = True
-        branches = {"segment_lengths": (8, 16), "dilation_rates": (1, 2)} if kind == "packed dilated" else {}
-        options |= branches
-        shards = sequence_shards(cu_seqlens=bounds, order=draw.choice(["balanced", "zigzag"]), **branches)
+        orders = ["zigzag"] if kind == "packed dilated" else ["balanced", "zigzag"]
+        if kind == "packed dilated":
+            options |= {"segment_lengths": (8, 16), "dilation_rates": (1, 2)}
+        shards = sequence_shards(cu_seqlens=bounds, order=draw.choice(orders))
     elif kind == "dilated":
         segment = draw.choice([4, 8])
         options |= {"segment_lengths": (segment, 4 * segment), "dilation_rates": (1, 2)}

@@ -6,7 +6,7 @@ import ring_cases
 import torch
 
 from dilabench.distributed.whole import Whole
-from dilabench.engine.call.overlap_timing import communication_only, computation_only
+from dilabench.engine.worker.overlap_timing import communication_only, computation_only
 
 
 def ablated(world, calls):

@@ -5,8 +5,8 @@ import torch
 from dilabench.distributed.world import World
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.case_spec import case_spec
 from dilabench.engine.verify.timed_outputs import TimedOutputs
-from dilabench.engine.worker.protocol import case_spec
 from dilabench.plugins.manager import discover
 from dilabench.record import Case
 

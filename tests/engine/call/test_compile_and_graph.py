@@ -11,8 +11,8 @@ from dilabench.engine.call.compile_and_graph import OptimizationUnusableError, c
 from dilabench.engine.call.inputs import InputSet, InputStore
 from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.call.specs import CaseSpec
 from dilabench.engine.verify.case_verifier import CaseVerifier
-from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.plugins.descriptors import Capabilities, Implementation
 from dilabench.record import Case, Optimizations, Skipped
 from dilabench.workload.spec import Workload

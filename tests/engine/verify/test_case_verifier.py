@@ -10,10 +10,10 @@ from torch import Tensor
 
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.call.specs import CaseSpec
 from dilabench.engine.verify import case_verifier
 from dilabench.engine.verify.case_verifier import CaseVerifier
 from dilabench.engine.verify.oracle.oracle import Oracle
-from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.record import Case, CheckName
 from dilabench.workload.spec import Mode, Workload
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.call.specs import CaseSpec
 from dilabench.engine.verify.oracle.formula import attend_rows
 from dilabench.engine.verify.timed_outputs import TimedOutputs
-from dilabench.engine.worker.protocol import CaseSpec
 from dilabench.record import Case, Check, CheckName, Verification
 from dilabench.workload.spec import Workload
 

@@ -17,7 +17,7 @@ import pytest
 from dilabench.engine.worker.client import WorkerFailure, WorkerPool
 from dilabench.engine.worker.main import _open_log
 from dilabench.engine.worker.process import Child, _child_environment, end_server, warm_server
-from dilabench.engine.worker.protocol import WorkerSettings
+from dilabench.engine.worker.protocol import MeasureCeilings, Verify, WorkerSettings
 
 SETTINGS = WorkerSettings(device="cpu")
 
@@ -93,7 +93,7 @@ def test_threads_of_workers_wait_briefly_unless_the_environment_says(given, seen
 
 def test_a_worker_is_ended_by_one_thread_at_a_time(pool):
     worker = pool.resident("x")
-    child, ending, overlaps = worker._child, threading.Lock(), []
+    child, ending, overlaps = worker._ranks[0]._child, threading.Lock(), []
     kill = child.kill
 
     def watched():
@@ -115,7 +115,7 @@ def test_a_worker_is_ended_by_one_thread_at_a_time(pool):
 
 
 def test_ceilings_are_measured_in_the_dtypes_asked_for(pool):
-    ceilings = pool.resident("x").ask("ceilings", timeout_s=60, dtypes=["float32"]).ceilings
+    ceilings = pool.resident("x").ask(MeasureCeilings(dtypes=("float32",)), timeout_s=60).ceilings
     assert set(ceilings) == {"matmul_float32_flops_per_s", "copy_bytes_per_s"}
     assert min(ceilings.values()) > 1e6
 
@@ -123,7 +123,7 @@ def test_ceilings_are_measured_in_the_dtypes_asked_for(pool):
 def test_a_command_about_an_unknown_case_is_told_and_the_worker_lives(pool):
     worker = pool.resident("x")
     with pytest.raises(WorkerFailure, match="KeyError") as failed:
-        worker.ask("verify", "nothing", timeout_s=30)
+        worker.ask(Verify(), "nothing", timeout_s=30)
     assert not failed.value.died
     assert worker.alive
 
@@ -135,7 +135,7 @@ def test_a_worker_killed_while_it_works_is_a_failure_with_the_signal(pool):
     killer = threading.Timer(0.2, os.kill, (worker.hello.pid, signal.SIGKILL))
     killer.start()
     with pytest.raises(WorkerFailure, match="SIGKILL") as failed:
-        worker.ask("ceilings", timeout_s=60, dtypes=[])
+        worker.ask(MeasureCeilings(dtypes=()), timeout_s=60)
     killer.join()
     assert failed.value.died
     assert not worker.alive
@@ -149,17 +149,46 @@ def test_a_worker_killed_while_idle_is_replaced(pool):
         time.sleep(0.01)
     second = pool.resident("x")
     assert second is not first
-    assert second.ask("ceilings", timeout_s=60, dtypes=[]).ceilings
+    assert second.ask(MeasureCeilings(dtypes=()), timeout_s=60).ceilings
 
 
 def test_a_worker_that_does_not_answer_is_ended(pool):
     worker = pool.resident("x")
     os.kill(worker.hello.pid, signal.SIGSTOP)
     with pytest.raises(WorkerFailure, match="hang") as failed:
-        worker.ask("ceilings", timeout_s=0.1, dtypes=[])
+        worker.ask(MeasureCeilings(dtypes=()), timeout_s=0.1)
     assert failed.value.code == "timeout"
     assert failed.value.died
     assert not worker.alive
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("doing", ["start", "ask"])
+def test_a_wait_for_workers_ends_with_an_interrupt(pool, doing, ranks, monkeypatch):
+    """Stopped processes never answer."""
+    started = []
+    start = Child.start
+
+    def stopped(child):
+        start(child)
+        os.kill(child._process.pid, signal.SIGSTOP)
+        started.append(child)
+
+    key = "x" if ranks == 1 else f"x@{ranks}"
+    if doing == "start":
+        monkeypatch.setattr(Child, "start", stopped)
+    else:
+        worker = pool.resident(key)
+        started += [process._child for process in worker._ranks]
+        for child in started:
+            os.kill(child._process.pid, signal.SIGSTOP)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.resident(key) if doing == "start" else worker.ask(MeasureCeilings(dtypes=()), timeout_s=200)
+    timer.join()
+    # At the start they are ended; later the pool does so.
+    assert [child.alive for child in started] == [doing == "ask"] * ranks
 
 
 def test_fresh_workers_end_with_their_block(pool):
@@ -187,6 +216,9 @@ def test_a_pool_that_has_ended_keeps_no_worker_that_was_starting():
             starting.set()
             assert ended.wait(10)
 
+        def meet(self):
+            return self
+
         alive = True
 
         def kill(self):
@@ -207,6 +239,31 @@ def test_a_pool_that_has_ended_keeps_no_worker_that_was_starting():
     ended.set()
     thread.join(10)
     assert (len(failures), len(killed)) == (1, 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pool_that_ends_ends_workers_that_do_not_come(pool, ranks, monkeypatch):
+    """Another thread waits for the first words of stopped processes."""
+    start, started, failures = Child.start, threading.Semaphore(0), []
+
+    def stopped(child):
+        start(child)
+        os.kill(child._process.pid, signal.SIGSTOP)
+        started.release()
+
+    def ask():
+        with pytest.raises(WorkerFailure) as failure:
+            pool.resident("x" if ranks == 1 else "x@2")
+        failures.append(failure)
+
+    monkeypatch.setattr(Child, "start", stopped)
+    thread = threading.Thread(target=ask)
+    thread.start()
+    for _ in range(ranks):
+        assert started.acquire(timeout=60)
+    pool.end()
+    thread.join(60)
+    assert len(failures) == 1
 
 
 def test_the_server_ends_with_the_command():

@@ -15,10 +15,12 @@ from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.kernel_trace import kernel_ledger, profiled
 from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.call.specs import CaseSpec, TimerSpec
 from dilabench.engine.timers.wall import Wall
+from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker import handlers as desk_module
 from dilabench.engine.worker.handlers import Handlers, is_out_of_memory
-from dilabench.engine.worker.protocol import CaseSpec, Command, WorkerSettings
+from dilabench.engine.worker.protocol import Prepare, Release, WarmUp, WorkerSettings
 from dilabench.errors import PluginError
 from dilabench.record import Case, Note, Optimizations
 from dilabench.stats.decisions.decide import Policy
@@ -200,8 +202,7 @@ def test_out_of_memory_is_told_from_other_errors(error, memory):
 
 def test_the_desk_tells_what_a_command_raised(spec):
     handlers = Handlers(WorkerSettings(device="cpu"))
-    arguments = {"spec": spec("cannot_build").model_dump(mode="json")}
-    trouble = handlers.answer(Command(name="prepare", arguments=arguments)).trouble
+    trouble = handlers.answer(Prepare(spec=spec("cannot_build")))
     # With the line of the plug-in: a message alone does not say where.
     assert re.fullmatch(r"RuntimeError: no kernel for head_dim 24 \(/.*/misbehaving\.py:\d+\)", trouble.why)
     assert "second line" in trouble.traceback
@@ -212,8 +213,7 @@ def test_an_absurd_allocation_is_out_of_memory(spec):
     handlers = Handlers(WorkerSettings(device="cpu"))
     huge = Workload.model_validate({**spec("honest").case.workload.model_dump(), "seq_len": 2**40})
     case = Case(implementation="honest", workload=huge)
-    arguments = {"spec": spec("honest").model_copy(update={"case": case}).model_dump(mode="json")}
-    trouble = handlers.answer(Command(name="prepare", arguments=arguments)).trouble
+    trouble = handlers.answer(Prepare(spec=spec("honest").model_copy(update={"case": case})))
     assert trouble.code == "out_of_memory"
     assert trouble.why.startswith("out of memory: ")
 
@@ -235,15 +235,14 @@ class Named(Talkative):
 def test_a_timer_of_a_plug_in_names_its_notes_after_it(spec, timer, code):
     handlers = Handlers(WorkerSettings(device="cpu"))
     one = spec("honest")
-    handlers.answer(Command(name="prepare", arguments={"spec": one.model_dump(mode="json")}))
-    timing = {"name": timer, "target": f"{__name__}:{timer}", "proves": "nothing"}
-    limits = {"min_s": 0.0, "max_s": 0.0}
-    reply = handlers.answer(Command(name="warm_up", handle=one.handle, arguments={"timer": timing, "limits": limits}))
+    handlers.answer(Prepare(spec=one))
+    timing = TimerSpec(name=timer, target=f"{__name__}:{timer}", proves="nothing")
+    reply = handlers.answer(WarmUp(handle=one.handle, timer=timing, limits=WarmUpLimits(min_s=0.0, max_s=0.0)))
     if code:
-        assert [note.code for note in reply.warmed_up.notes] == [code]
+        assert [note.code for note in reply.notes] == [code]
     else:
-        assert reply.trouble.code == "exception"
-        assert "note 'heat' is not one of dilabench's own" in reply.trouble.why
+        assert reply.code == "exception"
+        assert "note 'heat' is not one of dilabench's own" in reply.why
 
 
 def test_what_is_counted_under_a_key_of_nobody_is_refused(prepared):
@@ -286,7 +285,7 @@ def test_a_commands_limit_of_waits_ends_with_it(before, timeout_s, share):
     transfers = Transfers()
     handlers = with_transfers(transfers)
     for limit in (before, timeout_s):
-        handlers.answer(Command(name="release", handle="", timeout_s=limit))
+        handlers.answer(Release(timeout_s=limit))
     assert transfers.timeout_s == (300.0 if share is None else desk_module.SHARE_OF_TIMEOUT * share)
 
 

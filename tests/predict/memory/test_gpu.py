@@ -7,7 +7,7 @@ import torch
 
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.prepared_call import PreparedCall
-from dilabench.engine.worker.protocol import case_spec
+from dilabench.engine.case_spec import case_spec
 from dilabench.machine import detect
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

@@ -5,7 +5,7 @@ import pytest
 from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
-from dilabench.engine.worker.protocol import case_spec
+from dilabench.engine.case_spec import case_spec
 from dilabench.record import Optimizations
 from tests.conftest import slow
 

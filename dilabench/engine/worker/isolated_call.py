@@ -19,6 +19,7 @@ from dilabench.engine.call.inputs import InputStore
 from dilabench.engine.call.kernel_trace import profiled
 from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.call.specs import CaseSpec
 from dilabench.engine.device.device import device_of, resident_bytes
 from dilabench.engine.timers.wall import Wall
 from dilabench.engine.verify import summary
@@ -27,7 +28,7 @@ from dilabench.engine.verify.call import form_checks
 from dilabench.engine.verify.compare import compare_both_ways
 from dilabench.engine.verify.heads import GRADIENTS, NO_GRADIENT, how_many, row_axes
 from dilabench.engine.verify.oracle.in_place import InPlaceOracle
-from dilabench.engine.worker.protocol import CaseSpec, IsolatedResult
+from dilabench.engine.worker.replies import Isolated
 from dilabench.errors import said, text_of
 from dilabench.record import Check, CheckName, Slot, Verification
 
@@ -36,7 +37,7 @@ MAX_SAMPLES = 20
 
 def measure_isolated(
     spec: CaseSpec, device: torch.device, limit_bytes: int | None, seconds: float, world: World | None = None
-) -> IsolatedResult:
+) -> Isolated:
     """Make inputs, call once, take the peak, sample for about `seconds`, all within the memory limit; then verify rows.
 
     With a world, one rank's part of this. Exceptions of the call pass through, mostly out of memory. The oracle works
@@ -53,7 +54,7 @@ def measure_isolated(
     # The timed inputs may be known by now, so verification uses new ones: a kept result would be wrong.
     call.timed_calls.renew(call.inputs(0))
     verification = verify_sampled_rows(call)
-    return IsolatedResult(
+    return Isolated(
         verification=verification,
         why="" if verification.passed else summary(verification),
         memory=memory,

@@ -18,8 +18,9 @@ from dilabench.record import Case, CheckName, Failed, Memory, PlannedCase, Skipp
 from dilabench.units import counted
 
 if TYPE_CHECKING:
+    from dilabench.engine.call.specs import CaseSpec
     from dilabench.engine.worker.client import WorkerPool
-    from dilabench.engine.worker.protocol import CaseSpec, Reply
+    from dilabench.engine.worker.protocol import Command, ReplyT
 
 PREPARE_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 1800.0
@@ -54,13 +55,12 @@ def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: M
     from dilabench.engine.worker.client import WorkerPool
     from dilabench.engine.worker.process import end_server
     from dilabench.engine.worker.protocol import WorkerSettings
-    from dilabench.engine.worker.rank_group import start_worker
 
     num_workers = num_workers_for(planned, machine, os.cpu_count() or 1)
     gpus = islice(cycle(_like_the_first(machine)), num_workers)
     # A group's ranks use a GPU each, whichever is named here.
     settings = [WorkerSettings(device=machine.device, gpu=gpu, num_workers=num_workers) for gpu in gpus]
-    pools = [WorkerPool(own, start_worker) for own in settings]
+    pools = [WorkerPool(own) for own in settings]
     free: SimpleQueue[WorkerPool] = SimpleQueue()
     for pool in pools:
         free.put(pool)
@@ -88,34 +88,33 @@ def outcomes_of(planned: Sequence[PlannedCase], catalogue: Catalogue, machine: M
 
 
 def _checked(plan: PlannedCase, pool: WorkerPool, catalogue: Catalogue, machine: Machine, seed: int) -> Outcome:
-    from dilabench.engine.worker.protocol import case_spec
+    from dilabench.engine.case_spec import case_spec
+    from dilabench.engine.worker.protocol import Verify
 
-    reply = ask_about(case_spec(plan.case, catalogue, seed, machine), pool, catalogue, "verify")
-    if isinstance(reply, Skipped | Failed):
-        return reply
-    assert reply.verification is not None
-    return reply.verification
+    reply = ask_about(case_spec(plan.case, catalogue, seed, machine), pool, catalogue, "verify", Verify())
+    return reply if isinstance(reply, Skipped | Failed) else reply.verification
 
 
 def ask_about(
-    spec: CaseSpec, pool: WorkerPool, catalogue: Catalogue, question: Literal["verify", "memory"]
-) -> Reply | Skipped | Failed:
-    """Have a worker prepare a case, answer one question about it, and forget it; or why there is no answer."""
+    spec: CaseSpec, pool: WorkerPool, catalogue: Catalogue, stage: Literal["verify", "memory"], command: Command[ReplyT]
+) -> ReplyT | Skipped | Failed:
+    """Have a worker prepare a case, answer one command about it, and forget it; or why there is no answer."""
     from dilabench.engine.case_executor import unverified_in_time
+    from dilabench.engine.case_spec import worker_key
     from dilabench.engine.worker.client import WorkerFailure
-    from dilabench.engine.worker.protocol import worker_key
+    from dilabench.engine.worker.protocol import Prepare, Release
 
     try:
         worker = pool.resident(worker_key(spec.case, catalogue))
-        worker.ask("prepare", spec.handle, timeout_s=PREPARE_TIMEOUT_S, spec=spec.model_dump(mode="json"))
-        reply = worker.ask(question, spec.handle, timeout_s=ANSWER_TIMEOUT_S)
-        worker.ask("release", spec.handle, timeout_s=PREPARE_TIMEOUT_S)
+        worker.ask(Prepare(spec=spec), spec.handle, timeout_s=PREPARE_TIMEOUT_S)
+        reply = worker.ask(command, spec.handle, timeout_s=ANSWER_TIMEOUT_S)
+        worker.ask(Release(), spec.handle, timeout_s=PREPARE_TIMEOUT_S)
     except WorkerFailure as failure:
         if failure.code == "unusable_optimization":
             return Skipped(code=failure.code, why=failure.why)
-        if failure.code == "timeout" and question == "verify":
+        if failure.code == "timeout" and stage == "verify":
             return unverified_in_time(failure.why, failure.traceback)
-        return Failed(stage=question, code=failure.code, why=failure.why, traceback=failure.traceback)
+        return Failed(stage=stage, code=failure.code, why=failure.why, traceback=failure.traceback)
     return reply
 
 
@@ -123,9 +122,8 @@ def measured_memory(case: Case, catalogue: Catalogue, machine: Machine, seed: in
     """The peak memory of one call, from a separate worker; or why it was not measured."""
     from dilabench.engine.worker.client import WorkerPool
     from dilabench.engine.worker.protocol import WorkerSettings
-    from dilabench.engine.worker.rank_group import start_worker
 
-    pool = WorkerPool(WorkerSettings(device=machine.device), start_worker)
+    pool = WorkerPool(WorkerSettings(device=machine.device))
     try:
         return memory_in(pool, case, catalogue, seed)
     finally:
@@ -134,9 +132,10 @@ def measured_memory(case: Case, catalogue: Catalogue, machine: Machine, seed: in
 
 def memory_in(pool: WorkerPool, case: Case, catalogue: Catalogue, seed: int) -> Memory | Skipped | Failed:
     """The peak memory of one call in a worker of the pool; or why it was not measured."""
-    from dilabench.engine.worker.protocol import case_spec
+    from dilabench.engine.case_spec import case_spec
+    from dilabench.engine.worker.protocol import MeasureMemory
 
-    reply = ask_about(case_spec(case, catalogue, seed), pool, catalogue, "memory")
+    reply = ask_about(case_spec(case, catalogue, seed), pool, catalogue, "memory", MeasureMemory())
     if isinstance(reply, Skipped | Failed):
         return reply
     assert reply.memory is not None

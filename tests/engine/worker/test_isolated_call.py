@@ -11,10 +11,11 @@ from dilabench.choice.descriptors import load_target
 from dilabench.contracts import BuildContext, LoadedBackend
 from dilabench.engine.call.chunked_queries import build_in_chunks, checkpointed
 from dilabench.engine.call.inputs import InputStore, make_inputs
-from dilabench.engine.call.isolated_call import measure_isolated, memory_limited, verify_sampled_rows
 from dilabench.engine.call.prepared_call import PreparedCall
+from dilabench.engine.call.specs import BackendSpec, CaseSpec
 from dilabench.engine.worker.client import Worker
-from dilabench.engine.worker.protocol import BackendSpec, CaseSpec, WorkerSettings
+from dilabench.engine.worker.isolated_call import measure_isolated, memory_limited, verify_sampled_rows
+from dilabench.engine.worker.protocol import MeasureIsolated, WorkerSettings
 from dilabench.impls import gather
 from dilabench.record import Case, Optimizations
 from dilabench.workload.cuts import cut_into, cut_length
@@ -170,13 +171,14 @@ def test_the_limit_makes_a_large_allocation_fail_and_ends_with_its_block():
 @pytest.mark.parametrize(("mode", "limit"), [("forward", 8), ("both", 14)])
 def test_nothing_of_the_measuring_comes_out_of_the_limit(mode, limit):
     # Each tensor is half a MiB. In a fresh process, for torch has been used in this one.
-    worker = Worker("", WorkerSettings(device="cpu"))
+    worker = Worker("", WorkerSettings(device="cpu")).meet()
     try:
-        spec = spec_of(workload_of(mode=mode)).model_dump(mode="json")
-        reply = worker.ask("isolated", timeout_s=60.0, spec=spec, limit_bytes=limit * 2**20, seconds=0.01)
+        spec = spec_of(workload_of(mode=mode))
+        command = MeasureIsolated(spec=spec, limit_bytes=limit * 2**20, seconds=0.01)
+        reply = worker.ask(command, timeout_s=60.0)
     finally:
         worker.kill()
-    assert reply.isolated.verification.passed
+    assert reply.verification.passed
 
 
 def start_threads():
