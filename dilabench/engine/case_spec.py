@@ -1,13 +1,19 @@
-"""The spec of a case, by which a worker builds it, and the worker that it belongs to. No torch."""
+"""The spec of a case, by which a worker builds it, the built-ins that compute every row of it by other means, for
+verification, and the worker that it belongs to. No torch.
+"""
 
 from collections.abc import Iterator
 
 from dilabench.engine.call.specs import BackendSpec, CaseSpec, SecondSpec
-from dilabench.engine.second_implementation import second_implementations
 from dilabench.machine import Machine
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.record import Case
+from dilabench.plugins.descriptors import Backend, Implementation
+from dilabench.record import Case, Optimizations
 from dilabench.validation import content_hash
+from dilabench.workload.spec import flops
+
+MOST = 3
+BUILTIN = "builtin"
 
 
 def case_spec(case: Case, catalogue: Catalogue, seed: int, machine: Machine | None = None) -> CaseSpec:
@@ -33,6 +39,58 @@ def _seconds(case: Case, catalogue: Catalogue, machine: Machine) -> Iterator[Sec
         same = implementation.name == case.implementation and backend is not None
         name = f"{implementation.name} over {backend.name}" if backend and same else implementation.name
         yield SecondSpec(name=name, target=implementation.target, backend=over)
+
+
+def second_implementations(
+    case: Case, catalogue: Catalogue, machine: Machine
+) -> Iterator[tuple[Implementation, Backend | None]]:
+    """At most three built-ins, with the dense kernel that each is built over, the best to compare with first.
+
+    Another implementation comes before another kernel below the same one, a plain method before others. None if a call
+    takes more work than is affordable, and for calls that take embeddings. Implementations that compile at their first
+    call or need an extra library are excluded.
+    """
+    workload = case.workload
+    takes = catalogue.implementations.get(case.implementation).takes
+    if takes != "heads" or flops(workload) > machine.facts.affordable_flops:
+        return
+    found = [
+        (implementation, backend)
+        for implementation in catalogue.implementations
+        if _may_serve(implementation, catalogue)
+        for backend in _backends(implementation, catalogue, machine)
+        if not catalogue.reasons_against(_trial(case, implementation, backend), machine)
+        and (implementation.name, backend and backend.name) != (case.implementation, case.backend)
+        and (implementation.name != case.implementation or backend is not None)
+    ]
+
+    def rank(pair: tuple[Implementation, Backend | None]) -> tuple[bool, bool]:
+        implementation, _ = pair
+        return implementation.name == case.implementation, implementation.role != "plain"
+
+    yield from sorted(found, key=rank)[:MOST]
+
+
+def _may_serve(implementation: Implementation, catalogue: Catalogue) -> bool:
+    built_in = catalogue.implementations.origin(implementation.name) == BUILTIN
+    on_one_device = implementation.sharding is None and implementation.takes == "heads" and not implementation.compiles
+    return built_in and on_one_device and implementation.role in ("plain", "method") and not implementation.chooses
+
+
+def _backends(implementation: Implementation, catalogue: Catalogue, machine: Machine) -> Iterator[Backend | None]:
+    """The built-in kernels that `auto` would choose from, the best first; None if it needs none."""
+    if not implementation.uses_backend:
+        yield None
+        return
+    for name in catalogue.preferred_backends(machine):
+        backend = catalogue.backends.get(name)
+        if catalogue.backends.origin(name) == BUILTIN and not backend.library and not backend.compiles:
+            yield backend
+
+
+def _trial(case: Case, implementation: Implementation, backend: Backend | None) -> Case:
+    changes = {"implementation": implementation.name, "backend": backend and backend.name, "world_size": 1}
+    return case.model_copy(update={**changes, "optimizations": Optimizations()})
 
 
 def worker_key(case: Case, catalogue: Catalogue) -> str:

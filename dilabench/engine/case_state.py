@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from dilabench.engine.call.specs import CaseSpec, TimerSpec
-from dilabench.engine.warmup import lower_quartile
 from dilabench.engine.worker.client import Worker
+from dilabench.engine.worker.warmup import lower_quartile
 from dilabench.record import (
     Case,
     Diagnostic,

@@ -1,7 +1,7 @@
 """The method of `--timing` on a device: timer, duration, precision. No torch."""
 
 from dilabench.engine.call.specs import TimerSpec
-from dilabench.engine.warmup import WarmUpLimits
+from dilabench.engine.worker.warmup import WarmUpLimits
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.machine import device_named
 from dilabench.plugins.catalogue import Catalogue

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
 from dilabench.engine.lower_bounds import least_bytes, least_flops
-from dilabench.engine.warmup import lower_quartile
+from dilabench.engine.worker.warmup import lower_quartile
 from dilabench.machine import device_named
 from dilabench.metadata import (
     ABOVE_PEAK_BANDWIDTH,

@@ -4,13 +4,12 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 
 from dilabench.engine.case_executor import CaseExecutor
-from dilabench.engine.case_spec import case_spec, worker_key
+from dilabench.engine.case_spec import BUILTIN, case_spec, worker_key
 from dilabench.engine.case_state import CaseState, TimerRun
 from dilabench.engine.device.clocks import COOL_DOWN_REASONS
 from dilabench.engine.method import MIN_TURNS
 from dilabench.engine.plausibility import ISOLATED_SLOTS, interference, unproven_backend
 from dilabench.engine.rounds import Rounds
-from dilabench.engine.second_implementation import BUILTIN
 from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.protocol import MeasureMemory, Profile, TakeSlot, Verify
 from dilabench.metadata import (

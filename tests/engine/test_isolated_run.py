@@ -11,9 +11,9 @@ from dilabench.engine.device.environment import snapshot
 from dilabench.engine.isolated_run import IsolatedRun
 from dilabench.engine.method import Method
 from dilabench.engine.progress import Silent
-from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.protocol import WorkerSettings
+from dilabench.engine.worker.warmup import WarmUpLimits
 from dilabench.machine import Machine
 from dilabench.plugins.descriptors import Capabilities, Implementation
 from dilabench.record import Failed, RunHeader, Skipped

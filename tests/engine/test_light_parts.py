@@ -9,8 +9,8 @@ from dilabench.engine.case_spec import case_spec, worker_key
 from dilabench.engine.device.clocks import NvmlClocks, throttle_reasons
 from dilabench.engine.lower_bounds import least_flops
 from dilabench.engine.plausibility import interference, suspicions, typical_seconds, unproven_backend
-from dilabench.engine.warmup import WarmUpLimits, warm_up
 from dilabench.engine.worker.process import describe_exit
+from dilabench.engine.worker.warmup import WarmUpLimits, warm_up
 from dilabench.metadata import COPY_KEY, LAUNCH_BOUND, OWN_TILES, matmul_key
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Implementation

@@ -15,10 +15,10 @@ from dilabench.engine.method import Method
 from dilabench.engine.progress import Silent
 from dilabench.engine.rounds import are_precise
 from dilabench.engine.runner import _Run
-from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.protocol import TakeSlot, WorkerSettings
 from dilabench.engine.worker.replies import MemoryMeasured, Prepared, Profiled, Released, Sampled, Verified, WarmedUp
+from dilabench.engine.worker.warmup import WarmUpLimits
 from dilabench.engine.workload_group import WorkloadGroupRun
 from dilabench.machine import Machine
 from dilabench.metadata import BUDGET_EXCEEDED, NOT_INTERLEAVED, OWN_TILES, matmul_key

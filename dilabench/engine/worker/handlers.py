@@ -33,7 +33,6 @@ from dilabench.engine.timers import HeldTimer, SampleTimer, TimerUnusableError
 from dilabench.engine.verify import summary
 from dilabench.engine.verify.case_verifier import CaseVerifier
 from dilabench.engine.verify.timed_outputs import TimedOutputs
-from dilabench.engine.warmup import WarmUpLimits, WarmUpResult, warm_up
 from dilabench.engine.worker.isolated_call import measure_isolated
 from dilabench.engine.worker.overlap_timing import time_parts
 from dilabench.engine.worker.protocol import (
@@ -67,6 +66,7 @@ from dilabench.engine.worker.replies import (
     Verified,
     WarmedUp,
 )
+from dilabench.engine.worker.warmup import WarmUpLimits, WarmUpResult, warm_up
 from dilabench.errors import PluginError, encodable, first_line, text_of
 from dilabench.metadata import CHANGED_SETTINGS, MESSAGES_BY_KERNELS, TRANSPORT, refuse_unknown
 from dilabench.plugins.boundary import place

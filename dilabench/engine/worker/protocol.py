@@ -7,7 +7,6 @@ from typing import Annotated, Generic, Literal, Self, TypeVar
 from pydantic import Field, TypeAdapter
 
 from dilabench.engine.call.specs import CaseSpec, TimerSpec
-from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker.replies import (
     AnyReply,
     Ceilings,
@@ -22,6 +21,7 @@ from dilabench.engine.worker.replies import (
     Verified,
     WarmedUp,
 )
+from dilabench.engine.worker.warmup import WarmUpLimits
 from dilabench.validation import Model
 
 ReplyT = TypeVar("ReplyT", bound=Reply)

@@ -19,7 +19,8 @@ from dilabench.validation import Model
 
 BEAT_S = 1.0
 SILENT_S = 8.0
-POLL_S = 0.005
+# Seconds between two looks into the store, at first and at most: a rank that waits leaves the cores to others.
+POLL_S, LONGEST_POLL_S = 0.005, 0.1
 
 MessageT = TypeVar("MessageT")
 
@@ -45,12 +46,13 @@ class SharedStore:
 
     def arrived(self, key: str, within_s: float = 0.0) -> bool:
         """Whether a message is there, or comes within some seconds; False if the store is gone."""
-        deadline = time.monotonic() + within_s
+        deadline, pause_s = time.monotonic() + within_s, POLL_S
         try:
             while not self._store.check([key]):
-                if time.monotonic() >= deadline:
+                if (left_s := deadline - time.monotonic()) <= 0:
                     return False
-                time.sleep(POLL_S)
+                time.sleep(min(pause_s, left_s))
+                pause_s = min(1.5 * pause_s, LONGEST_POLL_S)
         except RuntimeError as error:
             self._gone(error)
             return False

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dilabench.choice.computation import load_backend
 from dilabench.contracts import BuildContext
-from dilabench.engine.second_implementation import second_implementations
+from dilabench.engine.case_spec import second_implementations
 from dilabench.engine.verify import Oracle, summary, verify
 from dilabench.engine.verify.confirmed import Confirmed
 from dilabench.engine.verify.oracle import sample

@@ -17,10 +17,10 @@ from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.call.specs import CaseSpec, TimerSpec
 from dilabench.engine.timers.wall import Wall
-from dilabench.engine.warmup import WarmUpLimits
 from dilabench.engine.worker import handlers as desk_module
 from dilabench.engine.worker.handlers import Handlers, is_out_of_memory
 from dilabench.engine.worker.protocol import Prepare, Release, WarmUp, WorkerSettings
+from dilabench.engine.worker.warmup import WarmUpLimits
 from dilabench.errors import PluginError
 from dilabench.record import Case, Note, Optimizations
 from dilabench.stats.decisions.decide import Policy
