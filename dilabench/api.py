@@ -9,13 +9,14 @@ from typing import Any
 
 from dilabench.cli.options import discovered, given
 from dilabench.cli.terminal import note
-from dilabench.compare.across import compare_across, policy_for, refuse_other_machine
+from dilabench.compare.across import compare_across, refuse_other_machine
 from dilabench.compare.comparison import Comparison
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.record import RunRecord
 from dilabench.request import run_request
 from dilabench.runs import DEFAULT_FOLDER
 from dilabench.runs.execution import Execution
+from dilabench.store.calibrations import policy_for
 from dilabench.store.lookup import Store
 from dilabench.store.run_files import read_record
 from dilabench.suites.planner import plan_run
@@ -127,7 +128,7 @@ def compare(baseline: Run, candidate: Run, *, threshold: float | str | None = No
     refuse_other_machine([base], [new], ConfigError)
     calibration = Store(tell=note).calibration_of([base, new])
     margin = None if threshold is None else str(threshold)
-    policy = policy_for([base, new], margin, calibration.sigma_aa if calibration else None)
+    policy = policy_for([base, new], margin, calibration)
     return compare_across([base], [new], policy=policy)
 
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from dilabench.cli.compare.deciding import FailOn, Threshold
-from dilabench.cli.options import OUTPUT_DIR, AsJson, StrictPlugins
+from dilabench.cli.compare.deciding import FailOn, Threshold, check_again
+from dilabench.cli.options import OUTPUT_DIR, AsJson, Details, StrictPlugins
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.plugins.manager import discover
@@ -25,6 +25,7 @@ def recheck(
         int | None, typer.Option("--seed", metavar="N", help="Draw these rows again (default: other ones each time).")
     ] = None,
     threshold: Threshold = None,
+    details: Details = False,
     as_json: AsJson = False,
     output: Annotated[
         Path,
@@ -41,10 +42,11 @@ def recheck(
     """
     from dilabench.cli.compare import verdict_view
     from dilabench.cli.run.progress_bar import progress_shown
-    from dilabench.compare.across import compare_across, policy_for, refuse_other_machine
+    from dilabench.compare.across import compare_across, refuse_other_machine
     from dilabench.compare.comparison import is_measured
     from dilabench.compare.gate import exit_code
     from dilabench.runs.remeasure import Remeasure
+    from dilabench.store.calibrations import policy_for
     from dilabench.store.lookup import Store
 
     store = Store(tell=note)
@@ -66,11 +68,11 @@ def recheck(
     records = again.sessions(planned, 1)
     ids = {case.case.case_id for case in chosen}
     calibration = store.calibration_of(recorded)
-    policy = policy_for(recorded, threshold, verdict_view.sigma_of(calibration))
+    policy = policy_for(recorded, threshold, calibration)
     comparison = compare_across(recorded, records, policy=policy, select=lambda case: case.case_id in ids)
     code = exit_code(comparison, {FailOn.SLOWER, FailOn.LARGER})
     if as_json:
-        say(verdict_view.as_json(comparison, code, calibration))
+        say(verdict_view.as_json(comparison, code, calibration, [check_again(run)]))
     else:
-        verdict_view.show(comparison, code, calibration)
+        verdict_view.show(comparison, code, calibration, [check_again(run)], details=details)
     raise typer.Exit(code)
