@@ -25,7 +25,7 @@ class SessionBudget:
     """Shares `total_s` seconds, from now on, between looks and the second measurement of cases that seem to have
     changed.
 
-    The second measurement takes `LOOK_SESSIONS[0]` sessions at least, which are kept for it.
+    The second measurement takes as many sessions as the first, if they fit; `LOOK_SESSIONS[0]` are kept for it.
     """
 
     cases: Sequence[PlannedCase]
@@ -57,15 +57,17 @@ class SessionBudget:
 
     def further(self, ids: CaseIds, measured: int) -> int:
         """Sessions up to the next look at cases that have `measured`; 0 if a quarter as many again do not fit."""
-        first = LOOK_SESSIONS[0]
-        fits = self.fits(ids) - first
+        fits = self.fits(ids)
         if not measured:
-            return max(1, min(first, fits))
-        return min(measured, fits) if fits >= measured / 4 else 0
+            return max(1, min(LOOK_SESSIONS[0], fits - 1))
+        least = max(1, measured // 4)
+        # At the end one session is kept.
+        kept = LOOK_SESSIONS[0] if fits - LOOK_SESSIONS[0] >= least else 1
+        return min(measured, fits - kept) if fits - kept >= least else 0
 
     def again(self, ids: CaseIds, measured: int) -> int:
         """Fresh sessions of cases that seem to have changed: as many as before, if they fit."""
-        return max(LOOK_SESSIONS[0], min(measured, self.fits(ids)))
+        return max(1, min(measured, self.fits(ids)))
 
     def forecast(self) -> str:
         """Text on the time that a session takes, and how many fit."""

@@ -156,7 +156,7 @@ def test_the_sessions_said_to_be_needed_are_enough_and_not_far_too_many(round_no
 def test_a_change_as_large_as_the_margin_is_decided_by_no_number_of_sessions():
     verdict = decide(known(log1p(0.02), 0.01), NO_FLOOR)
     assert (verdict.code, verdict.cause, verdict.numbers.sessions_needed) == (Code.UNDECIDED, Cause.IMPRECISE, None)
-    assert "choose another `--threshold`" in verdict.hint
+    assert "another `--threshold`" in verdict.hint
 
 
 def test_only_the_second_data_decide():

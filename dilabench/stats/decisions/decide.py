@@ -29,7 +29,7 @@ MIN_CHANGE_NS = 2_000.0
 RESOLUTION = 0.10
 """Without a threshold of the user's, "no change above x % seen" is an answer up to this x."""
 
-MOST_SESSIONS = 400
+MOST_SESSIONS = 50
 """A difference that needs more sessions than this is not decided by more of them."""
 
 
@@ -236,7 +236,12 @@ def _finding(code: Code, numbers: Numbers) -> str:
     return f"{change_text(numbers.ratio)}, and a change of {seen} is not excluded"
 
 
-SPREAD_TEXTS = {"calibrated": "measured by `dilabench calibrate`", "sessions": "measured here", "assumed": "assumed"}
+SPREAD_TEXTS = {
+    "calibrated": "measured by `dilabench calibrate` to spread by",
+    "sessions": "measured here to spread by",
+    "slots": "whose own times spread by",
+    "assumed": "assumed to spread by",
+}
 
 
 def evidence(numbers: Sequence[Numbers]) -> str:
@@ -248,7 +253,7 @@ def evidence(numbers: Sequence[Numbers]) -> str:
         else:
             count = "one session" if number.sessions == 1 else f"{number.sessions} sessions"
             sides = "each" if number.sessions == number.stored else f"against {number.stored}"
-            text = f"{count} {sides}, {SPREAD_TEXTS[number.spread_source]} to spread by"
+            text = f"{count} {sides}, {SPREAD_TEXTS[number.spread_source]}"
             spreads.setdefault(text, []).append(number.spread)
     return "; ".join(" ".join([text, *_range(values)]) for text, values in spreads.items())
 
@@ -269,7 +274,7 @@ def _hint(cause: Cause, numbers: Numbers) -> str:
         return f"{counted(numbers.sessions_needed, 'session')} should decide"
     if numbers.both_needed is not None:
         return f"{counted(numbers.both_needed, 'session')} on either side should decide"
-    return "the change is too close to the threshold for any number of sessions: choose another `--threshold`"
+    return f"more than {MOST_SESSIONS} sessions would be needed: a quieter machine, or another `--threshold`, decides"
 
 
 def holm(p_values: ArrayLike) -> NDArray[np.float64]:

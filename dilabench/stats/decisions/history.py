@@ -131,8 +131,9 @@ def _spread(
     at_hand = ((baseline.squares + candidate.squares) / df) ** 0.5 if df else 0.0
     if calibrated is None and df >= DF_FOR_SPREAD:
         return at_hand, float(df), "sessions"
-    least = max(at_hand, baseline.slot_spread, candidate.slot_spread)
-    return (max(default, least), inf, "assumed") if calibrated is None else (max(calibrated, least), inf, "calibrated")
+    known: tuple[float, SpreadSource] = (default, "assumed") if calibrated is None else (calibrated, "calibrated")
+    spread, source = max(known, (at_hand, "sessions"), (max(baseline.slot_spread, candidate.slot_spread), "slots"))
+    return spread, inf, source
 
 
 def _side(sessions: Sequence[Slots]) -> _Side:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
-SpreadSource = Literal["calibrated", "sessions", "assumed", "rounds"]
+SpreadSource = Literal["calibrated", "sessions", "slots", "assumed", "rounds"]
 
 
 class Code(StrEnum):
