@@ -233,7 +233,7 @@ def _finding(code: Code, numbers: Numbers) -> str:
     seen = percent_text(numbers.unchanged_within)
     if code is Code.SAME:
         return f"no change above {seen} seen"
-    return f"{change_text(numbers.ratio)}, and a change of {seen} is not excluded"
+    return f"{change_text(numbers.ratio)}, and a change of up to {seen} is not excluded"
 
 
 SPREAD_TEXTS = {

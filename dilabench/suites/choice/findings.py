@@ -27,7 +27,7 @@ NUMERIC = frozenset({"shape", "time", "its time", "regret", "95 % CI"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regret:
-    """One shape: `ratio` is the time of the choice over that of the fastest other way, from their common rounds.
+    """One shape: `ratio` is the time of the choice over that of the fastest other way.
 
     `low` and `high`: the ends of its interval; None with too few common rounds. `disturbed`: an implementation took
     another time alone than interleaved, so that the ratio may have a bias. `awaited`: the ratio of the times that
