@@ -99,7 +99,7 @@ def markdown_tables(text: str) -> list[list[dict[str, str]]]:
 
 
 def speedups_divide(rows: list[tuple[str, str]]) -> bool:
-    """The (time, speed-up) of the rows of a section: each is the time of one of them, whose own is 1.00x, over its own."""
+    """Each speed-up of a section, as (time, speed-up), is the time of one row, whose own is 1.00x, over its own."""
     bases = [time for time, speedup in rows if speedup == "1.00x"]
     return not rows or any(all(is_quotient(speedup, base, time) for time, speedup in rows) for base in bases)
 
