@@ -35,13 +35,9 @@ def common_timings(baseline: Row, candidate: Row) -> tuple[Timing, Timing] | Non
     return None
 
 
-def pair(timings: Iterable[tuple[Timing, Timing]]) -> Pairing:
-    """Pair the slots of two cases, (baseline, candidate) per record; each record adds its sessions."""
-    return pair_many([timings])[0]
-
-
 def pair_many(comparisons: Iterable[Iterable[tuple[Timing, Timing]]]) -> list[Pairing]:
-    """Pair the slots of the two cases of each comparison, as `pair` does; many together take less time.
+    """Pair the slots of the two cases of each comparison, (baseline, candidate) per record; each record adds its
+    sessions. Many together take less time.
 
     Slots pair if they belong to one round and have different positions in it: equal positions mean that the cases were
     measured one after the other, even if the round numbers agree. Rounds slowed down by heat are omitted while they

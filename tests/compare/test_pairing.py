@@ -2,7 +2,7 @@
 
 import pytest
 
-from dilabench.compare.pairing import is_throttled, pair, pair_many, sessions_of
+from dilabench.compare.pairing import is_throttled, pair_many, sessions_of
 from dilabench.record import Slot, Timing
 
 
@@ -16,6 +16,10 @@ def slot(index, position, session=0, ns=100, **fields):
 
 def sizes(pairing):
     return [len(session) for session in pairing.rounds.rounds]
+
+
+def pair(timings):
+    return pair_many([timings])[0]
 
 
 def test_slots_of_one_round_pair():

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
-from dilabench.stats.decisions.decide import Policy, decide, judge, judge_many
-from dilabench.stats.decisions.paired import Estimate, PairedRounds, estimate
+from dilabench.stats.decisions.decide import Policy, decide, judge_many
+from dilabench.stats.decisions.paired import Estimate, PairedRounds, estimate_many
 from dilabench.stats.decisions.verdicts import Cause, Code, confirm
 from dilabench.stats.samples.location import Interval
 
@@ -19,6 +19,10 @@ NO_FLOOR = Policy(user_margin=0.02, resolution=0.02, min_change_ns=0)
 
 slot = st.lists(st.integers(1_000_000, 1_200_000), min_size=1, max_size=7)
 sessions = st.lists(st.lists(st.tuples(slot, slot), min_size=1, max_size=8), min_size=1, max_size=4)
+
+
+def judge(cell, policy):
+    return judge_many([cell], policy)[0]
 
 
 def swapped(rounds):
@@ -78,7 +82,7 @@ def test_sides_of_unequal_size_compare_like_equal_ones(round_noise, sizes, effec
 
 def test_a_side_with_more_samples_gains_nothing(round_noise):
     """The minimum of 40 lies far below that of 5; read at one level they agree."""
-    ratios = [estimate(round_noise(seed, sizes=(5, 40), sd=0.1)).log_ratio for seed in range(100)]
+    ratios = [estimate_many([round_noise(seed, sizes=(5, 40), sd=0.1)])[0].log_ratio for seed in range(100)]
     assert abs(sum(ratios) / len(ratios)) < 0.01
 
 

@@ -9,7 +9,11 @@ import scipy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dilabench.stats.decisions.paired import PairedRounds, estimate, estimate_many
+from dilabench.stats.decisions.paired import PairedRounds, estimate_many
+
+
+def estimate(cell, **settings):
+    return estimate_many([cell], **settings)[0]
 
 
 def log_ratios(cell):

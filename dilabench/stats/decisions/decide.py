@@ -105,11 +105,6 @@ class Policy:
         return max(self.user_margin, self.min_change_ns / typical_ns)
 
 
-def judge(pair: PairedRounds, policy: Policy) -> Verdict:
-    """Verdict on one interleaved comparison, before any correction for multiple pairs."""
-    return judge_many([pair], policy)[0]
-
-
 def judge_many(
     pairs: Sequence[PairedRounds],
     policy: Policy,

@@ -140,11 +140,6 @@ class _Moments:
         return float(self.within[pair]) / units + sigma_aa**2, max(1.0, round(units - sessions, 2))
 
 
-def estimate(pair: PairedRounds, *, sigma_aa: float = 0.0, confidence: float = 0.95) -> Estimate:
-    """Estimate of one pair; see `estimate_many`."""
-    return estimate_many([pair], sigma_aa=sigma_aa, confidence=confidence)[0]
-
-
 def estimate_many(
     pairs: Sequence[PairedRounds],
     times_ns: Sequence[tuple[float, float]] | None = None,
