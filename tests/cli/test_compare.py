@@ -75,6 +75,8 @@ def test_two_files_are_decided_by_the_assumed_spread(cli, write, make_row, make_
     assert last[-1] == f"verdict: {verdict}"
     assert (f"to decide: `dilabench check --against {base}`" in last) is (ratio == 1.1)
     assert cli("compare", base, new, "--fail-on", "undecided").exit_code == (7 if ratio == 1.1 else code)
+    document = json.loads(cli("compare", base, new, "--json").stdout)
+    assert document["to_decide"] == ([f"`dilabench check --against {base}`"] if ratio == 1.1 else [])
 
 
 def test_words_for_experts_are_in_the_details(cli, write, make_row, make_record):

@@ -127,7 +127,8 @@ def as_json(
     comparison: "Comparison", code: ExitCode, calibration: Calibration | None, way_out: Sequence[str] = ()
 ) -> str:
     """The comparison with every number, for programs; `to_decide`: the commands that would decide what is undecided."""
-    about = {"exit_code": int(code), "sigma_aa": sigma_of(calibration), "to_decide": list(way_out)}
+    ways = list(way_out) if any(pair.verdict.code is Code.UNDECIDED for pair in comparison.pairs) else []
+    about = {"exit_code": int(code), "sigma_aa": sigma_of(calibration), "to_decide": ways}
     return json_text({**about, **as_data(comparison)})
 
 
