@@ -15,7 +15,7 @@ from dilabench.cli.compare.deciding import (
     Only,
     Threshold,
     check_again,
-    larger_baseline,
+    longer_run,
 )
 from dilabench.cli.github import GithubSummary, append_summary, require_github
 from dilabench.cli.options import (
@@ -142,7 +142,7 @@ def check(
     code = exit_code(comparison, {FailOn.SLOWER, FailOn.LARGER, *(fail_on or ())})
     enough = gate.budget.sufficient(comparison)
     way_out = [check_again(against, *enough.split())] if enough else []
-    way_out = way_out or larger_baseline(baseline[-1], against, comparison.pairs) or [OTHERWISE]
+    way_out = way_out or longer_run(baseline[-1], comparison.pairs, against) or [OTHERWISE]
     if github_summary:
         append_summary(verdict_view.as_markdown(comparison, code, way_out))
     if as_json or form is Format.JSON:

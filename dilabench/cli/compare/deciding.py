@@ -39,25 +39,21 @@ def check_again(against: str, *options: str) -> str:
     return f"`{shlex.join(['dilabench', 'check', '--against', against, *options])}`"
 
 
-def longer_run(record: "RunRecord", pairs: "Sequence[ComparedPair]") -> list[str]:
-    """The command that measures a record again in as many sessions as its undecided rows need; empty if none would."""
+def longer_run(record: "RunRecord", pairs: "Sequence[ComparedPair]", add_to: str | None = None) -> list[str]:
+    """The command that measures a record again in as many sessions as its undecided rows need; empty if none would.
+
+    `add_to`: the baseline that the sessions are added to; they must then suffice on either side.
+    """
     from dilabench.report.content import reproduce_command
 
-    needed = [pair.verdict.numbers.sessions_needed for pair in pairs if pair.verdict.undecided]
+    undecided = [pair.verdict.numbers for pair in pairs if pair.verdict.undecided]
+    needed = [number.sessions_needed if add_to is None else number.both_needed for number in undecided]
     known = [sessions for sessions in needed if sessions is not None]
-    return [f"`{reproduce_command(record)} --sessions {max(known)}`"] if known else []
-
-
-def larger_baseline(record: "RunRecord", name: str, pairs: "Sequence[ComparedPair]") -> list[str]:
-    """The commands that add as many sessions to a baseline as its undecided rows need; empty if none would do."""
-    from dilabench.report.content import reproduce_command
-
-    needed = [pair.verdict.numbers.both_needed for pair in pairs if pair.verdict.undecided]
-    known = [sessions for sessions in needed if sessions is not None]
-    if not known:
-        return []
-    run = f"{reproduce_command(record)} --sessions {max(known)} -o more-sessions"
-    return [f"`{run}`, then `{shlex.join(['dilabench', 'baseline', 'save', name])} more-sessions/* --add`"]
+    run = f"{reproduce_command(record)} --sessions {max(known, default=0)}"
+    if add_to is None or not known:
+        return [f"`{run}`"] if known else []
+    save = shlex.join(["dilabench", "baseline", "save", add_to])
+    return [f"`{run} -o more-sessions`, then `{save} more-sessions/* --add`"]
 
 
 # No number of sessions decides: sessions scatter too much, or the change is as large as the threshold.
