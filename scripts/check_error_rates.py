@@ -27,9 +27,9 @@ from random import Random
 from typing import Any
 
 from dilabench.atomic_file import write_text
-from dilabench.compare.across import compare_across
-from dilabench.compare.comparison import Comparison, is_measured
-from dilabench.compare.gate import until_decided
+from dilabench.comparison.across import compare_across
+from dilabench.comparison.comparison import Comparison, is_measured
+from dilabench.comparison.gate import until_decided
 from dilabench.record import RunRecord
 from dilabench.stats.decisions.decide import Policy, binomial_interval
 from dilabench.stats.decisions.history import LOOK_SESSIONS

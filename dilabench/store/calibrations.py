@@ -34,7 +34,7 @@ class Calibration(Model):
 
     `sigma_aa`: sd between sessions of the log ratio of interleaved rounds. `sigma_sessions`: sd between sessions of the
     log time, None in older files. `machine` is the key of the hard fingerprint fields
-    (`compare.fingerprint.machine_key`), also kept in `fields`.
+    (`comparison.fingerprint.machine_key`), also kept in `fields`.
     """
 
     machine: str

@@ -9,7 +9,7 @@ from math import exp
 
 import pytest
 
-from dilabench.compare.across import compare_across
+from dilabench.comparison.across import compare_across
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Verification
 from dilabench.runs import check

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dilabench.compare.pairing import pair_many
+from dilabench.comparison.pairing import pair_many
 from dilabench.engine import runner
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from dilabench.cli.compare import verdict_view
-from dilabench.compare.across import compare_across
-from dilabench.compare.gate import exit_code
-from dilabench.compare.matrix import compare_all
-from dilabench.compare.within import compare_within
+from dilabench.comparison.across import compare_across
+from dilabench.comparison.gate import exit_code
+from dilabench.comparison.matrix import compare_all
+from dilabench.comparison.within import compare_within
 from dilabench.plugins.axis import LENGTH
 from dilabench.plugins.manager import discover
 from dilabench.record import Measured, RunRecord

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from dilabench.compare.comparison import ComparedPair
+    from dilabench.comparison.comparison import ComparedPair
     from dilabench.record import RunRecord
 
 

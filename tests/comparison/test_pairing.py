@@ -2,7 +2,7 @@
 
 import pytest
 
-from dilabench.compare.pairing import is_throttled, pair_many, sessions_of
+from dilabench.comparison.pairing import is_throttled, pair_many, sessions_of
 from dilabench.record import Slot, Timing
 
 
