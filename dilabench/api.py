@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dilabench.cli.options import discovered, given
 from dilabench.cli.run.output import terminal
 from dilabench.cli.terminal import note
-from dilabench.comparison.across import compare_across, policy_for, refuse_other_machine
+from dilabench.comparison.across import compare_across, refuse_other_machine
 from dilabench.comparison.comparison import Comparison
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.record import RunRecord
@@ -19,6 +19,7 @@ from dilabench.request import run_request
 from dilabench.runs import DEFAULT_FOLDER
 from dilabench.runs.execute import execute
 from dilabench.runs.execution import Execution
+from dilabench.store.calibrations import policy_for
 from dilabench.store.lookup import Store
 from dilabench.store.run_files import read_record
 from dilabench.suites.planner import plan_run
@@ -131,7 +132,7 @@ def compare(baseline: Run, candidate: Run, *, threshold: float | str | None = No
     refuse_other_machine([base], [new], ConfigError)
     calibration = Store(tell=note).calibration_of([base, new])
     margin = None if threshold is None else str(threshold)
-    policy = policy_for([base, new], margin, calibration.sigma_aa if calibration else None)
+    policy = policy_for([base, new], margin, calibration)
     return compare_across([base], [new], policy=policy)
 
 

@@ -40,13 +40,14 @@ ACCELERATOR: Final = "accelerator"
 class DeviceFacts:
     """A kind of device: `name` as torch spells it, `word` for it in the descriptors of what runs on it.
 
-    `dtypes`: the preferred one from each compute capability on (0 for what has none), highest first.
-    `tuned`: dilabench has kernels for it. `own_memory`: its memory is its own, and each rank has such a device for
-    itself. `holds_float64`: it computes in float64, so that verification runs on it.
-    `margin`, `precision`: of comparisons, and of an interval to stop sampling at, relative. `sampling_s`: longest
-    sampling of a case. `warm_up_s`: shortest and longest warm-up. `min_timeout_s`: time for any command.
-    `above_peak`: times its measured peak that a call may seem to reach. `affordable_flops`: of a call that verification
-    may add. `matmul_size`, `wide_matmul_size` (of float32 and float64), `copy_bytes`: of the measurement of peaks.
+    `dtypes`: the preferred one from each compute capability on (0 for what has none), highest first. `tuned`: dilabench
+    has kernels for it. `own_memory`: its memory is its own, and each rank has such a device for itself.
+    `holds_float64`: it computes in float64, so that verification runs on it. `margin`, `precision`: of comparisons, and
+    of an interval to stop sampling at, relative. `session_spread`: assumed sd between sessions of identical code, in
+    log units. `sampling_s`: longest sampling of a case. `warm_up_s`: shortest and longest warm-up. `min_timeout_s`:
+    time for any command. `above_peak`: times its measured peak that a call may seem to reach. `affordable_flops`: of a
+    call that verification may add. `matmul_size`, `wide_matmul_size` (of float32 and float64), `copy_bytes`: of the
+    measurement of peaks.
     """
 
     name: str
@@ -57,6 +58,7 @@ class DeviceFacts:
     own_memory: bool
     holds_float64: bool = True
     margin: float
+    session_spread: float
     precision: float
     sampling_s: float
     warm_up_s: tuple[float, float]
@@ -70,9 +72,8 @@ class DeviceFacts:
     @property
     def warning(self) -> str | None:
         """The note of a run on a device without dilabench's kernels; None on others."""
-        if self.tuned:
-            return None
-        return f"no kernel of dilabench is tuned for {self.name}: torch's own kernels run, timed by the host's clock"
+        slow = f"no kernel of dilabench is tuned for {self.name}: torch's own kernels run, timed by the host's clock"
+        return None if self.tuned else slow
 
     def preferred_dtype(self, compute_capability: int) -> DType:
         """The dtype that `auto` means on such a device."""
@@ -88,13 +89,13 @@ CPU = DeviceFacts(
     size="small",
     own_memory=False,
     margin=0.02,
+    session_spread=0.05,
     precision=0.02,
     sampling_s=2.0,
     warm_up_s=(0.0, 0.5),
     min_timeout_s=20.0,
     above_peak=1.5,
-    # About a second of two cores.
-    affordable_flops=5e10,
+    affordable_flops=5e10,  # About a second of two cores.
     matmul_size=1024,
     wide_matmul_size=1024,
     copy_bytes=64 << 20,
@@ -106,14 +107,14 @@ CUDA = DeviceFacts(
     size="large",
     own_memory=True,
     margin=0.03,
+    session_spread=0.02,
     precision=0.01,
     sampling_s=3.0,
     warm_up_s=(0.3, 5.0),
     # A first call may compile: FlexAttention and CuTe kernels were seen to take up to half a minute.
     min_timeout_s=60.0,
     above_peak=1.1,
-    # About ten seconds.
-    affordable_flops=4e15,
+    affordable_flops=4e15,  # About ten seconds.
     matmul_size=8192,
     # It multiplies float64, and float32 without tensor cores, far slower; a smaller matrix suffices.
     wide_matmul_size=4096,

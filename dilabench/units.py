@@ -19,6 +19,8 @@ _DURATION = re.compile(r"^\s*(?P<value>\d+(?:\.\d+)?)\s*(?P<unit>ms|s|m|min|h)?\
 MAX_SECONDS = 1e9
 _DURATION_SECONDS = {"ms": 1e-3, "s": 1.0, None: 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _ABOVE = "is above 2^48, which no machine can hold; use a smaller one"
+# A smaller factor says less than its percentage.
+FACTOR_SHOWN = 1.2
 # A terminal is narrower; a table of this width is memory that is filled with blanks.
 MAX_WIDTH = 10_000
 # Longer numbers are no counts, and Python limits the number of digits of an integer.
@@ -179,6 +181,26 @@ def format_rate(value: float) -> str:
 def format_ratio(value: float) -> str:
     """A speed-up: 1.23x."""
     return f"{value:.2f}x" if value < 100 else f"{value:.0f}x"
+
+
+def percent_text(fraction: float) -> str:
+    """A fraction without its sign: 0.0031 -> '0.31 %', 0.02 -> '2 %', 0.066 -> '6.6 %', 0.25 -> '25 %'."""
+    percent = 100 * abs(fraction)
+    if percent >= 9.95:
+        return f"{percent:.0f} %"
+    return f"{percent:.2g} %" if percent < 0.995 else f"{percent:.1f}".removesuffix(".0") + " %"
+
+
+def change_text(ratio: float) -> str:
+    """How a time changed, from after / before: '-78 %, 4.5x faster', '+1.2 %'; the factor from 1.2 on."""
+    percent = 100 * (ratio - 1)
+    if abs(percent) < 0.05:
+        return "0 %"
+    text = f"{percent:+.0f} %" if abs(percent) >= 9.95 else f"{percent:+.1f} %"
+    factor = max(ratio, 1 / ratio)
+    if factor < FACTOR_SHOWN:
+        return text
+    return f"{text}, {significant(factor, 2)}x {'slower' if ratio > 1 else 'faster'}"
 
 
 def tokens_per_second(tokens: int, time_ns: float) -> float:

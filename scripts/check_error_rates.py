@@ -1,192 +1,197 @@
-"""How often `dilabench check` errs, and how often it finds +10 % and +20 %, by its command line on this machine.
+"""How often `dilabench check` errs, and how often it finds +25 % and +50 %: sessions of this machine, dealt at random.
 
-Every lane makes a baseline of its own and then checks against it again and again: mostly code that did not change, now
-and then with `slowed` (tests/slowed_plugin) repeating a tenth or a fifth of its work. `gather`, beside it in the same
-sessions, never changes; every other check takes times relative to it. Verdicts are kept as they come, so that a time
-limit leaves those it had time for. From the root of the repository, on 16 quiet cores (8 lanes of 2) for nine minutes,
-and on one GPU:
+`measure` runs sessions of code that does not change, and of `slowed` (tests/slowed_plugin) repeating a quarter or a
+half of its work, one after the other in fresh processes; `gather`, in the same rounds, never changes. `--busy 1` keeps
+one core busy meanwhile. `deal` draws baselines and new sessions from these records and decides by the rules of `check`,
+with `--most` new sessions instead of a budget. From the root of the repository, on an idle machine:
 
-    PYTHONPATH=. python scripts/check_error_rates.py --lanes 8 --checks 400 --limit 540 --output check-cpu.json
-    PYTHONPATH=. python scripts/check_error_rates.py --device cuda --checks 60 --limit 540 --output check-cuda.json
+    PYTHONPATH=. python scripts/check_error_rates.py measure idle --sessions 40 --limit 540
+    PYTHONPATH=. python scripts/check_error_rates.py measure busy --sessions 40 --limit 540 --busy 1
+    PYTHONPATH=. python scripts/check_error_rates.py deal idle busy --output check.json
 
-It needs nothing but what dilabench itself needs, and `taskset` (util-linux) where there is more than one lane.
+`measure` adds to a folder that has sessions, so it can be called several times. Deals share sessions, so their counts
+are not independent.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
-import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from itertools import cycle, product
+from collections.abc import Collection, Iterator, Sequence
+from itertools import cycle, islice
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from dilabench.atomic_file import write_text
-from dilabench.stats.decisions.decide import binomial_interval
+from dilabench.comparison.across import compare_across
+from dilabench.comparison.comparison import Comparison, is_measured
+from dilabench.comparison.gate import until_decided
+from dilabench.record import RunRecord
+from dilabench.stats.decisions.decide import Policy, binomial_interval
+from dilabench.stats.decisions.history import LOOK_SESSIONS
 from dilabench.stats.decisions.verdicts import Code
+from dilabench.store.run_files import read_record
 
 ROOT = Path(__file__).parents[1]
 PLANTED, CONTROL = "slowed", "gather"
-# A tenth and a fifth of ten sequences are one and two.
-PLANTED_SHARES = (0.0, 0.1, 0.2)
-# Twice as many checks of identical code as of slower code.
-SHARES = "0,0.1,0,0,0.2,0"
+SHARES = (0.0, 0.25, 0.5)
+# Most checks are of identical code, so most sessions are.
+ORDER = (0.0, 0.0, 0.25, 0.0, 0.0, 0.5)
 SHAPES = {
-    "cpu": ("--batch-size", "10", "--seq-length", "512", "--num-heads", "1", "--head-dim", "32"),
-    "cuda": ("--batch-size", "10", "--seq-length", "8192", "--num-heads", "16", "--head-dim", "64"),
+    # Quarters of eight sequences are two.
+    "cpu": ("--batch-size", "8", "--seq-length", "512", "--num-heads", "1", "--head-dim", "32"),
+    "cuda": ("--batch-size", "8", "--seq-length", "8192", "--num-heads", "16", "--head-dim", "64"),
 }
-SESSION_BUDGETS = {"cpu": "6s", "cuda": "20s"}
 ONE_SEGMENT = {"cpu": "512", "cuda": "8192"}
 PLUGIN = {"METADATA": "Metadata-Version: 2.1\nName: dilabench-slowed\nVersion: 1.0\n"}
 PLUGIN["entry_points.txt"] = "[dilabench]\nslowed = dilabench_slowed\n"
 
 
-class Lane:
-    """One baseline and the checks against it, on cores, with a store and a lock of its own."""
-
-    def __init__(self, number: int, folder: Path, options: argparse.Namespace, deadline_s: float) -> None:
-        self.number, self.folder, self.options, self.deadline_s = number, folder, options, deadline_s
-        cores = sorted(os.sched_getaffinity(0))
-        each = len(cores) // options.lanes
-        mine = cores[number * each : (number + 1) * each]
-        self.pinned = ["taskset", "-c", ",".join(map(str, mine))] if options.lanes > 1 else []
-        paths = [ROOT, ROOT / "tests" / "slowed_plugin", folder.parent / "site"]
-        self.variables = {
+def measure(folder: Path, options: argparse.Namespace) -> None:
+    """Add sessions to `folder/<share>/`, by turns as in `ORDER`, until there are enough or time is up."""
+    info = folder / "site" / "dilabench_slowed-1.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    for name, text in PLUGIN.items():
+        (info / name).write_text(text)
+    paths = [ROOT, ROOT / "tests" / "slowed_plugin", folder / "site", os.environ.get("PYTHONPATH", "")]
+    device = options.device
+    command = [sys.executable, "-m", "dilabench", "run", "implementations", *SHAPES[device], "-i", PLANTED]
+    command += ["-i", CONTROL, "--device", device, "--budget", options.session_budget]
+    command += ["--set", f"segment_lengths={ONE_SEGMENT[device]}", "--set", "dilation_rates=1"]
+    deadline_s = time.monotonic() + options.limit
+    busy = [multiprocessing.Process(target=_keep_busy, daemon=True) for _ in range(options.busy)]
+    for process in busy:
+        process.start()
+    present = sum(len(list((folder / str(share)).glob("*/run.json"))) for share in SHARES)
+    for share in islice(cycle(ORDER), present, options.sessions):
+        variables = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
-            # The work is small, and a core is left to what waits for it.
-            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "DILABENCH_SLOWED_SHARE": str(share),
             "DILABENCH_STORE": str(folder / "store"),
-            "DILABENCH_LOCK_DIR": str(folder),
         }
-        folder.mkdir()
-
-    def call(self, *arguments: str, share: float = 0.0) -> subprocess.CompletedProcess[str]:
-        """Run a command of dilabench; raises TimeoutExpired at the end of the time limit."""
-        command = [*self.pinned, sys.executable, "-m", "dilabench", *arguments]
-        variables = {**self.variables, "DILABENCH_SLOWED_SHARE": str(share)}
-        with subprocess.Popen(
-            command, env=variables, cwd=self.folder, text=True, stdout=-1, stderr=-1, start_new_session=True
-        ) as process:
-            try:
-                out, err = process.communicate(timeout=max(0.1, self.deadline_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                # The workers are in its session.
-                os.killpg(process.pid, signal.SIGKILL)
-                raise
-        return subprocess.CompletedProcess(command, process.returncode, out, err)
-
-    def checks(self) -> Iterator[dict[str, Any]]:
-        """The baseline, then a check after another until the time limit."""
-        device = self.options.device
-        shape = (*SHAPES[device], "--set", f"segment_lengths={ONE_SEGMENT[device]}", "--set", "dilation_rates=1")
-        names = (
-            "-i",
-            PLANTED,
-            "-i",
-            CONTROL,
-            "--device",
-            device,
-            "--budget",
-            self.options.session_budget or SESSION_BUDGETS[device],
-        )
-        for session in range(self.options.baseline):
-            done = self.call("run", "implementations", *shape, *names, "-o", f"base{session}")
-            if done.returncode:
-                raise SystemExit(f"the baseline ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
-        self.call("baseline", "save", "main", *map(str, self.folder.glob("base*/*")))
-        shares = [float(share) for share in self.options.shares.split(",")]
-        for share, relative in cycle(product(shares, (True,) if self.options.relative else (False, True))):
-            began_s = time.monotonic()
-            how = ("--budget", self.options.budget, *(("--relative-to", CONTROL) if relative else ()))
-            done = self.call("check", "--against", "main", "--json", "--no-store", *how, share=share)
-            found = {"lane": self.number, "share": share, "relative": relative, "exit_code": done.returncode}
-            found["stderr"] = done.stderr
-            found["seconds"] = time.monotonic() - began_s
-            cells = json.loads(done.stdout)["cells"] if done.stdout else []
-            found["verdicts"] = {one["baseline"]["implementation"]: one["verdict"] for one in cells}
-            yield found
+        if time.monotonic() > deadline_s:
+            break
+        done = subprocess.run([*command, "-o", folder / str(share)], env=variables, check=False, capture_output=True)
+        if done.returncode:
+            # The records that lack a row are not dealt.
+            print(f"a session of +{share:.0%} ended with exit code {done.returncode}: {done.stderr.decode()[-300:]}")
+    for process in busy:
+        process.terminate()
 
 
-def rates(checks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """How often each verdict fell, with the exact 95 % interval (Clopper and Pearson), by what was planted."""
-    found = []
-    for relative, share in product((False, True), PLANTED_SHARES):
-        title = f"{PLANTED}, +{share:.0%}" if share else "identical"
-        title += f", relative to {CONTROL}" if relative else ""
-        verdicts = [
-            verdict
-            for check in checks
-            for name, verdict in check["verdicts"].items()
-            if ((check["share"] if name == PLANTED else 0.0), check["relative"]) == (share, relative)
-        ]
-        counts = {code: sum(one["code"] == code for one in verdicts) for code in Code}
-        entry: dict[str, Any] = {"case": title, "verdicts": len(verdicts)}
-        for code, hits in counts.items() if verdicts else ():
-            interval = binomial_interval(hits, len(verdicts))
-            entry[code] = {"hits": hits, "rate": hits / len(verdicts), "interval": [interval.low, interval.high]}
-        found.append(entry)
-    return found
+def _keep_busy() -> None:
+    while True:
+        pass
+
+
+def checks(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The verdicts of `--deals` checks of each share."""
+    pools = {share: _records(folder / str(share)) for share in SHARES}
+    for share in SHARES:
+        random = Random(f"{folder} {share}")
+        for _ in range(options.deals if share == 0 else options.planted_deals):
+            unchanged = random.sample(pools[0.0], len(pools[0.0]))
+            baseline, rest = unchanged[: options.baseline], unchanged[options.baseline :]
+            new = rest if share == 0 else random.sample(pools[share], len(pools[share]))
+            found = check(baseline, new, options.most)
+            verdicts = {pair.candidate.implementation: pair.verdict for pair in found.pairs}
+            yield {
+                "machine": folder.name,
+                "share": share,
+                "verdicts": {
+                    name: {"code": verdict.code, "within": verdict.numbers.unchanged_within}
+                    for name, verdict in verdicts.items()
+                },
+            }
+
+
+def _records(folder: Path) -> list[RunRecord]:
+    records = [read_record(path) for path in sorted(folder.glob("*/run.json"))]
+    return [record for record in records if record.rows and all(map(is_measured, record.rows))]
+
+
+def check(baseline: Sequence[RunRecord], new: Sequence[RunRecord], most: int) -> Comparison:
+    """Decide as `check` does, with the first `most` of these sessions in place of measurements; others confirm."""
+    sessions = iter(new)
+
+    def measured(_cases: Collection[str], count: int) -> list[RunRecord]:
+        return list(islice(sessions, count))
+
+    def judge(records: Sequence[RunRecord], cases: Collection[str], policy: Policy) -> Comparison:
+        return compare_across(baseline, records, policy=policy, select=lambda case: case.case_id in cases)
+
+    def further(_cases: Collection[str], count: int) -> int:
+        return min(count or LOOK_SESSIONS[0], min(most, len(new) - LOOK_SESSIONS[0]) - count)
+
+    def again(_cases: Collection[str], count: int) -> int:
+        return max(LOOK_SESSIONS[0], count)
+
+    cases = {row.case.case_id for row in baseline[0].rows}
+    return until_decided(cases, measured, judge, further, again, Policy.for_device(baseline[0].device))
+
+
+def rates(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """How often each verdict fell, with the exact 95 % interval (Clopper and Pearson), by machine and planted share.
+
+    A check of identical code counts once, by its gravest verdict.
+    """
+    entries = []
+    for machine in dict.fromkeys(one["machine"] for one in found):
+        for share in SHARES:
+            dealt = [one["verdicts"] for one in found if (one["machine"], one["share"]) == (machine, share)]
+            codes = [_gravest(verdicts) if share == 0 else verdicts[PLANTED]["code"] for verdicts in dealt]
+            entry: dict[str, Any] = {"machine": machine, "case": f"+{share:.0%}" if share else "identical"}
+            entry["checks"] = len(codes)
+            for code in Code if codes else ():
+                hits = codes.count(code)
+                interval = binomial_interval(hits, len(codes))
+                entry[code] = {"hits": hits, "rate": hits / len(codes), "interval": [interval.low, interval.high]}
+            entries.append(entry)
+    return entries
+
+
+def _gravest(verdicts: dict[str, dict[str, Any]]) -> str:
+    codes = {verdict["code"] for verdict in verdicts.values()}
+    return next(code for code in (Code.SLOWER, Code.FASTER, Code.UNDECIDED, Code.SAME) if code in codes)
 
 
 def main() -> None:
-    """Run the lanes, print and keep the rates."""
+    """Measure sessions, or deal them, print and keep the rates."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--checks", type=int, default=200, help="how many, over all lanes (default 200)")
-    arguments.add_argument("--lanes", type=int, default=1, help="checks at a time, each on its share of the cores")
-    arguments.add_argument("--device", choices=SHAPES, default="cpu")
-    arguments.add_argument("--baseline", type=int, default=8, help="sessions of each lane's baseline (default 8)")
-    arguments.add_argument("--budget", default="60s", help="of a check (default 60s)")
-    arguments.add_argument("--session-budget", help="of one session (default 6s, on a GPU 20s)")
-    arguments.add_argument("--shares", default=SHARES, help=f"what is planted, in turn (default {SHARES})")
-    arguments.add_argument("--relative", action="store_true", help=f"always take times relative to {CONTROL}")
-    arguments.add_argument("--limit", type=float, default=540, help="seconds after which all ends (default 540)")
-    arguments.add_argument("--output", type=Path, default=Path("check-error-rates.json"))
+    commands = arguments.add_subparsers(dest="command", required=True)
+    parser = commands.add_parser("measure")
+    parser.add_argument("folder", type=Path, help="its name stands for the machine's state")
+    parser.add_argument("--sessions", type=int, default=40, help="in all (default 40)")
+    parser.add_argument("--busy", type=int, default=0, help="cores to keep busy (default 0)")
+    parser.add_argument("--device", choices=SHAPES, default="cpu")
+    parser.add_argument("--session-budget", default="12s", help="of one session (default 12s)")
+    parser.add_argument("--limit", type=float, default=540, help="seconds after which it ends (default 540)")
+    parser = commands.add_parser("deal")
+    parser.add_argument("folders", type=Path, nargs="+")
+    parser.add_argument("--deals", type=int, default=200, help="of identical code (default 200)")
+    parser.add_argument("--planted-deals", type=int, default=20, help="of each planted share (default 20)")
+    parser.add_argument("--baseline", type=int, default=1, help="stored sessions (default 1)")
+    parser.add_argument("--most", type=int, default=12, help="new sessions that a check may take (default 12)")
+    parser.add_argument("--output", type=Path, default=Path("check-error-rates.json"))
     options = arguments.parse_args()
-    began_s, lock, checks, problems = time.monotonic(), threading.Lock(), list[dict[str, Any]](), list[str]()
-
-    def keep() -> list[dict[str, Any]]:
-        found = rates(checks)
-        about = {"options": {**vars(options), "output": str(options.output)}, "seconds": time.monotonic() - began_s}
-        write_text(options.output, json.dumps({**about, "rates": found, "problems": problems, "checks": checks}))
-        return found
-
-    def work(lane: Lane) -> None:
-        try:
-            for found in lane.checks():
-                with lock:
-                    if len(checks) >= options.checks:
-                        return
-                    checks.append(found)
-                    keep()
-        except subprocess.TimeoutExpired:
-            return
-        except (SystemExit, ValueError) as error:
-            problems.append(f"lane {lane.number}: {error}")
-
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        info = folder / "site" / "dilabench_slowed-1.0.dist-info"
-        info.mkdir(parents=True)
-        for file, text in PLUGIN.items():
-            (info / file).write_text(text)
-        lanes = [Lane(one, folder / f"lane{one}", options, began_s + options.limit) for one in range(options.lanes)]
-        threads = [threading.Thread(target=work, args=(lane,)) for lane in lanes]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    for one in keep():
-        print(f"{one['case']}: {one['verdicts']} verdicts")
-        for code in Code if one["verdicts"] else ():
-            hits, rate, (low, high) = one[code].values()
-            print(f"  {code:12} {hits:4}  {rate:6.1%}  ({low:.1%} to {high:.1%})")
-    print("\n".join([*problems, f"kept in {options.output}"]))
+    if options.command == "measure":
+        measure(options.folder.absolute(), options)
+        return
+    found = [one for folder in options.folders for one in checks(folder, options)]
+    entries = rates(found)
+    given = {**vars(options), "folders": [folder.name for folder in options.folders], "output": str(options.output)}
+    write_text(options.output, json.dumps({"options": given, "rates": entries, "checks": found}))
+    for entry in entries:
+        print(f"{entry['machine']}, {entry['case']}: {entry['checks']} checks")
+        for code in Code if entry["checks"] else ():
+            hits, rate, (low, high) = entry[code].values()
+            print(f"  {code:10} {hits:4}  {rate:6.1%}  ({low:.1%} to {high:.1%})")
+    print(f"kept in {options.output}")
 
 
 if __name__ == "__main__":

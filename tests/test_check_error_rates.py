@@ -22,27 +22,40 @@ def harness():
     return module
 
 
-def check(share, relative, **codes):
-    return {"share": share, "relative": relative, "verdicts": {name: {"code": code} for name, code in codes.items()}}
+def dealt(share, **codes):
+    verdicts = {name: {"code": code, "within": None} for name, code in codes.items()}
+    return {"machine": "idle", "share": share, "verdicts": verdicts}
 
 
-def test_identical_code_is_counted_apart_from_planted_slow_downs(harness):
-    checks = [
-        check(0.0, False, slowed="SAME", gather="SLOWER"),
-        check(0.1, False, slowed="SLOWER", gather="SAME"),
-        check(0.0, True, slowed="FASTER"),
-        check(0.2, False),
+def test_a_check_of_identical_code_counts_by_its_gravest_verdict(harness):
+    found = [
+        dealt(0.0, slowed="SAME", gather="SLOWER"),
+        dealt(0.0, slowed="SAME", gather="SAME"),
+        dealt(0.0, slowed="UNDECIDED", gather="SAME"),
+        dealt(0.5, slowed="SLOWER", gather="SAME"),
     ]
-    found = {one["case"]: one for one in harness.rates(checks)}
-    identical = found["identical"]
-    assert (identical["verdicts"], identical["SLOWER"]["hits"], identical["SAME"]["hits"]) == (3, 1, 2)
+    entries = {entry["case"]: entry for entry in harness.rates(found)}
+    identical = entries["identical"]
+    assert [identical[code]["hits"] for code in ("SLOWER", "FASTER", "SAME", "UNDECIDED")] == [1, 0, 1, 1]
     assert identical["SLOWER"]["interval"] == [pytest.approx(0.0084, abs=1e-4), pytest.approx(0.9057, abs=1e-4)]
-    assert found["slowed, +10%"]["SLOWER"]["rate"] == 1.0
-    assert found["identical, relative to gather"]["FASTER"]["hits"] == 1
-    assert found["slowed, +20%"]["verdicts"] == 0
+    assert entries["+50%"]["SLOWER"]["rate"] == 1.0
+    assert entries["+25%"]["checks"] == 0
 
 
-@pytest.mark.parametrize(("share", "calls"), [("0", 1), ("0.1", 2), ("0.2", 2)])
+@pytest.mark.parametrize(("slowdown", "code"), [(1.0, "SAME"), (1.5, "SLOWER"), (0.5, "FASTER")])
+def test_sessions_are_dealt_to_looks_and_to_the_second_measurement(harness, make_row, make_record, slowdown, code):
+    def session(seed, ns):
+        return make_record([make_row("strided", seed=seed, ns=ns, spread=0.01)], run_id=f"run{seed}")
+
+    new = [session(seed, 1e7 * slowdown) for seed in range(1, 20)]
+    (pair,) = harness.check([session(0, 1e7)], new, 12).pairs
+    assert pair.verdict.code == code
+    # The spread of six sessions shows that nothing changed; a change is confirmed by three others.
+    assert pair.verdict.numbers.sessions == (6 if code == "SAME" else 3)
+    assert bool(pair.first_look) is (code != "SAME")
+
+
+@pytest.mark.parametrize(("share", "calls"), [("0", 1), ("0.25", 2), ("0.5", 2)])
 def test_what_is_slowed_down_repeats_a_share_of_its_batch_and_computes_the_same(monkeypatch, share, calls):
     from dilabench.backends import math
 

@@ -1,7 +1,7 @@
 """Two sides measured at different times, joined on `case_id`.
 
-They were not interleaved, so the spread between sessions is the error (`stats.decisions.history`): below five sessions
-of the baseline every verdict on time is advisory (measurement.md §5.2). Memory and correctness need no statistics.
+They were not interleaved, so the spread between sessions is the error (`stats.decisions.history`): measured, or assumed
+if there are few sessions. Memory and correctness need no statistics.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,14 +19,14 @@ from dilabench.comparison.comparison import (
 from dilabench.comparison.fingerprint import Mismatch, hard_mismatches, soft_warnings
 from dilabench.comparison.pairing import common_timings, is_throttled, sessions_of
 from dilabench.comparison.relative import relative_to
-from dilabench.comparison.verdicts import corrected, median_over, memory_verdict, row_notes
+from dilabench.comparison.verdicts import corrected, decide_stored, median_over, memory_verdict, row_notes
 from dilabench.comparison.view import RowView, is_quotable, measured_view
 from dilabench.errors import DilabenchError
 from dilabench.record import Case, Measured, Row, RunRecord, Timing
-from dilabench.stats.decisions.decide import Policy, decide
-from dilabench.stats.decisions.history import SESSIONS_FOR_GATE, StoredSessions, estimate_stored
+from dilabench.stats.decisions.decide import Policy
+from dilabench.stats.decisions.history import StoredSessions
 from dilabench.stats.decisions.verdicts import Verdict
-from dilabench.units import parse_fraction
+from dilabench.units import change_text, format_latency
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +74,6 @@ def refuse_other_machine(
         )
 
 
-def policy_for(records: Sequence[RunRecord], threshold: str | None, sigma_aa: float | None) -> Policy:
-    """How to decide on these records: the user's margin, and the machine's noise between sessions if known."""
-    margin = None if threshold is None else parse_fraction(threshold)
-    return Policy.for_device(records[-1].device, user_margin=margin, sigma_aa=sigma_aa)
-
-
 def compare_across(
     baseline: Sequence[RunRecord],
     candidate: Sequence[RunRecord],
@@ -109,11 +103,9 @@ def compare_each(
         (match.timings(match.baseline), match.timings(match.candidate)) for matches, _ in joined for match in matches
     ]
     stored = [StoredSessions(sessions_of(old), sessions_of(new)) for old, new in timings]
-    verdicts = [
-        decide(sides, policy) for sides in estimate_stored(stored, confidence=policy.confidence_at(policy.look))
-    ]
+    verdicts = decide_stored(stored, policy)
     throttled = [is_throttled(old) or is_throttled(new) for old, new in timings]
-    decided = zip(corrected(verdicts, throttled, policy), stored, strict=True)
+    decided = iter(corrected(verdicts, throttled, policy))
     return [
         _comparison(pair, matches, rest, [next(decided) for _ in matches], reference)
         for pair, (matches, rest) in zip(pairs, joined, strict=True)
@@ -141,23 +133,20 @@ def _comparison(
     sides: tuple[Sequence[RunRecord], Sequence[RunRecord]],
     matches: Sequence[_Match],
     rest: Sequence[Uncompared],
-    decided: Sequence[tuple[Verdict, StoredSessions]],
+    verdicts: Sequence[Verdict],
     reference: str | None,
 ) -> Comparison:
-    pairs = tuple(_compared(match, verdict) for match, (verdict, _) in zip(matches, decided, strict=True))
+    pairs = tuple(_compared(match, verdict) for match, verdict in zip(matches, verdicts, strict=True))
     shared = set.intersection(*({record.run_id for record in side} for side in sides))
     warnings = [*soft_warnings(*sides), *(f"run {run_id} is on both sides" for run_id in sorted(shared))]
-    fewest = min((len(stored.baseline) for _, stored in decided), default=SESSIONS_FOR_GATE)
-    if fewest < SESSIONS_FOR_GATE:
-        sessions = "session" if fewest == 1 else "sessions"
-        warnings.append(
-            f"the sides were measured at different times and the baseline has {fewest} {sessions}: verdicts on time "
-            f"are advisory and never fail a gate (which needs {SESSIONS_FOR_GATE}); memory and correctness count"
-        )
     of_reference = [pair for pair in pairs if pair.candidate.implementation == reference]
     if of_reference:
-        ratios = ", ".join(f"{pair.verdict.numbers.ratio:.3g}x" for pair in of_reference)
-        warnings.append(f"times are relative to {reference} in the same rounds, itself {ratios} its baseline's")
+        changes = ", ".join(
+            f"{format_latency(pair.baseline_ns)} before, {format_latency(pair.candidate_ns)} after "
+            f"({change_text(pair.verdict.numbers.ratio)})"
+            for pair in of_reference
+        )
+        warnings.append(f"times are relative to {reference} in the same rounds, which itself took {changes}")
     judged = tuple(pair for pair in pairs if pair not in of_reference)
     return Comparison(pairs=judged, uncompared=tuple(rest), warnings=tuple(warnings))
 

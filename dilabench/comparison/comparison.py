@@ -20,10 +20,10 @@ ABSENT = "not in the record"
 class ComparedPair:
     """One case against its baseline: the same case in other records, or another case of the same workload group.
 
-    route: "interleaved" if both sides were measured in the same rounds, "stored" if in different sessions.
-    baseline_ns, candidate_ns: the median of all samples of each side, as reports show it; the verdict's ratio comes
-    from sharper locations of slots. memory: None if a side has no peak, or the peaks were measured in different ways.
-    notes: warnings of the rows.
+    route: "interleaved" if both sides were measured in the same rounds, "stored" if in different sessions. baseline_ns,
+    candidate_ns: the median of all samples of each side; the verdict's ratio is their quotient. memory: None if a side
+    has no peak, or the peaks were measured in different ways. notes: warnings of the rows.
+    first_look: the verdict before a second measurement decided; empty without one.
     """
 
     baseline: Case
@@ -35,6 +35,7 @@ class ComparedPair:
     verdict: Verdict
     memory: MemoryVerdict | None = None
     notes: tuple[str, ...] = ()
+    first_look: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

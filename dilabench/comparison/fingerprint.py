@@ -7,6 +7,9 @@ from dilabench.machine import device_named
 from dilabench.record import RunRecord
 from dilabench.validation import content_hash
 
+# Fields whose values identify a device and say nothing to a reader.
+ANONYMOUS = {"gpu_uuid_hash": "another GPU of the same kind"}
+
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
@@ -44,7 +47,7 @@ def soft_mismatches(baseline: RunRecord, candidate: RunRecord) -> tuple[Mismatch
 def soft_warnings(baseline: Sequence[RunRecord], candidate: Sequence[RunRecord]) -> tuple[str, ...]:
     """One warning per soft field that differs between any record of one side and any of the other."""
     texts = dict.fromkeys(
-        f"{mismatch}; this may explain a change"
+        f"{ANONYMOUS.get(mismatch.field, str(mismatch))}; this may explain a change"
         for a in baseline
         for b in candidate
         for mismatch in soft_mismatches(a, b)

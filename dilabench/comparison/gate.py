@@ -12,30 +12,40 @@ from dilabench.comparison.comparison import ComparedPair, Comparison
 from dilabench.errors import ExitCode, exit_code_for
 from dilabench.record import RunRecord
 from dilabench.stats.decisions.decide import Policy
-from dilabench.stats.decisions.history import LOOK_SESSIONS
 from dilabench.stats.decisions.verdicts import Code, Verdict, confirm
 
 CaseIds = Collection[str]
 
 
 def exit_code(comparison: Comparison, fail_on: Collection[str] = ("slower", "larger")) -> ExitCode:
-    """The gravest thing that a comparison found. `fail_on` may hold "slower", "larger" and "inconclusive".
+    """The gravest thing that a comparison found. `fail_on` may hold "slower", "larger" and "undecided".
 
-    Wrong output counts always, and so does a case that the baseline had measured and that now fails. Slower pairs
-    (never advisory ones) and larger peaks count as regressions; `inconclusive` also counts cases without a verdict that
-    the baseline has. A comparison without any pair counts as "nothing compared".
+    Wrong output counts always, and so does a case that the baseline had measured and that now fails. Slower pairs and
+    larger peaks count as regressions; `undecided` also counts cases without a verdict that the baseline has. A
+    comparison without any pair counts as "nothing compared".
     """
     rest, pairs = comparison.uncompared, comparison.pairs
-    undecided = any(pair.verdict.code is Code.INCONCLUSIVE for pair in pairs) or any(case.regressed for case in rest)
+    undecided = any(pair.verdict.code is Code.UNDECIDED for pair in pairs) or any(case.regressed for case in rest)
     slower = "slower" in fail_on and any(pair.verdict.fails_gate for pair in pairs)
     larger = "larger" in fail_on and any(pair.memory is not None and pair.memory.fails_gate for pair in pairs)
     return exit_code_for(
         wrong=any(case.lack == "wrong output" for case in rest),
         failed=any(case.lack == "failed" and case.regressed for case in rest),
         slower=slower or larger,
-        undecided="inconclusive" in fail_on and undecided and bool(pairs),
+        undecided="undecided" in fail_on and undecided and bool(pairs),
         nothing=not pairs,
     )
+
+
+def anything_decided(comparison: Comparison) -> bool:
+    """Return True if a pair is slower, faster or shown not to have changed."""
+    return any(pair.verdict.code is not Code.UNDECIDED for pair in comparison.pairs)
+
+
+def anything_worse(comparison: Comparison) -> bool:
+    """Return True if a time is proven slower or a peak is larger, whether or not that fails the gate."""
+    pairs = comparison.pairs
+    return any(pair.verdict.fails_gate or (pair.memory is not None and pair.memory.fails_gate) for pair in pairs)
 
 
 def common_change(comparison: Comparison) -> str | None:
@@ -65,7 +75,7 @@ def _moved(verdict: Verdict) -> bool:
 def confirmed(first: Comparison, second: Comparison | None) -> Comparison:
     """Return the final comparison: a pair flagged at first has the verdict of the second data alone.
 
-    A flagged pair that the second comparison lacks is inconclusive; its notes say what went wrong there.
+    A flagged pair that the second comparison lacks is undecided; that names what went wrong there.
     """
     again = {pair.candidate.case_id: pair for pair in second.pairs} if second else {}
     flagged = {case.case_id for case in first.flagged}
@@ -79,11 +89,8 @@ def _decided(first: ComparedPair, second: ComparedPair | None) -> ComparedPair:
     if not first.verdict.flagged:
         return first
     verdict = confirm(first.verdict, second.verdict if second else None)
-    if verdict.flagged:
-        # The hint asks for fresh sessions, which have now been measured.
-        verdict = replace(verdict, hint="")
-    note = f"first look: {first.verdict.reason}"
-    return replace(first, verdict=verdict, notes=(note, *first.notes))
+    # The times are those of the verdict.
+    return replace(second or first, verdict=verdict, first_look=f"{first.verdict.code}, {first.verdict.reason}")
 
 
 def until_decided(
@@ -91,18 +98,20 @@ def until_decided(
     measure: Callable[[CaseIds, int], Sequence[RunRecord]],
     judge: Callable[[Sequence[RunRecord], CaseIds, Policy], Comparison],
     further: Callable[[CaseIds, int], int],
+    again: Callable[[CaseIds, int], int],
     policy: Policy,
 ) -> Comparison:
     """The verdicts on all cases, each from the look that decided it.
 
     measure(cases, n): measures n sessions of the cases and returns their records; empty if it cannot. further(cases,
-    n): how many sessions to measure next of cases that have n; 0 ends the looks.
+    n): how many sessions to measure next of cases that have n; 0 ends the looks. again(cases, n): how many fresh
+    sessions decide on cases that seem to have changed in n.
     """
     final, records, look = Comparison(pairs=()), list[RunRecord](), 0
     while cases and (count := further(cases, len(records))):
         records += measure(cases, count)
         look += 1
-        comparison = looked_at(records, cases, measure, judge, replace(policy, look=look))
+        comparison = looked_at(records, cases, measure, judge, again, replace(policy, look=look))
         judged, cases = cases, {pair.candidate.case_id for pair in comparison.pairs if pair.verdict.undecided}
         final = final.updated(comparison, judged)
     return final
@@ -113,13 +122,14 @@ def looked_at(
     cases: CaseIds,
     measure: Callable[[CaseIds, int], Sequence[RunRecord]],
     judge: Callable[[Sequence[RunRecord], CaseIds, Policy], Comparison],
+    again: Callable[[CaseIds, int], int],
     policy: Policy,
 ) -> Comparison:
-    """Return the verdicts of one look; cases that seem to have changed are judged on as many fresh sessions instead."""
+    """Return the verdicts of one look; cases that seem to have changed are judged on fresh sessions instead."""
     comparison = judge(records, cases, policy)
     flagged = {case.case_id for case in comparison.flagged}
     if not flagged:
         return comparison
-    fresh = measure(flagged, max(LOOK_SESSIONS[0], len(records)))
+    fresh = measure(flagged, again(flagged, len(records)))
     # Judged at the level of a second look, because the baseline is the same as for the first data.
     return confirmed(comparison, judge(fresh, flagged, replace(policy, look=2)) if fresh else None)

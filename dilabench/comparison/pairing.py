@@ -8,7 +8,7 @@ import numpy as np
 
 from dilabench.record import Measured, Row, Timing
 from dilabench.stats.decisions.paired import PairedRounds
-from dilabench.stats.samples.location import Counts, Floats, Slots, chosen_slots, joined_slots
+from dilabench.stats.samples.location import Counts, Slots, chosen_slots, joined_slots
 
 # Thermal and hardware slow-downs are temporary faults; large GPUs normally run at their power limit under full load.
 FAULTS = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
@@ -35,13 +35,9 @@ def common_timings(baseline: Row, candidate: Row) -> tuple[Timing, Timing] | Non
     return None
 
 
-def pair(timings: Iterable[tuple[Timing, Timing]]) -> Pairing:
-    """Pair the slots of two cases, (baseline, candidate) per record; each record adds its sessions."""
-    return pair_many([timings])[0]
-
-
 def pair_many(comparisons: Iterable[Iterable[tuple[Timing, Timing]]]) -> list[Pairing]:
-    """Pair the slots of the two cases of each comparison, as `pair` does; many together take less time.
+    """Pair the slots of the two cases of each comparison, (baseline, candidate) per record; each record adds its
+    sessions. Many together take less time.
 
     Slots pair if they belong to one round and have different positions in it: equal positions mean that the cases were
     measured one after the other, even if the round numbers agree. Rounds slowed down by heat are omitted while they
@@ -88,10 +84,7 @@ class _SharedRounds:
         """The rounds, whose slots are the baseline's and the candidate's of each; None if there are none."""
         if not self.sessions:
             return None
-        clocks = [_clocks(*session) for session in self.sessions]
-        known = [readings for readings in clocks if readings is not None]
-        counts = np.array([len(places) for *_, places in self.sessions], np.intp)
-        return PairedRounds.of_slots(slots, counts, np.concatenate(known) if len(known) == len(clocks) else None)
+        return PairedRounds.of_slots(slots, np.array([len(places) for *_, places in self.sessions], np.intp))
 
 
 def _shared_rounds(timings: Iterable[tuple[Timing, Timing]]) -> _SharedRounds:
@@ -118,15 +111,6 @@ def _interleaved(sessions: Sequence[_Session]) -> Slots:
     places = np.concatenate([places for *_, places in sessions])
     chosen = places + np.repeat(offsets, [len(places) for *_, places in sessions], axis=0)
     return chosen_slots(joined_slots([slots_of(timing) for timing in timings.values()]), chosen.ravel())
-
-
-def _clocks(baseline: Timing, candidate: Timing, session: Counts) -> Floats | None:
-    """The clocks of a session's rounds, `[rounds, 2]`, NaN for one that was not read; None if none was."""
-    columns = baseline.columns, candidate.columns
-    if not all(side.is_set("sm_clock_mhz") for side in columns):
-        return None
-    sides = (np.array(side.column("sm_clock_mhz"), np.float64)[at] for side, at in zip(columns, session.T, strict=True))
-    return np.stack(tuple(sides), axis=1)
 
 
 def _sound(baseline: Timing, candidate: Timing, session: Counts) -> Counts:

@@ -5,6 +5,7 @@ the reference may have changed with it.
 """
 
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 from dilabench.comparison.comparison import is_measured
 from dilabench.comparison.fingerprint import soft_mismatches
@@ -37,7 +38,7 @@ def relative_to(name: str, baseline: Sequence[RunRecord], candidate: Sequence[Ru
     usual: dict[tuple[str, str], Timing] = {}
     for record in baseline:
         usual |= _turns(record, name)
-    typical_ns = {key: _quartile_ns(timing.samples_ns) for key, timing in usual.items()}
+    typical_ns = {key: median(timing.samples_ns) for key, timing in usual.items()}
     return [[_relative(record, name, typical_ns) for record in side] for side in (baseline, candidate)]
 
 
@@ -68,10 +69,6 @@ def _scaled(timing: Timing, reference: Timing, typical_ns: float) -> Timing:
     slots = []
     for turn, own in (turns for session in matched(reference, timing) for turns in session.tolist()):
         slot = timing.slots[own]
-        factor = typical_ns / _quartile_ns(reference.slots[turn].samples_ns)
+        factor = typical_ns / median(reference.slots[turn].samples_ns)
         slots.append(slot.model_copy(update={"samples_ns": tuple(round(ns * factor) for ns in slot.samples_ns)}))
     return timing.model_copy(update={"slots": tuple(slots)})
-
-
-def _quartile_ns(samples_ns: Sequence[int]) -> int:
-    return sorted(samples_ns)[len(samples_ns) // 4]

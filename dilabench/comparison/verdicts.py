@@ -6,7 +6,8 @@ from dataclasses import replace
 from dilabench.comparison.pairing import sessions_of
 from dilabench.comparison.view import location_of
 from dilabench.record import Measured, Memory, Row, Timing
-from dilabench.stats.decisions.decide import Policy, control_family
+from dilabench.stats.decisions.decide import Policy, control_family, decide
+from dilabench.stats.decisions.history import StoredSessions, estimate_stored
 from dilabench.stats.decisions.memory import (
     RESIDENT_ABSOLUTE_LIMIT_BYTES,
     RESIDENT_RELATIVE_LIMIT,
@@ -22,27 +23,29 @@ def median_over(timings: Sequence[Timing]) -> float:
     return (location_of(timings[0]) if len(timings) == 1 else locate_sessions(sessions_of(timings))).median_ns
 
 
-def corrected(verdicts: Sequence[Verdict], throttled: Sequence[bool], policy: Policy) -> list[Verdict]:
-    """Withdraw verdicts on throttled pairs; correct the others by Holm, gated and advisory ones as two families.
+def decide_stored(pairs: Sequence[StoredSessions], policy: Policy) -> list[Verdict]:
+    """Verdicts on pairs that were not interleaved, before any correction for multiple pairs."""
+    estimates = estimate_stored(
+        pairs,
+        default=policy.spread,
+        calibrated=policy.sigma_sessions,
+        confidence=policy.confidence_at(policy.look),
+    )
+    return [decide(estimate, policy) for estimate in estimates]
 
-    An advisory verdict can fail nothing, so it must not make the gated ones more careful.
-    """
-    withdrawn = [_withdrawn(verdict) if hot else verdict for verdict, hot in zip(verdicts, throttled, strict=True)]
-    result = list(withdrawn)
-    for advisory in {verdict.advisory for verdict in withdrawn}:
-        family = [index for index, verdict in enumerate(withdrawn) if verdict.advisory is advisory]
-        controlled = control_family([withdrawn[index] for index in family], alpha=policy.alpha)
-        for index, verdict in zip(family, controlled, strict=True):
-            result[index] = verdict
-    return result
+
+def corrected(verdicts: Sequence[Verdict], throttled: Sequence[bool], policy: Policy) -> list[Verdict]:
+    """Withdraw verdicts on throttled pairs, and correct the others by Holm."""
+    sound = [_withdrawn(verdict) if hot else verdict for verdict, hot in zip(verdicts, throttled, strict=True)]
+    return control_family(sound, policy)
 
 
 def _withdrawn(verdict: Verdict) -> Verdict:
-    if verdict.code is Code.INCONCLUSIVE:
+    if verdict.code is Code.UNDECIDED:
         return verdict
     return replace(
         verdict,
-        code=Code.INCONCLUSIVE,
+        code=Code.UNDECIDED,
         cause=Cause.THROTTLED,
         numbers=replace(verdict.numbers, p_slower=None, p_faster=None),
         reason=f"{verdict.reason}; but heat or power delivery slowed the GPU down in more than a fifth of the slots",

@@ -1,14 +1,11 @@
 """One view of a measured row, of a pair of rows and of all rows of a workload: every output reads its figures here.
 
 The time of a row is the median of all samples of its first timing (`record.ESTIMATOR`), with an interval that allows
-for interleaved samples (`stats.samples.location`). Verdicts use sharper locations of slots, which are shown only as a
-ratio (`stats.decisions.paired`).
+for interleaved samples (`stats.samples.location`).
 
-The ratio of two rows comes from their common rounds, so that drift and load cancel. One is proven faster if the
-interval of this ratio is beyond the margin of `compare`. Without common rounds the ratio of medians proves nothing.
-
-Rounds are compared by their undisturbed samples. If most are disturbed (launches on a busy host), these differ from
-what the user sees: a row is proven faster only if its median is smaller, too.
+The ratio of two rows is the quotient of their times. Its interval comes from their common rounds, so that drift and
+load cancel (`stats.decisions.paired`). One is proven faster if the interval is beyond the margin of `compare`. Without
+common rounds the ratio proves nothing.
 """
 
 import weakref
@@ -17,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from math import exp, log
+from math import log, log1p
 from statistics import fmean, stdev
 from typing import Literal
 
@@ -26,9 +23,8 @@ import numpy as np
 from dilabench.comparison.pairing import common_timings, pair_many
 from dilabench.metadata import NOTES, WAY
 from dilabench.record import Measured, Memory, Row, RunRecord, Skipped, Timing
-from dilabench.stats.decisions.decide import Policy, position
+from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.paired import Estimate, estimate_many
-from dilabench.stats.decisions.verdicts import Cause, Code
 from dilabench.stats.samples.location import Interval, Location, locate_slots, quantile
 from dilabench.units import format_ratio, tflops_per_second, tokens_per_second
 from dilabench.workload.spec import flops
@@ -249,17 +245,15 @@ def _locate(timings: Sequence[Timing]) -> None:
 class PairView:
     """Two measured rows compared: time of the candidate / time of the baseline, and which of them is faster.
 
-    `ratio`: from their common rounds, else from their medians. `interval`: of the ratio over their common rounds; None
-    if fewer than five. `session_log_ratios`: ln(ratio) by session. `median_ratio`: by the medians of slots, not by
-    their undisturbed samples. `faster`: the side with the smaller time; None if undecided. `proven`: the interval lies
-    beyond the margin of `compare`, and the medians agree. Without such rounds `faster` is only probable: the intervals
-    of the two medians do not overlap. `too_few_rounds`: the common rounds are too few or too disturbed for a proof.
+    `ratio`: of their medians. `interval`: of the ratio, from their common rounds; None if fewer than five.
+    `session_log_ratios`: ln(ratio) by session. `faster`: the side with the smaller time; None if undecided. `proven`:
+    the interval lies beyond the margin of `compare`. Without such rounds `faster` is only probable: the intervals of
+    the two medians do not overlap. `too_few_rounds`: the common rounds are too few or too disturbed for a proof.
     """
 
     ratio: float
     interval: Interval | None
     session_log_ratios: tuple[float, ...]
-    median_ratio: float
     faster: Side | None
     proven: bool
     too_few_rounds: bool
@@ -309,7 +303,12 @@ def _estimated(pairs: Sequence[tuple[Row, Row]], sigma_aa: float) -> list[_Estim
         batch = unknown[first : first + ESTIMATED_TOGETHER]
         pairings = pair_many([both] for _, both in batch)
         in_common = [pairing.rounds for pairing in pairings if pairing.rounds is not None]
-        estimates = iter(estimate_many(in_common, sigma_aa=sigma_aa, effect_size=False))
+        times = [
+            (location_of(old).median_ns, location_of(new).median_ns)
+            for (_, (old, new)), pairing in zip(batch, pairings, strict=True)
+            if pairing.rounds is not None
+        ]
+        estimates = iter(estimate_many(in_common, times, sigma_aa=sigma_aa, effect_size=False))
         for (key, both), pairing in zip(batch, pairings, strict=True):
             found = _Estimated(None if pairing.rounds is None else next(estimates), pairing.throttled)
             # As above; the other side's may be faster.
@@ -324,22 +323,19 @@ def _is_known(key: tuple[int, int, float], both: tuple[Timing, Timing]) -> bool:
 
 
 def _of_rounds(baseline: RowView, candidate: RowView, estimate: Estimate, throttled: bool, policy: Policy) -> PairView:
-    (code, cause, _), by_median = position(estimate, policy), estimate.median_log_ratio or 0.0
-    too_few = throttled or cause is Cause.TOO_FEW_ROUNDS
-    if too_few:
+    interval = None if throttled else estimate.interval
+    if interval is None:
         faster = disjoint(baseline, candidate)
-    elif code is Code.SLOWER and by_median >= 0:
-        faster = "baseline"
     else:
-        faster = "candidate" if code is Code.FASTER and by_median <= 0 else None
+        margin = log1p(policy.margin(estimate.typical_ns))
+        faster = "baseline" if interval.low > margin else "candidate" if interval.high < -margin else None
     return PairView(
         ratio=estimate.ratio,
-        interval=None if too_few or estimate.interval is None else estimate.interval.as_ratio(),
+        interval=interval and interval.as_ratio(),
         session_log_ratios=estimate.session_log_ratios,
-        median_ratio=exp(by_median),
         faster=faster,
-        proven=faster is not None and not too_few,
-        too_few_rounds=too_few,
+        proven=faster is not None and interval is not None,
+        too_few_rounds=interval is None,
     )
 
 
@@ -350,7 +346,6 @@ def _of_medians(baseline: RowView, candidate: RowView) -> PairView:
         ratio=ratio,
         interval=None,
         session_log_ratios=(log(ratio),),
-        median_ratio=ratio,
         faster=disjoint(baseline, candidate),
         proven=False,
         too_few_rounds=True,
@@ -406,14 +401,9 @@ def rankings(groups: Sequence[Sequence[Row]], device: str) -> list[Ranking | Non
     """
     quotable = [[row for row in rows if is_quotable(row)] for rows in groups]
     ranked = [rows for rows in quotable if rows]
-    baselines = [
-        min(rows, key=lambda row: (row.planned.source is not None, row.planned.role != "plain")) for rows in ranked
-    ]
-    ratios = [[view.ratio for view in views] for views in _views(baselines, ranked, device)]
-    sharpest = [rows[times.index(min(times))] for rows, times in zip(ranked, ratios, strict=True)]
-    others = [[row for row in rows if row is not best] for rows, best in zip(ranked, sharpest, strict=True)]
-    versus = _views(sharpest, others, device)
-    found = map(_ranking, ranked, baselines, ratios, sharpest, others, versus)
+    fastest = [min(rows, key=lambda row: measured_view(row).median_ns) for rows in ranked]
+    others = [[row for row in rows if row is not best] for rows, best in zip(ranked, fastest, strict=True)]
+    found = map(_ranking, ranked, fastest, others, _views(fastest, others, device))
     return [next(found) if rows else None for rows in quotable]
 
 
@@ -424,26 +414,17 @@ def _views(baselines: Sequence[Row], groups: Sequence[Sequence[Row]], device: st
     return [list(islice(views, len(rows))) for rows in groups]
 
 
-def _ranking(
-    rows: Sequence[Row],
-    baseline: Row,
-    ratios: Sequence[float],
-    sharpest: Row,
-    others: Sequence[Row],
-    views: Sequence[PairView],
-) -> Ranking:
+def _ranking(rows: Sequence[Row], fastest: Row, others: Sequence[Row], views: Sequence[PairView]) -> Ranking:
     compared = zip(others, views, strict=True)
     undecided = [(row, view) for row, view in compared if not view.proven or view.faster != "baseline"]
+    tied = tuple(row for row, _ in undecided)
     too_few_rounds = bool(undecided) and all(view.too_few_rounds for _, view in undecided)
-    # Another row may have the smallest median in common rounds.
-    by_median = [(sharpest, 1.0), *((row, view.median_ratio) for row, view in undecided)]
-    fastest, _ = min(by_median, key=lambda entry: entry[1])
-    tied = tuple(row for row, _ in by_median if row is not fastest)
-    best = measured_view(fastest)
+    baseline = min(rows, key=lambda row: (row.planned.source is not None, row.planned.role != "plain"))
+    baseline_ns, best = measured_view(baseline).median_ns, measured_view(fastest)
     return Ranking(
         fastest=fastest,
         baseline=baseline,
-        speedups={row.case.case_id: 1 / ratio for row, ratio in zip(rows, ratios, strict=True)},
+        speedups={row.case.case_id: baseline_ns / measured_view(row).median_ns for row in rows},
         tied=tied,
         too_few_rounds=too_few_rounds,
         probable=too_few_rounds and all(disjoint(best, measured_view(row)) == "baseline" for row in tied),

@@ -18,11 +18,11 @@ from dilabench.comparison.comparison import (
     lack_of,
 )
 from dilabench.comparison.pairing import Pairing, common_timings, pair_many, sessions_of
-from dilabench.comparison.verdicts import corrected, median_over, memory_verdict, row_notes
+from dilabench.comparison.verdicts import corrected, decide_stored, median_over, memory_verdict, row_notes
 from dilabench.errors import unknown_name
 from dilabench.record import Case, Row, RunRecord, Timing
-from dilabench.stats.decisions.decide import Policy, decide, judge_many
-from dilabench.stats.decisions.history import StoredSessions, estimate_stored
+from dilabench.stats.decisions.decide import Policy, judge_many
+from dilabench.stats.decisions.history import StoredSessions
 from dilabench.stats.decisions.verdicts import Verdict
 from dilabench.units import counted
 
@@ -131,13 +131,17 @@ def _pair(baseline: Row | None, candidate: Row, records: Sequence[dict[str, Row]
 
 def _compared(pairs: Sequence[_Pair], policy: Policy) -> Iterator[ComparedPair]:
     pairings = pair_many(match.timings for match in pairs)
-    paired = iter(judge_many([pairing.rounds for pairing in pairings if pairing.rounds is not None], policy))
+    times_ns = [(median_over(old), median_over(new)) for old, new in map(_sides, pairs)]
+    interleaved = [
+        (pairing.rounds, times) for pairing, times in zip(pairings, times_ns, strict=True) if pairing.rounds is not None
+    ]
+    paired = iter(judge_many([rounds for rounds, _ in interleaved], policy, [times for _, times in interleaved]))
     verdicts = [
         next(paired) if pairing.rounds is not None else _by_sessions(match, policy)
         for match, pairing in zip(pairs, pairings, strict=True)
     ]
     final = corrected(verdicts, [pairing.throttled for pairing in pairings], policy)
-    for match, pairing, verdict in zip(pairs, pairings, final, strict=True):
+    for match, pairing, times, verdict in zip(pairs, pairings, times_ns, final, strict=True):
         memory, no_memory = memory_verdict([match.baseline], [match.candidate])
         notes = [*_pairing_notes(pairing), *([no_memory] if no_memory else [])]
         yield ComparedPair(
@@ -145,19 +149,23 @@ def _compared(pairs: Sequence[_Pair], policy: Policy) -> Iterator[ComparedPair]:
             candidate=match.candidate.case,
             timer=match.timings[0][0].timer,
             route="stored" if pairing.rounds is None else "interleaved",
-            baseline_ns=median_over([old for old, _ in match.timings]),
-            candidate_ns=median_over([new for _, new in match.timings]),
+            baseline_ns=times[0],
+            candidate_ns=times[1],
             verdict=verdict,
             memory=memory,
             notes=(*notes, *row_notes(match.baseline, match.candidate)),
         )
 
 
-def _by_sessions(cases: _Pair, policy: Policy) -> Verdict:
+def _sides(pair: _Pair) -> tuple[list[Timing], list[Timing]]:
+    """The timings of the baseline and of the candidate."""
+    return [old for old, _ in pair.timings], [new for _, new in pair.timings]
+
+
+def _by_sessions(pair: _Pair, policy: Policy) -> Verdict:
     """The verdict on cases that were not interleaved (both did not fit into memory, say), from their sessions."""
-    baseline, candidate = zip(*cases.timings, strict=True)
-    sides = StoredSessions(sessions_of(baseline), sessions_of(candidate))
-    return decide(estimate_stored([sides], confidence=policy.confidence)[0], policy)
+    baseline, candidate = _sides(pair)
+    return decide_stored([StoredSessions(sessions_of(baseline), sessions_of(candidate))], policy)[0]
 
 
 def _pairing_notes(pairing: Pairing) -> Iterator[str]:

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from dilabench.errors import unknown_name
 from dilabench.record import Case, Failed, Row
 from dilabench.units import (
+    change_text,
     format_bytes,
     format_count,
     format_latency,
     format_rate,
     format_ratio,
+    percent_text,
     significant,
     time_unit,
 )
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     # Their statistics take a while to load, and columns of stored figures need none.
     from dilabench.comparison.comparison import ComparedPair
     from dilabench.comparison.view import RowView
+    from dilabench.stats.decisions.verdicts import Numbers
     from dilabench.stats.samples.location import Interval
 
 ABSENT = "–"
@@ -243,37 +246,53 @@ def spared(columns: Sequence[Column]) -> list[Column]:
     return sorted((column for column in columns if column.spare is not None), key=lambda column: column.spare or 0)
 
 
-def pair_columns(named: Callable[[ComparedPair], str], confidence: float | None) -> tuple[Column, ...]:
-    """The columns of compared pairs. `named`: a pair's name; `confidence`: of all intervals, None if they differ."""
-    return (
+def pair_columns(named: Callable[[ComparedPair], str], *, details: bool = False) -> tuple[Column, ...]:
+    """The columns of compared pairs. `named`: a pair's name; `details`: all that is known."""
+    usual = (
         Column(name="verdict", cell=verdict_text, right=False, spare=None),
-        Column(name="case", cell=named, right=False, spare=None),
-        Column(name="baseline", cell=lambda pair: pair.baseline_ns, unit="ns", spare=None),
-        Column(name="candidate", cell=lambda pair: pair.candidate_ns, unit="ns", spare=None),
-        Column(name="ratio", cell=lambda pair: f"{pair.verdict.numbers.ratio:.3f}", spare=None),
-        Column(
-            name="CI" if confidence is None else f"{100 * confidence:.4g} % CI",
-            cell=lambda pair: ratio_interval(pair, shows_confidence=confidence is None),
-            spare=None,
-        ),
+        Column(name="row", cell=named, right=False, spare=None),
+        Column(name="before", cell=lambda pair: pair.baseline_ns, unit="ns", spare=None),
+        Column(name="after", cell=lambda pair: pair.candidate_ns, unit="ns", spare=None),
+        Column(name="change", cell=lambda pair: change_text(pair.verdict.numbers.ratio), spare=None),
+        Column(name="±", cell=plus_minus, spare=None),
+    )
+    if not details:
+        return usual
+    return (
+        *usual,
+        Column(name="memory", cell=_memory, right=False, spare=None),
+        Column(name="sessions", cell=lambda pair: _sessions(pair.verdict.numbers), spare=3),
+        Column(name="p", cell=_p_value, spare=None),
         Column(name="MDE", cell=lambda pair: pair.verdict.numbers.mde, unit="share", spare=2),
         Column(name="A12", cell=lambda pair: f"{pair.verdict.numbers.a12:.2f}", spare=1),
-        Column(name="memory", cell=_memory, right=False, spare=None),
     )
 
 
 def verdict_text(pair: ComparedPair) -> str:
-    """'SLOWER', 'SAME (advisory)'."""
-    return pair.verdict.code + (" (advisory)" if pair.verdict.advisory else "")
+    """'SLOWER', 'no change above 6.6 %'."""
+    within = pair.verdict.numbers.unchanged_within
+    if pair.verdict.code != "SAME" or within is None:
+        return pair.verdict.code
+    return f"no change above {percent_text(within)}"
 
 
-def ratio_interval(pair: ComparedPair, *, shows_confidence: bool = False) -> str | None:
-    """The interval of the ratio candidate / baseline; None if there is none."""
+def plus_minus(pair: ComparedPair) -> str | None:
+    """Half the interval of the change, in percentage points; None if there is none."""
     numbers = pair.verdict.numbers
     if numbers.ratio_low is None or numbers.ratio_high is None:
         return None
-    confidence = f" ({100 * (numbers.confidence or 0):.4g} %)" if shows_confidence else ""
-    return f"{numbers.ratio_low:.3f}–{numbers.ratio_high:.3f}{confidence}"
+    return percent_text((numbers.ratio_high - numbers.ratio_low) / 2)
+
+
+def _sessions(numbers: Numbers) -> str:
+    return f"{numbers.stored}, {numbers.sessions}" if numbers.stored else str(numbers.sessions)
+
+
+def _p_value(pair: ComparedPair) -> str | None:
+    """The p of the claimed direction after correction; of no claim, of a slow-down."""
+    numbers = pair.verdict.numbers
+    p = numbers.p_slower if numbers.p_adjusted is None else numbers.p_adjusted
+    return None if p is None else f"{p:.2g}"
 
 
 def _memory(pair: ComparedPair) -> str | None:

@@ -28,7 +28,7 @@ from dilabench.report.columns import Column, DisplayRow, chosen_columns, row_nam
 from dilabench.units import counted, format_bytes, format_count
 from dilabench.workload.spec import Workload
 
-ESTIMATES = f"time: the {ESTIMATOR}; speed-up: from common rounds, else from the times"
+ESTIMATES = f"time: the {ESTIMATOR}; speed-up: the quotient of two times"
 FOOTNOTES = {
     "*": "chosen by auto",
     "†": "too few independent rounds for 95 %: the interval is the whole range of the samples",

@@ -7,16 +7,14 @@ from collections.abc import Iterator
 
 from dilabench.comparison.comparison import ComparedPair
 from dilabench.comparison.matrix import CaseMatrix, Matrix
-from dilabench.report.columns import ABSENT, case_name, ratio_interval, workload_title
-from dilabench.units import format_latency
+from dilabench.report.columns import ABSENT, case_name, plus_minus, verdict_text, workload_title
+from dilabench.units import change_text, format_latency
 
 CORNER = "base ↓ new →"
-ADVISORY = "*"
 HOW_TO_READ = (
-    "Each cell: time of the run above / time of the run to the left, its interval, the verdict; above 1 is slower. "
-    "If both are the same run: its time."
+    "Each cell: how the time of the run to the left changed to that of the run above, and the verdict. If both are the "
+    "same run: its time."
 )
-ADVISORY_MEANS = f"{ADVISORY} advisory: the base has too few sessions for a verdict that counts"
 
 
 def columns(matrix: Matrix) -> tuple[str, ...]:
@@ -41,22 +39,18 @@ def time_text(times_ns: dict[int, float], run: int) -> str:
 
 
 def pair_text(pair: ComparedPair | None) -> str:
-    """'1.052 (1.031–1.074) SLOWER*, LARGER', or a dash without a comparison."""
+    """'SLOWER: +25 %, 1.3x slower (±3 %), LARGER', 'no change above 4 %', or a dash without a comparison."""
     if pair is None:
         return ABSENT
     memory = f", {pair.memory.code}" if pair.memory is not None and pair.memory.code != "SAME" else ""
-    return f"{ratio_text(pair)} {pair.verdict.code}{ADVISORY * pair.verdict.advisory}{memory}"
+    changed = "" if pair.verdict.code == "SAME" else f": {changed_by(pair)}"
+    return f"{verdict_text(pair)}{changed}{memory}"
 
 
-def ratio_text(pair: ComparedPair) -> str:
-    """The ratio candidate / baseline with its interval, if known."""
-    interval = ratio_interval(pair)
-    return f"{pair.verdict.numbers.ratio:.3f}" + (f" ({interval})" if interval else "")
-
-
-def is_advisory(matrix: Matrix) -> bool:
-    """Whether any verdict is advisory, so that its mark needs its meaning."""
-    return any(pair.verdict.advisory for comparison in matrix.comparisons.values() for pair in comparison.pairs)
+def changed_by(pair: ComparedPair) -> str:
+    """'+25 %, 1.3x slower (±3 %)', without the interval if none is known."""
+    reach = plus_minus(pair)
+    return change_text(pair.verdict.numbers.ratio) + (f" (±{reach})" if reach else "")
 
 
 def lacking(matrix: Matrix) -> Iterator[str]:

@@ -48,11 +48,14 @@ def of_comparison(comparison: Comparison, verdict: str) -> str:
     """The verdict of a comparison, what changed with its reasons, and what did not, folded."""
     changed = [pair for pair in comparison.pairs if _matters(pair)]
     same = [pair for pair in comparison.pairs if not _matters(pair)]
-    lines = [f"### dilabench: {escaped(verdict)}"]
+    title, *rest = verdict.splitlines()
+    lines = [f"### dilabench: {escaped(title)}", *(line for text in rest for line in ("", escaped(text)))]
     if changed:
         lines += ["", *_compared(changed)]
         for pair in changed:
             lines += ["", f"- {escaped(f'{case_name(pair.candidate)}: {pair.verdict.reason}')}"]
+            if pair.memory is not None and pair.memory.fails_gate:
+                lines += [f"- {escaped(f'{case_name(pair.candidate)}: LARGER: {pair.memory.reason}')}"]
     lines += [line for text in comparison.warnings for line in ("", f"> {escaped(text)}")]
     lacking = [
         escaped(
@@ -69,7 +72,7 @@ def of_matrix(matrix: Matrix, verdicts: Sequence[str]) -> str:
     lines = ["### dilabench: every run against every other", *(f"- {escaped(verdict)}" for verdict in verdicts)]
     changed = [case for case in matrix.cases if _changes(case)]
     same = [case for case in matrix.cases if not _changes(case)]
-    lines += ["", texts.HOW_TO_READ, *(["", escaped(texts.ADVISORY_MEANS)] if texts.is_advisory(matrix) else [])]
+    lines += ["", texts.HOW_TO_READ]
     if changed:
         lines += ["", *_matrix_lines(matrix, changed)]
     lines += [line for text in matrix.warnings for line in ("", f"> {escaped(text)}")]
@@ -93,10 +96,9 @@ def _matters(pair: ComparedPair) -> bool:
 
 
 def _compared(pairs: Sequence[ComparedPair]) -> Iterator[str]:
-    known = {column.name: column for column in pair_columns(lambda pair: case_name(pair.candidate), None)}
     workload = Column(name="workload", cell=lambda pair: workload_title(pair.candidate), right=False)
-    ratio = Column(name="ratio", cell=texts.ratio_text)
-    columns = [known["verdict"], known["case"], workload, known["baseline"], known["candidate"], ratio, known["memory"]]
+    verdict, row, *rest = pair_columns(lambda pair: case_name(pair.candidate))
+    columns = [verdict, row, workload, *rest]
     rules = ["---:" if column.right else "---" for column in columns]
     rows = [[column.value_text(pair) for column in columns] for pair in pairs]
     return table_lines([column.name for column in columns], rules, rows)

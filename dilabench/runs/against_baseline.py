@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 
 from dilabench.comparison.across import compare_across, refuse_other_machine
-from dilabench.comparison.comparison import ComparedPair, Comparison, Selection, is_measured
+from dilabench.comparison.comparison import Comparison, Selection, is_measured
 from dilabench.comparison.gate import CaseIds, common_change, looked_at, until_decided
 from dilabench.engine.progress import Progress
 from dilabench.errors import ConfigError, EnvironmentNotReady
@@ -25,7 +25,7 @@ class SessionBudget:
     """Shares `total_s` seconds, from now on, between looks and the second measurement of cases that seem to have
     changed.
 
-    The second measurement needs as many sessions again, so a look is taken only if both fit.
+    The second measurement takes as many sessions as the first, if they fit; `LOOK_SESSIONS[0]` are kept for it.
     """
 
     cases: Sequence[PlannedCase]
@@ -50,60 +50,43 @@ class SessionBudget:
         """Seconds that a session of these cases takes."""
         return sum(self.took_s.get(case.case.case_id, 0.0) for case in self.groups_of(ids))
 
-    def further(self, ids: CaseIds, measured: int) -> int:
-        """Sessions up to the next look at cases that have `measured`; 0 if half as many again do not fit."""
+    def fits(self, ids: CaseIds) -> int:
+        """Sessions of these cases that fit into the time left."""
         left_s = self.total_s - (self.clock() - self.started_s)
-        fits = (left_s / max(self.session_s(ids), 1e-3) + measured) / 2
-        if not measured:
-            return max(1, min(LOOK_SESSIONS[0], int(fits)))
-        return min(2 * measured, int(fits)) - measured if fits >= 1.5 * measured else 0
+        return int(left_s / max(self.session_s(ids), 1e-3))
 
-    def forecast(self, itself: Comparison) -> str:
-        """Text on the sessions that SAME should take, from the baseline compared with itself."""
+    def further(self, ids: CaseIds, measured: int) -> int:
+        """Sessions up to the next look at cases that have `measured`; 0 if a quarter as many again do not fit."""
+        fits = self.fits(ids)
+        if not measured:
+            return max(1, min(LOOK_SESSIONS[0], fits - 1))
+        least = max(1, measured // 4)
+        # At the end one session is kept.
+        kept = LOOK_SESSIONS[0] if fits - LOOK_SESSIONS[0] >= least else 1
+        return min(measured, fits - kept) if fits - kept >= least else 0
+
+    def again(self, ids: CaseIds, measured: int) -> int:
+        """Fresh sessions of cases that seem to have changed: as many as before, if they fit."""
+        return max(1, min(measured, self.fits(ids)))
+
+    def forecast(self) -> str:
+        """Text on the time that a session takes, and how many fit."""
         ids = {case.case.case_id for case in self.cases}
-        session_s = self.session_s(ids)
-        text = f"a session of {counted(len(self.cases), 'case')} takes about {format_seconds(session_s)} here"
-        needed = [pair.verdict.numbers.sessions_needed for pair in itself.pairs]
-        known = [seconds for seconds in needed if seconds is not None]
-        if known:
-            wanted_s = 2 * max(known) * session_s
-            enough = "" if wanted_s <= self.total_s else f", for which {budget_option(wanted_s)} should suffice"
-            time_s = format_seconds(max(known) * session_s)
-            text += f"; SAME is expected after {max(known)} sessions ({time_s}){enough}"
-        return text + _out_of_reach(itself.pairs)
+        session_s = format_seconds(self.session_s(ids))
+        return (
+            f"a session of {counted(len(self.cases), 'case')} takes about {session_s} here; the budget of "
+            f"{format_seconds(self.total_s)} has time for {max(1, self.fits(ids))}"
+        )
 
     def sufficient(self, final: Comparison) -> str | None:
-        """The budget that should decide the undecided cases; None if all are decided, or no budget would."""
+        """The budget option that should decide the undecided cases; None if no budget would."""
         undecided = [pair for pair in final.pairs if pair.verdict.undecided]
         numbers = [pair.verdict.numbers for pair in undecided if pair.verdict.numbers.sessions_needed is not None]
         if not numbers:
             return None
-        measured = max(number.sessions for number in numbers)
         needed = max(max(number.sessions_needed or 0, 2 * number.sessions) for number in numbers)
         session_s = self.session_s({pair.candidate.case_id for pair in undecided})
-        more_s = (2 * needed - measured) * session_s
-        option = budget_option(self.clock() - self.started_s + more_s)
-        return (
-            f"{len(undecided)} of {len(final.pairs)} cases are undecided: {option} should suffice ({needed} sessions "
-            f"of {format_seconds(session_s)}, verification included, and the same again if a change shows)"
-        )
-
-
-def _out_of_reach(pairs: Sequence[ComparedPair]) -> str:
-    """Text on cases that no number of new sessions can show to be the same."""
-    beyond = [pair.verdict.numbers for pair in pairs if pair.verdict.numbers.sessions_needed is None]
-    if not beyond:
-        return ""
-    both = [number.both_needed for number in beyond if number.both_needed is not None]
-    if both:
-        way = f"{max(both)} on either side would do"
-    else:
-        alone = "one session does not show the spread between sessions"
-        way = alone if beyond[0].confidence is None else "they differ too much"
-    return (
-        f"; the baseline has too few sessions to show SAME in {len(beyond)} of {len(pairs)} cases: {way} "
-        "(`baseline save --add` adds some, `--relative-to` an unchanged implementation brings them together)"
-    )
+        return budget_option((needed + 2 * LOOK_SESSIONS[0]) * session_s)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -140,19 +123,23 @@ class Check:
         ids = self._ids(records)
         # Raises for a reference that the baseline lacks.
         self._judge(self.baseline, ids, self.policy)
-        return self._hinted(looked_at(records, ids, self._measure_if_possible, self._judge, self.policy))
+        return self._hinted(
+            looked_at(records, ids, self._measure_if_possible, self._judge, self.budget.again, self.policy)
+        )
 
     def of_sessions(self, sessions: int | None) -> Comparison:
         """The verdicts on `sessions` new sessions; with None, sessions are added until all cases are decided or the
         budget ends.
         """
         ids = self._ids(())
-        itself = self._judge(self.baseline, ids, self.policy)
+        # Raises for a reference that the baseline lacks.
+        self._judge(self.baseline, ids, self.policy)
         if sessions is None:
-            self.tell(self.budget.forecast(itself))
-            return self._hinted(until_decided(ids, self._measure, self._judge, self.budget.further, self.policy))
+            self.tell(self.budget.forecast())
+            looks = until_decided(ids, self._measure, self._judge, self.budget.further, self.budget.again, self.policy)
+            return self._hinted(looks)
         records = self._measure(ids, sessions)
-        return self._hinted(looked_at(records, ids, self._measure, self._judge, self.policy))
+        return self._hinted(looked_at(records, ids, self._measure, self._judge, self.budget.again, self.policy))
 
     def _ids(self, records: Sequence[RunRecord]) -> set[str]:
         rows = [row for record in (*self.baseline, *records) for row in record.rows]
@@ -192,9 +179,8 @@ class Check:
             return ()
 
     def _hinted(self, found: Comparison) -> Comparison:
-        """Add the budget that would decide the remaining cases, and a warning if the machine may have changed."""
-        hints = filter(None, (self.budget.sufficient(found), common_change(found)))
-        return replace(found, warnings=(*found.warnings, *hints))
+        """Add a warning if the machine may have changed."""
+        return replace(found, warnings=(*found.warnings, *filter(None, (common_change(found),))))
 
 
 def _cases(baseline: Sequence[RunRecord], select: Selection, reference: str | None) -> list[PlannedCase]:

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from dilabench.comparison.fingerprint import hard_fields, machine_key
-from dilabench.comparison.pairing import pair_many
+from dilabench.comparison.pairing import pair_many, sessions_of
 from dilabench.engine import calibration
 from dilabench.engine.calibration import BASELINE, EFFECTS
 from dilabench.engine.device.environment import with_torch
@@ -22,7 +22,7 @@ from dilabench.record import PlannedCase, RunRecord, Timing
 from dilabench.request import run_request
 from dilabench.runs.execution import new_header
 from dilabench.stats.decisions.decide import Policy, detection_rate, judge_many
-from dilabench.stats.decisions.history import noise_floor
+from dilabench.stats.decisions.history import noise_floor, spread_of
 from dilabench.stats.decisions.verdicts import Verdict
 from dilabench.store.calibrations import Calibration, Detection
 from dilabench.suites.planner import Planner, RunPlan
@@ -76,7 +76,7 @@ class CalibrationRun:
 
 
 def summary(sessions: Sessions, here: RunRecord, workload: str) -> Calibration:
-    """Noise floor, power curve and detectable change of some sessions.
+    """Noise floor, spread between sessions, power curve and detectable change of some sessions.
 
     The rates are of single sessions, judged with the noise floor of all sessions together.
     """
@@ -98,6 +98,7 @@ def summary(sessions: Sessions, here: RunRecord, workload: str) -> Calibration:
         fields=hard_fields(here),
         device=here.device,
         sigma_aa=sigma,
+        sigma_sessions=spread_of(sessions_of(session[BASELINE] for session in sessions)),
         sessions=len(sessions),
         mde=mde,
         power=tuple(power),

@@ -1,12 +1,16 @@
 """Results of `dilabench calibrate` on a machine: noise floor and detection rate of slow-downs. No torch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import Field, ValidationError
 
 from dilabench.atomic_file import read_file
 from dilabench.errors import ConfigError
+from dilabench.record import RunRecord
+from dilabench.stats.decisions.decide import Policy
 from dilabench.store.archive import unreadable, write_whole
+from dilabench.units import parse_fraction
 from dilabench.validation import Model
 
 
@@ -26,21 +30,34 @@ class Detection(Model):
 
 
 class Calibration(Model):
-    """Noise between sessions of identical code (sd of the log ratio) on one machine, and its power curve.
+    """Noise of identical code on one machine, and its power curve.
 
-    `machine` is the key of the hard fingerprint fields (`comparison.fingerprint.machine_key`), also kept in `fields`.
+    `sigma_aa`: sd between sessions of the log ratio of interleaved rounds. `sigma_sessions`: sd between sessions of the
+    log time, None in older files. `machine` is the key of the hard fingerprint fields
+    (`comparison.fingerprint.machine_key`), also kept in `fields`.
     """
 
     machine: str
     fields: dict[str, str]
     device: str
     sigma_aa: float = Field(ge=0)
+    sigma_sessions: float | None = Field(default=None, ge=0)
     sessions: int = Field(ge=1)
     mde: float | None = None
     power: tuple[Detection, ...] = ()
     workload: str = ""
     measured_at: str
     tool_version: str
+
+
+def policy_for(records: Sequence[RunRecord], threshold: str | None, calibration: Calibration | None) -> Policy:
+    """How to decide on these records: the user's margin, and the machine's spread between sessions if measured."""
+    return Policy.for_device(
+        records[-1].device,
+        user_margin=None if threshold is None else parse_fraction(threshold),
+        sigma_aa=None if calibration is None else calibration.sigma_aa,
+        sigma_sessions=None if calibration is None else calibration.sigma_sessions,
+    )
 
 
 class Calibrations:

@@ -19,13 +19,13 @@ from dilabench.record import Measured, Row, RunRecord
 from dilabench.store.archive import Archive, moment_of, run_and_version, sound_records
 
 FILENAME = "history.sqlite"
-VERSION = 5
+VERSION = 6
 WAIT_S = 20.0
 SCHEMA = """
 CREATE TABLE runs (file TEXT PRIMARY KEY, version INTEGER, run_id TEXT, suite TEXT, device TEXT, machine TEXT,
     started_at TEXT, git TEXT, status TEXT, measured INTEGER, rows INTEGER);
 CREATE TABLE cells (file TEXT, case_id TEXT, name TEXT, implementation TEXT, backend TEXT, title TEXT, status TEXT,
-    why TEXT, timer TEXT, p25_ns REAL, median_ns REAL, low_ns REAL, high_ns REAL, samples INTEGER, sessions INTEGER,
+    why TEXT, timer TEXT, median_ns REAL, low_ns REAL, high_ns REAL, samples INTEGER, sessions INTEGER,
     peak_bytes INTEGER, PRIMARY KEY (file, case_id));
 CREATE INDEX cells_by_case ON cells (case_id);
 CREATE INDEX runs_by_id ON runs (run_id, version);
@@ -33,7 +33,7 @@ CREATE INDEX runs_by_date ON runs (started_at, file);
 """
 RUN_FIELDS = "file, run_id, suite, device, machine, started_at, git, status, measured, rows"
 CASE_FIELDS = (
-    "case_id, implementation, backend, title, status, why, timer, p25_ns, median_ns, low_ns, high_ns, samples, "
+    "case_id, implementation, backend, title, status, why, timer, median_ns, low_ns, high_ns, samples, "
     "sessions, peak_bytes"
 )
 # A resumed run replaces its first part.
@@ -74,7 +74,6 @@ class CaseEntry:
     status: str
     why: str | None
     timer: str | None
-    p25_ns: float | None
     median_ns: float | None
     low_ns: float | None
     high_ns: float | None
@@ -253,10 +252,10 @@ def _row_fields(row: Row) -> tuple[object, ...]:
     title = workload_title(case) + implementation_text(case).removeprefix(case.implementation)
     names = (case.implementation, case.backend, title, outcome.status)
     if not isinstance(outcome, Measured):
-        return (*names, outcome.why, *(None,) * 5, 0, 0, None)
+        return (*names, outcome.why, *(None,) * 4, 0, 0, None)
     peak, view = peak_of(row), view_of(row)
     if view is None:
-        return (*names, None, *(None,) * 5, 0, 0, peak)
+        return (*names, None, *(None,) * 4, 0, 0, peak)
     interval = (view.interval.low, view.interval.high) if view.interval else (None, None)
-    times = (view.timing.timer, view.p25_ns, view.median_ns, *interval)
+    times = (view.timing.timer, view.median_ns, *interval)
     return (*names, None, *times, view.samples, view.sessions, peak)

@@ -80,7 +80,7 @@ def variants(request: RunRequest, machine: Machine, mode: str) -> dict[str, dict
     }
 
 
-WORDS = {Code.FASTER: "helps", Code.SLOWER: "COSTS", Code.SAME: "no difference", Code.INCONCLUSIVE: "not proven"}
+WORDS = {Code.FASTER: "helps", Code.SLOWER: "COSTS", Code.SAME: "no difference", Code.UNDECIDED: "not proven"}
 COLUMNS = ("implementation", "length", "switched on", "speed-up", "95 % CI", "verdict", "peak saved", "cache hits")
 POOL_COLUMNS = ("implementation", "length", "switched on", "requests", "reused", "peak of the pool", "held after")
 

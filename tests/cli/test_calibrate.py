@@ -45,6 +45,20 @@ def test_a_machine_that_wanders_between_sessions_knows_it(make_record):
     assert found.sigma_aa == pytest.approx(0.03 * 2**0.5, rel=0.5)
     assert {one.effect: one.hits for one in found.power}[0.0] == 0
     assert found.mde > 0.1
+    assert found.sigma_sessions == pytest.approx(0.03, rel=0.6)
+
+
+def test_the_spread_between_sessions_decides_on_stored_runs(cli, tmp_path, make_row, make_record):
+    """A calibrated machine needs no assumption."""
+    paths = [tmp_path / "base.json", tmp_path / "new.json"]
+    for path, ns in zip(paths, (1e7, 1.1e7), strict=True):
+        record = make_record([make_row(ns=ns, spread=0.001)], run_id=path.stem)
+        path.write_text(record.model_dump_json())
+    assert cli("compare", *map(str, paths)).stdout.splitlines()[-1].startswith("verdict: UNDECIDED")
+    Store().calibrations.save(summary([session(i, noise=0.01, between=0.003) for i in range(10)], record, "shape"))
+    decided = cli("compare", *map(str, paths))
+    assert decided.exit_code == 6
+    assert "measured by `dilabench calibrate` to spread by" in " ".join(decided.stdout.split())
 
 
 def test_compare_uses_it(cli, tmp_path, make_row, make_record):
@@ -52,15 +66,18 @@ def test_compare_uses_it(cli, tmp_path, make_row, make_record):
     path = tmp_path / "run.json"
     path.write_text(record.model_dump_json())
     before = cli("compare", str(path), "--by", "implementation")
-    assert "noise between sessions is unknown" in before.stdout
+    assert (
+        "noise between sessions is unknown" in cli("compare", str(path), "--by", "implementation", "--details").stdout
+    )
     assert "SLOWER" in before.stdout
     noisy = summary([session(i, noise=0.01, between=0.04) for i in range(10)], record, "shape")
     assert noisy.machine == machine_key(record)
     Store().calibrations.save(noisy)
     after = cli("compare", str(path), "--by", "implementation")
-    assert "noise between sessions " in after.stdout
-    assert "twice the noise floor" in after.stdout
+    details = cli("compare", str(path), "--by", "implementation", "--details")
+    assert "noise of identical code: " in details.stdout
     assert "1 SLOWER" not in after.stdout
+    assert "to decide: `dilabench run" in after.stdout
 
 
 def test_the_copies_are_one_implementation_under_several_names():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dilabench.metadata import LAUNCH_BOUND
 from dilabench.record import Failed, Verification
 from dilabench.store.archive import Archive
 
@@ -32,7 +33,9 @@ def stored(make_row, make_record):
     return [f"base{index}" for index in range(len(levels))]
 
 
-@pytest.mark.parametrize(("ratio", "code", "word"), [(1.0, 0, "SAME"), (1.06, 6, "SLOWER"), (0.94, 0, "FASTER")])
+@pytest.mark.parametrize(
+    ("ratio", "code", "word"), [(1.0, 0, "no change above 0."), (1.06, 6, "SLOWER"), (0.94, 0, "FASTER")]
+)
 def test_a_baseline_of_six_sessions_gates(cli, stored, write, make_row, make_record, ratio, code, word):
     assert cli("baseline", "save", "main", *stored).exit_code == 0
     new = write(make_record([make_row("strided", ns=1e7 * ratio, seed=77)], run_id="new"), "new")
@@ -47,16 +50,48 @@ def test_the_folder_of_the_store_is_no_run(cli, stored, write, make_row, make_re
     """`benchmark_results/*/` names it, too."""
     base, new = (write(make_record([make_row(ns=ns)], run_id=f"r{ns:.0f}"), f"{ns:.0f}") for ns in (1e7, 2e7))
     with_store = cli(command, base, new, str(Archive().folder.parent))
-    assert (with_store.exit_code, with_store.stdout) == (0, cli(command, base, new).stdout)
+    without = cli(command, base, new)
+    assert (with_store.exit_code, with_store.stdout) == (without.exit_code, without.stdout)
 
 
-def test_two_files_say_plainly_that_they_advise(cli, write, make_row, make_record):
-    base, new = (write(make_record([make_row(ns=ns)], run_id=f"r{ns:.0f}"), f"{ns:.0f}") for ns in (1e7, 2e7))
+@pytest.mark.parametrize(
+    ("ratio", "code", "change", "verdict"),
+    [
+        (2.0, 6, "+100 %, 2.0x slower", "REGRESSION (1 SLOWER; exit code 6)"),
+        (0.22, 0, "-78 %, 4.5x faster", "ok (1 FASTER; exit code 0)"),
+        (1.1, 0, "+10 %", "UNDECIDED (1 undecided; exit code 0)"),
+    ],
+)
+def test_two_files_are_decided_by_the_assumed_spread(cli, write, make_row, make_record, ratio, code, change, verdict):
+    base, new = (
+        write(make_record([make_row(ns=ns, spread=0.001)], run_id=name), name)
+        for name, ns in (("base", 1e7), ("new", 1e7 * ratio))
+    )
     result = cli("compare", base, new)
-    assert result.exit_code == 0
-    assert "1 session: verdicts on time are advisory" in result.stdout
-    assert "INCONCLUSIVE (advisory)" in result.stdout
-    assert cli("compare", base, new, "--fail-on", "inconclusive").exit_code == 7
+    assert result.exit_code == code
+    assert change in result.stdout
+    assert "one session each, assumed to spread by 5 %" in " ".join(result.stdout.split())
+    last = result.stdout.splitlines()
+    assert last[-1] == f"verdict: {verdict}"
+    assert (f"to decide: `dilabench check --against {base}`" in last) is (ratio == 1.1)
+    assert cli("compare", base, new, "--fail-on", "undecided").exit_code == (7 if ratio == 1.1 else code)
+    document = json.loads(cli("compare", base, new, "--json").stdout)
+    assert document["to_decide"] == ([f"`dilabench check --against {base}`"] if ratio == 1.1 else [])
+
+
+def test_words_for_experts_are_in_the_details(cli, write, make_row, make_record):
+    notes = (LAUNCH_BOUND.note("the host takes longer"),)
+    base, new = (
+        write(make_record([make_row(notes=notes)], run_id=name, soft={"gpu_uuid_hash": name}), name)
+        for name in ("base", "new")
+    )
+    words = ("MDE", "A12", "launch_bound", "[wall, stored]", "sessions:")
+    usual, details = cli("compare", base, new).stdout, cli("compare", base, new, "--details").stdout
+    assert [word for word in (*words, "advisory", "slot", "cold, stored") if word in usual] == []
+    assert [word for word in words if word not in details] == []
+    assert "another GPU of the same kind" in usual
+    columns = next(line for line in usual.splitlines() if "before" in line)
+    assert columns.split() == ["verdict", "row", "before", "after", "change", "±"]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +130,9 @@ def test_larger_peak_is_a_regression(cli, write, make_row, make_record):
     base, new = (write(make_record([make_row(peak=peak)], run_id=f"p{peak}"), str(peak)) for peak in (2**30, 2**31))
     result = cli("compare", base, new)
     assert result.exit_code == 6
-    assert "LARGER +1.0 GiB" in result.stdout
+    assert "LARGER: strided over math" in result.stdout
+    assert "1 larger peak" in result.stdout.splitlines()[-1]
+    assert "LARGER +1.0 GiB" in cli("compare", base, new, "--details").stdout
 
 
 def test_nothing_in_common(cli, write, make_row, make_record):
@@ -117,7 +154,7 @@ def test_rows_of_one_record(cli, write, make_row, make_record):
     assert cli("compare", run, "--by", "implementation", "--fail-on", "slower").exit_code == 6
     assert cli("compare", run, "--by", "implementation", "--base", "strided", "--fail-on", "slower").exit_code == 0
     assert cli("compare", run, "--by", "implementation", "--threshold", "150%").exit_code == 2
-    wide = cli("compare", run, "--by", "implementation", "--threshold", "99%", "--fail-on", "slower")
+    wide = cli("compare", run, "--by", "implementation", "--threshold", "90%", "--fail-on", "slower")
     assert wide.exit_code == 6
 
 

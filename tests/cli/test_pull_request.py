@@ -41,7 +41,7 @@ def test_a_comparison_says_its_verdict_and_appends_it_to_the_job(
     printed = cli("compare", "base.json", "new.json", "-f", "markdown", "--github-summary")
     assert printed.stdout.startswith(f"### dilabench: {word}")
     assert ("| SLOWER | strided over math |" in printed.stdout.partition("<details>")[0]) == (ns == 2e7)
-    assert "| SAME | gather over math |" in printed.stdout.partition("<details>")[2]
+    assert "| no change above " in printed.stdout.partition("<details>")[2]
     assert summary.read_text().strip() == printed.stdout.strip()
 
 

@@ -48,7 +48,8 @@ def test_what_the_machine_does_to_both_cancels(history, session, effect, code):
     assert pair.verdict.code is code
     assert pair.verdict.numbers.log_ratio == pytest.approx(log(effect), abs=0.005)
     assert {one.verdict.code for one in absolute.pairs} != {Code.SAME}
-    assert "relative to gather in the same rounds, itself 1.39x" in found.warnings[0]
+    assert "relative to gather in the same rounds, which itself took " in found.warnings[0]
+    assert "(+44 %, 1.4x slower)" in found.warnings[0]
 
 
 def test_a_row_that_took_no_turns_with_it_is_not_compared(history, session):

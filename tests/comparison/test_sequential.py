@@ -10,9 +10,9 @@ import pytest
 
 from dilabench.comparison.comparison import ComparedPair, Comparison
 from dilabench.comparison.gate import until_decided
-from dilabench.comparison.verdicts import corrected
-from dilabench.stats.decisions.decide import Policy, binomial_interval, decide
-from dilabench.stats.decisions.history import StoredSessions, estimate_stored
+from dilabench.comparison.verdicts import corrected, decide_stored
+from dilabench.stats.decisions.decide import Policy, binomial_interval
+from dilabench.stats.decisions.history import StoredSessions
 from dilabench.stats.decisions.verdicts import Code
 from tests.conftest import slow
 
@@ -71,14 +71,16 @@ class Machine:
 
         def judge(records, ids, policy):
             sides = [StoredSessions(*(stored(side, case) for side in (baseline, records))) for case in ids]
-            estimates = estimate_stored(sides, confidence=policy.confidence_at(policy.look))
-            verdicts = corrected([decide(one, policy) for one in estimates], [False] * len(sides), policy)
+            verdicts = corrected(decide_stored(sides, policy), [False] * len(sides), policy)
             return Comparison(pairs=tuple(map(pair, ids, verdicts)))
 
         def further(ids, measured):
             return 0 if 2 * measured > self.most else measured or 3
 
-        found = until_decided(range(self.cases), measure, judge, further, POLICY)
+        def again(ids, measured):
+            return max(3, measured)
+
+        found = until_decided(range(self.cases), measure, judge, further, again, POLICY)
         return [one.verdict.code for one in found.pairs]
 
 
@@ -120,20 +122,29 @@ def checks(count=300, **machine):
         slow(0.1, 10, 2),
     ],
 )
-def test_identical_code_is_called_slower_or_faster_at_most_once_in_a_hundred(noise, spread, stored, cases):
+def test_identical_code_is_called_slower_or_faster_at_most_once_in_two_hundred(noise, spread, stored, cases):
     found = checks(noise=noise, spread=spread, stored=stored, cases=cases)
     for code in (Code.SLOWER, Code.FASTER):
-        # 1 % is promised; what is looked at here are 300 checks
+        # 1 in 200 is promised; what is looked at here are 300 checks
         hits = sum(code in codes for codes in found)
-        assert binomial_interval(hits, len(found)).low <= 0.01
+        assert binomial_interval(hits, len(found)).low <= 1 / 200
+
+
+@pytest.mark.parametrize("noise", [normal, heavy, disturbed])
+@pytest.mark.parametrize(("spread", "cases"), [(0.03, 1), (0.05, 2), slow(0.003, 6)])
+def test_one_stored_session_makes_no_false_alarm(noise, spread, cases):
+    """If something disturbed it, the new ones look faster, which fails no gate."""
+    found = checks(noise=noise, spread=spread, stored=1, cases=cases)
+    hits = sum(Code.SLOWER in codes for codes in found)
+    assert binomial_interval(hits, len(found)).low <= 1 / 200
 
 
 @pytest.mark.slow
-def test_slower_and_faster_err_alike_and_below_one_per_cent_where_noise_is_all_there_is():
+def test_slower_and_faster_err_alike_and_once_in_two_hundred_where_noise_is_all_there_is():
     """Far more noise than margin, few sessions and many cases: the most that the rule can err."""
     found = checks(2000, spread=0.2, stored=5, cases=6)
-    assert share([Code.SLOWER in codes for codes in found], True) <= 0.01
-    assert share([Code.FASTER in codes for codes in found], True) <= 0.01
+    assert share([Code.SLOWER in codes for codes in found], True) <= 1 / 200
+    assert share([Code.FASTER in codes for codes in found], True) <= 1 / 200
 
 
 @pytest.mark.parametrize("drift", [0.0005, -0.0005])
@@ -142,22 +153,24 @@ def test_a_slow_drift_of_the_machine_is_no_change(drift):
     assert not any(code in (Code.SLOWER, Code.FASTER) for codes in found for code in codes)
 
 
-@pytest.mark.parametrize(("spread", "stored", "wanted"), [(0.003, 5, 0.99), (0.007, 6, 0.95), (0.01, 8, 0.90)])
+@pytest.mark.parametrize(
+    ("spread", "stored", "wanted"), [(0.003, 5, 0.99), (0.02, 1, 0.90), (0.03, 5, 0.90), (0.04, 8, 0.85)]
+)
 def test_identical_code_on_a_quiet_machine_is_shown_to_be_the_same(spread, stored, wanted):
     found = [code for codes in checks(spread=spread, stored=stored) for code in codes]
     assert share(found, Code.SAME) >= wanted
 
 
 @pytest.mark.parametrize("looks", [1, slow(4)])
-def test_a_change_as_large_as_the_margin_is_called_the_same_at_most_once_in_twenty(looks):
+def test_a_change_as_large_as_the_resolution_is_called_the_same_at_most_once_in_twenty(looks):
     """However often it is looked at."""
-    found = checks(1000, spread=0.008, stored=10, cases=1, effect=0.02, most=3 * 2 ** (looks - 1))
+    found = checks(1000, spread=0.04, stored=10, cases=1, effect=0.10, most=3 * 2 ** (looks - 1))
     assert share([codes[0] for codes in found], Code.SAME) <= 0.05
 
 
 @pytest.mark.parametrize(
     ("spread", "effect", "wanted"),
-    [(0.01, 0.05, 0.80), slow(0.01, 0.10, 0.99), slow(0.02, 0.10, 0.90), (0.03, 0.10, 0.60), slow(0.04, 0.20, 0.90)],
+    [(0.01, 0.10, 0.95), slow(0.02, 0.10, 0.70), (0.03, 0.20, 0.95), slow(0.04, 0.20, 0.80)],
 )
 def test_a_slow_down_is_found(spread, effect, wanted):
     found = [codes[0] for codes in checks(spread=spread, effect=effect)]
@@ -168,16 +181,22 @@ def test_only_what_is_undecided_is_measured_again_and_what_changed_in_as_many_fr
     machine = Machine(np.random.default_rng(1), spread=0.001, effect=0.2)
     assert machine.check() == [Code.SLOWER, Code.SAME]
     assert machine.asked == [([0, 1], 3), ([0], 3)]
-    noisy = Machine(np.random.default_rng(3), spread=0.009, stored=8)
+    noisy = Machine(np.random.default_rng(3), spread=0.07, stored=8)
     noisy.check()
     counts = [count for _, count in noisy.asked]
     assert counts == [3, 3, 6, 12][: len(counts)]
 
 
-def test_sessions_that_lie_too_far_apart_end_it_early():
+@pytest.mark.parametrize(("spread", "effect", "wanted"), [(0.02, 0.5, 1.0), (0.02, 0.25, 0.98), (0.03, 0.25, 0.9)])
+def test_a_large_slow_down_is_found_against_one_stored_session(spread, effect, wanted):
+    found = [codes[0] for codes in checks(spread=spread, effect=effect, stored=1)]
+    assert share(found, Code.SLOWER) >= wanted
+
+
+def test_sessions_are_added_until_the_budget_ends():
     machine = Machine(np.random.default_rng(5), spread=0.1, cases=1)
-    assert machine.check() == [Code.INCONCLUSIVE]
-    assert machine.asked == [([0], 3)]
+    assert machine.check() == [Code.UNDECIDED]
+    assert machine.asked == [([0], 3), ([0], 3), ([0], 6), ([0], 12)]
 
 
 def share(codes, code):

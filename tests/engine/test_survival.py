@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dilabench.comparison.pairing import pair
+from dilabench.comparison.pairing import pair_many
 from dilabench.engine import runner
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent
@@ -35,7 +35,6 @@ from dilabench.engine.device.environment import snapshot
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent
 from dilabench.engine.worker.client import WorkerPool
-from dilabench.comparison.pairing import pair
 from dilabench.engine.runner import run
 from dilabench.request import RunRequest
 from dilabench.machine import Machine
@@ -174,7 +173,7 @@ def test_parts_of_a_cell_before_and_after_an_interruption_took_no_turns(engine, 
     assert len(engine(sink=folder, progress=Interrupting(), **options).rows) == 1
     record = engine(sink=RunFolder.resume(folder.path), completed=completed_rows(folder.path), **options)
     before, after = [row.outcome.timings[0] for row in record.rows]
-    assert pair([(before, after)]).rounds is None
+    assert pair_many([[(before, after)]])[0].rounds is None
 
 
 def test_a_disk_that_fills_up_stops_the_run_and_resumes_with_what_was_written(

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from dilabench.comparison.pairing import pair
+from dilabench.comparison.pairing import pair_many
 from dilabench.engine.budget import Budget
 from dilabench.engine.call.specs import TimerSpec
 from dilabench.engine.case_executor import CaseExecutor
@@ -311,8 +311,8 @@ def test_what_was_isolated_after_the_others_took_no_turns_with_them(measure):
     lab = Lab()
     lab.script["c", "prepare"] = [WorkerFailure("out_of_memory", "out of memory: 80 GiB")]
     timings = {name: outcome.timings[0] for name, outcome in measure(["a", "b", "c"], lab).items()}
-    assert pair([(timings["a"], timings["b"])]).left_out == 0
-    assert pair([(timings["a"], timings["c"])]).rounds is None
+    assert pair_many([[(timings["a"], timings["b"])]])[0].left_out == 0
+    assert pair_many([[(timings["a"], timings["c"])]])[0].rounds is None
 
 
 @pytest.mark.parametrize("command", ["prepare", "verify", "warm_up", "slot", "memory"])

@@ -131,10 +131,10 @@ def test_a_notebook_shows_a_comparison_and_escapes_it(make_row, make_record):
     comparison = compare_across(records[:1], records[1:], policy=Policy())
     text = notebook_of_comparison(comparison)
     assert "<table>" in text
-    assert "INCONCLUSIVE" in text
+    assert "no change above " in text
     assert "new: new" in text
     assert "<b>" not in text
-    assert repr(comparison) == "<Comparison: 1 INCONCLUSIVE, 1 not compared>"
+    assert repr(comparison) == "<Comparison: 1 SAME, 1 not compared>"
 
 
 def test_samples_are_written_turn_by_turn(record, tmp_path):

@@ -118,7 +118,7 @@ def test_comparisons_show_the_times_of_the_report(record: RunRecord, capsys) -> 
     code = exit_code(comparison, set())
     written = json.loads(verdict_view.as_json(comparison, code, None))["cells"]
     page = of_comparison(comparison, "ok")
-    verdict_view.show(comparison, code, None)
+    verdict_view.show(comparison, code, None, ())
     table = capsys.readouterr().out
     for pair, cell in zip(comparison.pairs, written, strict=True):
         view = known[pair.candidate.case_id]
@@ -205,8 +205,8 @@ def test_plots_and_the_history_hold_the_same_numbers(record: RunRecord, tmp_path
         for entry in index.cases():
             view = known.get(entry.case_id)
             low, high = (view.interval.low, view.interval.high) if view and view.interval else (None, None)
-            stored = (entry.p25_ns, entry.median_ns, entry.low_ns, entry.high_ns, entry.samples)
-            assert stored == ((view.p25_ns, view.median_ns, low, high, view.samples) if view else (*(None,) * 4, 0))
+            stored = (entry.median_ns, entry.low_ns, entry.high_ns, entry.samples)
+            assert stored == ((view.median_ns, low, high, view.samples) if view else (*(None,) * 3, 0))
             assert view is None or entry.peak_bytes == view.peak_bytes
 
 

@@ -31,7 +31,7 @@ def save(
     ] = False,
     replace: Annotated[bool, typer.Option("--replace", help="Replace the runs that the name had by these.")] = False,
 ) -> None:
-    """Give runs a name; files that are not in the store yet are copied there. Five sessions make a gate on time."""
+    """Give runs a name; files that are not in the store yet are copied there. More sessions find smaller changes."""
     from dilabench.comparison.across import refuse_other_machine
     from dilabench.comparison.comparison import is_measured
     from dilabench.store.lookup import Store

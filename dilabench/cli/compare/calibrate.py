@@ -1,12 +1,15 @@
 """`dilabench calibrate`: what this machine's noise does to verdicts."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dilabench.cli import options as shared
 from dilabench.cli.terminal import print_items, say
-from dilabench.store.calibrations import Calibration
+from dilabench.units import percent_text
+
+if TYPE_CHECKING:
+    from dilabench.store.calibrations import Calibration
 
 DEFAULT_SESSIONS = 10
 
@@ -26,7 +29,7 @@ def calibrate(
 ) -> None:
     """Time one implementation against itself and against itself slowed down by 2, 5 and 10 %.
 
-    Stores this machine's noise between sessions for `compare` and `check`. Prints how often one session detects a
+    Stores how far sessions spread on this machine, for `compare` and `check`. Prints how often one session detects a
     slow-down of each size.
     """
     from dilabench.cli.run.progress_bar import progress_shown
@@ -45,10 +48,12 @@ def calibrate(
     say(f"kept in {path}", err=as_json)
 
 
-def _show(result: Calibration) -> None:
+def _show(result: "Calibration") -> None:
     from dilabench.report.columns import Column
 
-    say(f"noise between sessions (sigma of identical code): {result.sigma_aa:.2%}")
+    if result.sigma_sessions is not None:
+        say(f"times of identical code spread between sessions by {percent_text(result.sigma_sessions)}")
+    say(f"noise between sessions of two rows in common rounds: {percent_text(result.sigma_aa)}")
     if result.mde is not None:
         say(f"smallest slow-down that one session finds four times in five: about {result.mde:.1%}")
     columns = (

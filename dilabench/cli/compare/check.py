@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold
+from dilabench.cli.compare.deciding import (
+    OTHERWISE,
+    FailOn,
+    FailOnOption,
+    Only,
+    Threshold,
+    check_again,
+    longer_run,
+)
 from dilabench.cli.github import GithubSummary, append_summary, require_github
 from dilabench.cli.options import (
     OUTPUT_DIR,
     AsJson,
     Backends,
+    Details,
     RelativeTo,
     StrictPlugins,
     names,
@@ -62,6 +71,7 @@ def check(
     backends: Backends = None,
     relative_to: RelativeTo = None,
     fail_on: FailOnOption = None,
+    details: Details = False,
     form: Annotated[Format, typer.Option("--format", "-f", help="markdown: for a pull request.")] = Format.TABLE,
     github_summary: GithubSummary = False,
     as_json: AsJson = False,
@@ -83,18 +93,18 @@ def check(
 ) -> None:
     """Measure a baseline's cases again and fail on wrong output, slower times or larger peaks.
 
-    Sessions are added until every case is decided (unchanged within the margin, or changed), or the budget ends. A
-    case that looks slower or faster is measured again in as many fresh sessions, and only these decide. Times are
-    gated from five baseline sessions on (`baseline save --add`), below that they advise; memory and correctness
-    always count. Exit codes: 0 fine, 3 another machine, 4 a case fails now, 5 wrong output, 6 regression, 7
-    undecided (with --fail-on inconclusive), 8 nothing measured.
+    Sessions are added until every case is decided (slower, faster, or no change above 10 % or the threshold seen), or
+    the budget ends. A case that looks slower or faster is measured again in fresh sessions, and only these decide. One
+    stored session is enough; more of them (`baseline save --add`) find smaller changes. Exit codes: 0 fine, 3 another
+    machine, 4 a case fails now, 5 wrong output, 6 regression, 7 undecided (with --fail-on undecided), 8 nothing
+    measured.
     """
     from dilabench.cli.compare import verdict_view
     from dilabench.cli.run.progress_bar import progress_shown
-    from dilabench.comparison.across import policy_for
     from dilabench.comparison.comparison import selection
     from dilabench.comparison.gate import exit_code
     from dilabench.runs.against_baseline import Check
+    from dilabench.store.calibrations import policy_for
     from dilabench.store.lookup import Store
 
     if github_summary:
@@ -116,7 +126,7 @@ def check(
         baseline=baseline,
         select=select,
         reference=relative_to,
-        policy=policy_for(baseline, threshold, verdict_view.sigma_of(calibration)),
+        policy=policy_for(baseline, threshold, calibration),
         budget_s=parse_duration(budget or DEFAULT_BUDGET),
         output=output,
         store=store if keep else None,
@@ -130,14 +140,17 @@ def check(
         raise ConfigError(f"the baseline has no measured case{fitting}; save a run that has one")
     comparison = gate.of_sessions(sessions) if run is None else gate.of_run(store.records(run))
     code = exit_code(comparison, {FailOn.SLOWER, FailOn.LARGER, *(fail_on or ())})
+    enough = gate.budget.sufficient(comparison)
+    way_out = [check_again(against, *enough.split())] if enough else []
+    way_out = way_out or longer_run(baseline[-1], comparison.pairs, against) or [OTHERWISE]
     if github_summary:
-        append_summary(verdict_view.as_markdown(comparison, code))
+        append_summary(verdict_view.as_markdown(comparison, code, way_out))
     if as_json or form is Format.JSON:
-        say(verdict_view.as_json(comparison, code, calibration))
+        say(verdict_view.as_json(comparison, code, calibration, way_out))
     elif form is Format.MARKDOWN:
-        say(verdict_view.as_markdown(comparison, code), styled=True)
+        say(verdict_view.as_markdown(comparison, code, way_out), styled=True)
     else:
-        verdict_view.show(comparison, code, calibration)
+        verdict_view.show(comparison, code, calibration, way_out, details=details)
     if update and code is ExitCode.OK:
         _save(store, against, [*baseline, *gate.complete])
     raise typer.Exit(code)

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from dilabench.cli.compare.deciding import FailOn, FailOnOption, Only, Threshold
+from dilabench.cli.compare.deciding import OTHERWISE, FailOn, FailOnOption, Only, Threshold, check_again, longer_run
 from dilabench.cli.github import GithubSummary, append_summary, require_github
-from dilabench.cli.options import OUTPUT_DIR, AsJson, Backends, RelativeTo, real_names, require_one_format
+from dilabench.cli.options import OUTPUT_DIR, AsJson, Backends, Details, RelativeTo, real_names, require_one_format
 from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, say
 from dilabench.errors import ConfigError, gravest
@@ -52,6 +52,7 @@ def compare(
     only: Only = None,
     relative_to: RelativeTo = None,
     fail_on: FailOnOption = None,
+    details: Details = False,
     form: Annotated[
         Format,
         typer.Option("--format", "-f", help="markdown: for a pull request; html: a page."),
@@ -69,14 +70,15 @@ def compare(
     More than two are compared each with each, as a matrix.
 
     Exit codes: 0 fine, 4 a case that was measured fails now, 5 wrong output, 6 slower or larger than BASE, 7 undecided
-    (with --fail-on inconclusive), 8 nothing to compare. Of several runs the first is BASE.
+    (with --fail-on undecided), 8 nothing to compare. Of several runs the first is BASE.
     """
     from dilabench.cli.compare import verdict_view
-    from dilabench.comparison.across import policy_for, refuse_other_machine
+    from dilabench.comparison.across import refuse_other_machine
     from dilabench.comparison.comparison import selection
     from dilabench.comparison.gate import exit_code
     from dilabench.comparison.matrix import compare_all, run_names
     from dilabench.comparison.within import compare_within
+    from dilabench.store.calibrations import policy_for
     from dilabench.store.lookup import Store
 
     if github_summary:
@@ -117,7 +119,7 @@ def compare(
     for record in records[1:] if by else ():
         refuse_other_machine(records[:1], [record], ConfigError)
     calibration = store.calibration_of(records)
-    policy = policy_for(records, threshold, verdict_view.sigma_of(calibration))
+    policy = policy_for(records, threshold, calibration)
     select = selection(only or (), *real_names(implementations, backends))
     wanted = set(fail_on or ())
     if by is None:
@@ -125,9 +127,10 @@ def compare(
             refuse_other_machine(base_side, new_side, ConfigError)
         wanted |= {FailOn.SLOWER, FailOn.LARGER}
         matrix = compare_all(run_names(runs, sides), sides, policy=policy, select=select, reference=relative_to)
+        way_out = [check_again(runs[0], *(f"--only={text}" for text in only or ()))]
         if len(runs) > 2 or form is Format.HTML:
             codes = [exit_code(comparison, wanted) for comparison in matrix.with_first]
-            show = partial(verdict_view.show_matrix, matrix, codes, calibration)
+            show = partial(verdict_view.show_matrix, matrix, codes, calibration, way_out, details=details)
             if form is Format.HTML:
                 show = partial(verdict_view.write_matrix_page, matrix, codes, [side[-1] for side in sides], output)
             as_data = partial(verdict_view.matrix_as_json, matrix, codes, calibration)
@@ -136,10 +139,11 @@ def compare(
         (comparison,) = matrix.with_first
     else:
         comparison = compare_within(records, policy=policy, by=by.value, base=base, select=select)
+        way_out = longer_run(records[-1], comparison.pairs) or [OTHERWISE]
     code = exit_code(comparison, wanted)
-    show = partial(verdict_view.show, comparison, code, calibration)
-    as_data = partial(verdict_view.as_json, comparison, code, calibration)
-    _print(form, github_summary, show, as_data, partial(verdict_view.as_markdown, comparison, code))
+    show = partial(verdict_view.show, comparison, code, calibration, way_out, details=details)
+    as_data = partial(verdict_view.as_json, comparison, code, calibration, way_out)
+    _print(form, github_summary, show, as_data, partial(verdict_view.as_markdown, comparison, code, way_out))
     raise typer.Exit(code)
 
 

@@ -14,9 +14,11 @@ from dilabench.cli.run.options import Implementations
 from dilabench.cli.terminal import note, print_items, say, say_page
 from dilabench.errors import ConfigError
 from dilabench.report.columns import Column
+from dilabench.units import change_text, format_latency
 
 if TYPE_CHECKING:
     from dilabench.report.html.history import Trend
+    from dilabench.stats.decisions.steps import Step
     from dilabench.store.index import CaseEntry, RunEntry
 
 
@@ -33,10 +35,10 @@ ALL = "all cases"
 
 @dataclass(frozen=True, slots=True)
 class TrendLine:
-    """A case in one run; `step`: level from this run on / level before, None if it did not change."""
+    """A case in one run; `step`: the change of level from this run on, None if it did not change."""
 
     entry: "CaseEntry"
-    step: float | None
+    step: "Step | None"
 
     @property
     def remark(self) -> str:
@@ -60,7 +62,6 @@ CASE_COLUMNS = (
     Column(name="run", cell=lambda line: line.entry.run.run_id, right=False, spare=None),
     Column(name="git", cell=lambda line: line.entry.run.git, right=False, spare=None),
     Column(name="timer", cell=lambda line: line.entry.timer, right=False, spare=1, absent=""),
-    Column(name="p25", cell=lambda line: line.entry.p25_ns, unit="ns", spare=None, absent=""),
     Column(name="median", cell=lambda line: line.entry.median_ns, unit="ns", spare=None, absent=""),
     Column(name="samples", cell=lambda line: line.entry.samples or None, spare=2, absent=""),
     Column(name="peak", cell=lambda line: line.entry.peak_bytes, unit="bytes", spare=None, absent=""),
@@ -90,8 +91,7 @@ def history(
 ) -> None:
     """Show the stored runs, or every case that the words, -i and -b fit, with its trend and the steps in it.
 
-    Steps are looked for in the lower quartile, which is steadier between runs than the median, and never across
-    machines or timers.
+    Steps are looked for in the median of all samples, and never across machines or timers.
     """
     from dilabench.store.archive import Archive
     from dilabench.store.index import HistoryIndex
@@ -140,7 +140,13 @@ def _trends(cases: "Sequence[CaseEntry]", asked: str) -> "Sequence[Sequence[Case
 def _show_cases(groups: "Sequence[Sequence[CaseEntry]]", limit: int | None, as_json: bool) -> None:
     newest = slice(None if limit is None else -limit, None)
     if as_json:
-        document = [{"cells": [asdict(entry) for entry in group[newest]], "steps": _steps(group)} for group in groups]
+        document = [
+            {
+                "cells": [asdict(entry) for entry in group[newest]],
+                "steps": {file: asdict(step) for file, step in _steps(group).items()},
+            }
+            for group in groups
+        ]
         say(json.dumps(document, indent=2, ensure_ascii=False))
         return
     for group in groups:
@@ -166,7 +172,7 @@ def _trend(group: "Sequence[CaseEntry]", number: int) -> "Trend":
     levels: dict[str, list[Point]] = {}
     level, shifts = "", []
     for index, entry in enumerate(group, 1):
-        if entry.p25_ns is None:
+        if entry.median_ns is None:
             continue
         if entry.run.file in steps or not level:
             level = f"from {_date(entry.run)} (run {entry.run.run_id})"
@@ -174,7 +180,7 @@ def _trend(group: "Sequence[CaseEntry]", number: int) -> "Trend":
             shifts.append(
                 f"{_change(steps[entry.run.file])} from {_date(entry.run)} on (run {entry.run.run_id}, {entry.run.git})"
             )
-        levels.setdefault(f"{entry.timer}, {level}", []).append(Point(x=index, y=entry.p25_ns / 1e6))
+        levels.setdefault(f"{entry.timer}, {level}", []).append(Point(x=index, y=entry.median_ns / 1e6))
     return Trend(
         title=_title(group[0]),
         where=f"case {group[0].case_id}, machine {group[0].run.machine}",
@@ -185,23 +191,23 @@ def _trend(group: "Sequence[CaseEntry]", number: int) -> "Trend":
             name=f"case{number}",
             title=_title(group[0]),
             x_label="run, oldest first",
-            y_label="lower quartile (ms)",
+            y_label="median (ms)",
             curves=tuple(Curve(label=name, points=tuple(points)) for name, points in levels.items()),
         ),
     )
 
 
-def _steps(group: "Sequence[CaseEntry]") -> dict[str, float]:
-    """File of the run at which the level changed -> level after / level before."""
+def _steps(group: "Sequence[CaseEntry]") -> "dict[str, Step]":
+    """The step of each run at which the level changed, by the run's file."""
     from dilabench.stats.decisions.steps import steps
 
-    found: dict[str, float] = {}
+    found: dict[str, Step] = {}
     by_timer: dict[str | None, list[tuple[str, float]]] = {}
     for entry in group:
-        if entry.p25_ns is not None:
-            by_timer.setdefault(entry.timer, []).append((entry.run.file, entry.p25_ns))
+        if entry.median_ns is not None:
+            by_timer.setdefault(entry.timer, []).append((entry.run.file, entry.median_ns))
     for measured in by_timer.values():
-        found |= {measured[step.index][0]: step.ratio for step in steps([p25_ns for _, p25_ns in measured])}
+        found |= {measured[step.index][0]: step for step in steps([median_ns for _, median_ns in measured])}
     return found
 
 
@@ -214,5 +220,5 @@ def _title(entry: "CaseEntry") -> str:
     return f"{entry.implementation}{backend}, {entry.title}"
 
 
-def _change(step: float) -> str:
-    return f"{abs(step - 1):.1%} {'slower' if step > 1 else 'faster'}"
+def _change(step: "Step") -> str:
+    return f"{format_latency(step.before_ns)} to {format_latency(step.after_ns)} ({change_text(step.ratio)})"

@@ -1,4 +1,4 @@
-"""Comparisons as a table with reasons below it, several runs as a matrix, two machines as ratios; and as JSON."""
+"""Comparisons as a table with the verdict below it, several runs as a matrix, two machines as ratios; and as JSON."""
 
 import json
 from collections import Counter
@@ -7,9 +7,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from dilabench.cli.terminal import print_items, print_table, say, say_folded, say_page
+from dilabench.comparison.gate import anything_decided, anything_worse
 from dilabench.errors import ExitCode, gravest
 from dilabench.record import Case
 from dilabench.report.columns import Column, case_name, implementation_text, pair_columns, workload_title
+from dilabench.stats.decisions.decide import evidence
+from dilabench.stats.decisions.memory import MemoryCode
 from dilabench.stats.decisions.verdicts import Code
 from dilabench.store.calibrations import Calibration
 from dilabench.units import counted
@@ -23,95 +26,110 @@ if TYPE_CHECKING:
     from dilabench.comparison.view import RowView
     from dilabench.record import RunRecord
 
-LEGEND = (
-    "baseline, candidate: the median of all samples; ratio: the candidate's time over the baseline's, from the lower "
-    "samples of each slot, and its interval (CI); MDE: the smallest slow-down that would "
-    "have been found four times in five; A12: how often a call of the candidate takes longer than one of the baseline, "
-    "0.50 where neither does"
+LEGEND = "before, after: the median of all samples; ±: half the 95 % interval of the change"
+DETAILS_LEGEND = (
+    "sessions: of the baseline, of the candidate; p: of the claimed change after correction, else of a slow-down; MDE: "
+    "the smallest slow-down that would have been found four times in five; A12: how often a call of the candidate "
+    "takes longer than one of the baseline, 0.50 where neither does"
 )
-# Number of undecided pairs of one cause that are printed in full.
-MAX_TOLD = 2
+# Number of alike pairs, or of rows without a verdict, that are named without --details.
+MOST_NAMED = 2
 INDENT = "  "
 WORDS = {
-    ExitCode.OK: "ok",
     ExitCode.CASE_FAILED: "A MEASURED CASE NOW FAILS",
     ExitCode.WRONG_OUTPUT: "WRONG OUTPUT",
     ExitCode.REGRESSION: "REGRESSION",
-    ExitCode.INCONCLUSIVE: "INCONCLUSIVE",
+    ExitCode.INCONCLUSIVE: "UNDECIDED",
     ExitCode.NOTHING_MEASURED: "NOTHING TO COMPARE",
 }
+COUNTED = {Code.SLOWER: "SLOWER", Code.FASTER: "FASTER", Code.SAME: "no change", Code.UNDECIDED: "undecided"}
 
 
-def show(comparison: "Comparison", code: ExitCode, calibration: Calibration | None) -> None:
-    """Print the table, the reasons of verdicts that matter, what was not compared, and the final line."""
+def show(
+    comparison: "Comparison",
+    code: ExitCode,
+    calibration: Calibration | None,
+    way_out: Sequence[str],
+    *,
+    details: bool = False,
+) -> None:
+    """Print the table, what needs a reason, what was not compared, and the verdict with the commands that decide."""
     for warning in comparison.warnings:
         say_folded(f"note: {warning}", INDENT)
-    say_folded(noise_line(calibration), INDENT)
-    confidences = {pair.verdict.numbers.confidence for pair in comparison.pairs} - {None}
-    alike = confidences.pop() if len(confidences) == 1 else None
     for title, pairs in _by_workload(comparison.pairs).items():
         say()
         baselines = {case_name(pair.baseline) for pair in pairs if pair.baseline != pair.candidate}
         # Said once where all rows face the same one.
         against = f", against {baselines.pop()}" if len(baselines) == 1 and len(pairs) > 1 else ""
-        columns = pair_columns((lambda pair: case_name(pair.candidate)) if against else _facing, alike)
-        print_items(title + against, columns, pairs)
+        named = (lambda pair: case_name(pair.candidate)) if against else _facing
+        print_items(title + against, pair_columns(named, details=details), pairs)
     if comparison.pairs:
-        say_folded(LEGEND, INDENT)
+        say_folded(f"{LEGEND}; {evidence([pair.verdict.numbers for pair in comparison.pairs])}", INDENT)
+        if details:
+            say_folded(DETAILS_LEGEND, INDENT)
+            say_folded(noise_line(calibration), INDENT)
         say()
-    for text in _reasons(comparison.pairs):
+    for text in _reasons(comparison.pairs, details=details):
         say_folded(text, INDENT)
-    for text in _uncompared(comparison.uncompared):
+    for text in _uncompared(comparison.uncompared, details=details):
         say_folded(text, INDENT)
-    say_folded(final_line(comparison, code), INDENT)
+    say_folded(final_lines(comparison, code, way_out), INDENT)
 
 
-def _reasons(pairs: Sequence["ComparedPair"]) -> Iterator[str]:
-    """Why verdicts are as they are: each change in full, of many undecided pairs with one cause the first."""
+def _reasons(pairs: Sequence["ComparedPair"], *, details: bool) -> Iterator[str]:
+    """Why verdicts are as they are: with `details` of each pair, else the first undecided one of each cause."""
     undecided: dict[str, list[ComparedPair]] = {}
     notes: dict[str, list[ComparedPair]] = {}
     for pair in pairs:
         verdict = pair.verdict
-        if verdict.code is Code.INCONCLUSIVE:
+        if details:
+            yield _reason(pair, verdict.code, f"[{pair.timer}, {pair.route}] {verdict.reason}", verdict.hint)
+        elif verdict.code is Code.UNDECIDED:
             undecided.setdefault(verdict.cause, []).append(pair)
-        elif verdict.code is not Code.SAME:
-            yield _reason(pair, verdict.code, verdict.reason, verdict.hint)
+        if pair.first_look:
+            yield _reason(pair, f"{verdict.code} after a second measurement", f"at first {pair.first_look}", "")
         if pair.memory is not None and pair.memory.fails_gate:
             yield _reason(pair, "LARGER", pair.memory.reason, pair.memory.hint)
-        for note in pair.notes:
+        for note in pair.notes if details else ():
             notes.setdefault(note, []).append(pair)
     for alike in undecided.values():
-        for pair in alike if len(alike) <= MAX_TOLD else alike[:1]:
-            others = f" ({len(alike) - 1} more pairs are undecided for this cause; --json has all)"
-            more = others if len(alike) > MAX_TOLD else ""
+        for pair in alike if len(alike) <= MOST_NAMED else alike[:1]:
+            others = f" ({len(alike) - 1} more pairs are undecided for this cause; --details has all)"
+            more = others if len(alike) > MOST_NAMED else ""
             yield _reason(pair, pair.verdict.code, pair.verdict.reason, pair.verdict.hint) + more
     for text, noted in notes.items():
         more = f" and {len(noted) - 1} more" if len(noted) > 1 else ""
         yield f"note: {text} ({_place(noted[0])}{more})"
 
 
-def _uncompared(cases: Sequence["Uncompared"]) -> Iterator[str]:
+def _uncompared(cases: Sequence["Uncompared"], *, details: bool) -> Iterator[str]:
     """Cases without a verdict, those that ended alike together; what both sides have in common is said once."""
     alike: dict[tuple[str, str, str], list[Uncompared]] = {}
     for case in cases:
         alike.setdefault((case.lack, case.baseline, case.candidate), []).append(case)
     for (lack, baseline, candidate), members in alike.items():
-        names = "; ".join(name(member.case) for member in members)
+        shown = members if details or len(members) <= MOST_NAMED else members[:1]
+        more = f" and {counted(len(members) - 1, 'other row')}" if len(shown) < len(members) else ""
+        names = "; ".join(name(member.case) for member in shown)
         ended = f"both sides {baseline}" if baseline == candidate else f"baseline {baseline}; candidate {candidate}"
-        yield f"{lack}: {names}: {ended}"
+        yield f"{lack}: {names}{more}: {ended}"
 
 
 def _reason(pair: "ComparedPair", word: str, reason: str, hint: str) -> str:
-    return f"{word}: {_place(pair)} [{pair.timer}, {pair.route}]: {reason}" + (f"; {hint}" if hint else "")
+    return f"{word}: {_place(pair)}: {reason}" + (f"; {hint}" if hint else "")
 
 
 def _place(pair: "ComparedPair") -> str:
     return f"{_facing(pair)}, {workload_title(pair.candidate)}"
 
 
-def as_json(comparison: "Comparison", code: ExitCode, calibration: Calibration | None) -> str:
-    """The comparison with every number, for programs."""
-    return json_text({"exit_code": int(code), "sigma_aa": sigma_of(calibration), **as_data(comparison)})
+def as_json(
+    comparison: "Comparison", code: ExitCode, calibration: Calibration | None, way_out: Sequence[str] = ()
+) -> str:
+    """The comparison with every number, for programs; `to_decide`: the commands that would decide what is undecided."""
+    ways = list(way_out) if any(pair.verdict.code is Code.UNDECIDED for pair in comparison.pairs) else []
+    about = {"exit_code": int(code), "sigma_aa": sigma_of(calibration), "to_decide": ways}
+    return json_text({**about, **as_data(comparison)})
 
 
 def sigma_of(calibration: Calibration | None) -> float | None:
@@ -136,32 +154,46 @@ def as_data(comparison: "Comparison") -> dict[str, Any]:
     }
 
 
-def as_markdown(comparison: "Comparison", code: ExitCode) -> str:
+def as_markdown(comparison: "Comparison", code: ExitCode, way_out: Sequence[str] = ()) -> str:
     """The comparison for a pull request."""
     # It loads the catalogue.
     from dilabench.report.pull_request import of_comparison
 
-    return of_comparison(comparison, final_line(comparison, code))
+    return of_comparison(comparison, final_lines(comparison, code, way_out))
 
 
 def noise_line(calibration: Calibration | None) -> str:
     """One line on this machine's noise."""
     if calibration is None:
-        return "note: noise between sessions is unknown here; `dilabench calibrate` measures it"
+        return "noise between sessions is unknown here; `dilabench calibrate` measures it"
+    spread = calibration.sigma_sessions
     return (
-        f"noise between sessions {calibration.sigma_aa:.2%} (sigma of identical code, {calibration.sessions} sessions, "
+        f"noise of identical code: {calibration.sigma_aa:.2%} between interleaved rounds of one session and the next, "
+        f"{'unknown' if spread is None else f'{spread:.2%}'} between sessions ({calibration.sessions} sessions, "
         f"calibrated {calibration.measured_at[:10]})"
     )
 
 
-def final_line(comparison: "Comparison", code: ExitCode) -> str:
-    """The line that a CI log ends with."""
-    counts = Counter(pair.verdict.code.value for pair in comparison.pairs)
-    verdicts = [f"{counts[code]} {code}" for code in ("SLOWER", "FASTER", "SAME", "INCONCLUSIVE") if counts[code]]
-    larger = sum(pair.memory is not None and pair.memory.fails_gate for pair in comparison.pairs)
-    parts = [*verdicts, *([f"{larger} larger peaks"] if larger else [])]
+def final_lines(comparison: "Comparison", code: ExitCode, way_out: Sequence[str] = ()) -> str:
+    """The verdict that a CI log ends with; before it the commands that decide what is undecided.
+
+    "ok" is said only if something was decided and nothing is worse.
+    """
+    counts = Counter(pair.verdict.code for pair in comparison.pairs)
+    parts = [f"{counts[verdict]} {text}" for verdict, text in COUNTED.items() if counts[verdict]]
+    for memory, text in ((MemoryCode.LARGER, "larger"), (MemoryCode.SMALLER, "smaller")):
+        peaks = sum(pair.memory is not None and pair.memory.code is memory for pair in comparison.pairs)
+        parts += [f"{counted(peaks, f'{text} peak')}"] if peaks else []
     parts += [f"{len(comparison.uncompared)} not compared"] if comparison.uncompared else []
-    return f"verdict: {WORDS[code]} ({', '.join(parts) or 'no pairs'}; exit code {int(code)})"
+    if code is not ExitCode.OK:
+        word = WORDS[code]
+    elif not anything_decided(comparison):
+        word = "UNDECIDED"
+    else:
+        word = "slower or larger, which is not gated here" if anything_worse(comparison) else "ok"
+    verdict = f"verdict: {word} ({', '.join(parts) or 'no pairs'}; exit code {int(code)})"
+    ways = [f"to decide: {text}" for text in way_out] if counts[Code.UNDECIDED] else []
+    return "\n".join([*ways, verdict])
 
 
 def name(case: Case) -> str:
@@ -188,13 +220,21 @@ def _plain(fields: dict[str, Any], baseline: Case, candidate: Case) -> dict[str,
     return {**fields, **cases, "case_id": candidate.case_id}
 
 
-def show_matrix(matrix: "Matrix", codes: Sequence[ExitCode], calibration: Calibration | None) -> None:
+def show_matrix(
+    matrix: "Matrix",
+    codes: Sequence[ExitCode],
+    calibration: Calibration | None,
+    way_out: Sequence[str],
+    *,
+    details: bool = False,
+) -> None:
     """Print warnings, a table per workload with a line per case and run, what some runs lack, and the verdicts."""
     from dilabench.report import matrix as texts
 
     for warning in matrix.warnings:
         say_folded(f"note: {warning}", INDENT)
-    say_folded(noise_line(calibration), INDENT)
+    if details:
+        say_folded(noise_line(calibration), INDENT)
     by_workload: dict[str, list[tuple[str, ...]]] = {}
     for case in matrix.cases:
         by_workload.setdefault(workload_title(case.case), []).extend(texts.rows(matrix, case))
@@ -205,11 +245,9 @@ def show_matrix(matrix: "Matrix", codes: Sequence[ExitCode], calibration: Calibr
     say()
     if compared:
         say_folded(texts.HOW_TO_READ, INDENT)
-    if texts.is_advisory(matrix):
-        say_folded(texts.ADVISORY_MEANS, INDENT)
     for text in texts.lacking(matrix):
         say_folded(f"not compared everywhere: {text}", INDENT)
-    for line in _final_lines(matrix, codes):
+    for line in _final_lines(matrix, codes, way_out):
         say_folded(line, INDENT)
 
 
@@ -247,10 +285,13 @@ def write_matrix_page(
         say(line)
 
 
-def _final_lines(matrix: "Matrix", codes: Sequence[ExitCode]) -> list[str]:
-    """The final line of each run against the first."""
-    lines = map(final_line, matrix.with_first, codes)
-    return [f"{name} against {matrix.names[0]}: {line}" for name, line in zip(matrix.names[1:], lines, strict=True)]
+def _final_lines(matrix: "Matrix", codes: Sequence[ExitCode], way_out: Sequence[str] = ()) -> list[str]:
+    """The verdict of each run against the first, after the commands that decide what is undecided."""
+    lines = [final_lines(comparison, code) for comparison, code in zip(matrix.with_first, codes, strict=True)]
+    pairs = [pair for comparison in matrix.with_first for pair in comparison.pairs]
+    ways = way_out if any(pair.verdict.code is Code.UNDECIDED for pair in pairs) else ()
+    verdicts = [f"{name} against {matrix.names[0]}: {line}" for name, line in zip(matrix.names[1:], lines, strict=True)]
+    return [*(f"to decide: {text}" for text in ways), *verdicts]
 
 
 MACHINE_COLUMNS = (

@@ -4,23 +4,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dilabench.comparison.comparison import ComparedPair, Comparison
+from dilabench.comparison.gate import anything_decided
 from dilabench.comparison.matrix import CaseMatrix, Matrix
 from dilabench.errors import ExitCode
 from dilabench.record import RunRecord
 from dilabench.report.columns import ABSENT, case_name, verdict_text, workload_title
 from dilabench.report.content import device_text, environment_rows, reproduce_command
 from dilabench.report.html.page import page
-from dilabench.report.matrix import ratio_text, time_text
+from dilabench.report.matrix import changed_by, time_text
 from dilabench.units import format_latency
 
 FILENAME = "comparison.html"
 # How a verdict looks; what is decided nowhere else.
-LOOKS = {"SLOWER": "failed", "FASTER": "won", "SAME": "tied", "INCONCLUSIVE": "skipped"}
+LOOKS = {"SLOWER": "failed", "FASTER": "won", "SAME": "tied", "UNDECIDED": "skipped"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """The newer side of a pair: its time, the ratio with its interval, the verdict with its reason."""
+    """The newer side of a pair: its time, the change with its interval, the verdict with its reason."""
 
     look: str = ""
     word: str = ABSENT
@@ -47,14 +48,14 @@ BANNERS = {
 
 def to_text(matrix: Matrix, records: Sequence[RunRecord], verdict: str, code: ExitCode) -> str:
     """The page: a line per case and base, a column per later run. `records` of the runs; `verdict`: on top, in the
-    colour of its exit `code`.
+    colour of its exit `code`, or of a skipped row if nothing is decided.
     """
     return page(
         "comparison.html.j2",
         names=matrix.names,
         records=records,
         verdict=verdict,
-        worst=BANNERS.get(code, "failed"),
+        worst=BANNERS.get(code, "failed") if any(map(anything_decided, matrix.with_first)) else "skipped",
         device=device_text(records[0]),
         lines=[line for case in matrix.cases for line in _lines(matrix, case)],
         uncompared=[
@@ -93,7 +94,7 @@ def _entry(pair: ComparedPair | None) -> Entry:
         look=LOOKS[verdict.code],
         word=verdict_text(pair),
         time=format_latency(pair.candidate_ns),
-        ratio=ratio_text(pair),
+        ratio=changed_by(pair),
         reason=verdict.reason + (f"; {verdict.hint}" if verdict.hint else ""),
         memory="" if pair.memory is None or pair.memory.code == "SAME" else f"memory {pair.memory.code}",
     )

@@ -1,8 +1,8 @@
-"""From an estimate to a verdict (measurement.md §5.2), by a `Policy`: the user's margin, and a machine's resolution.
+"""From an estimate to a verdict (measurement.md §5.4), by a `Policy`: the user's margin, and a machine's spread.
 
-With m = ln(1 + delta): SLOWER if the interval is above m, FASTER if it is below -m, SAME if it is inside [-m, m] (two
-one-sided tests: Schuirmann 1987), INCONCLUSIVE otherwise. If the clock of every slot is known, time and cycles must
-agree. The p-value of a slow-down beyond the margin is P(T_df > (theta - m) / SE).
+With m = ln(1 + delta): SLOWER if a slow-down beyond m is proven, FASTER if a speed-up beyond -m is, with one false
+claim in 200 comparisons. Otherwise SAME ("no change above x % seen") if the interval lies within the resolution,
+UNDECIDED if it reaches further. The p-value of a slow-down beyond the margin is P(T_df > (theta - m) / SE).
 
 Many comparisons are corrected: uncorrected, 132 pairs give six false alarms at 5 %. Holm controls the chance of any
 false claim. Slow-downs and speed-ups are two families, so that exchanging the sides mirrors every verdict.
@@ -10,67 +10,61 @@ false claim. Slow-downs and speed-ups are two families, so that exchanging the s
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, expm1, log1p, sqrt
-from typing import Literal
+from math import ceil, expm1, inf, isinf, log1p, pi
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import betaincinv, ndtri, stdtr
+from scipy.special import betaincinv, stdtr
 
 from dilabench.errors import ConfigError
 from dilabench.machine import CUDA, device_named
-from dilabench.stats.decisions.history import LOOK_SESSIONS
-from dilabench.stats.decisions.paired import MIN_ROUNDS, Estimate, PairedRounds, SlotStatistic, estimate_many
+from dilabench.stats.decisions.paired import MIN_ROUNDS, Estimate, PairedRounds, estimate_many, median_variance
 from dilabench.stats.decisions.verdicts import Cause, Code, Numbers, Verdict
 from dilabench.stats.samples.location import Interval, t_quantile
-from dilabench.units import counted
+from dilabench.units import change_text, counted, percent_text
 
 MIN_CHANGE_NS = 2_000.0
 """Smallest absolute change in ns that is reported."""
 
-MarginSource = Literal["user", "noise", "timer", "absolute"]
+RESOLUTION = 0.10
+"""Without a threshold of the user's, "no change above x % seen" is an answer up to this x."""
 
-
-@dataclass(frozen=True, slots=True)
-class Margin:
-    """Relative change that a verdict must exceed, and the term that set it."""
-
-    delta: float
-    source: MarginSource
-
-    @property
-    def log(self) -> float:
-        """The margin on the scale of log ratios: the region of no change is [-log, +log]."""
-        return log1p(self.delta)
+MOST_SESSIONS = 50
+"""A difference that needs more sessions than this is not decided by more of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """How to decide; one per device of a record.
 
-    user_margin: relative change of interest, as a fraction. sigma_aa: sd between sessions of identical code in log
-    units, None when `dilabench calibrate` has not run. timer_floor_ns: resolution or launch floor of the timer.
-    min_change_ns: absolute change of interest. confidence: of the two-sided interval, so one-sided claims are made at
-    (1 - confidence) / 2. look: number of this look at data that still grow, counted from one. Each look may err half
-    as often as the one before; by Bonferroni's inequality all of them together err at most at 1 - confidence.
-    power: of the minimum detectable effect. Raises ConfigError for a value out of range.
+    user_margin: relative change of interest, as a fraction. resolution: SAME is claimed if no larger change can be
+    excluded. spread: default sd between sessions of identical code, in log units. sigma_sessions: the measured one, and
+    sigma_aa that of the ratio of interleaved rounds, None when `dilabench calibrate` has not run. min_change_ns:
+    absolute change of interest. confidence: of the two-sided interval. error_rate: of all claims of one direction
+    together. look: number of this look at data that still grow, counted from one. Each look may err half as often as
+    the one before (Bonferroni's inequality). power: of the minimum detectable effect.
+    Raises ConfigError for a value out of range.
     """
 
     user_margin: float = CUDA.margin
+    resolution: float = RESOLUTION
+    spread: float = CUDA.session_spread
     sigma_aa: float | None = None
-    timer_floor_ns: float = 0.0
+    sigma_sessions: float | None = None
     min_change_ns: float = MIN_CHANGE_NS
     confidence: float = 0.95
+    error_rate: float = 1 / 200
     look: int = 1
     power: float = 0.80
-    statistic: SlotStatistic = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("user_margin", "timer_floor_ns", "min_change_ns"):
+        for name in ("user_margin", "resolution", "spread", "min_change_ns"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} {getattr(self, name)} must not be negative; use 0 to switch it off")
-        if self.sigma_aa is not None and not self.sigma_aa >= 0:
-            raise ConfigError(f"sigma_aa {self.sigma_aa} must not be negative; run `dilabench calibrate` again")
+        for name in ("sigma_aa", "sigma_sessions"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"{name} {value} must not be negative; run `dilabench calibrate` again")
         for name in ("confidence", "power"):
             if not 0.5 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name} {getattr(self, name)} must be in [0.5, 1), for example 0.95")
@@ -82,11 +76,17 @@ class Policy:
         *,
         user_margin: float | None = None,
         sigma_aa: float | None = None,
-        timer_floor_ns: float = 0.0,
+        sigma_sessions: float | None = None,
     ) -> "Policy":
         """The defaults of a device: "cpu", "cuda", "cuda:1", "mps"."""
-        margin = device_named(device).margin if user_margin is None else user_margin
-        return cls(user_margin=margin, sigma_aa=sigma_aa, timer_floor_ns=timer_floor_ns)
+        facts = device_named(device)
+        return cls(
+            user_margin=facts.margin if user_margin is None else user_margin,
+            resolution=RESOLUTION if user_margin is None else user_margin,
+            spread=facts.session_spread,
+            sigma_aa=sigma_aa,
+            sigma_sessions=sigma_sessions,
+        )
 
     def confidence_at(self, look: int) -> float:
         """Confidence of the two-sided interval at a look, counted from one: 95 %, 97.5 %, 98.75 % and so on."""
@@ -94,154 +94,99 @@ class Policy:
 
     @property
     def alpha(self) -> float:
-        """One-sided error rate of a claim at this look."""
-        return (1 - self.confidence_at(self.look)) / 2
+        """One-sided error rate of all claims of a direction at this look."""
+        return self.error_rate / 2.0 ** (self.look - 1)
 
-    def margin(self, typical_ns: float) -> Margin:
-        """max(user, 2 sigma_AA, 2 timer floor / L, least change / L) for a pair whose slots take `typical_ns`.
+    def margin(self, typical_ns: float) -> float:
+        """The relative change that a claim must exceed, for a pair that takes `typical_ns`.
 
-        The absolute terms are part of the margin: SLOWER means that the whole interval exceeds them, SAME that any
-        remaining change is too small to report.
+        The absolute term is part of it: SLOWER means that the change exceeds it.
         """
-        terms: dict[MarginSource, float] = {
-            "user": self.user_margin,
-            "noise": 2 * (self.sigma_aa or 0.0),
-            "timer": 2 * self.timer_floor_ns / typical_ns,
-            "absolute": self.min_change_ns / typical_ns,
-        }
-        source = max(terms, key=lambda name: terms[name])
-        return Margin(terms[source], source)
+        return max(self.user_margin, self.min_change_ns / typical_ns)
 
 
-_MARGIN_SOURCE = {
-    "user": "the threshold",
-    "noise": "twice the noise floor of this machine",
-    "timer": "twice the floor of the timer",
-    "absolute": "the least change in absolute time",
-}
-
-
-def judge(pair: PairedRounds, policy: Policy) -> Verdict:
-    """Verdict on one interleaved comparison, before any correction for multiple pairs."""
-    return judge_many([pair], policy)[0]
-
-
-def judge_many(pairs: Sequence[PairedRounds], policy: Policy, *, effect_size: bool = True) -> list[Verdict]:
+def judge_many(
+    pairs: Sequence[PairedRounds],
+    policy: Policy,
+    times_ns: Sequence[tuple[float, float]] | None = None,
+    *,
+    effect_size: bool = True,
+) -> list[Verdict]:
     """Verdicts on many interleaved comparisons, in order; pass them to `control_family` before gating.
 
-    Without `effect_size` they have no A12, which takes the longest where slots hold many samples.
+    `times_ns`: as of `estimate_many`. Without `effect_size` they have no A12, which takes the longest where slots hold
+    many samples.
 
     Raises ConfigError for a pair without rounds, a slot without samples or a time that is not positive.
     """
     estimates = estimate_many(
-        pairs,
-        sigma_aa=policy.sigma_aa or 0.0,
-        statistic=policy.statistic,
-        confidence=policy.confidence,
-        effect_size=effect_size,
+        pairs, times_ns, sigma_aa=policy.sigma_aa or 0.0, confidence=policy.confidence, effect_size=effect_size
     )
     return [decide(estimate, policy) for estimate in estimates]
 
 
-def position(estimate: Estimate, policy: Policy) -> tuple[Code, Cause, Margin]:
-    """Where the interval lies: what `decide` decides by, without the figures of a verdict."""
-    margin = policy.margin(estimate.typical_ns)
-    if estimate.interval is None:
-        cause = Cause.TOO_FEW_ROUNDS if estimate.unit == "round" else Cause.TOO_FEW_SESSIONS
-        return Code.INCONCLUSIVE, cause, margin
-    code = _position(estimate.interval, margin)
-    in_cycles = estimate.cycles_interval
-    if code is Code.INCONCLUSIVE:
-        return code, Cause.IMPRECISE, margin
-    if in_cycles is not None and _position(in_cycles, margin) is not code:
-        return Code.INCONCLUSIVE, Cause.CLOCK, margin
-    return code, Cause.PROVEN, margin
-
-
 def decide(estimate: Estimate, policy: Policy) -> Verdict:
     """Verdict on one estimate, paired or from a history, before any correction for multiple pairs."""
-    code, cause, margin = position(estimate, policy)
+    margin = policy.margin(estimate.typical_ns)
     numbers = _numbers(estimate, margin, policy)
-    if cause is Cause.IMPRECISE and estimate.stored:
-        if sessions_needed(estimate, margin.log, policy, at_best=True) is None:
-            cause = Cause.OUT_OF_REACH
-    elif cause is Cause.IMPRECISE:
-        needed = estimate.rounds_needed(abs(abs(estimate.log_ratio) - margin.log))
-        numbers = replace(numbers, rounds_needed=needed)
-    elif cause is Cause.TOO_FEW_ROUNDS:
-        numbers = replace(numbers, rounds_needed=_rounds_missing(estimate))
+    code, cause = _unclaimed(numbers, margin, policy)
+    if numbers.p_slower is not None and numbers.p_slower <= policy.alpha:
+        code, cause = Code.SLOWER, Cause.PROVEN
+    elif numbers.p_faster is not None and numbers.p_faster <= policy.alpha:
+        code, cause = Code.FASTER, Cause.PROVEN
+    if cause is Cause.IMPRECISE:
+        numbers = _with_sessions_needed(numbers, estimate, margin, policy)
+    return _verdict(code, cause, numbers, margin)
+
+
+def _unclaimed(numbers: Numbers, margin: float, policy: Policy) -> tuple[Code, Cause]:
+    """The code and cause of a pair of which no change is claimed."""
+    if numbers.unchanged_within is None:
+        return Code.UNDECIDED, Cause.TOO_FEW_ROUNDS
+    if numbers.unchanged_within <= max(policy.resolution, margin):
+        return Code.SAME, Cause.PROVEN
+    return Code.UNDECIDED, Cause.IMPRECISE
+
+
+def _verdict(code: Code, cause: Cause, numbers: Numbers, margin: float) -> Verdict:
     return Verdict(
         code=code,
         cause=cause,
         numbers=numbers,
-        threshold=margin.delta,
-        threshold_source=margin.source,
-        reason=_reason(code, cause, estimate, numbers, margin),
-        hint=_hint(code, cause, estimate, numbers, policy),
-        advisory=estimate.advisory,
+        threshold=margin,
+        reason=f"{_finding(code, numbers)}; {evidence([numbers])}",
+        hint=_hint(cause, numbers),
     )
 
 
-def sessions_needed(
-    estimate: Estimate, margin: float, policy: Policy, *, both: bool = False, at_best: bool = False
-) -> int | None:
-    """Return the number of new sessions after which a case should be decided, or None if even the last look is too few.
-
-    With probability `policy.power` that many decide unchanged code (a gate's usual case) and the estimated change, if
-    it is the true one. margin: in log units. both: the same number on either side, for unchanged code. at_best: the
-    number that decides the most favourable true change.
-    """
-    change = abs(estimate.log_ratio)
-    gap = max(margin, change - margin)
-    power, max_reach = (0.0, gap) if at_best else (policy.power, gap if both else abs(change - margin))
-    for look, k in enumerate(LOOK_SESSIONS, start=1):
-        df = 2 * k - 2 if both else estimate.stored + k - 2
-        fixed = estimate.reducible_variance / k if both else estimate.fixed_variance
-        se = (estimate.reducible_variance / k + fixed) ** 0.5
-        reach = t_quantile(df, (1 + policy.confidence_at(look)) / 2)
-        if (reach + t_quantile(df, (1 + power) / 2)) * se < gap and reach * se < max_reach:
-            return k
-    return None
-
-
-def _position(interval: Interval, margin: Margin) -> Code:
-    if interval.low > margin.log:
-        return Code.SLOWER
-    if interval.high < -margin.log:
-        return Code.FASTER
-    if -margin.log < interval.low and interval.high < margin.log:
-        return Code.SAME
-    return Code.INCONCLUSIVE
-
-
-def _numbers(estimate: Estimate, margin: Margin, policy: Policy) -> Numbers:
-    interval = estimate.interval
+def _numbers(estimate: Estimate, margin: float, policy: Policy) -> Numbers:
+    interval, theta = estimate.interval, estimate.log_ratio
     known = interval is not None
-    mde = needed = both_needed = None
+    mde = within = low = high = None
     if interval is not None:
-        reach = t_quantile(estimate.df, (1 + interval.confidence) / 2) + t_quantile(estimate.df, policy.power)
-        mde = expm1(margin.log + reach * estimate.se)
-        if estimate.stored:
-            needed = sessions_needed(estimate, margin.log, policy)
-            both_needed = sessions_needed(estimate, margin.log, policy, both=True)
-    ratio_interval = interval.as_ratio() if interval is not None else None
+        reach = t_quantile(estimate.df, 1 - policy.alpha) + t_quantile(estimate.df, policy.power)
+        mde = expm1(log1p(margin) + reach * estimate.se)
+        ratio = interval.as_ratio()
+        low, high = ratio.low, ratio.high
+        within = max(high - 1, 1 - low)
     return Numbers(
         ratio=estimate.ratio,
-        ratio_low=ratio_interval.low if ratio_interval else None,
-        ratio_high=ratio_interval.high if ratio_interval else None,
-        confidence=ratio_interval.confidence if ratio_interval else None,
-        log_ratio=estimate.log_ratio,
+        ratio_low=low,
+        ratio_high=high,
+        confidence=interval.confidence if interval is not None else None,
+        unchanged_within=within,
+        log_ratio=theta,
         se=estimate.se if known else None,
-        df=estimate.df if known else None,
-        p_slower=_p_beyond(estimate.log_ratio - margin.log, estimate) if known else None,
-        p_faster=_p_beyond(-estimate.log_ratio - margin.log, estimate) if known else None,
+        df=estimate.df if known and not isinf(estimate.df) else None,
+        p_slower=_p_beyond(theta - log1p(margin), estimate) if known else None,
+        p_faster=_p_beyond(-theta - log1p(margin), estimate) if known else None,
         mde=mde,
         a12=estimate.a12,
         sessions=estimate.sessions,
+        stored=estimate.stored,
         rounds=estimate.rounds,
-        sessions_needed=needed,
-        both_needed=both_needed,
-        cycles_ratio=None if estimate.cycles_log_ratio is None else expm1(estimate.cycles_log_ratio) + 1,
+        spread=estimate.spread,
+        spread_source=estimate.spread_source,
     )
 
 
@@ -252,85 +197,79 @@ def _p_beyond(excess: float, estimate: Estimate) -> float:
     return 0.0 if excess > 0 else 1.0
 
 
-def _percent(fraction: float) -> str:
-    """A signless fraction as per cent with the digits that matter: 0.0312 -> "3.12 %", 0.25 -> "25 %"."""
-    return f"{100 * fraction:.3g} %" if fraction < 0.1 else f"{100 * fraction:.0f} %"
+def _with_sessions_needed(numbers: Numbers, estimate: Estimate, margin: float, policy: Policy) -> Numbers:
+    """The numbers with the sessions that should decide: with probability `power`, given this spread and this change."""
+    theta, df, limit = abs(estimate.log_ratio), estimate.df, log1p(max(policy.resolution, margin))
+    reach = t_quantile(df, (1 + policy.confidence) / 2)
+    # Standard errors at which unchanged code lies within the resolution, and this change beyond the margin.
+    unchanged = min((limit - theta) / reach, limit / (reach + t_quantile(df, (1 + policy.power) / 2)))
+    changed = (theta - log1p(margin)) / (t_quantile(df, 1 - policy.alpha) + t_quantile(df, policy.power))
+    squared = max(0.0, unchanged, changed) ** 2
+    if estimate.spread is None:
+        needed, both = _sessions(estimate.sessions * estimate.se**2, squared), None
+    else:
+        variance = pi / 2 * estimate.spread**2
+        left = squared - estimate.spread**2 * median_variance(estimate.stored)
+        needed, both = _sessions(variance, left), _sessions(2 * variance, squared)
+    return replace(numbers, sessions_needed=needed, both_needed=both)
 
 
-def _rounds_missing(estimate: Estimate) -> int:
-    """Return how many more rounds the first interval needs."""
-    return max(1, MIN_ROUNDS - estimate.rounds)
+def _sessions(variance: float, squared_error: float) -> int | None:
+    """Sessions after which a variance of one session falls to the squared error; three at least, None if too many."""
+    needed = variance / squared_error if squared_error > 0 else inf
+    return max(3, ceil(needed)) if needed <= MOST_SESSIONS else None
 
 
-def _reason(code: Code, cause: Cause, estimate: Estimate, numbers: Numbers, margin: Margin) -> str:
-    """One sentence that holds the figures the verdict rests on."""
+def _finding(code: Code, numbers: Numbers) -> str:
+    if code in (Code.SLOWER, Code.FASTER):
+        return change_text(numbers.ratio)
+    if numbers.unchanged_within is None:
+        return f"{counted(numbers.rounds, 'round')} in common; {MIN_ROUNDS} are the least that give an interval"
+    seen = percent_text(numbers.unchanged_within)
+    if code is Code.SAME:
+        return f"no change above {seen} seen"
+    return f"{change_text(numbers.ratio)}, and a change of up to {seen} is not excluded"
+
+
+SPREAD_TEXTS = {
+    "calibrated": "measured by `dilabench calibrate` to spread by",
+    "sessions": "measured here to spread by",
+    "slots": "whose own times spread by",
+    "assumed": "assumed to spread by",
+}
+
+
+def evidence(numbers: Sequence[Numbers]) -> str:
+    """What verdicts rest on: 'one session each, assumed to spread by 2 %'; what is the same is said once."""
+    spreads: dict[str, list[float]] = {}
+    for number in numbers:
+        if number.spread is None:
+            spreads.setdefault(f"{counted(number.sessions, 'session')} with both in the same rounds", [])
+        else:
+            count = "one session" if number.sessions == 1 else f"{number.sessions} sessions"
+            sides = "each" if number.sessions == number.stored else f"against {number.stored}"
+            text = f"{count} {sides}, {SPREAD_TEXTS[number.spread_source]}"
+            spreads.setdefault(text, []).append(number.spread)
+    return "; ".join(" ".join([text, *_range(values)]) for text, values in spreads.items())
+
+
+def _range(values: Sequence[float]) -> list[str]:
+    """'2 %', or '2 % to 7 %'."""
+    ends = dict.fromkeys(map(percent_text, (min(values), max(values)))) if values else {}
+    return [" to ".join(ends)] if ends else []
+
+
+def _hint(cause: Cause, numbers: Numbers) -> str:
+    """What would decide; empty if it is decided."""
     if cause is Cause.TOO_FEW_ROUNDS:
-        return f"{counted(estimate.rounds, 'round')}; {MIN_ROUNDS} are the least that give an interval"
-    if cause is Cause.TOO_FEW_SESSIONS:
-        apart = _percent(abs(numbers.ratio - 1))
-        return f"{apart} difference, but one session on each side does not show the spread between sessions"
-    within = f"the margin of {_percent(margin.delta)} ({_MARGIN_SOURCE[margin.source]})"
-    interval = f"{numbers.ratio:.4g}x the baseline's time, {numbers.ratio_low:.4g} to {numbers.ratio_high:.4g}"
-    assert numbers.confidence is not None
-    interval += f" ({100 * numbers.confidence:.4g} %)"
-    if cause is Cause.CLOCK:
-        assert estimate.cycles_log_ratio is not None
-        in_cycles = expm1(estimate.cycles_log_ratio) + 1
-        return f"{interval}; but {in_cycles:.4g}x its clock cycles: the clock changed between the sides"
-    where = {
-        Code.SLOWER: "wholly above",
-        Code.FASTER: "wholly below",
-        Code.SAME: "wholly within",
-        Code.INCONCLUSIVE: "not clear of",
-    }[code]
-    return f"{interval}: {where} {within}"
-
-
-def _hint(code: Code, cause: Cause, estimate: Estimate, numbers: Numbers, policy: Policy) -> str:
-    """Return the reader's next step; empty if there is none."""
-    hints: list[str] = []
-    if cause is Cause.TOO_FEW_ROUNDS:
-        hints.append(f"measure {_effort(_rounds_missing(estimate), estimate)}")
-    elif cause is Cause.TOO_FEW_SESSIONS:
-        hints.append("add runs to the baseline (`dilabench baseline save NAME RUN --add`), five at least for a gate")
-    elif cause is Cause.CLOCK:
-        hints.append("lock the clock or let the device cool down, then measure again (`dilabench doctor`)")
-    elif cause in (Cause.IMPRECISE, Cause.OUT_OF_REACH):
-        hints.append(_more_sessions(estimate, numbers) if estimate.stored else _more_effort(estimate, numbers))
-    elif code in (Code.SLOWER, Code.FASTER) and not estimate.advisory:
-        hints.append("measure again in fresh sessions; only the second data decide")
-    elif code is Code.SAME and numbers.mde is not None:
-        hints.append(f"a slow-down of {_percent(numbers.mde)} would have been found four times in five")
-    if estimate.advisory:
-        hints.append("advisory only: five stored sessions are the least a gate rests on")
-    if policy.sigma_aa is None and cause is not Cause.TOO_FEW_ROUNDS and estimate.unit == "round":
-        hints.append("the noise between sessions is unknown: run `dilabench calibrate`, or measure three sessions")
-    return "; ".join(hints)
-
-
-def _more_effort(estimate: Estimate, numbers: Numbers) -> str:
-    if numbers.rounds_needed is not None:
-        return f"about {_effort(numbers.rounds_needed, estimate)} would decide"
-    if estimate.fixed_variance > 0:
-        return "more rounds will not decide, the noise between sessions is too large: measure three sessions or more"
-    return "the effect is too close to the margin for any reasonable number of rounds: choose another margin"
-
-
-def _more_sessions(estimate: Estimate, numbers: Numbers) -> str:
-    spread = _percent(sqrt(estimate.reducible_variance))
+        return f"measure {counted(MIN_ROUNDS - numbers.rounds, 'more round')}"
+    if cause is not Cause.IMPRECISE:
+        return ""
     if numbers.sessions_needed is not None:
-        needed = max(numbers.sessions_needed, 2 * estimate.sessions)
-        return f"sessions differ by {spread}: {needed} new ones should decide"
+        return f"{counted(numbers.sessions_needed, 'session')} should decide"
     if numbers.both_needed is not None:
-        what = f"{numbers.both_needed} on either side should decide (`baseline save --add`)"
-        return f"sessions differ by {spread}, too much for the baseline's {estimate.stored}: {what}"
-    return f"sessions differ by {spread}, too much for this margin: choose a wider one (`--threshold`)"
-
-
-def _effort(rounds: int, estimate: Estimate) -> str:
-    """Return further rounds as text; as sessions if the error is the spread between sessions."""
-    count = rounds if estimate.unit == "round" else ceil(rounds * estimate.sessions / estimate.rounds)
-    return f"one more {estimate.unit}" if count == 1 else f"{count} more {estimate.unit}s"
+        return f"{counted(numbers.both_needed, 'session')} on either side should decide"
+    return f"more than {MOST_SESSIONS} sessions would be needed: a quieter machine, or another `--threshold`, decides"
 
 
 def holm(p_values: ArrayLike) -> NDArray[np.float64]:
@@ -344,10 +283,9 @@ def holm(p_values: ArrayLike) -> NDArray[np.float64]:
     return adjusted
 
 
-def control_family(verdicts: Sequence[Verdict], *, alpha: float = 0.025) -> list[Verdict]:
-    """The verdicts with adjusted p-values; a SLOWER or FASTER that does not survive becomes INCONCLUSIVE.
+def control_family(verdicts: Sequence[Verdict], policy: Policy) -> list[Verdict]:
+    """The verdicts with adjusted p-values; a SLOWER or FASTER that does not survive is SAME or UNDECIDED.
 
-    `alpha` is one-sided and by default fits intervals of 95 %, so that one pair alone is judged as its interval says.
     A pair without p-value counts as p = 1. SAME needs no correction: it makes no claim of a change.
     """
     slower = holm([_or_one(verdict.numbers.p_slower) for verdict in verdicts])
@@ -358,21 +296,18 @@ def control_family(verdicts: Sequence[Verdict], *, alpha: float = 0.025) -> list
         claimed = verdict.numbers.p_faster if faster_claimed else verdict.numbers.p_slower
         p = p_faster if faster_claimed else p_slower
         numbers = replace(verdict.numbers, p_adjusted=None if claimed is None else p)
-        if claimed is None or p <= alpha or verdict.code not in (Code.SLOWER, Code.FASTER):
+        if claimed is None or p <= policy.alpha or not verdict.flagged:
             controlled.append(replace(verdict, numbers=numbers))
             continue
-        # More rounds until p falls below its limit, by the normal law: the score grows with the root of rounds.
-        score, limit = ndtri(claimed), ndtri(alpha / len(verdicts))
-        needed = max(1, ceil(numbers.rounds * ((limit / score) ** 2 - 1)))
+        code, cause = _unclaimed(numbers, verdict.threshold, policy)
+        if code is Code.UNDECIDED:
+            # As many again more than halve p.
+            cause, needed = Cause.MULTIPLICITY, 2 * numbers.sessions
+            numbers = replace(numbers, sessions_needed=needed, both_needed=needed if numbers.stored else None)
+        withdrawn = _verdict(code, cause, numbers, verdict.threshold)
+        chance = f"among {len(verdicts)} pairs that may be chance (adjusted p = {p:.2g})"
         controlled.append(
-            replace(
-                verdict,
-                code=Code.INCONCLUSIVE,
-                cause=Cause.MULTIPLICITY,
-                numbers=replace(numbers, rounds_needed=needed),
-                reason=f"{verdict.reason}; among {len(verdicts)} pairs that may be chance (adjusted p = {p:.2g})",
-                hint=f"about {needed} more rounds (better in further sessions) or fewer pairs would decide",
-            )
+            replace(withdrawn, reason=f"{withdrawn.reason}; {chance}") if code is Code.UNDECIDED else withdrawn
         )
     return controlled
 

@@ -1,9 +1,14 @@
-"""New sessions against stored ones, which were measured at another time.
+"""Two sides that were measured at different times (measurement.md §5.4).
 
-Without interleaving the spread between sessions is the error. Code that did not change spreads alike on both sides, so
-it is pooled over the H stored and K new sessions, as in Student's two-sample test:
+The time of a side is the median of all its samples. Without interleaving the spread between sessions is the error: with
+its standard deviation s in log units, n sessions of the baseline and m of the candidate,
 
-    s^2 = (sum (b_h - b)^2 + sum (c_k - c)^2) / (H + K - 2)        c - b +- t(., H + K - 2) s sqrt(1/K + 1/H)
+    SE^2 = s^2 (1/n + 1/m) + within^2,     within^2 = sum over the sides of (spread of slot medians)^2 / slots
+
+where 1/n is pi / 2n from three sessions on, because a median varies so much more than a mean. s is what `dilabench
+calibrate` measured on this machine, else the pooled spread of the sessions at hand if they leave `DF_FOR_SPREAD`
+degrees of freedom (three sessions on either side, or one and five), else the default of the device. A calibrated or
+default spread is widened to the spread of slots within a session, and to that of the sessions at hand.
 
 Growing data are judged again each time they have doubled (`LOOK_SESSIONS`). Every look has its own confidence level
 (`Policy.confidence_at`).
@@ -11,27 +16,24 @@ Growing data are judged again each time they have doubled (`LOOK_SESSIONS`). Eve
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf, log
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from dilabench.errors import ConfigError
-from dilabench.stats.decisions.paired import Estimate
-from dilabench.stats.samples.location import (
-    Floats,
-    Interval,
-    a12,
-    flatten_slots,
-    group_medians,
-    group_quantiles,
-    t_quantile,
-)
-
-SESSIONS_FOR_GATE = 5
-"""Fewer stored sessions than this are advisory: shown, never failing a gate."""
+from dilabench.stats.decisions.paired import Estimate, interval_around, median_variance
+from dilabench.stats.decisions.verdicts import SpreadSource
+from dilabench.stats.samples.location import Floats, a12, flatten_slots, group_counts, group_medians, group_quantiles
 
 LOOK_SESSIONS = (3, 6, 12, 24, 48, 96, 192, 384)
-"""New sessions at each look. One disturbed session of three widens the interval more than it moves the mean."""
+"""New sessions at each look. One disturbed session of three widens the interval more than it moves the median."""
+
+DF_FOR_SPREAD = 4
+"""Degrees of freedom from which the spread of the sessions at hand replaces the assumed one."""
+
+QUARTILES_OF_NORMAL = 1.349
+"""Distance of the quartiles of a normal distribution, in standard deviations."""
 
 Slots = Sequence[Sequence[float]]
 
@@ -44,18 +46,32 @@ class StoredSessions:
     candidate: Sequence[Slots]
 
 
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One side: its median in ns, ln of the medians of its sessions, the spread of slots, and how many there are."""
+
+    median_ns: float
+    session_logs: Floats
+    slot_spread: float
+    slots: int
+
+    @property
+    def squares(self) -> float:
+        """Sum of the squared deviations of its sessions."""
+        return len(self.session_logs) * float(np.var(self.session_logs))
+
+
 def estimate_stored(
-    pairs: Sequence[StoredSessions], *, level: float = 0.25, confidence: float = 0.95
+    pairs: Sequence[StoredSessions], *, default: float, calibrated: float | None = None, confidence: float = 0.95
 ) -> list[Estimate]:
     """Estimates of ln(candidate / baseline) from records that were not measured together, in order.
 
-    A session's location is the median of its slots' quantiles at `level`, by default the lower quartile.
-    Two sessions alone give no interval; below `SESSIONS_FOR_GATE` stored ones the estimate is advisory. Raises
-    ConfigError when a side, a session or a slot is empty.
+    default, calibrated: spread between sessions of identical code, in log units. Raises ConfigError when a side, a
+    session or a slot is empty.
     """
-    sides = [side for pair in pairs for side in (pair.baseline, pair.candidate)]
-    logs = iter(_session_logs(sides, level))
-    return [_estimate(pair, next(logs), next(logs), confidence) for pair in pairs]
+    return [
+        _estimate(pair, _side(pair.baseline), _side(pair.candidate), default, calibrated, confidence) for pair in pairs
+    ]
 
 
 def noise_floor(session_log_ratios: ArrayLike) -> float:
@@ -70,45 +86,68 @@ def noise_floor(session_log_ratios: ArrayLike) -> float:
     return float(np.sqrt(np.mean(values**2)))
 
 
-def _estimate(pair: StoredSessions, baseline: Floats, candidate: Floats, confidence: float) -> Estimate:
-    h, k = len(baseline), len(candidate)
-    centre = float(np.mean(baseline))
-    log_ratios = candidate - centre
-    log_ratio, df = float(np.mean(log_ratios)), max(1, h + k - 2)
-    variance = (h * float(np.var(baseline)) + k * float(np.var(candidate))) / df
-    se = (variance * (1 / k + 1 / h)) ** 0.5
-    reach = t_quantile(df, (1 + confidence) / 2) * se
+def spread_of(sessions: Sequence[Slots]) -> float:
+    """The spread between sessions of one case: sd of ln of their medians. Raises ConfigError for fewer than two."""
+    if len(sessions) < 2:
+        raise ConfigError("one session does not show the spread between sessions; measure two or more")
+    return float((_side(sessions).squares / (len(sessions) - 1)) ** 0.5)
+
+
+def _estimate(
+    pair: StoredSessions,
+    baseline: _Side,
+    candidate: _Side,
+    default: float,
+    calibrated: float | None,
+    confidence: float,
+) -> Estimate:
+    spread, df, source = _spread(baseline, candidate, default, calibrated)
+    n, m = len(baseline.session_logs), len(candidate.session_logs)
+    within = sum(side.slot_spread**2 / side.slots for side in (baseline, candidate))
+    log_ratio = log(candidate.median_ns / baseline.median_ns)
+    se = (spread**2 * (median_variance(n) + median_variance(m)) + within) ** 0.5
     return Estimate(
         log_ratio=log_ratio,
         se=se,
         df=df,
-        interval=Interval(log_ratio - reach, log_ratio + reach, confidence) if h + k > 2 else None,
-        reducible_variance=variance,
-        fixed_variance=variance / h,
-        units=float(k),
-        unit="session",
+        interval=interval_around(log_ratio, se, df, confidence),
         rounds=sum(map(len, pair.candidate)),
-        sessions=k,
-        session_log_ratios=tuple(log_ratios.tolist()),
-        baseline_ns=float(np.exp(centre)),
-        candidate_ns=float(np.exp(np.mean(candidate))),
+        sessions=m,
+        session_log_ratios=tuple((candidate.session_logs - log(baseline.median_ns)).tolist()),
+        baseline_ns=baseline.median_ns,
+        candidate_ns=candidate.median_ns,
         a12=a12(_pooled(pair.baseline), _pooled(pair.candidate)),
-        stored=h,
-        advisory=h < SESSIONS_FOR_GATE,
+        stored=n,
+        spread=spread,
+        spread_source=source,
     )
 
 
-def _session_logs(sides: Sequence[Sequence[Slots]], level: float) -> list[Floats]:
-    """Logarithms of the sessions' locations, one vector per side. All sides are computed together."""
-    if not all(side and all(map(len, side)) for side in sides):
+def _spread(
+    baseline: _Side, candidate: _Side, default: float, calibrated: float | None
+) -> tuple[float, float, SpreadSource]:
+    """The spread between sessions, its degrees of freedom (infinite: taken as known), and what it comes from."""
+    df = len(baseline.session_logs) + len(candidate.session_logs) - 2
+    at_hand = ((baseline.squares + candidate.squares) / df) ** 0.5 if df else 0.0
+    if calibrated is None and df >= DF_FOR_SPREAD:
+        return at_hand, float(df), "sessions"
+    known: tuple[float, SpreadSource] = (default, "assumed") if calibrated is None else (calibrated, "calibrated")
+    spread, source = max(known, (at_hand, "sessions"), (max(baseline.slot_spread, candidate.slot_spread), "slots"))
+    return spread, inf, source
+
+
+def _side(sessions: Sequence[Slots]) -> _Side:
+    if not sessions or not all(map(len, sessions)):
         raise ConfigError("a side has no session, or a session no slots; compare only cases that were measured")
-    if not sides:
-        return []
-    sessions = [session for side in sides for session in side]
     slots = flatten_slots([slot for session in sessions for slot in session])
-    locations = group_quantiles(slots.samples_ns, slots.sizes, np.full(len(slots.sizes), level))
-    medians = group_medians(np.log(locations), np.fromiter(map(len, sessions), np.intp, len(sessions)))
-    return np.split(medians, np.cumsum([len(side) for side in sides])[:-1])
+    counts = np.fromiter(map(len, sessions), np.intp, len(sessions))
+    samples = group_counts(slots.sizes, counts)
+    logs = np.log(group_medians(slots.samples_ns, samples))
+    deviations = np.log(group_medians(slots.samples_ns, slots.sizes)) - np.repeat(logs, counts)
+    low, high = (
+        float(group_quantiles(deviations, np.array([deviations.size]), np.array([level]))[0]) for level in (0.25, 0.75)
+    )
+    return _Side(float(np.median(slots.samples_ns)), logs, (high - low) / QUARTILES_OF_NORMAL, deviations.size)
 
 
 def _pooled(sessions: Sequence[Slots]) -> list[float]:

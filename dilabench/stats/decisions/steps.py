@@ -30,10 +30,16 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The level changed at point `index`; `ratio` is level after / level before."""
+    """The level (the median of its points) changed at point `index`."""
 
     index: int
-    ratio: float
+    before_ns: float
+    after_ns: float
+
+    @property
+    def ratio(self) -> float:
+        """The level after / the level before."""
+        return self.after_ns / self.before_ns
 
 
 def segments(history_ns: Sequence[float], *, min_size: int = 2, min_change: float = 0.02) -> list[Segment]:
@@ -54,7 +60,7 @@ def segments(history_ns: Sequence[float], *, min_size: int = 2, min_change: floa
 def steps(history_ns: Sequence[float], *, min_size: int = 2, min_change: float = 0.02) -> list[Step]:
     """The points at which the level of a history changed, and by how much; see `segments`."""
     levels = segments(history_ns, min_size=min_size, min_change=min_change)
-    return [Step(after.start, after.median_ns / before.median_ns) for before, after in pairwise(levels)]
+    return [Step(after.start, before.median_ns, after.median_ns) for before, after in pairwise(levels)]
 
 
 def _penalty(y: NDArray[np.float64]) -> float:

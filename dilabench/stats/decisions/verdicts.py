@@ -1,19 +1,22 @@
-"""Verdicts as data: a code, the numbers behind it, the threshold, the reason and what to do next.
+"""Verdicts as data: a code, the numbers behind it, the reason and what to do next.
 
 Pure data, cheap to import; `decide` makes them.
 """
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Literal
+
+SpreadSource = Literal["calibrated", "sessions", "slots", "assumed", "rounds"]
 
 
 class Code(StrEnum):
-    """The claim about the candidate's time. All codes but INCONCLUSIVE are proven at the stated confidence."""
+    """The claim about the candidate's time. SAME: no change above `Numbers.unchanged_within` was seen."""
 
     SLOWER = "SLOWER"
     FASTER = "FASTER"
     SAME = "SAME"
-    INCONCLUSIVE = "INCONCLUSIVE"
+    UNDECIDED = "UNDECIDED"
 
 
 class Cause(StrEnum):
@@ -21,10 +24,7 @@ class Cause(StrEnum):
 
     PROVEN = "proven"
     TOO_FEW_ROUNDS = "too-few-rounds"
-    TOO_FEW_SESSIONS = "too-few-sessions"
     IMPRECISE = "imprecise"
-    OUT_OF_REACH = "out-of-reach"
-    CLOCK = "clock"
     THROTTLED = "throttled"
     MULTIPLICITY = "multiplicity"
     NOT_REMEASURED = "not-remeasured"
@@ -32,20 +32,23 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """Everything a reader needs to check a verdict. Ratios are candidate / baseline time; None is "cannot be said".
+    """Everything a reader needs to check a verdict. None is "cannot be said".
 
-    p_slower, p_faster: one-sided p of the claim that the change exceeds the margin in that direction, before
-    correction; p_adjusted: of the claimed direction, after `decide.control_family`. confidence: of the interval.
-    mde: smallest relative slow-down that this measurement would have called SLOWER four times in five.
-    a12: P(a candidate sample is slower); None if not computed. rounds_needed: further rounds for a conclusion; None
-    when concluded or when rounds alone are not enough. sessions_needed: total number of new sessions that decide four
-    times in five, given this spread and this change or none; both_needed: sessions on either side.
+    ratio: the candidate's median of all samples / the baseline's; ratio_low, ratio_high: its interval at `confidence`.
+    unchanged_within: the largest relative change, either way, inside that interval. df: None if the spread between
+    sessions is taken as known. p_slower, p_faster: one-sided p of the claim that the change exceeds the margin in that
+    direction; p_adjusted: of the claimed direction, after `decide.control_family`. mde: smallest relative slow-down
+    that this measurement would have called SLOWER four times in five. a12: P(a candidate sample is slower); None if not
+    computed. stored: sessions of a baseline measured at another time; 0 if both sides were interleaved. spread: sd
+    between sessions in log units, from `spread_source`. sessions_needed: new sessions that should decide; both_needed:
+    the same on either side; None when decided or when no number does.
     """
 
     ratio: float
     ratio_low: float | None
     ratio_high: float | None
     confidence: float | None = None
+    unchanged_within: float | None = None
     log_ratio: float
     se: float | None
     df: float | None
@@ -55,34 +58,29 @@ class Numbers:
     mde: float | None
     a12: float | None
     sessions: int
+    stored: int
     rounds: int
-    rounds_needed: int | None = None
+    spread: float | None = None
+    spread_source: SpreadSource
     sessions_needed: int | None = None
     both_needed: int | None = None
-    cycles_ratio: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """A decision on one pair.
-
-    threshold: the margin as a fraction (0.03: three per cent) that a change must exceed; threshold_source: which term
-    set it ("user", "noise", "timer" or "absolute"). advisory: shown, but never fails a gate.
-    """
+    """A decision on one pair. threshold: the margin as a fraction (0.03: three per cent) that a change must exceed."""
 
     code: Code
     cause: Cause
     numbers: Numbers
     threshold: float
-    threshold_source: str
     reason: str
     hint: str = ""
-    advisory: bool = False
 
     @property
     def fails_gate(self) -> bool:
-        """A proven slow-down with enough history behind it."""
-        return self.code is Code.SLOWER and not self.advisory
+        """Return True for a proven slow-down."""
+        return self.code is Code.SLOWER
 
     @property
     def undecided(self) -> bool:
@@ -92,7 +90,7 @@ class Verdict:
     @property
     def flagged(self) -> bool:
         """To be measured again in fresh sessions, after which only those decide (`confirm`)."""
-        return self.code in (Code.SLOWER, Code.FASTER) and not self.advisory
+        return self.code in (Code.SLOWER, Code.FASTER)
 
 
 def confirm(first: Verdict, second: Verdict | None) -> Verdict:
@@ -106,8 +104,8 @@ def confirm(first: Verdict, second: Verdict | None) -> Verdict:
         return second
     return replace(
         first,
-        code=Code.INCONCLUSIVE,
+        code=Code.UNDECIDED,
         cause=Cause.NOT_REMEASURED,
         reason=f"looked {first.code.lower()} once ({first.reason}) and was not measured again",
-        hint="measure the pair again in fresh sessions; only the second data decide",
+        hint="only a second measurement in fresh processes decides",
     )

@@ -339,6 +339,11 @@ def group_sums(values: Floats, counts: Counts) -> Floats:
     return np.add.reduceat(values, np.cumsum(counts) - counts)
 
 
+def group_counts(sizes: Counts, counts: Counts) -> Counts:
+    """Samples of each group of slots; group g is the next `counts[g]` slots (at least one)."""
+    return np.add.reduceat(sizes, np.cumsum(counts) - counts)
+
+
 def group_means(values: Floats, counts: Counts) -> Floats:
     """Mean of each group; group g is the next `counts[g]` values (at least one)."""
     return group_sums(values, counts) / counts

@@ -6,8 +6,7 @@ from statistics import fmean, median
 from typing import Any
 
 from dilabench.choice.ways import way_name
-from dilabench.comparison.pairing import common_timings, pair
-from dilabench.comparison.view import is_quotable, measured_view, rank
+from dilabench.comparison.view import is_quotable, measured_view, pair_views, rank
 from dilabench.metadata import CHOSEN, INTERFERENCE, LAUNCH_BOUND, SHAPE
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.time import budget_option, elapsed_seconds
@@ -15,7 +14,6 @@ from dilabench.record import Measured, Row, RunRecord
 from dilabench.report.columns import ABSENT, row_name
 from dilabench.report.findings import Section
 from dilabench.request import resume_command, shard_of
-from dilabench.stats.decisions.decide import Policy, judge
 from dilabench.suites.choice.cases import cut_short, shapes_asked
 from dilabench.units import counted, format_latency, format_seconds
 
@@ -29,7 +27,7 @@ NUMERIC = frozenset({"shape", "time", "its time", "regret", "95 % CI"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regret:
-    """One shape: `ratio` is the time of the choice over that of the fastest other way, from their common rounds.
+    """One shape: `ratio` is the time of the choice over that of the fastest other way.
 
     `low` and `high`: the ends of its interval; None with too few common rounds. `disturbed`: an implementation took
     another time alone than interleaved, so that the ratio may have a bias. `awaited`: the ratio of the times that
@@ -127,19 +125,14 @@ def _launching_ns(row: Row) -> float:
 
 def _regret(number: int, chosen: Row, other: Row, device: str, disturbed: bool) -> Regret:
     # Without common rounds (a run resumed in the middle of a shape, say) there is no interval.
-    ratio, low, high = measured_view(chosen).median_ns / measured_view(other).median_ns, None, None
-    timings = common_timings(other, chosen)
-    rounds = pair([timings]).rounds if timings else None
-    if rounds is not None:
-        numbers = judge(rounds, Policy.for_device(device)).numbers
-        ratio, low, high = numbers.ratio, numbers.ratio_low, numbers.ratio_high
+    (view,) = pair_views([(other, chosen)], device)
     return Regret(
         number=number,
         chosen=chosen,
         other=other,
-        ratio=ratio,
-        low=low,
-        high=high,
+        ratio=view.ratio,
+        low=None if view.interval is None else view.interval.low,
+        high=None if view.interval is None else view.interval.high,
         disturbed=disturbed,
     )
 

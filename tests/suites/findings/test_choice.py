@@ -7,6 +7,7 @@ import pytest
 from dilabench.metadata import CHOSEN, INTERFERENCE, LAUNCH_BOUND, SHAPE
 from dilabench.plugins.manager import discover
 from dilabench.record import Row, Skipped
+from dilabench.stats.samples.location import Interval
 from dilabench.suites.choice.findings import analyse, regrets
 
 CATALOGUE = discover().catalogue
@@ -106,8 +107,8 @@ def test_launches_of_the_chosen_way_itself_are_told_apart(shape, made):
 
 
 def test_what_noise_may_have_done_is_not_proven(shape, made, monkeypatch):
-    numbers = SimpleNamespace(ratio=1.2, ratio_low=0.9, ratio_high=1.6)
-    monkeypatch.setattr("dilabench.suites.choice.findings.judge", lambda *_: SimpleNamespace(numbers=numbers))
+    view = SimpleNamespace(ratio=1.2, interval=Interval(0.9, 1.6, 0.95))
+    monkeypatch.setattr("dilabench.suites.choice.findings.pair_views", lambda *_: [view])
     (section,) = analyse(made(shape(1, 12.0, 10.0), asked=1), CATALOGUE)
     assert "in 1 (100.0%), 0 of them beyond doubt" in section.sentence
     assert section.rows[0][-3:] == ("1.20", "0.90–1.60", "within noise")
