@@ -101,7 +101,12 @@ class Answer:
         )
 
     def table(self) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], frozenset[str]]:
-        """Column names, cells, and the columns of numbers; columns without information are omitted."""
+        """Column names, cells, and the columns of numbers; columns without information are omitted.
+
+        No cells if nothing was measured: the sentence says why.
+        """
+        if not any(row.ranking for row in self.rows):
+            return (), (), frozenset()
         columns = (Column(name=self.axis.name, cell=lambda row: row.at, spare=None), *ANSWER_COLUMNS)
         texts = {column.name: [column.value_text(row) for row in self.rows] for column in columns}
         shown = [column for column in columns if column.spare is None or not set(texts[column.name]) <= SAYS_NOTHING]

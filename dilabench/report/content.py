@@ -186,9 +186,12 @@ def headline(record: RunRecord) -> str:
     """How many rows ended how, in one sentence."""
     statuses = Counter(row.outcome.status for row in record.rows)
     wrong = sum(isinstance(row.outcome, Failed) and row.outcome.code in UNVERIFIED for row in record.rows)
-    parts = [f"{statuses['measured']} of {counted(len(record.rows), 'row')} verified and measured"]
-    if statuses["skipped"]:
-        parts.append(f"{statuses['skipped']} skipped")
+    idle = sum(row.planned.skip is not None for row in record.rows)
+    parts = [f"{statuses['measured']} of {counted(len(record.rows) - idle, 'row')} verified and measured"]
+    if statuses["skipped"] > idle:
+        parts.append(f"{statuses['skipped'] - idle} skipped")
+    if idle:
+        parts.append(f"{idle} more could not run")
     late = sum(isinstance(row.outcome, Failed) and row.outcome.code == "verification_timeout" for row in record.rows)
     if statuses["failed"]:
         unproven = [f"{wrong} did not pass verification"] * bool(wrong)

@@ -1,6 +1,7 @@
 """The terminal report: findings, a table per workload, rows without a time and why, notes, and last the answer."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -62,7 +63,8 @@ def to_text(
 ) -> str:
     """The report for a terminal of `width` columns, which ends with the answer.
 
-    Without `details` most tables are omitted, and notes shared by many rows are printed once. `columns`: of the tables.
+    Without `details` most tables and all skipped rows are omitted, and notes and reasons of many rows are printed
+    once. `columns`: of the tables.
     """
     console, out = text_console(width, colour)
     wanted = chosen_columns(columns)
@@ -71,6 +73,9 @@ def to_text(
     for finding in sections:
         if not finding.answers and (finding.rows or not finding.plots):
             _print_finding(console, finding)
+    if not details:
+        # Skipped rows are listed below with their reasons; as lines of a table they are dashes.
+        tables = tuple(filter(None, map(_without_skipped, tables)))
     if details or columns or len(tables) <= MAX_TABLES:
         shown = {column.name for table in tables for column in _print_table(console, table, wanted)}
         if notes := footnotes(tables, [column for column in wanted if column.name in shown]):
@@ -90,6 +95,16 @@ def to_text(
     console.print()
     console.print(Text(headline(record)))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def _without_skipped(table: WorkloadTable) -> WorkloadTable | None:
+    """The table without skipped rows and sections of such; None if no row is left."""
+    sections = [
+        replace(section, rows=tuple(row for row in section.rows if row.status != "skipped"))
+        for section in table.sections
+    ]
+    kept = tuple(section for section in sections if section.rows)
+    return replace(table, sections=kept) if kept else None
 
 
 def _print_table(console: Console, table: WorkloadTable, wanted: Sequence[Column]) -> list[Column]:

@@ -56,7 +56,9 @@ class RunProgress:
         self._together = frozenset(planned.case.case_id for planned in cases if planned.procedure == "interleaved")
 
     def add(self, row: Row) -> None:
-        """A row has ended."""
+        """A row has ended. Cases that cannot run are not expected, and so not counted."""
+        if row.planned.skip is not None:
+            return
         self.done += 1
         ended = self._together if row.case.case_id in self._together else frozenset({row.case.case_id})
         self._ended |= ended
