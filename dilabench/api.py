@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from inspect import signature
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ def run(
             compile=compile,
             options=options,
         ),
+        keywords=signature(run).parameters,
     )
     plan = plan_run(found, request)
     execution = Execution.begin(plan, Path(output), argv=request.command_line())

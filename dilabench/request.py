@@ -3,7 +3,7 @@
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Suite
 from dilabench.retired import no_such_name
 from dilabench.units import parse_duration
-from dilabench.validation import Model, Sizes, validated
-from dilabench.workload.spec import WorkloadRequest
+from dilabench.validation import Model, Sizes, unknown_key, validated
+from dilabench.workload.spec import WorkloadRequest, request_fields
 
 TABLES = ("workload", "run")
 COMMAND_LINE_ONLY = {"suite", "overrides"}
@@ -171,11 +171,13 @@ def run_request(
     assignments: Sequence[str] | Mapping[str, Any] = (),
     workload: Mapping[str, Any] | None = None,
     run: Mapping[str, Any] | None = None,
+    keywords: Iterable[str] = (),
 ) -> RunRequest:
     """Bring together presets and TOML files (`configs`), `--set` texts and options; the later of these wins.
 
     `assignments` may also be fields by name. Each is one of the suite's options, of the request or of the workload.
-    `workload` and `run` hold the fields given as separate options; a workload field that is None is not given. Raises
+    `workload` and `run` hold the fields given as separate options; a workload field that is None is not given.
+    `keywords`: other names that the caller takes, which a misspelt one may mean. Raises
     ConfigError for an unknown name or key, a wrong value, or one field given two ways that differ.
     """
     try:
@@ -199,6 +201,9 @@ def run_request(
     own = {name for taker in taking if taker.options for name in taker.options.model_fields}
     of_suite = {name: assigned.pop(name) for name in own if name in assigned}
     of_run = {name: assigned.pop(name) for name in BY_SET if name in assigned}
+    names = {*WorkloadRequest.model_fields, *request_fields(), *BY_SET, *own, *keywords}
+    for name in sorted(assigned.keys() - names):
+        raise ConfigError(unknown_key(name, names))
     overrides.update(_agreed(assigned, workload or {}))
     options = {**fields.get("options", {}), **_agreed(of_suite, (run or {}).get("options", {}))}
     fields.update(_agreed(of_run, run or {}), options=options)

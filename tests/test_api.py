@@ -118,7 +118,7 @@ def test_load_reads_a_file_and_refuses_what_is_none(make_row, make_record, tmp_p
     (tmp_path / "run.json").write_text(record.model_dump_json())
     assert dilabench.load(tmp_path / "run.json") == record
     assert dilabench.load(tmp_path) == record
-    with pytest.raises(ConfigError, match="neither a file, nor a baseline"):
+    with pytest.raises(ConfigError, match="is no file, and no run is stored in"):
         dilabench.load("nowhere")
 
 
@@ -130,6 +130,16 @@ def test_a_wrong_setting_is_refused_before_anything_runs(tmp_path):
     with pytest.raises(AttributeError, match="has no attribute 'rum'"):
         _ = dilabench.rum
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "keyword",
+    [name for name, given in inspect.signature(dilabench.run).parameters.items() if given.kind is given.KEYWORD_ONLY],
+)
+def test_a_misspelt_keyword_names_the_nearest(keyword):
+    misspelt = keyword[:-1] + "_" + keyword[-1:]
+    with pytest.raises(ConfigError, match=rf"^{misspelt}: unknown key; did you mean {keyword}\?$"):
+        dilabench.run("quick", **{misspelt: 1})
 
 
 def test_budgets_are_those_of_the_command(tmp_path, monkeypatch):

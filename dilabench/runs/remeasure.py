@@ -7,10 +7,11 @@ from pathlib import Path
 
 from dilabench.engine.progress import Progress
 from dilabench.engine.runner import run as run_cases
-from dilabench.errors import ConfigError
+from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine, detect
 from dilabench.plugins.manager import Found
 from dilabench.record import PlannedCase, RunHeader, RunRecord, Skipped
+from dilabench.report.content import device_text
 from dilabench.request import RunRequest
 from dilabench.runs.execution import new_header
 from dilabench.store.lookup import Store
@@ -25,7 +26,7 @@ class Remeasure:
     """Runs the cases of an earlier record: the same request, the same seed and so the same inputs.
 
     Every session is a separate run in a separate folder, and is stored if `store` is not None. `progress` shows the
-    progress of a session.
+    progress of a session. Raises EnvironmentNotReady if this machine lacks the record's device.
     """
 
     found: Found
@@ -37,7 +38,14 @@ class Remeasure:
     request: RunRequest = field(init=False)
 
     def __post_init__(self) -> None:
-        self.machine = detect(self.like.device.partition(":")[0])
+        device = self.like.device.partition(":")[0]
+        try:
+            self.machine = detect(device)
+        except EnvironmentNotReady:
+            raise EnvironmentNotReady(
+                f"the baseline is from {device_text(self.like)}, this is a {detect().device.upper()}; measure on that "
+                "machine, or make a baseline here (`dilabench run`, then `dilabench baseline save NAME`)"
+            ) from None
         self.request = validated(RunRequest, {**self.like.config, "suite": self.like.suite})
 
     def here(self) -> RunRecord:

@@ -59,7 +59,8 @@ def merged(records: Sequence[RunRecord], names: Sequence[str]) -> RunRecord:
     Raises ConfigError for one record, records that do not belong together, shards that overlap or miss, rows of one
     workload in two records, and what `refuse_unsound` refuses.
     """
-    if len(records) < 2:
+    shards = [shard_of(record.config) for record in records]
+    if len(records) < 2 and not any(shards):
         raise ConfigError("one run is given; name two or more to merge")
     refuse_unsound(records, names)
     for record, name in zip(records, names, strict=True):
@@ -68,7 +69,6 @@ def merged(records: Sequence[RunRecord], names: Sequence[str]) -> RunRecord:
             raise ConfigError(f"run {name} did not end (it is {record.status}); {way_out}")
     for record, name in zip(records[1:], names[1:], strict=True):
         _check_mergeable(records[0], record, names[0], name)
-    shards = [shard_of(record.config) for record in records]
     if any(shards):
         _refuse_broken_set(records, shards, names)
         records = [records[index] for index in sorted(range(len(records)), key=lambda index: shards[index] or (0, 0))]
@@ -128,8 +128,9 @@ def _refuse_broken_set(records: Sequence[RunRecord], shards: Sequence[Shard | No
         raise ConfigError(f"{listed(same, 'and')} are both shard {twice[0]}/{counts[0]}; leave one of them out")
     missing = sorted(set(range(1, counts[0] + 1)) - {index for index, _ in present})
     if missing:
-        wanted = listed([f"{index}/{counts[0]}" for index in missing], "and")
-        raise ConfigError(f"shard {wanted} missing: run it with --shard {missing[0]}/{counts[0]}, then merge all")
+        wanted = f"{listed(list(map(str, missing)), 'and')} of {counts[0]}"
+        lacking = f"shard {wanted} is missing" if len(missing) == 1 else f"shards {wanted} are missing"
+        raise ConfigError(f"{lacking}: run it with --shard {missing[0]}/{counts[0]}, then merge all")
 
 
 def _refuse_shared_workloads(records: Sequence[RunRecord], names: Sequence[str]) -> None:

@@ -238,7 +238,7 @@ def test_below_five_sessions_times_only_advise(cli, measured, make_row, make_rec
 def test_no_baseline_is_ever_made_silently(cli, measured):
     result = cli("check", "--against", "main")
     assert result.exit_code == 2
-    assert "'main' is neither a file, nor a baseline" in result.stderr
+    assert "`dilabench run quick` makes one, then `dilabench baseline save main` gives it this name" in result.stderr
     assert Archive().names() == []
 
 
