@@ -1,8 +1,10 @@
 """The application: its commands, each imported when it is called, and how they end: by a message and an exit code."""
 
+import contextlib
 import functools
 import importlib
 import inspect
+import json
 import os
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from dilabench.cli import INSTEAD, OldNames
 from dilabench.cli.defaults import defaults_file, defaults_of
+from dilabench.cli.github import VARIABLE, append_summary
 from dilabench.cli.terminal import interruption, note, output_lost, say, say_folded
 from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, said
 from dilabench.retired import removed
@@ -28,11 +31,17 @@ def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, N
     """Wrap a command: errors meant for the user become one message on stderr, others a short text on where to report.
 
     `prints`: its purpose is its output, so that it fails if that cannot be written. DILABENCH_DEBUG=1 shows tracebacks.
+    With --json standard output has the message as an object, with --github-summary the page of the job has it.
     """
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         code = ExitCode.OK
+        stopped = functools.partial(
+            stop,
+            as_json=bool(kwargs.get("as_json")) or "json" in (kwargs.get("form"), *_words(kwargs.get("formats"))),
+            github_summary=bool(kwargs.get("github_summary")),
+        )
         try:
             command(*args, **kwargs)
         except typer.Exit as end:
@@ -68,14 +77,45 @@ def require_working_folder() -> None:
         raise EnvironmentNotReady(f"working folder {where!r} cannot be used: {error.strerror}; go to another") from None
 
 
-def stopped(message: str, code: ExitCode) -> typer.Exit:
-    """Print on stderr why a command ends, and return the exit code."""
+def _words(texts: Any) -> list[str]:
+    return [word for text in texts or () for word in str(text).split(",")]
+
+
+def stop(message: str, code: ExitCode, *, as_json: bool = False, github_summary: bool = False) -> typer.Exit:
+    """Print on stderr why a command ends, with `as_json` as an object on stdout, too, and return the exit code."""
     try:
         say_folded(message, "  ", err=True)
     except ConfigError:
         # The width in the environment is invalid, as the message says.
         say(message, err=True)
+    if as_json:
+        say(error_object(message, code))
+    # Outside of GitHub Actions the error is that there is no such page.
+    if github_summary and os.environ.get(VARIABLE):
+        # Reports are loaded only if they are shown.
+        from dilabench.report.markdown import fenced
+
+        with contextlib.suppress(EnvironmentNotReady):
+            append_summary("\n".join([f"### dilabench: exit code {code.value}", "", *fenced(message)]))
     return typer.Exit(code)
+
+
+def asks_for_json(arguments: Sequence[str]) -> bool:
+    """Return True if --json is among the options."""
+    return "--json" in list(arguments)[: arguments.index("--") if "--" in arguments else None]
+
+
+def error_object(message: str, code: ExitCode) -> str:
+    """The JSON object of an error: exit code and its name, text, and the way out, which messages have after a ';'."""
+    text = message.removeprefix("error: ")
+    _, mark, way_out = text.rpartition("; ")
+    error = {"code": code.value, "name": code.name.lower(), "text": text, "way_out": way_out if mark else None}
+    return json.dumps({"error": error}, indent=1)
+
+
+def usage_object(error: Any, command: str) -> str:
+    """The same of an error of the command line itself, for which --help is the way out."""
+    return error_object(f"{error.format_message()}; see `{command} --help`", ExitCode.BAD_REQUEST)
 
 
 class Refusing(TyperCommand):
@@ -83,6 +123,8 @@ class Refusing(TyperCommand):
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
         """As any command's."""
+        # Reading the arguments empties their list.
+        as_json = asks_for_json(args)
         try:
             return super().parse_args(context, args)
         except Exception as error:
@@ -94,7 +136,15 @@ class Refusing(TyperCommand):
                 if not message and getattr(parameter, "param_type_name", None) == "argument":
                     # A missing one, whose error has no text: the help says what to give.
                     error.message = getattr(parameter, "help", None) or ""  # type: ignore[attr-defined]
+                if text := self.instead_of(error):
+                    raise stop(f"error: {text}", ExitCode.BAD_REQUEST, as_json=as_json) from None
+                if as_json:
+                    say(usage_object(error, context.command_path))
             raise
+
+    def instead_of(self, error: Exception) -> str | None:  # noqa: ARG002 - for subclasses
+        """Return what to write instead of an option that there is not; None if nothing is known."""
+        return None
 
 
 class Answering(Refusing):
@@ -104,17 +154,19 @@ class Answering(Refusing):
         """As any command's."""
         try:
             return super().parse_args(context, self.renamed(args))
-        except Exception as error:
-            # Only an error about an option that there is not has its name.
-            name = getattr(error, "option_name", None)
-            if refusal := removed("option", f"{self.name} {name}"):
-                raise stopped(f"error: {refusal}", ExitCode.BAD_REQUEST) from None
-            if name in INSTEAD:
-                raise stopped(
-                    f"error: there is no {name}; write instead: {INSTEAD[name]}", ExitCode.BAD_REQUEST
-                ) from None
+        except typer.Exit:
+            raise
+        except Exception:
             _tell_defaults(context)
             raise
+
+    def instead_of(self, error: Exception) -> str | None:
+        """As of any refusing command."""
+        # Only an error about an option that there is not has its name.
+        name = getattr(error, "option_name", None)
+        if refusal := removed("option", f"{self.name} {name}"):
+            return refusal
+        return f"there is no {name}; write instead: {INSTEAD[name]}" if name in INSTEAD else None
 
     def renamed(self, words: Sequence[str]) -> list[str]:
         """Return the arguments with old names of options replaced by their present names."""
@@ -279,14 +331,19 @@ class Commands(TyperGroup):
     def resolve_command(self, context: Any, args: list[str]) -> Any:
         """As any group's."""
         self._arguments = args[1:]
-        return super().resolve_command(context, args)
+        try:
+            return super().resolve_command(context, args)
+        except Exception as error:
+            if asks_for_json(self._arguments) and isinstance(getattr(error, "message", None), str):
+                say(usage_object(error, context.command_path))
+            raise
 
     def get_command(self, context: Any, name: str) -> Any:
         """Return the named command with the user's defaults for its options; None if unknown."""
         entry = next((entry for entry in COMMANDS if entry.name == name), None)
         if entry is None:
             if refusal := removed("command", name):
-                raise stopped(f"error: {refusal}", ExitCode.BAD_REQUEST)
+                raise stop(f"error: {refusal}", ExitCode.BAD_REQUEST, as_json=asks_for_json(self._arguments))
             return None
         try:
             require_working_folder()
@@ -298,7 +355,7 @@ class Commands(TyperGroup):
             goes_on = any(word.partition("=")[0] == "--resume" for word in self._arguments)
             context.default_map = {} if goes_on else {name: defaults}
         except DilabenchError as error:
-            raise stopped(f"error: {error}", error.exit_code) from None
+            raise stop(f"error: {error}", error.exit_code, as_json=asks_for_json(self._arguments)) from None
         return command
 
     def format_commands(self, context: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature

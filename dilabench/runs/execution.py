@@ -213,7 +213,7 @@ def refuse_idle_run(planned: Sequence[PlannedCase], planner: Planner) -> None:
 
 
 def _what_runs(planned: Sequence[PlannedCase], planner: Planner) -> str:
-    """Which implementations would run the same workloads here."""
+    """The way out: where the needs are listed, and which implementations would run the same workloads here."""
     workloads = list(dict.fromkeys(case.requested_workload for case in planned))
     names = planner.on_one_device(*dict.fromkeys(workload.pattern for workload in workloads))
     able = [
@@ -221,8 +221,8 @@ def _what_runs(planned: Sequence[PlannedCase], planner: Planner) -> str:
         for implementation in map(planner.catalogue.implementations.get, names)
         if any(case.skip is None for workload in workloads for case in planner.plan(implementation, workload))
     ]
-    runs = f"{listed(able, 'and')} would run here (-i); " if able else ""
-    return f"{runs}`dilabench list implementations --why` shows what each needs"
+    runs = f"; -i {','.join(able)} would run here" if able else ""
+    return f"`dilabench list implementations --why` shows what each needs{runs}"
 
 
 def new_header(found: Found, machine: Machine, request: RunRequest, argv: Sequence[str] | None = None) -> RunHeader:
