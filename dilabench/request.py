@@ -11,13 +11,14 @@ from pydantic import Field, field_validator
 
 from dilabench.atomic_file import read_file
 from dilabench.errors import ConfigError, listed, unknown_name
+from dilabench.patterns.registry import request_fields
 from dilabench.plugins.boundary import guarded
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Suite
 from dilabench.retired import no_such_name
 from dilabench.units import parse_duration
 from dilabench.validation import Model, Sizes, unknown_key, validated
-from dilabench.workload.spec import WorkloadRequest, request_fields
+from dilabench.workload.spec import WorkloadRequest
 
 TABLES = ("workload", "run")
 COMMAND_LINE_ONLY = {"suite", "overrides"}

@@ -165,7 +165,7 @@ class Answering(Refusing):
         # Only an error about an option that there is not has its name.
         name = getattr(error, "option_name", None)
         if refusal := removed("option", f"{self.name} {name}"):
-            return refusal
+            return str(refusal)
         return f"there is no {name}; write instead: {INSTEAD[name]}" if name in INSTEAD else None
 
     def renamed(self, words: Sequence[str]) -> list[str]:

@@ -214,7 +214,7 @@ def refuse_idle_run(planned: Sequence[PlannedCase], planner: Planner) -> None:
 
 def _what_runs(planned: Sequence[PlannedCase], planner: Planner) -> str:
     """The way out: where the needs are listed, and which implementations would run the same workloads here."""
-    workloads = list(dict.fromkeys(case.requested_workload for case in planned))
+    workloads = list(dict.fromkeys(filter(None, (case.requested_workload for case in planned))))
     names = planner.on_one_device(*dict.fromkeys(workload.pattern for workload in workloads))
     able = [
         implementation.name
