@@ -1,9 +1,10 @@
 """dilabench from scripts and notebooks: `run`, `load` and `compare`, as the commands of these names do it."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from inspect import signature
+from multiprocessing import parent_process
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from dilabench.cli.terminal import note
 from dilabench.compare.across import compare_across, policy_for, refuse_other_machine
 from dilabench.compare.comparison import Comparison
 from dilabench.errors import ConfigError, ExitCode
+from dilabench.plugins.functions import Functions
 from dilabench.record import RunRecord
 from dilabench.request import run_request
 from dilabench.runs import DEFAULT_FOLDER
@@ -22,6 +24,7 @@ from dilabench.store.run_files import read_record
 from dilabench.suites.planner import plan_run
 
 Run = RunRecord | str | PathLike[str]
+AttentionFunction = Callable[..., Any]
 
 
 def run(
@@ -30,7 +33,7 @@ def run(
     config: str | Sequence[str] = (),
     output: str | PathLike[str] = DEFAULT_FOLDER,
     store: bool = True,
-    implementations: str | Sequence[str] = (),
+    implementations: str | AttentionFunction | Sequence[str | AttentionFunction] = (),
     backends: str | Sequence[str] = (),
     lengths: int | str | Sequence[int | str] = (),
     batch_size: int | str | None = None,
@@ -58,17 +61,29 @@ def run(
 ) -> RunRecord:
     """Measure a suite, as `dilabench run` does, and return the record; progress and the verdict go to stderr.
 
-    `config`: presets or TOML files. `lengths`: 4096, "4K" or several. `budget`: seconds, "60s" or "none"; else the
-    suite's own holds. `shard`: "2/8", the second of eight parts. `options`: fields of the suite. `settings`: any other
-    field of a TOML file's [run] and [workload] tables, of a pattern (`segment_lengths=[2048, 4096]`), or of the suite.
-    What is None, as by default, is not given. The run leaves its folder under `output`; with `store` the record is
-    kept for `history` as well. A case that fails is a row of the record, not an exception.
+    `config`: presets or TOML files. `implementations`: names, or functions `attention(q, k, v)` on [B, N, H, D] or
+    `build(workload, context)`, which returns one; they are defined at the top of a module, or of a script that calls
+    this under `if __name__ == "__main__":`. `lengths`: 4096, "4K" or several. `budget`: seconds, "60s" or "none"; else
+    the suite's own holds. `shard`: "2/8", the second of eight parts. `options`: fields of the suite. `settings`: any
+    other field of a TOML file's [run] and [workload] tables, of a pattern (`segment_lengths=[2048, 4096]`), or of the
+    suite. What is None, as by default, is not given. The run leaves its folder under `output`; with `store` the record
+    is kept for `history` as well. A case that fails is a row of the record, not an exception.
 
-    Raises ConfigError for a wrong request, and KeyboardInterrupt when Ctrl-C came before any row had ended.
+    Raises ConfigError for a wrong request, NothingToMeasure for one of which no row can run here, and KeyboardInterrupt
+    when Ctrl-C came before any row had ended.
     """
     from dilabench.cli.run.shown import show_run
 
-    found = discovered()
+    if "dilabench.engine.worker.handlers" in sys.modules and parent_process() is not None:
+        raise ConfigError(
+            "dilabench.run was called while a worker process imported the script with the function to measure; put the "
+            "call under `if __name__ == '__main__':`"
+        )
+    if isinstance(implementations, str) or callable(implementations):
+        implementations = [implementations]
+    functions = Functions([function for function in implementations if not isinstance(function, str)])
+    found = discovered(extra=[functions] if functions.names else ())
+    named = iter(functions.names)
     request = run_request(
         found.catalogue,
         suite=suite,
@@ -87,7 +102,7 @@ def run(
             pattern=pattern,
         ),
         run=given(
-            implementations=_listed(implementations),
+            implementations=[name if isinstance(name, str) else next(named) for name in implementations],
             backends=_listed(backends),
             lengths=lengths,
             timing=timing,

@@ -438,10 +438,13 @@ class RunRecord(RunHeader):
 
     def to_frame(self, samples: bool = False) -> "pandas.DataFrame":
         """One line per case, or with `samples` one per sample, as a pandas frame (extra `data`); times are in ns."""
-        # By name, because reports are in a higher layer than the record.
+        # By name, here and below, because reports are in a higher layer than the record.
         return importlib.import_module("dilabench.report.tidy").frame(self, samples)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
-        ended = Counter(row.outcome.status for row in self.rows)
-        rows = ", ".join(f"{count} {status}" for status, count in ended.items())
+        ended = Counter(row.outcome.status for row in self.rows).items()
+        rows = ", ".join(f"{count} {status}" for status, count in ended)
         return f"<RunRecord {self.run_id}: {self.suite} on {self.device}, {self.status}, {rows or 'no rows'}>"
+
+    def __str__(self) -> str:
+        return str(importlib.import_module("dilabench.report.table").in_brief(self))
