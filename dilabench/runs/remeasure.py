@@ -26,7 +26,8 @@ class Remeasure:
     """Runs the cases of an earlier record: the same request, the same seed and so the same inputs.
 
     Every session is a separate run in a separate folder, and is stored if `store` is not None. `progress` shows the
-    progress of a session. Raises EnvironmentNotReady if this machine lacks the record's device.
+    progress of a session. `budget_s`: the time limit of a session, so that a reason for a missing row names the budget
+    given now; the record's by default. Raises EnvironmentNotReady if this machine lacks the record's device.
     """
 
     found: Found
@@ -34,6 +35,7 @@ class Remeasure:
     output: Path
     store: Store | None
     progress: Callable[[], AbstractContextManager[Progress]]
+    budget_s: float | None = None
     machine: Machine = field(init=False)
     request: RunRequest = field(init=False)
 
@@ -46,7 +48,8 @@ class Remeasure:
                 f"the baseline is from {device_text(self.like)}, this is a {detect().device.upper()}; measure on that "
                 "machine, or make a baseline here (`dilabench run`, then `dilabench baseline save NAME`)"
             ) from None
-        self.request = validated(RunRequest, {**self.like.config, "suite": self.like.suite})
+        limit = {} if self.budget_s is None else {"budget_s": self.budget_s}
+        self.request = validated(RunRequest, {**self.like.config, "suite": self.like.suite, **limit})
 
     def here(self) -> RunRecord:
         """An empty record of this machine, for a look at its fingerprint before anything is measured."""

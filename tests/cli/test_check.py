@@ -43,7 +43,7 @@ def measured(monkeypatch, make_row, make_record):
         outcome = None
         asked: list = []  # noqa: RUF012
 
-        def __init__(self, found, like, output, store, progress):
+        def __init__(self, found, like, output, store, progress, budget_s):
             self.like = like
 
         def here(self):

@@ -27,3 +27,10 @@ def test_a_record_of_another_device_names_both_before_anything_is_measured(
     with pytest.raises(EnvironmentNotReady, match=f"^the baseline is from {gpu}, this is a CPU; "):
         Remeasure(discover(), like, tmp_path, None, nullcontext)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("given", "limit"), [(None, 30), (40, 40)])
+def test_a_session_has_the_budget_that_was_given_now(make_row, make_record, tmp_path, given, limit):
+    """A reason that a session gives for a missing row names this budget."""
+    like = make_record([make_row()], config={"suite": "quick", "budget_s": 30})
+    assert Remeasure(discover(), like, tmp_path, None, nullcontext, given).request.budget_s == limit
