@@ -113,7 +113,7 @@ def test_a_bar_has_count_times_and_what_fits_of_the_stage(width, budget_s):
         listener.stage_started(row.case, "verify")
         lines = screen.file.getvalue().splitlines()[-1].split("\r")
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", lines[-1]).rstrip()
-    assert re.match(r"[━╸╺ ]{16} +1/120 \d:\d\d:\d\d about \d+(\.\d)? (h|min) left verify gat", shown), shown
+    assert re.match(r"[━╸╺ ]{16} +1/120 \d:\d\d:\d\d about \d+(\.\d)? (h|min) left ver", shown), shown
     assert len(shown) <= width
 
 
