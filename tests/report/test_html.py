@@ -186,3 +186,15 @@ def test_thousands_of_rows_stay_small_and_quick(make_row, make_record):
     assert len(text) < 3e6
     # 3,000 rows take about two seconds on an idle core; ten times that is another algorithm.
     assert time.perf_counter() - started < 20
+
+
+def test_without_the_charts_library_curves_and_bars_are_as_wide_as_the_page(make_row, make_record, monkeypatch):
+    monkeypatch.setattr(page, "chart_library", lambda: None)
+    mask = {"kind": "block_sparse", "mask": "local_window", "block_size": 32, "sparsity": 0.5}
+    rows = [make_row(seq_len=length, pattern=mask) for length in (256, 512)]
+    record = make_record(rows, suite="range")
+    text = page.to_text(record, sections_of(record, discover().catalogue))
+    figures = re.findall(r"<figure( class=\"mask\")?><figcaption>.*?</figure>", text, re.S)
+    assert set(figures) == {"", ' class="mask"'}
+    assert text.count('<img src="data:image/svg+xml') == len(figures)
+    assert ".pictures figure:not(.mask) img { width: 100%; }" in text
