@@ -173,16 +173,15 @@ def test_the_answer_and_the_winners_are_in_sight_at_400_pixels(opened, page_of_a
 
 
 @pytest.mark.library
-@pytest.mark.parametrize(("width", "hints"), [(1280, True), (4000, False)])
-def test_a_map_wider_than_the_page_says_so_until_its_end(opened, page_of_a_range, width, hints):
-    tab = opened(page_of_a_range, width)
-    hint = tab.locator(".scroll:has(.winners) + .hint")
-    tab.wait_for_function(
-        "hints => document.querySelector('.scroll:has(.winners)').classList.contains('more') === hints", arg=hints
-    )
-    assert hint.is_visible() == hints
-    tab.evaluate("document.querySelector('.scroll:has(.winners)').scrollLeft = 1e6")
-    hint.wait_for(state="hidden")
+def test_a_map_wider_than_the_page_says_so_until_its_end(opened, page_of_a_range, make_row, make_record, tmp_path):
+    region, hint = ".scroll:has(.winners)", ".scroll:has(.winners) + .hint"
+    wide = opened(page_of_a_range)
+    wide.locator(hint).wait_for(state="visible")
+    wide.evaluate(f"document.querySelector('{region}').scrollLeft = 1e6")
+    wide.locator(hint).wait_for(state="hidden")
+    narrow = opened(rendered(make_record([make_row("gather"), make_row("strided", position=1)]), tmp_path))
+    assert narrow.locator(region).is_visible()
+    assert not narrow.locator(hint).is_visible()
 
 
 @pytest.mark.parametrize("width", [400, 1280])
