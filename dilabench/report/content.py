@@ -319,14 +319,13 @@ def environment_rows(record: RunRecord) -> tuple[tuple[str, str], ...]:
 
 
 def reproduce_command(record: RunRecord) -> str:
-    """The command line that made the record; of a script, its arguments."""
+    """The command line that made the record."""
     if not record.argv:
         return shlex.join(["dilabench", "run", record.suite, "--seed", str(record.seed)])
     program, *arguments = record.argv
     if PurePath(program).name in {"dilabench", "__main__.py"}:
         return shlex.join(["dilabench", *arguments])
-    # The first argument of a command is a word; of a script it may be a path or an option.
-    return shlex.join(["dilabench", *record.argv] if program.isalpha() else ["python", "SCRIPT", *record.argv])
+    return shlex.join(["dilabench", *record.argv])
 
 
 def _join(*parts: str | int | None) -> str:

@@ -92,8 +92,6 @@ def test_environment_shows_gpus_only_where_there_are_some(record: RunRecord) -> 
         (("/usr/bin/dilabench", "run", "quick", "--set", "a=1 2"), "dilabench run quick --set 'a=1 2'"),
         (("/x/dilabench/__main__.py", "run", "quick"), "dilabench run quick"),
         (("run", "quick"), "dilabench run quick"),
-        (("merge", "a", "b"), "dilabench merge a b"),
-        (("/tmp/out", "--only", "million"), "python SCRIPT /tmp/out --only million"),
         ((), "dilabench run quick --seed 7"),
     ],
 )
