@@ -142,10 +142,10 @@ def kind_of(ranking: Ranking) -> str:
 
 
 def winner_text(ranking: Ranking) -> str:
-    """'fused', 'probably fused', 'tie: fused, strided', or 'only fused' (no comparison)."""
+    """'fused', 'probably fused', 'tie: fused, strided', or 'alone: fused' (no comparison)."""
     name, kind = row_name(ranking.fastest), kind_of(ranking)
     if kind == ONLY:
-        return f"only {name}"
+        return f"alone: {name}"
     if kind == TIE:
         return f"tie: {', '.join(map(row_name, (ranking.fastest, *ranking.tied)))}"
     return f"{PROBABLY} {name}" if ranking.probable else name
@@ -343,7 +343,7 @@ def _counts(rows: Sequence[AnswerRow]) -> Iterator[str]:
     kinds = [NONE if row.ranking is None else kind_of(row.ranking) for row in rows]
     names = Counter(row_name(row.fastest) for row, kind in zip(rows, kinds, strict=True) if row.fastest and kind == WON)
     won = ", ".join(f"{name} in {count}" for name, count in names.most_common())
-    undecided = {TIE: "no difference proven", ONLY: "no comparison (only one measured)", NONE: "none measured"}
+    undecided = {TIE: "no difference proven", ONLY: "no comparison (one was measured)", NONE: "none measured"}
     parts = [f"{words} in {kinds.count(kind)}" for kind, words in undecided.items() if kind in kinds]
     yield f"{len(rows)} workloads: {'; '.join([f'fastest {won}'] * bool(won) + parts)}."
     views = [row.versus_dense for row in rows if row.versus_dense]

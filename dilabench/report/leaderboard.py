@@ -17,7 +17,7 @@ from dilabench.machine import device_named
 from dilabench.plugins.manager import discover
 from dilabench.record import Row, RunRecord
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name
-from dilabench.report.content import environment_rows, reproduce_command, workload_tables
+from dilabench.report.content import MODULES, environment_rows, reproduce_command, workload_tables
 from dilabench.report.html.commands import quoted, row_command
 from dilabench.report.html.page import page
 from dilabench.version import __version__
@@ -189,7 +189,9 @@ def _shape_text(row: Row) -> str:
     """The fields outside the family: shape, dtype, mode, devices, and the inputs of a call unless they are q, k, v."""
     case, takes = row.case, row.planned.takes
     world = f" · {case.world_size} devices" if case.world_size > 1 else ""
-    return f"{case.workload.label()} · {case.workload.mode}{world}" + ("" if takes == "heads" else f" · takes {takes}")
+    return f"{case.workload.label()} · {case.workload.mode}{world}" + (
+        "" if takes == "heads" else f" · {MODULES.get(takes, takes)}"
+    )
 
 
 def _ranked_together(record: RunRecord, known: Container[str]) -> Iterator[list[Row]]:

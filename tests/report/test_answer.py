@@ -54,7 +54,7 @@ def test_each_length_has_a_winner_or_says_why_none(row, unmeasured, record) -> N
         "2K": "fused",
         "4K": "tie: fused, gather",
         "8K": "probably fused",
-        "16K": "only gather",
+        "16K": "alone: gather",
         "32K": "not measured: time ran out",
     }
     assert found.sentence == (
@@ -211,7 +211,7 @@ def test_full_attention_is_faster_and_slower_in_one_line(row, record) -> None:
 
 def test_full_attention_alone_is_an_answer_too(row, record) -> None:
     found = answer(record(row("dense", 1, role="yardstick")), LENGTH)
-    assert [line.winner for line in found.rows] == ["only dense"]
+    assert [line.winner for line in found.rows] == ["alone: dense"]
     assert "vs dense" not in found.table()[0]
 
 
@@ -254,7 +254,7 @@ def test_of_many_workloads_full_attention_is_counted(row, record) -> None:
 
     found = answer(record(*(one for seed, ms in enumerate((1, 2, 8, 16)) for one in rows(seed, ms))), LENGTH)
     assert found.sentence == (
-        "4 workloads: no comparison (only one measured) in 4.\n"
+        "4 workloads: no comparison (one was measured) in 4.\n"
         "Full attention, another function: slower in 2 and faster in 2 of the 4 where it was measured."
     )
 
