@@ -38,7 +38,7 @@ MAX_WORKLOADS = 3
 MAX_WHY, UNSUPPORTED = 40, "is not supported"
 # As many reasons why nothing has a time are named.
 MOST_NAMED = 2
-WHY_NONE: dict[SkipCode, str] = {"budget": "time ran out", "does_not_fit": "does not fit into memory"}
+WHY_NONE: dict[SkipCode, str] = {"does_not_fit": "does not fit into memory"}
 SAYS_NOTHING = {"", ABSENT}
 # Omitted if a terminal is too narrow, the first one first.
 SPARE = ("memory", "verified")
@@ -67,7 +67,7 @@ class AnswerRow:
 
     @property
     def winner(self) -> str:
-        """As `winner_text`, or 'not measured: time ran out'."""
+        """As `winner_text`, or 'not measured: budget of 40 s used up'."""
         return f"not measured: {self.why_none}" if self.ranking is None else winner_text(self.ranking)
 
     @property
@@ -268,6 +268,9 @@ def _why_none(rows: Sequence[Row]) -> str:
             # The list of skipped rows has the cause, in brackets.
             why = outcome.why.partition(" (")[0]
             unsupported.setdefault(f"{row.case.implementation} {why if len(why) <= MAX_WHY else UNSUPPORTED}")
+        elif isinstance(outcome, Skipped) and outcome.code == "budget":
+            # The reason names the budget; its end says at what stage it was used up.
+            codes.setdefault(f"{outcome.why.partition(' used up')[0]} used up")
         elif isinstance(outcome, Skipped):
             codes.setdefault(WHY_NONE.get(outcome.code, outcome.code.replace("_", " ")))
     if not codes and unsupported:

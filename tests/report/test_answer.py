@@ -28,7 +28,7 @@ def row(make_row):
 @pytest.fixture
 def unmeasured(make_row):
     """A row that the budget left no time for."""
-    skipped = Skipped(code="budget", why="no time")
+    skipped = Skipped(code="budget", why="budget of 5 s used up before its turn")
     return lambda name, length: make_row(name, outcome=skipped, backend=None, seq_len=length, pattern=DILATED)
 
 
@@ -55,12 +55,12 @@ def test_each_length_has_a_winner_or_says_why_none(row, unmeasured, record) -> N
         "4K": "tie: fused, gather",
         "8K": "probably fused",
         "16K": "alone: gather",
-        "32K": "not measured: time ran out",
+        "32K": "not measured: budget of 5 s used up",
     }
     assert found.sentence == (
         "Fastest at 1K, 2K and 8K: fused (probably at 8K: fewer than 5 rounds in common; a new run with a longer "
         "--budget decides it); no difference proven at 4K between fused and gather; only gather was measured at 16K: "
-        "no comparison; not measured at 32K: time ran out."
+        "no comparison; not measured at 32K: budget of 5 s used up."
     )
 
 
@@ -165,7 +165,7 @@ def test_what_is_not_supported_is_said_only_if_nothing_else_kept_a_time(make_row
         for name in ("flex", "gather-multihead", "native-sparse", "selected-gather")
     ]
     late = make_row("fused", outcome=Skipped(code="budget", why="budget of 35 s used up"), seq_len=1024)
-    assert answer(record(*unsupported, late), LENGTH).sentence == "Not measured at 1K: time ran out."
+    assert answer(record(*unsupported, late), LENGTH).sentence == "Not measured at 1K: budget of 35 s used up."
     assert answer(record(*unsupported), LENGTH).sentence == (
         "Not measured at 1K: flex pattern of flex is not supported, gather-multihead is not supported and 2 other "
         "reasons."
