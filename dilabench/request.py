@@ -202,9 +202,11 @@ def run_request(
     own = {name for taker in taking if taker.options for name in taker.options.model_fields}
     of_suite = {name: assigned.pop(name) for name in own if name in assigned}
     of_run = {name: assigned.pop(name) for name in BY_SET if name in assigned}
-    names = {*WorkloadRequest.model_fields, *request_fields(), *BY_SET, *own, *keywords}
-    for name in sorted(assigned.keys() - names):
-        raise ConfigError(unknown_key(name, names))
+    # Fields of all patterns are asked for only if the name is none of these.
+    for name in sorted(assigned.keys() - WorkloadRequest.model_fields.keys()):
+        if name not in request_fields():
+            known = {*WorkloadRequest.model_fields, *request_fields(), *BY_SET, *own, *keywords}
+            raise ConfigError(unknown_key(name, known))
     overrides.update(_agreed(assigned, workload or {}))
     options = {**fields.get("options", {}), **_agreed(of_suite, (run or {}).get("options", {}))}
     fields.update(_agreed(of_run, run or {}), options=options)
