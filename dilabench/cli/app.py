@@ -6,7 +6,7 @@ import importlib
 import inspect
 import json
 import os
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ParamSpec
 
@@ -88,34 +88,37 @@ def stop(message: str, code: ExitCode, *, as_json: bool = False, github_summary:
     except ConfigError:
         # The width in the environment is invalid, as the message says.
         say(message, err=True)
+    show_elsewhere(message.removeprefix("error: "), code, as_json=as_json, github_summary=github_summary)
+    return typer.Exit(code)
+
+
+def show_elsewhere(text: str, code: ExitCode, *, as_json: bool, github_summary: bool) -> None:
+    """Show why a command ends where its result would be: as a JSON object on stdout, and on the page of the job.
+
+    The object has the exit code and its name, the text, and the way out, which messages have after their last ';'.
+    """
     if as_json:
-        say(error_object(message, code))
+        _, mark, way_out = text.rpartition("; ")
+        error = {"code": code.value, "name": code.name.lower(), "text": text, "way_out": way_out if mark else None}
+        say(json.dumps({"error": error}, indent=1))
     # Outside of GitHub Actions the error is that there is no such page.
     if github_summary and os.environ.get(VARIABLE):
         # Reports are loaded only if they are shown.
         from dilabench.report.markdown import fenced
 
         with contextlib.suppress(EnvironmentNotReady):
-            append_summary("\n".join([f"### dilabench: exit code {code.value}", "", *fenced(message)]))
-    return typer.Exit(code)
+            append_summary("\n".join([f"### dilabench: exit code {code.value}", "", *fenced(f"error: {text}")]))
 
 
-def asks_for_json(arguments: Sequence[str]) -> bool:
-    """Return True if --json is among the options."""
-    return "--json" in list(arguments)[: arguments.index("--") if "--" in arguments else None]
+def asked_forms(arguments: Sequence[str]) -> dict[str, bool]:
+    """Whether --json and --github-summary are among the options, as `stop` takes it."""
+    options = list(arguments)[: arguments.index("--") if "--" in arguments else None]
+    return {"as_json": "--json" in options, "github_summary": "--github-summary" in options}
 
 
-def error_object(message: str, code: ExitCode) -> str:
-    """The JSON object of an error: exit code and its name, text, and the way out, which messages have after a ';'."""
-    text = message.removeprefix("error: ")
-    _, mark, way_out = text.rpartition("; ")
-    error = {"code": code.value, "name": code.name.lower(), "text": text, "way_out": way_out if mark else None}
-    return json.dumps({"error": error}, indent=1)
-
-
-def usage_object(error: Any, command: str) -> str:
+def show_usage_elsewhere(error: Any, command: str, forms: Mapping[str, bool]) -> None:
     """The same of an error of the command line itself, for which --help is the way out."""
-    return error_object(f"{error.format_message()}; see `{command} --help`", ExitCode.BAD_REQUEST)
+    show_elsewhere(f"{error.format_message()}; see `{command} --help`", ExitCode.BAD_REQUEST, **forms)
 
 
 class Refusing(TyperCommand):
@@ -124,7 +127,7 @@ class Refusing(TyperCommand):
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
         """As any command's."""
         # Reading the arguments empties their list.
-        as_json = asks_for_json(args)
+        forms = asked_forms(args)
         try:
             return super().parse_args(context, args)
         except Exception as error:
@@ -137,9 +140,8 @@ class Refusing(TyperCommand):
                     # A missing one, whose error has no text: the help says what to give.
                     error.message = getattr(parameter, "help", None) or ""  # type: ignore[attr-defined]
                 if text := self.instead_of(error):
-                    raise stop(f"error: {text}", ExitCode.BAD_REQUEST, as_json=as_json) from None
-                if as_json:
-                    say(usage_object(error, context.command_path))
+                    raise stop(f"error: {text}", ExitCode.BAD_REQUEST, **forms) from None
+                show_usage_elsewhere(error, context.command_path, forms)
             raise
 
     def instead_of(self, error: Exception) -> str | None:  # noqa: ARG002 - for subclasses
@@ -334,8 +336,8 @@ class Commands(TyperGroup):
         try:
             return super().resolve_command(context, args)
         except Exception as error:
-            if asks_for_json(self._arguments) and isinstance(getattr(error, "message", None), str):
-                say(usage_object(error, context.command_path))
+            if isinstance(getattr(error, "message", None), str):
+                show_usage_elsewhere(error, context.command_path, asked_forms(self._arguments))
             raise
 
     def get_command(self, context: Any, name: str) -> Any:
@@ -343,7 +345,7 @@ class Commands(TyperGroup):
         entry = next((entry for entry in COMMANDS if entry.name == name), None)
         if entry is None:
             if refusal := removed("command", name):
-                raise stop(f"error: {refusal}", ExitCode.BAD_REQUEST, as_json=asks_for_json(self._arguments))
+                raise stop(f"error: {refusal}", ExitCode.BAD_REQUEST, **asked_forms(self._arguments))
             return None
         try:
             require_working_folder()
@@ -355,7 +357,7 @@ class Commands(TyperGroup):
             goes_on = any(word.partition("=")[0] == "--resume" for word in self._arguments)
             context.default_map = {} if goes_on else {name: defaults}
         except DilabenchError as error:
-            raise stop(f"error: {error}", error.exit_code, as_json=asks_for_json(self._arguments)) from None
+            raise stop(f"error: {error}", error.exit_code, **asked_forms(self._arguments)) from None
         return command
 
     def format_commands(self, context: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature

@@ -112,6 +112,9 @@ def test_with_json_a_refusal_is_an_object(cli, command, text):
             "`dilabench run quick` makes one, then `dilabench baseline save one` gives it this name",
         ),
         ("history nothing", 2, "`dilabench history` lists the runs"),
+        ("check", 2, "see `dilabench check --help`"),
+        ("run quick --no-such-option", 2, "see `dilabench run --help`"),
+        ("run quick --causal", 2, "write instead: --set causal=true"),
     ],
 )
 def test_every_refusal_reaches_the_page_of_the_job_and_the_reader_of_json(
