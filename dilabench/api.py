@@ -83,6 +83,7 @@ def run(
         implementations = [implementations]
     functions = Functions([function for function in implementations if not isinstance(function, str)])
     found = discovered(extra=[functions] if functions.names else ())
+    functions.refuse_left_out(found.catalogue)
     named = iter(functions.names)
     request = run_request(
         found.catalogue,

@@ -216,6 +216,17 @@ def test_a_function_that_workers_cannot_call_is_refused(tmp_path, function, why)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["dense", "improved", "auto"])
+def test_a_function_does_not_stand_for_an_implementation_of_its_name(tmp_path, name):
+    def function(q, k, v):
+        return q
+
+    function.__qualname__ = name
+    with pytest.raises(ConfigError, match=f"there is an implementation '{name}' already .*; rename the function"):
+        dilabench.run("quick", implementations=function, output=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_function_of_an_interactive_session_is_refused(tmp_path):
     text = "import dilabench\ndef mine(q, k, v): return q\ndilabench.run('quick', implementations=mine)"
     done = subprocess.run([sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=60)

@@ -14,6 +14,7 @@ from typing import Any
 from dilabench.choice.descriptors import Implementation
 from dilabench.errors import ConfigError
 from dilabench.plugins import ANY_PATTERN, Capabilities, hookimpl
+from dilabench.plugins.catalogue import Catalogue
 
 # Parameters of an attention function, and of a function that builds one.
 ATTENTION, BUILD = ("q", "k", "v"), ("workload", "context")
@@ -35,6 +36,12 @@ class Functions:
     def names(self) -> list[str]:
         """The names of the implementations, in the order of the functions."""
         return [implementation.name for implementation in self._implementations]
+
+    def refuse_left_out(self, catalogue: Catalogue) -> None:
+        """Raise ConfigError for a function whose name another implementation has: that one would be measured."""
+        for name in self.names:
+            if name not in catalogue.implementations or catalogue.implementations.origin(name) != self.__name__:
+                raise ConfigError(f"there is an implementation {name!r} already (`dilabench list`); rename the function")
 
     @hookimpl
     def dilabench_register_implementations(self) -> list[Implementation]:

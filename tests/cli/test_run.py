@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 import dilabench
+from dilabench.plugins.manager import discover
+from dilabench.report.findings import sections_of
+from dilabench.report.markdown import escaped
 from dilabench.store.archive import Archive
 from dilabench.store.run_files import read_record
 
@@ -311,3 +314,20 @@ def test_verify_says_what_is_right_and_what_is_wrong(cli, with_plugin, warm_serv
     assert "skipped nowhere: module no_such_module_at_all is not installed" in result.stdout
     assert "1 right, 1 wrong, 1 failed, 1 skipped" in result.stdout
     assert [cli("verify", name, *small).exit_code for name in ("raising", "gather", "nowhere")] == [4, 0, 8]
+
+
+def test_the_answer_of_a_resumed_run_is_of_all_its_rows(run_here):
+    """The first part has one row a length at most, which is no comparison; the second has the others."""
+    shape = ("--lengths", "96,192", "--set", "segment_lengths=40,96", "--timing", "simple", "--device", "cpu")
+    first = run_here("quick", "-i", "gather,strided", "--budget", "0.001", "-o", "here", *shape)
+    folder = run_folder("here")
+    decision = first.stdout.split("\nAnswer\n")[1].splitlines()[0]
+    assert decision.startswith(("Only ", "Not measured at "))
+    second = run_here("quick", "--resume", str(folder), "--budget", "60s")
+    answer = second.stdout.split("\nAnswer\n")[1].split("\n\n")[0]
+    assert not {"Only", "only", "Not", "used"}.intersection(answer.split()), answer
+    assert answer.startswith(("Fastest at 96 and 192: ", "Fastest at ", "No difference proven at "))
+    record = read_record(folder)
+    (section,) = [section for section in sections_of(record, discover().catalogue) if section.answers]
+    assert " ".join(answer.split()).startswith(" ".join(section.sentence.split()))
+    assert escaped(section.sentence.splitlines()[0]) in (folder / "report.md").read_text()

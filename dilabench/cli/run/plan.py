@@ -147,7 +147,11 @@ def plan(
 
 
 def show_predictions(planned: Sequence[PlannedCase], planner: Planner, as_json: bool = False) -> None:
-    """`run --plan`: memory and time of the cases of a suite, as predicted before anything runs."""
+    """`run --plan`: memory and time of the cases of a suite, as predicted before anything runs.
+
+    Raises NothingToMeasure if no case can run.
+    """
+    refuse_idle_run(planned, planner)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     machine = planner.machine
     capacity, total_s = memory_bytes(machine), 0.0
@@ -165,7 +169,6 @@ def show_predictions(planned: Sequence[PlannedCase], planner: Planner, as_json: 
     for case in planned:
         if case.skip is not None:
             reasons.setdefault(case.skip.why, {}).setdefault(case.case.implementation)
-    refuse_idle_run(planned, planner)
     for case in runnable:
         time = plan_time(case.case, machine, cores)
         total_s += time.seconds
