@@ -41,7 +41,9 @@ class Functions:
         """Raise ConfigError for a function whose name another implementation has: that one would be measured."""
         for name in self.names:
             if name not in catalogue.implementations or catalogue.implementations.origin(name) != self.__name__:
-                raise ConfigError(f"there is an implementation {name!r} already (`dilabench list`); rename the function")
+                raise ConfigError(
+                    f"there is an implementation {name!r} already (`dilabench list`); rename the function"
+                )
 
     @hookimpl
     def dilabench_register_implementations(self) -> list[Implementation]:

@@ -1,4 +1,4 @@
-"""The answer of a run: the fastest implementation at each length (or density, rank count), and one sentence on it.
+"""The answer of a run: the decision in one line, full attention in a second, and the fastest at each length in a table.
 
 One rule decides on rivals, full attention and one device (`compare.view`). "Faster" means proven: the 95 % interval of
 the ratio over common rounds is beyond the margin of `compare`; the interval is in the row. "Probably" means that the
@@ -8,6 +8,7 @@ two shared too few rounds or none, and that the intervals of their medians do no
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum, auto
 from itertools import groupby, islice
 
 from dilabench.compare.view import PairView, Ranking, is_quotable, measured_view, pair_views, rank, view_of
@@ -27,8 +28,6 @@ ONE_DEVICE = "vs one device"
 NEXT = "next, 95 % CI"
 HOW_TO_PROVE = f"fewer than {MIN_ROUNDS} rounds in common; a new run with a longer --budget decides it"
 SEPARATELY = "measured separately"
-# What may be known of one place, in the order in which an answer says it.
-WON, TIE, ONLY, NONE = DECISIONS = ("won", "tie", "only", "none")
 PROBABLY = "probably"
 # More neighbouring places become a range.
 MOST_PLACES = 3
@@ -42,6 +41,15 @@ WHY_NONE: dict[SkipCode, str] = {"does_not_fit": "does not fit into memory"}
 SAYS_NOTHING = {"", ABSENT}
 # Omitted if a terminal is too narrow, the first one first.
 SPARE = ("memory", "verified")
+
+
+class Decided(IntEnum):
+    """What is known of one place, in the order in which an answer says it. ALONE: one row, so no comparison."""
+
+    WON = auto()
+    TIE = auto()
+    ALONE = auto()
+    NOTHING = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,19 +142,21 @@ ANSWER_COLUMNS = (
 )
 
 
-def kind_of(ranking: Ranking) -> str:
-    """What the ranking of one place decides: 'won' (proven or probable), 'tie' or 'only' (one row: no comparison)."""
+def decided(ranking: Ranking | None) -> Decided:
+    """What the ranking of one place decides; WON is proven or probable."""
+    if ranking is None:
+        return Decided.NOTHING
     if len(ranking.speedups) == 1:
-        return ONLY
-    return WON if ranking.proven or ranking.probable else TIE
+        return Decided.ALONE
+    return Decided.WON if ranking.proven or ranking.probable else Decided.TIE
 
 
 def winner_text(ranking: Ranking) -> str:
     """'fused', 'probably fused', 'tie: fused, strided', or 'alone: fused' (no comparison)."""
-    name, kind = row_name(ranking.fastest), kind_of(ranking)
-    if kind == ONLY:
+    name, kind = row_name(ranking.fastest), decided(ranking)
+    if kind is Decided.ALONE:
         return f"alone: {name}"
-    if kind == TIE:
+    if kind is Decided.TIE:
         return f"tie: {', '.join(map(row_name, (ranking.fastest, *ranking.tied)))}"
     return f"{PROBABLY} {name}" if ranking.probable else name
 
@@ -296,9 +306,9 @@ def _decisions(rows: Sequence[AnswerRow], axis: Axis) -> Iterator[str]:
     """For each group of places with one result: who is fastest there, or why that is not known."""
     fastest = "fastest "
     timed = f" ({_of_fastest('median', rows[0])})" if len(rows) == 1 and rows[0].fastest else ""
-    for (kind, name), places in sorted(_gathered(rows).items(), key=lambda entry: DECISIONS.index(entry[0][0])):
+    for (kind, name), places in sorted(_gathered(rows).items(), key=lambda entry: entry[0][0]):
         where = axis.where(_places(places, rows))
-        if kind == WON:
+        if kind is Decided.WON:
             probable = [place for place in places if (ranking := rows[place].ranking) and ranking.probable]
             doubt = ""
             if probable:
@@ -306,24 +316,23 @@ def _decisions(rows: Sequence[AnswerRow], axis: Axis) -> Iterator[str]:
                 doubt = f" ({PROBABLY}{at}: {HOW_TO_PROVE})"
             yield f"{fastest}{where}: {name}{timed}{doubt}"
             fastest = ""
-        elif kind == TIE:
+        elif kind is Decided.TIE:
             yield f"no difference proven {where} between {name}{timed}"
-        elif kind == ONLY:
+        elif kind is Decided.ALONE:
             yield f"only {name} was measured {where}{timed}: no comparison"
         else:
             yield f"not measured {where}: {name}"
 
 
-def _gathered(rows: Sequence[AnswerRow]) -> dict[tuple[str, str], list[int]]:
-    """The places on the axis by kind of result and name."""
-    groups: dict[tuple[str, str], list[int]] = {}
+def _gathered(rows: Sequence[AnswerRow]) -> dict[tuple[Decided, str], list[int]]:
+    """The places on the axis by what is decided and by name."""
+    groups: dict[tuple[Decided, str], list[int]] = {}
     for place, row in enumerate(rows):
-        key = NONE, row.why_none
+        kind, name = decided(row.ranking), row.why_none
         if row.ranking is not None:
-            kind = kind_of(row.ranking)
-            tied = row.ranking.tied if kind == TIE else ()
-            key = kind, listed([row_name(row.ranking.fastest), *map(row_name, tied)], "and")
-        groups.setdefault(key, []).append(place)
+            tied = row.ranking.tied if kind is Decided.TIE else ()
+            name = listed([row_name(row.ranking.fastest), *map(row_name, tied)], "and")
+        groups.setdefault((kind, name), []).append(place)
     return groups
 
 
@@ -343,10 +352,15 @@ def _versus_line(rows: Sequence[AnswerRow], axis: Axis, views: Sequence[PairView
 
 def _counts(rows: Sequence[AnswerRow]) -> Iterator[str]:
     """How many workloads each implementation is fastest in; in how many full attention is faster and slower."""
-    kinds = [NONE if row.ranking is None else kind_of(row.ranking) for row in rows]
-    names = Counter(row_name(row.fastest) for row, kind in zip(rows, kinds, strict=True) if row.fastest and kind == WON)
+    kinds = [decided(row.ranking) for row in rows]
+    won_by = (row.fastest for row, kind in zip(rows, kinds, strict=True) if kind is Decided.WON)
+    names = Counter(map(row_name, filter(None, won_by)))
     won = ", ".join(f"{name} in {count}" for name, count in names.most_common())
-    undecided = {TIE: "no difference proven", ONLY: "no comparison (one was measured)", NONE: "none measured"}
+    undecided = {
+        Decided.TIE: "no difference proven",
+        Decided.ALONE: "no comparison (one was measured)",
+        Decided.NOTHING: "none measured",
+    }
     parts = [f"{words} in {kinds.count(kind)}" for kind, words in undecided.items() if kind in kinds]
     yield f"{len(rows)} workloads: {'; '.join([f'fastest {won}'] * bool(won) + parts)}."
     views = [row.versus_dense for row in rows if row.versus_dense]
