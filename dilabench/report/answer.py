@@ -75,8 +75,8 @@ class AnswerRow:
 
     @property
     def winner(self) -> str:
-        """As `winner_text`, or 'not measured: budget of 40 s used up'."""
-        return f"not measured: {self.why_none}" if self.ranking is None else winner_text(self.ranking)
+        """As `winner_text`, or 'not measured': the sentence has the reason."""
+        return "not measured" if self.ranking is None else winner_text(self.ranking)
 
     @property
     def fastest(self) -> Row | None:
