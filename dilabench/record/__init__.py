@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pandas
 
 SCHEMA_VERSION = "1.1"
-# The time of a row in every output (`compare.view`).
+# The time of a row in every output (`comparison.view`).
 ESTIMATOR = "median of all samples"
 
 Stage = Literal["build", "verify", "warmup", "time", "memory", "worker"]

@@ -1,6 +1,6 @@
 """The answer of a run: the decision in one line, full attention in a second, and the fastest at each length in a table.
 
-One rule decides on rivals, full attention and one device (`compare.view`). "Faster" means proven: the 95 % interval of
+One rule decides on rivals, full attention and one device (`comparison.view`). "Faster" means proven: the 95 % interval of
 the ratio over common rounds is beyond the margin of `compare`; the interval is in the row. "Probably" means that the
 two shared too few rounds or none, and that the intervals of their medians do not overlap. Otherwise rows are tied.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum, auto
 from itertools import groupby, islice
 
-from dilabench.compare.view import PairView, Ranking, is_quotable, measured_view, pair_views, rank, view_of
+from dilabench.comparison.view import PairView, Ranking, is_quotable, measured_view, pair_views, rank, view_of
 from dilabench.errors import listed
 from dilabench.plugins.axis import Axis
 from dilabench.record import Failed, Measured, Row, RunRecord, SkipCode, Skipped

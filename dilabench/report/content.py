@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from types import MappingProxyType
 
-from dilabench.compare.view import Ranking, lengths_without_rows, locate_rows, rankings, view_of
+from dilabench.comparison.view import Ranking, lengths_without_rows, locate_rows, rankings, view_of
 from dilabench.machine import device_named
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import (

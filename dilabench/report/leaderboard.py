@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dilabench.compare.view import is_quotable, measured_view, rank
+from dilabench.comparison.view import is_quotable, measured_view, rank
 from dilabench.machine import device_named
 from dilabench.plugins.manager import discover
 from dilabench.record import Row, RunRecord
