@@ -2,8 +2,10 @@
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from inspect import signature
+from multiprocessing import parent_process
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from dilabench.cli.terminal import note
 from dilabench.comparison.across import compare_across, refuse_other_machine
 from dilabench.comparison.comparison import Comparison
 from dilabench.errors import ConfigError, ExitCode
+from dilabench.plugins.functions import Functions
 from dilabench.record import RunRecord
 from dilabench.request import run_request
 from dilabench.runs import DEFAULT_FOLDER
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     import pandas
 
 Run = RunRecord | str | PathLike[str]
+AttentionFunction = Callable[..., Any]
 
 
 def run(
@@ -36,7 +40,7 @@ def run(
     config: str | Sequence[str] = (),
     output: str | PathLike[str] = DEFAULT_FOLDER,
     store: bool = True,
-    implementations: str | Sequence[str] = (),
+    implementations: str | AttentionFunction | Sequence[str | AttentionFunction] = (),
     backends: str | Sequence[str] = (),
     lengths: int | str | Sequence[int | str] = (),
     batch_size: int | str | None = None,
@@ -64,15 +68,28 @@ def run(
 ) -> RunRecord:
     """Measure a suite, as `dilabench run` does, and return the record; progress and the verdict go to stderr.
 
-    `config`: presets or TOML files. `lengths`: 4096, "4K" or several. `budget`: seconds, "60s" or "none"; else the
-    suite's own holds. `shard`: "2/8", the second of eight parts. `options`: fields of the suite. `settings`: any other
-    field of a TOML file's [run] and [workload] tables, of a pattern (`segment_lengths=[2048, 4096]`), or of the suite.
-    What is None, as by default, is not given. The run leaves its folder under `output`; with `store` the record is
-    kept for `history` as well. A case that fails is a row of the record, not an exception.
+    `config`: presets or TOML files. `implementations`: names, or functions `attention(q, k, v)` on [B, N, H, D] or
+    `build(workload, context)`, which returns one; they are defined at the top of a module, or of a script that calls
+    this under `if __name__ == "__main__":`. `lengths`: 4096, "4K" or several. `budget`: seconds, "60s" or "none"; else
+    the suite's own holds. `shard`: "2/8", the second of eight parts. `options`: fields of the suite. `settings`: any
+    other field of a TOML file's [run] and [workload] tables, of a pattern (`segment_lengths=[2048, 4096]`), or of the
+    suite. What is None, as by default, is not given. The run leaves its folder under `output`; with `store` the record
+    is kept for `history` as well. A case that fails is a row of the record, not an exception.
 
-    Raises ConfigError for a wrong request, and KeyboardInterrupt when Ctrl-C came before any row had ended.
+    Raises ConfigError for a wrong request, NothingToMeasure for one of which no row can run here, and KeyboardInterrupt
+    when Ctrl-C came before any row had ended.
     """
-    found = discovered()
+    if "dilabench.engine.worker.handlers" in sys.modules and parent_process() is not None:
+        raise ConfigError(
+            "dilabench.run was called while a worker process imported the script with the function to measure; put the "
+            "call under `if __name__ == '__main__':`"
+        )
+    if isinstance(implementations, str) or callable(implementations):
+        implementations = [implementations]
+    functions = Functions([function for function in implementations if not isinstance(function, str)])
+    found = discovered(extra=[functions] if functions.names else ())
+    functions.refuse_left_out(found.catalogue)
+    named = iter(functions.names)
     request = run_request(
         found.catalogue,
         suite=suite,
@@ -91,7 +108,7 @@ def run(
             pattern=pattern,
         ),
         run=given(
-            implementations=_listed(implementations),
+            implementations=[name if isinstance(name, str) else next(named) for name in implementations],
             backends=_listed(backends),
             lengths=lengths,
             timing=timing,
@@ -106,6 +123,7 @@ def run(
             compile=compile,
             options=options,
         ),
+        keywords=signature(run).parameters,
     )
     plan = plan_run(found, request)
     execution = Execution.begin(plan, Path(output), argv=request.command_line())
@@ -154,8 +172,16 @@ def _method_of_record(self: RunRecord, samples: bool = False) -> "pandas.DataFra
     return to_frame(self, samples)
 
 
+def _in_brief(self: RunRecord) -> str:
+    """The answer of a record in at most ten lines, as `print` shows it."""
+    from dilabench.report.table import in_brief
+
+    return in_brief(self)
+
+
 # The record is in a lower layer than reports, and must not import them.
 RunRecord.to_frame = _method_of_record  # type: ignore[attr-defined]
+RunRecord.__str__ = _in_brief  # type: ignore[method-assign, assignment]
 
 
 def _listed(names: str | Sequence[str]) -> list[str]:

@@ -3,6 +3,7 @@
 DilabenchError
 ├── ConfigError        the request cannot be carried out as asked (2)
 ├── EnvironmentNotReady the machine lacks what the request needs (3)
+├── NothingToMeasure   no row of the request can run on this machine (8)
 └── PluginError        a plug-in is broken, misspelt or clashes (3)
 
 Failures of one benchmark case are data (`dilabench.record.Failed`), not exceptions.
@@ -84,6 +85,12 @@ class EnvironmentNotReady(DilabenchError):
     """The machine lacks what the request needs: a device, disk space, a writable folder."""
 
     exit_code = ExitCode.ENVIRONMENT
+
+
+class NothingToMeasure(DilabenchError):
+    """No row of the request can run on this machine. The text names the rows and what each of them needs."""
+
+    exit_code = ExitCode.NOTHING_MEASURED
 
 
 class PluginError(DilabenchError):

@@ -3,7 +3,7 @@
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,13 @@ from pydantic import Field, field_validator
 
 from dilabench.atomic_file import read_file
 from dilabench.errors import ConfigError, listed, unknown_name
+from dilabench.patterns.registry import request_fields
 from dilabench.plugins.boundary import guarded
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Suite
 from dilabench.retired import no_such_name
 from dilabench.units import parse_duration
-from dilabench.validation import Model, Sizes, validated
+from dilabench.validation import Model, Sizes, unknown_key, validated
 from dilabench.workload.spec import WorkloadRequest
 
 TABLES = ("workload", "run")
@@ -171,11 +172,13 @@ def run_request(
     assignments: Sequence[str] | Mapping[str, Any] = (),
     workload: Mapping[str, Any] | None = None,
     run: Mapping[str, Any] | None = None,
+    keywords: Iterable[str] = (),
 ) -> RunRequest:
     """Bring together presets and TOML files (`configs`), `--set` texts and options; the later of these wins.
 
     `assignments` may also be fields by name. Each is one of the suite's options, of the request or of the workload.
-    `workload` and `run` hold the fields given as separate options; a workload field that is None is not given. Raises
+    `workload` and `run` hold the fields given as separate options; a workload field that is None is not given.
+    `keywords`: other names that the caller takes, which a misspelt one may mean. Raises
     ConfigError for an unknown name or key, a wrong value, or one field given two ways that differ.
     """
     try:
@@ -199,6 +202,11 @@ def run_request(
     own = {name for taker in taking if taker.options for name in taker.options.model_fields}
     of_suite = {name: assigned.pop(name) for name in own if name in assigned}
     of_run = {name: assigned.pop(name) for name in BY_SET if name in assigned}
+    # Fields of all patterns are asked for only if the name is none of these.
+    for name in sorted(assigned.keys() - WorkloadRequest.model_fields.keys()):
+        if name not in request_fields():
+            known = {*WorkloadRequest.model_fields, *request_fields(), *BY_SET, *own, *keywords}
+            raise ConfigError(unknown_key(name, known))
     overrides.update(_agreed(assigned, workload or {}))
     options = {**fields.get("options", {}), **_agreed(of_suite, (run or {}).get("options", {}))}
     fields.update(_agreed(of_run, run or {}), options=options)

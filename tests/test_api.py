@@ -14,6 +14,8 @@ import pytest
 import dilabench
 from dilabench.errors import ConfigError
 from dilabench.plugins.manager import discover
+from dilabench.report.content import headline
+from dilabench.report.findings import sections_of
 from dilabench.request import BY_SET, run_request
 from dilabench.workload.spec import WorkloadRequest
 
@@ -118,7 +120,7 @@ def test_load_reads_a_file_and_refuses_what_is_none(make_row, make_record, tmp_p
     (tmp_path / "run.json").write_text(record.model_dump_json())
     assert dilabench.load(tmp_path / "run.json") == record
     assert dilabench.load(tmp_path) == record
-    with pytest.raises(ConfigError, match="neither a file, nor a baseline"):
+    with pytest.raises(ConfigError, match="is no file, and no run is stored in"):
         dilabench.load("nowhere")
 
 
@@ -130,6 +132,106 @@ def test_a_wrong_setting_is_refused_before_anything_runs(tmp_path):
     with pytest.raises(AttributeError, match="has no attribute 'rum'"):
         _ = dilabench.rum
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "keyword",
+    [name for name, given in inspect.signature(dilabench.run).parameters.items() if given.kind is given.KEYWORD_ONLY],
+)
+def test_a_misspelt_keyword_names_the_nearest(keyword):
+    misspelt = keyword[:-1] + "_" + keyword[-1:]
+    with pytest.raises(ConfigError, match=rf"^{misspelt}: unknown key; did you mean {keyword}\?$"):
+        dilabench.run("quick", **{misspelt: 1})
+
+
+@pytest.mark.parametrize(
+    "path", [*(ROOT / "docs" / "results").glob("h200-*.json"), *(ROOT / "tests" / "golden").glob("run*")]
+)
+def test_a_printed_record_is_its_answer_in_ten_lines(path):
+    record = dilabench.load(path)
+    answers = [section for section in sections_of(record, discover().catalogue) if section.answers]
+    lines = str(record).splitlines()
+    assert len(lines) <= 10
+    # The first words of the decision, which may be folded.
+    assert answers[0].sentence.startswith(lines[0][:40])
+    assert lines[-1] in " ".join(headline(record).split())
+
+
+SCRIPT = """
+import dilabench
+import torch
+from mine import attention, build, wrong
+
+def here(q, k, v):
+    return attention(q, k, v)
+
+{guard}
+    asked = [attention, build, wrong, here]
+    record = dilabench.run("quick", implementations=asked, pattern="dense", lengths=[64], device="cpu", budget="60s")
+    for row in record.rows:
+        print(row.case.implementation, row.outcome.status, getattr(row.outcome, "why", ""))
+"""
+MODULE = """
+def attention(q, k, v):
+    scores = (q.transpose(1, 2) @ k.permute(0, 2, 3, 1)) * q.shape[-1] ** -0.5
+    hidden = scores.new_ones(scores.shape[-2:], dtype=bool).triu(1)
+    return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
+
+def build(workload, context):
+    assert workload.seq_len == 64
+    return attention
+
+def wrong(q, k, v):
+    return v
+"""
+
+
+@pytest.mark.parametrize("guard", ['if __name__ == "__main__":', "if True:"])
+def test_functions_are_implementations(tmp_path, guard):
+    """Also of the script itself, which the workers import; without a guard its rows say what to do."""
+    (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "script.py").write_text(SCRIPT.format(guard=guard))
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    ended = {name: (status, why) for name, status, why in (line.split(" ", 2) for line in done.stdout.splitlines())}
+    statuses = {name: status for name, (status, _) in ended.items()}
+    here = "measured" if "main" in guard else "failed"
+    assert statuses == {"attention": "measured", "build": "measured", "wrong": "failed", "here": here}
+    assert "error" in ended["wrong"][1]
+    assert ("`if __name__ == '__main__':`" in ended["here"][1]) == (here == "failed")
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda q, k, v: q, "is not defined at the top of its module"),
+        (json.dumps, "needs 1 arguments; write an attention function of \\(q, k, v\\), or"),
+        (type("Kernels", (), {"attend": staticmethod(lambda q, k, v: q)}).attend, "is not defined at the top"),
+    ],
+    ids=["lambda", "another signature", "inside a class"],
+)
+def test_a_function_that_workers_cannot_call_is_refused(tmp_path, function, why):
+    with pytest.raises(ConfigError, match=why):
+        dilabench.run("quick", implementations=function, output=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["dense", "improved", "auto"])
+def test_a_function_does_not_stand_for_an_implementation_of_its_name(tmp_path, name):
+    def function(q, k, v):
+        return q
+
+    function.__qualname__ = name
+    with pytest.raises(ConfigError, match=f"there is an implementation '{name}' already .*; rename the function"):
+        dilabench.run("quick", implementations=function, output=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_function_of_an_interactive_session_is_refused(tmp_path):
+    text = "import dilabench\ndef mine(q, k, v): return q\ndilabench.run('quick', implementations=mine)"
+    done = subprocess.run([sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "write it into a file, and import it from there" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_budgets_are_those_of_the_command(tmp_path, monkeypatch):

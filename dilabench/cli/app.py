@@ -1,10 +1,12 @@
 """The application: its commands, each imported when it is called, and how they end: by a message and an exit code."""
 
+import contextlib
 import functools
 import importlib
 import inspect
+import json
 import os
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ParamSpec
 
@@ -12,6 +14,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from dilabench.cli.defaults import defaults_file, defaults_of
+from dilabench.cli.github import VARIABLE, append_summary
 from dilabench.cli.options import OldNames
 from dilabench.cli.terminal import note, output_lost, say, say_folded
 from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, interruption, said
@@ -52,11 +55,17 @@ def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, N
     """Wrap a command: errors meant for the user become one message on stderr, others a short text on where to report.
 
     `prints`: its purpose is its output, so that it fails if that cannot be written. DILABENCH_DEBUG=1 shows tracebacks.
+    With --json standard output has the message as an object, with --github-summary the page of the job has it.
     """
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         code = ExitCode.OK
+        stopped = functools.partial(
+            stop,
+            as_json=bool(kwargs.get("as_json")) or "json" in (kwargs.get("form"), *_words(kwargs.get("formats"))),
+            github_summary=bool(kwargs.get("github_summary")),
+        )
         try:
             command(*args, **kwargs)
         except typer.Exit as end:
@@ -92,14 +101,48 @@ def require_working_folder() -> None:
         raise EnvironmentNotReady(f"working folder {where!r} cannot be used: {error.strerror}; go to another") from None
 
 
-def stopped(message: str, code: ExitCode) -> typer.Exit:
-    """Print on stderr why a command ends, and return the exit code."""
+def _words(texts: Any) -> list[str]:
+    return [word for text in texts or () for word in str(text).split(",")]
+
+
+def stop(message: str, code: ExitCode, *, as_json: bool = False, github_summary: bool = False) -> typer.Exit:
+    """Print on stderr why a command ends, with `as_json` as an object on stdout, too, and return the exit code."""
     try:
         say_folded(message, "  ", err=True)
     except ConfigError:
         # The width in the environment is invalid, as the message says.
         say(message, err=True)
+    show_elsewhere(message.removeprefix("error: "), code, as_json=as_json, github_summary=github_summary)
     return typer.Exit(code)
+
+
+def show_elsewhere(text: str, code: ExitCode, *, as_json: bool, github_summary: bool) -> None:
+    """Show why a command ends where its result would be: as a JSON object on stdout, and on the page of the job.
+
+    The object has the exit code and its name, the text, and the way out, which messages have after their last ';'.
+    """
+    if as_json:
+        _, mark, way_out = text.rpartition("; ")
+        error = {"code": code.value, "name": code.name.lower(), "text": text, "way_out": way_out if mark else None}
+        say(json.dumps({"error": error}, indent=1))
+    # Outside of GitHub Actions the error is that there is no such page.
+    if github_summary and os.environ.get(VARIABLE):
+        # Reports are loaded only if they are shown.
+        from dilabench.report.markdown import fenced
+
+        with contextlib.suppress(EnvironmentNotReady):
+            append_summary("\n".join([f"### dilabench: exit code {code.value}", "", *fenced(f"error: {text}")]))
+
+
+def asked_forms(arguments: Sequence[str]) -> dict[str, bool]:
+    """Whether --json and --github-summary are among the options, as `stop` takes it."""
+    options = list(arguments)[: arguments.index("--") if "--" in arguments else None]
+    return {"as_json": "--json" in options, "github_summary": "--github-summary" in options}
+
+
+def show_usage_elsewhere(error: Any, command: str, forms: Mapping[str, bool]) -> None:
+    """The same of an error of the command line itself, for which --help is the way out."""
+    show_elsewhere(f"{error.format_message()}; see `{command} --help`", ExitCode.BAD_REQUEST, **forms)
 
 
 class Refusing(TyperCommand):
@@ -107,6 +150,8 @@ class Refusing(TyperCommand):
 
     def parse_args(self, context: Any, args: list[str]) -> list[str]:
         """As any command's."""
+        # Reading the arguments empties their list.
+        forms = asked_forms(args)
         try:
             return super().parse_args(context, args)
         except Exception as error:
@@ -118,7 +163,14 @@ class Refusing(TyperCommand):
                 if not message and getattr(parameter, "param_type_name", None) == "argument":
                     # A missing one, whose error has no text: the help says what to give.
                     error.message = getattr(parameter, "help", None) or ""  # type: ignore[attr-defined]
+                if text := self.instead_of(error):
+                    raise stop(f"error: {text}", ExitCode.BAD_REQUEST, **forms) from None
+                show_usage_elsewhere(error, context.command_path, forms)
             raise
+
+    def instead_of(self, error: Exception) -> str | None:  # noqa: ARG002 - for subclasses
+        """Return what to write instead of an option that there is not; None if nothing is known."""
+        return None
 
 
 class Answering(Refusing):
@@ -128,17 +180,19 @@ class Answering(Refusing):
         """As any command's."""
         try:
             return super().parse_args(context, self.renamed(args))
-        except Exception as error:
-            # Only an error about an option that there is not has its name.
-            name = getattr(error, "option_name", None)
-            if refusal := removed("option", f"{self.name} {name}"):
-                raise stopped(f"error: {refusal}", ExitCode.BAD_REQUEST) from None
-            if name in INSTEAD:
-                raise stopped(
-                    f"error: there is no {name}; write instead: {INSTEAD[name]}", ExitCode.BAD_REQUEST
-                ) from None
+        except typer.Exit:
+            raise
+        except Exception:
             _tell_defaults(context)
             raise
+
+    def instead_of(self, error: Exception) -> str | None:
+        """As of any refusing command."""
+        # Only an error about an option that there is not has its name.
+        name = getattr(error, "option_name", None)
+        if refusal := removed("option", f"{self.name} {name}"):
+            return str(refusal)
+        return f"there is no {name}; write instead: {INSTEAD[name]}" if name in INSTEAD else None
 
     def renamed(self, words: Sequence[str]) -> list[str]:
         """Return the arguments with old names of options replaced by their present names."""
@@ -295,14 +349,19 @@ class Commands(TyperGroup):
     def resolve_command(self, context: Any, args: list[str]) -> Any:
         """As any group's."""
         self._arguments = args[1:]
-        return super().resolve_command(context, args)
+        try:
+            return super().resolve_command(context, args)
+        except Exception as error:
+            if isinstance(getattr(error, "message", None), str):
+                show_usage_elsewhere(error, context.command_path, asked_forms(self._arguments))
+            raise
 
     def get_command(self, context: Any, name: str) -> Any:
         """Return the named command with the user's defaults for its options; None if unknown."""
         entry = next((entry for entry in COMMANDS if entry.name == name), None)
         if entry is None:
             if refusal := removed("command", name):
-                raise stopped(f"error: {refusal}", ExitCode.BAD_REQUEST)
+                raise stop(f"error: {refusal}", ExitCode.BAD_REQUEST, **asked_forms(self._arguments))
             return None
         try:
             require_working_folder()
@@ -314,7 +373,7 @@ class Commands(TyperGroup):
             goes_on = any(word.partition("=")[0] == "--resume" for word in self._arguments)
             context.default_map = {} if goes_on else {name: defaults}
         except DilabenchError as error:
-            raise stopped(f"error: {error}", error.exit_code) from None
+            raise stop(f"error: {error}", error.exit_code, **asked_forms(self._arguments)) from None
         return command
 
     def format_commands(self, context: Any, formatter: Any) -> None:  # noqa: ARG002 - click's signature

@@ -158,11 +158,11 @@ def lengths_of(range_name: str | None, lengths: list[str], custom: list[str]) ->
     return list(range_lengths(range_name, counts)) if range_name else counts
 
 
-def discovered(strict: bool = False) -> "Found":
-    """Load the plug-ins; name failed ones on stderr. With `strict`, raise PluginError for the first of them."""
+def discovered(strict: bool = False, extra: Sequence[object] = ()) -> "Found":
+    """Load the plug-ins, `extra` ones too; name failed ones on stderr. `strict`: raise PluginError for the first."""
     from dilabench.plugins.manager import discover
 
-    found = discover(strict)
+    found = discover(strict, extra)
     if found.catalogue.problems:
         tell_of(found.catalogue.problems)
     return found

@@ -180,9 +180,12 @@ class CaseExecutor:
 
     def budget_skip(self, when: str) -> Skipped:
         """The outcome of a case that the budget skipped."""
-        total = format_seconds(self.budget.total_s or 0.0)
-        why = f"budget of {total} used up {when}; raise --budget, or continue with --resume"
-        return Skipped(code="budget", why=why)
+        return Skipped(code="budget", why=f"{self.used_up(when)}; raise --budget, or continue with --resume")
+
+    def used_up(self, when: str) -> str:
+        """'budget of 40 s used up before its turn': the budget that was given, for reasons and notes."""
+        given = self.budget.total_s
+        return f"{'time' if given is None else f'budget of {format_seconds(given)}'} used up {when}"
 
     def fail(self, state: CaseState, stage: Stage, failure: WorkerFailure) -> None:
         """End a case with a worker's failure."""

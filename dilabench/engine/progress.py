@@ -15,7 +15,7 @@ class Progress:
         """The device is locked for this run; from now on the budget runs."""
 
     def run_started(self, expected_s: Mapping[str, float]) -> None:
-        """Cases by id with their expected seconds, 0 if skipped; called again when a follow-up adds more."""
+        """Cases that can run, by id, with their expected seconds; called again when a follow-up adds more."""
 
     def waiting(self, why: str) -> None:
         """The run waits: another run holds the device, or it must cool down."""

@@ -218,12 +218,12 @@ class _Run:
             self.progress.run_started(self._expected_s())
 
     def _expected_s(self) -> dict[str, float]:
-        """The cases that this part of the run ends, with their expected seconds; 0 for a skipped one."""
+        """The cases that this part of the run measures, with their expected seconds."""
         cores = os.cpu_count() or 1
         return {
-            case_id: 0.0 if planned.skip is not None else case_expected_s(planned.case, self.machine, cores)
+            case_id: case_expected_s(planned.case, self.machine, cores)
             for case_id, planned in self.planned.items()
-            if case_id not in self.completed
+            if planned.skip is None and case_id not in self.completed
         }
 
     def _interleaved(self, group: Sequence[PlannedCase]) -> WorkloadGroupRun | None:

@@ -282,7 +282,7 @@ class WorkloadGroupRun:
             affordable = seconds * 1e9 / (CALLS_PER_TURN * state.call_ns)
             turns = int(min(executor.method.max_turns, max(MIN_TURNS, affordable)))
             if not self._affordable(state, CALLS_BEFORE_TURNS + CALLS_PER_TURN * turns):
-                state.notes.append(_undiagnosed("the budget was used up before it"))
+                state.notes.append(_undiagnosed(executor.used_up("before it")))
                 continue
             executor.progress.stage_started(state.case, "time")
             try:
@@ -295,7 +295,7 @@ class WorkloadGroupRun:
         if not state.running:
             return
         if _samples(state.runs) < _samples(state.least):
-            _take_least(state)
+            self._take_least(state)
         run = state.runs.get(self._executor.method.timer.name)
         if run is None or not run.slots:
             unusable = TIMER_UNUSABLE.among(state.notes)
@@ -304,7 +304,7 @@ class WorkloadGroupRun:
             return
         floor = self._executor.method.min_samples
         if run.samples < floor:
-            message = f"n<{floor}, no CI: the budget ended after {run.samples} samples"
+            message = f"n<{floor}, no CI: {self._executor.used_up(f'after {run.samples} samples')}"
             state.notes.append(FEW_SAMPLES.note(message, observed=run.samples, threshold=floor))
         heated = sum(bool(COOL_DOWN_REASONS.intersection(slot.throttle)) for slot in run.slots) / len(run.slots)
         if heated > THROTTLED_SHARE:
@@ -320,7 +320,7 @@ class WorkloadGroupRun:
         if state.memory is not None:
             return
         if not self._affordable(state, MEMORY_CALLS):
-            state.notes.append(NO_MEMORY_PASS.note("the budget was used up before its memory was measured"))
+            state.notes.append(NO_MEMORY_PASS.note(self._executor.used_up("before its memory was measured")))
             return
         self._executor.progress.stage_started(state.case, "memory")
         reply = self._executor.ask(state, "memory", MeasureMemory()) if self._executor.prepare(state) else None
@@ -330,25 +330,24 @@ class WorkloadGroupRun:
     def _affordable(self, state: CaseState, calls: int) -> bool:
         return calls * state.call_ns * 1e-9 < self._executor.budget.remaining_s
 
+    def _take_least(self, state: CaseState) -> None:
+        """Have the samples count that a case got before the others of its length."""
+        state.outcome, state.runs, state.least = None, state.least, {}
+        when = "before it could be interleaved with its group"
+        state.notes.append(NOT_INTERLEAVED.note(f"measured alone: {self._executor.used_up(when)}"))
+        if state.exceeded_s:
+            message = f"the budget was exceeded by {format_seconds(state.exceeded_s)} so that its length has a row"
+            state.notes.append(BUDGET_EXCEEDED.note(message, observed=state.exceeded_s * 1e9))
+
     def _row(self, state: CaseState) -> Row:
         if state.least and isinstance(state.outcome, Skipped) and state.outcome.code == "budget":
-            _take_least(state)
+            self._take_least(state)
         self._executor.budget.done(state.case)
         return state.row()
 
 
 def _samples(runs: Mapping[str, TimerRun]) -> int:
     return sum(run.samples for run in runs.values())
-
-
-def _take_least(state: CaseState) -> None:
-    """Have the samples count that a case got before the others of its length."""
-    state.outcome, state.runs, state.least = None, state.least, {}
-    message = "measured alone: the budget was used up before it could be interleaved with its group"
-    state.notes.append(NOT_INTERLEAVED.note(message))
-    if state.exceeded_s:
-        message = f"the budget was exceeded by {format_seconds(state.exceeded_s)} so that its length has a row"
-        state.notes.append(BUDGET_EXCEEDED.note(message, observed=state.exceeded_s * 1e9))
 
 
 def _undiagnosed(why: str) -> Note:

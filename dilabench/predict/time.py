@@ -68,7 +68,8 @@ def expected_time(cases: Sequence[Case], machine: Machine, cores: int, budget_s:
         return f"{text}, no limit"
     if seconds <= budget_s:
         return f"{text}, at most {format_seconds(budget_s)}"
-    return f"{text}; the budget is {format_seconds(budget_s)}, and the cases that it skips are listed at the end"
+    enough = budget_option(seconds)
+    return f"{text}; the budget is {format_seconds(budget_s)}, so some cases will be skipped ({enough} measures all)"
 
 
 def slow_dtypes(cases: Iterable[Case], machine: Machine) -> str | None:

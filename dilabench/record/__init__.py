@@ -433,6 +433,6 @@ class RunRecord(RunHeader):
     projections: tuple[dict[str, Any], ...] = ()
 
     def __repr__(self) -> str:
-        ended = Counter(row.outcome.status for row in self.rows)
-        rows = ", ".join(f"{count} {status}" for status, count in ended.items())
+        ended = Counter(row.outcome.status for row in self.rows).items()
+        rows = ", ".join(f"{count} {status}" for status, count in ended)
         return f"<RunRecord {self.run_id}: {self.suite} on {self.device}, {self.status}, {rows or 'no rows'}>"

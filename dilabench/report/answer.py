@@ -1,4 +1,4 @@
-"""The answer of a run: the fastest implementation at each length (or density, rank count), and one sentence on it.
+"""The answer of a run: the decision in one line, full attention in a second, and the fastest at each length in a table.
 
 One rule decides on rivals, full attention and one device (`comparison.view`). "Faster" means proven: the 95 % interval
 of the ratio over common rounds is beyond the margin of `compare`; the interval is in the row. "Probably" means that the
@@ -8,9 +8,11 @@ two shared too few rounds or none, and that the intervals of their medians do no
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum, auto
 from itertools import groupby, islice
 
 from dilabench.comparison.view import PairView, Ranking, is_quotable, measured_view, pair_views, rank, view_of
+from dilabench.errors import listed
 from dilabench.plugins.axis import Axis
 from dilabench.record import Failed, Measured, Row, RunRecord, SkipCode, Skipped
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name
@@ -24,19 +26,30 @@ TITLE = "Answer"
 ABOUT = "≈"
 ONE_DEVICE = "vs one device"
 NEXT = "next, 95 % CI"
-PROBABLY = "probably"
-HOW_TO_PROVE = f"fewer than {MIN_ROUNDS} rounds in common; a longer --budget decides it"
+HOW_TO_PROVE = f"fewer than {MIN_ROUNDS} rounds in common; a new run with a longer --budget decides it"
 SEPARATELY = "measured separately"
+PROBABLY = "probably"
+# More neighbouring places become a range.
+MOST_PLACES = 3
 # A sentence on each of more workloads than this would be no sentence any more.
 MAX_WORKLOADS = 3
 # A longer reason is left to the list of skipped rows.
 MAX_WHY, UNSUPPORTED = 40, "is not supported"
 # As many reasons why nothing has a time are named.
 MOST_NAMED = 2
-WHY_NONE: dict[SkipCode, str] = {"budget": "time ran out", "does_not_fit": "does not fit into memory"}
+WHY_NONE: dict[SkipCode, str] = {"does_not_fit": "does not fit into memory"}
 SAYS_NOTHING = {"", ABSENT}
 # Omitted if a terminal is too narrow, the first one first.
 SPARE = ("memory", "verified")
+
+
+class Decided(IntEnum):
+    """What is known of one place, in the order in which an answer says it. ALONE: one row, so no comparison."""
+
+    WON = auto()
+    TIE = auto()
+    ALONE = auto()
+    NOTHING = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +75,8 @@ class AnswerRow:
 
     @property
     def winner(self) -> str:
-        """As `winner_text`, or 'not measured: time ran out'."""
-        return f"not measured: {self.why_none}" if self.ranking is None else winner_text(self.ranking)
+        """As `winner_text`, or 'not measured': the sentence has the reason."""
+        return "not measured" if self.ranking is None else winner_text(self.ranking)
 
     @property
     def fastest(self) -> Row | None:
@@ -75,31 +88,34 @@ class AnswerRow:
 class Answer:
     """All lines of an answer, by workload and then along the axis."""
 
-    axis: str
+    axis: Axis
     rows: tuple[AnswerRow, ...]
 
     @property
     def sentence(self) -> str:
-        """The answer as text: the winners along the axis, and the places at which full attention is faster."""
+        """The answer as text: in the first line who is fastest where, then in one line where full attention is faster.
+
+        Several workloads have such lines each, and only counts if they are more than MAX_WORKLOADS.
+        """
         if not self.rows:
             return "Nothing was measured."
         by_workload = [list(rows) for _, rows in groupby(self.rows, key=lambda row: row.workload)]
         if len(by_workload) > MAX_WORKLOADS:
-            counts = Counter(row.winner.partition(":")[0] for row in self.rows).most_common()
-            won = f"Fastest in {len(self.rows)} workloads: {', '.join(f'{name} {count}' for name, count in counts)}."
-            return " ".join([won, *_dense_counts(self.rows)])
-        parts = [
-            part
+            return "\n".join(_counts(self.rows))
+        return "\n".join(
+            line
             for rows in by_workload
-            for part in _sentences(rows, rows[0].workload if len(by_workload) > 1 else "", self.axis)
-        ]
-        if any(_is_undecided(row.versus_one) for row in self.rows):
-            parts.append(f"{ABOUT}: no difference from one device is proven or probable.")
-        return " ".join(parts)
+            for line in _lines(rows, rows[0].workload if len(by_workload) > 1 else "", self.axis)
+        )
 
     def table(self) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], frozenset[str]]:
-        """Column names, cells, and the columns of numbers; columns without information are omitted."""
-        columns = (Column(name=self.axis, cell=lambda row: row.at, spare=None), *ANSWER_COLUMNS)
+        """Column names, cells, and the columns of numbers; columns without information are omitted.
+
+        No cells if nothing was measured: the sentence says why.
+        """
+        if not any(row.ranking for row in self.rows):
+            return (), (), frozenset()
+        columns = (Column(name=self.axis.name, cell=lambda row: row.at, spare=None), *ANSWER_COLUMNS)
         texts = {column.name: [column.value_text(row) for row in self.rows] for column in columns}
         shown = [column for column in columns if column.spare is None or not set(texts[column.name]) <= SAYS_NOTHING]
         if set(texts["batch"]) == {"1"}:
@@ -126,14 +142,23 @@ ANSWER_COLUMNS = (
 )
 
 
-def winner_text(ranking: Ranking) -> str:
-    """'fused', 'probably fused', 'only fused' or 'tie: fused, strided'."""
-    name = row_name(ranking.fastest)
+def decided(ranking: Ranking | None) -> Decided:
+    """What the ranking of one place decides; WON is proven or probable."""
+    if ranking is None:
+        return Decided.NOTHING
     if len(ranking.speedups) == 1:
-        return f"only {name}"
-    if ranking.probable:
-        return f"{PROBABLY} {name}"
-    return name if ranking.proven else f"tie: {', '.join(map(row_name, (ranking.fastest, *ranking.tied)))}"
+        return Decided.ALONE
+    return Decided.WON if ranking.proven or ranking.probable else Decided.TIE
+
+
+def winner_text(ranking: Ranking) -> str:
+    """'fused', 'probably fused', 'tie: fused, strided', or 'alone: fused' (no comparison)."""
+    name, kind = row_name(ranking.fastest), decided(ranking)
+    if kind is Decided.ALONE:
+        return f"alone: {name}"
+    if kind is Decided.TIE:
+        return f"tie: {', '.join(map(row_name, (ranking.fastest, *ranking.tied)))}"
+    return f"{PROBABLY} {name}" if ranking.probable else name
 
 
 def answer(record: RunRecord, axis: Axis) -> Answer:
@@ -158,7 +183,7 @@ def answer(record: RunRecord, axis: Axis) -> Answer:
     dense = [_dense_rival(table, full) for table in tables]
     rows = _against_rivals(lines, tables, dense, [alone.get(first.case.workload) for first in firsts], record.device)
     order = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-    return Answer(axis=axis.name, rows=tuple(sorted(rows, key=lambda row: (order[row.workload], row.value))))
+    return Answer(axis=axis, rows=tuple(sorted(rows, key=lambda row: (order[row.workload], row.value))))
 
 
 def _labels(firsts: Sequence[Row], values: Sequence[float], axis: Axis) -> list[str]:
@@ -253,6 +278,9 @@ def _why_none(rows: Sequence[Row]) -> str:
             # The list of skipped rows has the cause, in brackets.
             why = outcome.why.partition(" (")[0]
             unsupported.setdefault(f"{row.case.implementation} {why if len(why) <= MAX_WHY else UNSUPPORTED}")
+        elif isinstance(outcome, Skipped) and outcome.code == "budget":
+            # The reason names the budget; its end says at what stage it was used up.
+            codes.setdefault(f"{outcome.why.partition(' used up')[0]} used up")
         elif isinstance(outcome, Skipped):
             codes.setdefault(WHY_NONE.get(outcome.code, outcome.code.replace("_", " ")))
     if not codes and unsupported:
@@ -262,100 +290,94 @@ def _why_none(rows: Sequence[Row]) -> str:
     return ", ".join(codes) or "every time is impossible"
 
 
-def _sentences(rows: Sequence[AnswerRow], workload: str, axis: str) -> Iterator[str]:
-    """The sentences on the lines of one workload, in the order of the axis."""
-    texts = []
-    for (name, claim), places in _gathered(rows).items():
-        where = f"{axis} {_runs(places, rows)}"
-        if not claim and rows[places[0]].ranking is None:
-            texts.append(f"{where} {name}")
-            continue
-        timed = f" ({_of_fastest('median', rows[0])})" if len(rows) == 1 and rows[0].fastest else ""
-        probable = [place for place in places if _is_probable(rows[place])]
-        doubt = ""
-        if len(probable) == len(places):
-            claim, doubt = claim and f"is {PROBABLY} fastest", f" ({HOW_TO_PROVE})"
-        elif probable:
-            doubt = f", {PROBABLY} at {_runs(probable, rows)} ({HOW_TO_PROVE})"
-        texts.append(f"{' '.join(filter(None, (name, claim)))} at {where}{timed}{doubt if probable else ''}")
-    yield f"{workload}: {'; '.join(texts)}." if workload else f"{'; '.join(texts)}."
-    dense = next((row.dense for row in rows if row.dense), None)
-    sides = [
-        f"{side} at {axis} {_runs(places, rows)}"
-        for side, faster in (("faster", "candidate"), ("slower", "baseline"))
-        if (places := [at for at, row in enumerate(rows) if row.versus_dense and row.versus_dense.faster == faster])
-    ]
-    if dense and sides:
-        separately = any(row.versus_dense.faster and not row.versus_dense.proven for row in rows if row.versus_dense)
-        is_, why = (f"is {PROBABLY}", f" ({SEPARATELY})") if separately else ("is", "")
-        yield f"Full attention ({row_name(dense)}), another function, {is_} {' and '.join(sides)}{why}."
-    if short := _in_short(rows, axis):
-        yield short
-    if any(_is_undecided(row.versus_dense) for row in rows):
-        yield f"{ABOUT}: no difference from full attention is proven or probable."
+def _lines(rows: Sequence[AnswerRow], workload: str, axis: Axis) -> Iterator[str]:
+    """The lines on one workload: the decision, and full attention if it was measured. `rows`: along the axis."""
+    parts = list(_decisions(rows, axis))
+    text = "; ".join(parts)
+    yield f"{workload}: {text}." if workload else f"{text[0].upper()}{text[1:]}."
+    if line := _versus_line(rows, axis, [row.versus_dense for row in rows]):
+        dense = next(row_name(row.dense) for row in rows if row.dense)
+        yield f"Full attention ({dense}), another function: {line}."
+    if line := _versus_line(rows, axis, [row.versus_one for row in rows]):
+        yield f"One device: {line}."
 
 
-def _dense_counts(rows: Sequence[AnswerRow]) -> Iterator[str]:
-    """In how many workloads full attention is slower than the fastest, and in how many faster."""
+def _decisions(rows: Sequence[AnswerRow], axis: Axis) -> Iterator[str]:
+    """For each group of places with one result: who is fastest there, or why that is not known."""
+    fastest = "fastest "
+    timed = f" ({_of_fastest('median', rows[0])})" if len(rows) == 1 and rows[0].fastest else ""
+    for (kind, name), places in sorted(_gathered(rows).items(), key=lambda entry: entry[0][0]):
+        where = axis.where(_places(places, rows))
+        if kind is Decided.WON:
+            probable = [place for place in places if (ranking := rows[place].ranking) and ranking.probable]
+            doubt = ""
+            if probable:
+                at = "" if len(probable) == len(places) else f" {axis.where(_places(probable, rows))}"
+                doubt = f" ({PROBABLY}{at}: {HOW_TO_PROVE})"
+            yield f"{fastest}{where}: {name}{timed}{doubt}"
+            fastest = ""
+        elif kind is Decided.TIE:
+            yield f"no difference proven {where} between {name}{timed}"
+        elif kind is Decided.ALONE:
+            yield f"only {name} was measured {where}{timed}: no comparison"
+        else:
+            yield f"not measured {where}: {name}"
+
+
+def _gathered(rows: Sequence[AnswerRow]) -> dict[tuple[Decided, str], list[int]]:
+    """The places on the axis by what is decided and by name."""
+    groups: dict[tuple[Decided, str], list[int]] = {}
+    for place, row in enumerate(rows):
+        kind, name = decided(row.ranking), row.why_none
+        if row.ranking is not None:
+            tied = row.ranking.tied if kind is Decided.TIE else ()
+            name = listed([row_name(row.ranking.fastest), *map(row_name, tied)], "and")
+        groups.setdefault((kind, name), []).append(place)
+    return groups
+
+
+def _versus_line(rows: Sequence[AnswerRow], axis: Axis, views: Sequence[PairView | None]) -> str | None:
+    """Where the rivals of the views are faster and slower than the fastest row; None without a view."""
+    sides = {"faster": "candidate", "slower": "baseline", "no difference proven": None}
+    parts = []
+    for word, side in sides.items():
+        places = [place for place, view in enumerate(views) if view is not None and view.faster == side]
+        if places:
+            parts.append(f"{word} {axis.where(_places(places, rows))}")
+    if not parts:
+        return None
+    separately = any(view is not None and view.faster and not view.proven for view in views)
+    return "; ".join(parts) + (f" ({SEPARATELY})" if separately else "")
+
+
+def _counts(rows: Sequence[AnswerRow]) -> Iterator[str]:
+    """How many workloads each implementation is fastest in; in how many full attention is faster and slower."""
+    kinds = [decided(row.ranking) for row in rows]
+    won_by = (row.fastest for row, kind in zip(rows, kinds, strict=True) if kind is Decided.WON)
+    names = Counter(map(row_name, filter(None, won_by)))
+    won = ", ".join(f"{name} in {count}" for name, count in names.most_common())
+    undecided = {
+        Decided.TIE: "no difference proven",
+        Decided.ALONE: "no comparison (one was measured)",
+        Decided.NOTHING: "none measured",
+    }
+    parts = [f"{words} in {kinds.count(kind)}" for kind, words in undecided.items() if kind in kinds]
+    yield f"{len(rows)} workloads: {'; '.join([f'fastest {won}'] * bool(won) + parts)}."
     views = [row.versus_dense for row in rows if row.versus_dense]
     counts = Counter("slower" if view.faster == "baseline" else "faster" for view in views if view.faster)
     if counts:
         sides = " and ".join(f"{side} in {counts[side]}" for side in ("slower", "faster") if counts[side])
-        doubt = f"{PROBABLY} " if any(view.faster and not view.proven for view in views) else ""
-        yield f"Full attention, another function, is {doubt}{sides} of the {len(views)} where it was measured."
+        doubt = f" ({SEPARATELY})" if any(view.faster and not view.proven for view in views) else ""
+        yield f"Full attention, another function: {sides} of the {len(views)} where it was measured{doubt}."
 
 
-def _in_short(rows: Sequence[AnswerRow], axis: str) -> str | None:
-    """Return the recommendation per place, full attention included: 'In short: dense up to length 4K, fused from length
-    8K on.'
-
-    None unless every place has a choice, the choices differ, and each covers one range. The text says "probably" if
-    full attention was measured separately.
-    """
-    names = [row_name(choice) if choice else None for choice in map(_choice, rows)]
-    runs = [
-        (name, [place for place, _ in group]) for name, group in groupby(enumerate(names), key=lambda entry: entry[1])
-    ]
-    if None in names or len(runs) < 2 or len(runs) != len(set(names)):
-        return None
-    texts = [f"{name} at {axis} {_runs(places, rows)}" for name, places in runs]
-    texts[0] = f"{runs[0][0]} up to {axis} {rows[runs[0][1][-1]].at}"
-    texts[-1] = f"{runs[-1][0]} from {axis} {rows[runs[-1][1][0]].at} on"
-    separately = any(row.versus_dense and not row.versus_dense.proven for row in rows)
-    return f"In short{f', {PROBABLY}' if separately else ''}: {', '.join(texts)}."
-
-
-def _choice(row: AnswerRow) -> Row | None:
-    """The fastest row, full attention included; None if it is neither proven nor, for full attention, probable."""
-    if row.ranking is None or _is_undecided(row.versus_dense):
-        return None
-    if row.versus_dense is not None and row.versus_dense.faster == "candidate":
-        return row.dense
-    return row.fastest if row.ranking.proven or len(row.ranking.speedups) == 1 else None
-
-
-def _gathered(rows: Sequence[AnswerRow]) -> dict[tuple[str, str], list[int]]:
-    """The places on the axis by name and claim; tied or single rows have an empty claim."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for place, row in enumerate(rows):
-        claimed = row.ranking and (row.ranking.proven or _is_probable(row))
-        key = (row_name(row.ranking.fastest), "is fastest") if row.ranking and claimed else (row.winner, "")
-        found.setdefault(key, []).append(place)
-    return found
-
-
-def _is_probable(row: AnswerRow) -> bool:
-    return row.ranking is not None and row.ranking.probable
-
-
-def _runs(places: Sequence[int], rows: Sequence[AnswerRow]) -> str:
-    """Places on the axis, neighbours together: '512 to 4K, 16K'."""
-    texts = []
+def _places(places: Sequence[int], rows: Sequence[AnswerRow]) -> str:
+    """Places on the axis, more than three neighbours as a range: '1K, 4K and 16K', '512 to 4K and 16K'."""
+    texts: list[str] = []
     for _, group in groupby(enumerate(places), key=lambda entry: entry[1] - entry[0]):
-        run = [place for _, place in group]
-        ends = rows[run[0]].at, rows[run[-1]].at
-        texts.append(ends[0] if len(run) == 1 else ", ".join(ends) if len(run) == 2 else " to ".join(ends))
-    return ", ".join(texts)
+        at = [rows[place].at for _, place in group]
+        texts += at if len(at) <= MOST_PLACES else [f"{at[0]} to {at[-1]}"]
+    return listed(texts, "and")
 
 
 def _of_fastest(name: str, row: AnswerRow) -> str | None:

@@ -7,9 +7,10 @@ a speed-up exists only inside a section, against the plain method or else the se
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
+from types import MappingProxyType
 
 from dilabench.comparison.view import Ranking, lengths_without_rows, locate_rows, rankings, view_of
 from dilabench.machine import device_named
@@ -38,6 +39,8 @@ FOOTNOTES = {
     "all vs": "a built-in: every row was compared with this implementation, of which the oracle had confirmed "
     "sampled rows",
 }
+# What a call receives, in words, if it is not q, k, v.
+MODULES: Mapping[str, str] = MappingProxyType({"embeddings": "whole modules"})
 UNVERIFIED: frozenset[FailureCode] = frozenset({"wrong_output", "backend_not_proven"})
 
 
@@ -148,7 +151,7 @@ def _section_title(row: Row) -> str | None:
     if row.planned.role == "yardstick":
         return f"yardstick: {row.case.workload.pattern.label()}, another function of the same shape"
     takes = row.planned.takes
-    return None if takes == "heads" else f"takes {takes}: not comparable with the rows above"
+    return None if takes == "heads" else f"{MODULES.get(takes, takes)}: not comparable with the rows above"
 
 
 def _section(title: str | None, rows: Sequence[Row], ranking: Ranking | None) -> Section:
@@ -186,9 +189,12 @@ def headline(record: RunRecord) -> str:
     """How many rows ended how, in one sentence."""
     statuses = Counter(row.outcome.status for row in record.rows)
     wrong = sum(isinstance(row.outcome, Failed) and row.outcome.code in UNVERIFIED for row in record.rows)
-    parts = [f"{statuses['measured']} of {counted(len(record.rows), 'row')} verified and measured"]
-    if statuses["skipped"]:
-        parts.append(f"{statuses['skipped']} skipped")
+    idle = sum(row.planned.skip is not None for row in record.rows)
+    parts = [f"{statuses['measured']} of {counted(len(record.rows) - idle, 'row')} verified and measured"]
+    if statuses["skipped"] > idle:
+        parts.append(f"{statuses['skipped'] - idle} skipped")
+    if idle:
+        parts.append(f"{idle} more could not run")
     late = sum(isinstance(row.outcome, Failed) and row.outcome.code == "verification_timeout" for row in record.rows)
     if statuses["failed"]:
         unproven = [f"{wrong} did not pass verification"] * bool(wrong)
@@ -259,7 +265,6 @@ class NoteGroup:
     `brief`: one line for all of them. `severe`: the times of these rows cannot be true.
     """
 
-    kind: str
     meaning: str
     texts: tuple[str, ...]
     hint: str | None
@@ -267,10 +272,10 @@ class NoteGroup:
 
     @property
     def brief(self) -> str:
-        """The note itself if it is the only one, else the meaning of its kind and the number of rows."""
+        """The note itself if it is the only one, else the number of rows and the meaning of its kind."""
         if len(self.texts) == 1:
             return self.texts[0]
-        return f"{self.kind} ({len(self.texts)} rows): {self.meaning}" + (f"; {self.hint}" if self.hint else "")
+        return f"{len(self.texts)} rows: {self.meaning}" + (f"; {self.hint}" if self.hint else "")
 
 
 def note_groups(record: RunRecord) -> tuple[NoteGroup, ...]:
@@ -282,7 +287,6 @@ def note_groups(record: RunRecord) -> tuple[NoteGroup, ...]:
             found.setdefault(note.code, []).append((note, text))
     groups = [
         NoteGroup(
-            kind=code.replace("_", "-"),
             meaning=NOTES[code].meaning if code in NOTES else notes[0][0].message,
             texts=tuple(text for _, text in notes),
             hint=hints.pop() if len(hints := {note.hint for note, _ in notes}) == 1 else None,

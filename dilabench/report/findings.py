@@ -145,6 +145,7 @@ Plot = CurvePlot | BarPlot | MaskPlot
 class Section(_Checked):
     """One finding: the sentence that a reader needs, the figures behind it, and plots.
 
+    Each line of `sentence` stays a line in every report; the first one should say it all.
     `rows` hold a text per column; columns in `numeric` are aligned to the right. `answers`: it is the answer to the
     suite's question, which begins and ends a report; without one, the fastest along the suite's axis is the answer.
     `headed`: the first column is the heading of the rows below it (`tables`). `spare`: columns that a narrow terminal

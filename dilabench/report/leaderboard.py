@@ -1,21 +1,23 @@
 """Leaderboards: from any number of records, one board per device and family of workloads.
 
-Only rows that passed verification and whose time may be quoted are on it. Places are given by the rule that `compare`
+Only rows that passed verification and whose time may be quoted are on it, and whose implementation there still is.
+Places are given by the rule that `compare`
 decides with: rows share one if no difference is proven. That needs interleaved rows, so each run is ranked separately,
 even if two runs measured the same workload.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dilabench.comparison.view import is_quotable, measured_view, rank
 from dilabench.machine import device_named
+from dilabench.plugins.manager import discover
 from dilabench.record import Row, RunRecord
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name
-from dilabench.report.content import environment_rows, reproduce_command, workload_tables
+from dilabench.report.content import MODULES, environment_rows, reproduce_command, workload_tables
 from dilabench.report.html.commands import quoted, row_command
 from dilabench.report.html.page import page
 from dilabench.version import __version__
@@ -60,16 +62,22 @@ class Contest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Board:
-    """All contests of one family on one device: by shape, the newest run first."""
+    """The contests of one family on one device by shape: the newest run of each workload, and `older` ones."""
 
     device: str
     family: str
     contests: tuple[Contest, ...]
+    older: tuple[Contest, ...] = ()
 
     @property
     def lines(self) -> Iterator[BoardLine]:
-        """A line per entry, in order."""
-        return (BoardLine(contest, entry) for contest in self.contests for entry in contest.entries)
+        """A line per entry of the newest runs, in order."""
+        return _board_lines(self.contests)
+
+    @property
+    def older_lines(self) -> Iterator[BoardLine]:
+        """A line per entry of older runs of the same workloads, in order."""
+        return _board_lines(self.older)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +86,10 @@ class BoardLine:
 
     contest: Contest
     entry: Entry
+
+
+def _board_lines(contests: Sequence[Contest]) -> Iterator[BoardLine]:
+    return (BoardLine(contest, entry) for contest in contests for entry in contest.entries)
 
 
 BOARD_COLUMNS = (
@@ -118,11 +130,12 @@ class Leaderboard:
 
 
 def leaderboard(records: Sequence[RunRecord]) -> Leaderboard:
-    """The boards of all records; runs without a row to quote are not named."""
+    """The boards of all records, that of the newest run first; runs without a row on a board are not named."""
     found: dict[tuple[str, str], list[tuple[tuple[Any, ...], Contest]]] = {}
     named: dict[str, RunRecord] = {}
+    known = discover().catalogue.implementations.names
     for record in sorted(records, key=lambda record_: record_.started_at, reverse=True):
-        for rows in _ranked_together(record):
+        for rows in _ranked_together(record, known):
             named[record.run_id] = record
             case = rows[0].case
             shape = case.workload.mode, case.world_size, case.workload.dtype, case.workload.seq_len, case.group_id
@@ -130,16 +143,15 @@ def leaderboard(records: Sequence[RunRecord]) -> Leaderboard:
                 workload=_shape_text(rows[0]), run_id=record.run_id, entries=tuple(_entries(rows, record))
             )
             board = device_name(record), family_text(case.workload)
-            found.setdefault(board, []).append((shape, contest))
-    boards = [
-        # Sorting is stable: of one shape the newest run stays first.
-        Board(
-            device=device,
-            family=family,
-            contests=tuple(board for _, board in sorted(listed, key=lambda entry: entry[0])),
-        )
-        for (device, family), listed in sorted(found.items())
-    ]
+            found.setdefault(board, []).append(((*shape, contest.workload), contest))
+    boards = []
+    for (device, family), listed in found.items():
+        # Of one shape the newest run comes first; sorting is stable.
+        ordered = sorted(listed, key=lambda entry: entry[0])
+        newest = dict(reversed(ordered))
+        older = tuple(contest for shape, contest in ordered if contest is not newest[shape])
+        contests = tuple(contest for shape, contest in ordered if contest is newest[shape])
+        boards.append(Board(device=device, family=family, contests=contests, older=older))
     return Leaderboard(boards=tuple(boards), runs=tuple(map(_run, named.values())))
 
 
@@ -177,14 +189,20 @@ def _shape_text(row: Row) -> str:
     """The fields outside the family: shape, dtype, mode, devices, and the inputs of a call unless they are q, k, v."""
     case, takes = row.case, row.planned.takes
     world = f" · {case.world_size} devices" if case.world_size > 1 else ""
-    return f"{case.workload.label()} · {case.workload.mode}{world}" + ("" if takes == "heads" else f" · takes {takes}")
+    return f"{case.workload.label()} · {case.workload.mode}{world}" + (
+        "" if takes == "heads" else f" · {MODULES.get(takes, takes)}"
+    )
 
 
-def _ranked_together(record: RunRecord) -> Iterator[list[Row]]:
-    """Rows that compute one function of the same inputs, so without unranked references."""
+def _ranked_together(record: RunRecord, known: Container[str]) -> Iterator[list[Row]]:
+    """Rows that compute one function of the same inputs, so without unranked references.
+
+    `known`: the implementations that there are; a plug-in's need not be installed here.
+    """
     for table in workload_tables(record):
         for section in table.sections:
-            rows = [line.row for line in section.rows if is_quotable(line.row)]
+            quotable = [line.row for line in section.rows if is_quotable(line.row)]
+            rows = [row for row in quotable if row.planned.source or row.case.implementation in known]
             if rows and rows[0].planned.role != "yardstick":
                 yield rows
 

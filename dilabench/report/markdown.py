@@ -95,7 +95,9 @@ def tables_lines(record: RunRecord, columns: Sequence[Column]) -> Iterator[str]:
 
 def finding_lines(finding: Finding, folder: Path | None = None, heading: str = "##") -> Iterator[str]:
     """Heading, sentence and table of a finding, and its plots if they are in the folder."""
-    yield from ("", f"{heading} {escaped(finding.title)}", "", escaped(finding.sentence))
+    yield from ("", f"{heading} {escaped(finding.title)}")
+    for line in finding.sentence.splitlines():
+        yield from ("", escaped(line))
     for title, columns, rows in finding.tables() if finding.rows else ():
         rules = ["---:" if name in finding.numeric else "---" for name in columns]
         yield from ("", f"{escaped(title)}:", "") if title else ("",)

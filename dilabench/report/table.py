@@ -1,6 +1,8 @@
 """The terminal report: findings, a table per workload, rows without a time and why, notes, and last the answer."""
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dilabench.plugins.boundary import standard_output
+from dilabench.plugins.manager import discover
 from dilabench.record import RunRecord
 from dilabench.report.columns import Column, chosen_columns, spared
 from dilabench.report.content import (
@@ -25,10 +28,13 @@ from dilabench.report.content import (
     workload_tables,
 )
 from dilabench.report.findings import Section as Finding
+from dilabench.report.findings import sections_of
 from dilabench.report.grid import grid, text_console
 from dilabench.units import counted, output_width
 
 PIPED_WIDTH = 120
+# Of a record that is printed.
+BRIEF_WIDTH, BRIEF_LINES = 120, 10
 # More tables are omitted, more rows with the same reason are counted, longer reasons are truncated.
 MAX_TABLES = 6
 MAX_TOLD = 3
@@ -62,7 +68,8 @@ def to_text(
 ) -> str:
     """The report for a terminal of `width` columns, which ends with the answer.
 
-    Without `details` most tables are omitted, and notes shared by many rows are printed once. `columns`: of the tables.
+    Without `details` most tables and all skipped rows are omitted, and notes and reasons of many rows are printed
+    once. `columns`: of the tables.
     """
     console, out = text_console(width, colour)
     wanted = chosen_columns(columns)
@@ -71,6 +78,9 @@ def to_text(
     for finding in sections:
         if not finding.answers and (finding.rows or not finding.plots):
             _print_finding(console, finding)
+    if not details:
+        # Skipped rows are listed below with their reasons; as lines of a table they are dashes.
+        tables = tuple(filter(None, map(_without_skipped, tables)))
     if details or columns or len(tables) <= MAX_TABLES:
         shown = {column.name for table in tables for column in _print_table(console, table, wanted)}
         if notes := footnotes(tables, [column for column in wanted if column.name in shown]):
@@ -90,6 +100,33 @@ def to_text(
     console.print()
     console.print(Text(headline(record)))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def in_brief(record: RunRecord) -> str:
+    """What `print(record)` shows: ten lines with the answer, what fits of its table, and how many rows ended how."""
+    console, out = text_console(BRIEF_WIDTH, colour=False)
+    for finding in sections_of(record, discover().catalogue, plots=False):
+        if finding.answers:
+            console.print(Text(finding.sentence))
+            for _, columns, rows in finding.tables() if finding.rows else ():
+                console.print(grid(columns, rows, finding.numeric, console.width, finding.spare))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    end = textwrap.wrap(headline(record), BRIEF_WIDTH)
+    most = BRIEF_LINES - len(end)
+    if len(lines) > most:
+        omitted = counted(len(lines) - most + 1, "more line")
+        lines[most - 1 :] = [f"… {omitted}: `dilabench report {record.run_id}`"]
+    return "\n".join([*lines, *end])
+
+
+def _without_skipped(table: WorkloadTable) -> WorkloadTable | None:
+    """The table without skipped rows and sections of such; None if no row is left."""
+    sections = [
+        replace(section, rows=tuple(row for row in section.rows if row.status != "skipped"))
+        for section in table.sections
+    ]
+    kept = tuple(section for section in sections if section.rows)
+    return replace(table, sections=kept) if kept else None
 
 
 def _print_table(console: Console, table: WorkloadTable, wanted: Sequence[Column]) -> list[Column]:

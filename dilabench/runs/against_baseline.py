@@ -159,7 +159,8 @@ class Check:
         from dilabench.plugins.manager import discover
         from dilabench.runs.remeasure import Remeasure
 
-        again = Remeasure(discover(self.strict_plugins), self.baseline[-1], self.output, self.store, self.progress)
+        found, like = discover(self.strict_plugins), self.baseline[-1]
+        again = Remeasure(found, like, self.output, self.store, self.progress, self.budget_s)
         planned = self.budget.groups_of(ids)
         refuse_other_machine(self.baseline, [again.here()], EnvironmentNotReady)
         self.tell(f"measuring {len(planned)} of {len(self.cases)} cases in {counted(count, 'fresh session')}")

@@ -18,7 +18,16 @@ from dilabench.engine.device.environment import snapshot
 from dilabench.engine.progress import Progress
 from dilabench.engine.runner import FollowUp, Project
 from dilabench.engine.runner import run as run_cases
-from dilabench.errors import DilabenchError, EnvironmentNotReady, ExitCode, PluginError, encodable, exit_code_for
+from dilabench.errors import (
+    DilabenchError,
+    EnvironmentNotReady,
+    ExitCode,
+    NothingToMeasure,
+    PluginError,
+    encodable,
+    exit_code_for,
+    listed,
+)
 from dilabench.machine import Machine
 from dilabench.patterns.mask_files import with_kept_files
 from dilabench.plugins.boundary import answered
@@ -31,7 +40,8 @@ from dilabench.request import RunRequest
 from dilabench.runs.resume import resumed_header
 from dilabench.store.archive import Archive
 from dilabench.store.run_files import RECORD_NAME, RunFolder, completed_rows, read_record
-from dilabench.suites.planner import RunPlan, more_cases_of
+from dilabench.suites.planner import Planner, RunPlan, more_cases_of
+from dilabench.units import counted
 from dilabench.version import __version__
 
 if TYPE_CHECKING:
@@ -39,6 +49,8 @@ if TYPE_CHECKING:
 
 # In addition to the record, which the folder itself writes.
 ALWAYS_WRITTEN = ("plots", "markdown", "html")
+# More reasons why nothing can run are counted.
+MOST_REASONS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +77,9 @@ class Execution:
     ) -> "Execution":
         """A new run, in a new folder under `output`, named after its suite or `name`.
 
-        argv: the command line of the same request, sys.argv by default.
+        argv: the command line of the same request, sys.argv by default. Raises NothingToMeasure if no case can run.
         """
+        refuse_idle_run(plan.planned, plan.planner())
         header = new_header(plan.found, plan.machine, plan.request, argv)
         folder = RunFolder.create(output, name or plan.request.suite, header.run_id)
         return cls(plan=plan, header=header, folder=folder, nodes=nodes)
@@ -179,6 +192,37 @@ class Reports:
             why = f"reporter {reporter.name!r} changed {RECORD_NAME}, which was put back"
             self.catalogue.blame(PluginError(why, plugin))
         return text
+
+
+def refuse_idle_run(planned: Sequence[PlannedCase], planner: Planner) -> None:
+    """Raise NothingToMeasure if every planned case has a reason against it. A shard may be empty: others measure."""
+    reasons: dict[str, dict[str, None]] = {}
+    for case in planned:
+        if case.skip is None:
+            return
+        for why in case.skip.why.split("; "):
+            reasons.setdefault(why, {}).setdefault(case.case.implementation)
+    if reasons and not planner.request.shard:
+        needs = [f"{listed(list(names), 'and')}: {why}" for why, names in reasons.items()]
+        more = f"; and {counted(len(needs) - MOST_REASONS, 'other reason')}" if needs[MOST_REASONS:] else ""
+        none = "the only row cannot" if len(planned) == 1 else f"none of the {len(planned)} rows can"
+        raise NothingToMeasure(
+            f"{none} run on this {planner.machine.device}: {'; '.join(needs[:MOST_REASONS])}{more}; "
+            f"{_what_runs(planned, planner)}"
+        )
+
+
+def _what_runs(planned: Sequence[PlannedCase], planner: Planner) -> str:
+    """The way out: where the needs are listed, and which implementations would run the same workloads here."""
+    workloads = list(dict.fromkeys(filter(None, (case.requested_workload for case in planned))))
+    names = planner.on_one_device(*dict.fromkeys(workload.pattern for workload in workloads))
+    able = [
+        implementation.name
+        for implementation in map(planner.catalogue.implementations.get, names)
+        if any(case.skip is None for workload in workloads for case in planner.plan(implementation, workload))
+    ]
+    runs = f"; -i {','.join(able)} would run here" if able else ""
+    return f"`dilabench list implementations --why` shows what each needs{runs}"
 
 
 def new_header(found: Found, machine: Machine, request: RunRequest, argv: Sequence[str] | None = None) -> RunHeader:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from dilabench.engine.progress import Progress
 from dilabench.engine.runner import run as run_cases
-from dilabench.errors import ConfigError
+from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine, detect
 from dilabench.plugins.manager import Found
 from dilabench.record import PlannedCase, RunHeader, RunRecord, Skipped
+from dilabench.report.content import device_text
 from dilabench.request import RunRequest
 from dilabench.runs.execution import new_header
 from dilabench.store.lookup import Store
@@ -25,7 +26,8 @@ class Remeasure:
     """Runs the cases of an earlier record: the same request, the same seed and so the same inputs.
 
     Every session is a separate run in a separate folder, and is stored if `store` is not None. `progress` shows the
-    progress of a session.
+    progress of a session. `budget_s`: the time limit of a session, so that a reason for a missing row names the budget
+    given now; the record's by default. Raises EnvironmentNotReady if this machine lacks the record's device.
     """
 
     found: Found
@@ -33,12 +35,21 @@ class Remeasure:
     output: Path
     store: Store | None
     progress: Callable[[], AbstractContextManager[Progress]]
+    budget_s: float | None = None
     machine: Machine = field(init=False)
     request: RunRequest = field(init=False)
 
     def __post_init__(self) -> None:
-        self.machine = detect(self.like.device.partition(":")[0])
-        self.request = validated(RunRequest, {**self.like.config, "suite": self.like.suite})
+        device = self.like.device.partition(":")[0]
+        try:
+            self.machine = detect(device)
+        except EnvironmentNotReady:
+            raise EnvironmentNotReady(
+                f"the baseline is from {device_text(self.like)}, this is a {detect().device.upper()}; measure on that "
+                "machine, or make a baseline here (`dilabench run`, then `dilabench baseline save NAME`)"
+            ) from None
+        limit = {} if self.budget_s is None else {"budget_s": self.budget_s}
+        self.request = validated(RunRequest, {**self.like.config, "suite": self.like.suite, **limit})
 
     def here(self) -> RunRecord:
         """An empty record of this machine, for a look at its fingerprint before anything is measured."""

@@ -1,5 +1,6 @@
 """Find the run that a text names: a file or folder, a baseline, 'latest', or the id of a stored run. No torch."""
 
+import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -64,10 +65,18 @@ class Store:
         if names:
             shown = ", ".join(names[:5])
             raise ConfigError(f"{text!r} fits {len(names)} stored runs ({shown}); write more of the id")
-        known = ", ".join(sorted(self.baselines.all())) or "none"
+        if not self.archive.newest():
+            named = "" if text == "latest" else f", then `dilabench baseline save {text}` gives it this name"
+            raise ConfigError(
+                f"{text!r} is no file, and no run is stored in {str(self.root)!r}; `dilabench run quick` makes "
+                f"one{named}"
+            )
+        near = difflib.get_close_matches(text, baselines, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        known = ", ".join(sorted(baselines)) or "none"
         raise ConfigError(
             f"{text!r} is neither a file, nor a baseline (known: {known}), nor a run of the store {str(self.root)!r}; "
-            "see `dilabench history` and `dilabench baseline list`"
+            f"{hint}see `dilabench history` and `dilabench baseline list`"
         )
 
     def runs_of(self, texts: Sequence[str]) -> list[str]:

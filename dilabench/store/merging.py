@@ -55,7 +55,7 @@ def merged(records: Sequence[RunRecord], names: Sequence[str]) -> RunRecord:
     Raises ConfigError for one record, records that are no shards or do not belong together, shards that overlap or
     miss, and what `refuse_unsound` refuses.
     """
-    if len(records) < 2:
+    if len(records) < 2 and not any(shard_of(record.config) for record in records):
         raise ConfigError("one run is given; name all shards of a run (`run --shard 1/2`)")
     refuse_unsound(records, names)
     for record, name in zip(records, names, strict=True):
@@ -120,8 +120,9 @@ def _whole_set(records: Sequence[RunRecord], names: Sequence[str]) -> list[Shard
         raise ConfigError(f"{listed(same, 'and')} are both shard {twice[0]}/{counts[0]}; leave one of them out")
     missing = sorted(set(range(1, counts[0] + 1)) - {index for index, _ in present})
     if missing:
-        wanted = listed([f"{index}/{counts[0]}" for index in missing], "and")
-        raise ConfigError(f"shard {wanted} missing: run it with --shard {missing[0]}/{counts[0]}, then merge all")
+        wanted = f"{listed(list(map(str, missing)), 'and')} of {counts[0]}"
+        lacking = f"shard {wanted} is missing" if len(missing) == 1 else f"shards {wanted} are missing"
+        raise ConfigError(f"{lacking}: run it with --shard {missing[0]}/{counts[0]}, then merge all")
     return present
 
 

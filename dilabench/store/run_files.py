@@ -155,6 +155,11 @@ def folder_of_run(text: str, base: Path) -> Path:
     folders = (path.parent for path in base.glob(f"*/{ROWS_NAME}"))
     runs = sorted(folders, key=lambda folder: (is_past(folder.name), folder.name))
     matching = runs if text == "latest" else [path for path in runs if path.name.endswith(f"-{text}")]
+    if not runs:
+        raise ConfigError(
+            f"run {text!r} does not exist, and {str(base)!r} has no runs; `dilabench run quick` makes one there; for a "
+            "run elsewhere name its folder"
+        )
     if not matching:
         raise ConfigError(
             f"run {text!r} does not exist, nor is it the id of one of the {len(runs)} runs in {str(base)!r}; name the "

@@ -113,8 +113,8 @@ def _answer(record: RunRecord, standings: Sequence[Standing], catalogue: Catalog
             if not (catalogue.reasons_against(way, machine) or catalogue.reasons_unasked(way, machine)):
                 preferred.setdefault(other.name)
     names = listed(sorted({standing.best.case.implementation for standing in standings}), "and")
-    more = f" {listed(list(preferred), 'and')} needs no backend: `-i auto` prefers it here." if preferred else ""
-    return replace(found, sentence=f"Among backends of {names}: {found.sentence}{more}")
+    more = f"; {listed(list(preferred), 'and')} needs no backend: `-i auto` prefers it here" if preferred else ""
+    return replace(found, sentence=f"{found.sentence}\nAmong backends of {names}{more}.")
 
 
 def _families(record: RunRecord, standings: Sequence[Standing], catalogue: Catalogue) -> Iterator[Section]:

@@ -58,3 +58,30 @@ def test_a_run_without_times_is_no_baseline(cli, tmp_path, make_row, make_record
     assert result.exit_code == 2
     assert "no measured case" in result.stderr
     assert cli("baseline", "save", "main").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("skips", "status", "warning"),
+    [
+        ((), "complete", ""),
+        (("unsupported",), "complete", ""),
+        (("budget",), "complete", "run abcd has no time for 1 of 2 rows: `check` does not compare these"),
+        (("budget", "budget"), "complete", "run abcd has no time for 2 of 3 rows"),
+        ((), "interrupted", "run abcd has no time for 0 of 1 row and was interrupted"),
+    ],
+)
+def test_an_incomplete_run_is_saved_with_a_warning(cli, make_row, make_record, skips, status, warning):
+    outcomes = [Skipped(code=code, why="for a reason") for code in skips]
+    rows = [make_row(f"way{place}", outcome=outcome) for place, outcome in enumerate(outcomes)]
+    planned = [
+        row.model_copy(update={"planned": row.planned.model_copy(update={"skip": row.outcome})})
+        if row.outcome.code == "unsupported"
+        else row
+        for row in rows
+    ]
+    Archive().add(make_record([make_row(), *planned], run_id="abcd", status=status))
+    saved = cli("baseline", "save", "main")
+    assert saved.exit_code == 0
+    text = " ".join(saved.stderr.split())
+    assert warning in text
+    assert bool(warning) == ("has no time" in text)

@@ -46,7 +46,7 @@ def measured(monkeypatch, make_row, make_record):
         outcome = None
         asked: list = []  # noqa: RUF012
 
-        def __init__(self, found, like, output, store, progress):
+        def __init__(self, found, like, output, store, progress, budget_s):
             self.like = like
 
         def here(self):
@@ -251,7 +251,7 @@ def test_one_stored_session_is_enough(cli, measured, make_row, make_record, rati
 def test_no_baseline_is_ever_made_silently(cli, measured):
     result = cli("check", "--against", "main")
     assert result.exit_code == 2
-    assert "'main' is neither a file, nor a baseline" in result.stderr
+    assert "`dilabench run quick` makes one, then `dilabench baseline save main` gives it this name" in result.stderr
     assert Archive().names() == []
 
 

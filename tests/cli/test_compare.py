@@ -191,7 +191,7 @@ def test_only(cli, write, make_row, make_record):
     [
         (["one"], "name two or more, BASE first"),
         (["one", "two", "--base", "gather"], "needs --by"),
-        (["one", "two"], "'one' is neither a file"),
+        (["one", "two"], "'one' is no file, and no run is stored in"),
     ],
 )
 def test_refusals(cli, arguments, message):

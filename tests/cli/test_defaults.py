@@ -59,4 +59,4 @@ def test_a_mistake_on_the_command_line_is_not_laid_at_the_file(cli):
 def test_a_run_that_goes_on_does_so_as_it_was_asked_for(cli):
     Path("dilabench.toml").write_text("[run]\nseed = 5\n")
     result = cli("run", "quick", "--resume", "abc")
-    assert "run 'abc' does not exist, nor is it the id of one of the 0 runs in 'benchmark_results'" in result.stderr
+    assert "run 'abc' does not exist, and 'benchmark_results' has no runs" in result.stderr

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from dilabench.record import Failed, GitInfo, Skipped
+from dilabench.stats.decisions.steps import steps
 from dilabench.store.archive import Archive
 
 
@@ -153,3 +154,18 @@ def test_the_history_of_one_run_draws_nothing(cli, make_row, make_record, tmp_pa
     text = (tmp_path / "page.html").read_text()
     assert "strided" in text
     assert json.loads(text.split('id="data">')[1].split("</script>")[0])["plots"] == {}
+
+
+@pytest.mark.parametrize(("runs", "verdict"), [(1, "1 run"), (2, "2 runs"), (3, "3 runs"), (4, None), (6, None)])
+def test_a_history_too_short_for_steps_says_so_and_is_not_green(cli, make_row, make_record, tmp_path, runs, verdict):
+    for day in range(1, runs + 1):
+        Archive().add(make_record([make_row()], run_id=f"run{day}", started_at=f"2026-01-{day:02d}T00:00:00+00:00"))
+    assert cli("history", "-f", "html", "-o", "page.html").exit_code == 0
+    text = (tmp_path / "page.html").read_text()
+    banner = text[text.index('<section class="banner') : text.index("</section>")]
+    if verdict:
+        assert f"{verdict}: too few for steps." in banner
+    else:
+        assert "No step in the times of 1 case." in banner
+    assert ('class="banner "' in banner) == (verdict is None)
+    assert len(steps([float(2**point) for point in range(runs)])) == 0 or verdict is None

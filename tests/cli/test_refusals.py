@@ -1,5 +1,6 @@
 """Bad input: each ends with its exit code and a text with the value, the rule and a way out; nothing is written."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,53 @@ def test_a_bad_request_is_refused(cli, command, text):
     assert not list(Path.cwd().iterdir())
 
 
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [(command, text) for command, text in WRONG if not {"plugin", "-f"}.intersection(command.split())],
+)
+def test_with_json_a_refusal_is_an_object(cli, command, text):
+    result = cli(*command.split(), "--json")
+    assert result.exit_code == 2
+    error = json.loads(result.stdout)["error"]
+    assert (error["code"], error["name"]) == (2, "bad_request")
+    assert text in error["text"]
+    assert text in " ".join(result.stderr.split()), "for people, as ever"
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "way_out"),
+    [
+        ("run quick --device cuda", 3, "use --device cpu or auto"),
+        ("run quick -i fused --device cpu", 8, "-i gather,strided would run here"),
+        (
+            "check --against main",
+            2,
+            "`dilabench run quick` makes one, then `dilabench baseline save main` gives it this name",
+        ),
+        (
+            "compare one two",
+            2,
+            "`dilabench run quick` makes one, then `dilabench baseline save one` gives it this name",
+        ),
+        ("history nothing", 2, "`dilabench history` lists the runs"),
+        ("check", 2, "see `dilabench check --help`"),
+        ("run quick --no-such-option", 2, "see `dilabench run --help`"),
+        ("run quick --causal", 2, "write instead: --set causal=true"),
+    ],
+)
+def test_every_refusal_reaches_the_page_of_the_job_and_the_reader_of_json(
+    cli, monkeypatch, tmp_path, command, code, way_out
+):
+    monkeypatch.setattr("dilabench.machine._nvml_gpus", lambda: ())
+    page = tmp_path / "summary.md"
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(page))
+    has_page = command.partition(" ")[0] != "history"
+    result = cli(*command.split(), "--json", *(["--github-summary"] if has_page else []))
+    error = json.loads(result.stdout)["error"]
+    assert (result.exit_code, error["code"], error["way_out"]) == (code, code, way_out)
+    assert not has_page or f"### dilabench: exit code {code}\n\n```\nerror: {error['text']}\n```" in page.read_text()
+
+
 def test_cuda_by_name_without_a_gpu_is_an_environment_error(cli, monkeypatch):
     monkeypatch.setattr("dilabench.machine._nvml_gpus", lambda: ())
     result = cli("run", "quick", "--device", "cuda")
@@ -128,7 +176,7 @@ def test_json_beside_another_format_is_refused(cli, command, form):
     result = cli(*command.split(), "--json", "-f", form)
     assert result.exit_code == 2
     assert f"--json and -f {form} each say what to print; leave one out" in " ".join(result.stderr.split())
-    assert not result.stdout
+    assert json.loads(result.stdout)["error"]["way_out"] == "leave one out"
 
 
 def test_an_unexpected_error_says_where_to_report(cli, monkeypatch):

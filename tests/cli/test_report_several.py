@@ -1,8 +1,14 @@
 """`report` of several runs: what it shows, and what it refuses."""
 
 import json
+import shlex
+from pathlib import Path
+
+import pytest
 
 from dilabench.record import Verification
+from dilabench.report.leaderboard import leaderboard
+from dilabench.store.run_files import read_record
 
 
 def test_several_runs_are_ranked_and_it_refuses_what_was_edited_and_says_when_nothing_is_left(
@@ -28,3 +34,15 @@ def test_several_runs_are_ranked_and_it_refuses_what_was_edited_and_says_when_no
     assert cli("report", none, empty).exit_code == 8
     assert cli("report", good, none, "-f", "html", "-o", str(tmp_path)).exit_code == 0
     assert "strided over math" in (tmp_path / "leaderboard.html").read_text()
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "docs" / "results").glob("*.json"))[::7])
+def test_every_command_on_a_board_can_be_run(path, cli):
+    """As far as it can be known without the device."""
+    found = leaderboard([read_record(path)])
+    commands = {entry.command for board in found.boards for contest in board.contests for entry in contest.entries}
+    for command in sorted(filter(None, commands))[:5]:
+        words = shlex.split(command.replace("--device cuda", "--device cpu"))
+        assert words.pop(0) == "dilabench"
+        done = cli(*words, "--dry-run")
+        assert done.exit_code == 0, (command, done.output)

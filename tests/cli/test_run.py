@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 import dilabench
+from dilabench.plugins.manager import discover
+from dilabench.report.findings import sections_of
+from dilabench.report.markdown import escaped
 from dilabench.store.archive import Archive
 from dilabench.store.run_files import read_record
 
@@ -167,18 +170,40 @@ def test_a_suite_whose_every_part_fails_keeps_its_run(run_here, with_plugin, tmp
     assert "error: plug-in 'gone'" in strict.stderr
 
 
-def test_nothing_measured_is_exit_8(run_here, with_plugin):
-    result = run_here("quick", "-i", "nowhere", *SMALL)
+IDLE = {
+    "a module that is not installed": (("-i", "nowhere"), "nowhere: module no_such_module_at_all is not installed"),
+    "a GPU": (("-i", "fused", "--device", "cpu"), "fused: needs a CUDA GPU"),
+    "a dtype": (
+        ("-i", "gather", "-b", "sdpa-cudnn", "--dtype", "float64"),
+        "gather: backend sdpa-cudnn: dtype float64 is not supported (has bfloat16, float16)",
+    ),
+    "an optimization": (("-i", "gather", "--cuda-graph", "--device", "cpu"), "gather: cuda_graph needs a CUDA GPU"),
+}
+
+
+@pytest.mark.parametrize("form", [(), ("--plan",)], ids=["run", "plan"])
+@pytest.mark.parametrize("case", IDLE)
+def test_a_run_without_a_row_that_can_run_says_what_is_needed_and_leaves_nothing(run_here, with_plugin, case, form):
+    options, reason = IDLE[case]
+    result = run_here("quick", *options, "-o", "elsewhere", *form, *SMALL)
     assert result.exit_code == 8, result.output
-    assert "module no_such_module_at_all is not installed" in result.stdout
-    assert "verdict: NOTHING MEASURED (0 measured, 1 skipped, 0 failed; exit code 8)" in result.stdout
+    text = " ".join(result.stderr.split())
+    assert text.startswith("error: the only row cannot run on this cpu: ")
+    assert reason in text
+    assert "; `dilabench list implementations --why` shows what each needs" in text
+    assert not result.stdout
+    assert not Path("elsewhere").exists()
 
 
-def test_a_dtype_that_the_backend_lacks_is_a_skip_with_its_reason(run_here):
-    asked = ("-i", "gather", "-b", "sdpa-cudnn", "--dtype", "float64", "-o", "elsewhere")
-    assert run_here("quick", *asked, *SMALL).exit_code == 8
-    (row,) = read_record(run_folder("elsewhere")).rows
-    assert "backend sdpa-cudnn: dtype float64 is not supported (has bfloat16, float16)" in row.outcome.why
+def test_rows_that_cannot_run_are_not_expected(run_here, with_plugin):
+    """Neither by the prediction, nor by the progress, nor by the headline."""
+    planned = run_here("quick", "-i", "gather,nowhere", "--plan", *SMALL)
+    alone = run_here("quick", "-i", "gather", "--plan", *SMALL)
+    assert "not run: nowhere: module no_such_module_at_all is not installed" in planned.stdout
+    assert [line for line in planned.stdout.splitlines() if "not run" not in line] == alone.stdout.splitlines()
+    ran = run_here("quick", "-i", "gather,nowhere", "-o", "elsewhere", *SMALL)
+    assert "0 of 1 rows" in ran.stderr
+    assert "1 of 1 row verified and measured, 1 more could not run." in ran.stdout
 
 
 @pytest.mark.slow
@@ -289,3 +314,20 @@ def test_verify_says_what_is_right_and_what_is_wrong(cli, with_plugin, warm_serv
     assert "skipped nowhere: module no_such_module_at_all is not installed" in result.stdout
     assert "1 right, 1 wrong, 1 failed, 1 skipped" in result.stdout
     assert [cli("verify", name, *small).exit_code for name in ("raising", "gather", "nowhere")] == [4, 0, 8]
+
+
+def test_the_answer_of_a_resumed_run_is_of_all_its_rows(run_here):
+    """The first part has one row a length at most, which is no comparison; the second has the others."""
+    shape = ("--lengths", "96,192", "--set", "segment_lengths=40,96", "--timing", "simple", "--device", "cpu")
+    first = run_here("quick", "-i", "gather,strided", "--budget", "0.001", "-o", "here", *shape)
+    folder = run_folder("here")
+    decision = first.stdout.split("\nAnswer\n")[1].splitlines()[0]
+    assert decision.startswith(("Only ", "Not measured at "))
+    second = run_here("quick", "--resume", str(folder), "--budget", "60s")
+    answer = second.stdout.split("\nAnswer\n")[1].split("\n\n")[0]
+    assert not {"Only", "only", "Not", "used"}.intersection(answer.split()), answer
+    assert answer.startswith(("Fastest at 96 and 192: ", "Fastest at ", "No difference proven at "))
+    record = read_record(folder)
+    (section,) = [section for section in sections_of(record, discover().catalogue) if section.answers]
+    assert " ".join(answer.split()).startswith(" ".join(section.sentence.split()))
+    assert escaped(section.sentence.splitlines()[0]) in (folder / "report.md").read_text()

@@ -1,10 +1,21 @@
 """Tables on terminals of any width: nothing is ever cut off. And what is said where there is no terminal."""
 
+import io
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from dilabench.cli.run.progress_bar import CheckedLines, ProgressDisplay, ProgressLines, RunProgress, progress_shown
+from dilabench.cli.run.progress_bar import (
+    CheckedLines,
+    ProgressBar,
+    ProgressDisplay,
+    ProgressLines,
+    RunProgress,
+    bar_on,
+    progress_shown,
+)
 from dilabench.cli.terminal import note, print_table
 from dilabench.machine import Machine
 from dilabench.predict.time import case_expected_s, case_seconds
@@ -87,6 +98,23 @@ class Clock:
 
     def __call__(self):
         return self.now
+
+
+@pytest.mark.parametrize("budget_s", [None, 600.0])
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_bar_has_count_times_and_what_fits_of_the_stage(width, budget_s):
+    screen, clock = Console(file=io.StringIO(), width=width, force_terminal=True), Clock()
+    row = row_of("measured", 2**20)
+    with bar_on(screen) as bar:
+        listener = ProgressBar(RunProgress(budget_s, clock), bar)
+        listener.run_started({f"case {number}": 90.0 for number in range(120)})
+        clock.now += 10
+        listener.row_done(row)
+        listener.stage_started(row.case, "verify")
+        lines = screen.file.getvalue().splitlines()[-1].split("\r")
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", lines[-1]).rstrip()
+    assert re.match(r"[━╸╺ ]{16} +1/120 \d:\d\d:\d\d about \d+(\.\d)? (h|min) left ver", shown), shown
+    assert len(shown) <= width
 
 
 def test_a_run_in_a_pipe_says_now_and_then_how_far_it_is(capsys):

@@ -26,6 +26,7 @@ from dilabench.plugins import builtin
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Capabilities, Implementation
 from dilabench.record import Check, Failed, KernelUse, Measured, Memory, Note, Skipped, Slot, Verification
+from dilabench.units import format_seconds
 
 DENSE = Capabilities(patterns=frozenset({"dense"}))
 WALL = TimerSpec(name="wall", target="t", proves="p")
@@ -554,6 +555,16 @@ def test_least_rows_exceed_the_budget_by_as_much_again_at_most_and_say_so(measur
     verified, outcomes = measure_lengths(9.0)
     assert verified == ["best"] * 2
     assert [length for (length, _), outcome in outcomes.items() if isinstance(outcome, Measured)] == [64]
+
+
+@pytest.mark.parametrize("budget_s", [9.0, 20.0, 35.0, 60.0, 1000.0])
+def test_every_reason_of_a_budget_names_the_budget_that_was_given(measure_lengths, budget_s):
+    _, outcomes = measure_lengths(budget_s)
+    texts = [outcome.why for outcome in outcomes.values() if isinstance(outcome, Skipped)]
+    notes = [note for outcome in outcomes.values() if isinstance(outcome, Measured) for note in outcome.notes]
+    texts += [note.message for note in notes if "used up" in note.message]
+    assert all(f"budget of {format_seconds(budget_s)} used up" in text for text in texts), texts
+    assert bool(texts) == (budget_s < 1000)
 
 
 def test_references_are_measured_after_every_length_has_a_row(measure_lengths):

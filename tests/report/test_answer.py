@@ -28,7 +28,7 @@ def row(make_row):
 @pytest.fixture
 def unmeasured(make_row):
     """A row that the budget left no time for."""
-    skipped = Skipped(code="budget", why="no time")
+    skipped = Skipped(code="budget", why="budget of 5 s used up before its turn")
     return lambda name, length: make_row(name, outcome=skipped, backend=None, seq_len=length, pattern=DILATED)
 
 
@@ -54,14 +54,34 @@ def test_each_length_has_a_winner_or_says_why_none(row, unmeasured, record) -> N
         "2K": "fused",
         "4K": "tie: fused, gather",
         "8K": "probably fused",
-        "16K": "only gather",
-        "32K": "not measured: time ran out",
+        "16K": "alone: gather",
+        "32K": "not measured",
     }
     assert found.sentence == (
-        "fused is fastest at length 1K, 2K, 8K, probably at 8K (fewer than 5 rounds in common; a longer --budget "
-        "decides it); tie: fused, gather at length 4K; only gather at length 16K; length 32K not measured: "
-        "time ran out."
+        "Fastest at 1K, 2K and 8K: fused (probably at 8K: fewer than 5 rounds in common; a new run with a longer "
+        "--budget decides it); no difference proven at 4K between fused and gather; only gather was measured at 16K: "
+        "no comparison; not measured at 32K: budget of 5 s used up."
     )
+
+
+@pytest.mark.parametrize("lengths", [(1024,), (1024, 2048, 4096), (512, 1024, 2048, 4096, 8192)])
+@pytest.mark.parametrize("dense_ms", [None, 0.1, 9.0], ids=["without full attention", "faster", "slower"])
+@pytest.mark.parametrize("rivals", [0, 1, 2])
+def test_the_first_line_decides_and_recommends_nothing_that_was_not_compared(
+    row, record, lengths, dense_ms, rivals
+) -> None:
+    rows = [row("fused", 1, length) for length in lengths]
+    rows += [
+        row(f"rival{number}", 2 + number, length, turn=1 + number) for length in lengths for number in range(rivals)
+    ]
+    rows += [row("dense", dense_ms, length, turn=3, role="yardstick") for length in lengths if dense_ms]
+    found = answer(record(*rows), LENGTH)
+    decision, *more = found.sentence.splitlines()
+    assert decision.startswith("Fastest at " if rivals else "Only fused was measured at ")
+    assert decision.endswith("no comparison.") != bool(rivals)
+    # Full attention has one line, whatever it is, and there is no second summary.
+    assert [line.partition(" (")[0] for line in more] == ["Full attention"] * bool(dense_ms)
+    assert not any(line.ranking.proven for line in found.rows) or rivals
 
 
 @pytest.mark.parametrize(
@@ -127,9 +147,7 @@ def test_one_rule_decides_on_every_comparison(row, record, kind, ratio, common, 
 def test_what_was_measured_separately_is_said_to_be_only_probable(row, record) -> None:
     rows = [row("fused", 1), row("gather", 2, turn=1), row("dense", 3, role="yardstick")]
     found = answer(record(*rows), LENGTH)
-    assert found.sentence.endswith(
-        "Full attention (dense), another function, is probably slower at length 1K (measured separately)."
-    )
+    assert found.sentence.endswith("\nFull attention (dense), another function: slower at 1K (measured separately).")
     columns, lines, _ = found.table()
     assert dict(zip(columns, lines[0], strict=True))["vs dense"] == "3.00x"
 
@@ -138,7 +156,7 @@ def test_why_nothing_was_measured_is_said_in_words(make_row, record) -> None:
     needs = make_row(
         "fused", outcome=Skipped(code="unsupported", why="needs a CUDA GPU (no NVIDIA GPU is visible)"), seq_len=1024
     )
-    assert answer(record(needs), LENGTH).sentence == "length 1K not measured: fused needs a CUDA GPU."
+    assert answer(record(needs), LENGTH).sentence == "Not measured at 1K: fused needs a CUDA GPU."
 
 
 def test_what_is_not_supported_is_said_only_if_nothing_else_kept_a_time(make_row, record) -> None:
@@ -147,9 +165,9 @@ def test_what_is_not_supported_is_said_only_if_nothing_else_kept_a_time(make_row
         for name in ("flex", "gather-multihead", "native-sparse", "selected-gather")
     ]
     late = make_row("fused", outcome=Skipped(code="budget", why="budget of 35 s used up"), seq_len=1024)
-    assert answer(record(*unsupported, late), LENGTH).sentence == "length 1K not measured: time ran out."
+    assert answer(record(*unsupported, late), LENGTH).sentence == "Not measured at 1K: budget of 35 s used up."
     assert answer(record(*unsupported), LENGTH).sentence == (
-        "length 1K not measured: flex pattern of flex is not supported, gather-multihead is not supported and 2 other "
+        "Not measured at 1K: flex pattern of flex is not supported, gather-multihead is not supported and 2 other "
         "reasons."
     )
 
@@ -174,33 +192,33 @@ def test_full_attention_stands_beside_the_winner(row, record, dense_ms: float, s
         "3.0 MiB",
         "✓ all",
     )
-    told = f"Full attention (dense), another function, is {side} at length 1K."
-    assert found.sentence.endswith(told) if side else "Full attention" not in found.sentence
+    line = f"\nFull attention (dense), another function: {side or 'no difference proven'} at 1K."
+    assert found.sentence.endswith(line)
 
 
-def test_in_short_it_says_what_to_use_up_to_which_length(row, record) -> None:
+def test_full_attention_is_faster_and_slower_in_one_line(row, record) -> None:
     def at(length: int, fused: float, dense: float) -> list[Row]:
         ours = [row("fused", fused, length, turn=0), row("gather", 2 * fused, length, turn=1)]
         return [*ours, row("dense", dense, length, role="yardstick", turn=2)]
 
-    short = [*at(1024, 2, 1), *at(2048, 3, 2), *at(4096, 4, 8), *at(8192, 8, 32)]
-    in_short = "In short: dense up to length 2K, fused from length 4K on."
-    assert answer(record(*short), LENGTH).sentence.endswith(in_short)
-    # Not where one comes back, and not where a place is undecided.
-    assert "In short" not in answer(record(*short, *at(16384, 16, 8)), LENGTH).sentence
-    assert "In short" not in answer(record(*short, *at(16384, 16, 16)), LENGTH).sentence
+    rows = [*at(1024, 2, 1), *at(2048, 3, 2), *at(4096, 4, 8), *at(8192, 8, 32), *at(16384, 16, 16)]
+    assert answer(record(*rows), LENGTH).sentence == (
+        "Fastest at 1K to 16K: fused.\n"
+        "Full attention (dense), another function: faster at 1K and 2K; slower at 4K and 8K; no difference proven at "
+        "16K."
+    )
 
 
 def test_full_attention_alone_is_an_answer_too(row, record) -> None:
     found = answer(record(row("dense", 1, role="yardstick")), LENGTH)
-    assert [line.winner for line in found.rows] == ["only dense"]
+    assert [line.winner for line in found.rows] == ["alone: dense"]
     assert "vs dense" not in found.table()[0]
 
 
 def test_the_axis_is_the_suites(row, record) -> None:
     ranks = answer(record(row("ring", 2, world_size=2), row("ring", 1, world_size=4)), RANKS)
     assert [(line.at, line.workload) for line in ranks.rows] == [("2", ""), ("4", "")]
-    assert "at ranks 2, 4" in ranks.sentence
+    assert ranks.sentence == "Only ring was measured at world size 2 and 4: no comparison."
     half = row("block_sparse", 1, labels=SPARSITY_REACHED.entry(0.5))
     assert [line.at for line in answer(record(half), DENSITY).rows] == ["50.0%"]
 
@@ -212,7 +230,7 @@ def test_rows_over_ranks_stand_beside_one_device(row, record) -> None:
     assert column == ["–", "1.60x"]
     level = answer(record(row("strided", 5), row("ring", 5, world_size=2)), RANKS)
     assert level.table()[1][1][3] == "≈1.00x"
-    assert level.sentence.endswith("≈: no difference from one device is proven or probable.")
+    assert level.sentence.endswith("\nOne device: no difference proven at world size 2.")
     assert "vs one device" not in answer(record(*rows[:1]), RANKS).table()[0]
 
 
@@ -237,8 +255,8 @@ def test_of_many_workloads_full_attention_is_counted(row, record) -> None:
 
     found = answer(record(*(one for seed, ms in enumerate((1, 2, 8, 16)) for one in rows(seed, ms))), LENGTH)
     assert found.sentence == (
-        "Fastest in 4 workloads: only fused 4. Full attention, another function, is slower in 2 and faster in 2 of the "
-        "4 where it was measured."
+        "4 workloads: no comparison (one was measured) in 4.\n"
+        "Full attention, another function: slower in 2 and faster in 2 of the 4 where it was measured."
     )
 
 

@@ -20,7 +20,7 @@ def record() -> RunRecord:
 
 def test_headline_counts_every_row_once(record: RunRecord) -> None:
     text = headline(record)
-    assert "17 of 24 rows verified and measured, 3 skipped, 4 FAILED (3 did not pass verification)." in text
+    assert "17 of 21 rows verified and measured, 3 more could not run, 4 FAILED (3 did not pass verification)." in text
     assert "The run was interrupted" in text
 
 
@@ -69,11 +69,11 @@ def test_notes_of_one_kind_are_counted_and_severe_ones_come_first(record: RunRec
     late = [LAUNCH_BOUND.note(f"{micros} µs to launch", observed=1e3 * micros, hint="try a graph") for micros in (5, 7)]
     rows = [noted(measured[0], late[0]), noted(measured[1], late[1]), noted(measured[2], ABOVE_PEAK_FLOPS.note("much"))]
     groups = note_groups(record.model_copy(update={"rows": tuple(rows)}))
-    assert [(group.kind, group.severe, len(group.texts)) for group in groups] == [
-        ("above-peak-flops", True, 1),
-        ("launch-bound", False, 2),
+    assert [(group.meaning, group.severe, len(group.texts)) for group in groups] == [
+        (ABOVE_PEAK_FLOPS.meaning, True, 1),
+        (LAUNCH_BOUND.meaning, False, 2),
     ]
-    assert groups[1].brief == f"launch-bound (2 rows): {LAUNCH_BOUND.meaning}; try a graph"
+    assert groups[1].brief == f"2 rows: {LAUNCH_BOUND.meaning}; try a graph"
 
 
 def test_environment_shows_gpus_only_where_there_are_some(record: RunRecord) -> None:

@@ -100,11 +100,22 @@ def test_the_answer_stands_in_the_banner_with_its_table_and_the_counts(make_row,
     record = make_record([make_row("gather", ns=2e7), make_row("strided", ns=1e7, position=1)])
     text = page.to_text(record, sections_of(record, discover().catalogue))
     banner = re.search(r'<section class="banner.*?</section>', text, re.S)[0]
-    assert "strided over math is fastest at length 96 (10.00 ms)." in banner
+    assert '<p class="answer">Fastest at 96: strided over math (10.00 ms).</p>' in banner
     assert re.findall(r"<td[^>]*>(.*?)</td>", banner)[:2] == ["96", "strided over math"]
     assert banner.index("</table>") < banner.index("2 of 2 rows verified and measured")
-    assert text.count("is fastest at length") == 1
-    assert "strided over math is fastest" in page.notebook(record)
+    assert text.count("Fastest at 96") == 1
+    assert "Fastest at 96: strided over math" in page.notebook(record)
+
+
+@pytest.mark.parametrize("times", [(1e7,), (1e7, 1e7), (1e7, 2e7)], ids=["unopposed", "tie", "won"])
+def test_green_is_what_won_a_comparison(make_row, make_record, times):
+    rows = [make_row(f"way{place}", ns=ns, position=place) for place, ns in enumerate(times)]
+    record = make_record(rows)
+    text = page.to_text(record, sections_of(record, discover().catalogue))
+    won = len(set(times)) > 1
+    assert ('<section class="banner "' in text) == won
+    assert (re.search(r'<td data-length="96" class="(\w+)"', text)[1] == "won") == won
+    assert ".single" not in re.search(r"\.map td\.won[^{]*{", text)[0]
 
 
 def test_columns_are_those_asked_for(make_row, make_record):
@@ -175,3 +186,15 @@ def test_thousands_of_rows_stay_small_and_quick(make_row, make_record):
     assert len(text) < 3e6
     # 3,000 rows take about two seconds on an idle core; ten times that is another algorithm.
     assert time.perf_counter() - started < 20
+
+
+def test_without_the_charts_library_curves_and_bars_are_as_wide_as_the_page(make_row, make_record, monkeypatch):
+    monkeypatch.setattr(page, "chart_library", lambda: None)
+    mask = {"kind": "block_sparse", "mask": "local_window", "block_size": 32, "sparsity": 0.5}
+    rows = [make_row(seq_len=length, pattern=mask) for length in (256, 512)]
+    record = make_record(rows, suite="range")
+    text = page.to_text(record, sections_of(record, discover().catalogue))
+    figures = re.findall(r"<figure( class=\"mask\")?><figcaption>.*?</figure>", text, re.S)
+    assert set(figures) == {"", ' class="mask"'}
+    assert text.count('<img src="data:image/svg+xml') == len(figures)
+    assert ".pictures figure:not(.mask) img { width: 100%; }" in text

@@ -11,6 +11,7 @@ from dilabench.report.columns import Column
 from dilabench.report.findings import Curve, CurvePlot, Point, sections_of
 from dilabench.report.html import history, page
 from dilabench.report.html.history import Trend
+from dilabench.report.leaderboard import leaderboard, to_html
 from dilabench.store.run_files import read_record
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is part of the browser extra")
@@ -169,3 +170,28 @@ def test_the_answer_and_the_winners_are_in_sight_at_400_pixels(opened, page_of_a
     boxes = [cell.bounding_box() for cell in tab.locator(".winners td").all()]
     assert len(boxes) == 20
     assert all(box["x"] >= 0 and box["x"] + box["width"] <= 400 for box in boxes)
+
+
+@pytest.mark.library
+def test_a_map_wider_than_the_page_says_so_until_its_end(opened, page_of_a_range, make_row, make_record, tmp_path):
+    region, hint = ".scroll:has(.winners)", ".scroll:has(.winners) + .hint"
+    wide = opened(page_of_a_range)
+    wide.locator(hint).wait_for(state="visible")
+    wide.evaluate(f"document.querySelector('{region}').scrollLeft = 1e6")
+    wide.locator(hint).wait_for(state="hidden")
+    narrow = opened(rendered(make_record([make_row("gather"), make_row("strided", position=1)]), tmp_path))
+    assert narrow.locator(region).is_visible()
+    assert not narrow.locator(hint).is_visible()
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_a_leaderboard_shows_implementation_and_time_at_any_width(opened, make_row, make_record, tmp_path, width):
+    rows = [make_row("strided", ns=1e7), make_row("a-quite-long-name-of-an-implementation", ns=2e7, position=1)]
+    rows = [row.model_copy(update={"planned": row.planned.model_copy(update={"source": "theirs 1.0"})}) for row in rows]
+    (tmp_path / "board.html").write_text(to_html(leaderboard([make_record(rows)])))
+    tab = opened(tmp_path / "board.html", width)
+    assert tab.evaluate("document.documentElement.scrollWidth") == width
+    for name in ("implementation", "time"):
+        for cell in tab.locator(f"td[data-name={name}]").all():
+            box = cell.bounding_box()
+            assert 0 <= box["x"] < box["x"] + box["width"] <= width

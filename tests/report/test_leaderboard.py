@@ -35,16 +35,18 @@ def test_boards_are_those_of_devices_and_families_and_runs_keep_their_places(mak
     later = make_record([make_row("strided", ns=1e6)], "new", started_at="2026-02-02T00:00:00+00:00")
     found = leaderboard([first, later, on_h200(make_record([make_row("fused")], "gpu"))])
     assert [(board.device, board.family) for board in found.boards] == [
-        ("H200", "dense, causal"),
         ("test (2 threads)", "dense, causal"),
         ("test (2 threads)", "dense, not causal"),
-    ]
-    ran = [(contest.workload, contest.run_id) for contest in found.boards[1].contests]
-    assert ran == [
-        ("1x64 H2 D24 fp32 causal · forward", "old"),
-        ("1x96 H2 D24 fp32 causal · forward", "new"),
-        ("1x96 H2 D24 fp32 causal · forward", "old"),
-    ]
+        ("H200", "dense, causal"),
+    ], "that of the newest run first"
+    ran, older = (
+        [(contest.workload, contest.run_id) for contest in contests]
+        for contests in (found.boards[0].contests, found.boards[0].older)
+    )
+    assert ran == [("1x64 H2 D24 fp32 causal · forward", "old"), ("1x96 H2 D24 fp32 causal · forward", "new")]
+    assert older == [("1x96 H2 D24 fp32 causal · forward", "old")]
+    text = to_html(found)
+    assert text.index("1 older result of these workloads") < text.rindex('<td data-name="run">old</td>')
     assert [one.run_id for one in found.runs] == ["new", "old", "gpu"]
 
 
@@ -54,3 +56,17 @@ def test_the_page_says_how_to_repeat_each_row(make_row, make_record):
     assert "dilabench run quick --budget &#39;&lt;1m&gt;&#39;" in text
     assert "dilabench 0 · commit " in text
     assert 'href="#run-aaaa"' in text
+
+
+def test_an_implementation_that_was_removed_has_no_place_and_a_plugins_has(make_row, make_record):
+    rows = [
+        make_row("gather", ns=3e7),
+        make_row("block-sparse-flex", ns=1e7, position=1),
+        make_row("theirs", ns=2e7, position=2),
+    ]
+    theirs = rows[2].planned.model_copy(update={"source": "their-attention 1.0"})
+    rows[2] = rows[2].model_copy(update={"planned": theirs})
+    found = leaderboard([make_record(rows)])
+    assert places(found.boards[0]) == [("1", "theirs over math"), ("2", "gather over math")]
+    assert found.boards[0].contests[0].entries[0].behind == 1
+    assert not leaderboard([make_record([make_row("block-sparse-flex")])]).boards

@@ -172,7 +172,8 @@ def test_the_answer_shows_the_numbers_of_the_exports(record: RunRecord) -> None:
     suites = discover().catalogue.suites
     found = answer(record, suites.get(record.suite).axis if record.suite in suites else LENGTH)
     names, lines, _ = found.table()
-    for row, cells in zip(found.rows, lines, strict=True):
+    # Without a time to quote there is no table.
+    for row, cells in zip(found.rows if any(row.ranking for row in found.rows) else (), lines, strict=True):
         if row.fastest is not None:
             shown, figures = dict(zip(names, cells, strict=True)), exported[row.fastest.case.case_id]
             assert shown["time"] == format_latency(figures["median_ns"])

@@ -1,4 +1,5 @@
 import contextlib
+import re
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from dilabench.record import (
 )
 from dilabench.report.columns import COLUMNS, NAMING_COLUMNS, DisplayRow
 from dilabench.report.content import footnotes, workload_tables
-from dilabench.report.findings import render
+from dilabench.report.findings import render, sections_of
+from dilabench.report.table import to_text
 from dilabench.runs.remeasure import Remeasure
 from dilabench.stats.samples.location import median_interval
 from dilabench.store.run_files import RECORD_NAME, read_record
@@ -192,3 +194,23 @@ def test_the_interval_tells_that_turns_differ(row) -> None:
     pooled = median_interval(timing.samples_ns)
     assert pooled is not None
     assert found.interval.half_width > 2 * pooled.half_width
+
+
+@pytest.mark.parametrize("measured_lengths", [(), (1024,), (1024, 2048, 4096)], ids=["none", "one", "all"])
+def test_rows_that_the_budget_skipped_are_one_line_and_no_dashes(make_row, make_record, measured_lengths) -> None:
+    lengths = (1024, 2048, 4096)
+    late = Skipped(code="budget", why="budget of 5 s used up before its turn; raise --budget")
+    rows = [
+        make_row(name, seq_len=length, **({} if length in measured_lengths else {"outcome": late}))
+        for length in lengths
+        for name in ("gather", "strided")
+    ]
+    record = make_record(rows)
+    text = to_text(record, width=120, sections=sections_of(record, discover().catalogue))
+    tables, answer = text.split("\nAnswer\n")
+    assert tables.count("implementation") == len(measured_lengths)
+    assert tables.count("budget of 5 s") == (len(measured_lengths) < len(lengths))
+    assert not re.search("(gather|strided).*skipped", text)
+    assert "budget of 5 s used up" in " ".join(answer.split()) or len(measured_lengths) == len(lengths)
+    assert ("fastest" in answer) == bool(measured_lengths)
+    assert re.search("(gather|strided).*skipped", to_text(record, width=120, details=True)) or "used up" not in answer

@@ -34,8 +34,22 @@ def test_a_text_that_fits_several_runs(store):
 
 
 def test_a_text_that_fits_nothing(store):
-    with pytest.raises(ConfigError, match=r"'mian' is neither a file, nor a baseline \(known: main\)"):
+    with pytest.raises(
+        ConfigError, match=r"'mian' is neither a file, nor a baseline \(known: main\).*did you mean main\?"
+    ):
         store.records("mian")
+
+
+@pytest.mark.parametrize(
+    ("text", "way_out"),
+    [
+        ("latest", "`dilabench run quick` makes one"),
+        ("main", "`dilabench run quick` makes one, then `dilabench baseline save main` gives it this name"),
+    ],
+)
+def test_an_empty_store_names_the_command_that_fills_it(tmp_path, text, way_out):
+    with pytest.raises(ConfigError, match=f"no run is stored in .*; {way_out}$"):
+        Store(tmp_path / "empty").records(text)
 
 
 def test_a_text_too_long_for_a_file_name(store):

@@ -11,6 +11,7 @@ from dilabench.cli.app import guarded
 from dilabench.cli.options import AsJson
 from dilabench.cli.terminal import note, print_items, say
 from dilabench.errors import ConfigError
+from dilabench.units import counted
 
 baseline_app = typer.Typer(
     help="Name runs as a baseline, list the names, remove one.",
@@ -50,6 +51,14 @@ def save(
     files = [store.archive.add(record) for record in records]
     now = datetime.now(UTC).isoformat(timespec="seconds")
     saved = store.baselines.save(name, files, now, add=add, replace=replace)
+    for record in records:
+        missing = sum(row.planned.skip is None and not is_measured(row) for row in record.rows)
+        if missing or record.status != "complete":
+            ended = "" if record.status == "complete" else f" and was {record.status}"
+            note(
+                f"run {record.run_id} has no time for {missing} of {counted(len(record.rows), 'row')}{ended}: `check` "
+                "does not compare these; `dilabench run --resume RUN` measures what is missing, then save it again"
+            )
     say(f"baseline {name} holds {', '.join(saved.runs)}")
 
 
@@ -64,7 +73,8 @@ def list_baselines(as_json: AsJson = False) -> None:
         say(json.dumps({name: baseline.model_dump(mode="json") for name, baseline in known.items()}, indent=2))
         return
     if not known:
-        say(f"no baselines in {store.root}; `dilabench baseline save NAME` makes one of the latest run")
+        run = "the latest run" if store.archive.newest() else "a run, which `dilabench run quick` makes"
+        say(f"no baselines in {store.root}; `dilabench baseline save NAME` makes one of {run}")
         return
     stored = set(store.archive.names())
 

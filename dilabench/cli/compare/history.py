@@ -120,7 +120,7 @@ def _show_runs(runs: "Sequence[RunEntry]", folder: str, as_json: bool) -> None:
     if as_json:
         say(json.dumps([asdict(run) for run in runs], indent=2))
     elif not runs:
-        say(f"no runs in {folder}; `dilabench run SUITE` keeps its record there")
+        say(f"no runs in {folder}; `dilabench run quick` makes one")
     else:
         print_items(None, RUN_COLUMNS, runs)
 
@@ -128,7 +128,7 @@ def _show_runs(runs: "Sequence[RunEntry]", folder: str, as_json: bool) -> None:
 def _trends(cases: "Sequence[CaseEntry]", asked: str) -> "Sequence[Sequence[CaseEntry]]":
     """The entries of each case on each machine, oldest first."""
     if not cases and asked == ALL:
-        raise ConfigError("no run with a measured case is stored here; `dilabench run SUITE` keeps its record")
+        raise ConfigError("no run with a measured case is stored here; `dilabench run quick` makes one")
     if not cases:
         raise ConfigError(f"no stored case has {asked!r} in its name; `dilabench history` lists the runs")
     groups: dict[tuple[str, str], list[CaseEntry]] = {}

@@ -28,6 +28,7 @@ from dilabench.predict.memory import (
 from dilabench.predict.time import plan_time
 from dilabench.record import Failed, PlannedCase, Skipped
 from dilabench.request import run_request
+from dilabench.runs.execution import refuse_idle_run
 from dilabench.runs.memory import Peak, peaks_of, planned_for_memory, verdict
 from dilabench.suites.planner import Planner, expand, refuse_idle_fields
 from dilabench.units import format_bytes, format_count, format_seconds, parse_bytes, parse_count, parse_duration
@@ -39,9 +40,9 @@ PEAK_COLUMNS = ("traced", "measured", "traced/measured", "")
 HEAD = ("implementation", "backend", "mode", "batch", "length")
 COLUMNS = (*HEAD, "memory", "bytes/token", "inputs", "saved", "fits")
 LONGEST_COLUMNS = ("implementation", "backend", "mode", "batch", "longest that fits")
-TIME_COLUMNS = ("implementation", "backend", "workload", "mode", "memory", "fits", "time", "runs")
+TIME_COLUMNS = ("implementation", "backend", "workload", "mode", "memory", "fits", "time")
 # A column with the usual value in every row is omitted.
-USUAL = {"fits": "yes", "runs": "yes"}
+USUAL = {"fits": "yes"}
 NO_TRACE = "no trace"
 NO = "NO"
 
@@ -145,22 +146,31 @@ def plan(
 
 
 def show_predictions(planned: Sequence[PlannedCase], planner: Planner, as_json: bool = False) -> None:
-    """`run --plan`: memory and time of the cases of a suite, as predicted before anything runs."""
+    """`run --plan`: memory and time of the cases of a suite, as predicted before anything runs.
+
+    Raises NothingToMeasure if no case can run.
+    """
+    refuse_idle_run(planned, planner)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     machine = planner.machine
     capacity, total_s = memory_bytes(machine), 0.0
     if as_json:
         predictions = [
             _as_data(case, planner, rank_memory_bytes(machine, case.case.world_size))
-            | {"seconds": plan_time(case.case, machine, cores).seconds}
+            | {"seconds": plan_time(case.case, machine, cores).seconds if case.skip is None else None}
             for case in planned
         ]
         say(json.dumps(predictions, indent=1))
         return
     rows = []
+    reasons: dict[str, dict[str, None]] = {}
+    runnable = [case for case in planned if case.skip is None]
     for case in planned:
+        if case.skip is not None:
+            reasons.setdefault(case.skip.why, {}).setdefault(case.case.implementation)
+    for case in runnable:
         time = plan_time(case.case, machine, cores)
-        total_s += 0.0 if case.skip else time.seconds
+        total_s += time.seconds
         memory = _memory(case, planner)
         needed = None if memory is None else memory.peak_bytes
         per_rank = f" a rank, {case.case.world_size} ranks" if case.case.world_size > 1 else ""
@@ -172,7 +182,6 @@ def show_predictions(planned: Sequence[PlannedCase], planner: Planner, as_json: 
                 NO_TRACE if needed is None else format_bytes(needed) + per_rank,
                 _fits(needed, rank_memory_bytes(machine, case.case.world_size)),
                 format_seconds(time.seconds),
-                "yes" if case.skip is None else f"no: {case.skip.why}",
             )
         )
     by_column = dict(zip(TIME_COLUMNS, zip(*rows, strict=True), strict=False))
@@ -182,9 +191,11 @@ def show_predictions(planned: Sequence[PlannedCase], planner: Planner, as_json: 
     kept = [name for name in TIME_COLUMNS if name not in dull]
     lines = list(zip(*(by_column.get(name, ()) for name in kept), strict=True))
     print_table(f"mode {modes.pop()}" if "mode" in dull else None, kept, lines, right=("memory", "time"))
-    rates = sorted({plan_time(case.case, machine, cores).assumed_flops_per_s / 1e9 for case in planned})
+    for why, implementations in reasons.items():
+        say_folded(f"not run: {', '.join(implementations)}: {why}", "  ")
+    rates = sorted({plan_time(case.case, machine, cores).assumed_flops_per_s / 1e9 for case in runnable})
     assumed = ", ".join(f"{rate:.4g}" for rate in rates)
-    duration = format_seconds(max(total_s, 1e-9))
+    duration = format_seconds(total_s)
     there = "unknown" if capacity is None else format_bytes(capacity)
     fits = f"each fits into {there}" if "fits" in dull else f"this machine has {there}"
     say_folded(

@@ -14,8 +14,11 @@ from dilabench.units import format_seconds, printable
 from dilabench.workload.spec import Workload
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress as Bar
 
+# Characters of the bar; the rest of the line is for count, times and stage.
+BAR_WIDTH = 16
 # Between two lines of a log.
 EVERY_S = 10.0
 # Between two pictures of a notebook's bar while no row ends.
@@ -56,7 +59,9 @@ class RunProgress:
         self._together = frozenset(planned.case.case_id for planned in cases if planned.procedure == "interleaved")
 
     def add(self, row: Row) -> None:
-        """A row has ended."""
+        """A row has ended. Cases that cannot run are not expected, and so not counted."""
+        if row.planned.skip is not None:
+            return
         self.done += 1
         ended = self._together if row.case.case_id in self._together else frozenset({row.case.case_id})
         self._ended |= ended
@@ -66,6 +71,11 @@ class RunProgress:
     @property
     def left(self) -> str:
         """Return 'about 40 s left, 90 s of the budget left', or the known part."""
+        return ", ".join(self.texts_left)
+
+    @property
+    def texts_left(self) -> list[str]:
+        """The parts of `left`, the one that says most first."""
         now = self._clock()
         budget_left = None if self._budget_s is None else max(0.0, self._budget_s - (now - self._started))
         texts = []
@@ -74,7 +84,7 @@ class RunProgress:
             texts.append(f"about {format_seconds(about if budget_left is None else min(about, budget_left))} left")
         if budget_left is not None:
             texts.append(f"{format_seconds(budget_left)} of the budget left" if budget_left else "budget used up")
-        return ", ".join(texts)
+        return texts
 
     def expected_left_s(self, now: float) -> float:
         """Return the expected seconds of the open cases, at the pace so far."""
@@ -127,7 +137,8 @@ class ProgressReporter(Silent):
 
 
 class ProgressBar(ProgressReporter):
-    """One bar over all cases, followed by the current stage.
+    """One bar over all cases, with their count, the time passed and the time left; then as much of the current stage as
+    the terminal has space for.
 
     It is drawn between measurements only: a thread that redraws it would take time from what is measured.
     """
@@ -135,7 +146,7 @@ class ProgressBar(ProgressReporter):
     def __init__(self, progress: RunProgress, bar: "Bar") -> None:
         super().__init__(progress)
         self._bar = bar
-        self._task = bar.add_task("starting", total=None)
+        self._task = bar.add_task("starting", total=None, left="")
         self._now = ""
 
     def waiting(self, why: str) -> None:
@@ -144,8 +155,14 @@ class ProgressBar(ProgressReporter):
 
     def _tell(self, now: str | None) -> None:
         progress, self._now = self._progress, now or self._now
-        text = " · ".join(filter(None, (progress.left, printable(self._now))))
-        self._bar.update(self._task, total=progress.total, completed=progress.done, description=text, refresh=True)
+        self._bar.update(
+            self._task,
+            total=progress.total,
+            completed=progress.done,
+            left=(progress.texts_left or [""])[0],
+            description=printable(self._now),
+            refresh=True,
+        )
 
     def _say(self, text: str) -> None:
         self._bar.console.print(printable(text))
@@ -246,8 +263,21 @@ def progress_shown(budget_s: float | None = None) -> Iterator[Progress]:
     if not screen.is_terminal:
         yield ProgressLines(progress)
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=screen, transient=True, auto_refresh=False) as bar:
+    with bar_on(screen) as bar:
         yield ProgressBar(progress, bar)
+
+
+def bar_on(screen: "Console") -> "Bar":
+    """The bar with count, time passed, time left and, in what is left of the line, the stage."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
+
+    whole, rest = Column(no_wrap=True, overflow="ignore"), Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    columns = (
+        BarColumn(BAR_WIDTH, table_column=Column(min_width=BAR_WIDTH)),
+        MofNCompleteColumn(table_column=whole),
+        TimeElapsedColumn(table_column=whole.copy()),
+        TextColumn("{task.fields[left]}", markup=False, table_column=whole.copy()),
+        TextColumn("{task.description}", markup=False, table_column=rest),
+    )
+    return Progress(*columns, console=screen, transient=True, auto_refresh=False, expand=True)

@@ -29,6 +29,7 @@ from dilabench.plugins.descriptors import Reporter
 from dilabench.record import RunRecord
 from dilabench.report.findings import Section, render, sections_of
 from dilabench.report.pull_request import of_run
+from dilabench.units import counted
 
 if TYPE_CHECKING:
     from dilabench.store.lookup import Store
@@ -163,6 +164,10 @@ def _report_several(store: "Store", runs: Sequence[str], formats: Sequence[str],
         else:
             for board in ranked.boards:
                 print_items(f"{board.family}\n{board.device}", BOARD_COLUMNS, board.lines)
+                if board.older:
+                    say(
+                        f"{counted(len(board.older), 'older result')} of these workloads: -f html and -f json have them"
+                    )
                 say()
             for run in ranked.runs:
                 say_folded(f"run {run.run_id}: {run.device}, dilabench {run.dilabench}, commit {run.commit}", INDENT)

@@ -8,6 +8,7 @@ from dilabench.report.columns import Column
 from dilabench.report.findings import CurvePlot
 from dilabench.report.html.data import plots_as_json
 from dilabench.report.html.page import chart_library, page
+from dilabench.units import counted
 from dilabench.version import __version__
 
 if TYPE_CHECKING:
@@ -33,6 +34,13 @@ class Trend:
         return sum(len(curve.points) for curve in self.plot.curves) > 1
 
     @property
+    def is_long_enough(self) -> bool:
+        """Return True if it has as many runs as a step needs."""
+        from dilabench.stats.decisions.steps import FEWEST_POINTS
+
+        return len(self.lines) >= FEWEST_POINTS
+
+    @property
     def rows(self) -> "Iterator[Markup]":
         """The row of each line in HTML, several times as fast as a template makes it of cells."""
         from markupsafe import Markup, escape
@@ -56,7 +64,20 @@ def to_text(trends: Sequence[Trend], heading: str) -> str:
         heading=heading,
         trends=trends,
         stepped=[trend for trend in trends if trend.steps],
+        verdict=_verdict(trends),
+        decided=any(trend.is_long_enough for trend in trends),
         charts=charts,
         data=plots_as_json(plots),
         version=__version__,
     )
+
+
+def _verdict(trends: Sequence[Trend]) -> str:
+    """What is said if there is no step: 'No step in 2 cases', '3 runs: too few for steps'."""
+    enough = sum(trend.is_long_enough for trend in trends)
+    most = max((len(trend.lines) for trend in trends), default=0)
+    if not enough:
+        return f"{counted(most, 'run')}: too few for steps."
+    short = len(trends) - enough
+    few = f" {counted(short, 'other case')} {'has' if short == 1 else 'have'} too few runs for steps." if short else ""
+    return f"No step in the times of {counted(enough, 'case')}.{few}"

@@ -15,6 +15,22 @@ function element(tag, fields = {}, ...children) {
   return made;
 }
 
+// ---- what is wider than the page says so
+
+for (const region of document.querySelectorAll(".scroll")) {
+  const hint = element("p", { class: "hint", hidden: true }, "more to the right: scroll →");
+  region.after(hint);
+  const show = () => {
+    const more = region.scrollLeft + region.clientWidth < region.scrollWidth - 2;
+    region.classList.toggle("more", more);
+    hint.hidden = !more;
+  };
+  region.addEventListener("scroll", show, { passive: true });
+  const watched = new ResizeObserver(show);
+  watched.observe(region);
+  for (const table of region.children) watched.observe(table);
+}
+
 // ---- sorting: numbers before texts, nothing last
 
 function compareKeys(a, b) {

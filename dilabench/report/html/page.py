@@ -82,6 +82,8 @@ def to_text(record: RunRecord, sections: Sequence[Section] = (), columns: Sequen
         answers=[section for section in sections if section.answers],
         headline=headline(record),
         counts=Counter(row.outcome.status for row in record.rows),
+        # A row that none was compared with is no reason for green.
+        decided=any(row.fastest for table in tables for row in table.rows),
         device=device_text(record),
         command=reproduce_command(record),
         # The fields of the request that say anything.

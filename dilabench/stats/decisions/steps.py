@@ -17,6 +17,9 @@ from numpy.typing import NDArray
 from dilabench.stats.samples.location import checked_samples
 
 MOST_LEVELS = 1024
+# Points of a level, and of the shortest history that may have a step.
+MIN_SIZE = 2
+FEWEST_POINTS = 2 * MIN_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Step:
         return self.after_ns / self.before_ns
 
 
-def segments(history_ns: Sequence[float], *, min_size: int = 2, min_change: float = 0.02) -> list[Segment]:
+def segments(history_ns: Sequence[float], *, min_size: int = MIN_SIZE, min_change: float = 0.02) -> list[Segment]:
     """Segments of constant level of a history of times, oldest first; one segment when nothing changed.
 
     min_size: fewest points of a level. min_change: smallest relative change that is a step; neighbouring levels must
@@ -57,7 +60,7 @@ def segments(history_ns: Sequence[float], *, min_size: int = 2, min_change: floa
     return [Segment(a, b, exp(float(np.median(y[a:b])))) for a, b in zip(starts, stops, strict=True)]
 
 
-def steps(history_ns: Sequence[float], *, min_size: int = 2, min_change: float = 0.02) -> list[Step]:
+def steps(history_ns: Sequence[float], *, min_size: int = MIN_SIZE, min_change: float = 0.02) -> list[Step]:
     """The points at which the level of a history changed, and by how much; see `segments`."""
     levels = segments(history_ns, min_size=min_size, min_change=min_change)
     return [Step(after.start, before.median_ns, after.median_ns) for before, after in pairwise(levels)]
