@@ -100,29 +100,47 @@ class Ended(KeyboardInterrupt):
     """A signal asked the command to end, where a plain KeyboardInterrupt may be some code's own."""
 
 
+# A longer text of an exception is no help in a message.
+MOST_LETTERS = 2000
+
+
 def encodable(text: str) -> str:
     """The text with lone surrogates, which UTF-8 lacks, escaped."""
-    return text.encode(errors="backslashreplace").decode()
+    # A subclass of str may have its own `encode`.
+    return str.encode(text, errors="backslashreplace").decode()
+
+
+def type_name(value: object) -> str:
+    """The name of a value's type, whatever its metaclass says."""
+    name: str = type.__dict__["__name__"].__get__(type(value))
+    return name
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an exception in valid UTF-8, also if its `__str__` fails."""
+    """The text of an exception in valid UTF-8, also if its `__str__` fails or exits."""
     try:
         return encodable(str(error))
     # Its `__str__` is foreign code.
-    except Exception as second:  # noqa: BLE001
-        return f"(its text cannot be printed: its __str__ raised {type(second).__name__})"
+    except BaseException as second:
+        if type(second) is Ended:
+            raise
+        return f"(its text cannot be printed: its __str__ raised {type_name(second)})"
+
+
+def shortened(text: str, most: int = MOST_LETTERS) -> str:
+    """The text, or its beginning and its length if it has more than `most` letters."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} letters)"
 
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's text; empty if it has none."""
-    return (text_of(error).strip().splitlines() or [""])[0]
+    return shortened((text_of(error).strip().splitlines() or [""])[0])
 
 
 def said(error: BaseException) -> str:
     """Type and text of an exception, on one line; only the type if it has no text."""
-    text = " ".join(text_of(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    text = shortened(" ".join(text_of(error).split()))
+    return f"{type_name(error)}: {text}" if text else type_name(error)
 
 
 def listed(words: Sequence[str], last: str) -> str:

@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, from_json
 
-from dilabench.errors import ConfigError, PluginError, encodable, said
+from dilabench.errors import ConfigError, Ended, PluginError, encodable, said, type_name
 from dilabench.units import parse_count
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -108,8 +108,10 @@ def shown(value: object) -> str:
     try:
         return f"{value!r:.80}"
     # The `__repr__` may be a plug-in's.
-    except Exception as error:  # noqa: BLE001
-        return f"a {type(value).__name__} ({said(error)})"
+    except BaseException as error:
+        if type(error) is Ended:
+            raise
+        return f"a {type_name(value)} ({said(error)})"
 
 
 def _read_count(value: Any, info: ValidationInfo) -> Any:
