@@ -10,8 +10,12 @@ import threading
 from collections.abc import Sequence
 from types import FrameType
 
+# While code of a plug-in runs, `os` has another.
+_exit = os._exit
 # An interrupt that a library kept to itself comes again so much later.
 AGAIN_S = 0.05
+# How long an interrupted command that has ended waits for what libraries and plug-ins do at the exit.
+MOST_S = 5
 # Ctrl-C, what a CI system and `kill` send, and a terminal that is closed.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVING = b"ending: a run saves what it has measured (--resume goes on from there); once more ends at once\n"
@@ -37,10 +41,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     end_by_signals()
     own_streams()
+    code: object = 1
     try:
         app(args=spread(sys.argv[1:] if argv is None else argv), prog_name="dilabench")
+    except SystemExit as leaving:
+        code = leaving.code
+        raise
     finally:
-        ignore_signals()
+        leave_by_signals(code)
 
 
 def require_address_space(argv: Sequence[str]) -> None:
@@ -121,10 +129,24 @@ def _asks_for_a_type(frame: FrameType | None) -> bool:
     return False
 
 
-def ignore_signals() -> None:
-    """Let no signal change the exit code of a command that has ended."""
+def leave_by_signals(code: object) -> None:
+    """Make a signal end the process immediately, from now on: the command has ended, and its exit code is known.
+
+    Python would wait for threads and exit handlers of libraries and plug-ins, for ever if they do not end. If a signal
+    has come before, the wait is limited.
+    """
+
+    from dilabench.errors import ExitCode
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        _exit(code if isinstance(code, int) else 0 if code is None else 1)
+
     for number in ENDING:
-        signal.signal(number, signal.SIG_IGN)
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+            signal.signal(number, leave)
+    if code == ExitCode.INTERRUPTED:
+        signal.signal(signal.SIGALRM, leave)
+        signal.alarm(MOST_S)
 
 
 # Options that take several values after one name, as argparse's nargs="+" does.

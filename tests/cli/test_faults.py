@@ -526,7 +526,7 @@ def test_an_interrupt_before_a_command_has_begun_prints_no_traceback():
 KEPT = """
 import os, signal, sys, time
 from pydantic import BaseModel, ConfigDict
-from dilabench.cli import end_by_signals, ignore_signals
+from dilabench.cli import end_by_signals, leave_by_signals
 
 def interrupted(times):
     for _ in range(times):
@@ -565,7 +565,7 @@ try:
     time.sleep(60)
 except KeyboardInterrupt:
     print("ended")
-ignore_signals()
+leave_by_signals(0)
 """
 
 
