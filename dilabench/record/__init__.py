@@ -22,7 +22,7 @@ from dilabench.metadata import Note as Note
 from dilabench.record.samples import NO_SAMPLES as NO_SAMPLES
 from dilabench.record.samples import Slot as Slot
 from dilabench.record.samples import SlotColumns, Slots, Times
-from dilabench.validation import Model, content_hash
+from dilabench.validation import Model, Several, content_hash
 from dilabench.workload.spec import Workload, WorkloadRequest
 
 if TYPE_CHECKING:
@@ -229,11 +229,11 @@ class Verification(Model):
     calls of the timed sequence; `timed_rows`: of these call, batch item, position, head. `diagnosis`: a near miss.
     """
 
-    checks: tuple[Check, ...]
+    checks: Several[Check]
     sampled_rows: int | None = None
     against: str | None = None
     timed_calls: int = 0
-    timed_rows: tuple[tuple[int, int, int, int], ...] = ()
+    timed_rows: Several[tuple[int, int, int, int]] = ()
     diagnosis: str | None = None
     duration_ns: int = 0
 
@@ -278,7 +278,7 @@ class Diagnostic(Model):
 
     part: Part
     samples_ns: Times
-    rank_samples_ns: tuple[Times, ...] = ()
+    rank_samples_ns: Several[Times] = ()
 
 
 class Memory(Model):
@@ -334,13 +334,13 @@ class Measured(Model):
 
     status: Literal["measured"] = "measured"
     verification: Verification
-    timings: tuple[Timing, ...]
+    timings: Several[Timing]
     memory: Memory | None = None
-    kernels: tuple[KernelUse, ...] = ()
+    kernels: Several[KernelUse] = ()
     setup_ns: dict[str, int] = Field(default_factory=dict)
     counters: dict[str, int] = Field(default_factory=dict)
-    diagnostics: tuple[Diagnostic, ...] = ()
-    notes: tuple[Note, ...] = ()
+    diagnostics: Several[Diagnostic] = ()
+    notes: Several[Note] = ()
 
 
 class Failed(Model):
@@ -393,7 +393,7 @@ class Environment(Model):
     os: str
     python: str
     cpu: CpuInfo
-    gpus: tuple[GpuInfo, ...] = ()
+    gpus: Several[GpuInfo] = ()
     packages: dict[str, str] = Field(default_factory=dict)
     torch: dict[str, str] = Field(default_factory=dict)
     git: GitInfo | None = None
@@ -417,13 +417,13 @@ class RunHeader(Model):
     tool_version: str
     run_id: str
     suite: str
-    argv: tuple[str, ...] = ()
+    argv: Several[str] = ()
     config: dict[str, Any] = Field(default_factory=dict)
     seed: int = 0
     device: str = "cpu"
     started_at: str
     environment: Environment
-    plugins: tuple[PluginInfo, ...] = ()
+    plugins: Several[PluginInfo] = ()
     ceilings: dict[str, float] = Field(default_factory=dict)
     estimator: str = ESTIMATOR
 
@@ -433,8 +433,8 @@ class RunRecord(RunHeader):
 
     status: Literal["complete", "interrupted", "failed"] = "complete"
     finished_at: str | None = None
-    rows: tuple[Row, ...] = ()
-    projections: tuple[dict[str, Any], ...] = ()
+    rows: Several[Row] = ()
+    projections: Several[dict[str, Any]] = ()
 
     def to_frame(self, samples: bool = False) -> "pandas.DataFrame":
         """One line per case, or with `samples` one per sample, as a pandas frame (extra `data`); times are in ns."""

@@ -26,7 +26,16 @@ from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady
 from dilabench.record import SCHEMA_VERSION, Check, Optimizations, Row, RunRecord
 from dilabench.report.json import SUMMARY
 from dilabench.store.migrations import migrated
-from dilabench.validation import OverLimitError, check_counts, check_depth, counted_chunks, describe, parsed, read_json
+from dilabench.validation import (
+    MAX_KEYS,
+    OverLimitError,
+    check_rows,
+    check_shape,
+    counted_chunks,
+    describe,
+    parsed,
+    read_json,
+)
 from dilabench.workload.spec import Workload, WorkloadRequest
 
 STORE_VARIABLE = "DILABENCH_STORE"
@@ -215,7 +224,10 @@ def _read_rows(chunks: Iterator[bytes]) -> RunRecord | None:
     head = bytes(text[: found.end()])
     del text[: found.end()]
     reader = _RowReader()
-    rows = [reader.read(row) for row in _row_texts(text, chunks)]
+    rows: list[Row] = []
+    for row in _row_texts(text, chunks):
+        check_rows(len(rows) + 2)
+        rows.append(reader.read(row))
     tail = text.decode()
     _, end = json.JSONDecoder().raw_decode(tail)
     header = read_json(head + tail[end:].encode())
@@ -259,6 +271,8 @@ class _RowReader:
     def read(self, text: bytes) -> Row:
         """The row in a JSON text. Raises one of several errors for what dilabench does not write."""
         document = parsed(text)
+        if text.count(b":") > MAX_KEYS:
+            check_shape(document)
         # Figures of `report --json`, which follow from the samples.
         document.pop(SUMMARY, None)
         planned = document["planned"]
@@ -284,7 +298,7 @@ class _RowReader:
         key = kind, marshal.dumps(document, 2)
         model = self._parts.get(key)
         if model is None:
-            check_depth(document)
+            check_shape(document)
             model = self._parts[key] = kind.model_validate(document)
             self._share_names(model)
         return model
@@ -327,6 +341,14 @@ def _names_a_model(annotation: Any) -> bool:
     return any(map(_names_a_model, get_args(annotation)))
 
 
+def read_whole(chunks: Iterable[bytes]) -> Any:
+    """The JSON document in the parts of a text. Raises ValueError for what is none, and as `read_row_by_row`."""
+    document = read_json(b"".join(counted_chunks(chunks)))
+    if isinstance(document, dict) and isinstance(rows := document.get("rows"), list):
+        check_rows(len(rows))
+    return document
+
+
 def read_compressed(path: Path) -> RunRecord:
     """A record from a compressed file, older schema versions included.
 
@@ -337,9 +359,7 @@ def read_compressed(path: Path) -> RunRecord:
         packed = read_file(path)
         if (record := read_row_by_row(_unpacked(packed))) is not None:
             return record
-        text = b"".join(_unpacked(packed))
-        check_counts(text)
-        document = read_json(text)
+        document = read_whole([b"".join(_unpacked(packed))])
     except FileNotFoundError:
         raise ConfigError(f"run file {str(path)!r} does not exist; see `dilabench history`") from None
     except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as error:

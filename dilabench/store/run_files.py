@@ -22,9 +22,9 @@ from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
 from dilabench.record import SCHEMA_VERSION, Row, RunHeader, RunRecord, Skipped
 from dilabench.report.json import SUMMARY, to_text
-from dilabench.store.archive import is_past, read_row_by_row
+from dilabench.store.archive import is_past, read_row_by_row, read_whole
 from dilabench.store.migrations import migrated, migrated_row
-from dilabench.validation import check_counts, describe, read_json
+from dilabench.validation import OverLimitError, check_rows, counted_chunks, describe, read_json
 from dilabench.workload.spec import Workload
 
 RECORD_NAME = "run.json"
@@ -184,8 +184,10 @@ def read_record(run: Path) -> RunRecord:
         if (record := read_row_by_row([data] if data is not None else _chunks(path))) is not None:
             return record
         data = _data(path) if data is None else data
-        check_counts(data)
-        document = read_json(_decoded(data, path))
+        _decoded(data, path)
+        document = read_whole([data])
+    except OverLimitError as error:
+        raise _over_limit(path, error) from None
     except ValueError as error:
         beside = path.parent / ROWS_NAME
         way_out = f"name {str(beside)!r}, which has its rows" if beside.is_file() else "copy it again from its source"
@@ -222,6 +224,10 @@ def read_rows(run: Path) -> tuple[RunHeader, tuple[Row, ...]]:
         elif "row" in line:
             row = _validated(Row, migrated_row(line["row"], version, path), path, number)
             rows[row.case.case_id] = row
+            try:
+                check_rows(len(rows))
+            except OverLimitError as error:
+                raise _over_limit(path, error) from None
     if header is None:
         raise ConfigError(f"{str(path)!r} has no header line, so it cannot be resumed or reported; start a new run")
     return header, tuple(rows.values())
@@ -271,7 +277,11 @@ def _same_place(old: RunHeader, new: RunHeader) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    lines = _decoded(_data(path), path).split("\n")
+    try:
+        data = b"".join(counted_chunks(_chunks(path)))
+    except OverLimitError as error:
+        raise _over_limit(path, error) from None
+    lines = _decoded(data, path).split("\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -299,6 +309,10 @@ def _end_last_line(path: Path) -> None:
     else:
         with open_to_append(path) as file:
             file.write(b"\n")
+
+
+def _over_limit(path: Path, error: OverLimitError) -> ConfigError:
+    return ConfigError(f"{str(path)!r} cannot be read: {error}")
 
 
 def _data(path: Path, *, pipe: bool = False) -> bytes:
