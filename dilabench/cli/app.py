@@ -1,5 +1,6 @@
 """The application: its commands, each imported when it is called, and how they end: by a message and an exit code."""
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -14,7 +15,7 @@ from typer.core import TyperCommand, TyperGroup
 from dilabench.cli import INSTEAD, OldNames
 from dilabench.cli.defaults import defaults_file, defaults_of
 from dilabench.cli.terminal import interruption, note, output_lost, say, say_folded
-from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, said
+from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, said, shortened
 from dilabench.retired import removed
 from dilabench.units import printable
 from dilabench.version import __version__
@@ -22,6 +23,8 @@ from dilabench.version import __version__
 P = ParamSpec("P")
 
 DEBUG_VARIABLE = "DILABENCH_DEBUG"
+# A value that is named in a message may have any length.
+MOST_LETTERS = 8000
 
 
 def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, None]:
@@ -60,16 +63,21 @@ def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, N
 
 
 def require_working_folder() -> None:
-    """Raise EnvironmentNotReady if the working folder is gone."""
+    """Raise EnvironmentNotReady if the working folder is gone, or files in it cannot be named."""
+    folder = os.environ.get("PWD", ".")
     try:
-        os.getcwd()
+        folder = os.getcwd()
+        # The system limits a whole path. The part in the folder is as long as the names of a run's files.
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(folder + f"{os.sep}x" * 128)
     except OSError as error:
-        where = os.environ.get("PWD", ".")
-        raise EnvironmentNotReady(f"working folder {where!r} cannot be used: {error.strerror}; go to another") from None
+        where = shortened(repr(folder), 200)
+        raise EnvironmentNotReady(f"working folder {where} cannot be used: {error.strerror}; go to another") from None
 
 
 def stopped(message: str, code: ExitCode) -> typer.Exit:
     """Print on stderr why a command ends, and return the exit code."""
+    message = shortened(message, MOST_LETTERS)
     try:
         say_folded(message, "  ", err=True)
     except ConfigError:

@@ -7,6 +7,7 @@ The JSON form of RunRecord is the one file format; its JSON Schema is docs/refer
 import importlib
 from collections import Counter
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cached_property
 from itertools import chain
@@ -402,6 +403,15 @@ class Environment(Model):
     fingerprint_soft: dict[str, str] = Field(default_factory=dict)
 
 
+def moment_of(text: str | None) -> datetime | None:
+    """A time of ISO 8601 in UTC, also if it names no zone; None if it cannot be read, as in an edited record."""
+    try:
+        moment = datetime.fromisoformat(text or "")
+        return moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC)
+    except (ValueError, OverflowError):
+        return None
+
+
 class PluginInfo(Model):
     """A plug-in that took part in the run."""
 
@@ -427,6 +437,11 @@ class RunHeader(Model):
     ceilings: dict[str, float] = Field(default_factory=dict)
     estimator: str = ESTIMATOR
 
+    @property
+    def started(self) -> datetime | None:
+        """When the run started."""
+        return moment_of(self.started_at)
+
 
 class RunRecord(RunHeader):
     """A whole run: header, rows and how it ended."""
@@ -435,6 +450,12 @@ class RunRecord(RunHeader):
     finished_at: str | None = None
     rows: Several[Row] = ()
     projections: Several[dict[str, Any]] = ()
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the start to the end; 0 if one of them is not known, or the end is the earlier one."""
+        finished = moment_of(self.finished_at)
+        return max(0.0, (finished - self.started).total_seconds()) if finished and self.started else 0.0
 
     def to_frame(self, samples: bool = False) -> "pandas.DataFrame":
         """One line per case, or with `samples` one per sample, as a pandas frame (extra `data`); times are in ns."""

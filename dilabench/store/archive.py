@@ -111,7 +111,7 @@ class Archive:
         version = max(versions, default=0) + 1
         while True:
             suffix = "" if version == 1 else f"+{version}"
-            path = self.folder / f"{stamp(record.started_at)}-{record.run_id}{suffix}{SUFFIX}"
+            path = self.folder / f"{stamp(record.started)}-{record.run_id}{suffix}{SUFFIX}"
             if write_whole(path, data, replace=False) or self._holds(path.name, data):
                 return path.name
             version += 1
@@ -170,19 +170,9 @@ def is_past(name: str) -> bool:
     )
 
 
-def stamp(started_at: str) -> str:
-    """A time of ISO 8601 as UTC in a file's name; 'undated' for one that cannot be read."""
-    moment = moment_of(started_at)
+def stamp(moment: datetime | None) -> str:
+    """A time in UTC in a file's name; 'undated' if it is not known."""
     return moment.strftime("%Y%m%dT%H%M%SZ") if moment else "undated"
-
-
-def moment_of(text: str | None) -> datetime | None:
-    """A time of ISO 8601, taken as UTC if it names no zone; None if it cannot be read."""
-    try:
-        moment = datetime.fromisoformat(text or "")
-        return moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC)
-    except (ValueError, OverflowError):
-        return None
 
 
 def run_and_version(name: str) -> tuple[str, int]:

@@ -16,7 +16,7 @@ from dilabench.compare.comparison import searchable
 from dilabench.compare.fingerprint import machine_key
 from dilabench.errors import DilabenchError
 from dilabench.record import Measured, Row, RunRecord
-from dilabench.store.archive import Archive, moment_of, run_and_version, sound_records
+from dilabench.store.archive import Archive, run_and_version, sound_records
 
 FILENAME = "history.sqlite"
 VERSION = 5
@@ -222,7 +222,7 @@ def _insert(connection: sqlite3.Connection, table: str, rows: Sequence[tuple[obj
 
 def _run_fields(file: str, record: RunRecord) -> tuple[object, ...]:
     _, version = run_and_version(file)
-    moment, git = moment_of(record.started_at), record.environment.git
+    moment, git = record.started, record.environment.git
     return (
         file,
         version,

@@ -488,6 +488,38 @@ def test_a_removed_working_folder_is_told(tmp_path, fresh):
     assert "Traceback" not in done.stderr
 
 
+DEEP_FOLDER = """
+import os, sys
+import dilabench.cli
+for _ in range(25):
+    os.mkdir("x" * 200)
+    os.chdir("x" * 200)
+dilabench.cli.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("arguments", [("list", "suites"), ("report", "latest"), slow(("run", "quick", "--dry-run"))])
+def test_a_working_folder_whose_path_is_too_long_is_told(tmp_path, arguments):
+    command = [sys.executable, "-c", DEEP_FOLDER, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3, done.stderr
+    assert f"error: working folder '{tmp_path}/xxx" in done.stderr
+    assert "cannot be used: File name too long; go to another" in " ".join(done.stderr.split())
+    assert len(done.stderr) < 400
+
+
+@pytest.mark.parametrize("error", [ConfigError, ValueError])
+def test_a_text_of_any_length_is_shortened(cli, monkeypatch, error):
+    def fail(*_):
+        raise error("word " * 600_000)
+
+    monkeypatch.setattr("dilabench.store.lookup.Store.records", fail)
+    result = cli("report", "latest")
+    assert result.exit_code == (2 if error is ConfigError else 1)
+    assert "letters)" in result.stderr
+    assert len(result.stderr) < 12_000
+
+
 def test_temporary_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     killed, young = tmp_path / f"{PREFIX}ranks-killed", tmp_path / f"{PREFIX}ranks-young"
