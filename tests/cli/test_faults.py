@@ -503,8 +503,9 @@ def test_a_working_folder_whose_path_is_too_long_is_told(tmp_path, arguments):
     command = [sys.executable, "-c", DEEP_FOLDER, *arguments]
     done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 3, done.stderr
-    assert f"error: working folder '{tmp_path}/xxx" in done.stderr
-    assert "cannot be used: File name too long; go to another" in " ".join(done.stderr.split())
+    text = " ".join(done.stderr.split())
+    assert text.startswith(f"error: working folder '{tmp_path}/xxx")
+    assert text.endswith("cannot be used: File name too long; go to another")
     assert len(done.stderr) < 400
 
 
