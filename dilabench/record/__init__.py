@@ -29,7 +29,8 @@ from dilabench.workload.spec import Workload, WorkloadRequest
 if TYPE_CHECKING:
     import pandas
 
-SCHEMA_VERSION = "1.1"
+# Of every change that an older version cannot read, a new key or a new word for one included (`store.migrations`).
+SCHEMA_VERSION = "1.2"
 # The time of a row in every output (`compare.view`).
 ESTIMATOR = "median of all samples"
 

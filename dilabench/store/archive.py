@@ -25,7 +25,7 @@ from dilabench.atomic_file import limited, read_file, write_bytes
 from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady
 from dilabench.record import SCHEMA_VERSION, Check, Optimizations, Row, RunRecord
 from dilabench.report.json import SUMMARY
-from dilabench.store.migrations import migrated
+from dilabench.store.migrations import has_current_rows, migrated, newer_tool
 from dilabench.validation import (
     MAX_KEYS,
     OverLimitError,
@@ -221,10 +221,10 @@ def _read_rows(chunks: Iterator[bytes]) -> RunRecord | None:
     tail = text.decode()
     _, end = json.JSONDecoder().raw_decode(tail)
     header = read_json(head + tail[end:].encode())
-    if header.get("rows") != [] or header.get("schema_version") != SCHEMA_VERSION:
+    if header.get("rows") != [] or not has_current_rows(header.get("schema_version")):
         return None
     rows.append(reader.read(tail[:end].encode()))
-    return RunRecord.model_validate({**header, "rows": rows})
+    return RunRecord.model_validate({**header, "schema_version": SCHEMA_VERSION, "rows": rows})
 
 
 def _row_texts(text: bytearray, chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -363,7 +363,8 @@ def read_compressed(path: Path) -> RunRecord:
     try:
         return RunRecord.model_validate(migrated(document, path))
     except ValidationError as error:
-        raise ConfigError(f"run file {str(path)!r} is not a run record: {describe(error, RunRecord)[:300]}") from None
+        why = describe(error, RunRecord)[:300] + newer_tool(document)
+        raise ConfigError(f"run file {str(path)!r} is not a run record: {why}") from None
 
 
 def _unpacked(packed: bytes) -> Iterator[bytes]:

@@ -23,7 +23,7 @@ from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
 from dilabench.record import SCHEMA_VERSION, Row, RunHeader, RunRecord, Skipped
 from dilabench.report.json import SUMMARY, to_text
 from dilabench.store.archive import is_past, read_row_by_row, read_whole
-from dilabench.store.migrations import migrated, migrated_row
+from dilabench.store.migrations import migrated, migrated_row, newer_tool
 from dilabench.validation import OverLimitError, check_rows, counted_chunks, describe, read_json
 from dilabench.workload.spec import Workload
 
@@ -222,7 +222,7 @@ def read_rows(run: Path) -> tuple[RunHeader, tuple[Row, ...]]:
                 version = str(line["header"].get("schema_version", version))
                 header = _validated(RunHeader, migrated(line["header"], path), path)
         elif "row" in line:
-            row = _validated(Row, migrated_row(line["row"], version, path), path, number)
+            row = _validated(Row, migrated_row(line["row"], version, path), path, number, header)
             rows[row.case.case_id] = row
             try:
                 check_rows(len(rows))
@@ -278,7 +278,7 @@ def _same_place(old: RunHeader, new: RunHeader) -> None:
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
-        data = b"".join(counted_chunks(_chunks(path)))
+        data = b"".join(counted_chunks([_data(path)]))
     except OverLimitError as error:
         raise _over_limit(path, error) from None
     lines = _decoded(data, path).split("\n")
@@ -362,11 +362,12 @@ def _probe(folder: Path) -> None:
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-def _validated(model: type[ModelT], document: Any, path: Path, line: int | None = None) -> ModelT:
+def _validated(
+    model: type[ModelT], document: Any, path: Path, line: int | None = None, header: RunHeader | None = None
+) -> ModelT:
     try:
         return model.model_validate(document)
     except ValidationError as error:
         place = f" line {line}" if line else ""
-        raise ConfigError(
-            f"{str(path)!r}{place} is not what dilabench writes: {describe(error, model)[:500]}"
-        ) from None
+        why = describe(error, model)[:500] + newer_tool(vars(header) if header else document)
+        raise ConfigError(f"{str(path)!r}{place} is not what dilabench writes: {why}") from None
