@@ -19,8 +19,9 @@ from pydantic import BaseModel, ValidationError
 
 from dilabench.atomic_file import OTHER_FOLDER, check_writable, file_chunks, open_to_append, read_file, write_bytes
 from dilabench.errors import ConfigError, EnvironmentNotReady
+from dilabench.metadata import CUT_SHORT
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
-from dilabench.record import SCHEMA_VERSION, Row, RunHeader, RunRecord, Skipped
+from dilabench.record import SCHEMA_VERSION, Measured, Row, RunHeader, RunRecord, Skipped
 from dilabench.report.json import SUMMARY, to_text
 from dilabench.store.archive import is_past, read_row_by_row, read_whole
 from dilabench.store.migrations import migrated, migrated_row, newer_tool
@@ -252,7 +253,7 @@ def refuse_other_rows(run: Path, record: RunRecord) -> None:
 
 
 def completed_rows(run: Path, header: RunHeader | None = None) -> tuple[Row, ...]:
-    """Rows that `--resume` keeps: all, failed ones too, except those that the time budget skipped.
+    """Rows that `--resume` keeps: all, failed ones too, except those that the budget skipped or an interrupt cut short.
 
     With the header of the run that continues, another device or machine is refused: times would not compare.
     """
@@ -263,6 +264,8 @@ def completed_rows(run: Path, header: RunHeader | None = None) -> tuple[Row, ...
 
 
 def _is_open(row: Row) -> bool:
+    if isinstance(row.outcome, Measured):
+        return any(note.code == CUT_SHORT.key for note in row.outcome.notes)
     return isinstance(row.outcome, Skipped) and row.outcome.code == "budget"
 
 

@@ -65,6 +65,16 @@ def test_each_length_has_a_winner_or_says_why_none(row, unmeasured, record) -> N
 
 
 @pytest.mark.parametrize(
+    ("status", "why"), [("complete", "fused needs a CUDA GPU"), ("interrupted", "the run was interrupted")]
+)
+def test_a_length_to_which_an_interrupted_run_did_not_come_says_so(make_row, row, make_record, status, why) -> None:
+    unsupported = Skipped(code="unsupported", why="needs a CUDA GPU (no NVIDIA GPU is visible)")
+    skipped = make_row("fused", outcome=unsupported, backend=None, seq_len=2048, pattern=DILATED)
+    record = make_record([row("gather", 1, 1024), skipped], status=status)
+    assert [line.winner for line in answer(record, LENGTH).rows] == ["only gather", f"not measured: {why}"]
+
+
+@pytest.mark.parametrize(
     ("gather_ms", "rounds", "winner", "nearest"),
     [
         (2.0, 20, "fused", r"2\.00x \((1\.99|2\.00)–2\.0[01]\)"),
