@@ -9,7 +9,7 @@ Failures of one benchmark case are data (`dilabench.record.Failed`), not excepti
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 
 
@@ -97,7 +97,37 @@ class PluginError(DilabenchError):
 
 
 class Ended(KeyboardInterrupt):
-    """A signal asked the command to end, where a plain KeyboardInterrupt may be some code's own."""
+    """A signal asked the command to end, where a plain KeyboardInterrupt may be some code's own.
+
+    `dropped` is called if it is dropped before `heed`: by a library that catches everything, or in C.
+    """
+
+    dropped: Callable[[], None] | None = None
+
+    @classmethod
+    def noticing(cls, dropped: Callable[[], None]) -> "Ended":
+        """One that calls `dropped`."""
+        ended = cls()
+        ended.dropped = dropped
+        return ended
+
+    def __del__(self) -> None:
+        if self.dropped is not None:
+            self.dropped()
+
+
+def heed(interrupt: KeyboardInterrupt) -> None:
+    """Say that an interrupt is acted upon, so that it does not come again."""
+    if isinstance(interrupt, Ended):
+        interrupt.dropped = None
+
+
+def interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
+    """The interrupt that an exception is, or stands for: Python 3.11 raises a RuntimeError for it in `__set_name__`."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, Ended):
+        seen = seen.__cause__
+    return seen if isinstance(seen, Ended) else error if isinstance(error, KeyboardInterrupt) else None
 
 
 # A longer text of an exception is no help in a message.
@@ -122,7 +152,7 @@ def text_of(error: BaseException) -> str:
         return encodable(str(error))
     # Its `__str__` is foreign code.
     except BaseException as second:
-        if type(second) is Ended:
+        if issubclass(type(second), Ended):
             raise
         return f"(its text cannot be printed: its __str__ raised {type_name(second)})"
 

@@ -131,7 +131,7 @@ def shown(value: object) -> str:
         return f"{value!r:.80}"
     # The `__repr__` may be a plug-in's.
     except BaseException as error:
-        if type(error) is Ended:
+        if issubclass(type(error), Ended):
             raise
         return f"a {type_name(value)} ({said(error)})"
 

@@ -12,7 +12,7 @@ from types import FrameType
 
 # While code of a plug-in runs, `os` has another.
 _exit = os._exit
-# An interrupt that a library kept to itself comes again so much later.
+# An interrupt that a library dropped comes again so much later.
 AGAIN_S = 0.05
 # How long an interrupted command that has ended waits for what libraries and plug-ins do at the exit.
 MOST_S = 5
@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     require_address_space(sys.argv[1:] if argv is None else argv)
     from dilabench.cli.app import app
     from dilabench.cli.terminal import own_streams
+    from dilabench.errors import ExitCode, heed, interrupt_behind
 
     end_by_signals()
     own_streams()
@@ -47,6 +48,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     except SystemExit as leaving:
         code = leaving.code
         raise
+    except BaseException as error:
+        # Before a command has begun, or after its end.
+        if (interrupt := interrupt_behind(error)) is None:
+            raise
+        heed(interrupt)
+        code = ExitCode.INTERRUPTED
+        raise SystemExit(code) from None
     finally:
         leave_by_signals(code)
 
@@ -68,8 +76,8 @@ def end_by_signals() -> None:
     """Make SIGTERM and SIGHUP do what Ctrl-C does, from now on.
 
     The command then saves its results, so a second signal is ignored. Ignored signals stay ignored (nohup). A library
-    may keep the interrupt to itself, as pydantic does inside `isinstance`, where it also takes it for a "no": the
-    interrupt then comes a moment later.
+    may drop the interrupt: it then comes again a moment later. So it does inside `isinstance`, where pydantic takes it
+    for a "no".
     """
     from dilabench.errors import Ended
 
@@ -89,24 +97,28 @@ def end_by_signals() -> None:
             return
         came += 1
         if came != 2:
-            raise Ended
+            # No variable here may refer to it, for this frame is in its traceback.
+            raise Ended.noticing(dropped)
         # Not `print`: the signal may have come while a line was being written.
         with contextlib.suppress(OSError):
             os.write(2, SAVING)
 
-    def again(kept: "sys.UnraisableHookArgs") -> None:
+    def silent(unraisable: "sys.UnraisableHookArgs") -> None:
+        if not issubclass(unraisable.exc_type, Ended):
+            other_hook(unraisable)
+
+    def dropped() -> None:
         nonlocal came
-        if not issubclass(kept.exc_type, KeyboardInterrupt):
-            other_hook(kept)
-            return
-        later()
-        # Also of a second signal, which came while the first was being lost.
-        came = 0
+        if signal.getsignal(last) is end:
+            later()
+            # Also of a second signal, which came while the first was being lost.
+            came = 0
 
     def later() -> None:
         nonlocal is_due_again
-        is_due_again = True
-        threading.Timer(AGAIN_S, once_more).start()
+        if not is_due_again:
+            is_due_again = True
+            threading.Timer(AGAIN_S, once_more).start()
 
     def once_more() -> None:
         nonlocal is_due_again
@@ -114,7 +126,7 @@ def end_by_signals() -> None:
         # The same signal: another may be ignored.
         signal.pthread_kill(main_thread, last)
 
-    sys.unraisablehook = again
+    sys.unraisablehook = silent
     for number in ENDING:
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
             signal.signal(number, end)

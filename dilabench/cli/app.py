@@ -15,7 +15,16 @@ from typer.core import TyperCommand, TyperGroup
 from dilabench.cli import INSTEAD, OldNames
 from dilabench.cli.defaults import defaults_file, defaults_of
 from dilabench.cli.terminal import interruption, note, output_lost, say, say_folded
-from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, said, shortened
+from dilabench.errors import (
+    ConfigError,
+    DilabenchError,
+    EnvironmentNotReady,
+    ExitCode,
+    heed,
+    interrupt_behind,
+    said,
+    shortened,
+)
 from dilabench.retired import removed
 from dilabench.units import printable
 from dilabench.version import __version__
@@ -40,10 +49,11 @@ def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, N
             command(*args, **kwargs)
         except typer.Exit as end:
             code = ExitCode(end.exit_code)
-        except KeyboardInterrupt as error:
-            raise stopped(interruption(error), ExitCode.INTERRUPTED) from None
         # The outermost boundary: any exception here that is no message for the user is a bug of dilabench.
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
+            if interrupt := interrupt_behind(error):
+                heed(interrupt)
+                raise stopped(interruption(interrupt), ExitCode.INTERRUPTED) from None
             if os.environ.get(DEBUG_VARIABLE):
                 raise
             if isinstance(error, DilabenchError):

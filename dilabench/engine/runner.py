@@ -24,7 +24,7 @@ from dilabench.engine.worker.process import warm_server
 from dilabench.engine.worker.protocol import WorkerSettings, worker_key
 from dilabench.engine.worker.rank_group import start_worker
 from dilabench.engine.workload_group import WorkloadGroupRun
-from dilabench.errors import PluginError
+from dilabench.errors import PluginError, heed
 from dilabench.machine import Machine
 from dilabench.metadata import UNCHECKED, matmul_key
 from dilabench.plugins.catalogue import Catalogue
@@ -162,7 +162,8 @@ class _Run:
                 self.progress.run_started(self._expected_s())
                 self._measure_all(follow_up)
             status = "complete"
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            heed(interrupt)
             status = "interrupted"
         finally:
             # Also after an error: the measured rows are kept.

@@ -171,6 +171,7 @@ def guarded(plugin: str, what: str = "", *, refuses: bool = True) -> Iterator[No
     """
     running = f"while plug-in {plugin!r} was {f'running: {what}' if what else 'loaded'}"
     raised: BaseException | None = None
+    interrupt: BaseException | None = None
     _outside.enter(running)
     recursion, limits = sys.getrecursionlimit(), _limits()
     try:
@@ -180,17 +181,19 @@ def guarded(plugin: str, what: str = "", *, refuses: bool = True) -> Iterator[No
         raised = error
     try:
         lowered = _restored(recursion, limits)
+        # Python 3.11 raises it in a class body as the cause of a RuntimeError.
+        interrupt = raised.__cause__ if type(raised) is RuntimeError else raised
+        if interrupt is not None and _is_users(interrupt):
+            interrupt.args = interrupt.args or (running,)
+            raise interrupt
+        if raised is not None or lowered is not None:
+            raise _error_of(raised, lowered, plugin, what, refuses) from raised
     except OSError as error:
         raise EnvironmentNotReady(f"plug-in {plugin!r}: {error}; DILABENCH_DISABLE_PLUGINS=1 leaves it out") from raised
     finally:
         _outside.leave(running)
-    if raised is None and lowered is None:
-        return
-    if _is_users(raised):
-        assert raised is not None
-        raised.args = raised.args or (running,)
-        raise raised
-    raise _error_of(raised, lowered, plugin, what, refuses) from raised
+        # They refer to this frame.
+        raised = interrupt = None
 
 
 def _error_of(
@@ -210,10 +213,10 @@ def _error_of(
     return PluginError("; ".join([f"{what}: {texts[0]}" if what else texts[0], *texts[1:]]), plugin)
 
 
-def _is_users(error: BaseException | None) -> bool:
+def _is_users(error: BaseException) -> bool:
     """Return True for an interrupt by a signal: commands raise their own class then; elsewhere it is not known."""
     plain = issubclass(type(error), KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    return plain or type(error) is Ended
+    return plain or issubclass(type(error), Ended)
 
 
 def answered(plugin: str, what: str, function: Callable[..., Any], *arguments: Any, kind: Any) -> Any:

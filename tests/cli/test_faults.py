@@ -557,9 +557,10 @@ def test_an_interrupt_before_a_command_has_begun_prints_no_traceback():
 
 
 KEPT = """
-import os, signal, sys, time
+import ctypes, os, signal, sys, time
 from pydantic import BaseModel, ConfigDict
 from dilabench.cli import end_by_signals, leave_by_signals
+from dilabench.errors import heed
 
 def interrupted(times):
     for _ in range(times):
@@ -586,6 +587,34 @@ class Kind(type):
 class Anything(metaclass=Kind):
     pass
 
+class SwallowsAll:
+    def __init__(self):
+        try:
+            interrupted(1)
+        except BaseException:
+            pass
+
+class Unhashed:
+    # PyDict_GetItem drops the error of a key.
+    def __hash__(self):
+        interrupted(1)
+        return 1
+
+def in_c():
+    ctypes.pythonapi.PyDict_GetItem.argtypes = [ctypes.py_object, ctypes.py_object]
+    ctypes.pythonapi.PyDict_GetItem.restype = ctypes.c_void_p
+    ctypes.pythonapi.PyDict_GetItem({}, Unhashed())
+
+class Named:
+    def __set_name__(self, owner, name):
+        interrupted(1)
+
+def in_class_body():
+    try:
+        type("Owner", (), {"field": Named()})
+    except Exception:
+        pass
+
 class Holder(BaseModel):
     model_config = ConfigDict(arbitrary_types_allowed=True)
     value: Anything
@@ -594,15 +623,23 @@ class Holder(BaseModel):
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 end_by_signals()
 try:
-    {"del": Deleted, "del, twice": DeletedTwice, "isinstance": lambda: print(Holder(value="interrupts"))}[sys.argv[1]]()
+    {
+        "del": Deleted,
+        "del, twice": DeletedTwice,
+        "isinstance": lambda: print(Holder(value="interrupts")),
+        "except": SwallowsAll,
+        "C": in_c,
+        "class body": in_class_body,
+    }[sys.argv[1]]()
     time.sleep(60)
-except KeyboardInterrupt:
+except KeyboardInterrupt as interrupt:
+    heed(interrupt)
     print("ended")
 leave_by_signals(0)
 """
 
 
-@pytest.mark.parametrize("place", ["del", "del, twice", "isinstance"])
+@pytest.mark.parametrize("place", ["del", "del, twice", "isinstance", "except", "C", "class body"])
 def test_an_interrupt_that_a_library_keeps_to_itself_comes_again(place):
     command = [sys.executable, "-c", KEPT, place]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=50, check=False)

@@ -10,7 +10,7 @@ from dilabench.cli.options import tell_of
 from dilabench.cli.run.progress_bar import progress_shown
 from dilabench.cli.terminal import interruption, note, say, say_folded, say_text
 from dilabench.compare.view import lengths_without_rows
-from dilabench.errors import ExitCode
+from dilabench.errors import ExitCode, heed
 from dilabench.metadata import note_text
 from dilabench.plugins.descriptors import Reporter
 from dilabench.predict.time import expected_time, slow_dtypes
@@ -75,6 +75,7 @@ def show_run(
         # While the record was written, or later.
         if (saved_record := execution.recorded()) is None:
             raise
+        heed(error)
         record, interrupted = saved_record, True
         note(f"{interruption(error)}; `dilabench report {shlex.quote(str(folder))}` makes the reports")
     finally:
