@@ -97,6 +97,16 @@ LIMITS = {
 }
 
 
+@pytest.mark.parametrize("value", ["x", "-1", "0", "1.5", "1e999"])
+@pytest.mark.parametrize("variable", ["DILABENCH_MAX_FILE", *(variable for variable, _, _ in LIMITS.values())])
+def test_a_limit_that_is_no_number_is_named(make_row, make_record, tmp_path, monkeypatch, variable, value):
+    path = tmp_path / "run.json"
+    path.write_text(to_text(make_record([make_row(), make_row("other")])))
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=variable):
+        read_record(path)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_limit_is_named_with_the_variable_that_raises_it(make_row, make_record, tmp_path, monkeypatch, limit, packed):
