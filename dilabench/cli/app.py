@@ -58,6 +58,10 @@ def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, N
                 raise
             if isinstance(error, DilabenchError):
                 raise stopped(f"error: {error}", error.exit_code) from None
+            if not os.path.exists(__file__):
+                # Modules are imported when they are needed.
+                text = f"error: dilabench was removed or replaced while it ran ({said(error)}); start the command again"
+                raise stopped(text, ExitCode.ENVIRONMENT) from None
             text = (
                 f"internal error: {said(error)}\n"
                 f"This is a bug in dilabench. Run again with {DEBUG_VARIABLE}=1 for the traceback and report it, "

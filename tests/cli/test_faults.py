@@ -669,3 +669,14 @@ def test_no_warning_of_ours_where_warnings_are_errors(arguments):
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
+
+
+def test_a_package_that_is_gone_is_no_bug(cli, monkeypatch):
+    def fail(*_):
+        raise ModuleNotFoundError("No module named 'dilabench.report.table'")
+
+    monkeypatch.setattr("dilabench.store.lookup.Store.records", fail)
+    assert "This is a bug" in cli("report", "latest").stderr
+    monkeypatch.setattr("dilabench.cli.app.__file__", "/gone/app.py")
+    text = refused(cli("report", "latest"), code=3)
+    assert "dilabench was removed or replaced while it ran (ModuleNotFoundError: No module named" in text
