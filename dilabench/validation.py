@@ -42,7 +42,7 @@ MAX_TOML = 1 << 20
 _KEY_PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
 _LONG_KEY = re.compile(rf"(?<![\w-]){_KEY_PART}(?:[ \t]*\.[ \t]*{_KEY_PART}){{{MAX_DEPTH}}}", re.ASCII)
 _CONTAINERS = frozenset({dict, list})
-# An object takes the memory of so many numbers.
+# An object takes the memory of this many numbers.
 VALUES_OF_OBJECT = 8
 # Keys of one object. The environment with the most packages had 700.
 MAX_KEYS = 10_000

@@ -66,7 +66,7 @@ class _Outside:
         with self.lock:
             if not self.inside:
                 self.stream, self.original = sys.stdout, sys.__stdout__
-                sys.stdout = sys.__stdout__ = sys.stderr  # type: ignore[misc]
+                sys.stdout = sys.__stdout__ = sys.stderr  # type: ignore[misc, assignment]
                 os._exit = _exit_instead
             self.inside += 1
             self.running.append(running)
@@ -79,7 +79,7 @@ class _Outside:
             self.running.remove(running)
             self._write()
             if not self.inside:
-                sys.stdout, sys.__stdout__ = self.stream, self.original  # type: ignore[misc]
+                sys.stdout, sys.__stdout__ = self.stream, self.original  # type: ignore[misc, assignment]
                 os._exit = _exit
 
     def _write(self) -> None:
