@@ -150,12 +150,24 @@ def leave_by_signals(code: object) -> None:
 
     from dilabench.errors import ExitCode
 
-    def leave(_number: int, _frame: FrameType | None) -> None:
+    def leave(_number: int = 0, _frame: FrameType | None = None) -> None:
         _exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+    def wait() -> None:
+        # Libraries may handle other signals.
+        while os.read(signaled, 1)[0] not in (*ENDING, signal.SIGALRM):
+            pass
+        leave()
 
     for number in ENDING:
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
             signal.signal(number, leave)
+    # The main thread may begin to wait for a lock in C just then, and run no handler.
+    signaled, waking = os.pipe()
+    os.set_blocking(waking, False)
+    signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=wait, daemon=True).start()
     if code == ExitCode.INTERRUPTED:
         signal.signal(signal.SIGALRM, leave)
         signal.alarm(MOST_S)
