@@ -9,8 +9,8 @@ from typing import Any
 
 from dilabench.cli.options import discovered, given
 from dilabench.cli.terminal import note
-from dilabench.compare.across import compare_across, policy_for, refuse_other_machine
-from dilabench.compare.comparison import Comparison
+from dilabench.comparison.across import compare_across, policy_for, refuse_other_machine
+from dilabench.comparison.comparison import Comparison
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.record import RunRecord
 from dilabench.request import run_request

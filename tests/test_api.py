@@ -93,7 +93,7 @@ def test_arguments_become_the_request(tmp_path, monkeypatch, settings, fields):
 
 
 def test_compare_is_the_function_whatever_was_imported_before(make_row, make_record):
-    import dilabench.compare.view
+    import dilabench.comparison.view
 
     found = dilabench.compare(make_record([make_row()]), make_record([make_row(ns=2e7)], run_id="bbbb"))
     assert len(found.pairs) == 1

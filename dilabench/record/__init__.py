@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # Of every change that an older version cannot read, a new key or a new word for one included (`store.migrations`).
 SCHEMA_VERSION = "1.2"
-# The time of a row in every output (`compare.view`).
+# The time of a row in every output (`comparison.view`).
 ESTIMATOR = "median of all samples"
 
 Stage = Literal["build", "verify", "warmup", "time", "memory", "worker"]

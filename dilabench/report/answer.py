@@ -1,6 +1,6 @@
 """The answer of a run: the fastest implementation at each length (or density, rank count), and one sentence on it.
 
-One rule decides on rivals, full attention and one device (`compare.view`). "Faster" means proven: the 95 % interval of
+One rule decides on rivals, full attention and one device (`comparison.view`). "Faster" means proven: the 95 % interval of
 the ratio over common rounds is beyond the margin of `compare`; the interval is in the row. "Probably" means that the
 two shared too few rounds or none, and that the intervals of their medians do not overlap. Otherwise rows are tied.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 
-from dilabench.compare.view import PairView, Ranking, is_quotable, measured_view, pair_views, rank, view_of
+from dilabench.comparison.view import PairView, Ranking, is_quotable, measured_view, pair_views, rank, view_of
 from dilabench.plugins.axis import Axis
 from dilabench.record import Failed, Measured, Row, RunRecord, SkipCode, Skipped
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name

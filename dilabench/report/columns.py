@@ -24,8 +24,8 @@ from dilabench.units import (
 
 if TYPE_CHECKING:
     # Their statistics take a while to load, and columns of stored figures need none.
-    from dilabench.compare.comparison import ComparedPair
-    from dilabench.compare.view import RowView
+    from dilabench.comparison.comparison import ComparedPair
+    from dilabench.comparison.view import RowView
     from dilabench.stats.samples.location import Interval
 
 ABSENT = "–"

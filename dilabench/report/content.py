@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from dilabench.compare.view import Ranking, lengths_without_rows, locate_rows, rankings, view_of
+from dilabench.comparison.view import Ranking, lengths_without_rows, locate_rows, rankings, view_of
 from dilabench.machine import device_named
 from dilabench.metadata import NOTES, note_text
 from dilabench.record import (

@@ -34,7 +34,7 @@ def to_text(record: RunRecord) -> str:
 
 def _with_summaries(record: RunRecord) -> str:
     # run.json is written without the statistics.
-    from dilabench.compare.view import locate_rows, view_of
+    from dilabench.comparison.view import locate_rows, view_of
     from dilabench.report.columns import exported
 
     locate_rows(record.rows)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dilabench.compare.view import is_quotable, measured_view, rank
+from dilabench.comparison.view import is_quotable, measured_view, rank
 from dilabench.machine import device_named
 from dilabench.record import Row, RunRecord
 from dilabench.report.columns import ABSENT, COLUMNS, Column, row_name

@@ -5,8 +5,8 @@ A line per case and run: its time, then the comparison of each later run with it
 
 from collections.abc import Iterator
 
-from dilabench.compare.comparison import ComparedPair
-from dilabench.compare.matrix import CaseMatrix, Matrix
+from dilabench.comparison.comparison import ComparedPair
+from dilabench.comparison.matrix import CaseMatrix, Matrix
 from dilabench.report.columns import ABSENT, case_name, ratio_interval, workload_title
 from dilabench.units import format_latency
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dilabench.atomic_file import write_text
-from dilabench.compare.comparison import ComparedPair, Comparison
-from dilabench.compare.matrix import CaseMatrix, Matrix
+from dilabench.comparison.comparison import ComparedPair, Comparison
+from dilabench.comparison.matrix import CaseMatrix, Matrix
 from dilabench.record import RunRecord
 from dilabench.report import matrix as texts
 from dilabench.report.columns import Column, case_name, chosen_columns, pair_columns, workload_title

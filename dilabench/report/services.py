@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dilabench.atomic_file import write_text
-from dilabench.compare.view import RowView, is_quotable, view_of
+from dilabench.comparison.view import RowView, is_quotable, view_of
 from dilabench.record import RunRecord
 from dilabench.report.columns import row_name, workload_title
 from dilabench.units import format_latency

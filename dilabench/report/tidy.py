@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dilabench.atomic_file import write_bytes, write_text
-from dilabench.compare.view import locate_rows, memory_of, view_of
+from dilabench.comparison.view import locate_rows, memory_of, view_of
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Measured, Memory, Row, RunRecord, Timing
 from dilabench.report.columns import exported, implementation_text

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
-from dilabench.compare.fingerprint import hard_fields, machine_key
-from dilabench.compare.pairing import pair_many
+from dilabench.comparison.fingerprint import hard_fields, machine_key
+from dilabench.comparison.pairing import pair_many
 from dilabench.engine import calibration
 from dilabench.engine.calibration import BASELINE, EFFECTS
 from dilabench.engine.device.environment import with_torch

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
 
-from dilabench.compare.across import compare_across, refuse_other_machine
-from dilabench.compare.comparison import ComparedPair, Comparison, Selection, is_measured
-from dilabench.compare.gate import CaseIds, common_change, looked_at, until_decided
+from dilabench.comparison.across import compare_across, refuse_other_machine
+from dilabench.comparison.comparison import ComparedPair, Comparison, Selection, is_measured
+from dilabench.comparison.gate import CaseIds, common_change, looked_at, until_decided
 from dilabench.engine.progress import Progress
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.predict.time import budget_option, case_seconds

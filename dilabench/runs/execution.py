@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from dilabench.atomic_file import write_text
 from dilabench.choice.descriptors import load_target
-from dilabench.compare.comparison import is_wrong
-from dilabench.compare.view import is_impossible, lengths_without_rows
+from dilabench.comparison.comparison import is_wrong
+from dilabench.comparison.view import is_impossible, lengths_without_rows
 from dilabench.engine.device.environment import snapshot
 from dilabench.engine.progress import Progress
 from dilabench.engine.runner import FollowUp, Project

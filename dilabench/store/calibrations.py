@@ -28,7 +28,7 @@ class Detection(Model):
 class Calibration(Model):
     """Noise between sessions of identical code (sd of the log ratio) on one machine, and its power curve.
 
-    `machine` is the key of the hard fingerprint fields (`compare.fingerprint.machine_key`), also kept in `fields`.
+    `machine` is the key of the hard fingerprint fields (`comparison.fingerprint.machine_key`), also kept in `fields`.
     """
 
     machine: str

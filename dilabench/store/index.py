@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from dilabench.compare.comparison import searchable
-from dilabench.compare.fingerprint import machine_key
+from dilabench.comparison.comparison import searchable
+from dilabench.comparison.fingerprint import machine_key
 from dilabench.errors import DilabenchError
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.store.archive import Archive, run_and_version, sound_records
@@ -200,7 +200,7 @@ def store_run(archive: Archive, record: RunRecord) -> str:
 def _add(connection: sqlite3.Connection, file: str, record: RunRecord) -> None:
     """Add a run and its rows; raises one of UNUSABLE before anything is added."""
     # Its statistics take a while to load.
-    from dilabench.compare.view import locate_rows
+    from dilabench.comparison.view import locate_rows
 
     locate_rows(record.rows)
     cells = [(file, row.case.case_id, searchable(row.case), *_row_fields(row)) for row in record.rows]
@@ -263,13 +263,13 @@ def _run_fields(file: str, record: RunRecord) -> tuple[object, ...]:
 
 def _is_incomplete(record: RunRecord) -> bool:
     """Return True if a length has no row, as the verdict of its command says."""
-    from dilabench.compare.view import lengths_without_rows
+    from dilabench.comparison.view import lengths_without_rows
 
     return bool(lengths_without_rows(record))
 
 
 def _row_fields(row: Row) -> tuple[object, ...]:
-    from dilabench.compare.view import peak_of, view_of
+    from dilabench.comparison.view import peak_of, view_of
     from dilabench.report.columns import implementation_text, workload_title
 
     case, outcome = row.case, row.outcome

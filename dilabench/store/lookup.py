@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from dilabench.compare.fingerprint import machine_key
+from dilabench.comparison.fingerprint import machine_key
 from dilabench.errors import ConfigError, DilabenchError
 from dilabench.record import RunRecord
 from dilabench.store.archive import SUFFIX, Archive, read_compressed, sound_records, store_root

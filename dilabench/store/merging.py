@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import chain, zip_longest
 
-from dilabench.compare.fingerprint import hard_mismatches
+from dilabench.comparison.fingerprint import hard_mismatches
 from dilabench.engine.plausibility import suspicions
 from dilabench.errors import ConfigError, listed
 from dilabench.record import Measured, Row, RunRecord, moment_of

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dilabench.compare.view import measured_view, pair_views, rank, view_of
+from dilabench.comparison.view import measured_view, pair_views, rank, view_of
 from dilabench.errors import listed
 from dilabench.machine import Machine
 from dilabench.plugins.axis import LENGTH as LENGTH_AXIS

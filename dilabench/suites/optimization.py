@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dilabench.compare.comparison import ComparedPair
-from dilabench.compare.within import compare_within
+from dilabench.comparison.comparison import ComparedPair
+from dilabench.comparison.within import compare_within
 from dilabench.machine import Machine
 from dilabench.metadata import (
     BUFFER_POOL_HELD_BYTES,

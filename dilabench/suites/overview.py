@@ -5,7 +5,7 @@ The rows of their records, and of any suite of implementations, at a glance: as 
 
 from collections.abc import Sequence
 
-from dilabench.compare.view import RowView, view_of
+from dilabench.comparison.view import RowView, view_of
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import PlannedCase, RunRecord
 from dilabench.report.columns import row_name, workload_title

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dilabench.choice.measured import TunedCell, remember
 from dilabench.choice.ways import way_name
-from dilabench.compare.view import measured_view
+from dilabench.comparison.view import measured_view
 from dilabench.machine import Machine
 from dilabench.record import Measured, RunRecord
 from dilabench.store.run_files import read_record

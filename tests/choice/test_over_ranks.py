@@ -13,7 +13,7 @@ from dilabench.attention import over_ranks
 from dilabench.choice.over_ranks import expected_seconds, fastest_expected
 from dilabench.choice.rules import choose
 from dilabench.choice.ways import Way, own_ways
-from dilabench.compare.verdicts import median_over
+from dilabench.comparison.verdicts import median_over
 from dilabench.distributed.single_rank import SingleRank
 from dilabench.impls.one_operator import Options
 from dilabench.impls.ring.schedule.function import ShardedAttention

@@ -6,7 +6,7 @@ from math import exp
 
 import pytest
 
-from dilabench.compare.fingerprint import machine_key
+from dilabench.comparison.fingerprint import machine_key
 from dilabench.engine import calibration, method
 from dilabench.machine import device_named
 from dilabench.plugins.manager import discover

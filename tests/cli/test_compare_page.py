@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from dilabench.compare.across import compare_across
-from dilabench.compare.matrix import compare_all
+from dilabench.comparison.across import compare_across
+from dilabench.comparison.matrix import compare_all
 from dilabench.stats.decisions.decide import Policy
 
 

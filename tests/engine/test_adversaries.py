@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dilabench.compare.view import is_quotable
+from dilabench.comparison.view import is_quotable
 from dilabench.engine.plausibility import _work_kept
 from dilabench.errors import ExitCode
 from dilabench.metadata import matmul_key

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dilabench.compare.pairing import pair
+from dilabench.comparison.pairing import pair
 from dilabench.engine import runner
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent
@@ -35,7 +35,7 @@ from dilabench.engine.device.environment import snapshot
 from dilabench.engine.device.lock import device_lock
 from dilabench.engine.progress import Silent
 from dilabench.engine.worker.client import WorkerPool
-from dilabench.compare.pairing import pair
+from dilabench.comparison.pairing import pair
 from dilabench.engine.runner import run
 from dilabench.request import RunRequest
 from dilabench.machine import Machine

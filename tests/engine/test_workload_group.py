@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from dilabench.compare.pairing import pair
+from dilabench.comparison.pairing import pair
 from dilabench.engine.budget import Budget
 from dilabench.engine.case_state import TimerRun
 from dilabench.engine.driver import Driver

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from dilabench.compare.across import compare_across
-from dilabench.compare.view import view_of
+from dilabench.comparison.across import compare_across
+from dilabench.comparison.view import view_of
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Skipped, Slot, Timing
 from dilabench.report import services, tidy

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from dilabench.compare.matrix import compare_all
+from dilabench.comparison.matrix import compare_all
 from dilabench.errors import DilabenchError
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.manager import discover

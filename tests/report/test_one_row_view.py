@@ -11,9 +11,9 @@ from statistics import fmean, median, stdev
 import pytest
 
 from dilabench.cli.compare import verdict_view
-from dilabench.compare.across import compare_across
-from dilabench.compare.gate import exit_code
-from dilabench.compare.view import RowView, view_of
+from dilabench.comparison.across import compare_across
+from dilabench.comparison.gate import exit_code
+from dilabench.comparison.view import RowView, view_of
 from dilabench.plugins.axis import LENGTH
 from dilabench.plugins.manager import discover
 from dilabench.record import ESTIMATOR, RunRecord

@@ -3,9 +3,9 @@ from typing import Any
 
 import pytest
 
-from dilabench.compare.verdicts import Policy
-from dilabench.compare.view import view_of
-from dilabench.compare.within import compare_within
+from dilabench.comparison.verdicts import Policy
+from dilabench.comparison.view import view_of
+from dilabench.comparison.within import compare_within
 from dilabench.plugins.manager import discover
 from dilabench.record import (
     Check,

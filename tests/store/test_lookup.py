@@ -1,6 +1,6 @@
 import pytest
 
-from dilabench.compare.fingerprint import machine_key
+from dilabench.comparison.fingerprint import machine_key
 from dilabench.errors import ConfigError
 from dilabench.store.calibrations import Calibration
 from dilabench.store.lookup import Store

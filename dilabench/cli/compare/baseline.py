@@ -32,8 +32,8 @@ def save(
     replace: Annotated[bool, typer.Option("--replace", help="Replace the runs that the name had by these.")] = False,
 ) -> None:
     """Give runs a name; files that are not in the store yet are copied there. Five sessions make a gate on time."""
-    from dilabench.compare.across import refuse_other_machine
-    from dilabench.compare.comparison import is_measured
+    from dilabench.comparison.across import refuse_other_machine
+    from dilabench.comparison.comparison import is_measured
     from dilabench.store.lookup import Store
 
     if add and replace:

@@ -91,9 +91,9 @@ def check(
     """
     from dilabench.cli.compare import verdict_view
     from dilabench.cli.run.progress_bar import progress_shown
-    from dilabench.compare.across import policy_for
-    from dilabench.compare.comparison import selection
-    from dilabench.compare.gate import exit_code
+    from dilabench.comparison.across import policy_for
+    from dilabench.comparison.comparison import selection
+    from dilabench.comparison.gate import exit_code
     from dilabench.runs.check import Check
     from dilabench.store.lookup import Store
 

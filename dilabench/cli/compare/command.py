@@ -72,11 +72,11 @@ def compare(
     (with --fail-on inconclusive), 8 nothing to compare. Of several runs the first is BASE.
     """
     from dilabench.cli.compare import verdict_view
-    from dilabench.compare.across import policy_for, refuse_other_machine
-    from dilabench.compare.comparison import selection
-    from dilabench.compare.gate import exit_code
-    from dilabench.compare.matrix import compare_all, run_names
-    from dilabench.compare.within import compare_within
+    from dilabench.comparison.across import policy_for, refuse_other_machine
+    from dilabench.comparison.comparison import selection
+    from dilabench.comparison.gate import exit_code
+    from dilabench.comparison.matrix import compare_all, run_names
+    from dilabench.comparison.within import compare_within
     from dilabench.store.lookup import Store
 
     if github_summary:

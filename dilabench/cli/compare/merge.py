@@ -28,7 +28,7 @@ def merge(
     unfinished runs, overlapping or missing shards, rows of one workload from two runs, times without a passed
     verification, edited records. The runs themselves are not changed.
     """
-    from dilabench.compare.fingerprint import soft_warnings
+    from dilabench.comparison.fingerprint import soft_warnings
     from dilabench.store.lookup import Store
     from dilabench.store.merging import merged, shared_records
     from dilabench.store.run_files import RunFolder

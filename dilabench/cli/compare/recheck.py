@@ -41,9 +41,9 @@ def recheck(
     """
     from dilabench.cli.compare import verdict_view
     from dilabench.cli.run.progress_bar import progress_shown
-    from dilabench.compare.across import compare_across, policy_for, refuse_other_machine
-    from dilabench.compare.comparison import is_measured
-    from dilabench.compare.gate import exit_code
+    from dilabench.comparison.across import compare_across, policy_for, refuse_other_machine
+    from dilabench.comparison.comparison import is_measured
+    from dilabench.comparison.gate import exit_code
     from dilabench.runs.remeasure import Remeasure
     from dilabench.store.lookup import Store
 

@@ -17,10 +17,10 @@ from dilabench.units import counted
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from dilabench.compare.across import MachineRatio
-    from dilabench.compare.comparison import ComparedPair, Comparison, Uncompared
-    from dilabench.compare.matrix import Matrix
-    from dilabench.compare.view import RowView
+    from dilabench.comparison.across import MachineRatio
+    from dilabench.comparison.comparison import ComparedPair, Comparison, Uncompared
+    from dilabench.comparison.matrix import Matrix
+    from dilabench.comparison.view import RowView
     from dilabench.record import RunRecord
 
 LEGEND = (
@@ -263,7 +263,7 @@ MACHINE_COLUMNS = (
 
 def show_machines(base: "RunRecord", new: "RunRecord", *, as_json: bool) -> ExitCode:
     """Print the ratios of cases that two machines both measured, without a verdict; exit code 8 if there are none."""
-    from dilabench.compare.across import machine_ratios
+    from dilabench.comparison.across import machine_ratios
     from dilabench.report.content import device_text
 
     ratios = list(machine_ratios(base, new))

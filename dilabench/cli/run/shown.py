@@ -9,7 +9,7 @@ from dilabench.cli.github import append_summary
 from dilabench.cli.options import tell_of
 from dilabench.cli.run.progress_bar import progress_shown
 from dilabench.cli.terminal import interruption, note, say, say_folded, say_text
-from dilabench.compare.view import lengths_without_rows
+from dilabench.comparison.view import lengths_without_rows
 from dilabench.errors import ExitCode, heed
 from dilabench.metadata import note_text
 from dilabench.plugins.descriptors import Reporter

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.comparison import ComparedPair, Comparison
-from dilabench.compare.matrix import CaseMatrix, Matrix
+from dilabench.comparison.comparison import ComparedPair, Comparison
+from dilabench.comparison.matrix import CaseMatrix, Matrix
 from dilabench.errors import ExitCode
 from dilabench.record import RunRecord
 from dilabench.report.columns import ABSENT, case_name, verdict_text, workload_title

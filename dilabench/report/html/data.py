@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dilabench.compare.view import first_timing, view_of
+from dilabench.comparison.view import first_timing, view_of
 from dilabench.engine.lower_bounds import least_bytes, least_flops
 from dilabench.metadata import COPY_KEY, COUNTERS, note_text, peak_flops
 from dilabench.record import Failed, Measured, Row, RunRecord, Skipped, Slot

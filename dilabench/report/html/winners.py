@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.view import measured_view
+from dilabench.comparison.view import measured_view
 from dilabench.record import Measured
 from dilabench.report.answer import winner_text
 from dilabench.report.columns import row_name

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from dilabench.compare.view import RowView, measured_view, pair_views, view_of
+from dilabench.comparison.view import RowView, measured_view, pair_views, view_of
 from dilabench.metadata import STEPS, STEPS_OF
 from dilabench.patterns.pattern import Pattern
 from dilabench.record import Row, RunRecord

@@ -6,8 +6,8 @@ from statistics import fmean, median
 from typing import Any
 
 from dilabench.choice.ways import way_name
-from dilabench.compare.pairing import common_timings, pair
-from dilabench.compare.view import is_quotable, measured_view, rank
+from dilabench.comparison.pairing import common_timings, pair
+from dilabench.comparison.view import is_quotable, measured_view, rank
 from dilabench.metadata import CHOSEN, INTERFERENCE, LAUNCH_BOUND, SHAPE
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.time import budget_option

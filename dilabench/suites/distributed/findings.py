@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dilabench.compare.view import measured_view, peak_of
+from dilabench.comparison.view import measured_view, peak_of
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.record import Row, RunRecord
 from dilabench.report.columns import ABSENT

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dilabench.compare.view import peak_of, view_of
+from dilabench.comparison.view import peak_of, view_of
 from dilabench.metadata import WAY
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.predict.memory import plan_memory

@@ -4,7 +4,7 @@ missing projects.
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from dilabench.compare.view import measured_view, pair_views, view_of
+from dilabench.comparison.view import measured_view, pair_views, view_of
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Implementation
 from dilabench.record import Failed, Measured, Row, RunRecord

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.view import is_quotable, measured_view, view_of
+from dilabench.comparison.view import is_quotable, measured_view, view_of
 from dilabench.record import Row, RunRecord
 from dilabench.units import speedup
 

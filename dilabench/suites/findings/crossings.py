@@ -1,7 +1,7 @@
 """The length at which one implementation overtakes another of its family, and the family overtakes dense.
 
 A crossover is a single change of sides: below it one of the two is faster, above it the other, each proven at some
-length by the rule of `compare.view`. With more changes the lengths that each side wins are listed. Dense attention is
+length by the rule of `comparison.view`. With more changes the lengths that each side wins are listed. Dense attention is
 measured separately, so a change of sides against it is only probable, and the sentence says so.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
-from dilabench.compare.view import pair_views
+from dilabench.comparison.view import pair_views
 from dilabench.report.findings import Section
 from dilabench.stats.scaling import Crossover, crossover
 from dilabench.suites.findings.series import Series, families

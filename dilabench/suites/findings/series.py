@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from dilabench.compare.view import RowView, locate_rows, view_of
+from dilabench.comparison.view import RowView, locate_rows, view_of
 from dilabench.record import Case, Row, RunRecord
 from dilabench.report.columns import row_name
 from dilabench.report.findings import Curve, CurvePlot, Point, Span

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
-from dilabench.compare.view import Ranking, measured_view, rank, view_of
+from dilabench.comparison.view import Ranking, measured_view, rank, view_of
 from dilabench.record import Failed, Row, RunRecord
 from dilabench.report.columns import ABSENT
 from dilabench.report.findings import Curve, CurvePlot, Point, Section

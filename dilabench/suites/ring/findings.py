@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from dilabench.compare.view import measured_view
+from dilabench.comparison.view import measured_view
 from dilabench.machine import device_named
 from dilabench.metadata import CHOSEN_BY, RECEIVED_BYTES
 from dilabench.plugins.catalogue import Catalogue

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dilabench.compare.across import compare_across
+from dilabench.comparison.across import compare_across
 from dilabench.distributed.world import World
 from dilabench.engine.call.buffer_pool import SizedBufferPool
 from dilabench.engine.call.inputs import InputStore

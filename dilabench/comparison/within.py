@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dilabench.compare.comparison import (
+from dilabench.comparison.comparison import (
     ComparedPair,
     Comparison,
     Selection,
@@ -17,8 +17,8 @@ from dilabench.compare.comparison import (
     is_measured,
     lack_of,
 )
-from dilabench.compare.pairing import Pairing, common_timings, pair_many, sessions_of
-from dilabench.compare.verdicts import corrected, median_over, memory_verdict, row_notes
+from dilabench.comparison.pairing import Pairing, common_timings, pair_many, sessions_of
+from dilabench.comparison.verdicts import corrected, median_over, memory_verdict, row_notes
 from dilabench.errors import unknown_name
 from dilabench.record import Case, Row, RunRecord, Timing
 from dilabench.stats.decisions.decide import Policy, decide, judge_many

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dilabench.compare.pairing import sessions_of
-from dilabench.compare.view import location_of
+from dilabench.comparison.pairing import sessions_of
+from dilabench.comparison.view import location_of
 from dilabench.record import Measured, Memory, Row, Timing
 from dilabench.stats.decisions.decide import Policy, control_family
 from dilabench.stats.decisions.memory import (

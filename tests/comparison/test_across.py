@@ -2,8 +2,8 @@
 
 import pytest
 
-from dilabench.compare.across import compare_across, refusals
-from dilabench.compare.gate import confirmed, exit_code
+from dilabench.comparison.across import compare_across, refusals
+from dilabench.comparison.gate import confirmed, exit_code
 from dilabench.errors import ExitCode
 from dilabench.record import Failed, GpuInfo, Skipped, Verification
 from dilabench.stats.decisions.decide import Policy

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import log1p
 
-from dilabench.compare.comparison import ComparedPair, Comparison
+from dilabench.comparison.comparison import ComparedPair, Comparison
 from dilabench.errors import ExitCode, exit_code_for
 from dilabench.record import RunRecord
 from dilabench.stats.decisions.decide import Policy

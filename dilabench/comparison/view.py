@@ -23,7 +23,7 @@ from typing import Literal
 
 import numpy as np
 
-from dilabench.compare.pairing import common_timings, pair_many
+from dilabench.comparison.pairing import common_timings, pair_many
 from dilabench.metadata import NOTES, WAY
 from dilabench.record import Measured, Memory, Row, RunRecord, Skipped, Timing
 from dilabench.stats.decisions.decide import Policy, position

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dilabench.compare import view
+from dilabench.comparison import view
 from dilabench.record import Slot
 
 SAMPLES = ((3,), (3, 3, 3), (0, 2, 5, 0, 2), (1, 0), (4,) * 40)

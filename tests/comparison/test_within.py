@@ -5,8 +5,8 @@ from math import exp
 
 import pytest
 
-from dilabench.compare.gate import exit_code
-from dilabench.compare.within import compare_within
+from dilabench.comparison.gate import exit_code
+from dilabench.comparison.within import compare_within
 from dilabench.errors import ConfigError, ExitCode
 from dilabench.record import Failed, Optimizations, Skipped, Verification
 from dilabench.stats.decisions.decide import Policy

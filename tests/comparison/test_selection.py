@@ -1,6 +1,6 @@
 import pytest
 
-from dilabench.compare.comparison import selection
+from dilabench.comparison.comparison import selection
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dilabench.compare.view import is_quotable, rank
+from dilabench.comparison.view import is_quotable, rank
 from dilabench.metadata import ABOVE_PEAK_FLOPS, LAUNCH_BOUND
 from dilabench.record import Row, Slot
 

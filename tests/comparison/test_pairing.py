@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dilabench.compare.pairing import is_throttled, pair, pair_many, sessions_of
+from dilabench.comparison.pairing import is_throttled, pair, pair_many, sessions_of
 from dilabench.record import Slot, Timing
 
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dilabench.compare.comparison import ComparedPair, Comparison
-from dilabench.compare.gate import until_decided
-from dilabench.compare.verdicts import corrected
+from dilabench.comparison.comparison import ComparedPair, Comparison
+from dilabench.comparison.gate import until_decided
+from dilabench.comparison.verdicts import corrected
 from dilabench.stats.decisions.decide import Policy, binomial_interval, decide
 from dilabench.stats.decisions.history import StoredSessions, estimate_stored
 from dilabench.stats.decisions.verdicts import Code

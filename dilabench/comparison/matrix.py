@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import PurePath
 
-from dilabench.compare.across import compare_each
-from dilabench.compare.comparison import ComparedPair, Comparison, Selection, everything
+from dilabench.comparison.across import compare_each
+from dilabench.comparison.comparison import ComparedPair, Comparison, Selection, everything
 from dilabench.record import Case, RunRecord
 from dilabench.stats.decisions.decide import Policy
 

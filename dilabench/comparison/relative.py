@@ -6,9 +6,9 @@ the reference may have changed with it.
 
 from collections.abc import Mapping, Sequence
 
-from dilabench.compare.comparison import is_measured
-from dilabench.compare.fingerprint import soft_mismatches
-from dilabench.compare.pairing import matched
+from dilabench.comparison.comparison import is_measured
+from dilabench.comparison.fingerprint import soft_mismatches
+from dilabench.comparison.pairing import matched
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.record import Measured, RunRecord, Timing
 

@@ -5,8 +5,8 @@ from math import log
 
 import pytest
 
-from dilabench.compare.across import compare_across
-from dilabench.compare.gate import common_change
+from dilabench.comparison.across import compare_across
+from dilabench.comparison.gate import common_change
 from dilabench.errors import ConfigError
 from dilabench.record import Measured
 from dilabench.stats.decisions.decide import Policy

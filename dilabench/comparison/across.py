@@ -7,7 +7,7 @@ of the baseline every verdict on time is advisory (measurement.md §5.2). Memory
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from dilabench.compare.comparison import (
+from dilabench.comparison.comparison import (
     ComparedPair,
     Comparison,
     Selection,
@@ -16,11 +16,11 @@ from dilabench.compare.comparison import (
     is_measured,
     uncompared,
 )
-from dilabench.compare.fingerprint import Mismatch, hard_mismatches, soft_warnings
-from dilabench.compare.pairing import common_timings, is_throttled, sessions_of
-from dilabench.compare.relative import relative_to
-from dilabench.compare.verdicts import corrected, median_over, memory_verdict, row_notes
-from dilabench.compare.view import RowView, is_quotable, measured_view
+from dilabench.comparison.fingerprint import Mismatch, hard_mismatches, soft_warnings
+from dilabench.comparison.pairing import common_timings, is_throttled, sessions_of
+from dilabench.comparison.relative import relative_to
+from dilabench.comparison.verdicts import corrected, median_over, memory_verdict, row_notes
+from dilabench.comparison.view import RowView, is_quotable, measured_view
 from dilabench.errors import DilabenchError
 from dilabench.record import Case, Measured, Row, RunRecord, Timing
 from dilabench.stats.decisions.decide import Policy, decide
