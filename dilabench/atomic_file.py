@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from dilabench.errors import EnvironmentNotReady
-from dilabench.units import format_bytes, parse_bytes
+from dilabench.units import format_bytes, parse_count
 
 OTHER_FOLDER = "choose another folder with -o"
 _RETRY_S = 0.05
@@ -82,7 +82,7 @@ def check_writable(folder: Path, size: int) -> None:
 def most_bytes() -> int:
     """$DILABENCH_MAX_FILE in bytes (MOST_BYTES by default)."""
     text = os.environ.get(LIMIT_VARIABLE)
-    return parse_bytes(text) if text else MOST_BYTES
+    return parse_count(text, LIMIT_VARIABLE) if text else MOST_BYTES
 
 
 def limited(chunks: Iterable[bytes]) -> Iterator[bytes]:

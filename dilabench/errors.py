@@ -10,7 +10,7 @@ Failures of one benchmark case are data (`dilabench.record.Failed`), not excepti
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 
 
@@ -104,21 +104,69 @@ class PluginError(DilabenchError):
 
 
 class Ended(KeyboardInterrupt):
-    """A signal asked the command to end, where a plain KeyboardInterrupt may be some code's own."""
+    """A signal asked the command to end, where a plain KeyboardInterrupt may be some code's own.
+
+    `dropped` is called if it is dropped before `heed`: by a library that catches everything, or in C.
+    """
+
+    dropped: Callable[[], None] | None = None
+
+    @classmethod
+    def noticing(cls, dropped: Callable[[], None]) -> "Ended":
+        """One that calls `dropped`."""
+        ended = cls()
+        ended.dropped = dropped
+        return ended
+
+    def __del__(self) -> None:
+        if self.dropped is not None:
+            self.dropped()
+
+
+def heed(interrupt: KeyboardInterrupt) -> None:
+    """Say that an interrupt is acted upon, so that it does not come again."""
+    if isinstance(interrupt, Ended):
+        interrupt.dropped = None
+
+
+def interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
+    """The interrupt that an exception is, or stands for: Python 3.11 raises a RuntimeError for it in `__set_name__`."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, Ended):
+        seen = seen.__cause__
+    return seen if isinstance(seen, Ended) else error if isinstance(error, KeyboardInterrupt) else None
+
+
+# A longer text of an exception is no help in a message.
+MOST_LETTERS = 2000
 
 
 def encodable(text: str) -> str:
     """The text with lone surrogates, which UTF-8 lacks, escaped."""
-    return text.encode(errors="backslashreplace").decode()
+    # A subclass of str may have its own `encode`.
+    return str.encode(text, errors="backslashreplace").decode()
+
+
+def type_name(value: object) -> str:
+    """The name of a value's type, whatever its metaclass says."""
+    name: str = type.__dict__["__name__"].__get__(type(value))
+    return name
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an exception in valid UTF-8, also if its `__str__` fails."""
+    """The text of an exception in valid UTF-8, also if its `__str__` fails or exits."""
     try:
         return encodable(str(error))
     # Its `__str__` is foreign code.
-    except Exception as second:  # noqa: BLE001
-        return f"(its text cannot be printed: its __str__ raised {type(second).__name__})"
+    except BaseException as second:
+        if issubclass(type(second), Ended):
+            raise
+        return f"(its text cannot be printed: its __str__ raised {type_name(second)})"
+
+
+def shortened(text: str, most: int = MOST_LETTERS) -> str:
+    """The text, or its beginning and its length if it has more than `most` letters."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} letters)"
 
 
 def interruption(error: KeyboardInterrupt) -> str:
@@ -128,13 +176,13 @@ def interruption(error: KeyboardInterrupt) -> str:
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's text; empty if it has none."""
-    return (text_of(error).strip().splitlines() or [""])[0]
+    return shortened((text_of(error).strip().splitlines() or [""])[0])
 
 
 def said(error: BaseException) -> str:
     """Type and text of an exception, on one line; only the type if it has no text."""
-    text = " ".join(text_of(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    text = shortened(" ".join(text_of(error).split()))
+    return f"{type_name(error)}: {text}" if text else type_name(error)
 
 
 def listed(words: Sequence[str], last: str) -> str:

@@ -174,6 +174,7 @@ NOT_INTERLEAVED = NoteKind(
 )
 BUDGET_EXCEEDED = NoteKind("budget_exceeded", "the budget was exceeded so that its length has a row", "ns")
 INTERRUPTED = NoteKind("interrupted", "Ctrl-C came after its timing")
+CUT_SHORT = NoteKind("cut_short", "Ctrl-C came during its timing: --resume measures it again", "count")
 NO_MEMORY_PASS = NoteKind("no_memory_pass", "the budget was used up before memory was measured")
 NO_LEDGER = NoteKind("no_ledger", "the profiler saw no kernel, so the backend is claimed, not shown")
 SLOW_RANK = NoteKind("slow_rank", "one rank takes at least twice as long as the median of the others", "times")

@@ -2,7 +2,6 @@
 
 import json
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Suite
 from dilabench.retired import no_such_name
 from dilabench.units import parse_duration
-from dilabench.validation import Model, Sizes, unknown_key, validated
+from dilabench.validation import Model, Sizes, parsed_toml, unknown_key, validated
 from dilabench.workload.spec import WorkloadRequest
 
 TABLES = ("workload", "run")
@@ -294,7 +293,7 @@ def assignment(name: str, value: Any) -> str:
 
 def _read_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return parsed_toml(f"value = {text}")["value"]
     except (ValueError, RecursionError):
         # No TOML, or a number or nesting beyond Python's limits: the error of the field says what it may be.
         return text
@@ -325,7 +324,7 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a TOML file. Raises ConfigError when it cannot be read or parsed, with the place."""
     try:
-        return tomllib.loads(read_file(path, pipe=True).decode())
+        return parsed_toml(read_file(path, pipe=True).decode())
     except OSError as error:
         raise ConfigError(f"config file {str(path)!r} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:

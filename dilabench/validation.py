@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
@@ -16,17 +17,20 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     ValidationError,
     ValidationInfo,
     create_model,
 )
 from pydantic_core import PydanticCustomError, from_json
 
-from dilabench.errors import ConfigError, PluginError, encodable, said
+from dilabench.errors import ConfigError, Ended, PluginError, encodable, said, type_name
 from dilabench.units import MAX_COUNT, parse_count
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
+# Fields in one message.
+MOST_DESCRIBED = 20
 # Parts that pydantic adds to a location for the arms of a union.
 _TYPE_TAG = re.compile(r"tuple\[|literal\[|function-|(int|float|str|bool)$")
 _RULE = "should be "
@@ -34,7 +38,14 @@ _RULE = "should be "
 DEPTH_VARIABLE, MAX_DEPTH = "DILABENCH_MAX_DEPTH", 64
 ROWS_VARIABLE, MAX_ROWS = "DILABENCH_MAX_ROWS", 200_000
 VALUES_VARIABLE, MAX_VALUES = "DILABENCH_MAX_VALUES", 64_000_000
+MAX_TOML = 1 << 20
+_KEY_PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
+_LONG_KEY = re.compile(rf"(?<![\w-]){_KEY_PART}(?:[ \t]*\.[ \t]*{_KEY_PART}){{{MAX_DEPTH}}}", re.ASCII)
 _CONTAINERS = frozenset({dict, list})
+# An object takes the memory of this many numbers.
+VALUES_OF_OBJECT = 8
+# Keys of one object. The environment with the most packages had 700.
+MAX_KEYS = 10_000
 # Digits of 64-bit integers, with the sign.
 MAX_DIGITS = 20
 # No float of a record has as many digits after its point; one that has is read like a long integer.
@@ -42,6 +53,11 @@ MAX_FRACTION = 64
 # A search for a run of digits takes ten times as long as one for a run of zeros.
 _DIGITS_AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 _LONG_NUMBER = b"0" * 19
+
+
+ItemT = TypeVar("ItemT")
+# A field with several of something, of which the first wrong one is refused.
+Several = Annotated[tuple[ItemT, ...], FailFast()]
 
 
 class Model(BaseModel):
@@ -59,10 +75,16 @@ def validated(model: type[ModelT], fields: Any) -> ModelT:
 
 
 def describe(error: ValidationError, model: type[BaseModel]) -> str:
-    """One sentence per field: the place, the value given and the rule; for an unknown key the nearest known one."""
+    """One sentence per field: the place, the value given and the rule; for an unknown key the nearest known one.
+
+    Of many fields, the first MOST_DESCRIBED.
+    """
     messages: dict[str, list[str]] = {}
     for item in error.errors(include_url=False):
         place = _place(item["loc"])
+        if place not in messages and len(messages) == MOST_DESCRIBED:
+            messages["…"] = [f"and more, {error.error_count()} in all"]
+            break
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             message = unknown_key(place, model.model_fields)
@@ -108,8 +130,10 @@ def shown(value: object) -> str:
     try:
         return f"{value!r:.80}"
     # The `__repr__` may be a plug-in's.
-    except Exception as error:  # noqa: BLE001
-        return f"a {type(value).__name__} ({said(error)})"
+    except BaseException as error:
+        if issubclass(type(error), Ended):
+            raise
+        return f"a {type_name(value)} ({said(error)})"
 
 
 def _read_count(value: Any, info: ValidationInfo) -> Any:
@@ -141,14 +165,19 @@ SizesOrAuto = Annotated[tuple[int, ...] | Literal["auto"], READ_COUNTS]
 def read_json(text: str | bytes) -> Any:
     """A JSON document of a record. Raises ValueError for other texts or for content that no record holds."""
     document = parsed(text)
-    check_depth(document)
+    check_shape(document)
     return document
 
 
-def check_depth(document: Any) -> None:
-    """Raise ValueError for a JSON document with lists and objects in each other beyond the limit."""
+def check_shape(document: Any) -> None:
+    """Raise ValueError for a JSON document with lists and objects in each other, or keys of an object, over the limits.
+
+    pydantic would refuse each unknown key, and each wrong value of a mapping, in turn.
+    """
     level, depth = [document] if type(document) in _CONTAINERS else [], 0
     while level:
+        if any(len(container) > MAX_KEYS for container in level if type(container) is dict):
+            raise ValueError(f"an object in it has over {MAX_KEYS} keys, which no record has")
         inner = (container.values() if type(container) is dict else container for container in level)
         # Most containers are lists of numbers, passed over without a look at each.
         nested = (several for several in inner if not _CONTAINERS.isdisjoint(map(type, several)))
@@ -158,37 +187,25 @@ def check_depth(document: Any) -> None:
             raise ValueError(f"it is nested more than {deepest} levels deep; {DEPTH_VARIABLE}=100, say, reads more")
 
 
-# No shorter than any text that is counted.
-_MOST_MARK = 16
-
-
 class OverLimitError(ValueError):
     """A record has more of something than its limit."""
 
 
-def check_counts(text: bytes) -> None:
-    """Raise OverLimitError for the JSON text of a record with more rows, or values of all kinds, than the limits."""
-    for _ in counted_chunks([text]):
-        pass
+def check_rows(count: int) -> None:
+    """Raise OverLimitError for more rows than a record may have."""
+    most = _limit(ROWS_VARIABLE, MAX_ROWS)
+    if count > most:
+        raise OverLimitError(f"it has over {most} rows, the limit; {ROWS_VARIABLE}={2 * most}, say, reads more")
 
 
 def counted_chunks(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The parts of such a text; raises OverLimitError at the one in which a limit is passed."""
-    # Each value but the first of a list or object has a comma before it.
-    limits = (
-        ("rows", b'"planned"', ROWS_VARIABLE, _limit(ROWS_VARIABLE, MAX_ROWS)),
-        ("values", b",", VALUES_VARIABLE, _limit(VALUES_VARIABLE, MAX_VALUES)),
-    )
-    counts = [0, 0]
-    end = b""
+    """The parts of a record's JSON text; raises OverLimitError at the one with which it has too many values."""
+    most, count = _limit(VALUES_VARIABLE, MAX_VALUES), 0
     for chunk in chunks:
-        for at, (what, mark, variable, most) in enumerate(limits):
-            # A mark may lie on the border of two chunks.
-            border = end[len(end) - len(mark) + 1 :] + chunk[: len(mark) - 1] if len(mark) > 1 else b""
-            counts[at] += chunk.count(mark) + border.count(mark)
-            if counts[at] > most:
-                raise OverLimitError(f"it has over {most} {what}, the limit; {variable}={2 * most}, say, reads more")
-        end = (end + chunk)[-_MOST_MARK:] if len(chunk) < _MOST_MARK else chunk[-_MOST_MARK:]
+        # Each value but the first of a list or object has a comma before it.
+        count += chunk.count(b",") + VALUES_OF_OBJECT * chunk.count(b"{")
+        if count > most:
+            raise OverLimitError(f"it has over {most} values, the limit; {VALUES_VARIABLE}={2 * most}, say, reads more")
         yield chunk
 
 
@@ -212,6 +229,19 @@ def parsed(text: str | bytes) -> Any:
         return _encodable(json.loads(text, parse_int=_machine_int))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def parsed_toml(text: str) -> dict[str, Any]:
+    """The tables of a TOML document.
+
+    Raises ValueError or RecursionError for what is none, and for more than a person writes: Python's parser takes the
+    square of a key's parts.
+    """
+    if len(text) > MAX_TOML:
+        raise ValueError(f"it has over {MAX_TOML} letters")
+    if _LONG_KEY.search(text):
+        raise ValueError(f"a key in it has over {MAX_DEPTH} parts")
+    return tomllib.loads(text)
 
 
 def _encodable(document: Any) -> Any:

@@ -10,8 +10,12 @@ import threading
 from collections.abc import Sequence
 from types import FrameType
 
-# An interrupt that a library kept to itself comes again so much later.
+# While code of a plug-in runs, `os` has another.
+_exit = os._exit
+# An interrupt that a library dropped comes again so much later.
 AGAIN_S = 0.05
+# How long an interrupted command that has ended waits for what libraries and plug-ins do at the exit.
+MOST_S = 5
 # Ctrl-C, what a CI system and `kill` send, and a terminal that is closed.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVING = b"ending: a run saves what it has measured (--resume goes on from there); once more ends at once\n"
@@ -34,13 +38,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     require_address_space(sys.argv[1:] if argv is None else argv)
     from dilabench.cli.app import app
     from dilabench.cli.terminal import own_streams
+    from dilabench.errors import ExitCode, heed, interrupt_behind
 
     end_by_signals()
     own_streams()
+    code: object = 1
     try:
         app(args=spread(sys.argv[1:] if argv is None else argv), prog_name="dilabench")
+    except SystemExit as leaving:
+        code = leaving.code
+        raise
+    except BaseException as error:
+        # Before a command has begun, or after its end.
+        if (interrupt := interrupt_behind(error)) is None:
+            raise
+        heed(interrupt)
+        code = ExitCode.INTERRUPTED
+        raise SystemExit(code) from None
     finally:
-        ignore_signals()
+        leave_by_signals(code)
 
 
 def require_address_space(argv: Sequence[str]) -> None:
@@ -60,8 +76,8 @@ def end_by_signals() -> None:
     """Make SIGTERM and SIGHUP do what Ctrl-C does, from now on.
 
     The command then saves its results, so a second signal is ignored. Ignored signals stay ignored (nohup). A library
-    may keep the interrupt to itself, as pydantic does inside `isinstance`, where it also takes it for a "no": the
-    interrupt then comes a moment later.
+    may drop the interrupt: it then comes again a moment later. So it does inside `isinstance`, where pydantic takes it
+    for a "no".
     """
     from dilabench.errors import Ended
 
@@ -81,24 +97,28 @@ def end_by_signals() -> None:
             return
         came += 1
         if came != 2:
-            raise Ended
+            # No variable here may refer to it, for this frame is in its traceback.
+            raise Ended.noticing(dropped)
         # Not `print`: the signal may have come while a line was being written.
         with contextlib.suppress(OSError):
             os.write(2, SAVING)
 
-    def again(kept: "sys.UnraisableHookArgs") -> None:
+    def silent(unraisable: "sys.UnraisableHookArgs") -> None:
+        if not issubclass(unraisable.exc_type, Ended):
+            other_hook(unraisable)
+
+    def dropped() -> None:
         nonlocal came
-        if not issubclass(kept.exc_type, KeyboardInterrupt):
-            other_hook(kept)
-            return
-        later()
-        # Also of a second signal, which came while the first was being lost.
-        came = 0
+        if signal.getsignal(last) is end:
+            later()
+            # Also of a second signal, which came while the first was being lost.
+            came = 0
 
     def later() -> None:
         nonlocal is_due_again
-        is_due_again = True
-        threading.Timer(AGAIN_S, once_more).start()
+        if not is_due_again:
+            is_due_again = True
+            threading.Timer(AGAIN_S, once_more).start()
 
     def once_more() -> None:
         nonlocal is_due_again
@@ -106,7 +126,7 @@ def end_by_signals() -> None:
         # The same signal: another may be ignored.
         signal.pthread_kill(main_thread, last)
 
-    sys.unraisablehook = again
+    sys.unraisablehook = silent
     for number in ENDING:
         if signal.getsignal(number) not in (signal.SIG_IGN, None):
             signal.signal(number, end)
@@ -121,10 +141,36 @@ def _asks_for_a_type(frame: FrameType | None) -> bool:
     return False
 
 
-def ignore_signals() -> None:
-    """Let no signal change the exit code of a command that has ended."""
+def leave_by_signals(code: object) -> None:
+    """Make a signal end the process immediately, from now on: the command has ended, and its exit code is known.
+
+    Python would wait for threads and exit handlers of libraries and plug-ins, for ever if they do not end. If a signal
+    has come before, the wait is limited.
+    """
+
+    from dilabench.errors import ExitCode
+
+    def leave(_number: int = 0, _frame: FrameType | None = None) -> None:
+        _exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+    def wait() -> None:
+        # Libraries may handle other signals.
+        while os.read(signaled, 1)[0] not in (*ENDING, signal.SIGALRM):
+            pass
+        leave()
+
     for number in ENDING:
-        signal.signal(number, signal.SIG_IGN)
+        if signal.getsignal(number) not in (signal.SIG_IGN, None):
+            signal.signal(number, leave)
+    # The main thread may begin to wait for a lock in C just then, and run no handler.
+    signaled, waking = os.pipe()
+    os.set_blocking(waking, False)
+    signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=wait, daemon=True).start()
+    if code == ExitCode.INTERRUPTED:
+        signal.signal(signal.SIGALRM, leave)
+        signal.alarm(MOST_S)
 
 
 # Options that take several values after one name, as argparse's nargs="+" does.

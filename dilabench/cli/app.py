@@ -17,7 +17,17 @@ from dilabench.cli.defaults import defaults_file, defaults_of
 from dilabench.cli.github import VARIABLE, append_summary
 from dilabench.cli.options import OldNames
 from dilabench.cli.terminal import note, output_lost, say, say_folded
-from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady, ExitCode, interruption, said
+from dilabench.errors import (
+    ConfigError,
+    DilabenchError,
+    EnvironmentNotReady,
+    ExitCode,
+    heed,
+    interrupt_behind,
+    interruption,
+    said,
+    shortened,
+)
 from dilabench.retired import removed
 from dilabench.units import printable
 from dilabench.version import __version__
@@ -25,6 +35,8 @@ from dilabench.version import __version__
 P = ParamSpec("P")
 
 DEBUG_VARIABLE = "DILABENCH_DEBUG"
+# A value that is named in a message may have any length.
+MOST_LETTERS = 8000
 
 # Options of other tools that dilabench lacks, with their replacement.
 INSTEAD = {
@@ -70,14 +82,19 @@ def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, N
             command(*args, **kwargs)
         except typer.Exit as end:
             code = ExitCode(end.exit_code)
-        except KeyboardInterrupt as error:
-            raise stopped(interruption(error), ExitCode.INTERRUPTED) from None
         # The outermost boundary: any exception here that is no message for the user is a bug of dilabench.
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
+            if interrupt := interrupt_behind(error):
+                heed(interrupt)
+                raise stopped(interruption(interrupt), ExitCode.INTERRUPTED) from None
             if os.environ.get(DEBUG_VARIABLE):
                 raise
             if isinstance(error, DilabenchError):
                 raise stopped(f"error: {error}", error.exit_code) from None
+            if not os.path.exists(__file__):
+                # Modules are imported when they are needed.
+                text = f"error: dilabench was removed or replaced while it ran ({said(error)}); start the command again"
+                raise stopped(text, ExitCode.ENVIRONMENT) from None
             text = (
                 f"internal error: {said(error)}\n"
                 f"This is a bug in dilabench. Run again with {DEBUG_VARIABLE}=1 for the traceback and report it, "
@@ -93,12 +110,16 @@ def guarded(command: Callable[P, None], *, prints: bool = True) -> Callable[P, N
 
 
 def require_working_folder() -> None:
-    """Raise EnvironmentNotReady if the working folder is gone."""
+    """Raise EnvironmentNotReady if the working folder is gone, or files in it cannot be named."""
+    folder = os.environ.get("PWD", ".")
     try:
-        os.getcwd()
+        folder = os.getcwd()
+        # The system limits a whole path. The part in the folder is as long as the names of a run's files.
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(folder + f"{os.sep}x" * 128)
     except OSError as error:
-        where = os.environ.get("PWD", ".")
-        raise EnvironmentNotReady(f"working folder {where!r} cannot be used: {error.strerror}; go to another") from None
+        where = shortened(repr(folder), 200)
+        raise EnvironmentNotReady(f"working folder {where} cannot be used: {error.strerror}; go to another") from None
 
 
 def _words(texts: Any) -> list[str]:
@@ -107,6 +128,7 @@ def _words(texts: Any) -> list[str]:
 
 def stop(message: str, code: ExitCode, *, as_json: bool = False, github_summary: bool = False) -> typer.Exit:
     """Print on stderr why a command ends, with `as_json` as an object on stdout, too, and return the exit code."""
+    message = shortened(message, MOST_LETTERS)
     try:
         say_folded(message, "  ", err=True)
     except ConfigError:

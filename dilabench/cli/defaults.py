@@ -57,10 +57,15 @@ def _of_command(
         known = commands()
         for key in sorted(tables - known.keys()):
             raise removed("command", key) or unknown_name("command", key, known, command="dilabench --help")
+        for key in sorted(everywhere.keys() & known.keys()):
+            # An option may have the name of another command.
+            if isinstance(several := everywhere[key], list) and any(isinstance(item, dict) for item in several):
+                raise ConfigError(f"{key} {several!r:.80} is no table; write the command's options below [{key}]")
         all_options = {option for command in known.values() for option in _options(command)}
         for key in sorted(unknown - all_options):
             raise unknown_name("option", key, all_options, command="dilabench --help")
-    own = settings.get(name, {})
+    table = settings.get(name)
+    own = table if isinstance(table, dict) else {}
     for key in own:
         if key not in options:
             spelt = f"{name} --{key.replace('_', '-')}"
@@ -99,9 +104,10 @@ def _file(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _tables(path: Path) -> dict[str, Any]:
-    import tomllib
+    # It loads pydantic, and most commands have no file of defaults.
+    from dilabench.validation import parsed_toml
 
     try:
-        return tomllib.loads(read_file(path).decode())
+        return parsed_toml(read_file(path).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"defaults in {str(path)!r} cannot be read: {error}") from None

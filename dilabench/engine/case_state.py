@@ -64,7 +64,7 @@ class CaseState:
     `home` is the worker that has it prepared, `warm` the timers that are warmed up there. When the worker dies with
     another case, this one is prepared again elsewhere and a new session begins. `least`: the samples that it got before
     the other cases of its length, which count if there is no time for more; `exceeded_s`: by how much they exceeded the
-    budget.
+    budget. `timed`: its samples are complete.
     """
 
     planned: PlannedCase
@@ -81,6 +81,7 @@ class CaseState:
     runs: dict[str, TimerRun] = field(default_factory=dict)
     least: dict[str, TimerRun] = field(default_factory=dict)
     exceeded_s: float = 0.0
+    timed: bool = False
     counters: dict[str, int] = field(default_factory=dict)
     diagnostics: tuple[Diagnostic, ...] = ()
     memory: Memory | None = None

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from dilabench.engine.worker.client import Launcher, ThisMachine, Worker, Worker
 from dilabench.engine.worker.process import warm_server
 from dilabench.engine.worker.protocol import MeasureCeilings, WorkerSettings
 from dilabench.engine.workload_group import WorkloadGroupRun
-from dilabench.errors import PluginError
+from dilabench.errors import PluginError, heed
 from dilabench.machine import Machine
 from dilabench.metadata import UNCHECKED, matmul_key
 from dilabench.plugins.catalogue import Catalogue
@@ -160,7 +161,8 @@ class _Run:
                 self.progress.run_started(self._expected_s())
                 self._measure_all(follow_up)
             status = "complete"
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            heed(interrupt)
             status = "interrupted"
         finally:
             # Also after an error: the measured rows are kept.
@@ -203,12 +205,18 @@ class _Run:
                 if case.skip is not None:
                     self._keep(Row(planned=case, outcome=case.skip))
             groups = [(group, self._interleaved(group)) for group in self._groups()]
-            self._take_least([run for _, run in groups if run is not None])
-            for group, interleaved in groups:
-                self._know_peak(group)
-                self.progress.group_started(group[0].case.workload, group)
-                for row in self._rows_of(group, interleaved):
-                    self._keep(row)
+            try:
+                self._take_least([run for _, run in groups if run is not None])
+                for group, interleaved in groups:
+                    self._know_peak(group)
+                    self.progress.group_started(group[0].case.workload, group)
+                    for row in self._rows_of(group, interleaved):
+                        self._keep(row)
+            except KeyboardInterrupt:
+                for row in chain.from_iterable(run.interrupted_rows() for _, run in groups if run is not None):
+                    if row.case.case_id not in self.rows:
+                        self._keep(row)
+                raise
             more = follow_up(tuple(self._in_order())) if follow_up else ()
             fresh = [case for case in more if case.case.case_id not in self.planned]
             if not fresh:

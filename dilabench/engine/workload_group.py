@@ -14,6 +14,7 @@ from dilabench.engine.worker.client import WorkerFailure
 from dilabench.engine.worker.protocol import MeasureMemory, Profile, TakeSlot, Verify
 from dilabench.metadata import (
     BUDGET_EXCEEDED,
+    CUT_SHORT,
     FEW_SAMPLES,
     INTERRUPTED,
     LAUNCH_BOUND,
@@ -25,7 +26,7 @@ from dilabench.metadata import (
     UNDIAGNOSED,
 )
 from dilabench.record import Failed, FailureCode, Note, PlannedCase, Row, Skipped, Verification
-from dilabench.units import format_seconds
+from dilabench.units import counted, format_seconds
 
 GRAPH_ROUNDS = 10
 MEMORY_CALLS = 6
@@ -222,28 +223,43 @@ class WorkloadGroupRun:
         Rounds(executor, states, self._random).take(executor.method.timer, share_s * (1 - diagnosing_share))
         for state in states:
             self._check_samples(state)
-        left = list(states)
-        try:
-            self._recheck([state for state in states if state.running])
-            self._graph([state for state in states if state.running], share_s)
-            for state in [state for state in states if state.running]:
-                self._memory(state)
-            # Last of all: a part that fails may end the ranks, and every row is complete by now.
-            if over_ranks:
-                self._diagnose([state for state in states if state.running], share_s * diagnosing_share)
-            for state in states:
-                executor.release(state)
-            for state in states:
-                left.remove(state)
+        self._recheck([state for state in states if state.running])
+        self._graph([state for state in states if state.running], share_s)
+        for state in [state for state in states if state.running]:
+            self._memory(state)
+        # Last of all: a part that fails may end the ranks, and every row is complete by now.
+        if over_ranks:
+            self._diagnose([state for state in states if state.running], share_s * diagnosing_share)
+        for state in states:
+            executor.release(state)
+        for state in states:
+            if not self._crowded(state):
+                yield self._row(state)
+
+    def interrupted_rows(self) -> Iterator[Row]:
+        """After an interrupt: the rows of cases that failed, or are verified and have samples enough to quote.
+
+        No worker is needed for them. Rows that were given before are among them.
+        """
+        for state in self.states:
+            if not state.running:
                 if not self._crowded(state):
                     yield self._row(state)
-        except KeyboardInterrupt:
-            # Every row that is left has its samples; a resumed run would only take them again.
-            for state in [state for state in left if state.running]:
+            elif state.timed:
+                # A resumed run would only take the samples again.
                 missing = "after its timing" if state.memory else "before its memory was measured"
                 state.notes.append(INTERRUPTED.note(f"the run was interrupted {missing}"))
                 yield self._row(state)
-            raise
+            elif state.verification is not None and state.verification.passed:
+                # The samples that were taken first of all had their last call checked.
+                state.runs, state.least = state.least or state.runs, {}
+                count = _samples(state.runs)
+                if count >= self._executor.method.min_samples:
+                    message = (
+                        f"the run was interrupted after {counted(count, 'sample')} of it; --resume measures it again"
+                    )
+                    state.notes.append(CUT_SHORT.note(message, observed=count))
+                    yield self._row(state)
 
     def _recheck(self, states: Sequence[CaseState]) -> None:
         """Measure one of the cases without the others in between, to see whether they changed its time."""
@@ -294,6 +310,7 @@ class WorkloadGroupRun:
         """A case without samples has no time; one with few says so, and so does one measured on a throttled GPU."""
         if not state.running:
             return
+        state.timed = True
         if _samples(state.runs) < _samples(state.least):
             self._take_least(state)
         run = state.runs.get(self._executor.method.timer.name)

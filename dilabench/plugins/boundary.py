@@ -6,22 +6,33 @@ formulas, patterns. Worker processes contain their own code (`dilabench.engine.w
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from dilabench.errors import ConfigError, DilabenchError, Ended, EnvironmentNotReady, PluginError, said
+from dilabench.errors import (
+    ConfigError,
+    DilabenchError,
+    Ended,
+    EnvironmentNotReady,
+    PluginError,
+    said,
+    shortened,
+    text_of,
+)
 from dilabench.validation import defined as defined
 from dilabench.validation import shown as shown
 
 PACKAGE = str(Path(__file__).parents[1])
+_OF_SYNTAX = (SyntaxError, IndentationError, TabError)
 # Frames of code that only calls a plug-in, or that a plug-in calls for dilabench.
 _BETWEEN = ("/pluggy/", "/pydantic/", "/torch/", "/importlib/", "<frozen ", "/contextlib.py", "/dataclasses.py")
 
@@ -43,11 +54,13 @@ class Problem:
 class _Outside:
     """The command's standard output while threads (`inside` of them) run code of plug-ins, whose prints go to stderr.
 
-    One object for all threads, because contextlib.redirect_stdout would restore another thread's stderr. `running`:
-    the current requests to plug-ins, the latest last; `watched`: the file from which `watch` reads them.
+    One object for all threads, because contextlib.redirect_stdout would restore another thread's stderr. `original`:
+    `sys.__stdout__`. `running`: the current requests to plug-ins, the latest last; `watched`: the file from which
+    `watch` reads them.
     """
 
     stream: TextIO
+    original: TextIO | None = None
     inside: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
     running: list[str] = field(default_factory=list)
@@ -57,7 +70,8 @@ class _Outside:
         """Called before code of a plug-in runs."""
         with self.lock:
             if not self.inside:
-                self.stream, sys.stdout = sys.stdout, sys.stderr
+                self.stream, self.original = sys.stdout, sys.__stdout__
+                sys.stdout = sys.__stdout__ = sys.stderr  # type: ignore[misc, assignment]
                 os._exit = _exit_instead
             self.inside += 1
             self.running.append(running)
@@ -70,7 +84,7 @@ class _Outside:
             self.running.remove(running)
             self._write()
             if not self.inside:
-                sys.stdout = self.stream
+                sys.stdout, sys.__stdout__ = self.stream, self.original  # type: ignore[misc, assignment]
                 os._exit = _exit
 
     def _write(self) -> None:
@@ -119,38 +133,95 @@ def watch() -> None:
         _outside.watched = running
 
 
+# A limit of the process that a plug-in lowers is dilabench's as well: open files, a file's size, memory, processes.
+_LIMITS = {name: getattr(resource, name) for name in ("RLIMIT_NOFILE", "RLIMIT_FSIZE", "RLIMIT_AS", "RLIMIT_NPROC")}
+
+
+def _limits() -> list[tuple[int, int]]:
+    return [resource.getrlimit(number) for number in _LIMITS.values()]
+
+
+def _restored(recursion: int, limits: Sequence[tuple[int, int]]) -> str | None:
+    """Restore limits of the process that are lower now. Returns what was; None for nothing.
+
+    Raises OSError for a limit that stays low.
+    """
+    # First, because a call needs it.
+    if (lowered := sys.getrecursionlimit()) < recursion:
+        sys.setrecursionlimit(recursion)
+        return f"it set the recursion limit to {lowered}, which is {recursion} again"
+    if (present := _limits()) == limits:
+        return None
+    for (name, number), before, now in zip(_LIMITS.items(), limits, present, strict=True):
+        if any(map(_is_lower, now, before)):
+            try:
+                resource.setrlimit(number, before)
+            except ValueError:
+                raise OSError(f"it set {name} to {now[0]}, which cannot be undone") from None
+            return f"it set {name} to {now[0]}, which is {before[0]} again"
+    return None
+
+
+def _is_lower(limit: int, before: int) -> bool:
+    return limit != resource.RLIM_INFINITY and (before == resource.RLIM_INFINITY or limit < before)
+
+
 @contextlib.contextmanager
-def guarded(plugin: str, what: str = "") -> Iterator[None]:
+def guarded(plugin: str, what: str = "", *, refuses: bool = True) -> Iterator[None]:
     """Run code of a plug-in: any exception, sys.exit() included, becomes a PluginError with file and line.
 
-    `what` names the request. Its prints go to stderr, because stdout may carry JSON. Refusals for the user
-    (ConfigError, EnvironmentNotReady) and Ctrl-C pass through; the latter names the interrupted request.
+    `what` names the request. Its prints go to stderr, because stdout may carry JSON. If it `refuses`, its ConfigError
+    and EnvironmentNotReady are for the user. Ctrl-C passes through and names the interrupted request. A lowered limit
+    of the process is a PluginError, too, or EnvironmentNotReady if it cannot be restored.
     """
     running = f"while plug-in {plugin!r} was {f'running: {what}' if what else 'loaded'}"
+    raised: BaseException | None = None
+    interrupt: BaseException | None = None
     _outside.enter(running)
+    recursion, limits = sys.getrecursionlimit(), _limits()
     try:
         yield
-    except (GeneratorExit, ConfigError, EnvironmentNotReady):
-        raise
     # A plug-in may raise anything.
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and _is_users(error):
-            error.args = error.args or (running,)
-            raise
-        if isinstance(error, PluginError):
-            if error.plugin is not None:
-                raise
-            text = error.why
-        else:
-            text = (str(error) if isinstance(error, DilabenchError) else said(error)) + place(error)
-        raise PluginError(f"{what}: {text}" if what else text, plugin) from error
+    except BaseException as error:  # noqa: BLE001
+        raised = error
+    try:
+        lowered = _restored(recursion, limits)
+        # Python 3.11 raises it in a class body as the cause of a RuntimeError.
+        interrupt = raised.__cause__ if type(raised) is RuntimeError else raised
+        if interrupt is not None and _is_users(interrupt):
+            interrupt.args = interrupt.args or (running,)
+            raise interrupt
+        if raised is not None or lowered is not None:
+            raise _error_of(raised, lowered, plugin, what, refuses) from raised
+    except OSError as error:
+        raise EnvironmentNotReady(f"plug-in {plugin!r}: {error}; DILABENCH_DISABLE_PLUGINS=1 leaves it out") from raised
     finally:
         _outside.leave(running)
+        # They refer to this frame.
+        raised = interrupt = None
 
 
-def _is_users(interrupt: KeyboardInterrupt) -> bool:
-    """Return True if a signal caused it: commands raise their own class then; elsewhere it cannot be determined."""
-    return isinstance(interrupt, Ended) or signal.getsignal(signal.SIGINT) is signal.default_int_handler
+def _error_of(
+    error: BaseException | None, lowered: str | None, plugin: str, what: str, refuses: bool
+) -> DilabenchError:
+    """The error about what a plug-in raised or lowered. Its exception may be of a class whose methods fail or exit."""
+    kind = type(error)
+    texts = [lowered] if lowered else []
+    if error is not None:
+        for refusal in (ConfigError, EnvironmentNotReady) if refuses else ():
+            if issubclass(kind, refusal):
+                return refusal(text_of(error))
+        if issubclass(kind, PluginError) and (named := vars(error).get("plugin")) is not None:
+            return PluginError(vars(error)["why"], named)
+        text = shortened(text_of(error)) if issubclass(kind, DilabenchError) else said(error)
+        texts.insert(0, text + place(error))
+    return PluginError("; ".join([f"{what}: {texts[0]}" if what else texts[0], *texts[1:]]), plugin)
+
+
+def _is_users(error: BaseException) -> bool:
+    """Return True for an interrupt by a signal: commands raise their own class then; elsewhere it is not known."""
+    plain = issubclass(type(error), KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return plain or issubclass(type(error), Ended)
 
 
 def answered(plugin: str, what: str, function: Callable[..., Any], *arguments: Any, kind: Any) -> Any:
@@ -178,9 +249,11 @@ def place(error: BaseException, *, also_ours: bool = True) -> str:
 
     Without such a frame, the innermost line of dilabench, or '' if not `also_ours`.
     """
-    if isinstance(error, SyntaxError) and error.filename:
-        return f" ({error.filename}:{error.lineno})"
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    if type(error) in _OF_SYNTAX and (name := getattr(error, "filename", None)):
+        return f" ({name}:{getattr(error, 'lineno', None)})"
+    # Not `error.__traceback__`, which a class may define; and without the lines, for which a loader may be called.
+    innermost = BaseException.__dict__["__traceback__"].__get__(error)
+    frames = [(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(innermost)]
     theirs = [
         frame for frame in frames if not frame[0].startswith(PACKAGE) and not any(part in frame[0] for part in _BETWEEN)
     ]

@@ -56,10 +56,10 @@ class Catalogue(Ways):
         return (problem.plugin for problem in self.problems)
 
     @contextlib.contextmanager
-    def left_out(self, plugin: str, what: str) -> Iterator[None]:
+    def left_out(self, plugin: str, what: str, *, refuses: bool = True) -> Iterator[None]:
         """Run optional code of a plug-in: its PluginError becomes a problem (not if strict)."""
         try:
-            with guarded(plugin, what):
+            with guarded(plugin, what, refuses=refuses):
                 yield
         except PluginError as error:
             self.blame(error)
@@ -75,7 +75,7 @@ class Catalogue(Ways):
     def find_module(self, name: str) -> ModuleSpec | None:
         """Like `Ways.find_module`, looked for once; exceptions of the module's parents become a PluginError."""
         if name not in self._modules:
-            with guarded(name):
+            with guarded(name, refuses=False):
                 self._modules[name] = find_spec(name)
         return self._modules[name]
 
@@ -90,7 +90,7 @@ class Catalogue(Ways):
         """Like `Ways.unsupported`; a failing rule of a plug-in is a reason."""
         registry: Registry[Any] = self.backends if isinstance(descriptor, Backend) else self.implementations
         try:
-            with guarded(registry.origin(descriptor.name), f"what {descriptor.name!r} supports"):
+            with guarded(registry.origin(descriptor.name), f"what {descriptor.name!r} supports", refuses=False):
                 return (limits or descriptor.supports).reasons(workload, device, world_size)
         except PluginError as error:
             if self.strict:
@@ -102,7 +102,7 @@ class Catalogue(Ways):
         if implementation not in self.implementations:
             return None
         plugin, what = self.implementations.origin(implementation), f"sharding of {implementation!r}"
-        with self.left_out(plugin, what):
+        with self.left_out(plugin, what, refuses=False):
             sharding = super().sharding_of(implementation)
             return None if sharding is None else HeldSharding(sharding, plugin, what, self)
         return None
@@ -138,7 +138,7 @@ class HeldSharding:
         return hasattr(self.own, "sums_hops") and self._asked("sums_hops", workload, ranks, bool) is True
 
     def _asked(self, question: str, workload: Workload, ranks: int, *kinds: type) -> float | None:
-        with self.catalogue.left_out(self.plugin, self.what):
+        with self.catalogue.left_out(self.plugin, self.what, refuses=False):
             wanted = kinds or (float, int, type(None))
             answer: float | None = answered(
                 self.plugin, self.what, getattr(self.own, question), workload, ranks, kind=wanted

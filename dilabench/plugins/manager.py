@@ -77,7 +77,7 @@ def discover(strict: bool = False, extra: Sequence[ModuleType | object] = ()) ->
         _admit(found, name, module_, PluginInfo(name=name, distribution=NAME), third_party=False)
     for index, module in enumerate(extra):
         name = getattr(module, "__name__", f"extra-{index}")
-        with found.catalogue.left_out(name, ""):
+        with found.catalogue.left_out(name, "", refuses=False):
             _admit(found, name, module, PluginInfo(name=name))
     if not os.environ.get(DISABLE_VARIABLE):
         for entry_point in sorted(importlib.metadata.entry_points(group=NAME), key=lambda e: e.name):
@@ -88,7 +88,7 @@ def discover(strict: bool = False, extra: Sequence[ModuleType | object] = ()) ->
                 version=distribution.version if distribution else None,
             )
             watch()
-            with found.catalogue.left_out(entry_point.name, ""):
+            with found.catalogue.left_out(entry_point.name, "", refuses=False):
                 _refuse_other_version(distribution)
                 _admit(found, entry_point.name, entry_point.load(), info)
     return found

@@ -3,11 +3,10 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from statistics import median
 
 from dilabench.machine import Machine
-from dilabench.record import Case, Measured, Row, RunRecord
+from dilabench.record import Case, Measured, Row
 from dilabench.units import format_seconds
 from dilabench.workload.spec import flops
 
@@ -83,13 +82,6 @@ def budget_option(seconds: float) -> str:
     if seconds > 2 * SECONDS_PER_HOUR:
         return f"--budget {math.ceil(seconds / SECONDS_PER_HOUR)}h"
     return f"--budget {ROUND_TO_S * max(1, math.ceil(seconds / ROUND_TO_S))}s"
-
-
-def elapsed_seconds(record: RunRecord) -> float:
-    """Whole seconds from a run's start to its end; 0 if its end is not known."""
-    if record.finished_at is None:
-        return 0.0
-    return (datetime.fromisoformat(record.finished_at) - datetime.fromisoformat(record.started_at)).total_seconds()
 
 
 def case_seconds(rows: Sequence[Row], wall_s: float) -> dict[str, float]:

@@ -6,7 +6,7 @@ The JSON form of RunRecord is the one file format; its JSON Schema is docs/refer
 
 from collections import Counter
 from collections.abc import Sequence
-from enum import StrEnum
+from datetime import UTC, datetime
 from functools import cached_property
 from itertools import chain
 from statistics import median
@@ -21,10 +21,14 @@ from dilabench.metadata import Note as Note
 from dilabench.record.samples import NO_SAMPLES as NO_SAMPLES
 from dilabench.record.samples import Slot as Slot
 from dilabench.record.samples import SlotColumns, Slots, Times
-from dilabench.validation import Model, content_hash
+from dilabench.record.verification import Check as Check
+from dilabench.record.verification import CheckName as CheckName
+from dilabench.record.verification import Verification as Verification
+from dilabench.validation import Model, Several, content_hash
 from dilabench.workload.spec import Workload, WorkloadRequest
 
-SCHEMA_VERSION = "1.1"
+# Of every change that an older version cannot read, a new key or a new word for one included (`store.migrations`).
+SCHEMA_VERSION = "1.2"
 # The time of a row in every output (`comparison.view`).
 ESTIMATOR = "median of all samples"
 
@@ -148,97 +152,6 @@ class PlannedCase(Model):
         return self.model_copy(update={"procedure": "isolated", "memory_limit_bytes": memory_limit_bytes})
 
 
-class CheckName(StrEnum):
-    """The names of verification checks (docs/reference/semantics.md §4).
-
-    `_slope`: the regression on the oracle. `_all_rows`: every row against a confirmed implementation.
-    `_from_every_row`: under an upstream gradient that is random in every row. `timed_`: a call of the timed sequence.
-    """
-
-    SHAPE = "shape"
-    DTYPE = "dtype"
-    DEVICE = "device"
-    FINITE = "finite"
-    OUT = "out"
-    OUT_SLOPE = "out_slope"
-    OUT_ALL_ROWS = "out_all_rows"
-    OUT_WITH_LSE = "out_with_lse"
-    LSE = "lse"
-    LSE_SLOPE = "lse_slope"
-    DQ = "dq"
-    DQ_SLOPE = "dq_slope"
-    DQ_ALL_ROWS = "dq_all_rows"
-    DK = "dk"
-    DK_SLOPE = "dk_slope"
-    DK_ALL_ROWS = "dk_all_rows"
-    DK_FROM_EVERY_ROW = "dk_from_every_row"
-    DV = "dv"
-    DV_SLOPE = "dv_slope"
-    DV_ALL_ROWS = "dv_all_rows"
-    DV_FROM_EVERY_ROW = "dv_from_every_row"
-    DX = "dx"
-    DX_SLOPE = "dx_slope"
-    SECOND_CALL = "second_call"
-    ONES = "ones"
-    DEPENDENCY = "dependency"
-    RESULT_KEPT = "result_kept"
-    REPEAT = "repeat"
-    STREAM = "stream"
-    INPUTS = "inputs"
-    SETTINGS = "settings"
-    INTACT = "intact"
-    CORE = "core"
-    TIMED_FORM = "timed_form"
-    TIMED_THREADS = "timed_threads"
-    TIMED_KEPT = "timed_kept"
-    TIMED_INPUTS = "timed_inputs"
-    TIMED_GRADIENTS = "timed_gradients"
-    TIMED_OUT = "timed_out"
-    TIMED_DQ = "timed_dq"
-    TIMED_DK = "timed_dk"
-    TIMED_DV = "timed_dv"
-
-
-class Check(Model):
-    """One verification check. `name` is a text if a parameter gave it ('d q_proj.weight'), or another version."""
-
-    name: Annotated[CheckName | str, Field(union_mode="left_to_right")]
-    passed: bool
-    error: float | None = None
-    tolerance: float | None = None
-    where: str | None = None
-    detail: str | None = None
-
-    @property
-    def text(self) -> str:
-        """The failed check, the error against its tolerance, and the place of the largest error."""
-        known = self.error is not None and self.tolerance is not None
-        far = f"error {self.error:.3g}, allowed {self.tolerance:.3g}" if known else None
-        parts = filter(None, (self.detail, far, self.where and f"at {self.where}"))
-        return f"{self.name}: {'; '.join(parts) or 'failed'}"
-
-
-class Verification(Model):
-    """The checks before and during timing. `sampled_rows`: rows compared with the oracle, None if every row was.
-
-    `against`: the built-in, confirmed by the oracle, that every row was compared with. `timed_calls`: number of checked
-    calls of the timed sequence; `timed_rows`: of these call, batch item, position, head. `diagnosis`: a near miss.
-    """
-
-    checks: tuple[Check, ...]
-    sampled_rows: int | None = None
-    against: str | None = None
-    timed_calls: int = 0
-    timed_rows: tuple[tuple[int, int, int, int], ...] = ()
-    diagnosis: str | None = None
-    duration_ns: int = 0
-
-    @property
-    def passed(self) -> bool:
-        """All checks passed, and there was at least one."""
-        return bool(self.checks) and all(check.passed for check in self.checks)
-
-
 class Timing(Model):
     """All samples that one timer took of one case."""
 
@@ -274,7 +187,7 @@ class Diagnostic(Model):
 
     part: Part
     samples_ns: Times
-    rank_samples_ns: tuple[Times, ...] = ()
+    rank_samples_ns: Several[Times] = ()
 
 
 class Memory(Model):
@@ -330,13 +243,13 @@ class Measured(Model):
 
     status: Literal["measured"] = "measured"
     verification: Verification
-    timings: tuple[Timing, ...]
+    timings: Several[Timing]
     memory: Memory | None = None
-    kernels: tuple[KernelUse, ...] = ()
+    kernels: Several[KernelUse] = ()
     setup_ns: dict[str, int] = Field(default_factory=dict)
     counters: dict[str, int] = Field(default_factory=dict)
-    diagnostics: tuple[Diagnostic, ...] = ()
-    notes: tuple[Note, ...] = ()
+    diagnostics: Several[Diagnostic] = ()
+    notes: Several[Note] = ()
 
 
 class Failed(Model):
@@ -389,13 +302,22 @@ class Environment(Model):
     os: str
     python: str
     cpu: CpuInfo
-    gpus: tuple[GpuInfo, ...] = ()
+    gpus: Several[GpuInfo] = ()
     packages: dict[str, str] = Field(default_factory=dict)
     torch: dict[str, str] = Field(default_factory=dict)
     git: GitInfo | None = None
     container: bool = False
     fingerprint_hard: dict[str, str] = Field(default_factory=dict)
     fingerprint_soft: dict[str, str] = Field(default_factory=dict)
+
+
+def moment_of(text: str | None) -> datetime | None:
+    """A time of ISO 8601 in UTC, also if it names no zone; None if it cannot be read, as in an edited record."""
+    try:
+        moment = datetime.fromisoformat(text or "")
+        return moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC)
+    except (ValueError, OverflowError):
+        return None
 
 
 class PluginInfo(Model):
@@ -413,15 +335,20 @@ class RunHeader(Model):
     tool_version: str
     run_id: str
     suite: str
-    argv: tuple[str, ...] = ()
+    argv: Several[str] = ()
     config: dict[str, Any] = Field(default_factory=dict)
     seed: int = 0
     device: str = "cpu"
     started_at: str
     environment: Environment
-    plugins: tuple[PluginInfo, ...] = ()
+    plugins: Several[PluginInfo] = ()
     ceilings: dict[str, float] = Field(default_factory=dict)
     estimator: str = ESTIMATOR
+
+    @property
+    def started(self) -> datetime | None:
+        """When the run started."""
+        return moment_of(self.started_at)
 
 
 class RunRecord(RunHeader):
@@ -429,8 +356,14 @@ class RunRecord(RunHeader):
 
     status: Literal["complete", "interrupted", "failed"] = "complete"
     finished_at: str | None = None
-    rows: tuple[Row, ...] = ()
-    projections: tuple[dict[str, Any], ...] = ()
+    rows: Several[Row] = ()
+    projections: Several[dict[str, Any]] = ()
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the start to the end; 0 if one of them is not known, or the end is the earlier one."""
+        finished = moment_of(self.finished_at)
+        return max(0.0, (finished - self.started).total_seconds()) if finished and self.started else 0.0
 
     def __repr__(self) -> str:
         ended = Counter(row.outcome.status for row in self.rows).items()

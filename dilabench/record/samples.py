@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, overload
 from pydantic import GetCoreSchemaHandler, ValidatorFunctionWrapHandler
 from pydantic_core import CoreSchema, core_schema
 
-from dilabench.validation import Model
+from dilabench.validation import Model, Several
 
 if TYPE_CHECKING:
     import numpy as np
@@ -85,7 +85,7 @@ class Nanoseconds(Sequence[int]):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type, handler: GetCoreSchemaHandler) -> CoreSchema:
-        integers = handler.generate_schema(tuple[int, ...])
+        integers = handler.generate_schema(Several[int])
         written = core_schema.plain_serializer_function_ser_schema(tuple, return_schema=integers)
         return core_schema.no_info_wrap_validator_function(_samples, integers, serialization=written)
 
@@ -118,13 +118,13 @@ class Slot(Model):
     round: int = 0
     position: int = 0
     samples_ns: Times
-    renewed: tuple[int, ...] = ()
-    rank_samples_ns: tuple[Times, ...] = ()
+    renewed: Several[int] = ()
+    rank_samples_ns: Several[Times] = ()
     enqueue_ns: Times = ()
     sm_clock_mhz: int | None = None
     power_mw: int | None = None
     temperature_c: int | None = None
-    throttle: tuple[str, ...] = ()
+    throttle: Several[str] = ()
 
 
 _FIELDS = set(Slot.model_fields)
@@ -302,7 +302,7 @@ class SlotColumns(Sequence[Slot]):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type, handler: GetCoreSchemaHandler) -> CoreSchema:
-        slots = handler.generate_schema(tuple[Slot, ...])
+        slots = handler.generate_schema(Several[Slot])
         written = core_schema.plain_serializer_function_ser_schema(tuple, return_schema=slots)
         return core_schema.no_info_wrap_validator_function(_slots, slots, serialization=written)
 

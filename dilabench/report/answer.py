@@ -172,7 +172,7 @@ def answer(record: RunRecord, axis: Axis) -> Answer:
         if row.planned.role == "yardstick" and row.case.workload.is_dense:
             full.setdefault(shape_of(row.case), []).append(row)
     lines = [
-        _answer_row(table, record.device, value, axis.text(value), text)
+        _answer_row(table, record, value, axis.text(value), text)
         for table, value, text in zip(tables, values, texts, strict=True)
     ]
     alone = {
@@ -211,13 +211,13 @@ def _labels(firsts: Sequence[Row], values: Sequence[float], axis: Axis) -> list[
     return [" ".join(part[name] for name in telling) for part in parts]
 
 
-def _answer_row(table: WorkloadTable, device: str, value: float, at: str, workload: str) -> AnswerRow:
+def _answer_row(table: WorkloadTable, record: RunRecord, value: float, at: str, workload: str) -> AnswerRow:
     """The line of a table, without comparisons."""
     own = next((section.ranking for section in table.sections if section.ranking is not None), None)
     if is_unranked(table.members):
-        own = rank([row for row in table.members if row.case.workload.is_dense], device)
+        own = rank([row for row in table.members if row.case.workload.is_dense], record.device)
     batch = table.members[0].case.workload.batch_size
-    why = _why_none(table.members) if own is None else ""
+    why = _why_none(table.members, record.status) if own is None else ""
     return AnswerRow(value=value, at=at, batch=batch, workload=workload, ranking=own, why_none=why)
 
 
@@ -266,8 +266,11 @@ def _other_ranked(rows: Sequence[Row], ranking: Ranking) -> list[Row]:
     return [row for row in others if row.case.case_id in ranking.speedups]
 
 
-def _why_none(rows: Sequence[Row]) -> str:
-    """What kept rows from a time; what rows do not support only if no other reason kept any."""
+def _why_none(rows: Sequence[Row], status: str) -> str:
+    """What kept rows from a time; what rows do not support only if no other reason kept any.
+
+    Cases to which an interrupted run did not come have no row.
+    """
     codes: dict[str, None] = {}
     unsupported: dict[str, None] = {}
     for row in rows:
@@ -283,6 +286,8 @@ def _why_none(rows: Sequence[Row]) -> str:
             codes.setdefault(f"{outcome.why.partition(' used up')[0]} used up")
         elif isinstance(outcome, Skipped):
             codes.setdefault(WHY_NONE.get(outcome.code, outcome.code.replace("_", " ")))
+    if not codes and status == "interrupted":
+        return "the run was interrupted"
     if not codes and unsupported:
         named = list(unsupported)[:MOST_NAMED]
         others = len(unsupported) - len(named)

@@ -23,7 +23,8 @@ from dilabench.report.plots.plots import FOLDER
 from dilabench.units import printable
 
 FILENAME = "report.md"
-_MENTION = re.compile(r"(?<!\w)@(?=\w)")
+# A mention, and the middle of a mail address.
+_MENTION = re.compile(r"@(?=[\w-])")
 
 
 def render(
@@ -152,5 +153,5 @@ def escaped(text: str) -> str:
     for mark in "\\|*_<`[]$~":
         text = text.replace(mark, f"\\{mark}")
     text = text.replace("://", ":\\//").replace("www.", "www\\.")
-    # GitHub looks for mentions after escapes are undone; a space without width is no part of a name.
+    # GitHub looks for mentions and addresses after escapes are undone; a space without width is no part of a name.
     return " ".join(_MENTION.sub("@\u200b", text).split())

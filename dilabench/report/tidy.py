@@ -7,6 +7,7 @@ CSV, Parquet (extra `data`) and data frames are written here.
 import csv
 import functools
 import io
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 Line = dict[str, Any]
 # The peak is a column of tables, too.
 TURN = ("session", "round", "position", "sm_clock_mhz", "power_mw", "temperature_c", "throttle")
+# A formula begins with one.
+_SIGNS = frozenset("=+-@")
 MEMORY = tuple(name for name in Memory.model_fields if name.endswith("_bytes") and name != "peak_bytes")
 
 
@@ -183,8 +186,14 @@ def _csv(lines: Sequence[Line], folder: Path | None, filename: str) -> str | Non
 
 
 def _cell(value: Any) -> Any:
-    """A value that no spreadsheet takes for a formula: text that begins like one gets an apostrophe before it."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
+    """A value that no spreadsheet takes for a formula: text that begins like one gets an apostrophe before it.
+
+    Spreadsheets skip space before the sign, and some take the forms of other scripts (＝) for the sign itself.
+    """
+    if not isinstance(value, str):
+        return value
+    sign = unicodedata.normalize("NFKC", value.lstrip()[:1])
+    return f"'{value}" if sign in _SIGNS or value.startswith(("\t", "\r", "\n")) else value
 
 
 def _parquet(lines: Callable[[], Sequence[Line]], folder: Path | None, filename: str) -> None:

@@ -12,7 +12,7 @@ from dilabench.comparison.comparison import Comparison, Selection, is_measured
 from dilabench.comparison.gate import CaseIds, common_change, looked_at, until_decided
 from dilabench.engine.progress import Progress
 from dilabench.errors import ConfigError, EnvironmentNotReady
-from dilabench.predict.time import budget_option, case_seconds, elapsed_seconds
+from dilabench.predict.time import budget_option, case_seconds
 from dilabench.record import PlannedCase, RunRecord
 from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.history import LOOK_SESSIONS
@@ -114,7 +114,7 @@ class Check:
     def __post_init__(self) -> None:
         self.cases = _cases(self.baseline, self.select, self.reference)
         self.budget = SessionBudget(self.cases, self.budget_s)
-        self.budget.learn(self.baseline[-1], mean(map(elapsed_seconds, self.baseline)))
+        self.budget.learn(self.baseline[-1], mean(record.duration_s for record in self.baseline))
 
     def of_run(self, records: Sequence[RunRecord]) -> Comparison:
         """The verdicts on existing sessions; cases that seem to have changed are measured again, if possible here."""

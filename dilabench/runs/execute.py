@@ -9,7 +9,7 @@ from typing import Any
 
 from dilabench.comparison.view import lengths_without_rows
 from dilabench.engine.progress import Progress
-from dilabench.errors import ExitCode, interruption
+from dilabench.errors import ExitCode, heed, interruption
 from dilabench.metadata import note_text
 from dilabench.plugins.descriptors import Reporter
 from dilabench.predict.time import expected_time, slow_dtypes
@@ -86,6 +86,7 @@ def execute(
         # While the record was written, or later.
         if (saved_record := execution.recorded()) is None:
             raise
+        heed(error)
         record, interrupted = saved_record, True
         output.warn(f"note: {interruption(error)}; `dilabench report {shlex.quote(str(folder))}` makes the reports")
     finally:

@@ -39,6 +39,7 @@ from dilabench.report.findings import Section, render, sections_of
 from dilabench.request import RunRequest
 from dilabench.runs.resume import resumed_header
 from dilabench.store.archive import Archive
+from dilabench.store.index import store_run
 from dilabench.store.run_files import RECORD_NAME, RunFolder, completed_rows, read_record
 from dilabench.suites.planner import Planner, RunPlan, more_cases_of
 from dilabench.units import counted
@@ -129,7 +130,7 @@ class Execution:
         if not any(row.outcome.status == "measured" for row in record.rows):
             return
         try:
-            Archive().add(record)
+            store_run(Archive(), record)
         except DilabenchError as error:
             tell(f"not kept in the store: {error}")
 

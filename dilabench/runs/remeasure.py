@@ -14,6 +14,7 @@ from dilabench.record import PlannedCase, RunHeader, RunRecord, Skipped
 from dilabench.report.content import device_text
 from dilabench.request import RunRequest
 from dilabench.runs.execution import new_header
+from dilabench.store.index import store_run
 from dilabench.store.lookup import Store
 from dilabench.store.run_files import RunFolder
 from dilabench.validation import validated
@@ -76,7 +77,7 @@ class Remeasure:
         finally:
             folder.discard_if_empty()
         if self.store is not None:
-            self.store.archive.add(record)
+            store_run(self.store.archive, record)
         return record
 
     def _header(self) -> RunHeader:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dilabench.errors import ConfigError
 from dilabench.machine import Machine
-from dilabench.predict.time import budget_option, case_seconds, elapsed_seconds, seconds_like, sufficient_budget_s
+from dilabench.predict.time import budget_option, case_seconds, seconds_like, sufficient_budget_s
 from dilabench.record import Row, RunHeader, RunRecord, Skipped
 from dilabench.request import RunRequest, resume_command
 from dilabench.runs import DEFAULT_FOLDER
@@ -61,7 +61,7 @@ def how_to_go_on(record: RunRecord, machine: Machine, folder: Path, more_follow:
     name = _named(record, folder)
     if not missing:
         return f"To go on:\n  {resume_command(record.suite, name)}" if record.status == "interrupted" else None
-    elapsed_s = elapsed_seconds(record)
+    elapsed_s = record.duration_s
     took_s = case_seconds(record.rows, elapsed_s)
     if took_s and elapsed_s:
         needed_s = sum(seconds_like(row.case, record.rows, took_s) for row in missing)

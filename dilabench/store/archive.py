@@ -25,8 +25,17 @@ from dilabench.atomic_file import limited, read_file, write_bytes
 from dilabench.errors import ConfigError, DilabenchError, EnvironmentNotReady
 from dilabench.record import SCHEMA_VERSION, Check, Optimizations, Row, RunRecord
 from dilabench.report.json import SUMMARY
-from dilabench.store.migrations import migrated
-from dilabench.validation import OverLimitError, check_counts, check_depth, counted_chunks, describe, parsed, read_json
+from dilabench.store.migrations import has_current_rows, migrated, newer_tool
+from dilabench.validation import (
+    MAX_KEYS,
+    OverLimitError,
+    check_rows,
+    check_shape,
+    counted_chunks,
+    describe,
+    parsed,
+    read_json,
+)
 from dilabench.workload.spec import Workload, WorkloadRequest
 
 STORE_VARIABLE = "DILABENCH_STORE"
@@ -102,7 +111,7 @@ class Archive:
         version = max(versions, default=0) + 1
         while True:
             suffix = "" if version == 1 else f"+{version}"
-            path = self.folder / f"{stamp(record.started_at)}-{record.run_id}{suffix}{SUFFIX}"
+            path = self.folder / f"{stamp(record.started)}-{record.run_id}{suffix}{SUFFIX}"
             if write_whole(path, data, replace=False) or self._holds(path.name, data):
                 return path.name
             version += 1
@@ -161,19 +170,9 @@ def is_past(name: str) -> bool:
     )
 
 
-def stamp(started_at: str) -> str:
-    """A time of ISO 8601 as UTC in a file's name; 'undated' for one that cannot be read."""
-    moment = moment_of(started_at)
+def stamp(moment: datetime | None) -> str:
+    """A time in UTC in a file's name; 'undated' if it is not known."""
     return moment.strftime("%Y%m%dT%H%M%SZ") if moment else "undated"
-
-
-def moment_of(text: str | None) -> datetime | None:
-    """A time of ISO 8601, taken as UTC if it names no zone; None if it cannot be read."""
-    try:
-        moment = datetime.fromisoformat(text or "")
-        return moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC)
-    except (ValueError, OverflowError):
-        return None
 
 
 def run_and_version(name: str) -> tuple[str, int]:
@@ -215,14 +214,17 @@ def _read_rows(chunks: Iterator[bytes]) -> RunRecord | None:
     head = bytes(text[: found.end()])
     del text[: found.end()]
     reader = _RowReader()
-    rows = [reader.read(row) for row in _row_texts(text, chunks)]
+    rows: list[Row] = []
+    for row in _row_texts(text, chunks):
+        check_rows(len(rows) + 2)
+        rows.append(reader.read(row))
     tail = text.decode()
     _, end = json.JSONDecoder().raw_decode(tail)
     header = read_json(head + tail[end:].encode())
-    if header.get("rows") != [] or header.get("schema_version") != SCHEMA_VERSION:
+    if header.get("rows") != [] or not has_current_rows(header.get("schema_version")):
         return None
     rows.append(reader.read(tail[:end].encode()))
-    return RunRecord.model_validate({**header, "rows": rows})
+    return RunRecord.model_validate({**header, "schema_version": SCHEMA_VERSION, "rows": rows})
 
 
 def _row_texts(text: bytearray, chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -259,6 +261,8 @@ class _RowReader:
     def read(self, text: bytes) -> Row:
         """The row in a JSON text. Raises one of several errors for what dilabench does not write."""
         document = parsed(text)
+        if text.count(b":") > MAX_KEYS:
+            check_shape(document)
         # Figures of `report --json`, which follow from the samples.
         document.pop(SUMMARY, None)
         planned = document["planned"]
@@ -284,7 +288,7 @@ class _RowReader:
         key = kind, marshal.dumps(document, 2)
         model = self._parts.get(key)
         if model is None:
-            check_depth(document)
+            check_shape(document)
             model = self._parts[key] = kind.model_validate(document)
             self._share_names(model)
         return model
@@ -327,6 +331,14 @@ def _names_a_model(annotation: Any) -> bool:
     return any(map(_names_a_model, get_args(annotation)))
 
 
+def read_whole(chunks: Iterable[bytes]) -> Any:
+    """The JSON document in the parts of a text. Raises ValueError for what is none, and as `read_row_by_row`."""
+    document = read_json(b"".join(counted_chunks(chunks)))
+    if isinstance(document, dict) and isinstance(rows := document.get("rows"), list):
+        check_rows(len(rows))
+    return document
+
+
 def read_compressed(path: Path) -> RunRecord:
     """A record from a compressed file, older schema versions included.
 
@@ -337,9 +349,7 @@ def read_compressed(path: Path) -> RunRecord:
         packed = read_file(path)
         if (record := read_row_by_row(_unpacked(packed))) is not None:
             return record
-        text = b"".join(_unpacked(packed))
-        check_counts(text)
-        document = read_json(text)
+        document = read_whole([b"".join(_unpacked(packed))])
     except FileNotFoundError:
         raise ConfigError(f"run file {str(path)!r} does not exist; see `dilabench history`") from None
     except (gzip.BadGzipFile, EOFError, zlib.error, ValueError) as error:
@@ -353,7 +363,8 @@ def read_compressed(path: Path) -> RunRecord:
     try:
         return RunRecord.model_validate(migrated(document, path))
     except ValidationError as error:
-        raise ConfigError(f"run file {str(path)!r} is not a run record: {describe(error, RunRecord)[:300]}") from None
+        why = describe(error, RunRecord)[:300] + newer_tool(document)
+        raise ConfigError(f"run file {str(path)!r} is not a run record: {why}") from None
 
 
 def _unpacked(packed: bytes) -> Iterator[bytes]:

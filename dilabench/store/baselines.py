@@ -5,7 +5,6 @@ Several runs under one name are the sessions of the baseline; a gate on time nee
 
 import json
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from pydantic import Field
 from dilabench.atomic_file import read_file
 from dilabench.errors import ConfigError, unknown_name
 from dilabench.store.archive import locked, unreadable, write_whole
-from dilabench.validation import Model
+from dilabench.validation import Model, parsed_toml
 
 FILENAME = "baselines.toml"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
@@ -41,7 +40,7 @@ class Baselines:
         Raises ConfigError when the file cannot be understood, EnvironmentNotReady when it cannot be read.
         """
         try:
-            tables = tomllib.loads(read_file(self.path).decode())
+            tables = parsed_toml(read_file(self.path).decode())
             return {name: Baseline.model_validate(table) for name, table in tables.items()}
         except FileNotFoundError:
             return {}

@@ -1,6 +1,6 @@
 """A SQLite index of the archive, for queries over many runs. It is a cache that can always be rebuilt. No torch.
 
-Writing a run does not touch it; opening it brings it up to date. A kill, a full disk or two simultaneous writers
+`store_run` adds a run to it if it can; opening it brings it up to date. A kill, a full disk or two simultaneous writers
 cannot damage it, and an unreadable index is rebuilt.
 """
 
@@ -16,11 +16,14 @@ from dilabench.comparison.comparison import searchable
 from dilabench.comparison.fingerprint import machine_key
 from dilabench.errors import DilabenchError
 from dilabench.record import Measured, Row, RunRecord
-from dilabench.store.archive import Archive, moment_of, run_and_version, sound_records
+from dilabench.store.archive import Archive, run_and_version, sound_records
 
 FILENAME = "history.sqlite"
 VERSION = 6
 WAIT_S = 20.0
+BRIEF_WAIT_S = 1.0
+# What a record with an unknown pattern or impossible numbers raises.
+UNUSABLE = (DilabenchError, ArithmeticError, ValueError)
 SCHEMA = """
 CREATE TABLE runs (file TEXT PRIMARY KEY, version INTEGER, run_id TEXT, suite TEXT, device TEXT, machine TEXT,
     started_at TEXT, git TEXT, status TEXT, measured INTEGER, rows INTEGER);
@@ -166,22 +169,42 @@ class HistoryIndex:
             for table in ("runs", "cells"):
                 connection.execute(f"DELETE FROM {table} WHERE file = ?", (file,))
         added = [name for name in present if name not in known]
-        if added:
-            # Its statistics take a while to load.
-            from dilabench.comparison.view import locate_rows
         for file, record in sound_records(self._archive, added):
             if isinstance(record, DilabenchError):
                 self._tell(str(record))
                 continue
             try:
-                locate_rows(record.rows)
-                cells = [(file, row.case.case_id, searchable(row.case), *_row_fields(row)) for row in record.rows]
-            except (DilabenchError, ArithmeticError, ValueError) as error:
-                # An unknown pattern or impossible numbers: this file is skipped, the others are shown.
+                _add(connection, file, record)
+            except UNUSABLE as error:
+                # This file is skipped, the others are shown.
                 self._tell(f"run file {file!r} is skipped: {error}")
-                continue
-            _insert(connection, "runs", [_run_fields(file, record)])
-            _insert(connection, "cells", cells)
+
+
+def store_run(archive: Archive, record: RunRecord) -> str:
+    """Store a record, and add it to the index. Returns its file's name; raises as `Archive.add`.
+
+    The first `history` then need not read the runs. If the index is locked or damaged, it does.
+    """
+    file, path = archive.add(record), archive.root / FILENAME
+    with contextlib.suppress(sqlite3.Error, OSError, *UNUSABLE):
+        if not _is_pipe_or_device(path):
+            with closing(sqlite3.connect(path, timeout=BRIEF_WAIT_S, isolation_level=None)) as connection:
+                connection.execute("BEGIN IMMEDIATE")
+                _check(connection)
+                _add(connection, file, record)
+                connection.execute("COMMIT")
+    return file
+
+
+def _add(connection: sqlite3.Connection, file: str, record: RunRecord) -> None:
+    """Add a run and its rows; raises one of UNUSABLE before anything is added."""
+    # Its statistics take a while to load.
+    from dilabench.comparison.view import locate_rows
+
+    locate_rows(record.rows)
+    cells = [(file, row.case.case_id, searchable(row.case), *_row_fields(row)) for row in record.rows]
+    _insert(connection, "runs", [_run_fields(file, record)])
+    _insert(connection, "cells", cells)
 
 
 def _is_pipe_or_device(path: Path) -> bool:
@@ -221,7 +244,7 @@ def _insert(connection: sqlite3.Connection, table: str, rows: Sequence[tuple[obj
 
 def _run_fields(file: str, record: RunRecord) -> tuple[object, ...]:
     _, version = run_and_version(file)
-    moment, git = moment_of(record.started_at), record.environment.git
+    moment, git = record.started, record.environment.git
     return (
         file,
         version,

@@ -6,12 +6,13 @@ Records that cannot be joined are refused, with the reason.
 
 from collections import Counter
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from itertools import chain, zip_longest
 
 from dilabench.comparison.fingerprint import hard_mismatches
 from dilabench.engine.plausibility import suspicions
 from dilabench.errors import ConfigError, listed
-from dilabench.record import Measured, Row, RunRecord
+from dilabench.record import Measured, Row, RunRecord, moment_of
 from dilabench.request import Shard, resume_command, shard_of
 from dilabench.store.lookup import Store
 from dilabench.store.run_files import refuse_other_rows
@@ -78,6 +79,12 @@ def _refuse_unsound_rows(record: RunRecord, name: str) -> None:
         where = f"run {name}: {row.case.implementation} on {row.case.workload.label()}"
         if not row.outcome.verification.passed:
             raise ConfigError(f"{where} has a time but no passed verification; it was edited, or measure it again")
+        timed = chain.from_iterable(
+            (*timing.samples_ns, *chain.from_iterable(chain.from_iterable(timing.columns.column("rank_samples_ns"))))
+            for timing in row.outcome.timings
+        )
+        if (shortest := min(timed, default=1)) < 1:
+            raise ConfigError(f"{where} has a sample of {shortest} ns, which no call takes; the record was edited")
         noted = {note.code for note in row.outcome.notes}
         missing = [note for note in suspicions(row, record.ceilings, record.device) if note.code not in noted]
         if missing:
@@ -144,14 +151,16 @@ def _joined(records: Sequence[RunRecord]) -> RunRecord:
     first = records[0]
     config = {field: value for field, value in first.config.items() if field != SHARD}
     ids = [record.run_id for record in records]
-    ended = [record.finished_at for record in records if record.finished_at]
+    # A time that cannot be read comes last.
+    begun = sorted(records, key=lambda record: record.started or datetime.max.replace(tzinfo=UTC))
+    ended = [moment for record in records if (moment := moment_of(record.finished_at))]
     together = first.model_copy(
         update={
             "run_id": content_hash(sorted(ids))[:8],
             "argv": ("merge", *ids),
             "config": config,
-            "started_at": min(record.started_at for record in records),
-            "finished_at": max(ended, default=None),
+            "started_at": begun[0].started_at,
+            "finished_at": max(ended).isoformat(timespec="seconds") if ended else None,
             "rows": _in_planned_order([record.rows for record in records]),
             "projections": tuple(chain.from_iterable(record.projections for record in records)),
             "plugins": tuple(dict.fromkeys(chain.from_iterable(record.plugins for record in records))),

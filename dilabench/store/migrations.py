@@ -14,6 +14,7 @@ from packaging.version import Version
 from dilabench.errors import ConfigError
 from dilabench.metadata import COUNTERS, LABELS, NOTES, TIMER_UNUSABLE, VARIANT
 from dilabench.record import SCHEMA_VERSION, FailureCode, MemorySource, Role, SkipCode
+from dilabench.version import __version__
 
 Document = dict[str, Any]
 Step = Callable[[Document], Document]
@@ -103,11 +104,25 @@ def _plugins(key: str, known: Mapping[str, object]) -> str:
     return key if key in known or ":" in key else f"plugin:{key}"
 
 
+def _unchanged(row: Document) -> Document:
+    """The row itself: the next version only has more keys, or more words for a value."""
+    return row
+
+
 # From each version to the next one, row by row. Rows that the next version wrote stay as they are: a resumed run has
 # rows of both below one header.
 STEPS: Mapping[str, tuple[Step, str]] = MappingProxyType(
-    {"1.0": (lambda row: _codes_and_fields(_with_role(row)), "1.1")}
+    {"1.0": (lambda row: _codes_and_fields(_with_role(row)), "1.1"), "1.1": (_unchanged, "1.2")}
 )
+
+
+def has_current_rows(version: object) -> bool:
+    """Return True if rows of a version are read as they are."""
+    while version != SCHEMA_VERSION:
+        step, version = STEPS.get(str(version), (None, None))
+        if step is not _unchanged:
+            return False
+    return True
 
 
 def migrated(
@@ -118,7 +133,10 @@ def migrated(
     Raises ConfigError for a version that is too new or was never released, and for rows that are none.
     """
     version = str(document.get("schema_version", current))
-    _way(version, path, steps, current)
+    try:
+        _way(version, path, steps, current)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{newer_tool(document)}") from None
     changes: Document = {"schema_version": current}
     if isinstance(rows := document.get("rows"), list):
         changes["rows"] = [migrated_row(row, version, path, steps, current) for row in rows]
@@ -153,6 +171,14 @@ def _way(version: str, path: Path, steps: Mapping[str, tuple[Step, str]], curren
         step, version = steps[version]
         way.append(step)
     return way
+
+
+def newer_tool(document: object) -> str:
+    """A clause on the newer dilabench that wrote a record, as its header says; empty for an older one or none."""
+    tool = document.get("tool_version") if isinstance(document, dict) else None
+    if not isinstance(tool, str) or not _is_newer(tool, __version__):
+        return ""
+    return f" (written by dilabench {tool!s:.40}, this is {__version__}: upgrade with `pip install -U dilabench`)"
 
 
 def _is_newer(version: str, current: str) -> bool:

@@ -19,12 +19,13 @@ from pydantic import BaseModel, ValidationError
 
 from dilabench.atomic_file import OTHER_FOLDER, check_writable, file_chunks, open_to_append, read_file, write_bytes
 from dilabench.errors import ConfigError, EnvironmentNotReady
+from dilabench.metadata import CUT_SHORT
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
-from dilabench.record import SCHEMA_VERSION, Row, RunHeader, RunRecord, Skipped
+from dilabench.record import SCHEMA_VERSION, Measured, Row, RunHeader, RunRecord, Skipped
 from dilabench.report.json import SUMMARY, to_text
-from dilabench.store.archive import is_past, read_row_by_row
-from dilabench.store.migrations import migrated, migrated_row
-from dilabench.validation import check_counts, describe, read_json
+from dilabench.store.archive import is_past, read_row_by_row, read_whole
+from dilabench.store.migrations import migrated, migrated_row, newer_tool
+from dilabench.validation import OverLimitError, check_rows, counted_chunks, describe, read_json
 from dilabench.workload.spec import Workload
 
 RECORD_NAME = "run.json"
@@ -189,8 +190,10 @@ def read_record(run: Path) -> RunRecord:
         if (record := read_row_by_row([data] if data is not None else _chunks(path))) is not None:
             return record
         data = _data(path) if data is None else data
-        check_counts(data)
-        document = read_json(_decoded(data, path))
+        _decoded(data, path)
+        document = read_whole([data])
+    except OverLimitError as error:
+        raise _over_limit(path, error) from None
     except ValueError as error:
         beside = path.parent / ROWS_NAME
         way_out = f"name {str(beside)!r}, which has its rows" if beside.is_file() else "copy it again from its source"
@@ -225,8 +228,12 @@ def read_rows(run: Path) -> tuple[RunHeader, tuple[Row, ...]]:
                 version = str(line["header"].get("schema_version", version))
                 header = _validated(RunHeader, migrated(line["header"], path), path)
         elif "row" in line:
-            row = _validated(Row, migrated_row(line["row"], version, path), path, number)
+            row = _validated(Row, migrated_row(line["row"], version, path), path, number, header)
             rows[row.case.case_id] = row
+            try:
+                check_rows(len(rows))
+            except OverLimitError as error:
+                raise _over_limit(path, error) from None
     if header is None:
         raise ConfigError(f"{str(path)!r} has no header line, so it cannot be resumed or reported; start a new run")
     return header, tuple(rows.values())
@@ -251,7 +258,7 @@ def refuse_other_rows(run: Path, record: RunRecord) -> None:
 
 
 def completed_rows(run: Path, header: RunHeader | None = None) -> tuple[Row, ...]:
-    """Rows that `--resume` keeps: all, failed ones too, except those that the time budget skipped.
+    """Rows that `--resume` keeps: all, failed ones too, except those that the budget skipped or an interrupt cut short.
 
     With the header of the run that continues, another device or machine is refused: times would not compare.
     """
@@ -262,6 +269,8 @@ def completed_rows(run: Path, header: RunHeader | None = None) -> tuple[Row, ...
 
 
 def _is_open(row: Row) -> bool:
+    if isinstance(row.outcome, Measured):
+        return any(note.code == CUT_SHORT.key for note in row.outcome.notes)
     return isinstance(row.outcome, Skipped) and row.outcome.code == "budget"
 
 
@@ -276,7 +285,11 @@ def _same_place(old: RunHeader, new: RunHeader) -> None:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    lines = _decoded(_data(path), path).split("\n")
+    try:
+        data = b"".join(counted_chunks([_data(path)]))
+    except OverLimitError as error:
+        raise _over_limit(path, error) from None
+    lines = _decoded(data, path).split("\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -304,6 +317,10 @@ def _end_last_line(path: Path) -> None:
     else:
         with open_to_append(path) as file:
             file.write(b"\n")
+
+
+def _over_limit(path: Path, error: OverLimitError) -> ConfigError:
+    return ConfigError(f"{str(path)!r} cannot be read: {error}")
 
 
 def _data(path: Path, *, pipe: bool = False) -> bytes:
@@ -353,11 +370,12 @@ def _probe(folder: Path) -> None:
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
-def _validated(model: type[ModelT], document: Any, path: Path, line: int | None = None) -> ModelT:
+def _validated(
+    model: type[ModelT], document: Any, path: Path, line: int | None = None, header: RunHeader | None = None
+) -> ModelT:
     try:
         return model.model_validate(document)
     except ValidationError as error:
         place = f" line {line}" if line else ""
-        raise ConfigError(
-            f"{str(path)!r}{place} is not what dilabench writes: {describe(error, model)[:500]}"
-        ) from None
+        why = describe(error, model)[:500] + newer_tool(vars(header) if header else document)
+        raise ConfigError(f"{str(path)!r}{place} is not what dilabench writes: {why}") from None

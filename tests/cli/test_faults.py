@@ -488,6 +488,39 @@ def test_a_removed_working_folder_is_told(tmp_path, fresh):
     assert "Traceback" not in done.stderr
 
 
+DEEP_FOLDER = """
+import os, sys
+import dilabench.cli
+for _ in range(25):
+    os.mkdir("x" * 200)
+    os.chdir("x" * 200)
+dilabench.cli.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("arguments", [("list", "suites"), ("report", "latest"), slow(("run", "quick", "--dry-run"))])
+def test_a_working_folder_whose_path_is_too_long_is_told(tmp_path, arguments):
+    command = [sys.executable, "-c", DEEP_FOLDER, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3, done.stderr
+    text = " ".join(done.stderr.split())
+    assert text.startswith(f"error: working folder '{tmp_path}/xxx")
+    assert text.endswith("cannot be used: File name too long; go to another")
+    assert len(done.stderr) < 400
+
+
+@pytest.mark.parametrize("error", [ConfigError, ValueError])
+def test_a_text_of_any_length_is_shortened(cli, monkeypatch, error):
+    def fail(*_):
+        raise error("word " * 600_000)
+
+    monkeypatch.setattr("dilabench.store.lookup.Store.records", fail)
+    result = cli("report", "latest")
+    assert result.exit_code == (2 if error is ConfigError else 1)
+    assert "letters)" in result.stderr
+    assert len(result.stderr) < 12_000
+
+
 def test_temporary_folders_of_killed_runs_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     killed, young = tmp_path / f"{PREFIX}ranks-killed", tmp_path / f"{PREFIX}ranks-young"
@@ -524,9 +557,10 @@ def test_an_interrupt_before_a_command_has_begun_prints_no_traceback():
 
 
 KEPT = """
-import os, signal, sys, time
+import ctypes, os, signal, sys, time
 from pydantic import BaseModel, ConfigDict
-from dilabench.cli import end_by_signals, ignore_signals
+from dilabench.cli import end_by_signals, leave_by_signals
+from dilabench.errors import heed
 
 def interrupted(times):
     for _ in range(times):
@@ -553,6 +587,34 @@ class Kind(type):
 class Anything(metaclass=Kind):
     pass
 
+class SwallowsAll:
+    def __init__(self):
+        try:
+            interrupted(1)
+        except BaseException:
+            pass
+
+class Unhashed:
+    # PyDict_GetItem drops the error of a key.
+    def __hash__(self):
+        interrupted(1)
+        return 1
+
+def in_c():
+    ctypes.pythonapi.PyDict_GetItem.argtypes = [ctypes.py_object, ctypes.py_object]
+    ctypes.pythonapi.PyDict_GetItem.restype = ctypes.c_void_p
+    ctypes.pythonapi.PyDict_GetItem({}, Unhashed())
+
+class Named:
+    def __set_name__(self, owner, name):
+        interrupted(1)
+
+def in_class_body():
+    try:
+        type("Owner", (), {"field": Named()})
+    except Exception:
+        pass
+
 class Holder(BaseModel):
     model_config = ConfigDict(arbitrary_types_allowed=True)
     value: Anything
@@ -561,15 +623,23 @@ class Holder(BaseModel):
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 end_by_signals()
 try:
-    {"del": Deleted, "del, twice": DeletedTwice, "isinstance": lambda: print(Holder(value="interrupts"))}[sys.argv[1]]()
+    {
+        "del": Deleted,
+        "del, twice": DeletedTwice,
+        "isinstance": lambda: print(Holder(value="interrupts")),
+        "except": SwallowsAll,
+        "C": in_c,
+        "class body": in_class_body,
+    }[sys.argv[1]]()
     time.sleep(60)
-except KeyboardInterrupt:
+except KeyboardInterrupt as interrupt:
+    heed(interrupt)
     print("ended")
-ignore_signals()
+leave_by_signals(0)
 """
 
 
-@pytest.mark.parametrize("place", ["del", "del, twice", "isinstance"])
+@pytest.mark.parametrize("place", ["del", "del, twice", "isinstance", "except", "C", "class body"])
 def test_an_interrupt_that_a_library_keeps_to_itself_comes_again(place):
     command = [sys.executable, "-c", KEPT, place]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=50, check=False)
@@ -599,3 +669,14 @@ def test_no_warning_of_ours_where_warnings_are_errors(arguments):
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
+
+
+def test_a_package_that_is_gone_is_no_bug(cli, monkeypatch):
+    def fail(*_):
+        raise ModuleNotFoundError("No module named 'dilabench.report.table'")
+
+    monkeypatch.setattr("dilabench.store.lookup.Store.records", fail)
+    assert "This is a bug" in cli("report", "latest").stderr
+    monkeypatch.setattr("dilabench.cli.app.__file__", "/gone/app.py")
+    text = refused(cli("report", "latest"), code=3)
+    assert "dilabench was removed or replaced while it ran (ModuleNotFoundError: No module named" in text

@@ -18,9 +18,9 @@ from dilabench.engine.progress import Silent
 from dilabench.engine.worker.client import WorkerPool
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.machine import Machine
-from dilabench.metadata import matmul_key
+from dilabench.metadata import CUT_SHORT, INTERRUPTED, matmul_key
 from dilabench.record import Measured, Skipped
-from dilabench.store.run_files import RunFolder, completed_rows, read_record, read_rows
+from dilabench.store.run_files import RunFolder, completed_rows, read_record, read_rows, refuse_other_rows
 from tests.conftest import interrupting_once
 
 pytestmark = pytest.mark.faults
@@ -150,6 +150,39 @@ def test_ctrl_c_keeps_the_rows_so_far_and_says_so(engine, dense_case, tmp_path):
     assert rest.status == "complete"
 
 
+@pytest.mark.parametrize("built", [2, 3])
+def test_ctrl_c_keeps_the_least_samples_of_every_length_and_resume_measures_them_again(
+    engine, dense_case, tmp_path, built
+):
+    """Of two lengths within a budget, each gets its least samples first; then the first is built again."""
+
+    class Interrupting(Silent):
+        built = 0
+
+        def stage_started(self, case, stage):
+            self.built += stage == "build"
+            if self.built == built:
+                raise KeyboardInterrupt
+
+    engine.register("honest")
+    planned = [dense_case("honest", seq_len=length) for length in (33, 65)]
+    folder = RunFolder.create(tmp_path / "results", "s", "r")
+    record = engine(planned=planned, sink=folder, progress=Interrupting(), budget_s=100.0)
+    assert record.status == "interrupted"
+    assert [row.case.workload.seq_len for row in record.rows] == [33, 65][: built - 1]
+    for row in record.rows:
+        assert isinstance(row.outcome, Measured)
+        assert [note.code for note in row.outcome.notes][-1] == CUT_SHORT.key
+    assert read_record(folder.path) == record
+    refuse_other_rows(folder.path, record)
+    assert completed_rows(folder.path) == ()
+    rest = engine(planned=planned, sink=RunFolder.resume(folder.path), completed=completed_rows(folder.path))
+    assert [row.outcome.status for row in rest.rows] == ["measured", "measured"]
+    assert not any(note.code == CUT_SHORT.key for row in rest.rows for note in row.outcome.notes)
+    assert read_record(folder.path) == rest
+    refuse_other_rows(folder.path, rest)
+
+
 @pytest.mark.parametrize("place", [(runner._Run, "_record"), (RunFolder, "finish")], ids=["made", "written"])
 def test_ctrl_c_while_the_record_is_made_or_written_loses_no_row(engine, tmp_path, monkeypatch, place):
     monkeypatch.setattr(*place, interrupting_once(getattr(*place)))
@@ -170,8 +203,10 @@ def test_parts_of_a_cell_before_and_after_an_interruption_took_no_turns(engine, 
     planned = [dense_case(name) for name in names]
     folder = RunFolder.create(tmp_path / "results", "s", "r")
     options = {"planned": planned, "timing": "warmup", "warmup_runs": 1, "timing_runs": 6}
-    assert len(engine(sink=folder, progress=Interrupting(), **options).rows) == 1
-    record = engine(sink=RunFolder.resume(folder.path), completed=completed_rows(folder.path), **options)
+    rows = engine(sink=folder, progress=Interrupting(), **options).rows
+    assert INTERRUPTED.key in {note.code for note in rows[1].outcome.notes}
+    # As if the process had been killed after the first.
+    record = engine(sink=RunFolder.resume(folder.path), completed=completed_rows(folder.path)[:1], **options)
     before, after = [row.outcome.timings[0] for row in record.rows]
     assert pair_many([[(before, after)]])[0].rounds is None
 

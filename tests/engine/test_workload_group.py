@@ -21,7 +21,7 @@ from dilabench.engine.worker.replies import MemoryMeasured, Prepared, Profiled, 
 from dilabench.engine.worker.warmup import WarmUpLimits
 from dilabench.engine.workload_group import WorkloadGroupRun
 from dilabench.machine import Machine
-from dilabench.metadata import BUDGET_EXCEEDED, NOT_INTERLEAVED, OWN_TILES, matmul_key
+from dilabench.metadata import BUDGET_EXCEEDED, CUT_SHORT, NOT_INTERLEAVED, OWN_TILES, matmul_key
 from dilabench.plugins import builtin
 from dilabench.plugins.catalogue import Catalogue
 from dilabench.plugins.descriptors import Backend, Capabilities, Implementation
@@ -364,12 +364,31 @@ def test_ctrl_c_while_memory_is_weighed_keeps_what_was_timed(measure, interrupte
     assert kept["b"].memory is None
 
 
-def test_ctrl_c_between_rounds_leaves_no_row(measure):
-    """Some rounds are no measurement yet: the resumed run takes all of them."""
+@pytest.mark.parametrize(
+    ("command", "before", "kept_samples"),
+    [
+        ("verify", 0, {}),
+        ("warm_up", 0, {}),
+        ("slot", 0, {}),
+        ("slot", 1, {"a": 1, "b": 1}),
+        ("slot", 3, {"a": 3, "b": 3}),
+    ],
+)
+def test_ctrl_c_keeps_what_is_verified_and_has_samples(measure, command, before, kept_samples):
+    """`before`: rounds of ten samples that were complete."""
     kept = {}
+    lab = Lab({(name, command): [*[None] * before, KeyboardInterrupt()] for name in ("a", "b")})
     with pytest.raises(KeyboardInterrupt):
-        measure(["a", "b"], Lab({("b", "slot"): [None, KeyboardInterrupt()]}), kept=kept, min_rounds=3)
-    assert kept == {}
+        measure(["a", "b"], lab, kept=kept, min_rounds=9)
+    assert kept.keys() == kept_samples.keys()
+    for name, rounds in kept_samples.items():
+        outcome = kept[name]
+        assert outcome.verification.passed
+        assert sum(len(slot.samples_ns) for slot in outcome.timings[0].slots) >= 10 * rounds
+        (note,) = outcome.notes
+        assert note.code == CUT_SHORT.key
+        assert note.message.startswith("the run was interrupted after ")
+        assert note.observed == len(outcome.timings[0].samples_ns)
 
 
 def test_what_compiles_is_built_last(measure):

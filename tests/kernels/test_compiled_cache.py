@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,46 @@ def test_torchs_kernels_serve_instead(monkeypatch):
     heads = (x.detach().transpose(1, 2) for x in (q, k, v))
     exact = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2)
     torch.testing.assert_close(out, exact)
+
+
+COMPILING = """
+import sys, time
+from pathlib import Path
+from dilabench.errors import EnvironmentNotReady
+from dilabench.kernels.cpu import compiled
+
+if sys.argv[3] == "timed out":
+    compiled.LONGEST_COMPILATION_S = 2
+try:
+    compiled._compile([sys.argv[1], "flash.cpp"], Path(sys.argv[2]) / "kept.so")
+except EnvironmentNotReady as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("ending", ["killed", "timed out"])
+def test_a_compiler_ends_with_the_command_and_so_does_what_it_started(tmp_path: Path, ending: str) -> None:
+    compiler, pids = tmp_path / "c++", tmp_path / "pids"
+    # As g++, which starts cc1plus.
+    compiler.write_text(f"#!/bin/sh\nsleep 300 &\necho $$ $! > {pids}.part; mv {pids}.part {pids}\nwait\n")
+    compiler.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": str(Path(compiled.__file__).parents[3])}
+    command = [sys.executable, "-c", COMPILING, str(compiler), str(tmp_path), ending]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    deadline = time.monotonic() + 60
+    while not pids.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if ending == "killed":
+        process.kill()
+    process.communicate(timeout=60)
+    started = [int(pid) for pid in pids.read_text().split()]
+    while any(map(runs, started)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(runs, started))
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,6 +1,8 @@
 """Plug-ins that raise, exit, print or answer wrongly in the main process: each costs its own thing, and says where."""
 
+import contextlib
 import json
+import resource
 import signal
 import sys
 import textwrap
@@ -14,7 +16,7 @@ import pytest
 from pydantic import create_model
 
 from dilabench.engine.timers import HeldTimer
-from dilabench.errors import ConfigError, EnvironmentNotReady, PluginError, said
+from dilabench.errors import ConfigError, EnvironmentNotReady, ExitCode, PluginError, said
 from dilabench.machine import Machine
 from dilabench.plugins import Backend, Capabilities, Implementation, Reporter, Suite, hookimpl
 from dilabench.plugins.boundary import answered, guarded
@@ -36,6 +38,27 @@ class UnprintableError(Exception):
         raise RuntimeError("not even that")
 
 
+class LeavingError(Exception):
+    def __str__(self) -> str:
+        sys.exit(0)
+
+
+class Nameless(type):
+    @property
+    def __name__(cls) -> str:
+        sys.exit(0)
+
+
+class NamelessError(Exception, metaclass=Nameless):
+    @property
+    def __class__(self) -> Any:
+        sys.exit(0)
+
+    @property
+    def __traceback__(self) -> Any:
+        sys.exit(0)
+
+
 class NobodysError(BaseException):
     pass
 
@@ -50,6 +73,22 @@ def exits(*_: Any) -> Any:
 
 def unprintable(*_: Any) -> Any:
     raise UnprintableError
+
+
+def leaves_in_its_text(*_: Any) -> Any:
+    raise LeavingError
+
+
+def leaves_in_its_class(*_: Any) -> Any:
+    raise NamelessError("a text")
+
+
+def closes(*_: Any) -> Any:
+    raise GeneratorExit
+
+
+def goes_on_and_on(*_: Any) -> Any:
+    raise ValueError("word " * 600_000)
 
 
 def beyond(*_: Any) -> Any:
@@ -104,10 +143,20 @@ def chatty(*_: Any) -> Any:
     return "rendered"
 
 
+def chatty_in_the_original(*_: Any) -> Any:
+    assert sys.__stdout__ is not None
+    sys.__stdout__.write("I am not JSON\n")
+    return "rendered"
+
+
 FAILING = {
     raises: "ZeroDivisionError: division by zero",
     exits: "SystemExit: enough",
     unprintable: "UnprintableError: (its text cannot be printed: its __str__ raised RuntimeError)",
+    leaves_in_its_text: "LeavingError: (its text cannot be printed: its __str__ raised SystemExit)",
+    leaves_in_its_class: "NamelessError: a text",
+    closes: "GeneratorExit",
+    goes_on_and_on: " word … (2999999 letters)",
     beyond: "NobodysError: outside of Exception",
 }
 HERE = Path(__file__).name
@@ -292,8 +341,13 @@ def test_a_reporter_that_fails_is_named(function: Any, reason: str, make_record:
     assert reason in str(caught.value)
 
 
-def test_what_a_plugin_prints_goes_to_stderr(make_record: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    reporter = Reporter("mine", "for a test", target(chatty))
+@pytest.mark.parametrize("function", [chatty, chatty_in_the_original])
+def test_what_a_plugin_prints_goes_to_stderr(
+    function: Any, make_record: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on the command line.
+    monkeypatch.setattr(sys, "__stdout__", sys.stdout)
+    reporter = Reporter("mine", "for a test", target(function))
     assert render(reporter, make_record([]), None, (), found_with("reporters", reporter).catalogue) == "rendered"
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "I am not JSON\n")
@@ -524,6 +578,118 @@ def test_a_pattern_is_checked_and_the_class_of_its_plugin_stays_as_it_is(pattern
 
 
 # The boundary itself.
+
+
+def lowers_recursion(*_: Any) -> Any:
+    # The lowest that is accepted at this depth.
+    for limit in range(1, 1000):
+        with contextlib.suppress(RecursionError):
+            return sys.setrecursionlimit(limit)
+    return None
+
+
+def lowers_files(*_: Any) -> Any:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def lowers_file_sizes(*_: Any) -> Any:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+LOWERED = {
+    lowers_recursion: "it set the recursion limit to ",
+    lowers_files: "it set RLIMIT_NOFILE to 3, which is ",
+    lowers_file_sizes: "it set RLIMIT_FSIZE to 0, which is -1 again",
+}
+
+
+def limits() -> Any:
+    return (
+        sys.getrecursionlimit(),
+        resource.getrlimit(resource.RLIMIT_NOFILE),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
+
+
+@pytest.mark.parametrize("then", [nothing, closes], ids=["returns", "raises"])
+@pytest.mark.parametrize("lower", LOWERED, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("at", ["hook", "request"])
+def test_a_limit_that_a_plugin_lowers_is_restored(at: str, lower: Any, then: Any) -> None:
+    before = limits()
+
+    def lowers(*_: Any) -> Any:
+        lower()
+        return then()
+
+    if at == "hook":
+        (problem,) = found_of("timers", lowers).problems
+        plugin, why = problem.plugin, problem.why
+    else:
+        with pytest.raises(PluginError) as caught:
+            answered("theirs", "a test", lowers, kind=type(None))
+        assert caught.value.plugin is not None
+        plugin, why = caught.value.plugin, caught.value.why
+    assert limits() == before
+    assert (plugin, LOWERED[lower] in why) == ("theirs", True)
+
+
+def test_a_limit_that_cannot_be_restored_ends_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, set_limit = resource.getrlimit(resource.RLIMIT_NOFILE), resource.setrlimit
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    def lower() -> None:
+        set_limit(resource.RLIMIT_NOFILE, (64, before[1]))
+        monkeypatch.setattr(resource, "setrlimit", refuse)
+
+    try:
+        with pytest.raises(EnvironmentNotReady, match="'theirs': it set RLIMIT_NOFILE to 64, which cannot be undone"):
+            answered("theirs", "a test", lower, kind=type(None))
+    finally:
+        set_limit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_raised_limit_stays() -> None:
+    before = sys.getrecursionlimit()
+    try:
+        with guarded("theirs"):
+            sys.setrecursionlimit(before + 500)
+        assert sys.getrecursionlimit() == before + 500
+    finally:
+        sys.setrecursionlimit(before)
+
+
+@pytest.mark.parametrize("refusal", [ConfigError, EnvironmentNotReady])
+@pytest.mark.parametrize("at", ["hook", "check"])
+def test_a_refusal_without_a_request_is_the_plugins_problem(at: str, refusal: Any) -> None:
+    def refuses(*_: Any) -> Any:
+        raise refusal("its settings are missing")
+
+    if at == "hook":
+        (problem,) = found_of("timers", refuses).problems
+        why = problem.why
+    else:
+        found = found_with("implementations", _mine(supports=Capabilities(check=refuses)))
+        request = run_request(found.catalogue, suite="implementations", run={"implementations": ["mine"]})
+        (planned,) = expand(found.catalogue, CPU, request)
+        assert planned.skip is not None
+        why = planned.skip.why
+    assert "its settings are missing" in why
+    assert f"{HERE}:" in why
+
+
+def test_the_text_and_the_exit_code_of_a_refusal_are_not_the_plugins_class() -> None:
+    class MineError(ConfigError):
+        exit_code = ExitCode.OK
+
+        def __str__(self) -> str:
+            sys.exit(0)
+
+    with pytest.raises(ConfigError) as caught, guarded("theirs", "a test"):
+        raise MineError
+    assert (type(caught.value), caught.value.exit_code) == (ConfigError, ExitCode.BAD_REQUEST)
+    assert "its __str__ raised SystemExit" in str(caught.value)
 
 
 def test_refusals_for_the_user_and_ctrl_c_pass(monkeypatch: pytest.MonkeyPatch) -> None:

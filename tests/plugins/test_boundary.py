@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from threading import Barrier, Thread
@@ -131,3 +131,74 @@ def test_a_process_that_a_plugin_forks_may_end() -> None:
         if not child:
             os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+# What keeps a process after its answer, once it says "kept", and the exit code of a signal then.
+STAYING = {
+    "a thread": (
+        "def stay():\n"
+        "    threading.main_thread().join()\n"
+        "    kept()\n"
+        "    time.sleep(300)\n"
+        "threading.Thread(target=stay).start()",
+        2,
+    ),
+    "an exit handler": ("atexit.register(time.sleep, 300); atexit.register(kept)", 2),
+    "a C function at the exit": ("atexit.register(ctypes.CDLL(None).sleep, 300); atexit.register(kept)", 2),
+    # Python has handed the signals back to the system by then.
+    "a finaliser": (
+        "class Held:\n"
+        "    def __del__(self, kept=kept, sleep=time.sleep):\n"
+        "        kept()\n"
+        "        sleep(300)\n"
+        "builtins.held = Held()",
+        None,
+    ),
+}
+KEPT = "import atexit, builtins, ctypes, os, signal, threading, time\ndef kept(write=os.write): write(2, b'kept\\n')\n"
+
+
+@pytest.fixture
+def staying(installed: Callable[[str], None], tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Start a command that is refused, with a plug-in of this code."""
+    started = []
+
+    def start(code: str) -> subprocess.Popen[str]:
+        installed(KEPT + code)
+        command = [sys.executable, "-m", "dilabench", "report", "no-such-run"]
+        default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=default)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [
+        ("a thread", signal.SIGINT),
+        slow("a thread", signal.SIGTERM),
+        slow("a thread", signal.SIGHUP),
+        *((kind, signal.SIGTERM) for kind in STAYING if kind != "a thread"),
+    ],
+)
+def test_a_signal_ends_a_command_that_a_plugin_keeps_after_its_answer(
+    staying: Callable[[str], subprocess.Popen[str]], kind: str, number: signal.Signals
+) -> None:
+    code, expected = STAYING[kind]
+    process = staying(code)
+    assert process.stderr is not None
+    assert any(line == "kept\n" for line in process.stderr)
+    process.send_signal(number)
+    assert process.wait(WAIT_S) == (-number if expected is None else expected)
+
+
+def test_an_interrupted_command_does_not_wait_for_what_a_plugin_keeps(
+    staying: Callable[[str], subprocess.Popen[str]],
+) -> None:
+    process = staying(STAYING["a thread"][0] + "\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(300)")
+    assert process.wait(WAIT_S) == 130

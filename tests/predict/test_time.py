@@ -6,7 +6,6 @@ from dilabench.machine import Machine
 from dilabench.predict.time import (
     budget_option,
     case_seconds,
-    elapsed_seconds,
     expected_seconds,
     expected_time,
     seconds_like,
@@ -45,11 +44,6 @@ def test_a_longer_case_takes_as_long_as_the_longest_and_more_for_its_verificatio
 )
 def test_a_budget_is_rounded_up(seconds, option):
     assert budget_option(seconds) == f"--budget {option}"
-
-
-def test_a_run_whose_end_is_not_known_has_no_duration(make_record):
-    assert elapsed_seconds(make_record([])) == 0.0
-    assert elapsed_seconds(make_record([], finished_at="2026-01-02T03:05:00+00:00")) == 55.0
 
 
 CPU = Machine(device="cpu", no_cuda="test")

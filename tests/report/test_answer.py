@@ -85,6 +85,16 @@ def test_the_first_line_decides_and_recommends_nothing_that_was_not_compared(
 
 
 @pytest.mark.parametrize(
+    ("status", "why"), [("complete", "fused needs a CUDA GPU"), ("interrupted", "the run was interrupted")]
+)
+def test_a_length_to_which_an_interrupted_run_did_not_come_says_so(make_row, row, make_record, status, why) -> None:
+    unsupported = Skipped(code="unsupported", why="needs a CUDA GPU (no NVIDIA GPU is visible)")
+    skipped = make_row("fused", outcome=unsupported, backend=None, seq_len=2048, pattern=DILATED)
+    record = make_record([row("gather", 1, 1024), skipped], status=status)
+    assert [line.winner for line in answer(record, LENGTH).rows] == ["only gather", f"not measured: {why}"]
+
+
+@pytest.mark.parametrize(
     ("gather_ms", "rounds", "winner", "nearest"),
     [
         (2.0, 20, "fused", r"2\.00x \((1\.99|2\.00)–2\.0[01]\)"),

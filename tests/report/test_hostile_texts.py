@@ -20,6 +20,7 @@ from dilabench.record import Row, RunRecord
 from dilabench.report.findings import Curve, CurvePlot, Point, render, sections_of
 from dilabench.report.plots.plots import _picture
 from dilabench.report.pull_request import of_comparison, of_matrix, of_run
+from dilabench.report.tidy import _cell
 from dilabench.stats.decisions.decide import Policy
 from dilabench.store.run_files import read_record
 
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.faults
 GOLDEN = Path(__file__).parents[1] / "golden" / "run_record.v1.json"
 HOSTILE = (
     "=1+1 \x1b[2J \x9b8m \u200f\u061c\u202e\u2066 "
-    "[x](http://evil.example) ![i](https://evil.example/p.png) www.evil.example @everyone\n"
+    "[x](http://evil.example) ![i](https://evil.example/p.png) www.evil.example @everyone "
+    "user@evil.example mailto:a.b+c@-evil.example\n"
     "````\n# heading"
 )
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -112,8 +114,19 @@ def test_markdown_neither_links_nor_mentions(record: RunRecord, catalogue: Catal
     text = re.sub(r"(?<!\\)`[^`]*`", "", "\n".join(prose))
     assert not fence
     assert "evil.example" in text
-    assert not re.search(r"(?<!\\)\[[^\]]*\]\(http|://|(?<!\w)@\w|www\.", text)
+    assert not re.search(r"(?<!\\)\[[^\]]*\]\(http|://|@[\w-]|www\.", text)
     assert "# heading" not in prose
+
+
+BEGINNINGS = ("=", "+", "-", "@", "\t=", "\r=", "\n=", "\n", " =", "\u00a0=", "＝", "＋", "－", "＠", "﹦", "\n＝")
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS, ids=ascii)
+def test_a_text_that_begins_like_a_formula_is_a_text(beginning: str) -> None:
+    for text in (beginning, f"{beginning}1+1", f"{beginning}cmd|'/c calc'!A1"):
+        assert _cell(text) == f"'{text}"
+    assert _cell("1=1") == "1=1"
+    assert (_cell(-1.5), _cell(None), _cell("")) == (-1.5, None, "")
 
 
 @pytest.mark.parametrize("name", ["csv", "csv-samples"])

@@ -8,8 +8,8 @@ import pytest
 
 from dilabench.atomic_file import read_file
 from dilabench.errors import ConfigError, EnvironmentNotReady
-from dilabench.record import SCHEMA_VERSION
-from dilabench.store.archive import Archive, moment_of, read_compressed, sound_records, stamp
+from dilabench.record import SCHEMA_VERSION, moment_of
+from dilabench.store.archive import Archive, read_compressed, sound_records, stamp
 from dilabench.store.run_files import folder_of_run
 
 
@@ -63,7 +63,7 @@ def test_a_second_part_that_the_clock_dates_earlier_still_counts(archive, make_r
     ],
 )
 def test_any_time_gives_a_name(text, name):
-    assert stamp(text) == name
+    assert stamp(moment_of(text)) == name
     assert (moment_of(text) is None) is (name == "undated")
 
 

@@ -1,5 +1,6 @@
 """The index is a cache: whatever happens to it, the answers are those of the run files."""
 
+import contextlib
 import sqlite3
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from dilabench.record import Optimizations, Skipped
 from dilabench.store.archive import Archive, run_and_version
-from dilabench.store.index import FILENAME, HistoryIndex
+from dilabench.store.index import FILENAME, HistoryIndex, store_run
 
 
 @pytest.fixture
@@ -44,6 +45,48 @@ def test_runs_and_cells_in_the_order_of_time(archive, told):
         skipped = next(iter(index.cases(["fused"])))
         assert (skipped.status, skipped.why, skipped.median_ns) == ("skipped", "needs cuda", None)
     assert told == []
+
+
+def entries(archive, told):
+    with HistoryIndex(archive, told.append) as index:
+        return index.runs(), list(index.cases())
+
+
+def test_a_run_is_in_the_index_as_soon_as_it_is_stored(archive, told, make_row, make_record, monkeypatch):
+    ids(archive, told)
+    rows = [make_row("strided"), make_row("fused", outcome=Skipped(code="unsupported", why="needs cuda"))]
+    name = store_run(archive, make_record(rows, run_id="run3", started_at="2026-01-03T00:00:00+00:00"))
+    assert name in archive.names()
+    with monkeypatch.context() as patch:
+        patch.setattr(Archive, "load", lambda *_: pytest.fail("a run file was read"))
+        stored = entries(archive, told)
+    (archive.root / FILENAME).unlink()
+    assert stored == entries(archive, told)
+    assert told == []
+
+
+@pytest.mark.parametrize("trouble", ["no index", "damaged", "locked", "another version", "impossible samples"])
+def test_a_run_is_stored_whatever_the_index_is(archive, told, make_row, make_record, monkeypatch, trouble):
+    monkeypatch.setattr("dilabench.store.index.BRIEF_WAIT_S", 0.01)
+    path, row = archive.root / FILENAME, make_row("strided")
+    if trouble != "no index":
+        ids(archive, told)
+    if trouble == "damaged":
+        path.write_bytes(b"no database" * 100)
+    if trouble == "another version":
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute("PRAGMA user_version = 1")
+    if trouble == "impossible samples":
+        timing = row.outcome.timings[0]
+        slot = timing.slots[0].model_copy(update={"samples_ns": (0, 1)})
+        timings = (timing.model_copy(update={"slots": (slot,)}),)
+        row = row.model_copy(update={"outcome": row.outcome.model_copy(update={"timings": timings})})
+    holder = sqlite3.connect(path, isolation_level=None)
+    if trouble == "locked":
+        holder.execute("BEGIN IMMEDIATE")
+    assert store_run(archive, make_record([row], run_id="run3", started_at="2026-01-03T00:00:00+00:00"))
+    holder.close()
+    assert ids(archive, told) == ["run1", "run2", "run3"][: 2 if trouble == "impossible samples" else 3]
 
 
 def test_cases_that_differ_in_anything_have_titles_that_do(archive, told, make_row, make_record):

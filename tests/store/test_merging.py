@@ -99,6 +99,19 @@ def test_a_time_without_proof_is_refused(halves, make_row):
     assert len(merged([honest, other], ["a", "b"]).rows) == 2
 
 
+@pytest.mark.parametrize(
+    "slot", [{"samples_ns": (9, 0)}, {"samples_ns": (9, -1)}, {"rank_samples_ns": ((9, 9), (9, 0))}]
+)
+def test_a_time_that_no_call_takes_is_refused(make_row, make_record, slot):
+    row = make_row(seq_len=64)
+    timing = row.outcome.timings[0]
+    slots = tuple(other.model_copy(update=slot) for other in timing.slots)
+    outcome = row.outcome.model_copy(update={"timings": (timing.model_copy(update={"slots": slots}),)})
+    record = make_record([row.model_copy(update={"outcome": outcome})], "a")
+    with pytest.raises(ConfigError, match=r"has a sample of (0|-1) ns, which no call takes; the record was edited"):
+        merged([record, make_record([make_row(seq_len=32)], "b")], ["a", "b"])
+
+
 def test_a_record_that_its_own_lines_contradict_is_refused(tmp_path, make_row, make_record):
     record = make_record([make_row(seq_len=32), make_row(seq_len=64)])
     folder = RunFolder.create(tmp_path, "quick", "aaaa")

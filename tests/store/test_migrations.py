@@ -1,5 +1,6 @@
 """Records of older versions: what their texts said is a code, a type or a number, and nothing is lost."""
 
+import gzip
 import json
 from collections import Counter
 from pathlib import Path
@@ -8,9 +9,12 @@ import pytest
 
 from dilabench.errors import ConfigError
 from dilabench.metadata import COUNTERS, FORM, LABELS, NOTES, VARIANT
-from dilabench.record import SCHEMA_VERSION, CheckName, Failed, Measured, RunHeader, Skipped
-from dilabench.store.migrations import failure_code, migrated, skip_code
+from dilabench.record import SCHEMA_VERSION, CheckName, Failed, Measured, RunHeader, RunRecord, Skipped
+from dilabench.store.archive import read_compressed
+from dilabench.store.migrations import STEPS, failure_code, has_current_rows, migrated, newer_tool, skip_code
 from dilabench.store.run_files import ROWS_NAME, RunFolder, completed_rows, read_record, read_rows
+from dilabench.validation import content_hash
+from dilabench.version import __version__
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "run_record.v1.json"
@@ -38,7 +42,7 @@ def test_every_record_of_the_documentation_loads_with_all_its_rows_texts_and_sam
 
 
 def rows_of_older_versions():
-    return [row for old, record in records() if old["schema_version"] != SCHEMA_VERSION for row in record.rows]
+    return [row for old, record in records() if old["schema_version"] == "1.0" for row in record.rows]
 
 
 def test_old_rows_get_the_codes_of_their_reasons():
@@ -172,3 +176,58 @@ def test_roles_of_old_rows_do_not_change_with_the_implementations_of_today():
     source = (ROOT / "dilabench" / "store" / "migrations.py").read_text()
     assert "dilabench.plugins" not in source
     assert "dilabench.choice" not in source
+
+
+def format_of(schema):
+    """A JSON schema without what is for people."""
+    if isinstance(schema, dict):
+        kept = {key: value for key, value in schema.items() if key not in ("description", "title")}
+        return {key: format_of(value) for key, value in sorted(kept.items())}
+    return [format_of(item) for item in schema] if isinstance(schema, list) else schema
+
+
+def test_a_record_that_older_versions_cannot_read_has_a_new_version():
+    """Of a version, the format is known by its hash. After a change: a new SCHEMA_VERSION, a step, and a line here."""
+    known = json.loads((ROOT / "tests" / "golden" / "record_formats.json").read_text())
+    schema = RunRecord.model_json_schema()
+    # Properties are named by the keys of the JSON, so one called "title" would be lost.
+    assert not {"description", "title"} & {
+        name for part in schema["$defs"].values() for name in part.get("properties", ())
+    }
+    assert known[SCHEMA_VERSION] == content_hash(format_of(schema))
+    assert set(known) <= {SCHEMA_VERSION, *STEPS}
+
+
+@pytest.mark.parametrize("version", STEPS)
+def test_every_older_version_leads_to_this_one(version):
+    assert migrated({"schema_version": version}, GOLDEN)["schema_version"] == SCHEMA_VERSION
+    assert has_current_rows(version) == (version != "1.0")
+
+
+def newer(document, form):
+    if form == "a later schema":
+        return {**document, "schema_version": "1.9", "tool_version": "9.1"}
+    if form == "a later key":
+        return {**document, "tool_version": "9.1", "weather": "fine"}
+    rows = [{**row, "weather": "fine"} for row in document["rows"]]
+    return {**document, "tool_version": "9.1", "rows": rows}
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.json.gz", "rows.jsonl"])
+@pytest.mark.parametrize("form", ["a later schema", "a later key", "a later key in a row"])
+def test_a_record_of_a_newer_version_is_named_as_one(tmp_path, make_row, make_record, form, name):
+    document = newer(json.loads(make_record([make_row()]).model_dump_json()), form)
+    path = tmp_path / name
+    if name == "rows.jsonl":
+        header = {key: value for key, value in document.items() if key in RunHeader.model_fields or key == "weather"}
+        lines = [{"header": header}, *({"row": row} for row in document["rows"])]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    else:
+        path.write_bytes((gzip.compress if name.endswith("gz") else bytes)(json.dumps(document).encode()))
+    with pytest.raises(ConfigError, match=rf"written by dilabench 9\.1, this is {__version__}: upgrade with `pip"):
+        (read_compressed if name.endswith("gz") else read_record)(path)
+
+
+def test_a_version_that_an_older_tool_wrote_is_not_called_newer(tmp_path):
+    for version in ("0.0.1", __version__, "nonsense", 3, None):
+        assert newer_tool({"tool_version": version}) == ""

@@ -6,11 +6,12 @@ import json
 import pytest
 
 from dilabench.errors import ConfigError
-from dilabench.record import RunRecord, Slot
+from dilabench.record import SCHEMA_VERSION, RunHeader, RunRecord, Slot
 from dilabench.record.samples import Nanoseconds
 from dilabench.report.json import render, to_text
 from dilabench.store.archive import read_compressed, read_row_by_row
-from dilabench.store.run_files import read_record
+from dilabench.store.run_files import RunFolder, read_record
+from dilabench.validation import MAX_KEYS, VALUES_OF_OBJECT, describe
 
 FORMS = {
     "run.json": to_text,
@@ -71,7 +72,7 @@ def test_a_shared_part_of_another_type_is_none(make_row, make_record, part, othe
 
 
 CHANGES = {
-    "older": ('"schema_version": "1.1"', '"schema_version": "1.0"'),
+    "older": (f'"schema_version": "{SCHEMA_VERSION}"', '"schema_version": "1.0"'),
     "cut": ("\n  ]", ""),
     "comma": ("\n    },", "\n    },,"),
     "a second row list": ('"status"', '"rows": [], "status"'),
@@ -96,6 +97,16 @@ LIMITS = {
 }
 
 
+@pytest.mark.parametrize("value", ["x", "-1", "0", "1.5", "1e999"])
+@pytest.mark.parametrize("variable", ["DILABENCH_MAX_FILE", *(variable for variable, _, _ in LIMITS.values())])
+def test_a_limit_that_is_no_number_is_named(make_row, make_record, tmp_path, monkeypatch, variable, value):
+    path = tmp_path / "run.json"
+    path.write_text(to_text(make_record([make_row(), make_row("other")])))
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=variable):
+        read_record(path)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_limit_is_named_with_the_variable_that_raises_it(make_row, make_record, tmp_path, monkeypatch, limit, packed):
@@ -108,6 +119,78 @@ def test_a_limit_is_named_with_the_variable_that_raises_it(make_row, make_record
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=message):
         read(path)
+
+
+KEYS = ", ".join(f'"key_{number}": 1' for number in range(100_000))
+# Documents of a megabyte or so that hold nothing, and what is said of them.
+HOLLOW = {
+    "rows without a word": ('"rows": [' + ",".join(["{}"] * 250_000) + "]", "it has over 200000 rows, the limit"),
+    "rows of another type": ('"rows": [' + ",".join(["[]"] * 250_000) + "]", "it has over 200000 rows, the limit"),
+    "fewer such rows": ('"rows": [' + ",".join(["{}"] * 150_000) + "]", "rows.0.planned is missing"),
+    "unknown keys": (
+        ", ".join(f'"key_{number}": 1' for number in range(100_000)),
+        "an object in it has over 10000 keys",
+    ),
+    "fewer of them": (", ".join(f'"key_{number}": 1' for number in range(9_000)), "tool_version is missing"),
+    "numbers for texts": (
+        '"environment": {"packages": {' + KEYS + "}}",
+        "an object in it has over 10000 keys",
+    ),
+    "wrong plug-ins": ('"plugins": [' + ",".join(["{}"] * 150_000) + "]", "plugins.0.name is missing"),
+    "wrong arguments": ('"argv": [' + ",".join(["1"] * 500_000) + "]", "argv.0 1 should be a valid string"),
+    "unknown keys in a row": (
+        '"rows": [{"planned": {' + KEYS + "}}]",
+        "an object in it has over 10000 keys",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "case"),
+    [
+        *((form, case) for form in ("run.json", "run.json.gz") for case in HOLLOW),
+        *(("rows.jsonl", case) for case in ("fewer of them", "wrong plug-ins", "wrong arguments")),
+    ],
+)
+def test_a_document_that_holds_nothing_is_refused_at_its_first_errors(tmp_path, monkeypatch, form, case):
+    counts = []
+
+    def counted(error, model):
+        counts.append(error.error_count())
+        return describe(error, model)
+
+    for module in ("archive", "run_files"):
+        monkeypatch.setattr(f"dilabench.store.{module}.describe", counted)
+    content, message = HOLLOW[case]
+    text = f'{{"schema_version": "{SCHEMA_VERSION}", "run_id": "hollow", {content}}}'
+    path = tmp_path / form
+    path.write_bytes(
+        {
+            "run.json": text.encode(),
+            "run.json.gz": gzip.compress(text.encode()),
+            "rows.jsonl": f'{{"header": {text}}}\n'.encode(),
+        }[form]
+    )
+    with pytest.raises(ConfigError) as caught:
+        (read_compressed if form.endswith("gz") else read_record)(path)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    assert all(count <= MAX_KEYS for count in counts)
+
+
+def test_rows_of_a_stream_are_counted(make_row, make_record, tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    rows = [make_row(batch_size=size) for size in range(1, 5)]
+    record = make_record(rows)
+    folder.start(RunHeader(**{name: getattr(record, name) for name in RunHeader.model_fields}))
+    for row in rows:
+        folder.row(row)
+    folder.close()
+    monkeypatch.setenv("DILABENCH_MAX_ROWS", "4")
+    assert len(read_record(tmp_path).rows) == 4
+    monkeypatch.setenv("DILABENCH_MAX_ROWS", "3")
+    with pytest.raises(ConfigError, match="over 3 rows, the limit; DILABENCH_MAX_ROWS=6"):
+        read_record(tmp_path)
 
 
 def test_ten_times_the_rows_take_ten_times_the_calls(calls_of, make_row, make_record):
@@ -140,7 +223,7 @@ def test_chunks_of_any_size_are_one_record(record, form, size):
 def test_a_limit_counts_what_lies_on_the_border_of_chunks(make_row, make_record, monkeypatch, variable, what, size):
     text = to_text(make_record([make_row(seed=seed) for seed in range(4)])).encode()
     chunks = [text[at : at + size] for at in range(0, len(text), size)]
-    exact = {"rows": 4, "values": text.count(b",")}[what]
+    exact = {"rows": 4, "values": text.count(b",") + VALUES_OF_OBJECT * text.count(b"{")}[what]
     monkeypatch.setenv(variable, str(exact))
     assert read_row_by_row(chunks) is not None
     monkeypatch.setenv(variable, str(exact - 1))

@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
 from types import ModuleType
@@ -20,7 +20,9 @@ from typing import Any
 from dilabench.engine.temporary_folder import temporary_folder
 from dilabench.machine import group_folders
 
-SERVER_MODULES = ["dilabench.engine.worker.handlers"]
+SERVER_MODULES = ["dilabench.engine.worker.server"]
+# The warning of multiprocessing's tracker about leaked semaphores.
+SILENT = "ignore:resource_tracker"
 TAIL_CHARACTERS = 2000
 END_TIMEOUT_S = 5.0
 # How long threads of GNU OpenMP wait for each other before they sleep. Its default of 300,000 spins takes several
@@ -114,8 +116,10 @@ def warm_server() -> None:
         worker_context()
         # If it cannot be started, the first worker says so.
         with contextlib.suppress(OSError), _without_main(), _child_environment():
-            # It would be started with the server, and end what `_without_interrupts` began.
-            resource_tracker.ensure_running()
+            # It would be started with the server, and end what `_without_interrupts` began. Workers are killed, and it
+            # frees what libraries in them left, without a word.
+            with _environment({"PYTHONWARNINGS": ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), SILENT)))}):
+                resource_tracker.ensure_running()
             with _without_interrupts():
                 forkserver.ensure_running()
             atexit.register(end_server)
@@ -171,6 +175,12 @@ def _child_environment() -> Iterator[None]:
     changes = {"PYTHONSAFEPATH": "1"}
     if not any(name in os.environ for name in OPENMP_WAITING):
         changes[OPENMP_WAITING[0]] = OPENMP_TURNS
+    with _environment(changes):
+        yield
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import os
 import platform
 import subprocess
 from functools import cache
@@ -31,6 +32,15 @@ FLAGS = (
     "-pthread",
 )
 LONGEST_COMPILATION_S = 300
+# Runs a compiler, and ends it with the processes that it started when the other end of standard input is closed.
+_WITH_THIS_PROCESS = """
+exec 3<&0
+"$@" 3<&- & compiler=$!
+{ cat <&3; kill -9 -$$; } >/dev/null 2>&1 & watching=$!
+wait $compiler; ended=$?
+kill $watching
+exit $ended
+"""
 # Limit of the library's size; it has about 120 KiB.
 LARGEST_BYTES = 1 << 20
 
@@ -80,12 +90,22 @@ def _compile(command: list[str], kept: Path) -> ctypes.CDLL:
         made = Path(folder) / kept.name
         # A full disk shows here rather than after seconds of compilation.
         made.write_bytes(bytes(LARGEST_BYTES))
+        here, held = os.pipe()
         try:
             ended = subprocess.run(
-                [*command, "-o", str(made)], capture_output=True, text=True, timeout=LONGEST_COMPILATION_S, check=False
+                ["sh", "-c", _WITH_THIS_PROCESS, "sh", *command, "-o", str(made)],
+                stdin=here,
+                capture_output=True,
+                text=True,
+                timeout=LONGEST_COMPILATION_S,
+                check=False,
+                start_new_session=True,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise EnvironmentNotReady(f"{command[0]} could not compile {command[-1]}: {error}") from error
+        finally:
+            os.close(held)
+            os.close(here)
         if ended.returncode:
             message = next((line for line in ended.stderr.splitlines() if "error" in line), ended.stderr.strip()[-300:])
             why = message or f"it ended with {ended.returncode} and no message"

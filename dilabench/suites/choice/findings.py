@@ -9,7 +9,7 @@ from dilabench.choice.ways import way_name
 from dilabench.comparison.view import is_quotable, measured_view, pair_views, rank
 from dilabench.metadata import CHOSEN, INTERFERENCE, LAUNCH_BOUND, SHAPE
 from dilabench.plugins.catalogue import Catalogue
-from dilabench.predict.time import budget_option, elapsed_seconds
+from dilabench.predict.time import budget_option
 from dilabench.record import Measured, Row, RunRecord
 from dilabench.report.columns import ABSENT, row_name
 from dilabench.report.findings import Section
@@ -193,7 +193,7 @@ def _left_out(record: RunRecord, asked: int) -> Iterator[str]:
     if record.argv[:1] == ("merge",):
         yield f"{asked - done} of {counted(asked, 'shape')} are missing; continue the merged runs, then merge again."
         return
-    needed = budget_option((asked - done) * elapsed_seconds(record) / done) if done else ""
+    needed = budget_option((asked - done) * record.duration_s / done) if done else ""
     yield (
         f"{asked - done} of {counted(asked, 'shape')} are missing; continue with "
         f"`{resume_command(record.suite, record.run_id, needed)}`."
