@@ -206,7 +206,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def every(n, cases):
+def slow_but_every(n, cases):
     """These cases, of several values each; all but every n-th are slow."""
     return [slow(*case) if at % n else case for at, case in enumerate(cases)]
 
