@@ -61,7 +61,7 @@ def calls(device: str, dtype: torch.dtype) -> tuple[Callable[[], Tensor], Callab
     )
 
 
-@pytest.mark.skipif(not flash.serves(torch.float32), reason="no C++ compiler works here: another kernel is taken")
+@pytest.mark.skipif(not flash.serves(torch.float32), reason="needs a C++ compiler, none works here")
 def test_a_repeated_call_on_a_cpu() -> None:
     forward, both = calls("cpu", torch.float32)
     found = functions_of(forward)

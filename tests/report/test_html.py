@@ -84,8 +84,8 @@ def test_without_the_library_plots_are_pictures_and_the_way_to_get_it_is_told(ma
 
 
 @pytest.mark.library
+@pytest.mark.needs_extra("html")
 def test_the_library_cannot_end_its_script_element():
-    pytest.importorskip("vl_convert", reason="vl-convert-python is part of the html extra")
     library = page.chart_library()
     assert "vegaEmbed" in library
     assert "</script" not in library
