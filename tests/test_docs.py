@@ -152,20 +152,10 @@ def test_every_command_of_a_page_is_understood(
     assert done.exit_code == 0, f"{page}: dilabench {line}\n{done.output}"
 
 
-def test_continuous_integration_runs_what_the_readme_says() -> None:
-    script = (ROOT / ".ci" / "run").read_text()
-    assert 'install --quiet -c constraints.txt ".[test]"' in script
+def test_the_project_says_what_it_ships() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == ">=3.11"
     assert project["license-files"] == ["LICENSE"]
-
-
-def test_continuous_integration_resolves_every_extra() -> None:
-    script = (ROOT / ".ci" / "run").read_text()
-    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
-    (tried,) = re.findall(r"for extra in (.*?); do", script)
-    # The other two are really installed.
-    assert {*tried.split(), "test", "dev"} == extras
     assert (ROOT / "dilabench" / "py.typed").exists()
 
 
