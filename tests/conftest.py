@@ -176,6 +176,14 @@ def _own_device_lock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
 
 
+@pytest.fixture(autouse=True)
+def _own_module_path() -> Iterator[None]:
+    """What a test adds to sys.path, such as the folders of DILABENCH_PEERS, is found by no later test."""
+    before = [*sys.path]
+    yield
+    sys.path[:] = before
+
+
 @pytest.fixture(scope="session")
 def warm_server() -> None:
     """Ranks and workers are forked from a server that has loaded what they need, once for all of them."""
