@@ -2,12 +2,15 @@
 skipped, with the reason, where there is none; texts are laid out at a fixed width.
 """
 
+import functools
 import gc
 import os
 import re
 import sys
+import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,12 @@ PINNED_WIDTH = "100"
 MOST_PROCESSES = 8
 # Of those that share a GPU and its memory.
 MOST_OF_A_GPU = 14
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+# What a machine may lack. A skipped test says that it needs one of these, or is marked needs_extra, or it fails.
+LACKED = re.compile(
+    r"^Skipped: (Triton is not installed: |needs (a CUDA device|two CUDA devices|the backend |a C\+\+ compiler|"
+    r"Linux: |a processor |a newer Triton|compiled kernels: |compute-sanitizer|chromium ))"
+)
 
 # In this process and in those that tests start; before any other conftest.py imports torch, which reads one of them.
 os.environ.setdefault("TERMINAL_WIDTH", PINNED_WIDTH)
@@ -58,11 +67,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    # A file that never names the only mark asked for has none of its tests, and need not be imported to learn that.
-    mark = config.option.markexpr
-    if not mark.isidentifier() or collection_path.suffix != ".py":
+    # A file that names none of the requested marks has none of their tests, and need not be imported to learn that.
+    marks = config.option.markexpr.split(" or ")
+    if collection_path.suffix != ".py" or not all(map(str.isidentifier, marks)):
         return None
-    return None if mark in collection_path.read_text() else True
+    text = collection_path.read_text()
+    return None if any(mark in text for mark in marks) else True
 
 
 def pytest_collection_finish() -> None:
@@ -83,6 +93,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for mark in item.iter_markers("needs_extra"):
+            if missing := missing_from(*mark.args):
+                item.add_marker(pytest.mark.skip(reason=f"needs [{mark.args[0]}]: {', '.join(missing)} not installed"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -90,7 +104,60 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if not torch.cuda.is_available():
         for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, none is visible to torch"))
+            # Before the reason of a parametrisation over what this machine's GPU runs, which is empty.
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, none is visible to torch"), append=False)
+
+
+@functools.cache
+def missing_from(extra: str, *names: str) -> tuple[str, ...]:
+    """The requirements of an extra of pyproject.toml, or those of these names, that this environment does not meet."""
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads(PYPROJECT.read_text())["project"]
+    requirements = [Requirement(text) for text in project["optional-dependencies"][extra]]
+    assert {*names} <= {requirement.name for requirement in requirements}, f"not in [{extra}]: {names}"
+    missing: list[str] = []
+    for requirement in requirements:
+        if requirement.name == project["name"] and not names:
+            missing += [text for part in sorted(requirement.extras) for text in missing_from(part)]
+        elif requirement.name in (names or [requirement.name]) and not is_met(requirement):
+            missing.append(str(requirement))
+    return tuple(missing)
+
+
+def is_met(requirement):
+    """Whether the distribution of a requirement is installed in such a version, if this system needs it."""
+    if requirement.marker and not requirement.marker.evaluate():
+        return True
+    try:
+        return requirement.specifier.contains(metadata.version(requirement.name), prereleases=True)
+    except metadata.PackageNotFoundError:
+        return False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    return failed_unless_named(report, {mark.args[0] for mark in item.iter_markers("needs_extra")})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    return failed_unless_named(report)
+
+
+def failed_unless_named(report, extras=frozenset()):
+    """This report of a test or a module: failed if it was skipped and names neither one of LACKED nor of the extras."""
+    if report.skipped and not hasattr(report, "wasxfail"):
+        *_, reason = report.longrepr
+        named = re.match(r"Skipped: needs \[(\w+)\]: ", reason)
+        if not LACKED.match(reason) and (named is None or named[1] not in extras | {"test"}):
+            report.outcome = "failed"
+            report.longrepr = (
+                f"{reason!r} does not say what the machine lacks; see LACKED and needs_extra in {__file__}"
+            )
+    return report
 
 
 @pytest.fixture
@@ -108,6 +175,14 @@ def _own_device_lock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         if "PYTEST_XDIST_WORKER" in os.environ:
             patch.setenv("DILABENCH_LOCK_DIR", str(tmp_path_factory.mktemp("locks")))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _own_module_path() -> Iterator[None]:
+    """What a test adds to sys.path, such as the folders of DILABENCH_PEERS, is found by no later test."""
+    before = [*sys.path]
+    yield
+    sys.path[:] = before
 
 
 @pytest.fixture(scope="session")
@@ -206,7 +281,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def every(n, cases):
+def slow_but_every(n, cases):
     """These cases, of several values each; all but every n-th are slow."""
     return [slow(*case) if at % n else case for at, case in enumerate(cases)]
 

@@ -24,8 +24,8 @@ PAGE = ROOT / "docs" / "how-to" / "use-from-python.md"
 
 
 @pytest.mark.slow
+@pytest.mark.needs_extra("data", "pandas")
 def test_the_documented_page_runs_as_a_script_without_a_guard(tmp_path):
-    pytest.importorskip("pandas", reason="pandas is part of the data extra")
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     script = tmp_path / "notebook.py"
     script.write_text("open('started', 'a').write('once ')\n" + "\n".join(blocks))

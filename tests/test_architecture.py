@@ -266,8 +266,8 @@ def test_every_folder_says_what_it_is_for() -> None:
     assert [one for one in folders if not ast.get_docstring(ast.parse((one / "__init__.py").read_text()))] == []
 
 
+@pytest.mark.needs_extra("dev", "import-linter")
 def test_import_contracts_hold() -> None:
-    pytest.importorskip("importlinter", reason="import-linter is part of the dev extra")
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dilabench.cli import spread
 from dilabench.cli.app import COMMANDS, app
 from dilabench.errors import ExitCode
 from dilabench.plugins import Capabilities, hookspecs
@@ -117,66 +115,10 @@ def test_readme_keeps_its_size_and_its_two_commands() -> None:
     assert '\n    pip install -c constraints.txt ".[test]" && pytest\n' in text
 
 
-@pytest.mark.parametrize("path", PAGES, ids=page_name)
-def test_commands_in_the_documentation_exist(path: Path) -> None:
-    used = set(re.findall(r"(?:^    |`|run: )dilabench ([a-z]+)", path.read_text(), re.MULTILINE))
-    assert used <= set(NAMES)
-
-
-SHOWN = r"(?:^ *|`|&& |: |/bin/)dilabench ([a-z]+(?: [^`\n|#&;>)]*)?)(?=[`\n|#&;>)])"
-# What stands for the reader's own: SUITE, [options], ${{ inputs }}, and implementations of the example plug-in.
-PLACEHOLDER = re.compile(r"\b[A-Z]{4,}\b|[\[\]{}$]|\.\.\.|\bmasked\b")
-# Results of one machine tell what was typed then; the reference holds the help of each command.
-TRIED = [path for path in PAGES if path.parent.name not in ("results", "reference")]
-
-
-def command_lines() -> dict[str, str]:
-    """Every command with its arguments that a page shows, and the page."""
-    found = {}
-    for path in TRIED:
-        for line in re.findall(SHOWN, path.read_text().replace("\\\n", " "), re.MULTILINE):
-            if " " in line and line.split()[0] in NAMES and not PLACEHOLDER.search(line):
-                found.setdefault(line.strip(), page_name(path))
-    return found
-
-
-@pytest.mark.parametrize(("line", "page"), command_lines().items())
-def test_every_command_of_a_page_is_understood(
-    line: str, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`run` is tried as a dry run; of the others, whose words may stand for a user's files, the options are read."""
-    words = spread(shlex.split(line))
-    if words[0] != "run" or "--resume" in words:
-        (command,) = [one.loaded({}) for one in COMMANDS if one.name == words[0]]
-        command = getattr(command, "commands", {}).get(words[1], command) if words[1:] else command
-        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-        assert {word.partition("=")[0] for word in words if word.startswith("-")} <= {*known, "-h", "--help"}
-        return
-    monkeypatch.chdir(tmp_path)
-    # The file that the tutorial has its readers write.
-    (toml,) = re.findall(r"```toml\n(.*?)```", (DOCS / "tutorial.md").read_text(), re.DOTALL)
-    Path("model.toml").write_text(toml)
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary")
-    # To trace memory at each length takes longer than all else here.
-    monkeypatch.setattr("dilabench.predict.memory.plan_memory", lambda *_: None)
-    done = CliRunner().invoke(app, [*words, "--dry-run"], prog_name="dilabench")
-    assert done.exit_code == 0, f"{page}: dilabench {line}\n{done.output}"
-
-
-def test_continuous_integration_runs_what_the_readme_says() -> None:
-    script = (ROOT / ".ci" / "run").read_text()
-    assert 'install --quiet -c constraints.txt ".[test]"' in script
+def test_the_project_says_what_it_ships() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == ">=3.11"
     assert project["license-files"] == ["LICENSE"]
-
-
-def test_continuous_integration_resolves_every_extra() -> None:
-    script = (ROOT / ".ci" / "run").read_text()
-    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
-    (tried,) = re.findall(r"for extra in (.*?); do", script)
-    # The other two are really installed.
-    assert {*tried.split(), "test", "dev"} == extras
     assert (ROOT / "dilabench" / "py.typed").exists()
 
 

@@ -5,6 +5,7 @@ A table holds the rows of one effective workload. Inside it a section holds rows
 a speed-up exists only inside a section, against the plain method or else the section's first measured row.
 """
 
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ from dilabench.record import (
     Skipped,
 )
 from dilabench.report.columns import Column, DisplayRow, chosen_columns, row_name, workload_title
+from dilabench.retired import ANY_KIND, removed
 from dilabench.units import counted, format_bytes, format_count
 from dilabench.workload.spec import Workload
 
@@ -320,13 +322,20 @@ def environment_rows(record: RunRecord) -> tuple[tuple[str, str], ...]:
 
 
 def reproduce_command(record: RunRecord) -> str:
-    """The command line that made the record."""
-    if not record.argv:
-        return shlex.join(["dilabench", "run", record.suite, "--seed", str(record.seed)])
-    program, *arguments = record.argv
-    if PurePath(program).name in {"dilabench", "__main__.py"}:
-        return shlex.join(["dilabench", *arguments])
-    return shlex.join(["dilabench", *record.argv])
+    """The command line that made the record, for a shell.
+
+    A comment follows for each name in it that was removed. If a script made the record, all of it is a comment.
+    """
+    words = record.argv or ("run", record.suite, "--seed", str(record.seed))
+    if PurePath(words[0]).name in {"dilabench", "__main__.py"}:
+        words = words[1:]
+    # Records of scripts hold the arguments of the script.
+    if not words or not re.fullmatch("[a-z]+", words[0]):
+        arguments = " ".join(shlex.join(record.argv).split())
+        return f"# no command repeats this run: a script made it, with the arguments {arguments}"
+    names = dict.fromkeys(name for word in words for name in re.split("[,=]", word))
+    answers = (removed(ANY_KIND, name) for name in names)
+    return "\n".join([shlex.join(["dilabench", *words]), *(f"# {answer}" for answer in answers if answer)])
 
 
 def _join(*parts: str | int | None) -> str:

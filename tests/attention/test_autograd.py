@@ -145,12 +145,20 @@ def test_flops_are_of_the_pairs_of_the_pattern() -> None:
     assert counted.get_total_flops() == 4 * D * attended_pairs(dilated)
 
 
-@entries
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("attend", "device"),
+    [
+        *(pytest.param(attend, "cpu", id=f"cpu-{name}") for name, attend in FUNCTIONS.items()),
+        # INDICES is on the CPU.
+        *(
+            pytest.param(attend, "cuda", id=f"cuda-{name}", marks=pytest.mark.gpu)
+            for name, attend in FUNCTIONS.items()
+            if name != "indices"
+        ),
+    ],
+)
 def test_autocast_casts_as_torch_does(attend: Attend, dtype: torch.dtype, device: str) -> None:
-    if device == "cuda" and attend is FUNCTIONS["indices"]:
-        pytest.skip("the indices of this file are on the CPU")
     inputs = [x.detach().to(device).requires_grad_() for x in operands(dtype=dtype)]
     if device == "cuda" and dtype == torch.float64 and attend in (FUNCTIONS["blocks"], FUNCTIONS["window and sinks"]):
         with torch.autocast(device, dtype=torch.bfloat16), pytest.raises(ValueError, match="float64"):

@@ -157,7 +157,7 @@ def test_addresses_are_taken_of_what_holds_its_values() -> None:
     from dilabench.kernels.cpu import flash
 
     if not flash.serves(torch.float32):
-        pytest.skip("no C++ compiler works here")
+        pytest.skip("needs a C++ compiler, none works here")
     mask = flash.Mask(-1, -1, 0.25)
     q, k, v = tensors()
     for x in (q.to("meta"), torch._neg_view(q), zeros(q)):

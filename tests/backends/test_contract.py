@@ -43,9 +43,6 @@ FEWER_QUERIES = ((2, 17, 41, 6, 3, 24), (1, 2, 3, 5, 5, 80), (1, 40, 41, 4, 1, 1
 OBLONG = ((2, 17, 41, 6, 3, 24), (1, 1, 13, 5, 5, 80), (2, 29, 1, 4, 2, 16))
 
 
-NO_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-
-
 def offered(backend: Backend, device: str) -> frozenset[str]:
     """The dtypes that a backend offers on a kind of device; none where it does not run there."""
     supports = backend.supports.on_cuda if device == "cuda" and backend.supports.on_cuda else backend.supports
@@ -55,7 +52,7 @@ def offered(backend: Backend, device: str) -> frozenset[str]:
 def parameter(*values: object, device: str) -> object:
     """A test parameter, marked when it needs a CUDA device."""
     return pytest.param(
-        *values, marks=NO_CUDA if device == "cuda" else [], id="-".join(getattr(x, "name", x) for x in values)
+        *values, marks=pytest.mark.gpu if device == "cuda" else [], id="-".join(getattr(x, "name", x) for x in values)
     )
 
 
@@ -177,7 +174,7 @@ def usable(backend: Backend, device: str, dtype: str, shape: tuple[int, ...], ca
     )
     reasons = [*unmet(backend.requires, detect(device)), *backend.supports.reasons(workload, device)]
     if reasons:
-        pytest.skip("; ".join(reasons))
+        pytest.skip(f"needs the backend {backend.name}: {'; '.join(reasons)}")
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:

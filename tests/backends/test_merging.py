@@ -23,7 +23,7 @@ MACHINE = detect()
 @pytest.fixture(params=DESCRIBED, ids=lambda one: one.name)
 def backend(request: pytest.FixtureRequest) -> LoadedBackend:
     if reasons := unmet(request.param.requires, MACHINE):
-        pytest.skip(reasons[0])
+        pytest.skip(f"needs the backend {request.param.name}: {reasons[0]}")
     return load_backend(request.param)
 
 

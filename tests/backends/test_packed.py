@@ -324,12 +324,11 @@ WITH_KERNELS = [
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("backend", "lengths"), WITH_KERNELS)
 def test_on_a_gpu(backend: Any, mask: dict[str, Any], lengths: str) -> None:
     if reasons := unmet(backend.requires, detect("cuda")):
-        pytest.skip("; ".join(reasons))
+        pytest.skip(f"needs the backend {backend.name}: {'; '.join(reasons)}")
     kernel = load_backend(backend).packed
     assert kernel is not None
     agrees_or_refuses(kernel, "cuda", torch.bfloat16, lengths, **mask)
@@ -419,7 +418,6 @@ def test_own_tiles_take_the_place_of_a_kernel_that_is_missing_and_say_so(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize(
     ("bounds", "head_dim"), [(BOUNDS, 20), ((0, 130, 131, 500, 1024), 128)], ids=["ragged", "whole tiles"]
 )
@@ -447,7 +445,6 @@ def test_own_tiles_on_a_gpu(mask: dict[str, Any], bounds: tuple[int, ...], head_
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("pattern", [TWO_BRANCHES, ZERO_KEYS], ids=["two branches", "zero keys"])
 def test_branches_on_a_gpu(pattern: dict[str, Any]) -> None:
     wanted, device = workload(pattern, dtype="bfloat16"), torch.device("cuda")

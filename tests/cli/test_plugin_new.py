@@ -29,6 +29,15 @@ def test_a_package_of_each_kind_is_whole(cli, tmp_path, kind):
     assert "{{" not in "".join(path.read_text() for path in folder.rglob("*") if path.is_file())
 
 
+def test_its_tests_run_inside_of_a_project_that_has_options_of_its_own(cli, fresh, tmp_path):
+    """Such as a clone of dilabench, whose options need pytest-xdist."""
+    (tmp_path / "pyproject.toml").write_text((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    assert cli("plugin", "new", "my-attention").exit_code == 0
+    done = fresh("-m", "pytest", "-p", "no:xdist", "--collect-only", "-q", "my-attention")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_my_attention.py" in done.stdout
+
+
 def test_there_is_a_template_for_every_kind_of_thing():
     catalogue = discover().catalogue
     assert {getattr(catalogue, one).kind for one in REGISTRIES} == set(Kind)

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-transformers = pytest.importorskip(
-    "transformers", reason="transformers is not installed: pip install '.[transformers]'"
-)
+transformers = pytest.importorskip("transformers", reason="needs [test]: transformers is not installed")
 
 from dilabench.attention import attention  # noqa: E402
 from dilabench.compat import transformers as integration  # noqa: E402

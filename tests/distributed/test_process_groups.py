@@ -262,7 +262,7 @@ def test_a_wrong_axis_is_refused_by_the_names_of_the_call(group: dist.ProcessGro
 @pytest.mark.parametrize("group", ["bound", "unbound"])
 def test_ranks_attend_on_devices_that_are_not_current(group: str) -> None:
     if torch.cuda.device_count() < 2:
-        pytest.skip("there is one GPU")
+        pytest.skip("needs two CUDA devices")
     program = str(Path(__file__).with_name("on_other_devices.py"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program, group]
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))

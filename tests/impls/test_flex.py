@@ -20,7 +20,7 @@ from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.pattern import KeyGroup, Pattern, Positions, SequenceShape
 from dilabench.patterns.registry import known_kinds, pattern_type
 from dilabench.workload.spec import Workload
-from tests.conftest import every, slow
+from tests.conftest import slow, slow_but_every
 
 CONTEXT = BuildContext(device=torch.device("cpu"))
 SHAPE = {"batch_size": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "dtype": "float32"}
@@ -80,7 +80,7 @@ def counts_of(blocks: CountedBlocks, workload: Workload, head: int) -> np.ndarra
     return np.where(visible, blocks.tiles[blocks.tile_of[place], rows % BLOCK, keys % BLOCK], 0)
 
 
-@pytest.mark.parametrize(("name", "mask"), every(2, cases(MASKS)), ids=str)
+@pytest.mark.parametrize(("name", "mask"), slow_but_every(2, cases(MASKS)), ids=str)
 def test_blocks_hold_what_the_pattern_counts(name: str, mask: dict[str, Any]) -> None:
     workload = workload_of(EXAMPLES[name], **mask)
     blocks = counted_blocks(workload)
@@ -106,7 +106,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "mask"),
     # One of three, so that each mask comes up.
-    every(3, cases(MASKS[1:3])),
+    slow_but_every(3, cases(MASKS[1:3])),
     ids=str,
 )
 def test_equals_the_oracle(name: str, mask: dict[str, Any]) -> None:

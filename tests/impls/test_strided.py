@@ -200,7 +200,6 @@ def test_an_output_gradient_without_strides_of_its_own() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_call_can_be_captured_in_a_cuda_graph() -> None:
     """After a first call nothing synchronises and nothing is copied from the host."""
     asked = workload(batch_size=2, dtype="bfloat16")

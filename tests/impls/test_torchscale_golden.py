@@ -7,7 +7,6 @@ input x, the attention's out before the norm, the result y, and the gradients of
 """
 
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -29,7 +28,6 @@ CONTEXT = BuildContext(device=torch.device("cpu"), backend=LoadedBackend("math",
 
 @pytest.fixture(autouse=True)
 def torchscale_as_recorded(monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("DILABENCH_PEERS", str(Path(__file__).parent / "peers" / "recorded"))
 
 

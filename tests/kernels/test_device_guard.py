@@ -289,7 +289,7 @@ def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @entries
 def test_another_gpu_gives_the_bits_of_the_first(entry: Entry, dim: int, dtype: str) -> None:
     if torch.cuda.device_count() < 2:
-        pytest.skip("there is one GPU")
+        pytest.skip("needs two CUDA devices")
     first, second = (results(entry, dim, getattr(torch, dtype), torch.device("cuda", at)) for at in (0, 1))
     assert torch.cuda.current_device() == 0
     if dtype == "float32":

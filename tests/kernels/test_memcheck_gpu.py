@@ -33,7 +33,7 @@ NOT_UNDER_THE_TOOL = pytest.mark.xfail(reason="an illegal instruction under comp
 def test_kernels_stay_inside_their_tensors(dim: int, dtype: str, entries: list[str]) -> None:
     tool = shutil.which("compute-sanitizer", path=os.pathsep.join((os.environ.get("PATH", ""), *FOLDERS)))
     if tool is None:
-        pytest.skip("there is no compute-sanitizer; it comes with the CUDA toolkit")
+        pytest.skip("needs compute-sanitizer, which comes with the CUDA toolkit")
     program = [sys.executable, str(PROGRAM), str(dim), dtype, *entries]
     done = subprocess.run(
         [tool, "--tool", "memcheck", "--error-exitcode", "9", *program], capture_output=True, text=True, check=False

@@ -53,7 +53,7 @@ from dilabench.kernels.tuning import (
 from tests.conftest import slow
 
 pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1: kernels are interpreted, not compiled"
+    os.environ.get("TRITON_INTERPRET") == "1", reason="needs compiled kernels: TRITON_INTERPRET=1"
 )
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 KERNELS = {

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that pip installed the package into."""
-    pytest.importorskip("hatchling", reason="hatchling is part of the test extra")
+    pytest.importorskip("hatchling", reason="needs [test]: hatchling is not installed")
     source = tmp_path_factory.mktemp("source") / "every_kind_plugin"
     shutil.copytree(TESTS / "every_kind_plugin", source, ignore=shutil.ignore_patterns("__pycache__"))
     target = tmp_path_factory.mktemp("site")

@@ -17,7 +17,7 @@ TESTS = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that pip installed the example plug-in into."""
-    pytest.importorskip("hatchling", reason="hatchling is part of the test extra")
+    pytest.importorskip("hatchling", reason="needs [test]: hatchling is not installed")
     source = tmp_path_factory.mktemp("source") / "example_plugin"
     shutil.copytree(TESTS / "example_plugin", source, ignore=shutil.ignore_patterns("__pycache__"))
     target = tmp_path_factory.mktemp("site")

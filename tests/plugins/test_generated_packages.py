@@ -22,7 +22,7 @@ WRONG = """
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that pip installed a generated package of each kind into."""
-    pytest.importorskip("hatchling", reason="hatchling is part of the test extra")
+    pytest.importorskip("hatchling", reason="needs [test]: hatchling is not installed")
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
     for kind in Kind:
         new(f"generated-{kind}", kind, source)

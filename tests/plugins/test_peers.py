@@ -186,7 +186,6 @@ def test_a_torchscale_without_dilated_attention_is_named(monkeypatch, there, tmp
 
 
 def test_a_folder_of_peers_that_is_none_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr("sys.path", [*sys.path])
     monkeypatch.setenv("DILABENCH_PEERS", f"{tmp_path}:/no/such/folder")
     with pytest.raises(ConfigError, match="DILABENCH_PEERS names '/no/such/folder', which is no folder; give"):
         discover()

@@ -93,6 +93,20 @@ def test_environment_shows_gpus_only_where_there_are_some(record: RunRecord) -> 
         (("/x/dilabench/__main__.py", "run", "quick"), "dilabench run quick"),
         (("run", "quick"), "dilabench run quick"),
         ((), "dilabench run quick --seed 7"),
+        (
+            ("/tmp/out", "--budget", "200s", "a\nrm b"),
+            "# no command repeats this run: a script made it, with the arguments /tmp/out --budget 200s 'a rm b'",
+        ),
+        (
+            ("/usr/bin/dilabench",),
+            "# no command repeats this run: a script made it, with the arguments /usr/bin/dilabench",
+        ),
+        (
+            ("run", "quick", "-i", "flex,natten"),
+            "dilabench run quick -i flex,natten\n"
+            "# implementation 'natten' was removed: it never ran against the real library; "
+            "use NATTEN itself, or block-sparse with pattern=window_sink",
+        ),
     ],
 )
 def test_reproduce_command(record: RunRecord, argv: tuple[str, ...], command: str) -> None:

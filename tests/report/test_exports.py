@@ -15,7 +15,7 @@ from dilabench.report.html.comparison import notebook as notebook_of_comparison
 from dilabench.report.html.page import notebook
 from dilabench.stats.decisions.decide import Policy
 
-pandas = pytest.importorskip("pandas", reason="pandas is part of the data extra")
+needs_data = pytest.mark.needs_extra("data")
 
 
 @pytest.fixture
@@ -29,6 +29,7 @@ def record(make_row, make_record):
     return make_record(rows)
 
 
+@needs_data
 def test_a_frame_has_a_line_per_case_and_what_the_tables_show(record):
     frame = to_frame(record)
     assert list(frame["implementation"]) == ["gather", "strided", "flex", "fused"]
@@ -48,12 +49,14 @@ def test_a_frame_has_a_line_per_case_and_what_the_tables_show(record):
     assert frame["median_ns"].isna().tolist() == [False, False, True, True]
 
 
+@needs_data
 def test_the_former_method_of_a_record_gives_its_frame_and_names_its_place(record):
     with pytest.warns(DeprecationWarning, match=r"use dilabench.to_frame\(record\)"):
         former = record.to_frame()
     assert former.equals(to_frame(record))
 
 
+@needs_data
 def test_a_frame_of_samples_has_every_one_of_them(record):
     frame = to_frame(record, samples=True)
     counts = frame.groupby("case_id").size()
@@ -61,9 +64,11 @@ def test_a_frame_of_samples_has_every_one_of_them(record):
     assert sorted(frame["session"].unique()) == [0, 1]
 
 
+@needs_data
 @pytest.mark.parametrize("samples", [False, True])
 def test_csv_and_parquet_are_the_frame(record, tmp_path, samples):
-    pytest.importorskip("pyarrow", reason="pyarrow is part of the data extra")
+    import pandas
+
     expected = to_frame(record, samples)
     text = "".join((tidy.render_csv_samples if samples else tidy.render_csv)(record, None))
     (tidy.render_parquet_samples if samples else tidy.render_parquet)(record, tmp_path)
@@ -77,7 +82,10 @@ def test_csv_and_parquet_are_the_frame(record, tmp_path, samples):
     assert samples or pandas.read_csv(io.StringIO(text))["why"][2] == 'no, "really"\nnot'
 
 
+@needs_data
 def test_bencher_gets_latency_throughput_and_memory_with_their_ends(record):
+    import pandas
+
     document = json.loads(continuous_benchmarking.render_bencher(record, None))
     assert len(document) == 2
     frame = pandas.DataFrame.from_dict(document, orient="index")
@@ -87,7 +95,10 @@ def test_bencher_gets_latency_throughput_and_memory_with_their_ends(record):
             assert metrics[measure]["lower_value"] <= metrics[measure]["value"] <= metrics[measure]["upper_value"]
 
 
+@needs_data
 def test_github_action_benchmark_gets_one_entry_per_measured_row(record, tmp_path):
+    import pandas
+
     assert continuous_benchmarking.render_github_action(record, tmp_path) is None
     frame = pandas.read_json(tmp_path / "github-action-benchmark.json")
     assert list(frame["unit"]) == ["ns", "ns"]

@@ -18,8 +18,10 @@ from dilabench.report.html import page
 from dilabench.report.html.commands import row_command
 from dilabench.report.html.winners import winner_map
 from dilabench.request import run_request
+from dilabench.retired import RETIRED
 from dilabench.store.run_files import read_record
 from dilabench.suites.planner import expand
+from dilabench.workload.spec import WorkloadRequest
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "run_record.v1.json"
@@ -84,8 +86,8 @@ def test_without_the_library_plots_are_pictures_and_the_way_to_get_it_is_told(ma
 
 
 @pytest.mark.library
+@pytest.mark.needs_extra("html")
 def test_the_library_cannot_end_its_script_element():
-    pytest.importorskip("vl_convert", reason="vl-convert-python is part of the html extra")
     library = page.chart_library()
     assert "vegaEmbed" in library
     assert "</script" not in library
@@ -153,6 +155,15 @@ def test_the_command_of_a_row_plans_that_row(suite, make_record):
         assert parts is not None
         words = [*parts[0], *parts[1]]
         assert plan.case.case_id in {one.case.case_id for one in expand(catalogue, machine, _request(catalogue, words))}
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in RETIRED if entry.kind == "implementation"])
+def test_a_row_of_a_removed_implementation_has_no_command(name, make_row, make_record):
+    asked = {"requested_workload": WorkloadRequest()}
+    rows = [
+        row.model_copy(update={"planned": row.planned.model_copy(update=asked)}) for row in (make_row(name), make_row())
+    ]
+    assert [row_command(row, make_record([])) is None for row in rows] == [True, False]
 
 
 def _request(catalogue, words):

@@ -14,12 +14,11 @@ from dilabench.report.html.history import Trend
 from dilabench.report.leaderboard import leaderboard, to_html
 from dilabench.store.run_files import read_record
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is part of the browser extra")
-pytest.importorskip("vl_convert", reason="vl-convert-python is part of the html extra")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.needs_extra("browser"),
     pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)"),
 ]
 
@@ -38,7 +37,9 @@ QUIET = [
 
 @pytest.fixture(scope="module")
 def browser():
-    with sync_api.sync_playwright() as playwright:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
         one = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
         yield one
         one.close()

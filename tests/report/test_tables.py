@@ -137,33 +137,58 @@ def test_changed_optimizations_are_part_of_the_name(row, record) -> None:
     assert shown(table.rows[0], "implementation") == "gather +cache 0 +pool 1G +cuda-graph"
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (True, "look-ahead"),
-        (4096, "look-ahead 4K"),
-        (False, "look-ahead False"),
-        (None, "look-ahead None"),
-        (1.5, "look-ahead 1.5"),
-        ([1, "x"], "look-ahead [1, 'x']"),
-        ({"a": 1}, "look-ahead {'a': 1}"),
-    ],
-)
-def test_optimizations_of_another_version_are_shown_by_every_reporter(row, record, value, text, tmp_path) -> None:
-    optimizations = Optimizations.model_validate({"compile": True, "look_ahead": value})
-    one = record(row("gather", measured(1, 2, 3), optimizations=optimizations), row("strided", measured(1, 2, 3)))
+OF_ANOTHER_VERSION = {
+    "look-ahead": True,
+    "look-ahead 4K": 4096,
+    "look-ahead False": False,
+    "look-ahead None": None,
+    "look-ahead 1.5": 1.5,
+    "look-ahead [1, 'x']": [1, "x"],
+    "look-ahead {'a': 1}": {"a": 1},
+}
+
+
+def looking_ahead(value: object) -> Optimizations:
+    return Optimizations.model_validate({"compile": True, "look_ahead": value})
+
+
+@pytest.mark.parametrize(("text", "value"), OF_ANOTHER_VERSION.items())
+def test_optimizations_of_another_version_are_named_and_kept(row, record, text, value, tmp_path) -> None:
+    one = record(
+        row("gather", measured(1, 2, 3), optimizations=looking_ahead(value)), row("strided", measured(1, 2, 3))
+    )
     (tmp_path / RECORD_NAME).write_text(one.model_dump_json())
     assert read_record(tmp_path) == one
     (table,) = workload_tables(one)
     assert {shown(display, "implementation") for display in table.rows} == {f"gather +compile +{text}", "strided"}
-    catalogue = discover(strict=True).catalogue
-    for reporter in catalogue.reporters:
-        render(reporter, one, tmp_path, (), catalogue)
     assert len(compare_within([one], policy=Policy.for_device("cpu"), by="optimizations").pairs) <= 1
     again = Remeasure(discover(), one, tmp_path, None, contextlib.nullcontext)
     assert again._skip(one.rows[0].planned).why.startswith(
         "optimizations that this dilabench does not know: look_ahead;"
     )
+
+
+CATALOGUE = discover(strict=True).catalogue
+
+
+@pytest.mark.parametrize(
+    "reporter",
+    [
+        # Its summary names the extra that a reporter needs, if any.
+        pytest.param(
+            reporter,
+            id=reporter.name,
+            marks=[pytest.mark.needs_extra(name) for name in re.findall(r"\(extra: (\w+)\)", reporter.summary)],
+        )
+        for reporter in CATALOGUE.reporters
+    ],
+)
+def test_optimizations_of_another_version_are_shown_by_every_reporter(row, record, reporter, tmp_path) -> None:
+    optimizations = map(looking_ahead, OF_ANOTHER_VERSION.values())
+    rows = [row("gather", measured(1, 2, 3), optimizations=changed) for changed in optimizations]
+    one = record(*rows, row("strided", measured(1, 2, 3)))
+    text = render(reporter, one, tmp_path, sections_of(one, CATALOGUE), CATALOGUE)
+    assert text or any(tmp_path.iterdir())
 
 
 def test_a_backend_chosen_by_auto_is_marked(row, record) -> None:

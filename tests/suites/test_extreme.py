@@ -259,7 +259,7 @@ class Sink:
 def test_a_real_search_finds_the_end_of_a_small_memory(catalogue, tmp_path, monkeypatch):
     monkeypatch.setenv("DILABENCH_LOCK_DIR", str(tmp_path))
     if sys.platform != "linux":
-        pytest.skip("the memory limit of a CPU worker is RLIMIT_DATA, which counts mappings on Linux only")
+        pytest.skip("needs Linux: RLIMIT_DATA, the memory limit of a CPU worker, counts mappings there only")
     request = asked(catalogue, memory_limit="64M").model_copy(update={"timing": "simple"})
     header = results.RunHeader(
         tool_version="0", run_id="t", suite="extreme", started_at="now", environment=snapshot(CPU)

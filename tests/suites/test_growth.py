@@ -4,7 +4,7 @@ import pytest
 
 from dilabench.plugins.manager import discover
 from dilabench.report.findings import sections_of
-from tests.conftest import every
+from tests.conftest import slow_but_every
 
 CATALOGUE = discover().catalogue
 SUITES = {suite.analysis: suite.name for suite in CATALOGUE.suites}.values()
@@ -14,7 +14,7 @@ AXES = {"batch_size": lambda at: 1 + at, "seq_len": lambda at: 96 + 32 * at}
 
 # Only along a range do batch sizes form series.
 @pytest.mark.parametrize(
-    ("suite", "axis"), [("range", "batch_size"), *every(2, ((suite, "seq_len") for suite in SUITES))]
+    ("suite", "axis"), [("range", "batch_size"), *slow_but_every(2, ((suite, "seq_len") for suite in SUITES))]
 )
 def test_each_further_workload_takes_as_many_calls(calls_of, make_row, make_record, suite, axis):
     # They stay until the end: a record that is freed calls functions.

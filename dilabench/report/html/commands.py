@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dilabench.patterns.registry import pattern_type
 from dilabench.record import Optimizations, Row, RunRecord
 from dilabench.request import SWITCHES, assignment, measuring_options
+from dilabench.retired import is_retired
 from dilabench.workload.spec import WorkloadRequest
 
 # The suite that measures only the requested cases.
@@ -15,11 +16,14 @@ SUITE = "implementations"
 def row_command(row: Row, record: RunRecord) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """The arguments after `dilabench` that name the row, and those that name its workload.
 
-    None if only a suite's own search or an older record knows how the row came to be.
+    None if only a suite's own search or an older record knows how the row came to be, or if the implementation was
+    removed.
     """
     asked = row.planned.requested_workload
     switches = _switches(row.case.optimizations)
     if asked is None or switches is None or row.planned.procedure != "interleaved":
+        return None
+    if is_retired("implementation", row.case.implementation):
         return None
     return ("run", SUITE, "-i", row.case.implementation, *_where(row, record), *switches), tuple(_workload(asked, row))
 

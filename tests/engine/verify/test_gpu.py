@@ -10,10 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dilabench.engine.verify import poisoned, summary, verify
 from dilabench.workload.spec import Workload
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 SHAPE = {
     "batch_size": 1,
     "seq_len": 4096,

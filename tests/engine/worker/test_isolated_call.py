@@ -23,7 +23,7 @@ from dilabench.workload.spec import Workload
 from tests.conftest import slow
 
 CPU = torch.device("cpu")
-ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA counts mappings on Linux only")
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: RLIMIT_DATA counts mappings there only")
 FLASH = BackendSpec(
     name="sdpa-flash",
     target="dilabench.backends.sdpa.flash:attend",

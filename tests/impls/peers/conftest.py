@@ -1,4 +1,3 @@
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,11 +8,11 @@ HERE = Path(__file__).parent
 @pytest.fixture(autouse=True)
 def importable_rank_functions(monkeypatch, warm_server):
     """Rank processes import what they run by its module's name; they inherit sys.path."""
-    monkeypatch.setattr(sys, "path", [str(HERE / "on_ranks"), *sys.path])
+    monkeypatch.syspath_prepend(HERE / "on_ranks")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
 def recorded(monkeypatch):
     """A package ring_flash_attn with the recorded interface, also for rank processes."""
-    monkeypatch.setattr(sys, "path", [str(HERE / "recorded"), *sys.path])
+    monkeypatch.syspath_prepend(HERE / "recorded")

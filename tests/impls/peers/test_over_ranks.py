@@ -2,15 +2,12 @@
 or as recorded.
 """
 
-import importlib.util
-
 import pytest
 
 from tests.conftest import slow
 
 pytestmark = pytest.mark.distributed
-INSTALLED = importlib.util.find_spec("ring_flash_attn") is not None
-YUNCHANG_INSTALLED = all(map(importlib.util.find_spec, ("yunchang", "einops")))
+needs_yunchang = pytest.mark.needs_extra("peers", "yunchang", "einops")
 
 
 def passed(verdict):
@@ -25,7 +22,7 @@ def test_ring_flash_attn_as_recorded_passes_the_oracle(recorded, ranks, launch):
         assert list(map(passed, verdicts)) == [True] * 4, verdicts
 
 
-@pytest.mark.skipif(not INSTALLED, reason="ring_flash_attn is not installed (extra peers)")
+@pytest.mark.needs_extra("peers", "ring-flash-attn")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ring_flash_attn_itself_passes_the_oracle(ranks, launch):
     import peer_cases
@@ -34,7 +31,7 @@ def test_ring_flash_attn_itself_passes_the_oracle(ranks, launch):
         assert list(map(passed, verdicts)) == [True] * 4, verdicts
 
 
-@pytest.mark.skipif(not YUNCHANG_INSTALLED, reason="yunchang is not installed (extra peers)")
+@needs_yunchang
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_yunchang_itself_passes_the_oracle(ranks, launch):
     import peer_cases
@@ -43,7 +40,7 @@ def test_yunchang_itself_passes_the_oracle(ranks, launch):
         assert list(map(passed, verdicts)) == [True] * 4, verdicts
 
 
-@pytest.mark.skipif(not YUNCHANG_INSTALLED, reason="yunchang is not installed (extra peers)")
+@needs_yunchang
 def test_yunchang_receives_what_its_sharding_says(launch):
     import peer_cases
 

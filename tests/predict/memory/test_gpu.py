@@ -33,7 +33,7 @@ def test_traces_hold_against_measured_peaks(name, mode, peaks):
     machine, device = detect("cuda"), torch.device("cuda", 0)
     reasons = peaks.catalogue().reasons_against(case, machine)
     if reasons:
-        pytest.skip("; ".join(reasons))
+        pytest.skip(f"needs the backend of {implementation}: {'; '.join(reasons)}")
     # cuBLAS keeps 32 MiB for each thread that multiplies, from its first product on.
     x = torch.ones(64, 64, device=device, requires_grad=True)
     (x @ x).sum().backward()
