@@ -135,19 +135,24 @@ def register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path]
 def files() -> dict[str, str]:
     """The files that pages name, by path: records, runs in folders, the tutorial's workload."""
 
-    def record(run_id: str, **fields: Any) -> str:
+    def record(run_id: str, shard: str | None = None, **fields: Any) -> str:
         rows = [made_row("gather", ns=2e7, **fields), made_row("strided", position=1, **fields)]
-        return made_record(rows, run_id).model_dump_json()
+        return made_record(rows, run_id, config={"suite": "quick", "shard": shard}).model_dump_json()
 
     alone = ("RUN", "BASE", "NEW", "FILE", "RECORD", "base", "branch", "other", "main")
     alike = ("baseline/1", "baseline-runs/1-quick-1", "base-runs/1", "branch-runs/1", "benchmark_results/RUN", "1")
-    lengths = ("results/1", "results/2", "results/1/1", "shared")
+    # `results/*` are two, `results/1/*` the first and what is in its folder.
+    shards = {"results/1": "1/2", "results/2": "2/2", "results/1/1": "2/2"}
     (model,) = re.findall(r"```toml\n(.*?)```", (DOCS / "tutorial.md").read_text(), re.DOTALL)
     return {
         "model.toml": model,
         **{name: record(f"aa{at}") for at, name in enumerate(alone)},
         **{f"{name}/run.json": record(f"bb{at}") for at, name in enumerate(alike)},
-        **{f"{name}/run.json": record(f"cc{at}", seq_len=64 + at) for at, name in enumerate(lengths)},
+        **{
+            f"{name}/run.json": record(f"cc{at}", part, seq_len=64 + at)
+            for at, (name, part) in enumerate(shards.items())
+        },
+        "shared/run.json": record("dd", seq_len=128),
     }
 
 
