@@ -49,10 +49,11 @@ def blocked_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float
     plan.check(q, k, v)
     out = torch.zeros(q.shape, dtype=q.dtype)
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=_sum_dtype(q))
+    tame = aten_flash.is_tame(q, k, scale)
     for block in _query_blocks(plan, q, k):
         inputs = _queries(q, block), _keys(k, block, q), _keys(v, block, q)
         mask, empty = _mask(block, plan, q.device, aten_flash.compute_dtype(inputs[0], backward=False))
-        block_out, block_lse = aten_flash.attend(*inputs, mask=mask, scale=scale)
+        block_out, block_lse = aten_flash.attend(*inputs, mask=mask, scale=scale, tame=tame)
         if empty is not None:
             # The kernel divides by zero in a row that sees nothing.
             block_out = block_out.masked_fill(empty[:, None], 0.0)
@@ -71,11 +72,13 @@ def blocked_backward(
     dk, dv = (torch.zeros(x.shape, dtype=_sum_dtype(x)) for x in (k, v))
     # exp(-inf - 0) is 0: rows that see no key contribute zero.
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    tame = aten_flash.is_tame(q, k, scale)
     for block in _query_blocks(plan, q, k):
         inputs = _queries(q, block), _keys(k, block, q), _keys(v, block, q)
         mask, _ = _mask(block, plan, q.device, aten_flash.compute_dtype(inputs[0], backward=True))
         results = _queries(out, block), lse[:, block.heads, block.rows]
-        gradients = aten_flash.attend_backward(_queries(dout, block), *inputs, *results, mask=mask, scale=scale)
+        options = {"mask": mask, "scale": scale, "tame": tame}
+        gradients = aten_flash.attend_backward(_queries(dout, block), *inputs, *results, **options)
         dq[:, block.rows, block.heads] = gradients[0].transpose(1, 2)
         _add_keys(dk, block, gradients[1])
         _add_keys(dv, block, gradients[2])

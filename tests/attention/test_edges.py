@@ -1,0 +1,126 @@
+"""What every pattern owes its caller at the edges: a call of each, by both ways in."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dilabench.attention import attention, call
+from tests.attention.every_pattern import CASES, Case, N
+
+cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(params=["eager", "operator"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Calls run by the autograd function, or by the operator that compilers see."""
+    if request.param == "operator":
+        monkeypatch.setattr(call, "is_plain_eager_call", lambda *_: False)
+    name: str = request.param
+    return name
+
+
+def leaves(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that get a gradient."""
+    return {name: x.requires_grad_() for name, x in tensors.items() if x.is_floating_point()}
+
+
+def gradients(case: Case, tensors: dict[str, Tensor], written_to: str | None = None) -> tuple[Tensor, ...]:
+    """Of every floating tensor; another one is overwritten between the forward and the backward pass."""
+    learned = leaves(tensors)
+    out = case(tensors)
+    if written_to is not None:
+        tensors[written_to].detach().fill_(0)
+    return torch.autograd.grad((out.double() ** 2).sum(), tuple(learned.values()))
+
+
+@cases
+@pytest.mark.usefixtures("way")
+def test_a_tensor_that_is_written_to_changes_no_gradient_in_silence(case: Case) -> None:
+    """torch's rule: backward refuses it, unless it reads a copy."""
+    right = gradients(case, case.tensors())
+    refused = set()
+    for name in case.tensors():
+        found, error = None, ""
+        try:
+            found = gradients(case, case.tensors(), name)
+        except RuntimeError as refusal:
+            error = str(refusal)
+        if found is None:
+            assert "modified" in error
+            assert "inplace" in error
+            refused.add(name)
+        else:
+            assert [*map(torch.equal, found, right)] == [True] * len(right), name
+    assert {"query", "key", "value"} <= refused
+
+
+def hidden_key_changes(case: Case, dtype: torch.dtype, number: float, backend: str = "auto") -> list[int]:
+    """The rows before the last key that another last key changes, under a causal mask."""
+    found = []
+    for last in (None, number):
+        tensors = case.tensors(dtype)
+        tensors["query"] *= 8
+        tensors["query"].select(-3, 3).mul_(1e3)
+        if last is not None:
+            for name in {"key", "window_key"} & {*tensors}:
+                tensors[name].select(-3, -1).fill_(last)
+        with torch.no_grad():
+            out = case(tensors) if backend == "auto" else case(tensors, backend=backend)
+        found.append(out.flatten(0, -3))
+    assert found[0].isfinite().all()
+    return [row for row in range(N - 1) if not torch.equal(found[0][row], found[1][row])]
+
+
+CAUSAL = {name: case for name, case in CASES.items() if case.options.get("causal", True)}
+
+
+@pytest.mark.parametrize("case", CAUSAL.values(), ids=CAUSAL)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_row_changes_with_a_key_that_it_does_not_see(case: Case, dtype: torch.dtype) -> None:
+    for number in (math.nan, math.inf, -math.inf, torch.finfo(dtype).max):
+        assert hidden_key_changes(case, dtype, number) == [], number
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [
+        *itertools.product(("math", "sdpa-flash"), DTYPES),
+        # It has no float64.
+        *itertools.product(("flash-cpu",), DTYPES[1:]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["dense", "window", "dilated", "dilated window", "window packed"])
+def test_no_backend_on_a_cpu_adds_infinities_to_keys(name: str, backend: str, dtype: torch.dtype) -> None:
+    for number in (math.nan, math.inf, -math.inf, torch.finfo(dtype).max):
+        assert hidden_key_changes(CASES[name], dtype, number, backend) == [], number
+
+
+@pytest.mark.parametrize("options", [{"window": (5, 0)}, CASES["window_sink"].options], ids=["window", "sinks"])
+def test_rows_that_see_a_large_key_are_those_of_a_softmax_over_visible_keys(options: dict[str, Any]) -> None:
+    """1e200 is seen by few rows, whose scores with it are finite, and NaN by the last one."""
+    tensors = CASES["window"].tensors()
+    q, k, v = (tensors[name] for name in ("query", "key", "value"))
+    q[:, :, :, 0] = 1e-202
+    k[:, 20] = 0
+    k[:, 20, :, 0] = 1e200
+    dout = torch.randn_like(q)
+    dout[:, -1] = 0
+    found = []
+    for last in (0.5, math.nan):
+        k[:, -1] = last
+        given = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, lse = attention(*given, return_lse=True, **{"causal": True, **options})
+        dq, dk, dv = torch.autograd.grad(out, given, dout)
+        found.append([x[:, :-1] for x in (out.detach(), dq)] + [lse[..., :-1], dk[:, 2 : N - 6], dv[:, 2 : N - 6]])
+    assert [*map(torch.equal, *found)] == [True] * 5
+    want = attention(q, k, v, backend="math", **{"causal": True, **options}) if "pattern" not in options else None
+    if want is not None:
+        torch.testing.assert_close(found[1][0], want[:, :-1])
