@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from dilabench.attention import attention, call
-from tests.attention.every_pattern import CASES, Case, N
+from dilabench.backends import math as math_backend
+from tests.attention.every_pattern import BOUNDS, CASES, Case, N
 
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -124,3 +130,82 @@ def test_rows_that_see_a_large_key_are_those_of_a_softmax_over_visible_keys(opti
     want = attention(q, k, v, backend="math", **{"causal": True, **options}) if "pattern" not in options else None
     if want is not None:
         torch.testing.assert_close(found[1][0], want[:, :-1])
+
+
+class Gain:
+    """A caller's function, equal to every other one."""
+
+    def __init__(self, gain: float) -> None:
+        self.gain = gain
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Gain)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        out, lse = math_backend.attend(q, k, v, **options)
+        return self.gain * out, lse
+
+
+OVER_FUNCTIONS = {
+    name: case for name, case in CASES.items() if name.partition(" ")[0] in {"dense", "whole", "window", "dilated"}
+}
+
+
+@pytest.mark.parametrize("case", OVER_FUNCTIONS.values(), ids=OVER_FUNCTIONS)
+@pytest.mark.usefixtures("way")
+def test_functions_that_compare_equal_are_not_taken_for_each_other(case: Case) -> None:
+    tensors = {name: x for name, x in case.tensors().items() if name != "sink"}
+    single, double = (case(tensors, backend=Gain(gain)) for gain in (1.0, 2.0))
+    torch.testing.assert_close(double, 2 * single)
+
+
+class Model(torch.nn.Module):
+    """A case as a module of its tensors."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+
+    def forward(self, tensors: dict[str, Tensor]) -> Tensor:
+        return self.case(tensors)
+
+
+def held(case: Case) -> tuple[Case, dict[str, Tensor]]:
+    """The case with bounds as numbers, which a graph holds, and its other tensors."""
+    tensors = case.tensors()
+    if tensors.pop("cu_seqlens", None) is not None:
+        case = case._replace(options={**case.options, "cu_seqlens": [*BOUNDS]})
+    return case, tensors
+
+
+READ = """
+import sys
+import torch
+import dilabench.attention
+given = torch.load(sys.argv[1] + "/given.pt")
+for name, (tensors, want) in given.items():
+    torch.testing.assert_close(torch.export.load(f"{sys.argv[1]}/{name}.pt2").module()(tensors), want, msg=name)
+"""
+
+
+@cases
+def test_what_make_fx_accepts_runs_for_other_numbers(case: Case) -> None:
+    case, tensors = held(case)
+    graph = make_fx(case)(tensors)
+    gc.collect()
+    more = {name: x for name, x in case.tensors(seed=1).items() if name in tensors}
+    torch.testing.assert_close(graph(more), case(more), rtol=0, atol=0)
+
+
+def test_what_export_accepts_runs_in_another_process(tmp_path: Path) -> None:
+    given = {}
+    for name, of_pattern in CASES.items():
+        case, tensors = held(of_pattern)
+        program = torch.export.export(Model(case), (tensors,))
+        torch.export.save(program, tmp_path / f"{name}.pt2")
+        given[name] = tensors, case(tensors)
+    torch.save(given, tmp_path / "given.pt")
+    subprocess.run([sys.executable, "-c", READ, str(tmp_path)], check=True)
