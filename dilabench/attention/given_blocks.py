@@ -208,7 +208,7 @@ def _check_blocks(indices: Tensor, blocks: int | Tensor) -> None:
     wrong = (indices < -1) | (indices >= blocks)
     if wrong.any():
         place = tuple(wrong.nonzero()[0].tolist())
-        there = int(torch.as_tensor(blocks).expand(indices.shape)[place])
+        there = int(torch.as_tensor(blocks, device="cpu").expand(indices.shape)[place])
         raise ValueError(f"indices{[*place]} is block {indices[place]}, not one of 0 to {there - 1}; -1 means no block")
 
 
@@ -217,7 +217,7 @@ def _blocks_of_tokens(cu_seqlens: tuple[int, ...], tokens: int, block_size: int)
     if not cu_seqlens:
         return -(-tokens // block_size)
     # Rows of no sequence see nothing.
-    blocks = torch.full((tokens, 1, 1), -(-tokens // block_size), device="cpu")
+    blocks = torch.full((tokens, 1, 1), -(-tokens // block_size), device="cpu", dtype=torch.int64)
     for first, last in pairwise(cu_seqlens):
         blocks[first:last] = -(-(last - first) // block_size)
     return blocks

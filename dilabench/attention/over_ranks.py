@@ -71,7 +71,9 @@ class SequenceShards:
     @property
     def positions(self) -> Tensor:
         """[rows] int64 on the CPU: the position in its sequence of each token of this rank, for encodings."""
-        places = torch.cat([torch.arange(0), *(torch.arange(b - a) for a, b in pairwise(self.bounds))])
+        places = torch.cat(
+            [torch.arange(0, device="cpu"), *(torch.arange(b - a, device="cpu") for a, b in pairwise(self.bounds))]
+        )
         return self.shards.take(places, self.world.rank, dim=0)
 
     def _computation_for(
@@ -112,7 +114,7 @@ class SequenceShards:
         """This rank's pairs, if all ranks have equally many."""
         if not self.seq_len or 0 in query:
             return 0
-        of_query, of_key = (torch.empty(shape, device="meta") for shape in (query, key))
+        of_query, of_key = (torch.empty(shape, device="meta", dtype=torch.float32) for shape in (query, key))
         return attended_pairs(_workload(of_query, of_key, self, call)) // self.world.size
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:

@@ -16,7 +16,7 @@ from dilabench.workload.visibility import alike_heads
 
 def build(workload: Workload, context: BuildContext) -> DenseMasked:
     """The bias [1 or H, N, N] is made here, once."""
-    rows = torch.arange(workload.seq_len)
+    rows = torch.arange(workload.seq_len, device="cpu")
     groups = alike_heads(workload)
     # One bias serves all heads if they are alike.
     kinds = groups if len(groups) == 1 else [[head] for head in range(workload.num_heads)]

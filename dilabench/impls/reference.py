@@ -52,7 +52,7 @@ class Reference:
         packed = q.ndim == 3
         if packed:
             q, k, v = q[None], k[None], v[None]
-        rows = torch.arange(self.workload.seq_len)
+        rows = torch.arange(self.workload.seq_len, device="cpu")
         out, lse = differentiable_rows(q, k, v, self.workload, rows, torch.float64)
         out = out.to(q.dtype)
         return (out[0], lse[0]) if packed else (out, lse)
@@ -65,7 +65,7 @@ class ReferenceOfSum:
         self.workload = workload
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = torch.arange(self.workload.seq_len)
+        rows = torch.arange(self.workload.seq_len, device="cpu")
         return differentiable_rows(q, k, v, self.workload, rows, torch.float64)[0].to(q.dtype)
 
 
@@ -262,7 +262,7 @@ def key_slots(keys: Tensor | None, length: int, device: torch.device) -> Tensor 
     """The index of each of `length` positions in `keys`, -1 if absent. None: each is its own."""
     if keys is None:
         return None
-    slots = torch.full((length,), -1, device=device)
+    slots = torch.full((length,), -1, device=device, dtype=torch.int64)
     slots[keys.to(device)] = torch.arange(len(keys), device=device)
     return slots
 

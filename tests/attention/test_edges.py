@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import itertools
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +19,19 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dilabench.attention import attention, call
+from dilabench.attention import (
+    DilatedAttention,
+    MultiheadDilatedAttention,
+    NativeSparseAttention,
+    attention,
+    block_sparse_attention,
+    call,
+    dilated_attention,
+    native_sparse_attention,
+)
 from dilabench.backends import math as math_backend
-from tests.attention.every_pattern import BOUNDS, CASES, Case, N
+from dilabench.compat.torchscale import DilatedAttention as FromTorchscale
+from tests.attention.every_pattern import BOUNDS, CASES, SPANS, Case, N
 
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -209,3 +223,88 @@ def test_what_export_accepts_runs_in_another_process(tmp_path: Path) -> None:
         given[name] = tensors, case(tensors)
     torch.save(given, tmp_path / "given.pt")
     subprocess.run([sys.executable, "-c", READ, str(tmp_path)], check=True)
+
+
+def forget() -> None:
+    """Empty the caches of results of the library, which a call made before would be served from."""
+    folders = ("attention", "impls", "kernels", "backends", "patterns")
+    for cache in gc.get_objects():
+        if isinstance(cache, functools._lru_cache_wrapper) and cache.__module__.startswith(
+            tuple(f"dilabench.{name}" for name in folders)
+        ):
+            cache.cache_clear()
+
+
+class DefaultDtype:
+    """`torch.set_default_dtype` for a while."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.before = dtype, torch.get_default_dtype()
+
+    def __enter__(self) -> None:
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_default_dtype(self.before)
+
+
+FOREIGN = {
+    "meta": lambda: torch.device("meta"),
+    "float64": lambda: DefaultDtype(torch.float64),
+}
+_BRANCHES: dict[str, Any] = {"segment_lengths": (16, 48), "dilation_rates": (1, 2)}
+_NATIVE = NativeSparseAttention(32, 4, 2, **SPANS, top_k=2)
+_DILATED = MultiheadDilatedAttention(32, 4, **_BRANCHES)
+_TORCHSCALE = FromTorchscale(
+    SimpleNamespace(
+        segment_length=[16, 48],
+        dilated_ratio=[1, 2],
+        multiway=False,
+        layernorm_eps=1e-5,
+        xpos_rel_pos=True,
+        xpos_scale_base=512,
+    ),
+    32,
+    4,
+    self_attention=True,
+)
+
+
+def _embedded(x: dict[str, Tensor]) -> Tensor:
+    """[1, N, 32] of a case's keys."""
+    return x["key"].flatten(2).float()
+
+
+# The public functions and modules that are not cases themselves.
+MORE: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
+    "block_sparse_attention": lambda x: block_sparse_attention(**x, block_size=16, density=0.5),
+    "dilated_attention": lambda x: dilated_attention(**x, **_BRANCHES, causal=True),
+    "zero keys": lambda x: dilated_attention(**x, segment_lengths=(16, 48), dilation_rates=(2, 5), padding="zero_key"),
+    "grouped": lambda x: dilated_attention(**x, **_BRANCHES, heads="grouped", offset="blocked"),
+    "DilatedAttention": lambda x: DilatedAttention(**_BRANCHES)(**x),
+    "selecting": lambda x: native_sparse_attention(**x, gates=x["query"][..., :3].sigmoid(), **SPANS, top_k=2),
+    "math": lambda x: attention(**x, causal=True, backend="math"),
+    "sdpa-flash": lambda x: attention(**x, causal=True, window=(5, 0), backend="sdpa-flash"),
+    "function": lambda x: attention(**x, causal=True, backend=Gain(2.0)),
+    "MultiheadDilatedAttention": lambda x: _DILATED(_embedded(x)),
+    "NativeSparseAttention": lambda x: _NATIVE(_embedded(x)),
+    "torchscale": lambda x: _TORCHSCALE(*[_embedded(x)] * 3)[0],
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *MORE])
+@pytest.mark.parametrize("foreign", FOREIGN)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_results_depend_on_no_default_of_torch(name: str, foreign: str, dtype: torch.dtype) -> None:
+    found = []
+    for context in (FOREIGN[foreign], contextlib.nullcontext):
+        case = CASES.get(name, CASES["whole"])
+        tensors = case.tensors(dtype)
+        learned = leaves(tensors)
+        forget()
+        with context():
+            out = case(tensors) if name in CASES else MORE[name](tensors)
+            found.append((out, *torch.autograd.grad(out, tuple(learned.values()), out.detach(), allow_unused=True)))
+    for here, there in zip(*found, strict=True):
+        assert (here is None) == (there is None)
+        assert here is None or (here.dtype == there.dtype and torch.equal(here, there))

@@ -97,7 +97,7 @@ def padded_lists(lists: TileLists) -> PaddedLists:
     tiles = lists.entries & (COUNTED_ONCE - 1)
 
     def rectangle(first: Tensor, count: Tensor) -> Tensor:
-        place = torch.arange(max(1, int(count.max())))
+        place = torch.arange(max(1, int(count.max())), device="cpu")
         index = (first[..., None] + place).clamp_max(len(tiles) - 1)
         return torch.where(place < count[..., None], tiles[index], 0)
 
