@@ -142,17 +142,24 @@ class _Gradients(torch.autograd.Function):
         pass
 
     @staticmethod
+    def jvp(_ctx: Any, *_: Any) -> None:
+        raise RuntimeError(NO_FORWARD_MODE)
+
+    @staticmethod
     def backward(_ctx: Any, *_: Tensor) -> None:
         raise RuntimeError(_FIRST_ONLY)
+
+
+NO_FORWARD_MODE = (
+    "attention has no forward-mode derivatives (torch.func.jvp, jacfwd, hessian): use reverse mode, torch.func.vjp or "
+    "jacrev"
+)
 
 
 def refuse_forward_mode(*tensors: Tensor) -> None:
     """Raise RuntimeError where one of them has a tangent, which an operator would drop in silence."""
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise RuntimeError(
-            "attention has no forward-mode derivatives (torch.func.jvp, jacfwd, hessian): use reverse mode, "
-            "torch.func.vjp or jacrev"
-        )
+        raise RuntimeError(NO_FORWARD_MODE)
 
 
 Rule = Callable[..., tuple[Any, Any]]

@@ -9,13 +9,15 @@ import itertools
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -28,9 +30,12 @@ from dilabench.attention import (
     call,
     dilated_attention,
     native_sparse_attention,
+    ring_attention,
+    sequence_shards,
 )
 from dilabench.backends import math as math_backend
 from dilabench.compat.torchscale import DilatedAttention as FromTorchscale
+from dilabench.patterns import TopKBlocksPattern
 from tests.attention.every_pattern import BOUNDS, CASES, SPANS, Case, N
 
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -308,3 +313,186 @@ def test_results_depend_on_no_default_of_torch(name: str, foreign: str, dtype: t
     for here, there in zip(*found, strict=True):
         assert (here is None) == (there is None)
         assert here is None or (here.dtype == there.dtype and torch.equal(here, there))
+
+
+@cases
+@pytest.mark.parametrize("causal", [None, 2, 1, 0, 0.5, "yes", [], torch.tensor(True)], ids=repr)
+def test_causal_is_a_bool_for_every_pattern(case: Case, causal: Any) -> None:
+    if "causal" not in case.options:
+        # Native sparse attention is causal, and has no such option.
+        with pytest.raises(TypeError, match="unexpected keyword argument 'causal'"):
+            case(case.tensors(), causal=causal)
+        return
+    wrong = case._replace(options={**case.options, "causal": causal})
+    # Twice, and beside the right one: nothing is kept of what is refused.
+    for _ in range(2):
+        case(case.tensors())
+        with pytest.raises(
+            ValueError, match=r"(?s)causal .* (must be a bool; give True or False|give causal\.item\(\))"
+        ):
+            wrong(case.tensors())
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "causal" in case.options])
+@pytest.mark.usefixtures("way")
+def test_a_bool_of_numpy_is_one(name: str) -> None:
+    case = CASES[name]
+    numpys = case._replace(options={**case.options, "causal": np.bool_(case.options["causal"])})
+    assert torch.equal(numpys(case.tensors()), case(case.tensors()))
+
+
+def changed(case: Case, **changes: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    tensors = case.tensors(torch.float32)
+    return {name: changes[name](x) if name in changes else x for name, x in tensors.items()}
+
+
+QKV = ("query", "key", "value")
+
+
+@cases
+def test_shapes_that_do_not_fit_are_refused_with_the_layout(case: Case) -> None:
+    def first(heads: int) -> Callable[[Tensor], Tensor]:
+        return lambda x: x.narrow(-2, 0, heads)
+
+    layout = r"\[(T|B, N), H, D\]"
+    for change in (
+        {"query": first(0)},
+        {"key": first(0), "value": first(0)},
+        {"query": first(0), "key": first(0), "value": first(0)},
+        {"query": first(3)},
+        {name: lambda x: x[..., :0] for name in QKV},
+        {"query": lambda x: x[..., None]},
+        {"key": lambda x: x[..., :4], "value": lambda x: x[..., :4]},
+        {"query": lambda x: x.transpose(-3, -2)},
+    ):
+        with pytest.raises(ValueError, match=layout):
+            case(changed(case, **change))
+
+
+def nested(layout: torch.layout) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.nested.nested_tensor([x[0], x[0][:2]], layout=layout)
+
+
+def sharded(x: Tensor) -> Tensor:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    return distribute_tensor(x, init_device_mesh("cpu", (1,)), [Shard(0)])
+
+
+@pytest.fixture(scope="module")
+def single_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("ranks") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@cases
+@pytest.mark.parametrize("name", QKV)
+@pytest.mark.parametrize(
+    ("change", "way_out"),
+    [
+        (Tensor.to_sparse, r"layout torch.sparse_coo and must be torch.strided; give {}.to_dense\(\)"),
+        (nested(torch.jagged), r"nested tensor; give .*{}.values\(\).*cu_seqlens={}.offsets\(\)"),
+        pytest.param(
+            nested(torch.strided),
+            r"nested tensor; give .*{}.values\(\).*cu_seqlens={}.offsets\(\)",
+            marks=pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+        ),
+        (sharded, r"DTensor, .*give {}.full_tensor\(\), or .*{}.to_local\(\) to ring_attention"),
+        (Tensor.tolist, r"list; give a tensor"),
+    ],
+    ids=["sparse", "jagged", "nested", "sharded", "list"],
+)
+@pytest.mark.usefixtures("single_rank")
+def test_tensors_without_all_of_their_numbers_are_refused(
+    case: Case, name: str, change: Callable[[Tensor], Tensor], way_out: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"{name} (has|is a) " + way_out.replace("{}", name)):
+        case(changed(case, **{name: change}))
+
+
+@cases
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_forward_mode_is_refused_with_a_way_out(case: Case) -> None:
+    tensors = case.tensors()
+    others = {name: x for name, x in tensors.items() if name != "query"}
+
+    def loss(query: Tensor) -> Tensor:
+        return case({"query": query, **others}).sum()
+
+    q = tensors["query"]
+    for derive in (
+        lambda: torch.func.hessian(loss)(q),
+        lambda: torch.func.jacfwd(loss)(q),
+        lambda: torch.func.jvp(loss, (q,), (q,)),
+        lambda: torch.func.jvp(torch.func.grad(loss), (q,), (q,)),
+        lambda: torch.autograd.functional.hessian(loss, q),
+    ):
+        with pytest.raises(RuntimeError, match=r"attention has (no forward-mode|first) derivatives.* use "):
+            derive()
+
+
+@pytest.mark.parametrize("case", OVER_FUNCTIONS.values(), ids=OVER_FUNCTIONS)
+@pytest.mark.parametrize(
+    ("out", "lse"),
+    [(torch.float32, torch.float64), (torch.float64, torch.float16), (torch.float16, torch.int64)],
+    ids=str,
+)
+@pytest.mark.usefixtures("way")
+def test_a_function_that_returns_another_dtype_is_refused(case: Case, out: torch.dtype, lse: torch.dtype) -> None:
+    def wrong(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        results = math_backend.attend(*tensors, **options)
+        return results[0].to(out), results[1].to(lse)
+
+    tensors = {name: x for name, x in case.tensors().items() if name != "sink"}
+    with pytest.raises(ValueError, match=rf"returned out {out} and lse {lse} of query torch.float64; give out.to"):
+        case(tensors, backend=wrong)
+
+
+@pytest.mark.parametrize("size", [1, 8, 16, 24, 40, 100])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_packed_blocks_of_queries_have_any_size(size: int, dtype: torch.dtype) -> None:
+    """As two batches of one, without a bound that is a multiple."""
+    lengths = 3 * size + size // 2, 2 * size
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(sum(lengths), heads, 16, generator=generator, dtype=torch.float64) for heads in (4, 2, 2))
+    q, k, v = (x.to(dtype).requires_grad_() for x in drawn)
+    counts = [-(-length // size) for length in lengths]
+    blocks = [torch.randint(-1, count, (2, count, 2), generator=generator) for count in counts]
+    options: Any = {"pattern": TopKBlocksPattern(block_size=size, selector="random"), "causal": True}
+    packed = attention(q, k, v, indices=torch.cat(blocks, 1), cu_seqlens=(0, lengths[0], sum(lengths)), **options)
+    parts = zip(*(x.split(lengths) for x in (q, k, v)), blocks, strict=True)
+    alone = torch.cat([attention(*(x[None] for x in part), indices=own, **options)[0] for *part, own in parts])
+    dout = torch.randn(packed.shape, generator=generator, dtype=torch.float64).to(dtype)
+    found, want = ((out, *torch.autograd.grad(out, (q, k, v), dout)) for out in (packed, alone))
+    for got, right in zip(found, want, strict=True):
+        # Differences of scores cancel where a token sees few keys.
+        assert (got - right).double().norm() <= 4 * torch.finfo(dtype).eps * (
+            right.double().norm() + dout.double().norm()
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.usefixtures("single_rank")
+def test_shards_take_bounds_as_attention_does(dtype: torch.dtype) -> None:
+    bounds = torch.tensor([0, 2, 2, 6], dtype=dtype)
+    assert sequence_shards(cu_seqlens=bounds).bounds == sequence_shards(cu_seqlens=[0, 2, 2, 6]).bounds == (0, 2, 6)
+    for wrong in (bounds.double(), bounds[None], bounds[:0], bounds - 1):
+        with pytest.raises(ValueError, match="rise from 0"):
+            sequence_shards(cu_seqlens=wrong)
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": None}, {"causal": 2}, {"causal": "yes"}, {"causal": torch.tensor(True)}], ids=str
+)
+@pytest.mark.usefixtures("single_rank")
+def test_ring_attention_has_the_rules_of_attention(options: dict[str, Any]) -> None:
+    tensors = [x.float() for x in CASES["whole"].tensors().values()]
+    shards = sequence_shards(N)
+    with pytest.raises(ValueError, match=r"causal .*(must be a bool|give causal\.item)"):
+        ring_attention(*tensors, shards, **options)
+    for wrong in (Tensor.to_sparse, sharded, lambda x: x[:, :, :0], lambda x: x[..., None]):
+        with pytest.raises(ValueError, match=r"query .*(to_dense|to_local|\[B, N(_local)?, H, D\])|num_heads=0"):
+            ring_attention(wrong(tensors[0]), *tensors[1:], shards)
