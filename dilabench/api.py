@@ -1,5 +1,6 @@
 """dilabench from scripts and notebooks: `run`, `load` and `compare`, as the commands of these names do it."""
 
+import multiprocessing
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -11,7 +12,7 @@ from dilabench.cli.options import discovered, given
 from dilabench.cli.terminal import note
 from dilabench.compare.across import compare_across, policy_for, refuse_other_machine
 from dilabench.compare.comparison import Comparison
-from dilabench.errors import ConfigError, ExitCode
+from dilabench.errors import ConfigError, EnvironmentNotReady, ExitCode
 from dilabench.record import RunRecord
 from dilabench.request import run_request
 from dilabench.runs import DEFAULT_FOLDER
@@ -63,10 +64,17 @@ def run(
     What is None, as by default, is not given. The run leaves its folder under `output`; with `store` the record is
     kept for `history` as well. A case that fails is a row of the record, not an exception.
 
-    Raises ConfigError for a wrong request, and KeyboardInterrupt when Ctrl-C came before any row had ended.
+    Raises ConfigError for a wrong request, EnvironmentNotReady in a process that may start none, and KeyboardInterrupt
+    when Ctrl-C came before any row had ended.
     """
     from dilabench.cli.run.shown import show_run
 
+    process = multiprocessing.current_process()
+    if process.daemon:
+        raise EnvironmentNotReady(
+            f"{process.name} is a daemonic process, which Python lets start no other, and a run starts workers; call "
+            "dilabench.run from a process that is not daemonic, such as one of concurrent.futures.ProcessPoolExecutor"
+        )
     found = discovered()
     request = run_request(
         found.catalogue,

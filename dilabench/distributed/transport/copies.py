@@ -298,8 +298,9 @@ class Copies:
 
 
 def _end_process(message: str) -> None:
-    sys.stderr.write(f"{message}\n")
-    sys.stderr.flush()
+    if sys.stderr is not None:
+        sys.stderr.write(f"{message}\n")
+        sys.stderr.flush()
     os.abort()
 
 
