@@ -168,6 +168,8 @@ def results_of(code: str, folder: Path) -> list[list[str]]:
     """What a program writes into its file `results`, a line of JSON each."""
     variables = {"PYTHONPATH": str(ROOT), "DILABENCH_STORE": str(folder / "store"), "OMP_NUM_THREADS": "1"}
     environment = {**os.environ, **variables}
+    # As it is outside of tests: the width is asked of the stream.
+    environment.pop("TERMINAL_WIDTH", None)
     done = subprocess.run(
         [sys.executable, "-c", RUN + code], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
