@@ -89,7 +89,7 @@ def native_sparse_attention(
         raise ValueError(f"gates {tuple(gates.shape)} must be {(*query.shape[:-1], BRANCHES)}: one for each branch")
     if gates.device != query.device:
         raise ValueError(f"gates are on {gates.device} and query on {query.device}; move one of them")
-    operands.check_options({"scale": scale})
+    operands.refuse_types({"scale": scale})
     least = {"block_size": "one key", "top_k": "the token's own block", "window": "the token itself"}
     for (name, meaning), number in zip(least.items(), (block_size, top_k, window), strict=True):
         if not isinstance(number, int | torch.SymInt) or number < 1:

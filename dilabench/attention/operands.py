@@ -258,7 +258,9 @@ def check_options(options: Mapping[str, Any]) -> None:
     """
     for name, value in options.items():
         if name in ("segment_lengths", "dilation_rates", "window"):
-            integers(name, value)
+            numbers = integers(name, value)
+            if name == "window" and len(numbers) != 2:
+                raise ValueError(f"window {value!r:.80} must be {_INTEGERS['window']}")
         elif isinstance(value, Tensor):
             learned = "; for a learned scale give scale=1 and query * scale" if name == "scale" else ""
             raise ValueError(
@@ -269,6 +271,8 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise ValueError(f"causal {value!r:.80} must be a bool; give True or False")
         elif name == "scale" and isinstance(value, str):
             raise ValueError(f"scale {value!r} is a text; give a number")
+        elif name == "scale" and isinstance(value, int | float | np.floating) and not 0 < value < inf:
+            raise ValueError(f"scale {value} should be a finite number greater than 0")
         elif name == "backend" and not (isinstance(value, str | OwnBackend) or callable(value)):
             raise ValueError(f"backend {value!r} must be a name of `dilabench list backends`, a function, or 'auto'")
 
@@ -276,8 +280,6 @@ def check_options(options: Mapping[str, Any]) -> None:
 def check_call(call: Call) -> None:
     """Refuse options of a call that are no numbers, texts or functions."""
     check_options(call._asdict())
-    if call.scale is not None and not 0 < call.scale < inf:
-        raise ValueError(f"scale {call.scale} should be a finite number greater than 0")
 
 
 def refuse_types(options: Mapping[str, Any]) -> None:

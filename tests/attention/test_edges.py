@@ -333,6 +333,23 @@ def test_causal_is_a_bool_for_every_pattern(case: Case, causal: Any) -> None:
             wrong(case.tensors())
 
 
+@cases
+@pytest.mark.parametrize("scale", [0, -1.0, math.inf, math.nan, "1", torch.tensor(1.0), [], {}], ids=repr)
+@pytest.mark.usefixtures("way")
+def test_a_scale_is_a_number_above_zero_for_every_pattern(case: Case, scale: Any) -> None:
+    with pytest.raises(ValueError, match=r"(?s)scale .*(should be a finite number|give)"):
+        case(case.tensors(), scale=scale)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "causal" in case.options])
+@pytest.mark.parametrize("window", [None, 3, (1,), (1, 0, 0), "ab", (1.5, 0)], ids=repr)
+@pytest.mark.usefixtures("way")
+def test_a_window_is_two_integers_for_every_pattern(name: str, window: Any) -> None:
+    case = CASES[name]
+    with pytest.raises(ValueError, match=r"window .*(must be two integers|should be a valid integer)"):
+        case._replace(options={**case.options, "window": window})(case.tensors())
+
+
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "causal" in case.options])
 @pytest.mark.usefixtures("way")
 def test_a_bool_of_numpy_is_one(name: str) -> None:
