@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from inspect import signature
-from multiprocessing import parent_process
+from multiprocessing import current_process, parent_process
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from dilabench.cli.run.output import terminal
 from dilabench.cli.terminal import note
 from dilabench.comparison.across import compare_across, refuse_other_machine
 from dilabench.comparison.comparison import Comparison
-from dilabench.errors import ConfigError, ExitCode
+from dilabench.errors import ConfigError, EnvironmentNotReady, ExitCode
 from dilabench.plugins.functions import Functions
 from dilabench.record import RunRecord
 from dilabench.request import run_request
@@ -76,13 +76,19 @@ def run(
     suite. What is None, as by default, is not given. The run leaves its folder under `output`; with `store` the record
     is kept for `history` as well. A case that fails is a row of the record, not an exception.
 
-    Raises ConfigError for a wrong request, NothingToMeasure for one of which no row can run here, and KeyboardInterrupt
-    when Ctrl-C came before any row had ended.
+    Raises ConfigError for a wrong request, NothingToMeasure for one of which no row can run here, EnvironmentNotReady
+    in a process that may start none, and KeyboardInterrupt when Ctrl-C came before any row had ended.
     """
     if "dilabench.engine.worker.handlers" in sys.modules and parent_process() is not None:
         raise ConfigError(
             "dilabench.run was called while a worker process imported the script with the function to measure; put the "
             "call under `if __name__ == '__main__':`"
+        )
+    process = current_process()
+    if process.daemon:
+        raise EnvironmentNotReady(
+            f"{process.name} is a daemonic process, which Python lets start no other, and a run starts workers; call "
+            "dilabench.run from a process that is not daemonic, such as one of concurrent.futures.ProcessPoolExecutor"
         )
     if isinstance(implementations, str) or callable(implementations):
         implementations = [implementations]

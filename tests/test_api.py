@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import dilabench
-from dilabench.errors import ConfigError
+from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.plugins.manager import discover
 from dilabench.report.content import headline
 from dilabench.report.findings import sections_of
@@ -252,3 +253,55 @@ def test_runs_of_different_machines_are_not_compared(make_row, make_record):
     other = make_record([make_row()], hard={"device": "cpu", "cpu": "another"})
     with pytest.raises(ConfigError, match="another"):
         dilabench.compare(make_record([make_row()]), other)
+
+
+RUN = """
+import json, os, sys
+import dilabench
+
+def measured():
+    record = dilabench.run("implementations", implementations="dense", lengths=128, device="cpu", timing_runs=2)
+    return [row.outcome.status for row in record.rows]
+
+"""
+
+
+def results_of(code: str, folder: Path) -> list[list[str]]:
+    """What a program writes into its file `results`, a line of JSON each."""
+    variables = {"PYTHONPATH": str(ROOT), "DILABENCH_STORE": str(folder / "store"), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **variables}
+    # As it is outside of tests: the width is asked of the stream.
+    environment.pop("TERMINAL_WIDTH", None)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN + code], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in (folder / "results").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_a_process_that_may_start_none_is_told_so(tmp_path, method):
+    refusal = r"daemonic process, .*; call dilabench\.run from a process that is not"
+    with multiprocessing.get_context(method).Pool(1) as pool, pytest.raises(EnvironmentNotReady, match=refusal):
+        pool.apply(dilabench.run, ("quick",), {"output": str(tmp_path)})
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_program_without_standard_streams_measures(tmp_path):
+    code = "sys.stdout = sys.stderr = None\nopen('results', 'w').write(json.dumps(measured()))"
+    assert results_of(code, tmp_path) == [["measured"]]
+
+
+def test_a_fork_measures_beside_its_parent(tmp_path):
+    """Before and after the other has: neither ends the other's server of workers."""
+    code = """
+def write(): open('results', 'a').write(json.dumps(measured()) + "\\n")
+write()
+child = os.fork()
+if not child:
+    write()
+    sys.exit()
+assert os.waitpid(child, 0)[1] == 0
+write()
+"""
+    assert results_of(code, tmp_path) == [["measured"]] * 3

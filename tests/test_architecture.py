@@ -250,6 +250,36 @@ def test_modules_are_not_too_long_to_hold_one_idea() -> None:
     assert {name: count for name, count in lines.items() if count > MAX_MODULE_LINES} == {}
 
 
+# Factories whose dtype is torch's default if none is given; of others it follows from their numbers.
+OF_DEFAULT_DTYPE = {"empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "zeros"}
+
+
+def unnamed(call: ast.Call, factories: set[str]) -> list[str]:
+    """The options that a call of one of torch's factories leaves to torch's defaults."""
+    name = ast.unparse(call.func).removeprefix("torch.")
+    given = {keyword.arg for keyword in call.keywords}
+    if name not in factories or ast.unparse(call.func) == name:
+        return []
+    return sorted(({"device"} | ({"dtype"} if name in OF_DEFAULT_DTYPE else set())) - given)
+
+
+@pytest.mark.parametrize("folder", ["attention", "impls", "kernels", "backends", "distributed"])
+def test_factories_of_tensors_name_their_device_and_dtype(folder: str) -> None:
+    """A caller may have set other defaults (torch.set_default_device, torch.set_default_dtype)."""
+    from torch.utils._device import _device_constructors
+
+    factories = {factory.__name__ for factory in _device_constructors()}
+    assert unnamed(ast.parse("torch.full(2, 0.5)").body[0].value, factories) == ["device", "dtype"]
+    wrong = {
+        f"{path}:{node.lineno}": unnamed(node, factories)
+        for path in MODULES
+        if top(path) == folder
+        for node in ast.walk(ast.parse(SOURCES[path]))
+        if isinstance(node, ast.Call)
+    }
+    assert {place: missing for place, missing in wrong.items() if missing} == {}
+
+
 def test_few_modules_are_too_short_to_hold_an_idea() -> None:
     ideas = [path for path in MODULES if path.name not in {"__init__.py", "__main__.py"}]
     short = [dotted(path) for path in ideas if len(SOURCES[path].splitlines()) < SHORT_MODULE_LINES]

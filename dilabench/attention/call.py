@@ -26,6 +26,7 @@ from dilabench.impls.call import AnyPattern, Call, OwnBackend, fields_of, name_o
 from dilabench.impls.no_pairs import NOTHING_SEEN, SHAPES_ONLY, FirstRows
 from dilabench.impls.one_operator import (
     ON_ONE_DEVICE,
+    PLAIN,
     Computation,
     as_one_operator,
     eager,
@@ -60,9 +61,16 @@ def attend(
 
     Options as of `attention.attention`. Raises ValueError for what does not fit together.
     """
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
-        operands.check_are_tensors(query=query, key=key, value=value)
     tensors, packed = (query, key, value), cu_seqlens is not None
+    if torch.compiler.is_compiling() or not (
+        PLAIN.issuperset(map(type, tensors))
+        and query.layout == key.layout == value.layout == torch.strided
+        and not (query.is_nested or key.is_nested or value.is_nested)
+    ):
+        operands.check_are_tensors(query=query, key=key, value=value)
+    if type(causal) is not bool:
+        operands.check_options({"causal": causal})
+        causal = bool(causal)
     if torch._C._is_any_autocast_enabled():
         query, key, value = operands.as_autocast(query, key, value)
     bounds: tuple[int, ...] = ()

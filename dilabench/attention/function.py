@@ -174,7 +174,9 @@ def block_sparse_attention(
     return_lse: bool = False,
     **options: Unpack[CallOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over blocks: `attention` with a BlockSparsePattern, or with the blocks that `indices` name.
+    """Attention over blocks: out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D], K dividing H.
+
+    As `attention` with a BlockSparsePattern, or with the blocks that `indices` name.
 
     With `indices` [n, k] or [K, n, k], each block of `block_size` queries attends to its k blocks of keys, and `mask`,
     `density` and `seed` are not used. Without, `mask` names one that is drawn: local_window, global_local,

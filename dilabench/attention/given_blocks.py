@@ -26,7 +26,6 @@ from dilabench.kernels.streams import is_captured
 from dilabench.patterns.answers import Compression, SelectedKeys, SequenceShape
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern
-from dilabench.patterns.selected_blocks import check_block
 from dilabench.workload.spec import AUTO, UNBOUNDED, Workload
 
 SELECTED_BY_INDICES = "pattern=SelectedBlocksPattern(block_size=...), per token, or TopKBlocksPattern, per query block"
@@ -50,10 +49,10 @@ def selecting(
         given = f" with pattern {pattern.kind}: they" if isinstance(pattern, Pattern) and pattern != DENSE else ""
         raise ValueError(f"indices{given} are blocks of {SELECTED_BY_INDICES}; give that pattern")
     size, per_token = selected
-    if not isinstance(indices, Tensor):
+    if type(indices) is not Tensor or indices.layout is not torch.strided:
         operands.check_are_tensors(indices=indices)
     if not per_token and (bounds or unread is not None):
-        indices, per_token = _of_query_blocks(indices, size, query, key, bounds, unread), True
+        indices = _of_query_blocks(indices, size, query, key, bounds, unread)
     # Patterns that stand for any blocks of their size.
     kind = "selected_blocks" if per_token else "topk_blocks"
     if torch.compiler.is_compiling():
@@ -131,7 +130,7 @@ def _over_blocks(kinds: Kinds, call: Call, workload: Workload, indices: Tensor) 
     size, length, scale = selected.block_size, query[1], workload.softmax_scale
     # Another object, so that the result does not hold the tensor that it is kept for.
     indices = materialised(indices.detach())
-    if selected.per_token:
+    if selected.per_token or call.cu_seqlens:
         indices = _indices_of_tokens(indices, query, key)
         _check_blocks(indices, _blocks_of_tokens(call.cu_seqlens, length, size))
         selection = Selection(indices, size, call.causal, call.window)
@@ -165,7 +164,6 @@ def _of_query_blocks(
     """[T, K, k] of query [1, T, H, D] and key [1, T, K, D], from [n, k] or [K, n, k] of each block of `block_size`
     queries: n blocks of all packed sequences, one after another. Of bounds that stay unread, n is not checked.
     """
-    check_block(block_size)
     tokens, kv_heads = query.shape[1], key.shape[2]
     if unread is not None:
         ends = unread.to(device=query.device, dtype=torch.int64)
@@ -208,7 +206,7 @@ def _check_blocks(indices: Tensor, blocks: int | Tensor) -> None:
     wrong = (indices < -1) | (indices >= blocks)
     if wrong.any():
         place = tuple(wrong.nonzero()[0].tolist())
-        there = int(torch.as_tensor(blocks).expand(indices.shape)[place])
+        there = int(torch.as_tensor(blocks, device="cpu").expand(indices.shape)[place])
         raise ValueError(f"indices{[*place]} is block {indices[place]}, not one of 0 to {there - 1}; -1 means no block")
 
 
@@ -217,7 +215,7 @@ def _blocks_of_tokens(cu_seqlens: tuple[int, ...], tokens: int, block_size: int)
     if not cu_seqlens:
         return -(-tokens // block_size)
     # Rows of no sequence see nothing.
-    blocks = torch.full((tokens, 1, 1), -(-tokens // block_size), device="cpu")
+    blocks = torch.full((tokens, 1, 1), -(-tokens // block_size), device="cpu", dtype=torch.int64)
     for first, last in pairwise(cu_seqlens):
         blocks[first:last] = -(-(last - first) // block_size)
     return blocks

@@ -89,7 +89,7 @@ def native_sparse_attention(
         raise ValueError(f"gates {tuple(gates.shape)} must be {(*query.shape[:-1], BRANCHES)}: one for each branch")
     if gates.device != query.device:
         raise ValueError(f"gates are on {gates.device} and query on {query.device}; move one of them")
-    operands.check_options({"scale": scale})
+    operands.refuse_types({"scale": scale})
     least = {"block_size": "one key", "top_k": "the token's own block", "window": "the token itself"}
     for (name, meaning), number in zip(least.items(), (block_size, top_k, window), strict=True):
         if not isinstance(number, int | torch.SymInt) or number < 1:
@@ -204,10 +204,12 @@ class BlockCompression(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, K, D] of x [B, N, K, D]."""
-        if not self.compression.count(x.shape[1]):
-            return x[:, :0]
-        # [B, C, K, D, length]
-        blocks = x.unfold(1, self.compression.length, self.compression.stride).transpose(-1, -2)
+        if self.compression.count(x.shape[1]):
+            blocks = x.unfold(1, self.compression.length, self.compression.stride).transpose(-1, -2)
+        else:
+            # The layers run even so: their gradients are 0, and DDP waits for them.
+            blocks = x[:, :0, :, None].expand(-1, -1, -1, self.compression.length, -1)
+        # [B, C, K, length, D]
         out: Tensor = self.out(nn.functional.gelu(self.hidden((blocks + self.places).flatten(-2))))
         return out
 

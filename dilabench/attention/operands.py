@@ -10,6 +10,7 @@ from math import inf
 from operator import index, le, sub
 from typing import Any, Generic, TypeVar, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -99,8 +100,8 @@ def without_empty(cu_seqlens: Sequence[int], tokens: int) -> tuple[int, ...]:
     if not rising or cu_seqlens[0] != 0 or cu_seqlens[-1] > tokens:
         several = [*cu_seqlens] if len(cu_seqlens) < 8 else [*cu_seqlens[:3], "...", cu_seqlens[-1]]
         raise ValueError(
-            f"cu_seqlens [{', '.join(map(str, several))}] must rise from 0 to {tokens}, the tokens, or less; "
-            f"equal bounds are empty sequences{bounds_of_lengths(cu_seqlens, tokens)}"
+            f"cu_seqlens [{', '.join(map(str, several))}] must rise from 0 to {tokens}, the tokens T of [T, H, D], or "
+            f"less; equal bounds are empty sequences{bounds_of_lengths(cu_seqlens, tokens)}"
         )
     return tuple(dict.fromkeys(cu_seqlens))
 
@@ -114,9 +115,22 @@ def check_operands(query: torch.Size, key: torch.Size, value: torch.Size) -> Non
         )
     B, N, _, D = query
     if not D:
-        raise ValueError(f"query {tuple(query)} has a head dim of 0; give at least one channel")
+        raise ValueError(f"query {tuple(query)} has a head dim of 0; give [B, N, H, D] with at least one channel")
     if (key[0], key[1], key[3]) != (B, N, D):
-        raise ValueError(f"key {tuple(key)} must agree with query {tuple(query)} in batch, length and head dim")
+        raise ValueError(
+            f"key {tuple(key)} must agree with query {tuple(query)} in batch, length and head dim; give [B, N, K, D] "
+            "and [B, N, H, D]"
+        )
+    check_heads(query[2], key[2])
+
+
+def check_heads(heads: int, kv_heads: int) -> None:
+    """Refuse none, and heads of queries that those of keys do not share equally."""
+    if not heads or not kv_heads or heads % kv_heads:
+        raise ValueError(
+            f"num_heads={heads} is not a multiple of num_kv_heads={kv_heads}, both at least 1: give query [B, N, H, D] "
+            "and key [B, N, K, D], K dividing H; if they are [B, H, N, D], call transpose(1, 2) first"
+        )
 
 
 def check_tokens(query: Tensor, key: Tensor, value: Tensor) -> int:
@@ -128,11 +142,23 @@ def check_tokens(query: Tensor, key: Tensor, value: Tensor) -> int:
 
 
 def check_are_tensors(**operands: object) -> None:
-    """Refuse what is no tensor, by name."""
+    """Refuse what is no tensor with all of its numbers in this process, by name."""
     for name, operand in operands.items():
         if not isinstance(operand, Tensor):
             kind = f"{type(operand).__module__}.{type(operand).__qualname__}".removeprefix("builtins.")
             raise ValueError(f"{name} is a {kind}; give a tensor: torch.as_tensor({name})")
+        if operand.is_nested:
+            raise ValueError(
+                f"{name} is a nested tensor; give packed sequences [T, H, D], {name}.values() of the layout "
+                f"torch.jagged, and their bounds, cu_seqlens={name}.offsets()"
+            )
+        if operand.layout is not torch.strided:
+            raise ValueError(f"{name} has layout {operand.layout} and must be torch.strided; give {name}.to_dense()")
+        if type(operand).__name__ == "DTensor":
+            raise ValueError(
+                f"{name} is a DTensor, of which each rank has a part; give {name}.full_tensor(), or if ranks share the "
+                f"tokens, {name}.to_local() to ring_attention"
+            )
 
 
 @cache
@@ -232,15 +258,21 @@ def check_options(options: Mapping[str, Any]) -> None:
     """
     for name, value in options.items():
         if name in ("segment_lengths", "dilation_rates", "window"):
-            integers(name, value)
+            numbers = integers(name, value)
+            if name == "window" and len(numbers) != 2:
+                raise ValueError(f"window {value!r:.80} must be {_INTEGERS['window']}")
         elif isinstance(value, Tensor):
             learned = "; for a learned scale give scale=1 and query * scale" if name == "scale" else ""
             raise ValueError(
                 f"{name} is a tensor, {value!r:.80}, and must be a Python number or text, which stays the same and "
                 f"gets no gradient: give {name}.item(){learned}"
             )
-        elif name in ("causal", "scale") and isinstance(value, str):
-            raise ValueError(f"{name} {value!r} is a text; give a number or a bool")
+        elif name == "causal" and not isinstance(value, bool | np.bool_):
+            raise ValueError(f"causal {value!r:.80} must be a bool; give True or False")
+        elif name == "scale" and isinstance(value, str):
+            raise ValueError(f"scale {value!r} is a text; give a number")
+        elif name == "scale" and isinstance(value, int | float | np.floating) and not 0 < value < inf:
+            raise ValueError(f"scale {value} should be a finite number greater than 0")
         elif name == "backend" and not (isinstance(value, str | OwnBackend) or callable(value)):
             raise ValueError(f"backend {value!r} must be a name of `dilabench list backends`, a function, or 'auto'")
 
@@ -248,8 +280,6 @@ def check_options(options: Mapping[str, Any]) -> None:
 def check_call(call: Call) -> None:
     """Refuse options of a call that are no numbers, texts or functions."""
     check_options(call._asdict())
-    if call.scale is not None and not 0 < call.scale < inf:
-        raise ValueError(f"scale {call.scale} should be a finite number greater than 0")
 
 
 def refuse_types(options: Mapping[str, Any]) -> None:
@@ -262,8 +292,11 @@ def refuse_types(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} {value!r:.80} has parts that can change; give numbers and texts") from None
 
 
-def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
-    """The bounds as numbers, at least one: an empty tuple means a batch. A tensor is read from its device once."""
+def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int | None = None) -> tuple[int, ...]:
+    """The bounds as numbers, at least one: an empty tuple means a batch. A tensor is read from its device once.
+
+    tokens: how many there are, if that is known.
+    """
     if not isinstance(cu_seqlens, Tensor):
         cu_seqlens = bounds = integers("cu_seqlens", cu_seqlens)
     elif cu_seqlens.is_meta:
@@ -271,7 +304,8 @@ def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
     else:
         bounds = _numbers(cu_seqlens) if cu_seqlens.ndim == 1 else ()
     if not bounds:
-        raise ValueError(f"cu_seqlens {cu_seqlens} must be one row of bounds that rise from 0 to {tokens}")
+        end = "" if tokens is None else f" to {tokens}"
+        raise ValueError(f"cu_seqlens {cu_seqlens} must be one row of bounds that rise from 0{end}")
     if isinstance(cu_seqlens, Tensor):
         check_bounds_dtype(cu_seqlens)
     return bounds
@@ -356,7 +390,7 @@ def _numbers(bounds: Tensor) -> tuple[int, ...]:
 
 def check_is_tensor(sink: object) -> None:
     """Refuse a sink of another type: it is learned, and has a device."""
-    if not isinstance(sink, Tensor):
+    if not isinstance(sink, Tensor) or sink.layout is not torch.strided:
         raise ValueError(
             f"sink {sink!r:.80} must be a tensor [H], one logit per query head: give "
             "torch.tensor([...], device=query.device)"

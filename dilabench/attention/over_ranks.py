@@ -70,7 +70,9 @@ class SequenceShards:
     @property
     def positions(self) -> Tensor:
         """[rows] int64 on the CPU: the position in its sequence of each token of this rank, for encodings."""
-        places = torch.cat([torch.arange(0), *(torch.arange(b - a) for a, b in pairwise(self.bounds))])
+        places = torch.cat(
+            [torch.arange(0, device="cpu"), *(torch.arange(b - a, device="cpu") for a, b in pairwise(self.bounds))]
+        )
         return self.shards.take(places, self.world.rank, dim=0)
 
     def _computation_for(
@@ -111,7 +113,7 @@ class SequenceShards:
         """This rank's pairs, if all ranks have equally many."""
         if not self.seq_len or 0 in query:
             return 0
-        of_query, of_key = (torch.empty(shape, device="meta") for shape in (query, key))
+        of_query, of_key = (torch.empty(shape, device="meta", dtype=torch.float32) for shape in (query, key))
         return attended_pairs(_workload(of_query, of_key, self, call)) // self.world.size
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -171,7 +173,7 @@ class SequenceShards:
 def sequence_shards(
     seq_len: int | None = None,
     *,
-    cu_seqlens: Sequence[int] | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
     order: Order = "zigzag",
     window: Window = UNBOUNDED,
     group: dist.ProcessGroup | DeviceMesh | None = None,
@@ -190,9 +192,7 @@ def sequence_shards(
         raise ValueError(f"seq_len {seq_len} and cu_seqlens {cu_seqlens}: give one of them")
     if cu_seqlens is None:
         check_sizes(0, seq_len=seq_len)
-    bounds = (0, seq_len or 0) if cu_seqlens is None else operands.integers("cu_seqlens", cu_seqlens)
-    if not bounds:
-        raise ValueError("cu_seqlens () must rise from 0, for example (0, 1024)")
+    bounds = (0, seq_len or 0) if cu_seqlens is None else operands.bounds(cu_seqlens)
     bounds = operands.without_empty(bounds, bounds[-1])
     if order not in get_args(Order):
         raise ValueError(f"order {order!r} is none of {', '.join(get_args(Order))}")
@@ -240,26 +240,26 @@ def ring_attention(
     algorithm: str = AUTO,
     backend: str | Attend = AUTO,
 ) -> Tensor:
-    """This rank's rows of attention over the tokens of all ranks: out in the shape of query, differentiable.
+    """This rank's rows of attention over all ranks: out and query [B, N_local, H, D], key, value [B, N_local, K, D].
 
-    query [B, N_local, H, D], key and value [B, N_local, K, D] are this rank's tokens; packed: [T_local, H, D]. With
-    `segment_lengths` and `dilation_rates` it is dilated attention. All ranks call it, forward and backward, in the same
-    order. `algorithm` and `backend` are names of `dilabench list`, or `backend` is a function of dense attention as for
-    `dilated_attention`. 'auto' takes the algorithm that should be the fastest of those that take tokens in the order of
-    `shards` (`choice.over_ranks`). Gradients are exact. Under torch.compile forward and backward are one operator each,
-    with all messages inside.
+    These are this rank's tokens; packed: [T_local, H, D]. With `segment_lengths` and `dilation_rates` it is dilated
+    attention. All ranks call it, forward and backward, in the same order. `algorithm` and `backend` are names of
+    `dilabench list`, or `backend` is a function of dense attention as for `dilated_attention`. 'auto' is the algorithm
+    that should be the fastest of those that take tokens in the order of `shards` (`choice.over_ranks`). Gradients are
+    exact. Under torch.compile forward and backward are one operator each, with all messages inside.
 
     Raises ValueError for shapes or names that do not fit, RanksDisagreeError when ranks ask for different things, and
     RuntimeError on the other ranks, after the timeout of the group at the latest, when a rank is gone.
     """
+    operands.check_are_tensors(query=query, key=key, value=value)
     refuse_forward_mode(query, key, value)
     if torch._C._is_any_autocast_enabled():
         query, key, value = operands.as_autocast(query, key, value)
     pattern: Pattern | PatternFields = DENSE
     if any(branches := _branches(segment_lengths, dilation_rates)):
         pattern = pattern_of("dilated", **dict(zip(("segment_lengths", "dilation_rates"), branches, strict=True)))
-    given = causal, operands.integers("window", window), scale
-    operands.check_options({"algorithm": algorithm, "backend": backend})
+    given = bool(causal), operands.integers("window", window), scale
+    operands.check_options({"causal": causal, "algorithm": algorithm, "backend": backend})
     if not isinstance(backend, str):
         backend = name_of_function(backend) if torch.compiler.is_compiling() else OwnBackend(backend)  # type: ignore[assignment]
     is_pattern = isinstance(pattern, Pattern)
@@ -281,6 +281,7 @@ def _workload(query: Tensor, key: Tensor, shards: SequenceShards, call: Call) ->
         raise ValueError(f"query {tuple(query.shape)} must be {wanted}")
     if key.ndim != query.ndim:
         raise ValueError(f"key {tuple(key.shape)} must have the axes of query {tuple(query.shape)}")
+    operands.check_heads(query.shape[-2], key.shape[-2])
     packed = {"layout": "packed", "cu_seqlens": shards.bounds}
     return validated(
         Workload,

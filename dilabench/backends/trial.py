@@ -67,7 +67,9 @@ def findings(
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(length: int, heads: int) -> Tensor:
-        values = torch.randn(trial.batch, length, heads, trial.head_dim, generator=generator, device=device)
+        values = torch.randn(
+            trial.batch, length, heads, trial.head_dim, generator=generator, device=device, dtype=torch.float32
+        )
         return laid_out(values.to(trial.dtype), trial.layout)
 
     q, dout = draw(trial.length, trial.heads), draw(trial.length, trial.heads)

@@ -132,8 +132,12 @@ def backend_of(backend: str | OwnBackend, way: Candidate, device: torch.device) 
     return load_backend(ways.backends.get(name))
 
 
+_DTYPES_OF_LSE = frozenset((torch.float32, torch.float64))
+
+
 def _checked(function: Attend) -> Attend:
-    """The caller's function. Raises ValueError if it returns anything but out and lse in the shapes of `Attend`."""
+    """The caller's function. Raises ValueError if it returns anything but out and lse in the shapes and dtypes of
+    `Attend`."""
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: Window = UNBOUNDED, scale: float
@@ -145,6 +149,12 @@ def _checked(function: Attend) -> Attend:
         if found != [of_out, of_lse]:
             raise ValueError(
                 f"backend {function} returned {found}; it must return (out, lse), of shapes {of_out} and {of_lse}"
+            )
+        out, lse = result
+        if out.dtype != q.dtype or lse.dtype not in _DTYPES_OF_LSE:
+            raise ValueError(
+                f"backend {function} returned out {out.dtype} and lse {lse.dtype} of query {q.dtype}; give "
+                "out.to(query.dtype), and lse in float32 or float64"
             )
         return result
 

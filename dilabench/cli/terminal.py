@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -84,7 +85,17 @@ def standard_output() -> TextIO:
     # It comes with all of plug-ins, which --help should not wait for.
     from dilabench.plugins.boundary import standard_output as outside
 
-    return outside()
+    return outside() or _nowhere()
+
+
+def standard_error() -> TextIO:
+    """The stream for all else. Programs without a console (pythonw, some services) have None: what is said is lost."""
+    return sys.stderr or _nowhere()
+
+
+@cache
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w", encoding="utf-8")
 
 
 def output_lost() -> OSError | None:
@@ -110,7 +121,7 @@ def say_folded(text: str, indent: str = "", err: bool = False) -> None:
     """Print lines folded to the terminal's width; continued lines begin with `indent`."""
     import textwrap
 
-    width = output_width(sys.stderr if err else standard_output(), WIDE)
+    width = output_width(standard_error() if err else standard_output(), WIDE)
     for line in text.split("\n"):
         words = textwrap.fill(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
         say(words if len(line) > width else line, err)
@@ -118,7 +129,7 @@ def say_folded(text: str, indent: str = "", err: bool = False) -> None:
 
 def say(text: str = "", err: bool = False, styled: bool = False) -> None:
     """Print a line; control characters in it are spelt out, unless the text is `styled` by a reporter."""
-    typer.echo(text if styled else printable(text), file=sys.stderr if err else standard_output())
+    typer.echo(text if styled else printable(text), file=standard_error() if err else standard_output())
 
 
 def say_text(text: str | Iterator[str]) -> None:
@@ -161,7 +172,7 @@ def console(to_stderr: bool = False) -> "Console":
     """A rich console on stdout or stderr, as wide as `output_width` says."""
     from rich.console import Console
 
-    stream = sys.stderr if to_stderr else standard_output()
+    stream = standard_error() if to_stderr else standard_output()
     width = output_width(stream, WIDE)
     return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
 

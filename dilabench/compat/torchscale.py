@@ -68,7 +68,7 @@ class XPos(nn.Module):
         # In the buffer's dtype and in this order, because in half precision every rounding matters.
         power = torch.arange(stop, device=x.device).sub_((stop + 1) // 2).to(self.scale) / self.scale_base
         length = self.scale ** power[:, None]
-        frequency = 1.0 / 10000 ** (torch.arange(pairs, device=x.device) / pairs)
+        frequency = 1.0 / 10000 ** (torch.arange(pairs, device=x.device, dtype=torch.float) / pairs)
         angle = torch.outer(torch.arange(stop, device=x.device, dtype=torch.float), frequency).to(length)
         length, angle = length[offset:], angle[offset:]
         length = 1 / length if downscale else length

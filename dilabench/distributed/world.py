@@ -323,7 +323,7 @@ class World:
     def device_barrier(self) -> None:
         """Make later work in the current CUDA stream wait until every rank's device is here; the host goes on."""
         if self.size > 1 and self.device.type == "cuda":
-            dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+            dist.all_reduce(torch.zeros(1, device=self.device, dtype=torch.float32), group=self.group)
 
     def check(self) -> None:
         """Raise RuntimeError if a message of this rank was lost: no later result may be used."""
@@ -352,7 +352,7 @@ class World:
         """Every kind of operation once, with every peer: NCCL connects at the first use."""
         if self.size == 1:
             return
-        token = torch.ones(self.size, device=self.device)
+        token = torch.ones(self.size, device=self.device, dtype=torch.float32)
         dist.all_reduce(token, group=self.group)
         self.all_to_all(token, [1] * self.size, [1] * self.size, "warm up")[1].wait()
         for distance in range(1, self.size):

@@ -24,6 +24,7 @@ from dilabench.impls.null_mass import sink_gradient
 from dilabench.impls.operator_rules import (
     FLOP_COUNTER,
     LIBRARY,
+    NO_FORWARD_MODE,
     as_bytes,
     contiguous_like,
     differentiable_operator,
@@ -106,7 +107,7 @@ def outside_compilers(function: Callable[..., ResultT], *arguments: Any) -> Resu
     return apart(*arguments)
 
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def is_plain_eager_call(*tensors: Tensor) -> bool:
@@ -121,7 +122,7 @@ def is_plain_eager_call(*tensors: Tensor) -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._is_tracing()
     )
-    if looked_at or not _PLAIN.issuperset(map(type, tensors)):
+    if looked_at or not PLAIN.issuperset(map(type, tensors)):
         return False
     return not (any(map(Tensor.is_neg, tensors)) or any(map(Tensor._is_zerotensor, tensors)))
 
@@ -130,11 +131,6 @@ def materialised(x: Tensor) -> Tensor:
     """x, or a copy where its memory does not hold its values (a negative view, a zero tensor); differentiable."""
     x = x.resolve_neg()
     return x.clone() if x._is_zerotensor() else x
-
-
-def last_dim_contiguous(x: Tensor) -> Tensor:
-    """x itself, or a copy where its last dim has gaps: views of its rows are given to kernels that read no others."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def forward_before_backward(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> Any:
@@ -393,6 +389,10 @@ class _Differentiable(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
         query, key, value, sink, indices, bounds, ctx.number, ctx.asked = inputs
         ctx.save_for_backward(query, key, value, *output, indices, bounds, sink)
+
+    @staticmethod
+    def jvp(_ctx: Any, *_: Any) -> None:
+        raise RuntimeError(NO_FORWARD_MODE)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _dlse: Tensor, _dkept: Tensor | None) -> tuple[Tensor | None, ...]:

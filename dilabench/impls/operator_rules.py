@@ -142,17 +142,24 @@ class _Gradients(torch.autograd.Function):
         pass
 
     @staticmethod
+    def jvp(_ctx: Any, *_: Any) -> None:
+        raise RuntimeError(NO_FORWARD_MODE)
+
+    @staticmethod
     def backward(_ctx: Any, *_: Tensor) -> None:
         raise RuntimeError(_FIRST_ONLY)
+
+
+NO_FORWARD_MODE = (
+    "attention has no forward-mode derivatives (torch.func.jvp, jacfwd, hessian): use reverse mode, torch.func.vjp or "
+    "jacrev"
+)
 
 
 def refuse_forward_mode(*tensors: Tensor) -> None:
     """Raise RuntimeError where one of them has a tangent, which an operator would drop in silence."""
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise RuntimeError(
-            "attention has no forward-mode derivatives (torch.func.jvp, jacfwd, hessian): use reverse mode, "
-            "torch.func.vjp or jacrev"
-        )
+        raise RuntimeError(NO_FORWARD_MODE)
 
 
 Rule = Callable[..., tuple[Any, Any]]
@@ -259,6 +266,11 @@ def empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
 def contiguous_like(x: Tensor) -> Tensor:
     """Empty, in the shape and type of x."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def last_dim_contiguous(x: Tensor) -> Tensor:
+    """x itself, or a copy where its last dim has gaps: views of its rows are given to kernels that read no others."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 # Each tensor begins at a multiple of this many bytes, for any type.

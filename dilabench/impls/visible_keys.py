@@ -105,7 +105,7 @@ def visible(workload: Workload, rows: Tensor, keys: Tensor) -> Tensor:
 
 def multiplicity(workload: Workload, head: int, positions: Tensor) -> Tensor:
     """C[head, positions, :] as [R, N] int64. For tests and small N: memory is R·N."""
-    counts = torch.zeros(len(positions), workload.seq_len, dtype=torch.int64)
+    counts = torch.zeros(len(positions), workload.seq_len, dtype=torch.int64, device="cpu")
     for group in key_groups(workload, head, positions):
         index = torch.searchsorted(positions, group.rows)
         seen = visible(workload, group.rows, group.keys)

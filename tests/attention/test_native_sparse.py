@@ -259,3 +259,22 @@ def test_integers_are_refused() -> None:
 def test_no_tokens_give_no_rows() -> None:
     q, gates = torch.zeros(2, 0, 4, 16), torch.zeros(2, 0, 4, 3)
     assert native_sparse_attention(q, q, q, gates).shape == q.shape
+
+
+@pytest.mark.parametrize(
+    ("tokens", "bounds"),
+    [(5, None), (31, None), (32, None), (40, (0, 20, 40)), (40, (0, 3, 40)), (40, (0, 0))],
+    ids=str,
+)
+def test_every_parameter_has_a_gradient_at_every_length(tokens: int, bounds: tuple[int, ...] | None) -> None:
+    """Zero without a compressed block, as DDP needs it."""
+    blocks = {"compression_length": 32, "compression_stride": 16, "block_size": 16, "top_k": 3, "window": 9}
+    module = NativeSparseAttention(32, 4, 2, **blocks)
+    x = torch.randn(tokens, 32) if bounds else torch.randn(2, tokens, 32)
+    module(x, cu_seqlens=bounds).square().sum().backward()
+    of_parameters = {name: parameter.grad for name, parameter in module.named_parameters()}
+    assert [name for name, grad in of_parameters.items() if grad is None] == []
+    longest = max(b - a for a, b in pairwise(bounds)) if bounds else tokens
+    for name, grad in of_parameters.items():
+        if name.startswith("compress_value"):
+            assert bool(grad.any()) == (longest >= 32), name

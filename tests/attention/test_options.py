@@ -61,7 +61,7 @@ BRANCHED["torchscale"] = torchscale
         ({"scale": torch.nn.Parameter(torch.tensor(0.5))}, r"scale is a tensor.*\n?.*query \* scale"),
         ({"causal": torch.tensor(True)}, r"causal is a tensor.*give causal\.item\(\)"),
         ({"scale": "0.5"}, "scale '0.5' is a text; give a number"),
-        ({"causal": "yes"}, "causal 'yes' is a text; give a number or a bool"),
+        ({"causal": "yes"}, "causal 'yes' must be a bool; give True or False"),
         ({"scale": {}}, "scale {} has parts that can change; give numbers"),
         ({"window": None}, r"window None must be two integers, .*\(-1, -1\) is no window"),
         ({"window": 4}, "window 4 must be two integers"),

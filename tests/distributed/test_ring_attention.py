@@ -37,7 +37,7 @@ def test_results_are_those_of_one_device_and_refusals_say_why(launch):
         "give the axis of tokens as dim",
         "give one of them",
         "must rise from 0",
-        "must rise from 0",
+        "bounds that rise from 0",
         "'striped' is none of zigzag, contiguous, balanced",
         "another order than balanced: those were assigned for causal attention",
         "causal attention with the window that sequence_shards was given",

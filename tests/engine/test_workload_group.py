@@ -135,8 +135,14 @@ def measure(dense_case):
             sleep=lab.slept.append,
         )
         rows = {} if kept is None else kept
-        for row in WorkloadGroupRun(executor, planned).rows():
-            rows[row.case.implementation] = row.outcome
+        group = WorkloadGroupRun(executor, planned)
+        try:
+            for row in group.rows():
+                rows[row.case.implementation] = row.outcome
+        except KeyboardInterrupt:
+            # As the run does.
+            rows |= {row.case.implementation: row.outcome for row in group.interrupted_rows()} | rows
+            raise
         return rows
 
     return go

@@ -16,8 +16,7 @@ HALF = (torch.bfloat16, torch.float16)
 @pytest.fixture(params=[False, True], ids=["without instructions for it", "with them"])
 def native(request, monkeypatch) -> bool:
     """Whether the processor is taken for one that multiplies half precision."""
-    monkeypatch.setattr(aten_flash, "_MULTIPLIES_FLOAT16", request.param)
-    monkeypatch.setattr(aten_flash, "_MULTIPLIES_TILES", request.param)
+    monkeypatch.setattr(aten_flash, "_multiplies", lambda _dtype: request.param)
     return request.param
 
 

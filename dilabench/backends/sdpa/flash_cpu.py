@@ -40,11 +40,12 @@ def _backward(
 
 def _forward_windowed(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
     outs, lses = [], []
+    tame = aten_flash.is_tame(q, k, scale)
     for start in range(0, q.shape[1], QUERY_BLOCK):
         rows = q[:, start : start + QUERY_BLOCK]
         first, end, mask = _block_mask(rows, start, k.shape[1], band, backward=False)
         block = _heads_first(rows, k[:, first:end], v[:, first:end])
-        out, lse = aten_flash.attend(*block, mask=mask, scale=scale)
+        out, lse = aten_flash.attend(*block, mask=mask, scale=scale, tame=tame)
         outs.append(out.transpose(1, 2))
         lses.append(lse)
     return (torch.cat(outs, 1), torch.cat(lses, 2)) if len(outs) > 1 else (outs[0], lses[0])
@@ -53,16 +54,18 @@ def _forward_windowed(q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float)
 def _backward_windowed(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, band: Band, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    tame = aten_flash.is_tame(q, k, scale)
     sum_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     dq = torch.empty_like(q)
-    dk, dv = (torch.zeros(x.shape, dtype=sum_dtype) for x in (k, v))
+    dk, dv = (torch.zeros(x.shape, dtype=sum_dtype, device=x.device) for x in (k, v))
     for start in range(0, q.shape[1], QUERY_BLOCK):
         rows = slice(start, min(q.shape[1], start + QUERY_BLOCK))
         first, end, mask = _block_mask(q[:, rows], start, k.shape[1], band, backward=True)
         douts, queries, outs = _heads_first(dout[:, rows], q[:, rows], out[:, rows])
         keys, values = _heads_first(k[:, first:end], v[:, first:end])
         results = outs, lse[:, :, rows]
-        gradients = aten_flash.attend_backward(douts, queries, keys, values, *results, mask=mask, scale=scale)
+        tensors = douts, queries, keys, values, *results
+        gradients = aten_flash.attend_backward(*tensors, mask=mask, scale=scale, tame=tame)
         dq[:, rows], dk_part, dv_part = _heads_first(*gradients)
         dk[:, first:end] += dk_part
         dv[:, first:end] += dv_part

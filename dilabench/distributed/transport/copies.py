@@ -161,10 +161,10 @@ class Copies:
         self._captured_memory = self._memory[first:]
         # Exchanges in graphs: how many have begun on the device, and how many were waited for; and as seen last.
         self._exchanges = torch.zeros(2, dtype=torch.int64, device=device)
-        self._seen = torch.zeros(2, dtype=torch.int64, pin_memory=True)
+        self._seen = torch.zeros(2, dtype=torch.int64, pin_memory=True, device="cpu")
         self._captures, self._since = False, 0.0
         self._slots().begin(self._inward)
-        self._read = torch.empty(self._buffers.counters_bytes, dtype=torch.uint8, pin_memory=True)
+        self._read = torch.empty(self._buffers.counters_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         self._under_way: deque[_Transfer] = deque()
         self._trouble = ""
         self._closed = threading.Event()
@@ -218,7 +218,7 @@ class Copies:
     def try_out(self) -> None:
         """Exchange known values with every rank. Raises RuntimeError when they do not arrive as they were sent."""
         others = [rank for rank in range(self._size) if rank != self._rank]
-        sent = torch.full((_TRIAL_NUMBERS,), self._rank, device=self._device)
+        sent = torch.full((_TRIAL_NUMBERS,), self._rank, device=self._device, dtype=torch.int64)
         received = {rank: torch.full_like(sent, -1) for rank in others}
         self.send_recv({rank: [sent] for rank in others}, {rank: [x] for rank, x in received.items()}).wait()
         torch.cuda.synchronize(self._device)
@@ -298,8 +298,9 @@ class Copies:
 
 
 def _end_process(message: str) -> None:
-    sys.stderr.write(f"{message}\n")
-    sys.stderr.flush()
+    if sys.stderr is not None:
+        sys.stderr.write(f"{message}\n")
+        sys.stderr.flush()
     os.abort()
 
 

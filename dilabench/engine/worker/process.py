@@ -140,6 +140,20 @@ def end_server() -> None:
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
+def _forget_server() -> None:
+    """In a forked process: it can neither wait for the server of its parent nor may it end it, and has one itself."""
+    module = sys.modules.get("multiprocessing.forkserver")
+    if module is not None:
+        server = module._forkserver
+        if server._forkserver_alive_fd is not None:
+            os.close(server._forkserver_alive_fd)
+        server.__init__()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_server)
+
+
 # One process at a time is started: the second would mistake the first one's stand-in for the program.
 _hiding = threading.Lock()
 

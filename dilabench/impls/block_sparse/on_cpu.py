@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dilabench.impls.one_operator import last_dim_contiguous
+from dilabench.impls.operator_rules import last_dim_contiguous
 from dilabench.kernels.block_sparse.lists import visible_tiles
 from dilabench.kernels.block_sparse.plan import Plan
 from dilabench.kernels.cpu import aten_flash, flash
@@ -47,12 +47,13 @@ def blocked_forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, scale: float
     on shapes that do not fit the plan.
     """
     plan.check(q, k, v)
-    out = torch.zeros(q.shape, dtype=q.dtype)
-    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=_sum_dtype(q))
+    out = torch.zeros(q.shape, dtype=q.dtype, device="cpu")
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=_sum_dtype(q), device="cpu")
+    tame = aten_flash.is_tame(q, k, scale)
     for block in _query_blocks(plan, q, k):
         inputs = _queries(q, block), _keys(k, block, q), _keys(v, block, q)
         mask, empty = _mask(block, plan, q.device, aten_flash.compute_dtype(inputs[0], backward=False))
-        block_out, block_lse = aten_flash.attend(*inputs, mask=mask, scale=scale)
+        block_out, block_lse = aten_flash.attend(*inputs, mask=mask, scale=scale, tame=tame)
         if empty is not None:
             # The kernel divides by zero in a row that sees nothing.
             block_out = block_out.masked_fill(empty[:, None], 0.0)
@@ -67,15 +68,18 @@ def blocked_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the shapes and dtypes of q, k, v, from an out and lse that may belong to a larger softmax."""
     plan.check(q, k, v)
-    dq = torch.zeros(q.shape, dtype=q.dtype)
-    dk, dv = (torch.zeros(x.shape, dtype=_sum_dtype(x)) for x in (k, v))
+    dq = torch.zeros(q.shape, dtype=q.dtype, device="cpu")
+    dk, dv = (torch.zeros(x.shape, dtype=_sum_dtype(x), device="cpu") for x in (k, v))
     # exp(-inf - 0) is 0: rows that see no key contribute zero.
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    tame = aten_flash.is_tame(q, k, scale)
     for block in _query_blocks(plan, q, k):
         inputs = _queries(q, block), _keys(k, block, q), _keys(v, block, q)
         mask, _ = _mask(block, plan, q.device, aten_flash.compute_dtype(inputs[0], backward=True))
         results = _queries(out, block), lse[:, block.heads, block.rows]
-        gradients = aten_flash.attend_backward(_queries(dout, block), *inputs, *results, mask=mask, scale=scale)
+        gradients = aten_flash.attend_backward(
+            _queries(dout, block), *inputs, *results, mask=mask, scale=scale, tame=tame
+        )
         dq[:, block.rows, block.heads] = gradients[0].transpose(1, 2)
         _add_keys(dk, block, gradients[1])
         _add_keys(dv, block, gradients[2])
@@ -100,7 +104,7 @@ def _make_query_blocks(plan: Plan, q: Tensor, k: Tensor) -> Iterator[QueryBlock]
         heads = slice(mask_head * heads_per_mask, (mask_head + 1) * heads_per_mask)
         kv_heads = slice(heads.start // group, -(-heads.stop // group))
         for index in range(-(-plan.rows // size)):
-            tiles = visible_tiles(seen_by, torch.tensor([index]), size, size, plan.hidden_tiles(size))
+            tiles = visible_tiles(seen_by, torch.tensor([index], device="cpu"), size, size, plan.hidden_tiles(size))
             some, whole = (x.numpy() for x in tiles)
             seen = plan.seen_blocks(mask_head, index)
             seen = seen[some[0, seen]]
@@ -114,7 +118,7 @@ def _key_rows(blocks: npt.NDArray[np.int64], size: int, rows: int) -> slice | Te
     """The rows of ascending blocks: a slice, without a copy, if they are neighbours."""
     if blocks[-1] - blocks[0] == len(blocks) - 1:
         return slice(int(blocks[0]) * size, min(rows, (int(blocks[-1]) + 1) * size))
-    index = (torch.from_numpy(blocks).long()[:, None] * size + torch.arange(size)).flatten()
+    index = (torch.from_numpy(blocks).long()[:, None] * size + torch.arange(size, device="cpu")).flatten()
     return index[index < rows]
 
 
@@ -124,8 +128,8 @@ def _mask(
     """The additive mask [rows, keys], and which rows see nothing; None if there is nothing to hide."""
     if not block.partly or (plan.left < 0 and plan.right < 0 and plan.hidden is None):
         return None, None
-    keys = torch.arange(plan.keys)[block.keys] if isinstance(block.keys, slice) else block.keys
-    rows = torch.arange(plan.rows)[block.rows, None]
+    keys = torch.arange(plan.keys, device="cpu")[block.keys] if isinstance(block.keys, slice) else block.keys
+    rows = torch.arange(plan.rows, device="cpu")[block.rows, None]
     ahead = keys - rows
     hidden = torch.zeros_like(ahead, dtype=torch.bool)
     if plan.right >= 0:
@@ -134,7 +138,7 @@ def _mask(
         hidden |= ahead < -plan.left
     for starts, stops in plan.bounds(device)[:, :, block.keys]:
         hidden |= (rows >= starts) & (rows < stops)
-    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device="cpu").masked_fill_(hidden, -torch.inf)
     empty = hidden.all(1)
     return mask, empty if empty.any() else None
 
@@ -198,7 +202,7 @@ def _blocks(plan: Plan) -> Blocks:
     lists: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(plan.mask_heads)]
     pairs = 0
     for first in range(0, count, _BLOCKS_AT_ONCE):
-        queries = torch.arange(first, min(count, first + _BLOCKS_AT_ONCE))
+        queries = torch.arange(first, min(count, first + _BLOCKS_AT_ONCE), device="cpu")
         some = visible_tiles(seen_by, queries, size, size, hidden)[0].numpy()
         for index, of_block in enumerate(some, first):
             for mask_head, of_head in enumerate(lists):
@@ -207,7 +211,7 @@ def _blocks(plan: Plan) -> Blocks:
                 of_head.append(ranges)
                 pairs += min(size, plan.rows - index * size) * int((ranges[:, 1] - ranges[:, 0]).sum())
     found = [*chain.from_iterable(lists)]
-    spans = torch.tensor([0, *accumulate(map(len, found))])
+    spans = torch.tensor([0, *accumulate(map(len, found))], device="cpu")
     return Blocks(
         size, plan.mask_heads, spans, torch.from_numpy(np.concatenate(found)), plan.bounds(torch.device("cpu")), pairs
     )

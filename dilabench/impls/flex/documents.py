@@ -40,7 +40,9 @@ def _count(workload: Workload, device: torch.device) -> Index:
     ]
     own = torch.from_numpy(np.stack([np.unique(x, return_inverse=True)[1] for x in rows]).astype(np.int32)).to(device)
     residue_of = torch.from_numpy(np.stack(residues).astype(np.int32)).to(device)
-    of_head = torch.tensor(pattern.residues(workload.num_heads, workload.num_kv_heads), dtype=torch.int32).to(device)
+    of_head = torch.tensor(
+        pattern.residues(workload.num_heads, workload.num_kv_heads), dtype=torch.int32, device="cpu"
+    ).to(device)
     branches = range(len(pattern.branches))
 
     def count(h: Tensor, i: Tensor, j: Tensor) -> Tensor:

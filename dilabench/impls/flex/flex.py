@@ -139,7 +139,7 @@ def _count(blocks: CountedBlocks, device: torch.device) -> Index:
     if len(tile_of) == 1:
         of_all = tile_of[0]
         return lambda _h, i, j: tiles[of_all[i >> SHIFT, j >> SHIFT], i & INSIDE, j & INSIDE]
-    kinds = torch.tensor(blocks.kind_of_head, dtype=torch.int32).to(device)
+    kinds = torch.tensor(blocks.kind_of_head, dtype=torch.int32, device="cpu").to(device)
     return lambda h, i, j: tiles[tile_of[kinds[h], i >> SHIFT, j >> SHIFT], i & INSIDE, j & INSIDE]
 
 

@@ -85,8 +85,8 @@ def _built(
     share = share_of(workload, context, contiguous, single_device)
     notes = () if share.local is None else of_local
     silent = not any(share.world.share(bool(share.exchange.needs or share.exchange.gives)))
-    rows = [torch.arange(span.start, span.stop) for span in share.shards.parts[share.world.rank]]
-    zero_keys = log_zero_keys(workload, context.device, rows=torch.cat([torch.arange(0), *rows]))
+    rows = [torch.arange(span.start, span.stop, device="cpu") for span in share.shards.parts[share.world.rank]]
+    zero_keys = log_zero_keys(workload, context.device, rows=torch.cat([torch.arange(0, device="cpu"), *rows]))
     algorithm: Algorithm
     if silent and share.local is not None and not share.own and zero_keys is None:
         # Without messages and merges, a call costs the same as without ranks.

@@ -196,7 +196,7 @@ def _order(shards: Shards, device: torch.device) -> tuple[Tensor, Tensor] | None
     spans = [span for part in shards.parts for span in part]
     if all(before.stop == after.start for before, after in pairwise(spans)):
         return None
-    positions = torch.cat([torch.arange(span.start, span.stop) for span in spans])
+    positions = torch.cat([torch.arange(span.start, span.stop, device="cpu") for span in spans])
     return positions.argsort().to(device), positions.to(device)
 
 

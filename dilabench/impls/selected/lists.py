@@ -93,7 +93,7 @@ def lists_of(selection: Selection, group: int, item: int = 0) -> Blocks:
     ranges = np.concatenate(by_head)
     spans = np.concatenate([[0], counts.ravel().cumsum()])
     pairs = group * int((ranges[:, 1] - ranges[:, 0]).sum())
-    hidden = torch.zeros(0, 2, length, dtype=torch.int32)
+    hidden = torch.zeros(0, 2, length, dtype=torch.int32, device="cpu")
     return Blocks(group, kv_heads, torch.from_numpy(spans), torch.from_numpy(ranges), hidden, pairs)
 
 

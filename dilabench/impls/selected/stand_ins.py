@@ -108,7 +108,7 @@ def _indexer(tokens: Tokens, choosing: Choosing, move: Callable[[Tensor], Tensor
 
 
 def _blocks_of_tokens(tokens: Tokens) -> Tensor:
-    return torch.arange(tokens.length) // tokens.block
+    return torch.arange(tokens.length, device="cpu") // tokens.block
 
 
 SELECTS: Mapping[str, Callable[[Tokens, Choosing, Callable[[Tensor], Tensor]], Select]] = {

@@ -113,9 +113,9 @@ def _rows_of(
 ) -> GatheredRows:
     N, H, K = workload.seq_len, workload.num_heads, workload.num_kv_heads
     shared = len(places) // len({place.key for place in places})
-    residue, head, kv_head = (torch.tensor(numbers) for numbers in zip(*places, strict=True))
-    segment_start = segments.start + segments.length * torch.arange(segments.count)
-    row_start = segment_start.unsqueeze(-1) + branch.rate * torch.arange(length)
+    residue, head, kv_head = (torch.tensor(numbers, device="cpu") for numbers in zip(*places, strict=True))
+    segment_start = segments.start + segments.length * torch.arange(segments.count, device="cpu")
+    row_start = segment_start.unsqueeze(-1) + branch.rate * torch.arange(length, device="cpu")
     position = row_start.unsqueeze(-1) + residue
     return GatheredRows(
         rate=branch.rate,

@@ -157,7 +157,7 @@ def varlen_arguments(workload: Workload, rate: int, bounds: list[int], device: t
     left, right = (side if side < 0 else side // rate for side in workload.window)
     # A copy on the current stream would wait for all that it has to do.
     with on_a_stream_of_its_own(device):
-        there = torch.tensor(bounds, dtype=torch.int32).to(device)
+        there = torch.tensor(bounds, dtype=torch.int32, device="cpu").to(device)
     return {
         "cu_seqlens": there,
         "longest": max((stop - start for start, stop in pairwise(bounds)), default=0),

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from dilabench.contracts import BuildContext, LoadedBackend
-from dilabench.impls.one_operator import is_plain_eager_call, last_dim_contiguous
+from dilabench.impls.one_operator import is_plain_eager_call
+from dilabench.impls.operator_rules import last_dim_contiguous
 from dilabench.impls.union.branches import branches_of
 from dilabench.impls.union.rectangles import Rectangle, chains, rectangles
 from dilabench.impls.union.union import PlacedCall, Rows, Union

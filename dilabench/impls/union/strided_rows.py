@@ -161,16 +161,18 @@ def kept_rows(workload: Workload, patterns: PatternCache) -> Callable[[torch.dev
     """The rows of a workload's calls on a device, where small copies may replace some calls; cached with patterns."""
 
     def rows(device: torch.device) -> tuple[StridedRows, ...]:
-        copied = copied_rows(workload) if device.type == "cuda" else 0
+        copied = copied_rows(workload, device)
         return patterns.get(("strided rows", workload, copied), lambda: strided_rows(workload, copied))
 
     return rows
 
 
-def copied_rows(workload: Workload) -> int:
+def copied_rows(workload: Workload, device: torch.device) -> int:
     """(head, row) pairs of a call up to which a GPU copies rows instead of launching several calls. A CPU has no launch
     cost, and copies none.
     """
+    if device.type != "cuda":
+        return 0
     return COPIED_BYTES // (workload.head_dim * getattr(torch, workload.dtype).itemsize)
 
 

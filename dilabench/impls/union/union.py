@@ -18,7 +18,8 @@ from torch import Tensor
 
 from dilabench.contracts import AttendBackward, BuildContext, LoadedBackend, MergingKernel
 from dilabench.impls.null_mass import log_zero_keys
-from dilabench.impls.one_operator import AttentionComputation, last_dim_contiguous
+from dilabench.impls.one_operator import AttentionComputation
+from dilabench.impls.operator_rules import last_dim_contiguous
 from dilabench.impls.union.branches import branches_of, covers_every_row
 from dilabench.kernels.lse import add_null_mass_
 from dilabench.kernels.streams import record

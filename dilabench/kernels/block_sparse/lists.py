@@ -240,7 +240,7 @@ def transposed(lists: TileLists, n_partners: int) -> TileLists:
     """The lists of ``n_partners`` partner tiles that lists of `block_lists` have, as it makes them."""
     heads, n_own, _ = lists.spans.shape
     per_kind = lists.spans[..., 1:].flatten()
-    numbers = torch.arange(heads * n_own * 2, dtype=torch.int32).repeat_interleave(per_kind)
+    numbers = torch.arange(heads * n_own * 2, dtype=torch.int32, device="cpu").repeat_interleave(per_kind)
     own, whole = numbers // 2, numbers % 2 == 0
     partner = lists.entries[: len(own)] & (COUNTED_ONCE - 1)
     return _sorted(heads, n_partners, own // n_own * n_partners + partner, own % n_own, whole)

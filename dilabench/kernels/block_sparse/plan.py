@@ -114,7 +114,7 @@ class Plan(ABC):
         """int32 [H, 2]: mask head and class shift of each head."""
 
         def make() -> Tensor:
-            heads = torch.arange(num_heads, dtype=torch.int32) * self.mask_heads // num_heads
+            heads = torch.arange(num_heads, dtype=torch.int32, device="cpu") * self.mask_heads // num_heads
             return torch.stack((heads, torch.zeros_like(heads)), 1).to(device)
 
         return self.keep(("head kinds", num_heads, device), make)
@@ -200,7 +200,9 @@ class Plan(ABC):
 
         def make() -> Tensor:
             hidden = self.hidden
-            limits = torch.zeros(0, 2, self.keys, dtype=torch.int32) if hidden is None else limits_of(hidden)
+            limits = (
+                torch.zeros(0, 2, self.keys, dtype=torch.int32, device="cpu") if hidden is None else limits_of(hidden)
+            )
             return limits.to(device)
 
         return self.keep(("bounds", device), make)

@@ -96,7 +96,9 @@ class Tracer:
         with selectors.DefaultSelector() as ready:
             ready.register(process.stdout, selectors.EVENT_READ)
             if not ready.select(SILENT_S):
-                sys.stderr.write(f"tracing {about}, for at most {timeout_s:.0f} s ...\n")
+                # Programs without a console have none.
+                if sys.stderr is not None:
+                    sys.stderr.write(f"tracing {about}, for at most {timeout_s:.0f} s ...\n")
                 if not ready.select(timeout_s):
                     return None
         return process.stdout.readline()

@@ -4,8 +4,9 @@ import pytest
 import ring_cases
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
-from dilabench.attention import ring_attention, sequence_shards
+from dilabench.attention import NativeSparseAttention, ring_attention, sequence_shards
 from dilabench.backends import math
 from dilabench.contracts import BuildContext
 from dilabench.distributed.failures import RanksDisagreeError
@@ -125,6 +126,19 @@ def refusals(world):
     return said
 
 
+def without_gradient(_world):
+    """Parameters of native sparse attention in DDP that have no gradient, with batches below a compressed block."""
+    torch.manual_seed(0)
+    blocks = {"compression_length": 32, "compression_stride": 16, "block_size": 16, "top_k": 3, "window": 9}
+    model = DistributedDataParallel(NativeSparseAttention(32, 4, 2, **blocks))
+    found = []
+    for tokens in (60, 20, 60):
+        model.zero_grad()
+        model(torch.randn(2, tokens, 32)).sum().backward()
+        found += [(tokens, name) for name, parameter in model.named_parameters() if parameter.grad is None]
+    return found
+
+
 def wrong_and_refused(world):
-    """Both, by one start of ranks."""
-    return [*wrong(world), *wrong_if_empty(world)], refusals(world)
+    """All, by one start of ranks."""
+    return [*wrong(world), *wrong_if_empty(world), *without_gradient(world)], refusals(world)

@@ -236,8 +236,8 @@ def key_slots(keys: Tensor | None, length: int, device: torch.device) -> Tensor 
     """The index of each of `length` positions in `keys`, -1 if absent. None: each is its own."""
     if keys is None:
         return None
-    slots = torch.full((length,), -1, device=device)
-    slots[keys.to(device)] = torch.arange(len(keys), device=device)
+    slots = torch.full((length,), -1, device=device, dtype=torch.int64)
+    slots[keys.to(device)] = torch.arange(len(keys), device=device, dtype=torch.int64)
     return slots
 
 

@@ -71,7 +71,7 @@ def select_rows(pieces: Sequence[Piece], rows: int, num_kv_heads: int, device: t
     """The rows of an owner with `rows` rows that the pieces read, each (row, head) once; None if they read none."""
     if not pieces:
         return None
-    needed = torch.zeros(rows, num_kv_heads, dtype=torch.bool)
+    needed = torch.zeros(rows, num_kv_heads, dtype=torch.bool, device="cpu")
     for piece in pieces:
         piece.mark_keys(needed)
     touched = needed.any(1).nonzero()
