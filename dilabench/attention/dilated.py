@@ -33,10 +33,6 @@ __all__ = ["DilatedAttention", "MultiheadDilatedAttention", "dilated_attention"]
 IN_PATTERN = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by", "padding", "merge_grad")
 
 
-# Options of the call that are fields of `DilatedPattern`.
-IN_PATTERN = ("segment_lengths", "dilation_rates", "heads", "offset", "offset_by", "padding", "merge_grad")
-
-
 class AttentionOptions(TypedDict, total=False):
     """Keyword options of `dilated_attention`, described there."""
 

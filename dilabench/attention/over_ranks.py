@@ -248,8 +248,9 @@ def ring_attention(
     that should be the fastest of those that take tokens in the order of `shards` (`choice.over_ranks`). Gradients are
     exact. Under torch.compile forward and backward are one operator each, with all messages inside.
 
-    Raises ValueError for shapes or names that do not fit, RanksDisagreeError when ranks ask for different things, and
-    RuntimeError on the other ranks, after the timeout of the group at the latest, when a rank is gone.
+    Raises ValueError for shapes or names that do not fit, RanksDisagreeError when ranks ask for different things
+    that are new to all of them, and RuntimeError, after the timeout of the group at the latest, when a rank is gone or
+    repeats an earlier call while another makes a new one.
     """
     operands.check_are_tensors(query=query, key=key, value=value)
     refuse_forward_mode(query, key, value)

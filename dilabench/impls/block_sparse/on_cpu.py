@@ -77,9 +77,8 @@ def blocked_backward(
         inputs = _queries(q, block), _keys(k, block, q), _keys(v, block, q)
         mask, _ = _mask(block, plan, q.device, aten_flash.compute_dtype(inputs[0], backward=True))
         results = _queries(out, block), lse[:, block.heads, block.rows]
-        gradients = aten_flash.attend_backward(
-            _queries(dout, block), *inputs, *results, mask=mask, scale=scale, tame=tame
-        )
+        tensors = _queries(dout, block), *inputs, *results
+        gradients = aten_flash.attend_backward(*tensors, mask=mask, scale=scale, tame=tame)
         dq[:, block.rows, block.heads] = gradients[0].transpose(1, 2)
         _add_keys(dk, block, gradients[1])
         _add_keys(dv, block, gradients[2])
