@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import random
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from math import inf
 import torch
 from torch import Tensor
 
+from dilabench.distributed.world import World
 from dilabench.engine.call.inputs import SAME_VALUES, ChangeLog, InputSet
 from dilabench.engine.call.returned import not_plain
 from dilabench.workload.spec import Workload
@@ -31,6 +33,9 @@ CHANGE_SHARE = 0.0075
 MOST_KEPT = 16
 # The first of a slot's calls, at random, before which all numbers may change.
 RENEWED_AMONG = 4
+SEED_BITS = 60
+# Rows of a digest that are summed together. Odd, so that multiplying by its multiples loses no bit of a word.
+DIGEST_ROWS, STEP = 2**20, 0x1E3779B97F4A7C15
 
 # The local row of a position of the whole sequence; None for other ranks' positions.
 LocalRow = Callable[[int], int | None]
@@ -107,6 +112,7 @@ class TimedCalls:
         self._touched_at = self._renewed_at = _now()
         self._touch_s = self._renew_s = 0.0
         self._last, self._keeps = False, True
+        self._rows, self._holds = 1, True
         self._full: KeptCall | None = None
         self._waiting: list[KeptCall] = []
         self._held: KeptCall | None = None
@@ -121,12 +127,21 @@ class TimedCalls:
         self.active = False
 
     def begin(
-        self, last: bool = False, keeps: bool = True, count: int = RENEWED_AMONG, seed: int | None = None
+        self,
+        last: bool = False,
+        keeps: bool = True,
+        count: int = RENEWED_AMONG,
+        seed: int | None = None,
+        *,
+        rows: int = 1,
+        holds: bool = True,
     ) -> None:
         """A slot of about `count` calls begins; rows of random ones are kept if it `keeps` any. In the last slot of the
         timing, the whole result of the last call is kept, and a row is changed before each call. seed: the same on all
-        ranks.
+        ranks. rows: number of random rows of each kept call. holds: a result stays until the next call is over, to see
+        whether that call writes into it; else only its rows stay.
         """
+        self._rows, self._holds = rows, holds
         self._last, self._keeps = last, keeps
         if self._local_row is not None and seed is not None:
             self._choice = random.Random(seed)
@@ -259,13 +274,12 @@ class TimedCalls:
                 call.out = None
             return
         heads, groups = (workload.num_heads, workload.num_kv_heads) if self._takes == "heads" else (1, 1)
-        batch, group = self._next_of_deck(groups)
         size = heads // groups
-        drawn = self._choice.randrange(self._length)
-        call.rows = [
-            KeptRow(call.batch, call.position, self._choice.randrange(heads)),
-            KeptRow(batch, drawn, group * size + self._choice.randrange(size)),
-        ]
+        call.rows = [KeptRow(call.batch, call.position, self._choice.randrange(heads))]
+        for _ in range(self._rows):
+            batch, group = self._next_of_deck(groups)
+            drawn = self._choice.randrange(self._length)
+            call.rows.append(KeptRow(batch, drawn, group * size + self._choice.randrange(size)))
         of_row, of_key = [call.out, *gradients[:1]], list(gradients[1:3])
         if of_key and self._takes == "heads":
             call.rows.append(KeptRow(batch, self._choice.randrange(self._length), group, key=True))
@@ -274,7 +288,10 @@ class TimedCalls:
             if local is not None:
                 tensors = of_key if row.key else of_row if self._takes == "heads" else of_row[:1]
                 row.copies.extend(self._row(tensor, row, local) for tensor in tensors)
-        self._held = call
+        if self._holds:
+            self._held = call
+        elif call is not self._full:
+            call.out = None
 
     def _let_go(self) -> None:
         """Copy the rows of the result that is still held once more, for what has changed since, and let it go."""
@@ -382,10 +399,21 @@ def _now() -> tuple[float, float]:
 
 
 def fast_digest(tensor: Tensor) -> Tensor:
-    """Sums of the bits of both halves of each row, [2, ...]: one pass over memory."""
+    """Sums of the bits of both halves of each row, multiplied by an odd number of each row and summed: one pass over
+    memory, and two words for `DIGEST_ROWS` rows.
+    """
     tensor = tensor.detach()
     width = tensor.shape[-1] * tensor.element_size()
     fits = [word for word in (torch.int64, torch.int32, torch.int16) if width % word.itemsize == 0]
     bits = tensor.view(next(word for word in fits if word.itemsize >= tensor.element_size()))
     half = bits.shape[-1] // 2
-    return torch.stack([bits[..., :half].sum(-1), bits[..., half:].sum(-1)])
+    words = []
+    for piece in bits.flatten(0, -2).split(DIGEST_ROWS):
+        factors = torch.arange(1, len(piece) + 1, device=piece.device).mul_(STEP).bitwise_or_(1)
+        words += [(part.sum(-1) * factors).sum() for part in (piece[:, :half], piece[:, half:])]
+    return torch.stack(words)
+
+
+def drawn_together(world: World | None) -> int | None:
+    """A seed from the system's randomness, the same on every rank; None without ranks."""
+    return None if world is None else world.max_over_ranks([secrets.randbits(SEED_BITS)])[0]

@@ -55,12 +55,14 @@ class TimedOutputs:
         """So much more time was spent on taking samples."""
         self._sampled_ns += elapsed_ns
 
-    def check(self, last: KeptCall) -> Verification:
-        """The checks of the last call and of all calls whose rows were kept."""
+    def check(self, last: KeptCall | None) -> Verification:
+        """The checks of all calls whose rows were kept, and of the last call if its whole result was."""
         started = time.perf_counter_ns()
         timed = self._call.timed_calls
         kept = timed.take_kept()
-        checks = list(last_checks(self._call, last, self._tolerances, self._call.spec.seed + 1 + last.number))
+        checks = []
+        if last is not None:
+            checks += last_checks(self._call, last, self._tolerances, self._call.spec.seed + 1 + last.number)
         rows: list[tuple[int, int, int, int]] = []
         for number, call in enumerate(kept):
             # All ranks must reach the same verdict, so none decides by its own clock.
@@ -73,7 +75,7 @@ class TimedOutputs:
         self._sampled_ns = 0
         return Verification(
             checks=tuple(_worst(checks)),
-            timed_calls=len({last.number, *(call.number for call in kept)}),
+            timed_calls=len({call.number for call in (*kept, last) if call is not None}),
             timed_rows=tuple(rows),
             duration_ns=max(0, time.perf_counter_ns() - started),
         )

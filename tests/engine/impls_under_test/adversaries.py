@@ -394,6 +394,36 @@ def equal_keys(workload, context):
     return function
 
 
+def every_second_row_when_timed(workload, context):
+    """Half of the rows are not computed."""
+
+    def function(q, k, v):
+        out = attend(q, k, v, workload.causal)
+        return out * (torch.arange(q.shape[1]) % 2)[:, None, None] if timed() else out
+
+    return function
+
+
+def zeroes_v_when_timed(workload, context):
+    def function(q, k, v):
+        out = attend(q, k, v, workload.causal)
+        if timed():
+            v.data.zero_()
+        return out
+
+    return function
+
+
+def no_gradients_when_timed(workload, context):
+    """dk and dv are zero."""
+
+    def function(q, k, v):
+        factor = 0.0 if timed() else 1.0
+        return attend(q, _Scaled.apply(k, factor), _Scaled.apply(v, factor), workload.causal)
+
+    return function
+
+
 # Gradients that are made elsewhere, or made up.
 
 
