@@ -32,6 +32,23 @@ def outcome(engine, catalogue):
     return of
 
 
+@pytest.mark.parametrize(
+    "name", ["zeros_at_first_in_a_process", slow("every_second_row_at_first"), slow("no_gradients_at_first")]
+)
+def test_a_first_call_in_a_fresh_process_is_checked(outcome, name):
+    mode = "both" if "gradients" in name else "forward"
+    found = outcome(name, timing="first_call", mode=mode)
+    assert isinstance(found, Failed), found.verification
+    assert found.code == "wrong_output"
+    assert TIMED in found.why
+
+
+def test_a_right_first_call_has_a_time(outcome):
+    found = outcome("honest", timing="first_call", mode="both")
+    assert isinstance(found, Measured), found.why
+    assert found.verification.timed_calls >= 1
+
+
 IN_TWO_ITEMS = {"batch_size": 2}
 
 

@@ -63,6 +63,8 @@ class PreparedCall:
         world: World | None = None,
         ablation: Ablation | None = None,
         shards: dict[int, InputSet] | None = None,
+        *,
+        keeps_first: bool = False,
     ) -> None:
         self.spec = spec
         self.device = device
@@ -77,6 +79,9 @@ class PreparedCall:
         self._sets = 1
         self._dout: Tensor | None = None
         self._out_shape = torch.Size()
+        # With `keeps_first`: the first call, and in modes with a backward pass the first of these.
+        self.first_calls: list[KeptCall] = []
+        self._keeps_first = keeps_first
         self.setup_ns: dict[str, int] = {}
         self.changed_settings: dict[str, str] = {}
         self._optimized_counters: dict[str, int] = {}
@@ -369,10 +374,16 @@ class PreparedCall:
             if (why := not_plain(out)) is not None:
                 raise UnusableFunctionError(f"the first call {why}")
             self._out_shape = out.shape
+            if self._keeps_first:
+                self.first_calls.append(KeptCall(inputs, self.workload.seq_len - 1, out=out))
             del out
             if self.workload.mode != "forward":
                 try:
-                    self.fresh()()
+                    if self._keeps_first:
+                        self.first_calls.append(KeptCall(inputs, self.workload.seq_len - 1))
+                        self._call_of(inputs, self.first_calls[-1])()
+                    else:
+                        self.fresh()()
                 except RuntimeError:
                     self._refuse_without_gradient(inputs)
                     raise

@@ -19,7 +19,7 @@ from torch import Tensor
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.call.timed_calls import KeptCall, KeptRow
 from dilabench.engine.device.device import device_of
-from dilabench.engine.verify.compare import compare
+from dilabench.engine.verify.compare import agreement, compare
 from dilabench.engine.verify.heads import NO_GRADIENT
 from dilabench.engine.verify.last_call import expected_embeddings, last_checks
 from dilabench.engine.verify.oracle.blocks import blocks, only_heads
@@ -37,6 +37,8 @@ from dilabench.workload.visibility import seen_by
 WHOLE_SHARE, LEAST_WHOLE = 0.01, 2
 # The least tolerance of dk and dv of a key, as of any gradient of few terms (tolerance.py).
 KEY_ULPS = 6.0
+# Random rows of a first call that are compared, and the tolerance of all rows against a later call on the same inputs.
+FIRST_CALL_ROWS, REPEATED_ULPS = 8, 16.0
 
 
 class TimedOutputs:
@@ -79,6 +81,24 @@ class TimedOutputs:
             timed_rows=tuple(rows),
             duration_ns=max(0, time.perf_counter_ns() - started),
         )
+
+
+def verify_first_calls(call: PreparedCall) -> Verification:
+    """The checks of the kept first calls of a process: some rows, and every row of out against another call's."""
+    started = time.perf_counter_ns()
+    last = call.first_calls[-1]
+    inputs, seed = last.inputs, call.spec.seed
+    with torch.no_grad():
+        again = call.function(inputs.q, inputs.k, inputs.v)
+    checks = [check for number in range(FIRST_CALL_ROWS) for check in last_checks(call, last, {}, seed + 1 + number)]
+    for first in call.first_calls:
+        if all(check.passed for check in checks) and isinstance(first.out, Tensor):
+            what = "a first call in a fresh process and a later call"
+            tolerance = REPEATED_ULPS * eps(again.dtype)
+            checks.append(agreement(CheckName.TIMED_OUT, again, first.out.detach(), tolerance, what))
+    return Verification(
+        checks=tuple(_worst(checks)), timed_calls=1, duration_ns=max(0, time.perf_counter_ns() - started)
+    )
 
 
 def _worst(checks: Sequence[Check]) -> Iterator[Check]:

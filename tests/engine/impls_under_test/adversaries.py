@@ -404,6 +404,34 @@ def every_second_row_when_timed(workload, context):
     return function
 
 
+def in_a_first_call():
+    """Whether this is the process of the timer `first_call`."""
+    return sys.modules["__main__"].__spec__ is not None and "first_call" in sys.modules["__main__"].__spec__.name
+
+
+def wrong_at_first_in_a_process(spoil):
+    def build(workload, context):
+        count = []
+
+        def function(q, k, v):
+            count.append(1)
+            right = len(count) > (1 if workload.mode == "forward" else 2) or not in_a_first_call()
+            return attend(q, k, v, workload.causal) if right else spoil(q, k, v, workload.causal)
+
+        return function
+
+    return build
+
+
+zeros_at_first_in_a_process = wrong_at_first_in_a_process(lambda q, *_: torch.zeros_like(q))
+every_second_row_at_first = wrong_at_first_in_a_process(
+    lambda q, k, v, causal: attend(q, k, v, causal) * (torch.arange(q.shape[1]) % 2)[:, None, None]
+)
+no_gradients_at_first = wrong_at_first_in_a_process(
+    lambda q, k, v, causal: attend(q, _Scaled.apply(k, 0.0), _Scaled.apply(v, 0.0), causal)
+)
+
+
 def zeroes_v_when_timed(workload, context):
     def function(q, k, v):
         out = attend(q, k, v, workload.causal)
