@@ -184,8 +184,24 @@ def test_a_module_is_projections_around_its_attention(outcome, name, why):
     assert why in found.why
 
 
-def test_a_right_module_has_a_time(outcome):
-    found = outcome("Module", takes="embeddings")
+@pytest.mark.parametrize(
+    ("name", "mode", "check"),
+    [
+        ("GoesStale", "forward", "timed_out"),
+        ("WithoutGradientsWhenTimed", "both", "timed_gradients"),
+        slow("WithoutParameterGradientsWhenTimed", "both", "timed_gradients"),
+        slow("WithoutGradientsInSomeCalls", "both", "timed_gradients"),
+    ],
+)
+def test_a_module_that_is_wrong_once_it_is_timed_gets_no_time(outcome, name, mode, check):
+    found = outcome(name, takes="embeddings", mode=mode, timing="warmup")
+    assert isinstance(found, Failed), found.verification
+    assert f"{TIMED}: {check}" in found.why
+
+
+@pytest.mark.parametrize("mode", ["forward", "both"])
+def test_a_right_module_has_a_time(outcome, mode):
+    found = outcome("Module", takes="embeddings", mode=mode)
     assert isinstance(found, Measured), found.why
     assert found.verification.timed_calls > 1
 

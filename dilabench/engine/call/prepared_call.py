@@ -1,5 +1,6 @@
 """A case made ready to be called: target loaded, function built, inputs on the device, one call done."""
 
+import copy
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -101,6 +102,8 @@ class PreparedCall:
         built: AttentionFn = self._timed("build", lambda: self._built(build))
         self._unoptimized = built
         self.module = built if isinstance(built, torch.nn.Module) else None
+        # A copy of the module as it was at its verification: what it keeps in later calls does not change this one.
+        self.reference: torch.nn.Module | None = None
         self._timed("inputs", lambda: self.inputs(0))
         self._sharded = self._timed("optimize", lambda: self._optimized(built))
         self.function = self.whole if self.takes_whole else self._sharded
@@ -323,6 +326,10 @@ class PreparedCall:
         counted = self.counters()
         kept = (PATTERN_CACHE_BYTES, BUFFER_POOL_HELD_BYTES, CUDA_GRAPH_BYTES)
         return sum(counted.get(weak.key, 0) for weak in kept)
+
+    def copy_module(self) -> None:
+        """Copy the module, if the function is one, as the reference of timed calls."""
+        self.reference = copy.deepcopy(getattr(self.module, "module", self.module))
 
     def forget(self) -> None:
         """Drop what is kept between calls, as when the device is lost or the case is over."""

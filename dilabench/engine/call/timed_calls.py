@@ -64,7 +64,8 @@ class KeptCall:
     number: of the call in its timing, from 0. position, batch: the row of q that was changed just before it. counts:
     of the changes of inputs and dout at the time of the call. threads: that calls of its slot left running. form: why
     the result is not one plain tensor of the right shape. digests: of inputs before and after the call. overwritten:
-    the next call writes into the same result, as replays of a graph do.
+    the next call writes into the same result, as replays of a graph do. sizes: the norm of each gradient of a module,
+    None if there is none.
     """
 
     inputs: InputSet
@@ -80,6 +81,7 @@ class KeptCall:
     rows: list[KeptRow] = field(default_factory=list)
     digests: list[list[Tensor]] = field(default_factory=list)
     digested_at: int = -1
+    sizes: list[Tensor | None] = field(default_factory=list)
     overwritten: bool = False
 
     def keep(self, out: object, gradients: tuple[Tensor | None, ...] = ()) -> object:
@@ -288,6 +290,8 @@ class TimedCalls:
             if local is not None:
                 tensors = of_key if row.key else of_row if self._takes == "heads" else of_row[:1]
                 row.copies.extend(self._row(tensor, row, local) for tensor in tensors)
+        if self._takes == "embeddings":
+            call.sizes = [None if x is None else torch.linalg.vector_norm(x) for x in gradients]
         if self._holds:
             self._held = call
         elif call is not self._full:

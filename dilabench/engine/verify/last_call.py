@@ -178,7 +178,7 @@ def _embeddings_check(call: PreparedCall, kept: KeptCall, tolerances: Mapping[st
 
 def expected_embeddings(call: PreparedCall, oracle: Oracle, tolerances: Mapping[str, float]) -> Expected:
     """The result of the module around the plain computation, on the sampled rows."""
-    module = getattr(call.module, "module", call.module)
+    module = call.reference or getattr(call.module, "module", call.module)
     assert module is not None
     # In its own dtype, once: what verification compared with was exact, so its tolerance covers half of this.
     value, size = plain_embeddings(module, oracle)

@@ -37,6 +37,10 @@ from dilabench.workload.visibility import seen_by
 WHOLE_SHARE, LEAST_WHOLE = 0.01, 2
 # The least tolerance of dk and dv of a key, as of any gradient of few terms (tolerance.py).
 KEY_ULPS = 6.0
+# Allowed errors of a module's gradients against its copy's, in shares of the largest value, which compiled and other
+# kernels round otherwise; the share of the largest gradient below which one may be rounding; and the factor between the
+# norms of two calls, which inputs of a few rows may reach by chance.
+LEAST_GRADIENT_ERROR, GRADIENT_ULPS, LEAST_OF_GRADIENTS, SIZE_FACTOR = 1e-3, 16.0, 0.01, 8.0
 # Random rows of a first call that are compared, and the tolerance of all rows against a later call on the same inputs.
 FIRST_CALL_ROWS, REPEATED_ULPS = 8, 16.0
 
@@ -65,6 +69,8 @@ class TimedOutputs:
         checks = []
         if last is not None:
             checks += last_checks(self._call, last, self._tolerances, self._call.spec.seed + 1 + last.number)
+            if self._call.reference is not None and self._call.world is None and last.gradients:
+                checks.append(_gradients_check(self._call, last, kept))
         rows: list[tuple[int, int, int, int]] = []
         for number, call in enumerate(kept):
             # All ranks must reach the same verdict, so none decides by its own clock.
@@ -81,6 +87,45 @@ class TimedOutputs:
             timed_rows=tuple(rows),
             duration_ns=max(0, time.perf_counter_ns() - started),
         )
+
+
+def _gradients_check(call: PreparedCall, last: KeptCall, kept: Sequence[KeptCall]) -> Check:
+    """A module's gradients of input and parameters in the last call against those of its copy from verification, and
+    their sizes in other kept calls, whose inputs and dout differ by signs and some rows.
+    """
+    assert call.reference is not None
+    x = last.inputs.q.detach().requires_grad_()
+    parameters = [parameter for parameter in call.reference.parameters() if parameter.requires_grad]
+    names = ["dx", *(f"d {name}" for name, part in call.reference.named_parameters() if part.requires_grad)]
+    with torch.enable_grad():
+        out = call.reference(x, x, x)
+    expected = torch.autograd.grad(out, [x, *parameters], call.output_gradient(), allow_unused=True)
+    largest = max((float(x.abs().max()) for x in expected if x is not None and x.numel()), default=0.0)
+    size = max((float(torch.linalg.vector_norm(x)) for x in expected if x is not None), default=0.0)
+    limit = max(LEAST_GRADIENT_ERROR, GRADIENT_ULPS * eps(x.dtype))
+    worst, name = 0.0, CheckName.TIMED_GRADIENTS
+    for at, (title, value) in enumerate(zip(names, expected, strict=True)):
+        if value is None:
+            continue
+        actual = last.gradients[at]
+        if actual is None or actual.shape != value.shape:
+            return Check(name=name, passed=False, detail=f"of the last timed call: {title}: {NO_GRADIENT}")
+        # Gradients of zero, as of a bias of k, are rounding.
+        scale = max(float(value.abs().max()), LEAST_OF_GRADIENTS * largest, torch.finfo(value.dtype).tiny)
+        error = float((actual - value).abs().max()) / scale
+        if not error <= limit:
+            text = f"of the last timed call: {title} is not that of the module as it was verified"
+            return Check(name=name, passed=False, error=error, tolerance=limit, detail=text)
+        worst = max(worst, error)
+        norm = float(torch.linalg.vector_norm(value))
+        if norm < LEAST_OF_GRADIENTS * size:
+            continue
+        for of_call in kept:
+            its = of_call.sizes[at] if at < len(of_call.sizes) else None
+            if of_call.form is None and (its is None or not 1 / SIZE_FACTOR < float(its) / norm < SIZE_FACTOR):
+                text = f"of timed call {of_call.number + 1}: {title} has a norm of {its}, that of the last call {norm}"
+                return Check(name=name, passed=False, detail=text)
+    return Check(name=name, passed=True, error=worst, tolerance=limit)
 
 
 def verify_first_calls(call: PreparedCall) -> Verification:

@@ -708,6 +708,49 @@ class IgnoresItsCore(Module):
         return attend(q, k, v, self.causal, scale=1 / self.heads[1])
 
 
+class GoesStale(Module):
+    """Keeps the weights of its last projection from the 25th call on, scaled."""
+
+    def forward(self, query, key, value):
+        self.count = getattr(self, "count", 0) + 1
+        out = super().forward(query, key, value)
+        return out if self.count <= 25 else out * 0.5
+
+
+class WithoutGradientsWhenTimed(Module):
+    """The gradient of the input is zero."""
+
+    def forward(self, query, key, value):
+        if self.lazy():
+            query, key, value = (_Scaled.apply(x, 0.0) for x in (query, key, value))
+        return super().forward(query, key, value)
+
+    def lazy(self):
+        return timed()
+
+
+class WithoutGradientsInSomeCalls(WithoutGradientsWhenTimed):
+    """In three of four calls."""
+
+    def lazy(self):
+        self.count = getattr(self, "count", 0) + 1
+        return timed() and self.count % 4 > 0
+
+
+class WithoutParameterGradientsWhenTimed(Module):
+    """The gradients of the core's projections' weights are zero."""
+
+    def inner(self, x, q, k, v):
+        if timed():
+            q, k, v = (self._again(x, name) for name in "qkv")
+        return self.attention(q, k, v)
+
+    def _again(self, x, name):
+        linear = getattr(self, f"{name}_proj")
+        projected = torch.nn.functional.linear(x, linear.weight.detach(), linear.bias.detach())
+        return (projected + 0 * (linear.weight.sum() + linear.bias.sum())).unflatten(-1, self.heads)
+
+
 class SwapsKeysAndValues(Module):
     def inner(self, x, q, k, v):
         return self.attention(q, 1.5 * k, v)
