@@ -217,6 +217,23 @@ def test_a_time_of_work_that_was_done_before_is_not_quoted(outcome, name):
     assert exit_code(outcome.record) is ExitCode.WRONG_OUTPUT
 
 
+@pytest.mark.parametrize("length", [64, slow(256)])
+def test_a_memo_of_all_inputs_gains_nothing_in_batches_of_calls(outcome, length):
+    found = outcome("memo_of_all_values", timing="warmup", seq_len=length)
+    assert isinstance(found, Measured), found.why
+    assert {"work_kept", "batched"} <= {note.code for note in found.notes}
+    (row,) = outcome.record.rows
+    assert not is_quotable(row)
+    assert exit_code(outcome.record) is ExitCode.WRONG_OUTPUT
+
+
+def test_each_of_single_samples_has_new_inputs(outcome):
+    """With a given number of samples, each slot has one: all are taken on new inputs, so that no memo gains."""
+    found = outcome("honest", timing="warmup", timing_runs=7)
+    assert isinstance(found, Measured), found.why
+    assert [slot.renewed for slot in found.timings[0].slots] == [(0,)] * 7
+
+
 @pytest.mark.parametrize(
     ("timer", "why"),
     [

@@ -43,6 +43,8 @@ from dilabench.metadata import (
 from dilabench.record import Note
 
 MAX_INPUT_SETS = 32
+# Bytes of the input sets of one sample. A call that reads its inputs reads fewer in the time of a batch.
+BATCHED_BYTES = 2**26
 SLOW_CALL_NS = 100_000_000
 # For calls shorter than this, the best of this many gives the time: single calls of 2 ms have taken 9 ms.
 SHORT_CALL_NS, ESTIMATES = 20_000_000, 4
@@ -252,15 +254,20 @@ class PreparedCall:
         other._sets = self._sets
         return other
 
-    def rotate(self) -> int:
+    def rotate(self, batch: int = 1) -> int:
         """Rotate enough input sets that none is still in the GPU's L2 at its next use; return their number.
 
         Bounded by `MAX_INPUT_SETS` and a quarter of the free memory; then calls may be warm, and `is_cold` says so.
+        batch: calls of a sample, each of which has its own set, so that no call repeats one of its sample. Bounded by
+        `BATCHED_BYTES`.
         """
+        self.timed_calls.batch = batch
         device = device_of(self.device)
         need = 2 * device.l2_bytes
         size = max(1, self.inputs(0).nbytes)
         wanted = min(MAX_INPUT_SETS, -(-need // size)) if need else 1
+        if self.world is None:
+            wanted = max(wanted, min(batch, BATCHED_BYTES // size))
         if (free := device.free_bytes()) is not None:
             wanted = min(wanted, max(1, free // (4 * size)))
         if self.world is not None:

@@ -31,8 +31,10 @@ CHANGE_SHARE = 0.0075
 # Calls of a timing whose rows are kept: each call with the same probability, 8 to 16 of them, or all if there are
 # fewer. A result that is wrong half of the time is found with 99.6 % by 8 and with 99.998 % by 16.
 MOST_KEPT = 16
-# The first of a slot's calls, at random, before which all numbers may change.
+# The first of a slot's samples, at random, before which all numbers may change.
 RENEWED_AMONG = 4
+# The least samples of a slot in which one can have a neighbour before and one after it.
+COMPARED = 3
 SEED_BITS = 60
 # Rows of a digest that are summed together. Odd, so that multiplying by its multiples loses no bit of a word.
 DIGEST_ROWS, STEP = 2**20, 0x1E3779B97F4A7C15
@@ -93,9 +95,11 @@ class KeptCall:
 class TimedCalls:
     """Between `begin` and `end`, `before` is asked before each call that may be timed.
 
-    At a random call of a slot all inputs get other numbers: the signs of their channels are redrawn, so that they stay
-    normally distributed and cost one pass over memory. Before a call one row of q, of k and of v gets fresh random
-    numbers. Both happen as often as they may take time (CHANGE_SHARE), and bypass autograd's version counters. Over
+    At a random sample of a slot all inputs get other numbers: the signs of their channels are redrawn, so that they
+    stay normally distributed and cost one pass over memory. Of a sample of `batch` calls, each on an input set of its
+    own, all sets do. Before a call one row of q, of k and of v gets fresh random numbers. Both happen as often as they
+    may take time (CHANGE_SHARE), and bypass autograd's version counters. In slots of fewer than `COMPARED` samples, in
+    which no sample has neighbours to be compared with, all inputs change before every sample. Over
     ranks both happen before every call, so that a message of an earlier call is wrong in all its numbers; all ranks
     draw the same, and each writes what it holds.
     """
@@ -110,6 +114,8 @@ class TimedCalls:
         self._noise: dict[tuple[torch.device, torch.dtype, torch.Size], tuple[Tensor, Tensor]] = {}
         self._deck: list[tuple[int, int]] = []
         self._calls = self._renew_from = 0
+        # Calls of a sample; and whether the inputs of this sample's calls change.
+        self.batch, self._renewing, self._always = 1, False, False
         self._threads = self._left = 0
         self._touched_at = self._renewed_at = _now()
         self._touch_s = self._renew_s = 0.0
@@ -147,7 +153,8 @@ class TimedCalls:
         self._last, self._keeps = last, keeps
         if self._local_row is not None and seed is not None:
             self._choice = random.Random(seed)
-        self._renew_from = 0 if self._local_row is not None else self._choice.randrange(min(count, RENEWED_AMONG))
+        self._always = self._local_row is not None or (keeps and count < COMPARED)
+        self._renew_from = 0 if self._always else self._choice.randrange(min(count, RENEWED_AMONG))
         self._calls, self._full = 0, None
         self.renewed.clear()
         self._threads, self._left = _thread._count(), 0
@@ -158,13 +165,18 @@ class TimedCalls:
         self._settle()
         batch, position = 0, self._length - 1
         if not fixed:
-            if self._calls >= self._renew_from and self._due(self._renewed_at, self._renew_s):
-                self._renewed_at = started, _ = _now()
+            sample, first = self._calls // self.batch, self._calls % self.batch == 0
+            if first:
+                is_due = self._always or self._due(self._renewed_at, self._renew_s)
+                self._renewing = sample >= self._renew_from and is_due
+            if self._renewing:
+                started, _ = now = _now()
                 self.renew(inputs)
                 self._renew_s = min(self._renew_s or inf, time.perf_counter() - started)
-                self.renewed.append(self._calls)
-                # So that samples on other inputs have neighbours to be compared with; over ranks before every call.
-                self._renew_from = self._calls + (RENEWED_AMONG if self._local_row is None else 1)
+                if first:
+                    self._renewed_at = now
+                    self.renewed.append(self._calls)
+                    self._renew_from = sample + (1 if self._always else RENEWED_AMONG)
                 batch, position = self._touch(inputs)
             elif self._last or self._due(self._touched_at, self._touch_s):
                 batch, position = self._touch(inputs)

@@ -60,8 +60,10 @@ class Call(Protocol):
         """As `fresh`, for a replay of a captured call."""
         ...
 
-    def rotate(self) -> int:
-        """From now on rotate enough input sets to exceed the GPU's L2 cache; return their number."""
+    def rotate(self, batch: int = 1) -> int:
+        """From now on rotate enough input sets to exceed the GPU's L2 cache, and a set for each of the `batch` calls of
+        a sample; return their number.
+        """
         ...
 
     @property

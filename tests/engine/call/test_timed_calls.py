@@ -48,7 +48,8 @@ def test_inputs_change_once_time_has_gone_by_for_this_process_too(
 
     monkeypatch.setattr(calls, "_random_numbers", in_a_second)
     seconds.update(perf_counter=2.0, process_time=2.0)
-    calls.begin(count=1)
+    calls.begin(count=3)
+    calls._renew_from = 0
     calls.before(inputs)
     assert calls.renewed == [0]
     before = [x.clone() for x in inputs.distinct]
