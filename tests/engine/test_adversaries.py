@@ -98,6 +98,7 @@ IN_TWO_ITEMS = {"batch_size": 2}
         slow("zeroes_v_both", {"mode": "both"}, "timed_inputs"),
         slow("equal_keys", {}, "timed_inputs"),
         ("gradients_in_forward", {"mode": "backward"}, TIMED),
+        ("gradients_of_known_signs", {"mode": "backward", "timing": "warmup"}, TIMED),
         slow("made_up_gradients", {"mode": "both"}, TIMED),
         ("lazy_on_the_instance", {}, "extra attributes (detach)"),
         ("lazy_by_a_patch", {}, "intact: after a timed call Tensor.detach was replaced"),

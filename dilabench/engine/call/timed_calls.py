@@ -63,11 +63,11 @@ class KeptRow:
 class KeptCall:
     """One call of the timed sequence, and what it was given and gave.
 
-    number: of the call in its timing, from 0. position, batch: the row of q that was changed just before it. counts:
-    of the changes of inputs and dout at the time of the call. threads: that calls of its slot left running. form: why
-    the result is not one plain tensor of the right shape. digests: of inputs before and after the call. overwritten:
-    the next call writes into the same result, as replays of a graph do. sizes: the norm of each gradient of a module,
-    None if there is none.
+    number: of the call in its timing, from 0. position, batch: the row of q that was changed just before it. count:
+    of the changes of inputs at the time of the call; dout_seed: of the signs of dout then. threads: that calls of its
+    slot left running. form: why the result is not one plain tensor of the right shape. digests: of inputs before and
+    after the call. overwritten: the next call writes into the same result, as replays of a graph do. sizes: the norm of
+    each gradient of a module, None if there is none.
     """
 
     inputs: InputSet
@@ -78,7 +78,8 @@ class KeptCall:
     gradients: tuple[Tensor | None, ...] = ()
     made: bool = False
     threads: int = 0
-    counts: tuple[int, int] | None = None
+    count: int | None = None
+    dout_seed: int | None = None
     form: str | None = None
     rows: list[KeptRow] = field(default_factory=list)
     digests: list[list[Tensor]] = field(default_factory=list)
@@ -129,8 +130,8 @@ class TimedCalls:
         # In this slot: calls before which all numbers changed, and calls that were to be kept but never made.
         self.renewed: list[int] = []
         self.unmade = 0
-        self.dout: Tensor | None = None
-        self.dout_changes = ChangeLog()
+        # Of the signs that dout has now (`dout_signs`), None before its first change.
+        self._dout_seed: int | None = None
         self._logs: set[ChangeLog] = set()
         self.active = False
 
@@ -189,9 +190,8 @@ class TimedCalls:
         number, self._number = self._number, self._number + 1
         kept = KeptCall(inputs, position, batch, number)
         if self._choice.random() < self._share:
-            for changes in (inputs.changes, self.dout_changes):
-                changes.holders.add(self)
-                self._logs.add(changes)
+            inputs.changes.holders.add(self)
+            self._logs.add(inputs.changes)
             self._waiting.append(kept)
             self._digest(kept, again=True)
             if len(self._kept) + len(self._waiting) > MOST_KEPT:
@@ -259,9 +259,25 @@ class TimedCalls:
             inputs.changes.multiplied(index, self._renew(tensor.data))
 
     def renew_gradient(self, dout: Tensor) -> None:
-        """Other signs in the channels of dout."""
-        self.dout = dout
-        self.dout_changes.multiplied(0, self._renew(dout))
+        """Other signs in the rows and channels of dout, from a seed drawn now: no earlier one tells which."""
+        self._take_dout_signs(dout, self._dout_seed)
+        self._dout_seed = self._choice.getrandbits(SEED_BITS)
+        self._take_dout_signs(dout, self._dout_seed)
+
+    def earlier_dout(self, dout: Tensor, call: KeptCall, batch: int, head: int, row: int | None = None) -> Tensor:
+        """A copy [N, D] of one head of dout, [B, N, H, D], as it was in a kept call; row: of this row alone, [1, D]."""
+        rows = slice(None) if row is None else slice(row, row + 1)
+        found = dout.detach()[batch, rows, head].clone()
+        for seed in (self._dout_seed, call.dout_seed):
+            if seed is not None:
+                of_rows, of_channels = dout_signs(dout, seed)
+                found *= of_rows[batch, rows, 0] * of_channels
+        return found
+
+    def _take_dout_signs(self, dout: Tensor, seed: int | None) -> None:
+        if seed is not None:
+            of_rows, of_channels = dout_signs(dout if self._row_dim else dout[None], seed)
+            dout.mul_(of_rows if self._row_dim else of_rows[0]).mul_(of_channels)
 
     def _settle(self) -> None:
         """Right after a call: which threads it left, and copies of rows of the calls to be kept."""
@@ -277,7 +293,7 @@ class TimedCalls:
         """Copy rows of its results, drawn now; the first of the query's changed row."""
         workload = self._workload
         call.threads = self._left
-        call.counts = call.inputs.changes.now, self.dout_changes.now
+        call.count, call.dout_seed = call.inputs.changes.now, self._dout_seed
         self._digest(call)
         call.form = not_plain(call.out) or self._misshapen(call.out, call.inputs.q)
         gradients, call.gradients = call.gradients, ()
@@ -428,6 +444,17 @@ def fast_digest(tensor: Tensor) -> Tensor:
         factors = torch.arange(1, len(piece) + 1, device=piece.device).mul_(STEP).bitwise_or_(1)
         words += [(part.sum(-1) * factors).sum() for part in (piece[:, :half], piece[:, half:])]
     return torch.stack(words)
+
+
+def dout_signs(dout: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Signs of the rows, [B, N, 1, 1], and of the channels, [D], of dout, [B, N, H, D] or [B, N, E].
+
+    A backward pass is linear in dout, so that the gradients for signs of channels alone would follow from few others.
+    """
+    generator = torch.Generator(dout.device).manual_seed(seed)
+    options = {"generator": generator, "device": dout.device, "dtype": torch.int8}
+    rows = torch.randint(0, 2, dout.shape[:2], **options) * 2 - 1
+    return rows.view(*rows.shape, *[1] * (dout.ndim - 2)), torch.randint(0, 2, dout.shape[-1:], **options) * 2 - 1
 
 
 def drawn_together(world: World | None) -> int | None:

@@ -217,14 +217,14 @@ class _Past:
         return known if row is None else known[row : row + 1]
 
     def _earlier(self, index: int, batch: int, head: int, row: int | None) -> Tensor:
-        assert self.kept.counts is not None
+        assert self.kept.count is not None
         row = None if self.across is not None else row
         timed, inputs = self.call.timed_calls, self.kept.inputs
         tensor = self.call.output_gradient() if index == 3 else inputs.distinct[index]
         batched = tensor if self.call.row_dim else tensor[None]
         if index == 3:
-            return timed.dout_changes.earlier(0, batched, self.kept.counts[1], batch, head, row).to(self.device)
-        return inputs.changes.earlier(index, batched, self.kept.counts[0], batch, head, row).to(self.device)
+            return timed.earlier_dout(batched, self.kept, batch, head, row).to(self.device)
+        return inputs.changes.earlier(index, batched, self.kept.count, batch, head, row).to(self.device)
 
     def whole(self, local: Tensor) -> Tensor:
         """The rows of all ranks of this rank's [n, D]."""
@@ -399,13 +399,13 @@ def _of_head(
 
 def _kept_embeddings_check(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, float], of: str) -> Check:
     """Rows of a module's result, from all embeddings of their batch item as they were."""
-    assert kept.counts is not None
+    assert kept.count is not None
     x = kept.inputs.q if call.row_dim else kept.inputs.q[None]
     single = call.workload if not call.row_dim else call.workload.replace(batch_size=1)
     there, checks = device_of(call.device).verifies_on, []
     for batch in dict.fromkeys(row.batch for row in kept.rows):
         of_batch = {row.position: row for row in kept.rows if row.batch == batch}
-        past = kept.inputs.changes.earlier(0, x[:, :, None], kept.counts[0], batch, 0)
+        past = kept.inputs.changes.earlier(0, x[:, :, None], kept.count, batch, 0)
         rows = torch.tensor(sorted(of_batch))
         sample = Sample(torch.zeros(1, dtype=torch.int64), rows, torch.zeros(0, dtype=torch.int64), complete=False)
         oracle = InPlaceOracle(single, ((past[None] if call.row_dim else past).to(there),), None, 0, sample)

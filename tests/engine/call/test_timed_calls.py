@@ -79,11 +79,11 @@ def test_the_numbers_of_a_kept_call_follow_from_the_changes_since(layout: str, l
     assert found[0].number == 0
     assert 8 <= len(found) <= MOST_KEPT
     for kept in found:
-        assert kept.counts is not None
+        assert kept.count is not None
         for index, then in enumerate(given[kept.number]):
             batched = (lambda x: x[None]) if layout == "packed" else (lambda x: x)
             for batch in range(one.batch_size):
-                earlier = inputs.changes.earlier(index, batched(inputs.distinct[index]), kept.counts[0], batch, 1)
+                earlier = inputs.changes.earlier(index, batched(inputs.distinct[index]), kept.count, batch, 1)
                 assert torch.equal(earlier, batched(then)[batch, :, 1])
         for row in kept.rows:
             expected = 2 * (given[kept.number][0] if layout == "padded" else given[kept.number][0][None])
