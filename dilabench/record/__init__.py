@@ -181,6 +181,7 @@ class CheckName(StrEnum):
     SECOND_CALL = "second_call"
     ONES = "ones"
     DEPENDENCY = "dependency"
+    LARGE_SCORES = "large_scores"
     RESULT_KEPT = "result_kept"
     REPEAT = "repeat"
     STREAM = "stream"
