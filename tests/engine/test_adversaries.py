@@ -83,7 +83,7 @@ IN_TWO_ITEMS = {"batch_size": 2}
         slow("cached_by_version", {}, TIMED),
         slow("cached_by_first_values", {}, TIMED),
         # Of few rows the last one would often be the one that is changed.
-        slow("cached_by_last_values", {"seq_len": 512}, TIMED),
+        slow("cached_by_last_values", {"seq_len": 512}, "repeat: "),
         slow("keys_cached_by_address", {}, TIMED),
         ("memo_of_both", {"mode": "both"}, TIMED),
         slow("lazy_when_not_poisoned", {}, TIMED),
@@ -95,6 +95,8 @@ IN_TWO_ITEMS = {"batch_size": 2}
         slow("wrong_in_the_middle", {}, TIMED),
         slow("wrong_every_second_time", {}, TIMED),
         slow("wrong_but_once", {}, TIMED),
+        ("off_by_003_when_timed", {"dtype": "bfloat16", "seq_len": 512}, f"{TIMED}: timed_out_slope"),
+        slow("off_by_003_when_timed", {"dtype": "float16", "mode": "both"}, TIMED),
         ("copies_a_batch_item", IN_TWO_ITEMS, TIMED),
         ("stale_row", {}, TIMED),
         ("not_plain_at_first", {}, "timed_form: of timed call 1: returned a Buffer"),

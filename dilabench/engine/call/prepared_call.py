@@ -80,6 +80,8 @@ class PreparedCall:
         self._traffic: dict[str, int] = {}
         self._next = self._calls = 0
         self._sets = 1
+        # Further calls are on the current input set, so that each shares its addresses with the one before.
+        self.keeps_set = False
         self._dout: Tensor | None = None
         self._out_shape = torch.Size()
         # With `keeps_first`: the first call, and in modes with a backward pass the first of these.
@@ -122,7 +124,8 @@ class PreparedCall:
         parameters. both: the call does both. Ranks wait for each other here, so that their calls start together.
         """
         inputs = self.inputs(self._next)
-        self._next = (self._next + 1) % self._sets
+        if not self.keeps_set:
+            self._next = (self._next + 1) % self._sets
         self._calls += 1
         kept = self.timed_calls.before(inputs) if self.timed_calls.active else None
         return self._call_of(inputs, kept)
@@ -275,6 +278,11 @@ class PreparedCall:
             wanted = -self.world.max_over_ranks([-wanted])[0]
         self._sets = max(self._sets, 1, wanted)
         return self._sets
+
+    @property
+    def rotates(self) -> bool:
+        """Return True if there are several input sets."""
+        return self._sets > 1
 
     @property
     def working_set_bytes(self) -> int:

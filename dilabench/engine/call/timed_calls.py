@@ -155,7 +155,9 @@ class TimedCalls:
         if self._local_row is not None and seed is not None:
             self._choice = random.Random(seed)
         self._always = self._local_row is not None or (keeps and count < COMPARED)
-        self._renew_from = 0 if self._always else self._choice.randrange(min(count, RENEWED_AMONG))
+        # One with neighbours on both sides.
+        drawn = 0 if self._always else self._choice.randrange(max(1, min(count - 2, RENEWED_AMONG)))
+        self._renew_from = drawn if self._always else drawn + (count >= COMPARED)
         self._calls, self._full = 0, None
         self.renewed.clear()
         self._threads, self._left = _thread._count(), 0
@@ -168,7 +170,8 @@ class TimedCalls:
         if not fixed:
             sample, first = self._calls // self.batch, self._calls % self.batch == 0
             if first:
-                is_due = self._always or self._due(self._renewed_at, self._renew_s)
+                # Inputs of calls that take batches are small.
+                is_due = self._always or self.batch > 1 or self._due(self._renewed_at, self._renew_s)
                 self._renewing = sample >= self._renew_from and is_due
             if self._renewing:
                 started, _ = now = _now()
