@@ -167,6 +167,9 @@ TRAFFIC: Mapping[str, str] = {
 }
 
 FEW_SAMPLES = NoteKind("few_samples", "the budget ended before the least number of samples", "count")
+UNCHECKED_SAMPLES = NoteKind(
+    "unchecked_samples", "samples dropped because their process ended before its timed calls were checked", "count"
+)
 THROTTLED = NoteKind("throttled", "heat or power delivery slowed the GPU down; share of slots", "share")
 INTERFERENCE = NoteKind("interference", "measured alone, its time differs from that in interleaved rounds", "share")
 NOT_INTERLEAVED = NoteKind(

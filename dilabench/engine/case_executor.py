@@ -68,6 +68,7 @@ class CaseExecutor:
         if first_time:
             state.setup_ns = prepared.setup_ns
         else:
+            state.drop_unchecked()
             state.session += 1
         return True
 

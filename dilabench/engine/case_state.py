@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from dilabench.engine.call.specs import CaseSpec, TimerSpec
 from dilabench.engine.worker.client import Worker
 from dilabench.engine.worker.warmup import lower_quartile
+from dilabench.metadata import UNCHECKED_SAMPLES
 from dilabench.record import (
     Case,
     Diagnostic,
@@ -28,12 +29,13 @@ WANDERS_BYTES, WANDERS_SHARE = 8 * 2**20, 0.25
 
 @dataclass(slots=True)
 class TimerRun:
-    """The samples of one case by one timer."""
+    """The samples of one case by one timer. `checked`: sessions in which calls of this timing were checked."""
 
     timer: TimerSpec
     slots: list[Slot] = field(default_factory=list)
     warmup_ns: tuple[int, ...] = ()
     notes: tuple[Note, ...] = ()
+    checked: set[int] = field(default_factory=set)
 
     @property
     def samples(self) -> int:
@@ -64,7 +66,8 @@ class CaseState:
     `home` is the worker that has it prepared, `warm` the timers that are warmed up there. When the worker dies with
     another case, this one is prepared again elsewhere and a new session begins. `least`: the samples that it got before
     the other cases of its length, which count if there is no time for more; `exceeded_s`: by how much they exceeded the
-    budget. `timed`: its samples are complete.
+    budget. `timed`: its samples are complete. `dropped`: samples of processes that ended before their timed calls were
+    checked.
     """
 
     planned: PlannedCase
@@ -82,6 +85,7 @@ class CaseState:
     least: dict[str, TimerRun] = field(default_factory=dict)
     exceeded_s: float = 0.0
     timed: bool = False
+    dropped: int = 0
     counters: dict[str, int] = field(default_factory=dict)
     diagnostics: tuple[Diagnostic, ...] = ()
     memory: Memory | None = None
@@ -107,12 +111,23 @@ class CaseState:
         """The record of a timer, empty at first."""
         return self.runs.setdefault(timer.name, TimerRun(timer))
 
+    def drop_unchecked(self) -> None:
+        """Drop the samples of each session in which no timed call was checked."""
+        for run in self.runs.values():
+            before = run.samples
+            run.slots = [slot for slot in run.slots if slot.session in run.checked]
+            self.dropped += before - run.samples
+
     def row(self) -> Row:
-        """The row of the case."""
+        """The row of the case. Of samples, only those of processes whose timed calls were checked."""
+        self.drop_unchecked()
         if self.outcome is not None:
             return Row(planned=self.planned, outcome=self.outcome)
         assert self.verification is not None
         timer_notes = [note for run in self.runs.values() for note in run.notes]
+        if self.dropped:
+            message = f"{self.dropped} samples were dropped: their worker ended before its timed calls were checked"
+            timer_notes.append(UNCHECKED_SAMPLES.note(message, observed=self.dropped))
         measured = Measured(
             verification=self.verification,
             timings=tuple(run.timing() for run in self.runs.values() if run.slots),

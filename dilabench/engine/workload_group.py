@@ -77,6 +77,7 @@ class WorkloadGroupRun:
             Rounds(executor, [state], self._random).take(executor.method.timer, 0.0)
             if state.running:
                 executor.release(state)
+                state.drop_unchecked()
                 state.home, state.least, state.runs = None, state.runs, {}
                 state.exceeded_s = executor.budget.exceeded_s
                 if _samples(state.least):
@@ -253,6 +254,7 @@ class WorkloadGroupRun:
             elif state.verification is not None and state.verification.passed:
                 # The samples that were taken first of all had their last call checked.
                 state.runs, state.least = state.least or state.runs, {}
+                state.drop_unchecked()
                 count = _samples(state.runs)
                 if count >= self._executor.method.min_samples:
                     message = (
@@ -310,13 +312,17 @@ class WorkloadGroupRun:
         """A case without samples has no time; one with few says so, and so does one measured on a throttled GPU."""
         if not state.running:
             return
+        state.drop_unchecked()
         state.timed = True
         if _samples(state.runs) < _samples(state.least):
             self._take_least(state)
         run = state.runs.get(self._executor.method.timer.name)
         if run is None or not run.slots:
             unusable = TIMER_UNUSABLE.among(state.notes)
-            skip = self._executor.budget_skip("before its first sample")
+            when = "before its timed calls were checked" if state.dropped else "before its first sample"
+            skip: Skipped | Failed = self._executor.budget_skip(when)
+            if state.dropped and not self._executor.budget.exhausted:
+                skip = Failed(stage="time", code="no_samples", why="no timed call could be checked")
             state.outcome = Failed(stage="time", code="no_samples", why=unusable[0].message) if unusable else skip
             return
         floor = self._executor.method.min_samples

@@ -41,6 +41,7 @@ class CheckName(StrEnum):
     SECOND_CALL = "second_call"
     ONES = "ones"
     DEPENDENCY = "dependency"
+    LARGE_SCORES = "large_scores"
     RESULT_KEPT = "result_kept"
     REPEAT = "repeat"
     STREAM = "stream"
@@ -54,7 +55,9 @@ class CheckName(StrEnum):
     TIMED_INPUTS = "timed_inputs"
     TIMED_GRADIENTS = "timed_gradients"
     TIMED_OUT = "timed_out"
+    TIMED_OUT_SLOPE = "timed_out_slope"
     TIMED_DQ = "timed_dq"
+    TIMED_DQ_SLOPE = "timed_dq_slope"
     TIMED_DK = "timed_dk"
     TIMED_DV = "timed_dv"
 

@@ -32,6 +32,23 @@ def outcome(engine, catalogue):
     return of
 
 
+@pytest.mark.parametrize(
+    "name", ["zeros_at_first_in_a_process", slow("every_second_row_at_first"), slow("no_gradients_at_first")]
+)
+def test_a_first_call_in_a_fresh_process_is_checked(outcome, name):
+    mode = "both" if "gradients" in name else "forward"
+    found = outcome(name, timing="first_call", mode=mode)
+    assert isinstance(found, Failed), found.verification
+    assert found.code == "wrong_output"
+    assert TIMED in found.why
+
+
+def test_a_right_first_call_has_a_time(outcome):
+    found = outcome("honest", timing="first_call", mode="both")
+    assert isinstance(found, Measured), found.why
+    assert found.verification.timed_calls >= 1
+
+
 IN_TWO_ITEMS = {"batch_size": 2}
 
 
@@ -55,13 +72,18 @@ IN_TWO_ITEMS = {"batch_size": 2}
         ("WrongWithLse", {}, "out_with_lse: "),
         slow("LseIsNone", {}, "lse: with_lse returned (Tensor, NoneType)"),
         ("default_dtype_in_calls", {}, "settings: a call changed settings of all of torch: default dtype"),
+        ("exp_without_maximum", {}, "large_scores: "),
+        ("scores_clamped", {}, "large_scores: "),
+        ("maximum_over_all_rows", {}, "large_scores: "),
+        slow("exp_without_maximum", {"dtype": "bfloat16"}, "large_scores: "),
+        slow("scores_clamped", {"mode": "both"}, "large_scores: "),
         ("wrong_after_10", {}, TIMED),
         slow("wrong_after_40", {"seq_len": 33}, TIMED),
         ("cached_by_address", {}, TIMED),
         slow("cached_by_version", {}, TIMED),
         slow("cached_by_first_values", {}, TIMED),
         # Of few rows the last one would often be the one that is changed.
-        slow("cached_by_last_values", {"seq_len": 512}, TIMED),
+        slow("cached_by_last_values", {"seq_len": 512}, "repeat: "),
         slow("keys_cached_by_address", {}, TIMED),
         ("memo_of_both", {"mode": "both"}, TIMED),
         slow("lazy_when_not_poisoned", {}, TIMED),
@@ -73,6 +95,8 @@ IN_TWO_ITEMS = {"batch_size": 2}
         slow("wrong_in_the_middle", {}, TIMED),
         slow("wrong_every_second_time", {}, TIMED),
         slow("wrong_but_once", {}, TIMED),
+        ("off_by_003_when_timed", {"dtype": "bfloat16", "seq_len": 512}, f"{TIMED}: timed_out_slope"),
+        slow("off_by_003_when_timed", {"dtype": "float16", "mode": "both"}, TIMED),
         ("copies_a_batch_item", IN_TWO_ITEMS, TIMED),
         ("stale_row", {}, TIMED),
         ("not_plain_at_first", {}, "timed_form: of timed call 1: returned a Buffer"),
@@ -81,6 +105,7 @@ IN_TWO_ITEMS = {"batch_size": 2}
         slow("zeroes_v_both", {"mode": "both"}, "timed_inputs"),
         slow("equal_keys", {}, "timed_inputs"),
         ("gradients_in_forward", {"mode": "backward"}, TIMED),
+        ("gradients_of_known_signs", {"mode": "backward", "timing": "warmup"}, TIMED),
         slow("made_up_gradients", {"mode": "both"}, TIMED),
         ("lazy_on_the_instance", {}, "extra attributes (detach)"),
         ("lazy_by_a_patch", {}, "intact: after a timed call Tensor.detach was replaced"),
@@ -167,8 +192,24 @@ def test_a_module_is_projections_around_its_attention(outcome, name, why):
     assert why in found.why
 
 
-def test_a_right_module_has_a_time(outcome):
-    found = outcome("Module", takes="embeddings")
+@pytest.mark.parametrize(
+    ("name", "mode", "check"),
+    [
+        ("GoesStale", "forward", "timed_out"),
+        ("WithoutGradientsWhenTimed", "both", "timed_gradients"),
+        slow("WithoutParameterGradientsWhenTimed", "both", "timed_gradients"),
+        slow("WithoutGradientsInSomeCalls", "both", "timed_gradients"),
+    ],
+)
+def test_a_module_that_is_wrong_once_it_is_timed_gets_no_time(outcome, name, mode, check):
+    found = outcome(name, takes="embeddings", mode=mode, timing="warmup")
+    assert isinstance(found, Failed), found.verification
+    assert f"{TIMED}: {check}" in found.why
+
+
+@pytest.mark.parametrize("mode", ["forward", "both"])
+def test_a_right_module_has_a_time(outcome, mode):
+    found = outcome("Module", takes="embeddings", mode=mode)
     assert isinstance(found, Measured), found.why
     assert found.verification.timed_calls > 1
 
@@ -182,6 +223,23 @@ def test_a_time_of_work_that_was_done_before_is_not_quoted(outcome, name):
     (row,) = outcome.record.rows
     assert not is_quotable(row)
     assert exit_code(outcome.record) is ExitCode.WRONG_OUTPUT
+
+
+@pytest.mark.parametrize("length", [64, slow(256)])
+def test_a_memo_of_all_inputs_gains_nothing_in_batches_of_calls(outcome, length):
+    found = outcome("memo_of_all_values", timing="warmup", seq_len=length)
+    assert isinstance(found, Measured), found.why
+    assert {"work_kept", "batched"} <= {note.code for note in found.notes}
+    (row,) = outcome.record.rows
+    assert not is_quotable(row)
+    assert exit_code(outcome.record) is ExitCode.WRONG_OUTPUT
+
+
+def test_each_of_single_samples_has_new_inputs(outcome):
+    """With a given number of samples, each slot has one: all are taken on new inputs, so that no memo gains."""
+    found = outcome("honest", timing="warmup", timing_runs=7)
+    assert isinstance(found, Measured), found.why
+    assert [slot.renewed for slot in found.timings[0].slots] == [(0,)] * 7
 
 
 @pytest.mark.parametrize(

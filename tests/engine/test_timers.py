@@ -24,6 +24,9 @@ class FakeCall:
         self.device = torch.device("cpu")
         self.workload = SimpleNamespace(mode=mode)
 
+    def rotate(self, batch=1):
+        return batch
+
     def fresh(self):
         self.set_ups += 1
         # Set-up takes long, and must not show.

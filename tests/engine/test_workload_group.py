@@ -86,11 +86,15 @@ class FakeWorker:
         if kind == "prepare":
             self.lab.now += self.lab.build_s.get(name, 0.0)
         if isinstance(answer, WorkerFailure):
+            self.lab.now += timeout_s * (answer.code == "timeout")
             self.alive = self.alive and not answer.died
             raise answer
         if isinstance(answer, KeyboardInterrupt):
             raise answer
         if isinstance(answer, Sampled):
+            if kind == "last_slot" and answer.verification is None:
+                checked = self.usual(kind, command).verification
+                answer = answer.model_copy(update={"verification": checked})
             self.lab.now += sum(answer.slot.samples_ns) * 1e-9
         return answer or self.usual(kind, command)
 
@@ -282,8 +286,23 @@ def test_a_crash_ends_its_case_and_the_others_go_on_in_a_new_session(measure):
         stage="time", code="crash", why="killed by SIGSEGV", verification=found["b"].verification
     )
     for name in ("a", "c"):
-        assert {slot.session for slot in found[name].timings[0].slots} == {0, 1}
+        # Calls of the dead process were never checked.
+        assert {slot.session for slot in found[name].timings[0].slots} == {1}
+        assert found[name].verification.timed_calls == 1
+        assert "unchecked_samples" in {note.code for note in found[name].notes}
     assert lab.started["builtin"] == 2
+
+
+def test_samples_do_not_count_if_the_worker_was_lost_and_the_budget_ended_before_a_timed_call_was_checked(measure):
+    """One case hangs when it is timed, which ends the worker that both share."""
+    hang = WorkerFailure("timeout", "no answer", died=True)
+    for rounds in range(1, 4):
+        fine = [Sampled(slot=Slot(samples_ns=(1_000_000,) * 10)) for _ in range(rounds)]
+        lab = Lab({("hangs", "slot"): [*fine, hang]})
+        found = measure(["a", "hangs"], lab, budget_s=0.5, recheck=False)
+        assert isinstance(found["a"], Skipped)
+        assert found["a"].code == "budget"
+        assert "before its timed calls were checked" in found["a"].why
 
 
 def test_an_idle_workers_death_is_nobodys_fault(measure, monkeypatch):

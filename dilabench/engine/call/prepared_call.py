@@ -1,5 +1,6 @@
 """A case made ready to be called: target loaded, function built, inputs on the device, one call done."""
 
+import copy
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -42,6 +43,8 @@ from dilabench.metadata import (
 from dilabench.record import Note
 
 MAX_INPUT_SETS = 32
+# Bytes of the input sets of one sample. A call that reads its inputs reads fewer in the time of a batch.
+BATCHED_BYTES = 2**26
 SLOW_CALL_NS = 100_000_000
 # For calls shorter than this, the best of this many gives the time: single calls of 2 ms have taken 9 ms.
 SHORT_CALL_NS, ESTIMATES = 20_000_000, 4
@@ -63,6 +66,8 @@ class PreparedCall:
         world: World | None = None,
         ablation: Ablation | None = None,
         shards: dict[int, InputSet] | None = None,
+        *,
+        keeps_first: bool = False,
     ) -> None:
         self.spec = spec
         self.device = device
@@ -75,8 +80,13 @@ class PreparedCall:
         self._traffic: dict[str, int] = {}
         self._next = self._calls = 0
         self._sets = 1
+        # Further calls are on the current input set, so that each shares its addresses with the one before.
+        self.keeps_set = False
         self._dout: Tensor | None = None
         self._out_shape = torch.Size()
+        # With `keeps_first`: the first call, and in modes with a backward pass the first of these.
+        self.first_calls: list[KeptCall] = []
+        self._keeps_first = keeps_first
         self.setup_ns: dict[str, int] = {}
         self.changed_settings: dict[str, str] = {}
         self._optimized_counters: dict[str, int] = {}
@@ -96,6 +106,8 @@ class PreparedCall:
         built: AttentionFn = self._timed("build", lambda: self._built(build))
         self._unoptimized = built
         self.module = built if isinstance(built, torch.nn.Module) else None
+        # A copy of the module as it was at its verification: what it keeps in later calls does not change this one.
+        self.reference: torch.nn.Module | None = None
         self._timed("inputs", lambda: self.inputs(0))
         self._sharded = self._timed("optimize", lambda: self._optimized(built))
         self.function = self.whole if self.takes_whole else self._sharded
@@ -112,7 +124,8 @@ class PreparedCall:
         parameters. both: the call does both. Ranks wait for each other here, so that their calls start together.
         """
         inputs = self.inputs(self._next)
-        self._next = (self._next + 1) % self._sets
+        if not self.keeps_set:
+            self._next = (self._next + 1) % self._sets
         self._calls += 1
         kept = self.timed_calls.before(inputs) if self.timed_calls.active else None
         return self._call_of(inputs, kept)
@@ -244,15 +257,20 @@ class PreparedCall:
         other._sets = self._sets
         return other
 
-    def rotate(self) -> int:
+    def rotate(self, batch: int = 1) -> int:
         """Rotate enough input sets that none is still in the GPU's L2 at its next use; return their number.
 
         Bounded by `MAX_INPUT_SETS` and a quarter of the free memory; then calls may be warm, and `is_cold` says so.
+        batch: calls of a sample, each of which has its own set, so that no call repeats one of its sample. Bounded by
+        `BATCHED_BYTES`.
         """
+        self.timed_calls.batch = batch
         device = device_of(self.device)
         need = 2 * device.l2_bytes
         size = max(1, self.inputs(0).nbytes)
         wanted = min(MAX_INPUT_SETS, -(-need // size)) if need else 1
+        if self.world is None:
+            wanted = max(wanted, min(batch, BATCHED_BYTES // size))
         if (free := device.free_bytes()) is not None:
             wanted = min(wanted, max(1, free // (4 * size)))
         if self.world is not None:
@@ -260,6 +278,11 @@ class PreparedCall:
             wanted = -self.world.max_over_ranks([-wanted])[0]
         self._sets = max(self._sets, 1, wanted)
         return self._sets
+
+    @property
+    def rotates(self) -> bool:
+        """Return True if there are several input sets."""
+        return self._sets > 1
 
     @property
     def working_set_bytes(self) -> int:
@@ -319,6 +342,10 @@ class PreparedCall:
         kept = (PATTERN_CACHE_BYTES, BUFFER_POOL_HELD_BYTES, CUDA_GRAPH_BYTES)
         return sum(counted.get(weak.key, 0) for weak in kept)
 
+    def copy_module(self) -> None:
+        """Copy the module, if the function is one, as the reference of timed calls."""
+        self.reference = copy.deepcopy(getattr(self.module, "module", self.module))
+
     def forget(self) -> None:
         """Drop what is kept between calls, as when the device is lost or the case is over."""
         self.timed_calls.release()
@@ -369,10 +396,16 @@ class PreparedCall:
             if (why := not_plain(out)) is not None:
                 raise UnusableFunctionError(f"the first call {why}")
             self._out_shape = out.shape
+            if self._keeps_first:
+                self.first_calls.append(KeptCall(inputs, self.workload.seq_len - 1, out=out))
             del out
             if self.workload.mode != "forward":
                 try:
-                    self.fresh()()
+                    if self._keeps_first:
+                        self.first_calls.append(KeptCall(inputs, self.workload.seq_len - 1))
+                        self._call_of(inputs, self.first_calls[-1])()
+                    else:
+                        self.fresh()()
                 except RuntimeError:
                     self._refuse_without_gradient(inputs)
                     raise

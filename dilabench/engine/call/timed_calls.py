@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import random
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from math import inf
 import torch
 from torch import Tensor
 
+from dilabench.distributed.world import World
 from dilabench.engine.call.inputs import SAME_VALUES, ChangeLog, InputSet
 from dilabench.engine.call.returned import not_plain
 from dilabench.workload.spec import Workload
@@ -29,8 +31,13 @@ CHANGE_SHARE = 0.0075
 # Calls of a timing whose rows are kept: each call with the same probability, 8 to 16 of them, or all if there are
 # fewer. A result that is wrong half of the time is found with 99.6 % by 8 and with 99.998 % by 16.
 MOST_KEPT = 16
-# The first of a slot's calls, at random, before which all numbers may change.
+# The first of a slot's samples, at random, before which all numbers may change.
 RENEWED_AMONG = 4
+# The least samples of a slot in which one can have a neighbour before and one after it.
+COMPARED = 3
+SEED_BITS = 60
+# Rows of a digest that are summed together. Odd, so that multiplying by its multiples loses no bit of a word.
+DIGEST_ROWS, STEP = 2**20, 0x1E3779B97F4A7C15
 
 # The local row of a position of the whole sequence; None for other ranks' positions.
 LocalRow = Callable[[int], int | None]
@@ -56,10 +63,11 @@ class KeptRow:
 class KeptCall:
     """One call of the timed sequence, and what it was given and gave.
 
-    number: of the call in its timing, from 0. position, batch: the row of q that was changed just before it. counts:
-    of the changes of inputs and dout at the time of the call. threads: that calls of its slot left running. form: why
-    the result is not one plain tensor of the right shape. digests: of inputs before and after the call. overwritten:
-    the next call writes into the same result, as replays of a graph do.
+    number: of the call in its timing, from 0. position, batch: the row of q that was changed just before it. count:
+    of the changes of inputs at the time of the call; dout_seed: of the signs of dout then. threads: that calls of its
+    slot left running. form: why the result is not one plain tensor of the right shape. digests: of inputs before and
+    after the call. overwritten: the next call writes into the same result, as replays of a graph do. sizes: the norm of
+    each gradient of a module, None if there is none.
     """
 
     inputs: InputSet
@@ -70,11 +78,13 @@ class KeptCall:
     gradients: tuple[Tensor | None, ...] = ()
     made: bool = False
     threads: int = 0
-    counts: tuple[int, int] | None = None
+    count: int | None = None
+    dout_seed: int | None = None
     form: str | None = None
     rows: list[KeptRow] = field(default_factory=list)
     digests: list[list[Tensor]] = field(default_factory=list)
     digested_at: int = -1
+    sizes: list[Tensor | None] = field(default_factory=list)
     overwritten: bool = False
 
     def keep(self, out: object, gradients: tuple[Tensor | None, ...] = ()) -> object:
@@ -86,9 +96,11 @@ class KeptCall:
 class TimedCalls:
     """Between `begin` and `end`, `before` is asked before each call that may be timed.
 
-    At a random call of a slot all inputs get other numbers: the signs of their channels are redrawn, so that they stay
-    normally distributed and cost one pass over memory. Before a call one row of q, of k and of v gets fresh random
-    numbers. Both happen as often as they may take time (CHANGE_SHARE), and bypass autograd's version counters. Over
+    At a random sample of a slot all inputs get other numbers: the signs of their channels are redrawn, so that they
+    stay normally distributed and cost one pass over memory. Of a sample of `batch` calls, each on an input set of its
+    own, all sets do. Before a call one row of q, of k and of v gets fresh random numbers. Both happen as often as they
+    may take time (CHANGE_SHARE), and bypass autograd's version counters. In slots of fewer than `COMPARED` samples, in
+    which no sample has neighbours to be compared with, all inputs change before every sample. Over
     ranks both happen before every call, so that a message of an earlier call is wrong in all its numbers; all ranks
     draw the same, and each writes what it holds.
     """
@@ -103,10 +115,13 @@ class TimedCalls:
         self._noise: dict[tuple[torch.device, torch.dtype, torch.Size], tuple[Tensor, Tensor]] = {}
         self._deck: list[tuple[int, int]] = []
         self._calls = self._renew_from = 0
+        # Calls of a sample; and whether the inputs of this sample's calls change.
+        self.batch, self._renewing, self._always = 1, False, False
         self._threads = self._left = 0
         self._touched_at = self._renewed_at = _now()
         self._touch_s = self._renew_s = 0.0
         self._last, self._keeps = False, True
+        self._rows, self._holds = 1, True
         self._full: KeptCall | None = None
         self._waiting: list[KeptCall] = []
         self._held: KeptCall | None = None
@@ -115,22 +130,34 @@ class TimedCalls:
         # In this slot: calls before which all numbers changed, and calls that were to be kept but never made.
         self.renewed: list[int] = []
         self.unmade = 0
-        self.dout: Tensor | None = None
-        self.dout_changes = ChangeLog()
+        # Of the signs that dout has now (`dout_signs`), None before its first change.
+        self._dout_seed: int | None = None
         self._logs: set[ChangeLog] = set()
         self.active = False
 
     def begin(
-        self, last: bool = False, keeps: bool = True, count: int = RENEWED_AMONG, seed: int | None = None
+        self,
+        last: bool = False,
+        keeps: bool = True,
+        count: int = RENEWED_AMONG,
+        seed: int | None = None,
+        *,
+        rows: int = 1,
+        holds: bool = True,
     ) -> None:
         """A slot of about `count` calls begins; rows of random ones are kept if it `keeps` any. In the last slot of the
         timing, the whole result of the last call is kept, and a row is changed before each call. seed: the same on all
-        ranks.
+        ranks. rows: number of random rows of each kept call. holds: a result stays until the next call is over, to see
+        whether that call writes into it; else only its rows stay.
         """
+        self._rows, self._holds = rows, holds
         self._last, self._keeps = last, keeps
         if self._local_row is not None and seed is not None:
             self._choice = random.Random(seed)
-        self._renew_from = 0 if self._local_row is not None else self._choice.randrange(min(count, RENEWED_AMONG))
+        self._always = self._local_row is not None or (keeps and count < COMPARED)
+        # One with neighbours on both sides.
+        drawn = 0 if self._always else self._choice.randrange(max(1, min(count - 2, RENEWED_AMONG)))
+        self._renew_from = drawn if self._always else drawn + (count >= COMPARED)
         self._calls, self._full = 0, None
         self.renewed.clear()
         self._threads, self._left = _thread._count(), 0
@@ -141,13 +168,19 @@ class TimedCalls:
         self._settle()
         batch, position = 0, self._length - 1
         if not fixed:
-            if self._calls >= self._renew_from and self._due(self._renewed_at, self._renew_s):
-                self._renewed_at = started, _ = _now()
+            sample, first = self._calls // self.batch, self._calls % self.batch == 0
+            if first:
+                # Inputs of calls that take batches are small.
+                is_due = self._always or self.batch > 1 or self._due(self._renewed_at, self._renew_s)
+                self._renewing = sample >= self._renew_from and is_due
+            if self._renewing:
+                started, _ = now = _now()
                 self.renew(inputs)
                 self._renew_s = min(self._renew_s or inf, time.perf_counter() - started)
-                self.renewed.append(self._calls)
-                # So that samples on other inputs have neighbours to be compared with; over ranks before every call.
-                self._renew_from = self._calls + (RENEWED_AMONG if self._local_row is None else 1)
+                if first:
+                    self._renewed_at = now
+                    self.renewed.append(self._calls)
+                    self._renew_from = sample + (1 if self._always else RENEWED_AMONG)
                 batch, position = self._touch(inputs)
             elif self._last or self._due(self._touched_at, self._touch_s):
                 batch, position = self._touch(inputs)
@@ -160,9 +193,8 @@ class TimedCalls:
         number, self._number = self._number, self._number + 1
         kept = KeptCall(inputs, position, batch, number)
         if self._choice.random() < self._share:
-            for changes in (inputs.changes, self.dout_changes):
-                changes.holders.add(self)
-                self._logs.add(changes)
+            inputs.changes.holders.add(self)
+            self._logs.add(inputs.changes)
             self._waiting.append(kept)
             self._digest(kept, again=True)
             if len(self._kept) + len(self._waiting) > MOST_KEPT:
@@ -230,9 +262,25 @@ class TimedCalls:
             inputs.changes.multiplied(index, self._renew(tensor.data))
 
     def renew_gradient(self, dout: Tensor) -> None:
-        """Other signs in the channels of dout."""
-        self.dout = dout
-        self.dout_changes.multiplied(0, self._renew(dout))
+        """Other signs in the rows and channels of dout, from a seed drawn now: no earlier one tells which."""
+        self._take_dout_signs(dout, self._dout_seed)
+        self._dout_seed = self._choice.getrandbits(SEED_BITS)
+        self._take_dout_signs(dout, self._dout_seed)
+
+    def earlier_dout(self, dout: Tensor, call: KeptCall, batch: int, head: int, row: int | None = None) -> Tensor:
+        """A copy [N, D] of one head of dout, [B, N, H, D], as it was in a kept call; row: of this row alone, [1, D]."""
+        rows = slice(None) if row is None else slice(row, row + 1)
+        found = dout.detach()[batch, rows, head].clone()
+        for seed in (self._dout_seed, call.dout_seed):
+            if seed is not None:
+                of_rows, of_channels = dout_signs(dout, seed)
+                found *= of_rows[batch, rows, 0] * of_channels
+        return found
+
+    def _take_dout_signs(self, dout: Tensor, seed: int | None) -> None:
+        if seed is not None:
+            of_rows, of_channels = dout_signs(dout if self._row_dim else dout[None], seed)
+            dout.mul_(of_rows if self._row_dim else of_rows[0]).mul_(of_channels)
 
     def _settle(self) -> None:
         """Right after a call: which threads it left, and copies of rows of the calls to be kept."""
@@ -248,7 +296,7 @@ class TimedCalls:
         """Copy rows of its results, drawn now; the first of the query's changed row."""
         workload = self._workload
         call.threads = self._left
-        call.counts = call.inputs.changes.now, self.dout_changes.now
+        call.count, call.dout_seed = call.inputs.changes.now, self._dout_seed
         self._digest(call)
         call.form = not_plain(call.out) or self._misshapen(call.out, call.inputs.q)
         gradients, call.gradients = call.gradients, ()
@@ -259,13 +307,12 @@ class TimedCalls:
                 call.out = None
             return
         heads, groups = (workload.num_heads, workload.num_kv_heads) if self._takes == "heads" else (1, 1)
-        batch, group = self._next_of_deck(groups)
         size = heads // groups
-        drawn = self._choice.randrange(self._length)
-        call.rows = [
-            KeptRow(call.batch, call.position, self._choice.randrange(heads)),
-            KeptRow(batch, drawn, group * size + self._choice.randrange(size)),
-        ]
+        call.rows = [KeptRow(call.batch, call.position, self._choice.randrange(heads))]
+        for _ in range(self._rows):
+            batch, group = self._next_of_deck(groups)
+            drawn = self._choice.randrange(self._length)
+            call.rows.append(KeptRow(batch, drawn, group * size + self._choice.randrange(size)))
         of_row, of_key = [call.out, *gradients[:1]], list(gradients[1:3])
         if of_key and self._takes == "heads":
             call.rows.append(KeptRow(batch, self._choice.randrange(self._length), group, key=True))
@@ -274,7 +321,12 @@ class TimedCalls:
             if local is not None:
                 tensors = of_key if row.key else of_row if self._takes == "heads" else of_row[:1]
                 row.copies.extend(self._row(tensor, row, local) for tensor in tensors)
-        self._held = call
+        if self._takes == "embeddings":
+            call.sizes = [None if x is None else torch.linalg.vector_norm(x) for x in gradients]
+        if self._holds:
+            self._held = call
+        elif call is not self._full:
+            call.out = None
 
     def _let_go(self) -> None:
         """Copy the rows of the result that is still held once more, for what has changed since, and let it go."""
@@ -382,10 +434,32 @@ def _now() -> tuple[float, float]:
 
 
 def fast_digest(tensor: Tensor) -> Tensor:
-    """Sums of the bits of both halves of each row, [2, ...]: one pass over memory."""
+    """Sums of the bits of both halves of each row, multiplied by an odd number of each row and summed: one pass over
+    memory, and two words for `DIGEST_ROWS` rows.
+    """
     tensor = tensor.detach()
     width = tensor.shape[-1] * tensor.element_size()
     fits = [word for word in (torch.int64, torch.int32, torch.int16) if width % word.itemsize == 0]
     bits = tensor.view(next(word for word in fits if word.itemsize >= tensor.element_size()))
     half = bits.shape[-1] // 2
-    return torch.stack([bits[..., :half].sum(-1), bits[..., half:].sum(-1)])
+    words = []
+    for piece in bits.flatten(0, -2).split(DIGEST_ROWS):
+        factors = torch.arange(1, len(piece) + 1, device=piece.device).mul_(STEP).bitwise_or_(1)
+        words += [(part.sum(-1) * factors).sum() for part in (piece[:, :half], piece[:, half:])]
+    return torch.stack(words)
+
+
+def dout_signs(dout: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Signs of the rows, [B, N, 1, 1], and of the channels, [D], of dout, [B, N, H, D] or [B, N, E].
+
+    A backward pass is linear in dout, so that the gradients for signs of channels alone would follow from few others.
+    """
+    generator = torch.Generator(dout.device).manual_seed(seed)
+    options = {"generator": generator, "device": dout.device, "dtype": torch.int8}
+    rows = torch.randint(0, 2, dout.shape[:2], **options) * 2 - 1
+    return rows.view(*rows.shape, *[1] * (dout.ndim - 2)), torch.randint(0, 2, dout.shape[-1:], **options) * 2 - 1
+
+
+def drawn_together(world: World | None) -> int | None:
+    """A seed from the system's randomness, the same on every rank; None without ranks."""
+    return None if world is None else world.max_over_ranks([secrets.randbits(SEED_BITS)])[0]

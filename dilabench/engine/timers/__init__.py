@@ -15,7 +15,7 @@ from dilabench.engine.call.specs import CaseSpec
 from dilabench.engine.call.timed_calls import KeptCall
 from dilabench.errors import PluginError
 from dilabench.plugins.boundary import shown
-from dilabench.record import Note
+from dilabench.record import Note, Verification
 from dilabench.workload.spec import Workload
 
 
@@ -60,8 +60,10 @@ class Call(Protocol):
         """As `fresh`, for a replay of a captured call."""
         ...
 
-    def rotate(self) -> int:
-        """From now on rotate enough input sets to exceed the GPU's L2 cache; return their number."""
+    def rotate(self, batch: int = 1) -> int:
+        """From now on rotate enough input sets to exceed the GPU's L2 cache, and a set for each of the `batch` calls of
+        a sample; return their number.
+        """
         ...
 
     @property
@@ -77,10 +79,14 @@ class Call(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Times of consecutive calls, and for GPU timers how long the host took to enqueue each of them."""
+    """Times of consecutive calls, and for GPU timers how long the host took to enqueue each of them.
+
+    verification: the checks of calls that were made in other processes.
+    """
 
     samples_ns: tuple[int, ...]
     enqueue_ns: tuple[int, ...] = ()
+    verification: Verification | None = None
 
 
 class TimerUnusableError(Exception):
@@ -124,6 +130,8 @@ class HeldTimer:
                 f"timer {self._target} took {shown(times)}, enqueued in {shown(enqueued)}; "
                 f"{count} whole numbers of at least 1 ns were requested"
             )
+        if not isinstance(samples.verification, Verification | None):
+            raise PluginError(f"timer {self._target} gave the verification {shown(samples.verification)}")
         return samples
 
     def notes(self) -> tuple[Note, ...]:

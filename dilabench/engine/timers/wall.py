@@ -27,8 +27,7 @@ class Wall:
         self._batch = 1 if call.workload.mode == "backward" else max(1, min(MAX_BATCH, wanted))
         self._backwards = 0
         self._device = device_of(call.device)
-        if self._device.l2_bytes:
-            call.rotate()
+        self._sets = call.rotate(self._batch) if self._device.l2_bytes or self._batch > 1 else 1
 
     def take(self, count: int) -> Samples:
         """Elapsed host time per call, device work included. Raises ClockError when the clock will not advance."""
@@ -40,7 +39,8 @@ class Wall:
         if self._batch > 1:
             notes.append(
                 BATCHED.note(
-                    f"a sample is the mean of {self._batch} calls, because one is near the clock's resolution",
+                    f"a sample is the mean of {self._batch} calls, because one is near the clock's resolution"
+                    + (f"; they share {self._sets} input sets" if self._sets < self._batch else ""),
                     observed=self._batch,
                 )
             )

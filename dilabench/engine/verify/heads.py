@@ -15,7 +15,7 @@ from dilabench.engine.verify.compare import Axes, agreement, compare, compare_bo
 from dilabench.engine.verify.confirmed import Confirmed
 from dilabench.engine.verify.oracle.oracle import Oracle
 from dilabench.engine.verify.oracle.tolerance import Expected
-from dilabench.engine.verify.probes import FROM_EVERY_ROW, gradients_from_every_row, probe_checks
+from dilabench.engine.verify.probes import FROM_EVERY_ROW, gradients_from_every_row, large_scores_check, probe_checks
 from dilabench.record import Check, CheckName
 
 NO_GRADIENT = "out carries no gradient for it, but the workload's mode needs one"
@@ -50,6 +50,7 @@ def heads_checks(
     second = [oracle.second_inputs(index) for index in range(oracle.planes.calls)]
     assert len(oracle.second_expected) == len(second)
     assert oracle.ones_error >= 0
+    large = oracle.large_expected
     every_row = confirmed.results(oracle) if confirmed is not None and not oracle.sample.complete else None
 
     call = Call(function)
@@ -80,6 +81,7 @@ def heads_checks(
         again = gradients_from_every_row(oracle, call(second[-1], oracle.full_dout))
         seen.misreads_dout = not all(check.passed for check in repeated) and all(check.passed for check in again)
     del results, second, dout
+    yield large_scores_check(oracle, call(oracle.large_inputs()), large)
     yield buffer_reuse_check(call, oracle.inputs, first.out, kept)
     yield from repeat_checks(call, oracle, first, deterministic, expected_out.tolerance)
     if hasattr(function, "with_lse"):

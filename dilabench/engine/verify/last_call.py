@@ -1,8 +1,8 @@
 """The check of the last timed call: a few rows of its result, and sums over all rows, on the call's own inputs.
 
-out and dq are compared at the row whose query was changed just before the call and at a random row; over ranks also at
-the rows that see the most keys of every other rank. dk and dv are sums over all rows and would need a whole pass. Two
-identities per channel check them in one pass over memory:
+out and dq are compared at the row whose query was changed just before the call and at random rows, `SLOPE_ROWS` over
+all heads, whose slope is judged, too; over ranks also at the rows that see the most keys of every other rank. dk and dv
+are sums over all rows and would need a whole pass. Two identities per channel check them in one pass over memory:
 
     sum_j v[j] dv[j] = sum_i out[i] dout[i]      over the rows of the heads that share the keys
     sum_j k[j] dk[j] = sum_i q[i] dq[i]          since both are sum_ij dS[i, j] scale q[i] k[j]
@@ -26,7 +26,7 @@ from dilabench.engine.call.timed_calls import KeptCall
 from dilabench.engine.device.device import device_of
 from dilabench.engine.verify.across_ranks import RanksOracle, rows_across_ranks
 from dilabench.engine.verify.call import form_checks
-from dilabench.engine.verify.compare import compare
+from dilabench.engine.verify.compare import compare, compare_both_ways
 from dilabench.engine.verify.embeddings import plain_embeddings
 from dilabench.engine.verify.heads import NO_GRADIENT, row_axes
 from dilabench.engine.verify.oracle.in_place import InPlaceOracle
@@ -36,6 +36,8 @@ from dilabench.engine.verify.oracle.tolerance import Expected, eps
 from dilabench.record import Check, CheckName
 
 OF = "of a timed call"
+# Rows, each of a head, from which a slope follows that is wrong by more than rounding (slope.py).
+SLOPE_ROWS = 128
 # Errors of sums in units of the sizes of their terms, in tolerances of one value: the largest over channels, as terms
 # of a row share the row's error, and the root mean square over channels, in which such errors average out.
 LARGEST_IDENTITY_ERROR, MEAN_IDENTITY_ERROR = 4.0, 0.5
@@ -76,14 +78,14 @@ def _heads_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, f
     assert isinstance(kept.out, Tensor)
     oracle = _oracle(call, kept, seed)
     out = kept.out.detach()
-    yield _compared(CheckName.OUT, oracle, oracle.sampled(out), oracle.expected[0], tolerances)
+    yield from _compared(CheckName.OUT, oracle, oracle.sampled(out), oracle.expected[0], tolerances)
     if call.workload.mode == "forward":
         return
     dq, dk, dv = kept.gradients[:3]
     if dq is None or dk is None or dv is None:
         yield Check(name=CheckName.TIMED_GRADIENTS, passed=False, detail=f"{OF}: {NO_GRADIENT}")
         return
-    yield _compared(CheckName.DQ, oracle, oracle.sampled(dq), oracle.gradients[0], tolerances)
+    yield from _compared(CheckName.DQ, oracle, oracle.sampled(dq), oracle.gradients[0], tolerances)
     q, k, v = kept.inputs.q, kept.inputs.k, kept.inputs.v
     own = oracle.gradients[0]
     fits_v = _sums(call, v, dv), _sums(call, out, oracle.full_dout)
@@ -126,10 +128,11 @@ def _identity(name: CheckName, left: Tensor, right: Tensor, tolerance: float, ot
 
 def _compared(
     name: CheckName, oracle: Oracle, rows: Tensor, expected: Expected, tolerances: Mapping[str, float]
-) -> Check:
+) -> Iterator[Check]:
     # Few rows show too little of the plain computation's error.
     tolerance = max(expected.tolerance, tolerances.get(name, 2 * expected.tolerance))
-    return compare(CheckName(f"timed_{name}"), rows, replace(expected, tolerance=tolerance), row_axes(oracle), OF)
+    expected = replace(expected, tolerance=tolerance)
+    yield from compare_both_ways(CheckName(f"timed_{name}"), rows, expected, row_axes(oracle), OF)
 
 
 def _oracle(call: PreparedCall, kept: KeptCall, seed: int) -> InPlaceOracle:
@@ -144,10 +147,11 @@ def _oracle(call: PreparedCall, kept: KeptCall, seed: int) -> InPlaceOracle:
 
 def _sample(call: PreparedCall, kept: KeptCall, seed: int) -> Sample:
     generator = torch.Generator().manual_seed(seed)
-    drawn = int(torch.randint(call.workload.seq_len, (1,), generator=generator))
+    count = -(-SLOPE_ROWS // call.workload.num_heads) if call.spec.takes == "heads" else 1
+    drawn = torch.randint(call.workload.seq_len, (count,), generator=generator).tolist()
     batch = torch.randint(call.workload.batch_size, (1,), generator=generator)
     across = () if call.world is None or call.takes_whole else rows_across_ranks(call.workload, call.shards).tolist()
-    rows = torch.tensor(sorted({kept.position, drawn, *across}))
+    rows = torch.tensor(sorted({kept.position, *drawn, *across}))
     return Sample(batch, rows, torch.zeros(0, dtype=torch.int64), complete=False)
 
 
@@ -178,7 +182,7 @@ def _embeddings_check(call: PreparedCall, kept: KeptCall, tolerances: Mapping[st
 
 def expected_embeddings(call: PreparedCall, oracle: Oracle, tolerances: Mapping[str, float]) -> Expected:
     """The result of the module around the plain computation, on the sampled rows."""
-    module = getattr(call.module, "module", call.module)
+    module = call.reference or getattr(call.module, "module", call.module)
     assert module is not None
     # In its own dtype, once: what verification compared with was exact, so its tolerance covers half of this.
     value, size = plain_embeddings(module, oracle)

@@ -37,6 +37,17 @@ def probe_checks(oracle: Oracle, first: Tensor, results: list[Result]) -> Iterat
         yield from gradients_from_every_row(oracle, results[-1])
 
 
+def large_scores_check(oracle: Oracle, result: Result, expected: Expected) -> Check:
+    """Rows of out if scores are too large for their exponentials, and rows of other scales lie next to them."""
+    name, detail = CheckName.LARGE_SCORES, "q of some rows times 30"
+    broken = [c for c in form_checks(result.out, oracle.out_shape, oracle.dtype, oracle.device) if not c.passed]
+    if broken:
+        return Check(name=name, passed=False, detail=f"{detail}: {broken[0].detail}")
+    axes = (("batch", oracle.sample.batches), ("position", oracle.second_rows), ("head", None), ("dim", None))
+    rows = oracle.chosen(result.out)[:, oracle.second_rows.to(oracle.device)]
+    return compare(name, rows, expected, axes, detail)
+
+
 def _second_call(oracle: Oracle, first: Tensor, results: list[Result]) -> Check:
     sample = oracle.sample
     axes = (("batch", sample.batches), ("position", oracle.second_rows), ("head", None), ("dim", None))

@@ -19,7 +19,7 @@ from torch import Tensor
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.call.timed_calls import KeptCall, KeptRow
 from dilabench.engine.device.device import device_of
-from dilabench.engine.verify.compare import compare
+from dilabench.engine.verify.compare import agreement, compare
 from dilabench.engine.verify.heads import NO_GRADIENT
 from dilabench.engine.verify.last_call import expected_embeddings, last_checks
 from dilabench.engine.verify.oracle.blocks import blocks, only_heads
@@ -37,6 +37,14 @@ from dilabench.workload.visibility import seen_by
 WHOLE_SHARE, LEAST_WHOLE = 0.01, 2
 # The least tolerance of dk and dv of a key, as of any gradient of few terms (tolerance.py).
 KEY_ULPS = 6.0
+# Allowed errors of a module's gradients against its copy's, in shares of the largest value, which compiled and other
+# kernels round otherwise; the share of the largest gradient below which one may be rounding; and the factor between the
+# norms of two calls, which inputs of a few rows may reach by chance.
+LEAST_GRADIENT_ERROR, GRADIENT_ULPS, LEAST_OF_GRADIENTS, SIZE_FACTOR = 1e-3, 16.0, 0.01, 8.0
+# Values of a gradient below which its norm is chance.
+LEAST_OF_NORM = 1024
+# The tolerance of all rows of a first call against a later call on the same inputs.
+REPEATED_ULPS = 16.0
 
 
 class TimedOutputs:
@@ -55,12 +63,16 @@ class TimedOutputs:
         """So much more time was spent on taking samples."""
         self._sampled_ns += elapsed_ns
 
-    def check(self, last: KeptCall) -> Verification:
-        """The checks of the last call and of all calls whose rows were kept."""
+    def check(self, last: KeptCall | None) -> Verification:
+        """The checks of all calls whose rows were kept, and of the last call if its whole result was."""
         started = time.perf_counter_ns()
         timed = self._call.timed_calls
         kept = timed.take_kept()
-        checks = list(last_checks(self._call, last, self._tolerances, self._call.spec.seed + 1 + last.number))
+        checks = []
+        if last is not None:
+            checks += last_checks(self._call, last, self._tolerances, self._call.spec.seed + 1 + last.number)
+            if self._call.reference is not None and self._call.world is None and last.gradients:
+                checks.append(_gradients_check(self._call, last, kept))
         rows: list[tuple[int, int, int, int]] = []
         for number, call in enumerate(kept):
             # All ranks must reach the same verdict, so none decides by its own clock.
@@ -73,10 +85,67 @@ class TimedOutputs:
         self._sampled_ns = 0
         return Verification(
             checks=tuple(_worst(checks)),
-            timed_calls=len({last.number, *(call.number for call in kept)}),
+            timed_calls=len({call.number for call in (*kept, last) if call is not None}),
             timed_rows=tuple(rows),
             duration_ns=max(0, time.perf_counter_ns() - started),
         )
+
+
+def _gradients_check(call: PreparedCall, last: KeptCall, kept: Sequence[KeptCall]) -> Check:
+    """A module's gradients of input and parameters in the last call against those of its copy from verification, and
+    their sizes in other kept calls, whose inputs and dout differ by signs and some rows.
+    """
+    assert call.reference is not None
+    x = last.inputs.q.detach().requires_grad_()
+    parameters = [parameter for parameter in call.reference.parameters() if parameter.requires_grad]
+    names = ["dx", *(f"d {name}" for name, part in call.reference.named_parameters() if part.requires_grad)]
+    with torch.enable_grad():
+        out = call.reference(x, x, x)
+    expected = torch.autograd.grad(out, [x, *parameters], call.output_gradient(), allow_unused=True)
+    largest = max((float(x.abs().max()) for x in expected if x is not None and x.numel()), default=0.0)
+    size = max((float(torch.linalg.vector_norm(x)) for x in expected if x is not None), default=0.0)
+    limit = max(LEAST_GRADIENT_ERROR, GRADIENT_ULPS * eps(x.dtype))
+    worst, name = 0.0, CheckName.TIMED_GRADIENTS
+    for at, (title, value) in enumerate(zip(names, expected, strict=True)):
+        if value is None:
+            continue
+        actual = last.gradients[at]
+        if actual is None or actual.shape != value.shape:
+            return Check(name=name, passed=False, detail=f"of the last timed call: {title}: {NO_GRADIENT}")
+        # Gradients of zero, as of a bias of k, are rounding.
+        scale = max(float(value.abs().max()), LEAST_OF_GRADIENTS * largest, torch.finfo(value.dtype).tiny)
+        error = float((actual - value).abs().max()) / scale
+        if not error <= limit:
+            text = f"of the last timed call: {title} is not that of the module as it was verified"
+            return Check(name=name, passed=False, error=error, tolerance=limit, detail=text)
+        worst = max(worst, error)
+        norm = float(torch.linalg.vector_norm(value))
+        if norm < LEAST_OF_GRADIENTS * size or value.numel() < LEAST_OF_NORM:
+            continue
+        for of_call in kept:
+            its = of_call.sizes[at] if at < len(of_call.sizes) else None
+            if of_call.form is None and (its is None or not 1 / SIZE_FACTOR < float(its) / norm < SIZE_FACTOR):
+                text = f"of timed call {of_call.number + 1}: {title} has a norm of {its}, that of the last call {norm}"
+                return Check(name=name, passed=False, detail=text)
+    return Check(name=name, passed=True, error=worst, tolerance=limit)
+
+
+def verify_first_calls(call: PreparedCall) -> Verification:
+    """The checks of the kept first calls of a process: some rows, and every row of out against another call's."""
+    started = time.perf_counter_ns()
+    last = call.first_calls[-1]
+    inputs, seed = last.inputs, call.spec.seed
+    with torch.no_grad():
+        again = call.function(inputs.q, inputs.k, inputs.v)
+    checks = list(last_checks(call, last, {}, seed + 1))
+    for first in call.first_calls:
+        if all(check.passed for check in checks) and isinstance(first.out, Tensor):
+            what = "a first call in a fresh process and a later call"
+            tolerance = REPEATED_ULPS * eps(again.dtype)
+            checks.append(agreement(CheckName.TIMED_OUT, again, first.out.detach(), tolerance, what))
+    return Verification(
+        checks=tuple(_worst(checks)), timed_calls=1, duration_ns=max(0, time.perf_counter_ns() - started)
+    )
 
 
 def _worst(checks: Sequence[Check]) -> Iterator[Check]:
@@ -150,14 +219,14 @@ class _Past:
         return known if row is None else known[row : row + 1]
 
     def _earlier(self, index: int, batch: int, head: int, row: int | None) -> Tensor:
-        assert self.kept.counts is not None
+        assert self.kept.count is not None
         row = None if self.across is not None else row
         timed, inputs = self.call.timed_calls, self.kept.inputs
         tensor = self.call.output_gradient() if index == 3 else inputs.distinct[index]
         batched = tensor if self.call.row_dim else tensor[None]
         if index == 3:
-            return timed.dout_changes.earlier(0, batched, self.kept.counts[1], batch, head, row).to(self.device)
-        return inputs.changes.earlier(index, batched, self.kept.counts[0], batch, head, row).to(self.device)
+            return timed.earlier_dout(batched, self.kept, batch, head, row).to(self.device)
+        return inputs.changes.earlier(index, batched, self.kept.count, batch, head, row).to(self.device)
 
     def whole(self, local: Tensor) -> Tensor:
         """The rows of all ranks of this rank's [n, D]."""
@@ -332,13 +401,13 @@ def _of_head(
 
 def _kept_embeddings_check(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, float], of: str) -> Check:
     """Rows of a module's result, from all embeddings of their batch item as they were."""
-    assert kept.counts is not None
+    assert kept.count is not None
     x = kept.inputs.q if call.row_dim else kept.inputs.q[None]
     single = call.workload if not call.row_dim else call.workload.replace(batch_size=1)
     there, checks = device_of(call.device).verifies_on, []
     for batch in dict.fromkeys(row.batch for row in kept.rows):
         of_batch = {row.position: row for row in kept.rows if row.batch == batch}
-        past = kept.inputs.changes.earlier(0, x[:, :, None], kept.counts[0], batch, 0)
+        past = kept.inputs.changes.earlier(0, x[:, :, None], kept.count, batch, 0)
         rows = torch.tensor(sorted(of_batch))
         sample = Sample(torch.zeros(1, dtype=torch.int64), rows, torch.zeros(0, dtype=torch.int64), complete=False)
         oracle = InPlaceOracle(single, ((past[None] if call.row_dim else past).to(there),), None, 0, sample)

@@ -16,10 +16,12 @@ from torch import Tensor
 from dilabench.choice.descriptors import load_target
 from dilabench.distributed.world import World
 from dilabench.engine.call.inputs import InputStore
+from dilabench.engine.call.intact import restored
 from dilabench.engine.call.kernel_trace import profiled
 from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.call.specs import CaseSpec
+from dilabench.engine.call.timed_calls import drawn_together
 from dilabench.engine.device.device import device_of, resident_bytes
 from dilabench.engine.timers.wall import Wall
 from dilabench.engine.verify import summary
@@ -28,17 +30,21 @@ from dilabench.engine.verify.call import form_checks
 from dilabench.engine.verify.compare import compare_both_ways
 from dilabench.engine.verify.heads import GRADIENTS, NO_GRADIENT, how_many, row_axes
 from dilabench.engine.verify.oracle.in_place import InPlaceOracle
+from dilabench.engine.verify.timed_outputs import TimedOutputs
 from dilabench.engine.worker.replies import Isolated
 from dilabench.errors import said, text_of
 from dilabench.record import Check, CheckName, Slot, Verification
 
 MAX_SAMPLES = 20
+# Random rows of each timed call that are compared: there may be a single such call.
+TIMED_ROWS = 8
 
 
 def measure_isolated(
     spec: CaseSpec, device: torch.device, limit_bytes: int | None, seconds: float, world: World | None = None
 ) -> Isolated:
-    """Make inputs, call once, take the peak, sample for about `seconds`, all within the memory limit; then verify rows.
+    """Make inputs, call once, take the peak, sample for about `seconds`, all within the memory limit; then verify rows
+    of timed calls, and of one more call.
 
     With a world, one rank's part of this. Exceptions of the call pass through, mostly out of memory. The oracle works
     outside the limit.
@@ -48,12 +54,28 @@ def measure_isolated(
         call = PreparedCall(spec, device, InputStore(device), world)
         memory = measure_memory(call)
         count = max(1, min(MAX_SAMPLES, int(seconds * 1e9 / call.call_ns)))
-        timer = Wall(call)
-        samples = timer.take(count)
+        timer, timed, checker = Wall(call), call.timed_calls, TimedOutputs(call)
+        timed.begin(count=count, seed=drawn_together(world), rows=TIMED_ROWS, holds=False)
+        started = time.perf_counter_ns()
+        try:
+            samples = timer.take(count)
+        finally:
+            timed.end()
+            replaced = restored()
+        checker.sampled(max(0, time.perf_counter_ns() - started))
     device_of(device).release_cached()
+    of_timed = checker.check(None)
+    if replaced:
+        text = f"after a timed call {' and '.join(replaced)}"
+        found = Check(name=CheckName.INTACT, passed=False, detail=text)
+        of_timed = of_timed.model_copy(update={"checks": (*of_timed.checks, found)})
     # The timed inputs may be known by now, so verification uses new ones: a kept result would be wrong.
     call.timed_calls.renew(call.inputs(0))
-    verification = verify_sampled_rows(call)
+    before = verify_sampled_rows(call)
+    checks, duration_ns = (*before.checks, *of_timed.checks), before.duration_ns + of_timed.duration_ns
+    verification = of_timed.model_copy(
+        update={"checks": checks, "sampled_rows": before.sampled_rows, "duration_ns": duration_ns}
+    )
     return Isolated(
         verification=verification,
         why="" if verification.passed else summary(verification),

@@ -48,7 +48,8 @@ def test_inputs_change_once_time_has_gone_by_for_this_process_too(
 
     monkeypatch.setattr(calls, "_random_numbers", in_a_second)
     seconds.update(perf_counter=2.0, process_time=2.0)
-    calls.begin(count=1)
+    calls.begin(count=3)
+    calls._renew_from = 0
     calls.before(inputs)
     assert calls.renewed == [0]
     before = [x.clone() for x in inputs.distinct]
@@ -78,11 +79,11 @@ def test_the_numbers_of_a_kept_call_follow_from_the_changes_since(layout: str, l
     assert found[0].number == 0
     assert 8 <= len(found) <= MOST_KEPT
     for kept in found:
-        assert kept.counts is not None
+        assert kept.count is not None
         for index, then in enumerate(given[kept.number]):
             batched = (lambda x: x[None]) if layout == "packed" else (lambda x: x)
             for batch in range(one.batch_size):
-                earlier = inputs.changes.earlier(index, batched(inputs.distinct[index]), kept.counts[0], batch, 1)
+                earlier = inputs.changes.earlier(index, batched(inputs.distinct[index]), kept.count, batch, 1)
                 assert torch.equal(earlier, batched(then)[batch, :, 1])
         for row in kept.rows:
             expected = 2 * (given[kept.number][0] if layout == "padded" else given[kept.number][0][None])

@@ -56,7 +56,7 @@ def test_the_reference_passes_under_both_gradients(make_workload: MakeWorkload) 
 def test_the_checks_of_a_forward_and_of_a_backward_workload(make_workload: MakeWorkload, right: type) -> None:
     workload = make_workload()
     names = [check.name for check in verify(right(workload), workload).checks]
-    calls = ["second_call", "ones", "dependency", "result_kept", "repeat", "inputs"]
+    calls = ["second_call", "ones", "dependency", "large_scores", "result_kept", "repeat", "inputs"]
     assert names == [*FORM, "out", "out_slope", *calls]
     workload = make_workload(mode="backward")
     names = [check.name for check in verify(right(workload), workload).checks]

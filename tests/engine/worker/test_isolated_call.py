@@ -3,6 +3,7 @@
 import errno
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,7 +96,8 @@ def test_a_right_call_passes_and_is_weighed_and_timed(mode, switched):
     assert found.verification.passed, found.why
     names = [check.name for check in found.verification.checks]
     tensors = ["out", "dq", "dk", "dv"] if mode == "both" else ["out"]
-    assert names == ["shape", "dtype", "device", "finite", *(one for x in tensors for one in (x, f"{x}_slope"))]
+    before = ["shape", "dtype", "device", "finite", *(one for x in tensors for one in (x, f"{x}_slope"))]
+    assert names == [*before, "timed_inputs", *(f"timed_{x}" for x in tensors)]
     assert found.memory.peak_bytes >= found.memory.inputs_bytes > 0
     assert len(found.slot.samples_ns) >= 1
 
@@ -131,6 +133,26 @@ def test_a_mistake_shows(where):
     call.function = Spoiled(call.function, where)
     verification = verify_sampled_rows(call)
     assert next(check.name for check in verification.checks if not check.passed) == where
+
+
+HERE = Path(__file__).parent.parent / "impls_under_test"
+
+
+@pytest.mark.parametrize("name", ["every_second_row_when_timed", "zeroes_v_when_timed", "no_gradients_when_timed"])
+def test_a_mistake_in_timed_calls_alone_shows(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    mode = "both" if name == "no_gradients_when_timed" else "forward"
+    workload = workload_of(pattern={"kind": "dense"}, dtype="float32", mode=mode)
+    spec = CaseSpec(case=Case(implementation="adversary", workload=workload), target=f"adversaries:{name}")
+    found = measure_isolated(spec, CPU, None, 0.1)
+    assert not found.verification.passed
+    assert found.why.startswith("timed_")
+
+
+def test_an_isolated_row_has_checked_timed_calls():
+    found = measure_isolated(spec_of(workload_of(mode="both")), CPU, None, 0.1)
+    assert found.verification.passed, found.why
+    assert found.verification.timed_calls > 1
 
 
 class WrongGradient(torch.autograd.Function):

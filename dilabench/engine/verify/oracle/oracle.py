@@ -29,6 +29,9 @@ from dilabench.workload.spec import Workload
 SECOND_CALL_ROWS = 16
 # Rows that show how alike the weights are.
 ALIKE_ROWS = 32
+# Standard deviation of the scores of random rows in the call with large scores. The largest is about 90 of 500 keys,
+# whose exponential no float32 holds.
+LARGE_SCORES = 30.0
 
 
 class Oracle:
@@ -198,6 +201,24 @@ class Oracle:
             exact = exact_rows((q, k, v), self.workload, rows, self.dtype)
             results.append(expected_rows(exact, self.workload, self.dtype, plain)[0])
         return tuple(results)
+
+    def large_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q of a scale that differs from row to row, so that some rows have large scores, and k and v; not kept."""
+        q, k, v = self.inputs
+        gain = LARGE_SCORES / (self.workload.softmax_scale * self.workload.head_dim**0.5)
+        generator = torch.Generator().manual_seed(self.seed + 3)
+        is_large = torch.randint(0, 2, (self.workload.seq_len, 1, 1), generator=generator).bool()
+        # Of the compared rows every second one.
+        is_large[self.second_rows] = (torch.arange(len(self.second_rows)) % 2 == 0)[:, None, None]
+        return q * torch.where(is_large, gain, gain / LARGE_SCORES).to(q), k, v
+
+    @cached_property
+    def large_expected(self) -> Expected:
+        """out of the call with large scores on `second_rows`, [b, R', H, D]."""
+        heads = tuple(self.chosen(tensor) for tensor in self.large_inputs())
+        plain = attend_rows(*heads, self.workload, self.second_rows, plain_dtype(self.dtype))
+        exact = exact_rows(heads, self.workload, self.second_rows, self.dtype)
+        return expected_rows(exact, self.workload, self.dtype, plain)[0]
 
     @cached_property
     def ones_error(self) -> float:
