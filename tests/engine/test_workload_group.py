@@ -48,6 +48,8 @@ class Lab:
         self.now = 0.0
         self.slept = []
         self.verify_s = 0.0
+        # The slots in which a timed call is checked.
+        self.checking = ("last_slot",)
 
     def resident(self, key):
         if key not in self.homes or not self.homes[key].alive:
@@ -103,7 +105,7 @@ class FakeWorker:
         self.lab.now += self.lab.verify_s * (kind == "verify")
         if kind in SLOTS:
             self.lab.now += command.count * self.lab.call_ns * 1e-9
-            checked = right.model_copy(update={"timed_calls": 1}) if kind == "last_slot" else None
+            checked = right.model_copy(update={"timed_calls": 1}) if kind in self.lab.checking else None
             return Sampled(slot=Slot(samples_ns=(self.lab.call_ns,) * command.count), verification=checked)
         return {
             "prepare": Prepared(setup_ns={"build": 1}, call_ns=self.lab.call_ns),
@@ -390,19 +392,21 @@ def test_ctrl_c_while_memory_is_weighed_keeps_what_was_timed(measure, interrupte
 
 
 @pytest.mark.parametrize(
-    ("command", "before", "kept_samples"),
+    ("command", "before", "checking", "kept_samples"),
     [
-        ("verify", 0, {}),
-        ("warm_up", 0, {}),
-        ("slot", 0, {}),
-        ("slot", 1, {"a": 1, "b": 1}),
-        ("slot", 3, {"a": 3, "b": 3}),
+        ("verify", 0, SLOTS, {}),
+        ("warm_up", 0, SLOTS, {}),
+        ("slot", 0, SLOTS, {}),
+        ("slot", 1, SLOTS, {"a": 1, "b": 1}),
+        ("slot", 3, SLOTS, {"a": 3, "b": 3}),
+        ("slot", 3, (), {}),
     ],
 )
-def test_ctrl_c_keeps_what_is_verified_and_has_samples(measure, command, before, kept_samples):
-    """`before`: rounds of ten samples that were complete."""
+def test_ctrl_c_keeps_what_is_verified_and_has_samples(measure, command, before, checking, kept_samples):
+    """`before`: rounds of ten samples that were complete. `checking`: slots in which a timed call was checked."""
     kept = {}
     lab = Lab({(name, command): [*[None] * before, KeyboardInterrupt()] for name in ("a", "b")})
+    lab.checking = checking
     with pytest.raises(KeyboardInterrupt):
         measure(["a", "b"], lab, kept=kept, min_rounds=9)
     assert kept.keys() == kept_samples.keys()
