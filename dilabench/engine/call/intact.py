@@ -7,8 +7,11 @@ imported before any plug-in.
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +30,7 @@ _FUNCTIONS: tuple[tuple[ModuleType, str, tuple[str, ...]], ...] = (
         "torch",
         (
             *("equal", "isfinite", "isnan", "where", "stack", "cat", "tensor", "arange", "zeros", "zeros_like", "full"),
+            "finfo",
             *("full_like", "ones_like", "empty", "empty_like", "empty_strided", "randn", "randint", "maximum"),
         ),
     ),
@@ -36,9 +40,21 @@ _KNOWN = tuple(
 )
 
 
+# Functions that Python calls between the lines of any code, and handlers of the signals that timers send.
+_HOOKS: tuple[tuple[str, Callable[[], Any], Callable[[Any], None], Any], ...] = (
+    ("sys.setprofile", sys.getprofile, sys.setprofile, sys.getprofile()),
+    ("sys.settrace", sys.gettrace, sys.settrace, sys.gettrace()),
+)
+_SIGNALS = {
+    name: signal.getsignal(getattr(signal, name))
+    for name in ("SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+}
+
+
 def restored() -> list[str]:
     """Restore the replaced functions, and return their names."""
-    return [*_methods_restored(), *_functions_restored(), *_modes_left()]
+    return [*_methods_restored(), *_functions_restored(), *_modes_left(), *_hooks_left()]
 
 
 def _methods_restored() -> Iterator[str]:
@@ -57,6 +73,18 @@ def _functions_restored() -> Iterator[str]:
         if getattr(owner, name, None) is not was:
             setattr(owner, name, was)
             yield f"{text} was replaced"
+
+
+def _hooks_left() -> Iterator[str]:
+    for name, get, put, was in _HOOKS:
+        if get() is not was:
+            put(was)
+            yield f"{name} was used"
+    if threading.current_thread() is threading.main_thread():
+        for name, handler in _SIGNALS.items():
+            if signal.getsignal(getattr(signal, name)) is not handler:
+                signal.signal(getattr(signal, name), handler)
+                yield f"the handler of {name} was replaced"
 
 
 def _modes_left() -> Iterator[str]:
