@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -40,16 +41,29 @@ _KNOWN = tuple(
 )
 
 
-# Functions that Python calls between the lines of any code, and handlers of the signals that timers send.
-_HOOKS: tuple[tuple[str, Callable[[], Any], Callable[[Any], None], Any], ...] = (
-    ("sys.setprofile", sys.getprofile, sys.setprofile, sys.getprofile()),
-    ("sys.settrace", sys.gettrace, sys.settrace, sys.gettrace()),
-)
-_SIGNALS = {
-    name: signal.getsignal(getattr(signal, name))
-    for name in ("SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)
-}
+_SIGNALS = [name for name in ("SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
+# Functions that Python calls between the lines of any code, and handlers of signals, as `remember_hooks` found them.
+_HOOKS: dict[str, Any] = {}
+
+
+def remember_hooks() -> None:
+    """Compare profile and trace functions and signal handlers with those of now from here on: those of the process that
+    calls, a debugger's among them, are its own matter.
+    """
+    _HOOKS.update({name: get() for name, get, _ in _hooks()})
+
+
+def _hooks() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
+    yield "sys.setprofile was used", sys.getprofile, sys.setprofile
+    yield "sys.settrace was used", sys.gettrace, sys.settrace
+    if threading.current_thread() is threading.main_thread():
+        for name in _SIGNALS:
+            number = getattr(signal, name)
+            yield (
+                f"the handler of {name} was replaced",
+                partial(signal.getsignal, number),
+                partial(signal.signal, number),
+            )
 
 
 def restored() -> list[str]:
@@ -76,15 +90,10 @@ def _functions_restored() -> Iterator[str]:
 
 
 def _hooks_left() -> Iterator[str]:
-    for name, get, put, was in _HOOKS:
-        if get() is not was:
-            put(was)
-            yield f"{name} was used"
-    if threading.current_thread() is threading.main_thread():
-        for name, handler in _SIGNALS.items():
-            if signal.getsignal(getattr(signal, name)) is not handler:
-                signal.signal(getattr(signal, name), handler)
-                yield f"the handler of {name} was replaced"
+    for what, get, put in _hooks():
+        if what in _HOOKS and get() is not _HOOKS[what]:
+            put(_HOOKS[what])
+            yield what
 
 
 def _modes_left() -> Iterator[str]:
