@@ -68,7 +68,7 @@ IN_TWO_ITEMS = {"batch_size": 2}
         ("lazy_subclass", {}, "a subclass of Tensor"),
         slow("two_buffers", {}, "result_kept: "),
         slow("eight_buffers", {}, "result_kept: "),
-        ("flips_inputs", {}, "(and inputs)"),
+        ("flips_inputs", {}, "inputs)"),
         ("WrongWithLse", {}, "out_with_lse: "),
         slow("LseIsNone", {}, "lse: with_lse returned (Tensor, NoneType)"),
         ("default_dtype_in_calls", {}, "settings: a call changed settings of all of torch: default dtype"),
