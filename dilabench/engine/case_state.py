@@ -67,7 +67,7 @@ class CaseState:
     another case, this one is prepared again elsewhere and a new session begins. `least`: the samples that it got before
     the other cases of its length, which count if there is no time for more; `exceeded_s`: by how much they exceeded the
     budget. `timed`: its samples are complete. `dropped`: samples of processes that ended before their timed calls were
-    checked.
+    checked. `disturbed`: the clock of its worker was wrong, which any case of that worker may have caused.
     """
 
     planned: PlannedCase
@@ -78,6 +78,7 @@ class CaseState:
     session: int = 0
     call_ns: int = 1
     isolated: bool = False
+    disturbed: bool = False
     setup_ns: dict[str, int] = field(default_factory=dict)
     verification: Verification | None = None
     kernels: tuple[KernelUse, ...] = ()

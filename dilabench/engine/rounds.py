@@ -94,7 +94,10 @@ class Rounds:
         if 0 < took_s * CLOCKS_APART < samples_s and not timer.fresh_process:
             why = f"timer {timer.name!r} took samples of {samples_s:.3g} s in {took_s:.3g} s by the runner's clock"
             state.outcome = Failed(stage="time", code="exception", why=why, verification=state.verification)
-            executor.release(state)
+            state.disturbed = True
+            # Any case of this worker may have changed its clock: the others go on in a fresh one.
+            assert state.home is not None
+            state.home.kill()
             return
         place = {"session": state.session, "round": round_index, "position": position}
         run.slots.append(reply.slot.model_copy(update=place))

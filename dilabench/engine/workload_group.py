@@ -145,16 +145,19 @@ class WorkloadGroupRun:
         return case.optimizations.compile or kernel or catalogue.implementations.get(case.implementation).compiles
 
     def _crowded(self, state: CaseState) -> bool:
-        """Return True if memory ran out while other cases of the group were in memory, too; then it is tried alone."""
+        """Return True if memory ran out, or the worker's clock was wrong, while other cases of the group were in the
+        worker, too; then it is tried alone.
+        """
         ran_out = isinstance(state.outcome, Failed) and state.outcome.code == "out_of_memory"
-        return ran_out and not state.isolated and len(self.states) > 1
+        return (ran_out or state.disturbed) and not state.isolated and len(self.states) > 1
 
     def _isolated(self, state: CaseState) -> Iterator[Row]:
         """Measure again without the other cases of the group in memory; a case fails only if it does not fit then."""
         self._executor.pool.close()
+        reason = "the clock of its worker was wrong" if state.disturbed else "it does not fit into memory"
         state.home, state.outcome, state.isolated = None, None, True
         state.runs.clear()
-        message = "measured alone: it does not fit into memory together with its group, so it has no paired samples"
+        message = f"measured alone: {reason} together with its group, so it has no paired samples"
         state.notes.append(NOT_INTERLEAVED.note(message))
         if state.verification is None and not self._qualify(state):
             yield self._row(state)

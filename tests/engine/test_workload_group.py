@@ -307,6 +307,28 @@ def test_samples_do_not_count_if_the_worker_was_lost_and_the_budget_ended_before
         assert "before its timed calls were checked" in found["a"].why
 
 
+def test_a_wrong_clock_fails_the_one_that_has_it_in_a_worker_of_its_own(measure):
+    """A case changes the clock of the worker that all share; alone, only its own samples are too long."""
+    lab = Lab()
+    usual = FakeWorker.usual
+
+    def disturbed(self, kind, command):
+        now = lab.now
+        reply = usual(self, kind, command)
+        if kind in SLOTS and "guilty" in self.names.values():
+            lab.now = now + 1e-6
+        return reply
+
+    FakeWorker.usual = disturbed
+    try:
+        found = measure(["a", "guilty", "b"], lab, recheck=False)
+    finally:
+        FakeWorker.usual = usual
+    assert isinstance(found["a"], Measured)
+    assert isinstance(found["b"], Measured)
+    assert "by the runner's clock" in found["guilty"].why
+
+
 def test_an_idle_workers_death_is_nobodys_fault(measure, monkeypatch):
     lab = Lab()
 

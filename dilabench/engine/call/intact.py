@@ -7,8 +7,12 @@ imported before any plug-in.
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +31,7 @@ _FUNCTIONS: tuple[tuple[ModuleType, str, tuple[str, ...]], ...] = (
         "torch",
         (
             *("equal", "isfinite", "isnan", "where", "stack", "cat", "tensor", "arange", "zeros", "zeros_like", "full"),
+            "finfo",
             *("full_like", "ones_like", "empty", "empty_like", "empty_strided", "randn", "randint", "maximum"),
         ),
     ),
@@ -36,9 +41,34 @@ _KNOWN = tuple(
 )
 
 
+_SIGNALS = [name for name in ("SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
+# Functions that Python calls between the lines of any code, and handlers of signals, as `remember_hooks` found them.
+_HOOKS: dict[str, Any] = {}
+
+
+def remember_hooks() -> None:
+    """Compare profile and trace functions and signal handlers with those of now from here on: those of the process that
+    calls, a debugger's among them, are its own matter.
+    """
+    _HOOKS.update({name: get() for name, get, _ in _hooks()})
+
+
+def _hooks() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
+    yield "sys.setprofile was used", sys.getprofile, sys.setprofile
+    yield "sys.settrace was used", sys.gettrace, sys.settrace
+    if threading.current_thread() is threading.main_thread():
+        for name in _SIGNALS:
+            number = getattr(signal, name)
+            yield (
+                f"the handler of {name} was replaced",
+                partial(signal.getsignal, number),
+                partial(signal.signal, number),
+            )
+
+
 def restored() -> list[str]:
     """Restore the replaced functions, and return their names."""
-    return [*_methods_restored(), *_functions_restored(), *_modes_left()]
+    return [*_methods_restored(), *_functions_restored(), *_modes_left(), *_hooks_left()]
 
 
 def _methods_restored() -> Iterator[str]:
@@ -57,6 +87,13 @@ def _functions_restored() -> Iterator[str]:
         if getattr(owner, name, None) is not was:
             setattr(owner, name, was)
             yield f"{text} was replaced"
+
+
+def _hooks_left() -> Iterator[str]:
+    for what, get, put in _hooks():
+        if what in _HOOKS and get() is not _HOOKS[what]:
+            put(_HOOKS[what])
+            yield what
 
 
 def _modes_left() -> Iterator[str]:

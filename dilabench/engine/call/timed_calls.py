@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from dilabench.distributed.world import World
 from dilabench.engine.call.inputs import SAME_VALUES, ChangeLog, InputSet
+from dilabench.engine.call.left_threads import working_threads
 from dilabench.engine.call.returned import not_plain
 from dilabench.workload.spec import Workload
 
@@ -160,7 +162,7 @@ class TimedCalls:
         self._renew_from = drawn if self._always else drawn + (count >= COMPARED)
         self._calls, self._full = 0, None
         self.renewed.clear()
-        self._threads, self._left = _thread._count(), 0
+        self._threads, self._left = working_threads(), 0
         self.active = True
 
     def before(self, inputs: InputSet, *, fixed: bool = False) -> KeptCall | None:
@@ -285,7 +287,8 @@ class TimedCalls:
     def _settle(self) -> None:
         """Right after a call: which threads it left, and copies of rows of the calls to be kept."""
         # Any call may have ended before the check, on a busy machine.
-        self._left = max(self._left, _thread._count() - self._threads)
+        if _thread._count() > self._threads:
+            self._left = max(self._left, working_threads() - self._threads)
         for call in [call for call in self._waiting if call.made]:
             self._waiting.remove(call)
             self._let_go()
@@ -455,9 +458,9 @@ def dout_signs(dout: Tensor, seed: int) -> tuple[Tensor, Tensor]:
     A backward pass is linear in dout, so that the gradients for signs of channels alone would follow from few others.
     """
     generator = torch.Generator(dout.device).manual_seed(seed)
-    options = {"generator": generator, "device": dout.device, "dtype": torch.int8}
-    rows = torch.randint(0, 2, dout.shape[:2], **options) * 2 - 1
-    return rows.view(*rows.shape, *[1] * (dout.ndim - 2)), torch.randint(0, 2, dout.shape[-1:], **options) * 2 - 1
+    signs = partial(torch.randint, 0, 2, generator=generator, device=dout.device, dtype=torch.int8)
+    rows = signs(dout.shape[:2]) * 2 - 1
+    return rows.view(*rows.shape, *[1] * (dout.ndim - 2)), signs(dout.shape[-1:]) * 2 - 1
 
 
 def drawn_together(world: World | None) -> int | None:

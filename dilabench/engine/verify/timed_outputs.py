@@ -68,7 +68,7 @@ class TimedOutputs:
         started = time.perf_counter_ns()
         timed = self._call.timed_calls
         kept = timed.take_kept()
-        checks = []
+        checks: list[Check] = []
         if last is not None:
             checks += last_checks(self._call, last, self._tolerances, self._call.spec.seed + 1 + last.number)
             if self._call.reference is not None and self._call.world is None and last.gradients:

@@ -19,7 +19,7 @@ from dilabench.distributed.launch import meeting_store, share_cores
 from dilabench.distributed.world import World
 from dilabench.engine.call.compile_and_graph import OptimizationUnusableError
 from dilabench.engine.call.inputs import InputStore
-from dilabench.engine.call.intact import restored
+from dilabench.engine.call.intact import remember_hooks, restored
 from dilabench.engine.call.kernel_trace import kernel_ledger, profiled
 from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
@@ -123,6 +123,7 @@ class Handlers:
 
     def answer(self, command: Command[Any]) -> Reply:
         """Carry out a command; an exception becomes `Trouble`."""
+        remember_hooks()
         try:
             with settings_kept({}):
                 if self._world is not None:

@@ -1,6 +1,7 @@
 """What timed calls are given, that the numbers of a kept call are known later, and what calls leave running."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -133,6 +134,26 @@ def test_a_batch_of_calls_is_digested_as_it_is_called() -> None:
     for kept in calls.take_kept():
         before, after = kept.digests
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("finishes", [True, False])
+def test_a_pool_may_start_its_threads_late_but_must_have_finished(finishes: bool) -> None:
+    one = workload()
+    inputs, calls = inputs_of(one), TimedCalls(0, one)
+    may_end = threading.Event()
+    with ThreadPoolExecutor(8) as pool:
+        calls.begin(last=True)
+        for _ in range(200):
+            kept = calls.before(inputs)
+            assert kept is not None
+            kept.keep(inputs.q)
+            pool.submit(may_end.is_set).result()
+        if not finishes:
+            pool.submit(may_end.wait)
+        last = calls.end()
+        may_end.set()
+    assert last is not None
+    assert last.threads == (not finishes)
 
 
 def test_a_thread_of_a_call_that_is_not_kept_is_told_though_it_has_ended() -> None:

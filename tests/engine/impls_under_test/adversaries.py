@@ -4,6 +4,7 @@ Right results come from `attend`; each adversary says in a line what is wrong wi
 """
 
 import math
+import signal
 import sys
 import threading
 import time
@@ -717,6 +718,26 @@ def slow_clock(workload, context):
         return attend(q, k, v, workload.causal)
 
     return function
+
+
+def leaves(change):
+    """Something that sees or interrupts code outside the call."""
+
+    def build(workload, context):
+        def function(q, k, v):
+            if sampled():
+                change()
+            return attend(q, k, v, workload.causal)
+
+        return function
+
+    return build
+
+
+leaves_a_profile_function = leaves(lambda: sys.setprofile(lambda *_: None))
+leaves_a_trace_function = leaves(lambda: sys.settrace(lambda *_: None))
+leaves_a_signal_handler = leaves(lambda: signal.signal(signal.SIGALRM, lambda *_: None))
+replaces_finfo = leaves(lambda: setattr(torch, "finfo", lambda dtype: torch.iinfo(torch.int8)))
 
 
 def with_an_attribute(workload, context):

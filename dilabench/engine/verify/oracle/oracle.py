@@ -215,9 +215,9 @@ class Oracle:
     @cached_property
     def large_expected(self) -> Expected:
         """out of the call with large scores on `second_rows`, [b, R', H, D]."""
-        heads = tuple(self.chosen(tensor) for tensor in self.large_inputs())
-        plain = attend_rows(*heads, self.workload, self.second_rows, plain_dtype(self.dtype))
-        exact = exact_rows(heads, self.workload, self.second_rows, self.dtype)
+        q, k, v = (self.chosen(tensor) for tensor in self.large_inputs())
+        plain = attend_rows(q, k, v, self.workload, self.second_rows, plain_dtype(self.dtype))
+        exact = exact_rows((q, k, v), self.workload, self.second_rows, self.dtype)
         return expected_rows(exact, self.workload, self.dtype, plain)[0]
 
     @cached_property
