@@ -185,7 +185,7 @@ def _of_query_blocks(
 def _check_indices(indices: Tensor, kv_heads: int, blocks: int, block_size: int, device: torch.device) -> None:
     """Refuse indices that are not integers [n, k] or [K, n, k] on `device`: k key blocks for each query block."""
     shape, no_numbers = tuple(indices.shape), indices.is_floating_point() or indices.dtype == torch.bool
-    if no_numbers or shape[:-1] not in {(blocks,), (1, blocks), (kv_heads, blocks)}:
+    if no_numbers or shape[:-1] not in ((blocks,), (1, blocks), (kv_heads, blocks)):
         raise ValueError(
             f"indices {indices.dtype} {shape} must be integers [{blocks}, k] or [{kv_heads}, {blocks}, k]: k key "
             f"blocks for each of {blocks} blocks of {block_size} queries"

@@ -513,3 +513,32 @@ def test_ring_attention_has_the_rules_of_attention(options: dict[str, Any]) -> N
     for wrong in (Tensor.to_sparse, sharded, lambda x: x[:, :, :0], lambda x: x[..., None]):
         with pytest.raises(ValueError, match=r"query .*(to_dense|to_local|\[B, N(_local)?, H, D\])|num_heads=0"):
             ring_attention(wrong(tensors[0]), *tensors[1:], shards)
+
+
+TRACED = """
+import sys
+import torch
+from tests.attention.every_pattern import CASES
+wrong = []
+dtype = getattr(torch, sys.argv[1])
+for name, case in CASES.items():
+    tensors = case.tensors(dtype)
+    if case.packed:
+        case = case._replace(options={**case.options, "cu_seqlens": tensors.pop("cu_seqlens").tolist()})
+    names = list(tensors)
+    # A trace is made for gradients, too, with which detached merges are computed in another order.
+    tensors["query"].requires_grad_()
+    traced = torch.jit.trace(lambda *given: case(dict(zip(names, given))), tuple(tensors.values()), check_trace=False)
+    if not torch.equal(traced(*tensors.values()), case(tensors)):
+        wrong.append(name)
+print(wrong)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_a_first_call_inside_a_trace_gives_every_bit(dtype: str) -> None:
+    """Modules are imported while torch traces, and constants keep their precision."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-W", "ignore", "-c", TRACED, dtype]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
