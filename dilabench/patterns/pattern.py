@@ -196,7 +196,7 @@ class Pattern(Model, ABC):
 
     def pairs(self, shape: SequenceShape) -> Pairs:
         """The number of attended pairs, under causal mask and window."""
-        return Pairs(*_counted_pairs(self, shape))
+        return counted_once(_counted_pairs, self, shape)
 
     def density_of(self, shapes: Sequence[SequenceShape]) -> float:
         """Computed pairs / pairs of full attention under the same mask and window.
@@ -350,7 +350,7 @@ class Pattern(Model, ABC):
 
         If a line holds many rows, some are sampled. None if there is nothing to draw or too much to count.
         """
-        return _counted_shares(self, shape, lines, columns).copy() if shape.length <= MAX_PICTURED_LENGTH else None
+        return _counted_shares(self, shape, lines, columns) if shape.length <= MAX_PICTURED_LENGTH else None
 
     def keys_in_columns(self, shape: SequenceShape, rows: Positions, edges: Positions) -> NDArray[np.int64]:
         """[R, columns]: how many keys in each edges[i] <= key < edges[i + 1] a row of head 0 attends to.
@@ -409,7 +409,12 @@ def hide_future(shares: NDArray[np.float64], causal: bool) -> tuple[tuple[float 
 
 
 @lru_cache(maxsize=4096)
-def _counted_pairs(pattern: Pattern, shape: SequenceShape) -> tuple[int, int]:
+def counted_once(count: Callable[[Any, SequenceShape], Pairs], pattern: Pattern, shape: SequenceShape) -> Pairs:
+    """The pairs that `count` gives: every case over a workload asks for them."""
+    return count(pattern, shape)
+
+
+def _counted_pairs(pattern: Pattern, shape: SequenceShape) -> Pairs:
     """Attended pairs, and distinct ones, over all query heads."""
     import numpy as np
 
@@ -425,10 +430,9 @@ def _counted_pairs(pattern: Pattern, shape: SequenceShape) -> tuple[int, int]:
             least += len(heads) * (
                 int(keys_between(group.keys(), first, stop).sum()) if len(counted) > 1 else sum(counted)
             )
-    return attended, least
+    return Pairs(attended, least)
 
 
-@lru_cache(maxsize=32)  # A picture is up to half a mebibyte.
 def _counted_shares(pattern: Pattern, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64]:
     """[lines, columns] of a picture of head 0: the share of pairs in each cell that is computed, of a few rows each."""
     import numpy as np
