@@ -84,6 +84,7 @@ CACHES = {
     "kernels/cpu/flash.py:forward_room": Cache(64, "read in every call"),
     "kernels/cpu/flash.py:backward_room": Cache(256, "read in every call"),
     "kernels/fused/branch_group.py:BranchGroup.covers_every_row": Cache(PROPERTY, "read in every call"),
+    "kernels/fused/branch_group.py:BranchGroup.largest_tile": Cache(PROPERTY, "read in every call of ragged lengths"),
     "kernels/fused/branch_group.py:_covered_keys": Cache(256, "common to all lengths of a pattern"),
     "kernels/fused/partials.py:partial_places": Cache(32, "holds tables on the device"),
     "kernels/fused/residue_plan.py:residue_plan": Cache(256, "equal plans are one object, by which launches are kept"),
@@ -108,7 +109,7 @@ CACHES = {
     "atomic_file.py:_without_home": Cache(UNBOUNDED, "one folder for the process: it may be a new temporary one"),
     "machine.py:_accelerator_by_process": Cache(UNBOUNDED, "starts a process"),
     "machine.py:_first_working": Cache(UNBOUNDED, "runs compilers", few="values of $CXX and $PATH in a process"),
-    "machine.py:cpuinfo": Cache(UNBOUNDED, "a file that takes long to read on many cores"),
+    "machine.py:cpuinfo": Cache(UNBOUNDED, "slow to read on many cores, at every choice for bfloat16"),
     "predict/memory/plan.py:_sources_hash": Cache(UNBOUNDED, "reads the sources that a trace runs"),
     # Patterns: arrays of a sequence, and numbers counted from them.
     "patterns/block_masks.py:_kept_small": Cache(256, "drawn masks"),

@@ -177,7 +177,7 @@ class BranchGroup:
         """The share of keys that take part in some branch, of some head that reads them."""
         return _covered_keys(self.rates, self.kinds, self.modulus, self.head_kind, self.head_shift, self.heads_per_kv)
 
-    @property
+    @cached_property
     def largest_tile(self) -> int:
         """Largest power of two that divides every segment inside of the longest, and that the longest segment, or a
         shorter sequence, fills by more than half (but for the smallest tile there is).
