@@ -120,7 +120,7 @@ CACHES = {
     "patterns/dilated.py:rows_on": Cache(4096, "heads share residues"),
     "patterns/hidden_rows.py:hidden_once": Cache(8, "arrays of a sequence that every derived answer reads"),
     "patterns/native_sparse.py:_summands": Cache(8, "drawn gates that every derived answer reads"),
-    "patterns/pattern.py:counted_once": Cache(4096, "pairs, which every case over a workload reads"),
+    "patterns/answers.py:counted_once": Cache(4096, "pairs, which every case over a workload reads"),
     "patterns/selected_blocks.py:_row_labels": Cache(16, "every case over a workload reads them: seconds at 64K"),
     "patterns/selected_blocks.py:_selection": Cache(2, "the indices of all tokens, which take memory"),
     "patterns/selected_blocks.py:_thresholds": Cache(32, "ranks of all rows, read key by key"),

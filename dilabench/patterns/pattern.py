@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -31,7 +30,7 @@ from dilabench.patterns.answers import SequenceShape as SequenceShape
 from dilabench.patterns.answers import StridedSegments as StridedSegments
 from dilabench.patterns.answers import WholeBlocks as WholeBlocks
 from dilabench.patterns.answers import ZeroKeys as ZeroKeys
-from dilabench.patterns.answers import holds, keys_between
+from dilabench.patterns.answers import counted_once, holds, keys_between
 from dilabench.units import format_count
 from dilabench.validation import Model, describe, validated
 
@@ -406,12 +405,6 @@ def hide_future(shares: NDArray[np.float64], causal: bool) -> tuple[tuple[float 
     if not causal:
         return tuple(cells)
     return tuple(row[: line + 1] + (None,) * (len(row) - line - 1) for line, row in enumerate(cells))
-
-
-@lru_cache(maxsize=4096)
-def counted_once(count: Callable[[Any, SequenceShape], Pairs], pattern: Pattern, shape: SequenceShape) -> Pairs:
-    """The pairs that `count` gives: every case over a workload asks for them."""
-    return count(pattern, shape)
 
 
 def _counted_pairs(pattern: Pattern, shape: SequenceShape) -> Pairs:

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from dilabench.errors import ConfigError
-from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SelectedKeys, SequenceShape
+from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SelectedKeys, SequenceShape, counted_once
 from dilabench.patterns.mask_files import named_file, read_array
-from dilabench.patterns.pattern import Pattern, counted_once, group_rows
+from dilabench.patterns.pattern import Pattern, group_rows
 from dilabench.patterns.selectors import ABSENT, distinct_blocks
 from dilabench.patterns.token_selectors import TOKEN_SELECTORS, Tokens, select_rows, thresholds
 from dilabench.units import format_count

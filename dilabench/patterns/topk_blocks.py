@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from dilabench.errors import ConfigError
-from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SelectedKeys, SequenceShape, WholeBlocks
+from dilabench.patterns.answers import (
+    KeyGroup,
+    Pairs,
+    Positions,
+    SelectedKeys,
+    SequenceShape,
+    WholeBlocks,
+    counted_once,
+)
 from dilabench.patterns.block_masks import (
     MAX_BLOCKS,
     block_shares,
@@ -31,7 +39,7 @@ from dilabench.patterns.block_masks import (
     visible_blocks,
 )
 from dilabench.patterns.mask_files import named_file, read_array
-from dilabench.patterns.pattern import Pattern, counted_once
+from dilabench.patterns.pattern import Pattern
 from dilabench.patterns.selectors import ABSENT, SELECTORS, Blocks, distinct_blocks, select
 from dilabench.validation import Model, Size, validated
 
