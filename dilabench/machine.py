@@ -138,7 +138,6 @@ TUNED = (CPU, CUDA)
 WORDS = frozenset({CPU.word, CUDA.word, ACCELERATOR})
 
 
-@functools.cache
 def device_named(name: str) -> DeviceFacts:
     """The facts of 'cpu', 'cuda:1' or 'mps'; an unknown name has the facts of an untuned accelerator."""
     kind = name.partition(":")[0]

@@ -368,7 +368,7 @@ def readable(kind: KindT) -> KindT:
 
 
 def _explained(kind: Any, given: Mapping[str, Any], error: ValidationError) -> str:
-    where, hints = f"{kind.__name__} {shown(given.get('name'))}", _annotations(kind)
+    where, hints = f"{kind.__name__} {shown(given.get('name'))}", get_type_hints(kind)
     item = error.errors(include_url=False)[0]
     place = list(item["loc"])
     name = place[0]
@@ -383,18 +383,13 @@ def _explained(kind: Any, given: Mapping[str, Any], error: ValidationError) -> s
     value: Any = given[name]
     inside = place[1:]
     while inside and is_dataclass(value):
-        where, name, hints = f"{where}: {name}", inside.pop(0), _annotations(value.__class__)
+        where, name, hints = f"{where}: {name}", inside.pop(0), get_type_hints(value.__class__)
         value = getattr(value, str(name))
     if item["type"] == "descriptor":
         return f"{where}: {name} {item['msg']}"
-    wanted = hints[name]
+    wanted = hints[str(name)]
     text = wanted.__name__ if isinstance(wanted, type) else str(wanted).replace("typing.", "")
     return f"{where}: {name} {shown(value)} must be " + re.sub(r"^Optional\[(.*)\]$", r"\1 | None", text)
-
-
-@functools.cache
-def _annotations(kind: Any) -> dict[Any, Any]:
-    return get_type_hints(kind)
 
 
 def targets_of(descriptor: object) -> dict[str, str | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import lru_cache
 from math import inf
 from operator import index, le, sub
 from typing import Any, Generic, TypeVar, get_args
@@ -161,7 +161,7 @@ def check_are_tensors(**operands: object) -> None:
             )
 
 
-@cache
+@lru_cache(maxsize=256)
 def _warn_of_layout(query: tuple[int, ...]) -> None:
     """Once for a shape that looks like [B, H, N, D], which no check can tell from few tokens of many heads."""
     warnings.warn(

@@ -258,7 +258,6 @@ def device_name(machine: Machine) -> str:
     return machine.used_gpus[0].name if machine.used_gpus else machine.device
 
 
-@cache
 def package_versions() -> dict[str, str]:
     """Versions of the packages whose kernels are compared: torch, cuDNN, Triton, and those that descriptors require."""
     versions = {name: installed_version(name) for name in ("torch", "triton", *CUDNN, *sorted(_required()))}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,11 +29,18 @@ Intervals = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class RowAssignment(Assignment):
-    """The owners of positions of consecutive `sequences`, under a mask's reach, with `num_heads` heads."""
+    """The owners of positions of consecutive `sequences`, under a mask's reach, with `num_heads` heads.
+
+    own: the rows of each rank. pieces: by rank its rows, cut where sequences begin, and all keys that the rows of each
+    piece see. seen: by rank the keys that some of its rows see, in ascending order.
+    """
 
     sequences: Intervals
     reach: Reach
     num_heads: int
+    own: tuple[Intervals, ...]
+    pieces: tuple[tuple[Intervals, Intervals], ...]
+    seen: tuple[Intervals, ...]
 
     @classmethod
     def of(cls, workload: Workload, ranks: int) -> RowAssignment:
@@ -48,24 +55,11 @@ class RowAssignment(Assignment):
     @classmethod
     def over(cls, held: tuple[Runs, ...], workload: Workload) -> RowAssignment:
         """The assignment of given runs."""
-        return cls(
-            held, 1, np.array(workload.sequences), reach_of(workload.window, workload.causal), workload.num_heads
-        )
-
-    @cached_property
-    def own(self) -> tuple[Intervals, ...]:
-        """The rows of each rank."""
-        return tuple(intervals_of(runs) for runs in self.held)
-
-    @cached_property
-    def pieces(self) -> tuple[tuple[Intervals, Intervals], ...]:
-        """By rank its rows, cut where sequences begin, and all keys that the rows of each piece see."""
-        return tuple(_pieces(own, self.sequences, self.reach) for own in self.own)
-
-    @cached_property
-    def seen(self) -> tuple[Intervals, ...]:
-        """By rank the keys that some of its rows see, in ascending order."""
-        return tuple(_joined(keys) for _, keys in self.pieces)
+        sequences, reach = np.array(workload.sequences), reach_of(workload.window, workload.causal)
+        own = tuple(intervals_of(runs) for runs in held)
+        pieces = tuple(_pieces(rows, sequences, reach) for rows in own)
+        seen = tuple(_joined(keys) for _, keys in pieces)
+        return cls(held, 1, sequences, reach, workload.num_heads, own, pieces, seen)
 
     def sent(self, owner: int, reader: int) -> Intervals:
         """The keys of `owner` that some row of `reader` sees, each once, in ascending order."""

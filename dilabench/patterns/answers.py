@@ -5,7 +5,9 @@ No torch; numpy is imported on use, because `--help` imports this file.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -305,3 +307,9 @@ def keys_between(part: range | Positions, first: Positions, stop: Positions) -> 
         below = [np.searchsorted(part, edge) for edge in (first, stop)]
     counted: Positions = np.maximum(below[1] - below[0], 0)
     return counted
+
+
+@lru_cache(maxsize=4096)
+def counted_once(count: Callable[[Any, SequenceShape], Pairs], pattern: Hashable, shape: SequenceShape) -> Pairs:
+    """The pairs that `count` gives: every case over a workload asks for them."""
+    return count(pattern, shape)

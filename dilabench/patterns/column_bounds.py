@@ -6,7 +6,6 @@ Documents, prefixes and shared questions are such bounds in O(N) memory; a file 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from itertools import accumulate, cycle, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -16,7 +15,7 @@ from pydantic import Field, model_validator
 
 from dilabench.errors import ConfigError
 from dilabench.patterns.answers import HiddenRows, SequenceShape
-from dilabench.patterns.hidden_rows import HiddenRowsPattern
+from dilabench.patterns.hidden_rows import HiddenRowsPattern, hidden_once
 from dilabench.patterns.mask_files import named_file, read_array
 from dilabench.validation import Model, Size, Sizes, validated
 
@@ -132,7 +131,7 @@ class ColumnBoundsPattern(ColumnBoundsRequest, HiddenRowsPattern):
 
     def hidden_rows(self, shape: SequenceShape) -> HiddenRows:
         """The ranges of the chosen kind of bounds. Raises ConfigError for a file that does not fit."""
-        return _hidden_rows(self, shape.length)
+        return hidden_once(_hidden_rows, self, shape.length)
 
     def edges(self, shape: SequenceShape) -> Positions:
         """Starts and stops of ranges; if there are too many, an evenly spaced subset."""
@@ -183,7 +182,6 @@ def _outside(start: Positions, stop: Positions, length: int) -> Ranges:
     return (np.zeros_like(start), start), (stop, np.full_like(stop, length))
 
 
-@lru_cache(maxsize=8)
 def _hidden_rows(pattern: ColumnBoundsPattern, length: int) -> HiddenRows:
     if pattern.bounds_file is not None:
         return _from_file(pattern.bounds_file, pattern.bounds_digest, length)

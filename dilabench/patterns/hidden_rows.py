@@ -6,7 +6,9 @@ Memory is O(N): sliding windows, documents, prefixes and shared questions need t
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,3 +76,9 @@ class HiddenRowsPattern(Pattern):
     def _seen(self, shape: SequenceShape) -> tuple[Positions, Positions]:
         """`HiddenRows.seen` of every key under causal mask and window."""
         return self.hidden_rows(shape).seen(*shape.rows_in_reach(np.arange(shape.length)))
+
+
+@lru_cache(maxsize=8)
+def hidden_once(make: Callable[[Any, int], HiddenRows], pattern: HiddenRowsPattern, length: int) -> HiddenRows:
+    """The hidden rows that `make` gives: every derived answer asks for them."""
+    return make(pattern, length)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -31,7 +30,7 @@ from dilabench.patterns.answers import SequenceShape as SequenceShape
 from dilabench.patterns.answers import StridedSegments as StridedSegments
 from dilabench.patterns.answers import WholeBlocks as WholeBlocks
 from dilabench.patterns.answers import ZeroKeys as ZeroKeys
-from dilabench.patterns.answers import holds, keys_between
+from dilabench.patterns.answers import counted_once, holds, keys_between
 from dilabench.units import format_count
 from dilabench.validation import Model, describe, validated
 
@@ -196,7 +195,7 @@ class Pattern(Model, ABC):
 
     def pairs(self, shape: SequenceShape) -> Pairs:
         """The number of attended pairs, under causal mask and window."""
-        return Pairs(*_counted_pairs(self, shape))
+        return counted_once(_counted_pairs, self, shape)
 
     def density_of(self, shapes: Sequence[SequenceShape]) -> float:
         """Computed pairs / pairs of full attention under the same mask and window.
@@ -350,7 +349,7 @@ class Pattern(Model, ABC):
 
         If a line holds many rows, some are sampled. None if there is nothing to draw or too much to count.
         """
-        return _counted_shares(self, shape, lines, columns).copy() if shape.length <= MAX_PICTURED_LENGTH else None
+        return _counted_shares(self, shape, lines, columns) if shape.length <= MAX_PICTURED_LENGTH else None
 
     def keys_in_columns(self, shape: SequenceShape, rows: Positions, edges: Positions) -> NDArray[np.int64]:
         """[R, columns]: how many keys in each edges[i] <= key < edges[i + 1] a row of head 0 attends to.
@@ -408,8 +407,7 @@ def hide_future(shares: NDArray[np.float64], causal: bool) -> tuple[tuple[float 
     return tuple(row[: line + 1] + (None,) * (len(row) - line - 1) for line, row in enumerate(cells))
 
 
-@lru_cache(maxsize=4096)
-def _counted_pairs(pattern: Pattern, shape: SequenceShape) -> tuple[int, int]:
+def _counted_pairs(pattern: Pattern, shape: SequenceShape) -> Pairs:
     """Attended pairs, and distinct ones, over all query heads."""
     import numpy as np
 
@@ -425,10 +423,9 @@ def _counted_pairs(pattern: Pattern, shape: SequenceShape) -> tuple[int, int]:
             least += len(heads) * (
                 int(keys_between(group.keys(), first, stop).sum()) if len(counted) > 1 else sum(counted)
             )
-    return attended, least
+    return Pairs(attended, least)
 
 
-@lru_cache(maxsize=32)  # A picture is up to half a mebibyte.
 def _counted_shares(pattern: Pattern, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64]:
     """[lines, columns] of a picture of head 0: the share of pairs in each cell that is computed, of a few rows each."""
     import numpy as np

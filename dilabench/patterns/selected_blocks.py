@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from dilabench.errors import ConfigError
-from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SelectedKeys, SequenceShape
+from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SelectedKeys, SequenceShape, counted_once
 from dilabench.patterns.mask_files import named_file, read_array
 from dilabench.patterns.pattern import Pattern, group_rows
 from dilabench.patterns.selectors import ABSENT, distinct_blocks
@@ -263,7 +263,7 @@ class SelectedBlocksPattern(SelectedBlocksRequest, Pattern):
             earlier = np.minimum(self.top_k, rows // self.block_size + 1) - 1
             seen = shape.num_heads * int((earlier * self.block_size + rows % self.block_size + 1).sum())
         else:
-            seen = _pairs_seen(self, shape)
+            return counted_once(_pairs, self, shape)
         return Pairs(seen, seen)
 
     def keys_per_row(self, length: int) -> int:
@@ -388,11 +388,11 @@ def _thresholds(selector: TokenSelector, tokens: Tokens, kv_head: int) -> NDArra
     return np.concatenate([thresholds(selector, tokens, kv_head, part) for part in _pieces(rows, tokens.blocks)])
 
 
-@lru_cache(maxsize=64)
-def _pairs_seen(pattern: SelectedBlocksPattern, shape: SequenceShape) -> int:
+def _pairs(pattern: SelectedBlocksPattern, shape: SequenceShape) -> Pairs:
     """Attended pairs over all query heads, counted row by row."""
     of_heads = (int(pattern._keys_seen(shape, head).sum()) for head in range(shape.num_kv_heads))
-    return shape.num_heads // shape.num_kv_heads * sum(of_heads)
+    seen = shape.num_heads // shape.num_kv_heads * sum(of_heads)
+    return Pairs(seen, seen)
 
 
 @lru_cache(maxsize=4)

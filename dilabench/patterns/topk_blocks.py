@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
@@ -20,7 +21,15 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from dilabench.errors import ConfigError
-from dilabench.patterns.answers import KeyGroup, Pairs, Positions, SelectedKeys, SequenceShape, WholeBlocks
+from dilabench.patterns.answers import (
+    KeyGroup,
+    Pairs,
+    Positions,
+    SelectedKeys,
+    SequenceShape,
+    WholeBlocks,
+    counted_once,
+)
 from dilabench.patterns.block_masks import (
     MAX_BLOCKS,
     block_shares,
@@ -80,7 +89,7 @@ class WholeBlocksPattern(Pattern):
 
     def pairs(self, shape: SequenceShape) -> Pairs:
         """Block by block."""
-        return _pairs(self, shape)
+        return counted_once(_pairs, self, shape)
 
     def edges(self, shape: SequenceShape) -> Positions:
         """The starts of blocks."""
@@ -95,7 +104,6 @@ class WholeBlocksPattern(Pattern):
         return blocks.mask[head * len(blocks.mask) // shape.num_heads], blocks.block_size
 
 
-@lru_cache(maxsize=4096)
 def _pairs(pattern: WholeBlocksPattern, shape: SequenceShape) -> Pairs:
     blocks = pattern.whole_blocks(shape)
     heads = shape.num_heads // len(blocks.mask)
@@ -222,11 +230,11 @@ class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
 
         Raises ConfigError for more than 2^15 blocks a side, and for a file that does not fit.
         """
-        return _selection(self, shape.length, self.blocks_of(shape))
+        return _selected(self, shape).indices
 
     def whole_blocks(self, shape: SequenceShape) -> WholeBlocks:
         """The selection as a mask; under a causal mask without later blocks."""
-        return _whole_blocks(self, shape)
+        return _selected(self, shape).blocks
 
     def blocks_of(self, shape: SequenceShape) -> Blocks:
         """The selector's input over a sequence."""
@@ -234,32 +242,40 @@ class TopKBlocksPattern(TopKBlocksRequest, WholeBlocksPattern):
         return Blocks(-(-shape.length // self.block_size), kv_heads, group, shape.causal, self.selection_seed)
 
 
+@dataclass(frozen=True)
+class _Selected:
+    """The selection over a sequence: indices as `TopKBlocksPattern.selection`, and the same as a mask."""
+
+    indices: Indices
+    blocks: WholeBlocks
+
+
 @lru_cache(maxsize=8)
-def _selection(pattern: TopKBlocksPattern, length: int, blocks: Blocks) -> Indices:
+def _selected(pattern: TopKBlocksPattern, shape: SequenceShape) -> _Selected:
+    blocks = pattern.blocks_of(shape)
     if blocks.count > MAX_BLOCKS:
         raise ConfigError(
-            f"block_size={pattern.block_size} cuts {length} rows into {blocks.count} blocks a side, above "
-            f"{MAX_BLOCKS}; use block_size={-(-length // MAX_BLOCKS)} or more"
+            f"block_size={pattern.block_size} cuts {shape.length} rows into {blocks.count} blocks a side, above "
+            f"{MAX_BLOCKS}; use block_size={-(-shape.length // MAX_BLOCKS)} or more"
         )
     if pattern.indices_file is not None:
         indices = _from_file(pattern, pattern.indices_file, blocks.count, blocks.kv_heads)
     else:
         indices = select(SELECTORS[pattern.selector], blocks, pattern.top_k)
     indices.flags.writeable = False
-    return indices
+    return _Selected(indices, WholeBlocks(_mask_of(indices, shape.causal), pattern.block_size))
 
 
-@lru_cache(maxsize=8)
-def _whole_blocks(pattern: TopKBlocksPattern, shape: SequenceShape) -> WholeBlocks:
-    indices = pattern.selection(shape)
+def _mask_of(indices: Indices, causal: bool) -> NDArray[np.bool_]:
+    """[heads, n, n] of the selected blocks; under a causal mask without later ones."""
     heads, blocks, _ = indices.shape
     # An extra column receives the absent entries.
     mask = np.zeros((heads, blocks, blocks + 1), dtype=bool)
     np.put_along_axis(mask, np.where(indices == ABSENT, blocks, indices).astype(np.int64), True, axis=2)
     mask = mask[:, :, :blocks]
-    mask = np.tril(mask) if shape.causal else np.ascontiguousarray(mask)
+    mask = np.tril(mask) if causal else np.ascontiguousarray(mask)
     mask.flags.writeable = False
-    return WholeBlocks(mask, pattern.block_size)
+    return mask
 
 
 def _from_file(pattern: TopKBlocksPattern, name: str, blocks: int, kv_heads: int) -> Indices:

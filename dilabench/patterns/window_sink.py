@@ -6,14 +6,13 @@ StreamingLLM (Xiao et al. 2023); also called A-shape. semantics.md §5.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from pydantic import Field
 
 from dilabench.patterns.answers import HiddenRows, SequenceShape
-from dilabench.patterns.hidden_rows import HiddenRowsPattern
+from dilabench.patterns.hidden_rows import HiddenRowsPattern, hidden_once
 from dilabench.validation import Size
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class WindowSinkPattern(HiddenRowsPattern):
 
     def hidden_rows(self, shape: SequenceShape) -> HiddenRows:
         """A key beyond the sinks is hidden from the rows before it, and from rows more than a window later."""
-        return _hidden_rows(self, shape.length)
+        return hidden_once(_hidden_rows, self, shape.length)
 
     def keys_per_row(self, length: int) -> int:
         """The sinks and the window."""
@@ -76,7 +75,6 @@ class WindowSinkPattern(HiddenRowsPattern):
         return np.unique(edges[(edges > 0) & (edges < shape.length)])
 
 
-@lru_cache(maxsize=8)
 def _hidden_rows(pattern: WindowSinkPattern, length: int) -> HiddenRows:
     keys = np.arange(length)
     is_sink = keys < pattern.sinks

@@ -275,11 +275,12 @@ def _checked(target: str, sections: Any) -> tuple[Section, ...]:
     if not isinstance(sections, Iterable) or isinstance(sections, str):
         raise PluginError(f"{target} returned {shown(sections)}; it must return a sequence of Section")
     checked: tuple[Section, ...] = tuple(sections)
+    adapter = TypeAdapter(Section)
     for section in checked:
         if not isinstance(section, Section):
             raise PluginError(f"{target} returned {shown(section)}, which is no Section")
         try:
-            _adapter().validate_python(section)
+            adapter.validate_python(section)
         except ValidationError as error:
             place = ".".join(map(str, error.errors()[0]["loc"]))
             raise PluginError(
@@ -288,11 +289,6 @@ def _checked(target: str, sections: Any) -> tuple[Section, ...]:
         if any(len(row) != len(section.columns) for row in section.rows):
             raise PluginError(f"{target}: section {section.title!r} needs a text per column in every row")
     return checked
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[Section]:
-    return TypeAdapter(Section)
 
 
 def render(

@@ -3,7 +3,6 @@
 import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 
 from dilabench.comparison.fingerprint import machine_key
@@ -23,27 +22,10 @@ class Store:
 
     def __init__(self, root: Path | None = None, tell: Callable[[str], None] = lambda _: None) -> None:
         self._tell = tell
-        self._root = root
-
-    @cached_property
-    def root(self) -> Path:
-        """The store's folder."""
-        return store_root() if self._root is None else self._root
-
-    @cached_property
-    def archive(self) -> Archive:
-        """The runs."""
-        return Archive(self.root)
-
-    @cached_property
-    def baselines(self) -> Baselines:
-        """The names of runs."""
-        return Baselines(self.root)
-
-    @cached_property
-    def calibrations(self) -> Calibrations:
-        """The noise of machines."""
-        return Calibrations(self.root)
+        self.root = store_root() if root is None else root
+        self.archive = Archive(self.root)
+        self.baselines = Baselines(self.root)
+        self.calibrations = Calibrations(self.root)
 
     def records(self, text: str) -> tuple[RunRecord, ...]:
         """Return the records that a text names: several for a baseline of several runs, else one.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from types import CodeType
 from typing import Any, cast
@@ -266,6 +266,6 @@ def _may_differ(queries: Tensor, keys: Tensor | None, longest: int | None) -> bo
     return operands.bounds(keys, 0) != operands.bounds(queries, 0)
 
 
-@cache
+@lru_cache(maxsize=256)
 def _warn_once(message: str) -> None:
     logger.warning(message)

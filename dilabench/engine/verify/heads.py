@@ -48,8 +48,7 @@ def heads_checks(
     expected_out, _ = oracle.expected
     gradients = oracle.gradients if backward else ()
     second = [oracle.second_inputs(index) for index in range(oracle.planes.calls)]
-    assert len(oracle.second_expected) == len(second)
-    assert oracle.ones_error >= 0
+    assert len(oracle.second.expected) == len(second)
     large = oracle.large_expected
     every_row = confirmed.results(oracle) if confirmed is not None and not oracle.sample.complete else None
 

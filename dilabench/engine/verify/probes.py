@@ -43,17 +43,17 @@ def large_scores_check(oracle: Oracle, result: Result, expected: Expected) -> Ch
     broken = [c for c in form_checks(result.out, oracle.out_shape, oracle.dtype, oracle.device) if not c.passed]
     if broken:
         return Check(name=name, passed=False, detail=f"{detail}: {broken[0].detail}")
-    axes = (("batch", oracle.sample.batches), ("position", oracle.second_rows), ("head", None), ("dim", None))
-    rows = oracle.chosen(result.out)[:, oracle.second_rows.to(oracle.device)]
+    axes = (("batch", oracle.sample.batches), ("position", oracle.second.rows), ("head", None), ("dim", None))
+    rows = oracle.chosen(result.out)[:, oracle.second.rows.to(oracle.device)]
     return compare(name, rows, expected, axes, detail)
 
 
 def _second_call(oracle: Oracle, first: Tensor, results: list[Result]) -> Check:
     sample = oracle.sample
-    axes = (("batch", sample.batches), ("position", oracle.second_rows), ("head", None), ("dim", None))
+    axes = (("batch", sample.batches), ("position", oracle.second.rows), ("head", None), ("dim", None))
     checks = []
-    for result, expected in zip(results, oracle.second_expected, strict=True):
-        rows = oracle.chosen(result.out)[:, oracle.second_rows.to(oracle.device)]
+    for result, expected in zip(results, oracle.second.expected, strict=True):
+        rows = oracle.chosen(result.out)[:, oracle.second.rows.to(oracle.device)]
         checks.append(compare(CheckName.SECOND_CALL, rows, expected, axes))
     worst = next((check for check in checks if not check.passed), checks[-1])
     if not worst.passed and torch.equal(first, results[0].out):
@@ -68,7 +68,9 @@ def _ones(oracle: Oracle, out: Tensor) -> Check:
     if zeros is not None:
         # Zero keys take a share of a row's weights that depends on its scores: the remaining sum is in [0, 1].
         value = value.where(zeros.sum(0).T == 0, out.double().clamp(0.0, 1.0))
-    expected = Expected(value, torch.full_like(value, 2.0), ones_tolerance(workload, oracle.dtype, oracle.ones_error))
+    expected = Expected(
+        value, torch.full_like(value, 2.0), ones_tolerance(workload, oracle.dtype, oracle.second.ones_error)
+    )
     return compare(
         CheckName.ONES, out, expected, (("batch", None), ("position", None), ("head", None)), "v = 1 gives out = 1"
     )
@@ -131,7 +133,7 @@ def gradients_from_every_row(oracle: Oracle, result: Result) -> Iterator[Check]:
         sums[CheckName.DK][1, :, :, kv_head] += terms.square().mT @ q_h.square()
         sums[CheckName.DV][0, :, :, kv_head] += (weight * share).sum(1)
         sums[CheckName.DV][1, :, :, kv_head] += (weight * share).square().sum(1)
-    tolerance = 2 * oracle.second_expected[-1].tolerance
+    tolerance = 2 * oracle.second.expected[-1].tolerance
     # The weights of single attentions, which dk needs, are not in an out that is a sum of them.
     detached = workload.pattern.is_detached or is_sum(workload)
     axes = (("batch", oracle.sample.batches), ("key", torch.tensor(keys)), ("head", None), ("dim", None))

@@ -261,8 +261,6 @@ class _PastOracle(Oracle):
         sample = Sample(torch.zeros(1, dtype=torch.int64), rows, keys, complete=False)
         super().__init__(past.workload, device=past.device, sample=sample)
 
-    _alike = 0.0
-
     def _draw_inputs(self) -> tuple[Tensor, ...]:
         return ()
 
@@ -290,6 +288,9 @@ class _PastOracle(Oracle):
             rows = self._past.head(3, self._batch, self._head)[self.sample.rows.to(self.device)]
         return rows[None, :, None].expand(1, -1, self.workload.num_heads, -1)
 
+    def _alike(self) -> float:
+        return 0.0
+
     def sampled(self, tensor: Tensor) -> Tensor:
         """Rows [1, R, H, D] as they are."""
         return tensor
@@ -299,7 +300,7 @@ class _PastOracle(Oracle):
         is_out = name == CheckName.OUT
         if name not in tolerances:
             return self.expected[0] if is_out else self.gradients[0]
-        value, size = (self.exact.out, self.exact.size) if is_out else (x[0] for x in self.exact_gradients)
+        value, size = (self.exact.out, self.exact.size) if is_out else (x[0] for x in self.exact_gradients())
         return Expected(value, clamp_size_(size, self.dtype), tolerances[name])
 
 

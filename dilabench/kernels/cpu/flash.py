@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import repeat
 from math import gcd, log
 
@@ -151,14 +151,14 @@ def attend_backward(
     return (dq, onto[1].add_(dk), onto[2].add_(dv)) if onto else (dq, dk, dv)
 
 
-@cache
+@lru_cache(maxsize=64)
 def forward_room(head_dim: int) -> int:
     """Numbers that a thread of a forward pass takes; a multiple of 16."""
     tile = 2 * head_dim * QUERIES + 2 * QUERIES
     return FORWARD_TILES * tile + 2 * KEYS * head_dim + KEYS * QUERIES + QUERIES
 
 
-@cache
+@lru_cache(maxsize=256)
 def backward_room(head_dim: int, keys: int) -> int:
     """Workspace of a thread of a backward pass with sums for that many keys, in numbers; a multiple of 16."""
     width = whole_vectors(head_dim)

@@ -107,7 +107,7 @@ class BranchGroup:
         apart = self.modulus - 1 if len(set(self.rates)) > 1 else 0
         return (tokens - apart) // self.modulus, (tokens + apart) // self.modulus
 
-    @cached_property
+    @property
     def one_frame_per_kv_head(self) -> bool:
         """Whether all heads of a K/V head see the classes alike, so that idle key tiles are known without asking each
         head.
@@ -190,15 +190,14 @@ class BranchGroup:
         """How many keys a query sees in the mean, of queries that see any, in whole segments: those that several
         branches show count for each of them. A branch of segments w and rate r shows w / r keys to each r-th query.
         """
-        queries, *pairs = self._queries_and_pairs_of_a_token
+        queries, *pairs = self._queries_and_pairs_of_a_token()
         return pairs[causal] / queries
 
     def queries_of_a_key(self, causal: bool) -> float:
         """How many queries see a key in the mean, over all heads that read it, counted in the same way."""
-        _, *pairs = self._queries_and_pairs_of_a_token
+        _, *pairs = self._queries_and_pairs_of_a_token()
         return pairs[causal] * self.heads_per_kv / len(self.head_kind)
 
-    @cached_property
     def _queries_and_pairs_of_a_token(self) -> tuple[float, float, float]:
         """Over all heads; pairs where not causal and where causal."""
         window_left, window_right = self.window or (MAX_WINDOW, MAX_WINDOW)

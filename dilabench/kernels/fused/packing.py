@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from operator import sub
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ class ListRequest:
     by_key: bool = False
     stats_tile: int = 1
 
-    @cached_property
+    @property
     def most_visits(self) -> int:
         """How many tiles of all classes documents have at most."""
         group = self.group
@@ -99,24 +99,23 @@ class PassLists(NamedTuple):
 
 
 class PassRequests:
-    """The lists that the launches of a pass need, with the numbers that they depend on besides the bounds."""
+    """The lists that the launches of a pass need, with the numbers that they depend on besides the bounds.
+
+    sizes: how many numbers of spans, visits, blocks and documents `Packing.lists` writes, one after another.
+    """
 
     def __init__(self, *requests: ListRequest) -> None:
         self.requests = requests
         self.most_supers = max(request.group.most_supers for request in requests)
         self.visits = [request.most_visits for request in requests]
-        self.cache = LaunchCache()
-        self._kept: dict[tuple[bool, torch.device, type[Tensor]], _Tables] = {}
-
-    @cached_property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """How many numbers of spans, visits, blocks and documents `Packing.lists` writes, one after another."""
-        n, group = len(self.requests), self.requests[0].group
+        n, group = len(requests), requests[0].group
         blocks = -(-group.length // BLOCK_TOKENS)
         # Each begins at a multiple of 16 bytes: kernels are compiled again for others.
         blocks += -blocks % (COPY_BYTES // 4)
         of_documents = (group.documents + 1) * (n + 1)
-        return n * self.most_supers * SPAN_COLUMNS, sum(self.visits) * VISIT_COLUMNS, blocks, of_documents
+        self.sizes = n * self.most_supers * SPAN_COLUMNS, sum(self.visits) * VISIT_COLUMNS, blocks, of_documents
+        self.cache = LaunchCache()
+        self._kept: dict[tuple[bool, torch.device, type[Tensor]], _Tables] = {}
 
     def tables(self, packing: Packing, causal: bool, x: Tensor) -> _Tables:
         """The lists for super-segments of these documents, on the device of x."""

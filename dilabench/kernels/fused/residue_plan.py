@@ -188,12 +188,11 @@ def _groups(
     """The cut of the next power of two, so that a new length needs no search, unless it does not fit this length."""
     rounded = 1 << (sequence_length - 1).bit_length()
     # A segment that holds all of this length may be cut in a longer one, and then not fit.
-    if not any(isinstance(_fit((i,), branches, rounded, SMALLEST_TILE), str) for i in usable):
-        parts = _cheapest_cut(usable, branches, rounded, causal, tile)
-        found = [_fit(part, branches, sequence_length, _smallest_tile(part, tile)) for part in parts]
-        groups = tuple(fit for fit in found if not isinstance(fit, str))
-        if len(groups) == len(parts):
-            return groups
+    parts = _cheapest_cut(usable, branches, rounded, causal, tile)
+    found = [_fit(part, branches, sequence_length, _smallest_tile(part, tile)) for part in parts]
+    groups = tuple(fit for fit in found if not isinstance(fit, str))
+    if parts and len(groups) == len(parts):
+        return groups
     _separate(usable, branches, sequence_length)
     parts = _cheapest_cut(usable, branches, sequence_length, causal, tile)
     fits = (_fit(part, branches, sequence_length, _smallest_tile(part, tile)) for part in parts)
@@ -205,8 +204,10 @@ def _cheapest_cut(
     usable: tuple[int, ...], branches: _Branches, sequence_length: int, causal: bool, tile: int
 ) -> tuple[tuple[int, ...], ...]:
     """Dynamic programme over cuts of ``usable`` (ascending dilation rate) into runs; a run that does not fit is not a
-    choice.
+    choice. Empty if a branch does not fit alone.
     """
+    if any(isinstance(_fit((i,), branches, sequence_length, SMALLEST_TILE), str) for i in usable):
+        return ()
     best: list[tuple[float, tuple[tuple[int, ...], ...]]] = [(0.0, ())]
     for end in range(1, len(usable) + 1):
         options: list[tuple[float, tuple[tuple[int, ...], ...]]] = []
@@ -229,7 +230,6 @@ def _smallest_tile(branches: tuple[int, ...], tile: int) -> int:
     return SMALLEST_TILE if len(branches) == 1 else min(tile, 64)
 
 
-@lru_cache(maxsize=1024)
 def _fit(part: tuple[int, ...], branches: _Branches, sequence_length: int, smallest_tile: int) -> BranchGroup | str:
     """The group of these branches, or the reason why they cannot share residue-class tiles."""
     segment_lengths, dilation_rates, heads, window = branches

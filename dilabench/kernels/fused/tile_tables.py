@@ -267,7 +267,7 @@ def _there(
 ) -> Iterator[TileTables]:
     """Items, lookup and order [n, ...] on a device, each of the n with all entries."""
     _load_operators(device)
-    heads = _heads(group.head_kind, group.head_shift)
+    heads = np.stack([group.head_kind, group.head_shift], 1)
     if entries.are_few:
         *there, (heads_there,), (listed,) = _on_device(device, *lists, heads[None], entries.here()[None])
     else:
@@ -291,11 +291,6 @@ def _behind_the_whole(of_variants: Integers) -> Integers:
         # The same, and faster: every length with new tables waits for it.
         return of_variants[None]
     return np.stack((np.broadcast_to(of_variants[0], tails.shape), tails), 1)
-
-
-@lru_cache(maxsize=256)
-def _heads(kinds: tuple[int, ...], shifts: tuple[int, ...]) -> Integers:
-    return np.stack([kinds, shifts], 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,6 @@ def _quantiles(ordered: Any, level: float) -> Any:
     return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
-@lru_cache(maxsize=4096)
 def t_quantile(df: float, level: float) -> float:
     """Quantile of Student's t with `df` degrees of freedom (not necessarily whole) at `level` in (0, 1)."""
     return float(stdtrit(df, level))
@@ -206,8 +205,7 @@ def _intervals_of_blocks(
     blocks, n = shares.shape[1], ordered.shape[1]
     deviations = sizes / sizes.mean() * (shares - 0.5)
     variances = np.add.reduce(deviations * deviations, axis=1) / max(1, blocks - 1) / units
-    # rounded, so that the quantiles of t are found in the cache
-    t = np.array([t_quantile(max(1.0, round(worth - 1, 2)), (1 + confidence) / 2) for worth in units.tolist()])
+    t = stdtrit(np.maximum(1.0, units - 1), (1 + confidence) / 2)
     reaches = np.minimum(0.5, t * np.sqrt(np.maximum(variances, 0.25 / n))) if blocks > 1 else np.full(len(t), 0.5)
     levels = np.stack([0.5 - reaches, 0.5 + reaches])
     lows, highs = group_quantiles(ordered.ravel(), np.full(len(t), n), levels).tolist()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from torch import Tensor
 
 from dilabench.engine.verify.oracle.oracle import Oracle
@@ -36,13 +34,13 @@ class InPlaceOracle(Oracle):
         q, k, v = (self.batched(tensor) for tensor in self._given)
         return q, k, v
 
-    @cached_property
+    @property
     def full_dout(self) -> Tensor:
         """The dout that was given, of out's shape."""
         assert self._dout is not None
         return self._dout
 
-    @cached_property
+    @property
     def sampled_dout(self) -> Tensor:
         """The given dout itself, set to zero outside the sampled rows."""
         if not self.sample.complete:

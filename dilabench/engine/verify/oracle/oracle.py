@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +33,19 @@ ALIKE_ROWS = 32
 # Standard deviation of the scores of random rows in the call with large scores. The largest is about 90 of 500 keys,
 # whose exponential no float32 holds.
 LARGE_SCORES = 30.0
+
+
+@dataclass(frozen=True)
+class SecondCall:
+    """What is expected of the calls with other inputs.
+
+    rows: positions of the rows that are compared, spread over the sampled ones. expected: out of each call on them,
+    [b, R', H, D]. ones_error: the largest error of the plain computation on them if v is 1.
+    """
+
+    rows: Tensor
+    expected: tuple[Expected, ...]
+    ones_error: float
 
 
 class Oracle:
@@ -126,7 +140,7 @@ class Oracle:
     @cached_property
     def expected(self) -> tuple[Expected, Expected]:
         """out [b, R, H, D] and lse [b, H, R] on the sampled rows."""
-        return expected_rows(self.exact, self.workload, self.dtype, self._plain, self._alike)
+        return expected_rows(self.exact, self.workload, self.dtype, *self._plain)
 
     @cached_property
     def exact(self) -> Rows:
@@ -134,11 +148,11 @@ class Oracle:
         return exact_rows(self._heads, self.workload, self.sample.rows, self.dtype)
 
     @cached_property
-    def _plain(self) -> tuple[Tensor, Tensor]:
-        """out and lse of the plain computation on the sampled rows."""
-        return attend_rows(*self._heads, self.workload, self.sample.rows, plain_dtype(self.dtype))
+    def _plain(self) -> tuple[tuple[Tensor, Tensor], float]:
+        """out and lse of the plain computation on the sampled rows, and how alike their weights are."""
+        plain = attend_rows(*self._heads, self.workload, self.sample.rows, plain_dtype(self.dtype))
+        return plain, self._alike()
 
-    @cached_property
     def _alike(self) -> float:
         """`alike_weights` of some rows; 0 where a rounded weight is as exact as the result can be."""
         if eps(self.dtype) <= eps(torch.float32):
@@ -153,17 +167,16 @@ class Oracle:
     def gradients(self) -> tuple[Expected, Expected, Expected]:
         """dq [b, R, H, D] on the sampled rows, dk and dv [b, S, K, D] on the sampled keys, for `sampled_dout`."""
         dout, rows, keys = self.sampled(self.full_dout), self.sample.rows, self.sample.keys
-        exact, sizes = self.exact_gradients
+        exact, sizes = self.exact_gradients()
         dtype = plain_dtype(self.dtype)
-        plain = attend_rows_backward(dout, *self._heads, *self._plain, self.workload, rows, keys, dtype)
+        results, alike = self._plain
+        plain = attend_rows_backward(dout, *self._heads, *results, self.workload, rows, keys, dtype)
         floor = gradient_floor_ulps(self.workload, self.dtype)
         dq, dk, dv = (
-            expect(*parts, self.workload, self.dtype, floor, self._alike)
-            for parts in zip(exact, sizes, plain, strict=True)
+            expect(*parts, self.workload, self.dtype, floor, alike) for parts in zip(exact, sizes, plain, strict=True)
         )
         return dq, dk, dv
 
-    @cached_property
     def exact_gradients(self) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
         """dq, dk and dv as in `gradients`, and their natural sizes, without what they may be off by."""
         dout, rows, keys = self.sampled(self.full_dout), self.sample.rows, self.sample.keys
@@ -176,12 +189,6 @@ class Oracle:
         """Which keys the second call probes."""
         return make_planes(self.workload, self.seed)
 
-    @cached_property
-    def second_rows(self) -> Tensor:
-        """Positions of the rows on which the second call is compared, spread over the sampled ones."""
-        rows = self.sample.rows
-        return rows[torch.linspace(0, len(rows) - 1, min(SECOND_CALL_ROWS, len(rows))).long()]
-
     def second_inputs(self, call: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Other q and k, and the values of the planes (planes.py), not kept."""
         q, k, v = self.inputs
@@ -192,15 +199,21 @@ class Oracle:
         return q.roll(1, -1).mul_(-gain), k.flip(-1), values
 
     @cached_property
-    def second_expected(self) -> tuple[Expected, ...]:
-        """out of each second call on `second_rows`, [b, R', H, D]."""
-        results, rows = [], self.second_rows
+    def second(self) -> SecondCall:
+        """What is expected of each call with `second_inputs`."""
+        rows = self.sample.rows
+        rows = rows[torch.linspace(0, len(rows) - 1, min(SECOND_CALL_ROWS, len(rows))).long()]
+        results, dtype = [], plain_dtype(self.dtype)
         for call in range(self.planes.calls):
             q, k, v = (self.chosen(tensor) for tensor in self.second_inputs(call))
-            plain = attend_rows(q, k, v, self.workload, rows, plain_dtype(self.dtype))
+            plain = attend_rows(q, k, v, self.workload, rows, dtype)
             exact = exact_rows((q, k, v), self.workload, rows, self.dtype)
             results.append(expected_rows(exact, self.workload, self.dtype, plain)[0])
-        return tuple(results)
+        q, k, v = (self.chosen(tensor) for tensor in self.second_inputs())
+        ones, _ = attend_rows(q, k, v[..., :1], self.workload, rows, dtype)
+        error = float((ones[..., 0].double() - results[0].value[..., 0]).abs().max())
+        error *= eps(self.dtype) / eps(dtype) if self.dtype == torch.float64 else 1.0
+        return SecondCall(rows, tuple(results), error)
 
     def large_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """q of a scale that differs from row to row, so that some rows have large scores, and k and v; not kept."""
@@ -209,25 +222,16 @@ class Oracle:
         generator = torch.Generator().manual_seed(self.seed + 3)
         is_large = torch.randint(0, 2, (self.workload.seq_len, 1, 1), generator=generator).bool()
         # Of the compared rows every second one.
-        is_large[self.second_rows] = (torch.arange(len(self.second_rows)) % 2 == 0)[:, None, None]
+        is_large[self.second.rows] = (torch.arange(len(self.second.rows)) % 2 == 0)[:, None, None]
         return q * torch.where(is_large, gain, gain / LARGE_SCORES).to(q), k, v
 
     @cached_property
     def large_expected(self) -> Expected:
-        """out of the call with large scores on `second_rows`, [b, R', H, D]."""
+        """out of the call with large scores on the rows of `second`, [b, R', H, D]."""
         q, k, v = (self.chosen(tensor) for tensor in self.large_inputs())
-        plain = attend_rows(q, k, v, self.workload, self.second_rows, plain_dtype(self.dtype))
-        exact = exact_rows((q, k, v), self.workload, self.second_rows, self.dtype)
+        plain = attend_rows(q, k, v, self.workload, self.second.rows, plain_dtype(self.dtype))
+        exact = exact_rows((q, k, v), self.workload, self.second.rows, self.dtype)
         return expected_rows(exact, self.workload, self.dtype, plain)[0]
-
-    @cached_property
-    def ones_error(self) -> float:
-        """The largest error of the plain computation where v is 1, on `second_rows`."""
-        q, k, v = (self.chosen(tensor) for tensor in self.second_inputs())
-        dtype = plain_dtype(self.dtype)
-        plain, _ = attend_rows(q, k, v[..., :1], self.workload, self.second_rows, dtype)
-        error = float((plain[..., 0].double() - self.second_expected[0].value[..., 0]).abs().max())
-        return error * (eps(self.dtype) / eps(dtype) if self.dtype == torch.float64 else 1.0)
 
 
 def exact_rows(heads: tuple[Tensor, Tensor, Tensor], workload: Workload, rows: Tensor, dtype: torch.dtype) -> Rows:
