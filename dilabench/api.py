@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from inspect import signature
-from multiprocessing import current_process, parent_process
+from multiprocessing import current_process
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from dilabench.cli.run.output import terminal
 from dilabench.cli.terminal import note
 from dilabench.comparison.across import compare_across, refuse_other_machine
 from dilabench.comparison.comparison import Comparison
+from dilabench.engine.worker.process import WORKER_NAME
 from dilabench.errors import ConfigError, EnvironmentNotReady, ExitCode
 from dilabench.plugins.functions import Functions
 from dilabench.record import RunRecord
@@ -79,12 +80,12 @@ def run(
     Raises ConfigError for a wrong request, NothingToMeasure for one of which no row can run here, EnvironmentNotReady
     in a process that may start none, and KeyboardInterrupt when Ctrl-C came before any row had ended.
     """
-    if "dilabench.engine.worker.handlers" in sys.modules and parent_process() is not None:
+    process = current_process()
+    if process.name == WORKER_NAME:
         raise ConfigError(
             "dilabench.run was called while a worker process imported the script with the function to measure; put the "
             "call under `if __name__ == '__main__':`"
         )
-    process = current_process()
     if process.daemon:
         raise EnvironmentNotReady(
             f"{process.name} is a daemonic process, which Python lets start no other, and a run starts workers; call "

@@ -281,7 +281,6 @@ def _compiles_cxx(compiler: str) -> bool:
     return done.returncode == 0
 
 
-@functools.cache
 def cpuinfo() -> str:
     """/proc/cpuinfo; empty if there is none."""
     try:

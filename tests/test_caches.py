@@ -48,8 +48,7 @@ CACHES = {
     "backends/flex.py:_packed_mask": Cache(2, "block lists of a packing, up to 1 GiB each"),
     "backends/sdpa/flash_cpu.py:_kept_mask": Cache(16, "additive masks, which take memory"),
     # Choice.
-    "choice/computation.py:_with_gpu": Cache(16, "one machine for a GPU, which is read from NVML"),
-    "choice/computation.py:_machine": Cache(2, "one machine for a kind of device, which takes a probe"),
+    "choice/computation.py:_machine": Cache(16, "one machine for a kind of device, which takes a probe"),
     "choice/descriptors.py:installed_version": Cache(
         UNBOUNDED, "reads metadata files", few="names of descriptors' requirements"
     ),
@@ -63,6 +62,7 @@ CACHES = {
     "distributed/sharding.py:Shards.rows": Cache(PROPERTY, "read in every call over ranks"),
     "distributed/transport/copies.py:_driver": Cache(UNBOUNDED, "the CUDA driver's library, loaded once"),
     # Verification: each value takes a computation over the sampled rows.
+    "cli/terminal.py:_nowhere": Cache(UNBOUNDED, "one open file for what nobody can read"),
     "engine/device/device.py:device_of": Cache(UNBOUNDED, "one object for a device", few="devices of the process"),
     "engine/verify/across_ranks.py:RanksOracle._heads": Cache(PROPERTY, "rows fetched from all ranks"),
     "engine/verify/oracle/blocks.py:blocks_cached.cached": Cache(4, "blocks of small workloads inside a context"),
@@ -74,10 +74,14 @@ CACHES = {
     "engine/verify/oracle/oracle.py:Oracle.gradients": Cache(PROPERTY, "serves all implementations of a workload"),
     "engine/verify/oracle/oracle.py:Oracle.planes": Cache(PROPERTY, "drawn once, for inputs and expectations"),
     "engine/verify/oracle/oracle.py:Oracle.second": Cache(PROPERTY, "serves all implementations of a workload"),
+    "engine/verify/oracle/oracle.py:Oracle.large_expected": Cache(PROPERTY, "serves all implementations of a workload"),
     "engine/verify/timed_outputs.py:_PastOracle._heads": Cache(PROPERTY, "heads of a past call, perhaps fetched"),
     "engine/verify/timed_outputs.py:_PastOracle.full_dout": Cache(PROPERTY, "rows of a past call, perhaps fetched"),
     # Kernels.
     "kernels/combine.py:_launch": Cache(256, "the grid of a launch, read in every call"),
+    "kernels/cpu/aten_flash.py:_multiplies": Cache(
+        UNBOUNDED, "asks torch, which a trace of a call cannot", few="dtypes"
+    ),
     "kernels/cpu/compiled.py:why_unavailable": Cache(UNBOUNDED, "a failed compilation is reported once"),
     "kernels/cpu/compiled.py:library": Cache(UNBOUNDED, "the C++ library, loaded once"),
     "kernels/cpu/compiled.py:openmp_parallel": Cache(UNBOUNDED, "a symbol's address, read in every call"),
@@ -109,7 +113,6 @@ CACHES = {
     "atomic_file.py:_without_home": Cache(UNBOUNDED, "one folder for the process: it may be a new temporary one"),
     "machine.py:_accelerator_by_process": Cache(UNBOUNDED, "starts a process"),
     "machine.py:_first_working": Cache(UNBOUNDED, "runs compilers", few="values of $CXX and $PATH in a process"),
-    "machine.py:cpuinfo": Cache(UNBOUNDED, "slow to read on many cores, at every choice for bfloat16"),
     "predict/memory/plan.py:_sources_hash": Cache(UNBOUNDED, "reads the sources that a trace runs"),
     # Patterns: arrays of a sequence, and numbers counted from them.
     "patterns/block_masks.py:_kept_small": Cache(256, "drawn masks"),

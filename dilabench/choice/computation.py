@@ -199,21 +199,18 @@ def machine_of(device: torch.device | str) -> Machine:
     device = torch.device(device)
     if device.type != CUDA.name or not torch.cuda.is_available():
         return _machine(device.type)
-    return _with_gpu(torch.cuda.current_device() if device.index is None else device.index)
+    return _machine(CUDA.name, torch.cuda.current_device() if device.index is None else device.index)
 
 
 @lru_cache(maxsize=16)
-def _with_gpu(index: int) -> Machine:
-    machine = _machine(CUDA.name)
-    # NVML may count the GPUs in another order than CUDA.
-    name = torch.cuda.get_device_name(index)
-    gpus = sorted(enumerate(machine.gpus), key=lambda numbered: (numbered[1].name != name, numbered[0] != index))
-    return replace(machine, gpus=tuple(gpu for _, gpu in gpus))
-
-
-@lru_cache(maxsize=2)
-def _machine(device: str) -> Machine:
+def _machine(device: str, index: int | None = None) -> Machine:
     """Return the machine for a kind of device; tensors without data, on `meta`, count as the default device."""
+    if index is not None:
+        machine = detect(device)
+        # NVML may count the GPUs in another order than CUDA.
+        name = torch.cuda.get_device_name(index)
+        gpus = sorted(enumerate(machine.gpus), key=lambda numbered: (numbered[1].name != name, numbered[0] != index))
+        return replace(machine, gpus=tuple(gpu for _, gpu in gpus))
     if device in (CPU.name, CUDA.name):
         return detect(device)
     # There are tensors on the device, so its presence need not be checked.

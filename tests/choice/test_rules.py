@@ -244,19 +244,19 @@ def test_sources_of_kernels_in_cpp_count(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_gpu_is_that_of_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["NVIDIA H200", "NVIDIA L40S", "NVIDIA H200"]
     gpus = tuple(GpuInfo(name=name, uuid_hash=str(at)) for at, name in enumerate(names))
-    monkeypatch.setattr(computation, "_machine", lambda _device: Machine(device="cuda", gpus=gpus))
+    monkeypatch.setattr(computation, "detect", lambda _device: Machine(device="cuda", gpus=gpus))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", names.__getitem__)
-    computation._with_gpu.cache_clear()
+    computation._machine.cache_clear()
     found = [computation.machine_of(device).gpus[0].uuid_hash for device in ("cuda:0", "cuda:1", "cuda:2", "cuda")]
     assert found == ["0", "1", "2", "2"]
     # CUDA's order may not be NVML's.
     monkeypatch.setattr(torch.cuda, "get_device_name", names[::-1][1:].__getitem__)
-    computation._with_gpu.cache_clear()
+    computation._machine.cache_clear()
     assert computation.machine_of("cuda:0").gpus[0].uuid_hash == "1"
     assert {gpu.uuid_hash for gpu in computation.machine_of("cuda:0").gpus} == {"0", "1", "2"}
-    computation._with_gpu.cache_clear()
+    computation._machine.cache_clear()
 
 
 def test_planner_records_what_auto_chose(cache: Path) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dilabench.impls.block_sparse.block_sparse import tiles_backward, tiles_forward
 from dilabench.kernels import tuning
 from dilabench.kernels.block_sparse.backward import block_sparse_backward
 from dilabench.kernels.block_sparse.forward import block_sparse_forward
@@ -96,8 +95,8 @@ def chosen_on_the_device() -> dict[str, float]:
     gradients = torch.autograd.grad(out, wide, dout.double())
     plan = SelectedPlan(indices, block, rows, causal=True)
     with poisoned():
-        got_out, got_lse = tiles_forward(q, k, v, plan, scale=dim**-0.5)
-        got = tiles_backward(dout, q, k, v, got_out, got_lse, plan, scale=dim**-0.5)
+        got_out, got_lse = block_sparse_forward(q, k, v, plan, scale=dim**-0.5)
+        got = block_sparse_backward(dout, q, k, v, got_out, got_lse, plan, scale=dim**-0.5)
     return compared((out, lse, *gradients), (got_out, got_lse, *got))
 
 
@@ -114,8 +113,8 @@ def bounded_on_the_device() -> dict[str, float]:
     gradients = torch.autograd.grad(out, wide, dout.double())
     plan = BoundedPlan(known.bounds(q.device), block, rows, causal=True, hidden=hidden)
     with poisoned():
-        got_out, got_lse = tiles_forward(q, k, v, plan, scale=dim**-0.5)
-        got = tiles_backward(dout, q, k, v, got_out, got_lse, plan, scale=dim**-0.5)
+        got_out, got_lse = block_sparse_forward(q, k, v, plan, scale=dim**-0.5)
+        got = block_sparse_backward(dout, q, k, v, got_out, got_lse, plan, scale=dim**-0.5)
     return compared((out, lse, *gradients), (got_out, got_lse, *got))
 
 
@@ -135,7 +134,7 @@ def errors(case: tuple, dtype: torch.dtype, ranges: int = 0) -> dict[str, float]
     out, lse = expected(*wide, plan)
     gradients = torch.autograd.grad(out, wide, dout.double())
     scale = dim**-0.5
-    forward, backward = tiles_forward, tiles_backward
+    forward, backward = block_sparse_forward, block_sparse_backward
     if tiles:
         forward = partial(block_sparse_forward, config=tiles)
         backward = partial(block_sparse_backward, query_config=tiles, key_config=tiles)
@@ -182,7 +181,7 @@ def two_calls(case: tuple) -> dict[str, float]:
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     out, lse = expected(*wide, plan)
     gradients = torch.autograd.grad(out, wide, dout.double())
-    forward, backward = tiles_forward, tiles_backward
+    forward, backward = block_sparse_forward, block_sparse_backward
     if tiles:
         forward = partial(block_sparse_forward, config=tiles)
         backward = partial(block_sparse_backward, query_config=tiles, key_config=tiles)

@@ -6,15 +6,19 @@ Prints the errors of each case as one line of JSON.
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 from interpreted_block_cases import compared, poisoned
 
 from dilabench.contracts import BuildContext
 from dilabench.engine.verify.oracle.reference import Reference
-from dilabench.impls.block_sparse.block_sparse import tiles_backward, tiles_forward
-from dilabench.impls.block_sparse.packed import packed_union
+from dilabench.impls.block_sparse import block_sparse, packed
+from dilabench.impls.block_sparse.planned import BlockKernels
+from dilabench.kernels.block_sparse.backward import block_sparse_backward
+from dilabench.kernels.block_sparse.forward import block_sparse_forward
 from dilabench.workload.spec import Workload
 
 # Documents of one token, of whole blocks, and some that begin inside of a tile.
@@ -53,7 +57,11 @@ def errors(fields: dict[str, Any]) -> dict[str, float]:
             **fields,
         }
     )
-    union = packed_union(workload, BuildContext(device=torch.device("cpu")), "tiles", tiles_forward, tiles_backward)
+    tiles = BlockKernels("tiles", block_sparse_forward, block_sparse_backward)
+    with ExitStack() as patched:
+        for module in (block_sparse, packed):
+            patched.enter_context(mock.patch.object(module, "kernels_for", return_value=tiles))
+        union = block_sparse.build(workload, BuildContext(device=torch.device("cpu")))
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(BOUNDS[-1], n, dim, generator=generator) for n in (heads, kv_heads, kv_heads, heads))
     wide = [x.double().requires_grad_() for x in (q, k, v)]

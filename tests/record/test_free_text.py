@@ -26,7 +26,8 @@ COMMANDS = (
 @pytest.fixture
 def record(make_row, make_record):
     rows = [make_row(name, seed=at, position=at) for at, name in enumerate(("gather", "strided"))]
-    return make_record(rows, finished_at="2026-01-02T03:05:00+00:00")
+    config = {"suite": "quick", "shard": "1/2"}
+    return make_record(rows, finished_at="2026-01-02T03:05:00+00:00", config=config)
 
 
 @pytest.mark.parametrize("kind", TIMES)
@@ -51,7 +52,8 @@ def test_a_time_that_cannot_be_read_stops_no_command(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DILABENCH_DISABLE_PLUGINS", "1")
     (tmp_path / "base.json").write_text(record.model_dump_json())
-    (tmp_path / "other.json").write_text(make_record([make_row(seq_len=32)], run_id="other").model_dump_json())
+    other = make_record([make_row(seq_len=32)], run_id="other", config={"suite": "quick", "shard": "2/2"})
+    (tmp_path / "other.json").write_text(other.model_dump_json())
     document = json.loads(record.model_copy(update={"run_id": "new"}).model_dump_json())
     for number, text in enumerate(TIMES.values()):
         if (field, text) != ("started_at", None):

@@ -181,3 +181,16 @@ class InputStore:
         """Forget all sets."""
         self._sets.clear()
         self._workload = None
+
+
+def dout_signs(dout: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """Signs of the rows, [B, N, 1, 1], and of the channels, [D], of dout, [B, N, H, D] or [B, N, E].
+
+    A backward pass is linear in dout, so that the gradients for signs of channels alone would follow from few others.
+    """
+    generator = torch.Generator(dout.device).manual_seed(seed)
+    rows, channels = (
+        torch.randint(0, 2, shape, generator=generator, device=dout.device, dtype=torch.int8) * 2 - 1
+        for shape in (dout.shape[:2], dout.shape[-1:])
+    )
+    return rows.view(*rows.shape, *[1] * (dout.ndim - 2)), channels

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -42,15 +43,20 @@ _KNOWN = tuple(
 
 
 _SIGNALS = [name for name in ("SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
-# Functions that Python calls between the lines of any code, and handlers of signals, as `remember_hooks` found them.
+# Functions that Python calls between the lines of any code, and handlers of signals, as `hooks_watched` found them.
 _HOOKS: dict[str, Any] = {}
 
 
-def remember_hooks() -> None:
-    """Compare profile and trace functions and signal handlers with those of now from here on: those of the process that
+@contextmanager
+def hooks_watched() -> Iterator[None]:
+    """In it, compare profile and trace functions and signal handlers with those of now: those of the process that
     calls, a debugger's among them, are its own matter.
     """
     _HOOKS.update({name: get() for name, get, _ in _hooks()})
+    try:
+        yield
+    finally:
+        _HOOKS.clear()
 
 
 def _hooks() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:

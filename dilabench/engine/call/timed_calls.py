@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from math import inf
 
 import torch
 from torch import Tensor
 
 from dilabench.distributed.world import World
-from dilabench.engine.call.inputs import SAME_VALUES, ChangeLog, InputSet
+from dilabench.engine.call.digests import fast_digest
+from dilabench.engine.call.inputs import SAME_VALUES, ChangeLog, InputSet, dout_signs
 from dilabench.engine.call.left_threads import working_threads
 from dilabench.engine.call.returned import not_plain
 from dilabench.workload.spec import Workload
@@ -38,8 +38,6 @@ RENEWED_AMONG = 4
 # The least samples of a slot in which one can have a neighbour before and one after it.
 COMPARED = 3
 SEED_BITS = 60
-# Rows of a digest that are summed together. Odd, so that multiplying by its multiples loses no bit of a word.
-DIGEST_ROWS, STEP = 2**20, 0x1E3779B97F4A7C15
 
 # The local row of a position of the whole sequence; None for other ranks' positions.
 LocalRow = Callable[[int], int | None]
@@ -434,33 +432,6 @@ def _now() -> tuple[float, float]:
     calls, and a sample on new ones would have no neighbour on old ones to be compared with.
     """
     return time.perf_counter(), time.process_time()
-
-
-def fast_digest(tensor: Tensor) -> Tensor:
-    """Sums of the bits of both halves of each row, multiplied by an odd number of each row and summed: one pass over
-    memory, and two words for `DIGEST_ROWS` rows.
-    """
-    tensor = tensor.detach()
-    width = tensor.shape[-1] * tensor.element_size()
-    fits = [word for word in (torch.int64, torch.int32, torch.int16) if width % word.itemsize == 0]
-    bits = tensor.view(next(word for word in fits if word.itemsize >= tensor.element_size()))
-    half = bits.shape[-1] // 2
-    words = []
-    for piece in bits.flatten(0, -2).split(DIGEST_ROWS):
-        factors = torch.arange(1, len(piece) + 1, device=piece.device).mul_(STEP).bitwise_or_(1)
-        words += [(part.sum(-1) * factors).sum() for part in (piece[:, :half], piece[:, half:])]
-    return torch.stack(words)
-
-
-def dout_signs(dout: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Signs of the rows, [B, N, 1, 1], and of the channels, [D], of dout, [B, N, H, D] or [B, N, E].
-
-    A backward pass is linear in dout, so that the gradients for signs of channels alone would follow from few others.
-    """
-    generator = torch.Generator(dout.device).manual_seed(seed)
-    signs = partial(torch.randint, 0, 2, generator=generator, device=dout.device, dtype=torch.int8)
-    rows = signs(dout.shape[:2]) * 2 - 1
-    return rows.view(*rows.shape, *[1] * (dout.ndim - 2)), signs(dout.shape[-1:]) * 2 - 1
 
 
 def drawn_together(world: World | None) -> int | None:

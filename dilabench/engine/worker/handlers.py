@@ -19,7 +19,7 @@ from dilabench.distributed.launch import meeting_store, share_cores
 from dilabench.distributed.world import World
 from dilabench.engine.call.compile_and_graph import OptimizationUnusableError
 from dilabench.engine.call.inputs import InputStore
-from dilabench.engine.call.intact import remember_hooks, restored
+from dilabench.engine.call.intact import hooks_watched, restored
 from dilabench.engine.call.kernel_trace import kernel_ledger, profiled
 from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
@@ -123,22 +123,22 @@ class Handlers:
 
     def answer(self, command: Command[Any]) -> Reply:
         """Carry out a command; an exception becomes `Trouble`."""
-        remember_hooks()
-        try:
-            with settings_kept({}):
-                if self._world is not None:
-                    # Shorter than the caller's limit, so that this rank can report what it waits for.
-                    limit_s = command.timeout_s
-                    self._world.limit_waits(None if limit_s is None else SHARE_OF_TIMEOUT * limit_s)
-                reply = self._commands[type(command)](command)
-                if replaced := restored():
-                    raise UnusableFunctionError(f"{' and '.join(replaced)}; it was put back")
-                if self._world is not None:
-                    self._world.check()
-        # The worker boundary: code of any plug-in runs in here and may raise or exit as it likes.
-        except (Exception, SystemExit) as error:  # noqa: BLE001
-            restored()
-            reply = self._trouble(error)
+        with hooks_watched():
+            try:
+                with settings_kept({}):
+                    if self._world is not None:
+                        # Shorter than the caller's limit, so that this rank can report what it waits for.
+                        limit_s = command.timeout_s
+                        self._world.limit_waits(None if limit_s is None else SHARE_OF_TIMEOUT * limit_s)
+                    reply = self._commands[type(command)](command)
+                    if replaced := restored():
+                        raise UnusableFunctionError(f"{' and '.join(replaced)}; it was put back")
+                    if self._world is not None:
+                        self._world.check()
+            # The worker boundary: code of any plug-in runs in here and may raise or exit as it likes.
+            except (Exception, SystemExit) as error:  # noqa: BLE001
+                restored()
+                reply = self._trouble(error)
         return reply if self._world is None else reply.model_copy(update={"state": self._state(command.handle)})
 
     def _state(self, handle: str) -> RankState:

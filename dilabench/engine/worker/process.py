@@ -23,6 +23,8 @@ from dilabench.machine import group_folders
 SERVER_MODULES = ["dilabench.engine.worker.server"]
 # The warning of multiprocessing's tracker about leaked semaphores.
 SILENT = "ignore:resource_tracker"
+# Python gives a process its name before it imports the script of its parent.
+WORKER_NAME = "dilabench worker"
 TAIL_CHARACTERS = 2000
 END_TIMEOUT_S = 5.0
 # How long threads of GNU OpenMP wait for each other before they sleep. Its default of 300,000 spins takes several
@@ -50,7 +52,7 @@ class Child:
         self._log = self._folder.enter_context(temporary_folder("worker")) / "output.log"
         self._oom_kills = _oom_kills()
         self._process: Any = worker_context().Process(  # type: ignore[attr-defined]
-            target=target, args=(*arguments, str(self._log)), daemon=False
+            target=target, args=(*arguments, str(self._log)), daemon=False, name=WORKER_NAME
         )
 
     def start(self) -> None:
