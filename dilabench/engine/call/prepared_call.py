@@ -1,6 +1,5 @@
 """A case made ready to be called: target loaded, function built, inputs on the device, one call done."""
 
-import copy
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -341,10 +340,6 @@ class PreparedCall:
         counted = self.counters()
         kept = (PATTERN_CACHE_BYTES, BUFFER_POOL_HELD_BYTES, CUDA_GRAPH_BYTES)
         return sum(counted.get(weak.key, 0) for weak in kept)
-
-    def copy_module(self) -> None:
-        """Copy the module, if the function is one, as the reference of timed calls."""
-        self.reference = copy.deepcopy(getattr(self.module, "module", self.module))
 
     def forget(self) -> None:
         """Drop what is kept between calls, as when the device is lost or the case is over."""

@@ -1,5 +1,6 @@
 """Verifies a prepared call through `dilabench.engine.verify`, with one oracle per workload (torch)."""
 
+import copy
 from dataclasses import dataclass
 from functools import partial
 
@@ -55,7 +56,7 @@ class CaseVerifier:
     def verify(self, call: PreparedCall) -> tuple[Verification, str]:
         """The checks of semantics.md §4 that apply to this call, and their summary in one line."""
         known = self._known_of(call)
-        call.copy_module()
+        call.reference = copy.deepcopy(getattr(call.module, "module", call.module))
         verification = verify(
             call.whole if device_of(call.device).facts.holds_float64 else OnHost(call.whole, call.device),
             call.workload,
