@@ -5,6 +5,7 @@ What only a GPU can show (numbers, strides) is in test_contract.py; here it is w
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,8 +53,12 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> Calls:
             heads_first(*math.attend_backward(dout, q, k, v, o, logsumexp.squeeze(-1), causal=is_causal, scale=scale))
         )
 
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward, raising=False)
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", backward, raising=False)
+    monkeypatch.setattr(
+        torch.ops.aten, "_scaled_dot_product_cudnn_attention", SimpleNamespace(default=forward), raising=False
+    )
+    monkeypatch.setattr(
+        torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", SimpleNamespace(default=backward), raising=False
+    )
     return calls
 
 

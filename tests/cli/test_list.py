@@ -113,7 +113,7 @@ def test_describe_shows_every_thing_of_that_name(cli):
 def test_describe_an_alias_and_a_set(cli):
     text = cli("describe", "standard").stdout
     assert "alias of:" in text
-    assert "dilabench.impls.strided:build" in text
+    assert "dilabench.impls.dense:build" in text
     assert "dilabench.backends.math:attend" in text
     assert "qwen3_4b, qwen3_14b, qwen3_32b" in cli("describe", "gqa").stdout
 

@@ -179,8 +179,9 @@ def test_a_file_of_indices_is_one_selection_for_each_key_value_head(tmp_path: Pa
         "indices_file": str(tmp_path / "indices.npy"),
         "block_size": 16,
     }
-    workload = Workload.model_validate({"pattern": pattern, **SHAPE, "seq_len": 57, "causal": False})
-    lse = results(block_sparse.build(workload, CONTEXT), workload.replace(dtype="float64"))["lse"]
+    fields = {"pattern": pattern, **SHAPE, "seq_len": 57, "causal": False, "dtype": "float64"}
+    workload = Workload.model_validate(fields)
+    lse = results(block_sparse.build(workload, CONTEXT), workload)["lse"]
     assert torch.isinf(lse[0, 2:, 48:]).all()
     assert torch.isfinite(lse[0, :2]).all()
 

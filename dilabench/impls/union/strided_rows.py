@@ -161,8 +161,8 @@ def kept_rows(workload: Workload, patterns: PatternCache) -> Callable[[torch.dev
     """The rows of a workload's calls on a device, where small copies may replace some calls; cached with patterns."""
 
     def rows(device: torch.device) -> tuple[StridedRows, ...]:
-        copied = copied_rows(workload, device)
-        return patterns.get(("strided rows", workload, copied), lambda: strided_rows(workload, copied))
+        key = "strided rows", workload, device.type
+        return patterns.get(key, lambda: strided_rows(workload, copied_rows(workload, device)))
 
     return rows
 
