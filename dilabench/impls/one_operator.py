@@ -24,7 +24,6 @@ from dilabench.impls.null_mass import sink_gradient
 from dilabench.impls.operator_rules import (
     FLOP_COUNTER,
     LIBRARY,
-    NO_FORWARD_MODE,
     as_bytes,
     contiguous_like,
     differentiable_operator,
@@ -34,6 +33,7 @@ from dilabench.impls.operator_rules import (
     let_flops_be_counted,
     mapped,
     operator,
+    reverse_only,
     warn_of_packings,
 )
 from dilabench.kernels.lse import add_null_mass_
@@ -275,7 +275,8 @@ def as_one_operator(
         *(call.cu_seqlens, call.max_seqlen, call.wants_gradient, backend, call.algorithm),
     )
     if torch._C._are_functorch_transforms_active():
-        out, lse, _ = _Differentiable.apply(q, k, v, sink, indices, bounds, number, written(*options))
+        function = _Differentiable if torch.compiler.is_compiling() else _ReverseOnly
+        out, lse, _ = function.apply(q, k, v, sink, indices, bounds, number, written(*options))
     else:
         out, lse, _ = _attention_op(q, k, v, sink, indices, bounds, number, *options)
     return out, lse.detach()
@@ -391,10 +392,6 @@ class _Differentiable(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, *output, indices, bounds, sink)
 
     @staticmethod
-    def jvp(_ctx: Any, *_: Any) -> None:
-        raise RuntimeError(NO_FORWARD_MODE)
-
-    @staticmethod
     def backward(ctx: Any, dout: Tensor, _dlse: Tensor, _dkept: Tensor | None) -> tuple[Tensor | None, ...]:
         *saved, sink = ctx.saved_tensors
 
@@ -406,6 +403,9 @@ class _Differentiable(torch.autograd.Function):
         else:
             found = first_derivatives(partial(with_sink_gradient, gradients), dout, *saved, sink)
         return *found, *(None for _ in range(8 - len(found)))
+
+
+_ReverseOnly = reverse_only(_Differentiable)
 
 
 @differentiable_operator("attention")

@@ -130,6 +130,17 @@ def _gradients_of_one(dout: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor
 _gradients_op = _defined("gradients_of_one", _gradients_of_one, _gradients_of_one, "CompositeExplicitAutograd")
 
 
+def reverse_only(function: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """The function, with an error for forward mode that names the way out. torch.compile traces no such function."""
+
+    class ReverseOnly(function):  # type: ignore[valid-type, misc]
+        @staticmethod
+        def jvp(_ctx: Any, *_: Any) -> None:
+            raise RuntimeError(NO_FORWARD_MODE)
+
+    return ReverseOnly
+
+
 class _Gradients(torch.autograd.Function):
     generate_vmap_rule = True
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from dilabench.attention import attention, block_sparse_attention, dilated_attention, function
-from dilabench.choice import computation
 from dilabench.choice.computation import machine_of
 from dilabench.choice.rules import by_priority
 from dilabench.choice.ways import Way, own_ways
 from dilabench.contracts import BuildContext
 from dilabench.engine.verify.oracle import reference
+from dilabench.impls.call import name_of_function
 from dilabench.patterns.block_sparse import BlockSparsePattern
 from dilabench.patterns.column_bounds import ColumnBoundsPattern
 from dilabench.patterns.dense import DENSE
@@ -250,7 +250,7 @@ def test_a_compiled_call_takes_the_function_that_it_is_given(kind: str, pattern:
 @pytest.mark.slow
 def test_a_method_is_one_function_however_often_it_is_named() -> None:
     own, other = Scaled(1.0), Scaled(2.0)
-    assert computation.name_of(own.attend) == computation.name_of(own.attend) != computation.name_of(other.attend)
+    assert name_of_function(own.attend) == name_of_function(own.attend) != name_of_function(other.attend)
 
     def call(q: Tensor, k: Tensor, v: Tensor, holder: Scaled) -> Tensor:
         return attention(q, k, v, causal=True, backend=holder.attend)
