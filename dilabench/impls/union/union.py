@@ -264,12 +264,11 @@ class Union(AttentionComputation):
                     dv.reshape(v.shape).contiguous(),
                 )
                 del share, dq, dk, dv
-            else:
+            elif merging and found:
                 total = total or (_zeros(q), _zeros(k), _zeros(v))
-                if merging and found:
-                    found.add_gradients(merging, dout, q, k, v, out, lse, own, total)
-                else:
-                    self._add_share(rows, dout, q, k, v, out, lse, own, total)
+                found.add_gradients(merging, dout, q, k, v, out, lse, own, total)
+            else:
+                total = self._add_share(rows, dout, q, k, v, out, lse, own, total)
         return total or (_zeros(q), _zeros(k), _zeros(v))
 
     def _add_share(
@@ -282,13 +281,16 @@ class Union(AttentionComputation):
         out: Tensor,
         lse: Tensor,
         own: Tensor | None,
-        total: tuple[Tensor, Tensor, Tensor],
-    ) -> None:
-        """Add the gradients of a call to the total; `own`: the call's own out, if merges are detached."""
+        total: tuple[Tensor, Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The total (None: zeros) with the gradients of a call; `own`: the call's own out, if merges are detached."""
         share = self._attend_backward(rows, dout, q, k, v, out, lse, own)
+        # Made now, so that the first call has the memory to itself.
+        total = total or (_zeros(q), _zeros(k), _zeros(v))
         rows.add_queries(total[0], share[0])
         rows.add_keys(total[1], share[1])
         rows.add_keys(total[2], share[2])
+        return total
 
     def _attend_backward(
         self,
