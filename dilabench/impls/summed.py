@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dilabench.workload.spec import Workload
-from dilabench.workload.visibility import covered
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +28,6 @@ class Part:
         keys = x.new_zeros(x.shape)
         keys[:, self.pool - 1 :: self.stride] = block_means(x, self.pool, self.stride)
         return keys
-
-    def keys_backward(self, gradient: Tensor) -> Tensor:
-        """The transpose of `keys`: the gradient of x from that of `keys(x)`."""
-        if self.pool == 1:
-            return gradient
-        whole = block_means_backward(gradient[:, self.pool - 1 :: self.stride], self.pool, self.stride)
-        of_x = torch.zeros_like(gradient)
-        of_x[:, : whole.shape[1]] = whole
-        return of_x
 
 
 def block_means(x: Tensor, pool: int, stride: int) -> Tensor:
@@ -71,12 +61,3 @@ def parts_of(workload: Workload, device: torch.device, dtype: torch.dtype) -> It
     for pattern, pool, gates, stride in workload.pattern.summands(shapes[0]):
         alone = workload.model_copy(update={"pattern": pattern})
         yield Part(alone, pool, torch.from_numpy(gates).to(device, dtype), stride)
-
-
-def sum_of_gates(parts: Sequence[Part]) -> Tensor:
-    """[N, H]: what out is where all values are 1: the gates of the attentions in which a row sees a key."""
-    total = torch.zeros_like(parts[0].gates)
-    for part in parts:
-        for head in range(part.gates.shape[1]):
-            total[:, head] += part.gates[:, head] * torch.from_numpy(covered(part.workload, head)).to(total.device)
-    return total
