@@ -27,7 +27,7 @@ class Reference:
         packed = q.ndim == 3
         if packed:
             q, k, v = q[None], k[None], v[None]
-        rows = torch.arange(self.workload.seq_len)
+        rows = torch.arange(self.workload.seq_len, device="cpu")
         out, lse = differentiable_rows(q, k, v, self.workload, rows, torch.float64)
         out = out.to(q.dtype)
         return (out[0], lse[0]) if packed else (out, lse)
