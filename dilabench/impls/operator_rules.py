@@ -141,6 +141,7 @@ def reverse_only(function: type[torch.autograd.Function]) -> type[torch.autograd
     return ReverseOnly
 
 
+@reverse_only
 class _Gradients(torch.autograd.Function):
     generate_vmap_rule = True
 
@@ -151,10 +152,6 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         pass
-
-    @staticmethod
-    def jvp(_ctx: Any, *_: Any) -> None:
-        raise RuntimeError(NO_FORWARD_MODE)
 
     @staticmethod
     def backward(_ctx: Any, *_: Tensor) -> None:

@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-# Rows of a digest that are summed together. Odd, so that multiplying by its multiples loses no bit of a word.
-DIGEST_ROWS, STEP = 2**20, 0x1E3779B97F4A7C15
+# Rows of a digest that are summed together.
+DIGEST_ROWS = 2**20
+# Odd, so that multiplying by its multiples loses no bit of a word; the golden ratio's spread over all of them.
+STEP = 0x1E3779B97F4A7C15
 
 
 def fast_digest(tensor: Tensor) -> Tensor:

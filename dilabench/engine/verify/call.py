@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dilabench.engine.call.digests import STEP
 from dilabench.engine.call.intact import restored
 from dilabench.engine.call.returned import not_plain
 from dilabench.engine.call.torch_settings import as_text, settings_kept
@@ -18,8 +19,6 @@ from dilabench.engine.verify.compare import agreement
 from dilabench.record import Check, CheckName
 
 INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Odd, so that multiplying by its powers loses no bit of a word; the golden ratio's spreads over all of them.
-STEP = 0x1E3779B97F4A7C15
 # Number of values checked together: masks and widened copies of all values could take more memory than the call.
 PIECE = 2**24
 # Allocations of Python code that leave memory uninitialised, as (owner, attribute).
