@@ -27,11 +27,15 @@ WITH_TORCH = frozenset({"run", "verify", "plan", "tune", "check", "calibrate"})
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line with `argv` (sys.argv without the program by default) and leave with its exit code."""
+    import atexit
     import gc
 
     # Imports, and a record, are a great many small objects without cycles: to look for garbage among them takes a third
     # of the time.
     gc.set_threshold(100_000, 50, 100)
+    # Last of all exit handlers: Python then gives signals their default back, and one would replace the exit code.
+    for number in ENDING:
+        atexit.register(signal.signal, number, signal.SIG_IGN)
     # Until something can be lost, Ctrl-C just ends the process, as the other signals do.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

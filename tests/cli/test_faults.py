@@ -436,7 +436,7 @@ def test_a_signal_ends_a_run_with_its_record_and_a_second_one_loses_nothing(tmp_
         preexec_fn=partial(signal.signal, signal.Signals[name], signal.SIG_DFL),
     ) as run:
         deadline = time.monotonic() + 100
-        while time.monotonic() < deadline and not rows_of(tmp_path / "out"):
+        while time.monotonic() < deadline and not any('"measured"' in row for row in rows_of(tmp_path / "out")):
             time.sleep(0.05)
         for _ in range(2):
             run.send_signal(signal.Signals[name])
@@ -449,6 +449,34 @@ def test_a_signal_ends_a_run_with_its_record_and_a_second_one_loses_nothing(tmp_
     assert record.status == "interrupted"
     assert record.rows
     assert (folder / "report.md").exists()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_while_python_itself_ends_leaves_the_exit_code(name):
+    # Python deletes modules after it has given signals their default back.
+    code = f"""
+import os, signal, sys
+from dilabench.cli import main
+
+class Late:
+    def __init__(self):
+        self.kill, self.pid, self.number = os.kill, os.getpid(), int(signal.{name})
+
+    def __del__(self):
+        self.kill(self.pid, self.number)
+
+sys.modules["late"] = Late()
+main(["list", "suites", "--json", "--no-such-option"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=partial(signal.signal, signal.Signals[name], signal.SIG_DFL),
+    )
+    assert done.returncode == 2, done.stderr
 
 
 def rows_of(output):
