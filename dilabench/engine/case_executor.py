@@ -52,11 +52,14 @@ class CaseExecutor:
         if self.budget.exhausted:
             state.outcome = self.budget_skip("before its turn")
             return False
+        started = self.budget.clock()
         try:
             worker = self.pool.resident(state.key)
         except WorkerFailure as failure:
             self.fail(state, "worker", failure)
             return False
+        if state.home is not worker:
+            state.spent("worker", self.budget.clock() - started)
         if state.home is worker:
             return True
         first_time = state.home is None
@@ -113,6 +116,8 @@ class CaseExecutor:
         found = reply.verification
         if found is None or state.verification is None:
             return
+        state.wall_ns["time"] -= found.duration_ns
+        state.wall_ns["timed_checks"] += found.duration_ns
         if found.passed:
             before = state.verification
             added = {
@@ -134,6 +139,7 @@ class CaseExecutor:
     def ask_worker(self, worker: Worker, state: CaseState, stage: Stage, command: Command[ReplyT]) -> ReplyT | None:
         """The same to a given worker."""
         timeout_s = self.stage_timeout_s(state)
+        started = self.budget.clock()
         try:
             reply = worker.ask(command, state.spec.handle, timeout_s=timeout_s)
         except WorkerFailure as failure:
@@ -142,6 +148,8 @@ class CaseExecutor:
             else:
                 self.fail(state, stage, failure)
             return None
+        finally:
+            state.spent(stage, self.budget.clock() - started)
         # Each rank has a process.
         if reply.process_bytes is not None and state.case.world_size == 1:
             state.process_bytes = max(state.process_bytes or 0, reply.process_bytes)

@@ -1,5 +1,6 @@
 """The state of one case during a run: what has been measured so far, and the row made of it. No torch."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -80,6 +81,7 @@ class CaseState:
     isolated: bool = False
     disturbed: bool = False
     setup_ns: dict[str, int] = field(default_factory=dict)
+    wall_ns: Counter[str] = field(default_factory=Counter)
     verification: Verification | None = None
     kernels: tuple[KernelUse, ...] = ()
     runs: dict[str, TimerRun] = field(default_factory=dict)
@@ -108,6 +110,10 @@ class CaseState:
         """Keep notes that are not there yet."""
         self.notes += [note for note in notes if note not in self.notes]
 
+    def spent(self, stage: str, seconds: float) -> None:
+        """So much more of the run's time went into a stage of the case."""
+        self.wall_ns[stage] += round(seconds * 1e9)
+
     def run_of(self, timer: TimerSpec) -> TimerRun:
         """The record of a timer, empty at first."""
         return self.runs.setdefault(timer.name, TimerRun(timer))
@@ -135,6 +141,7 @@ class CaseState:
             memory=self.memory and _beside_process(self.memory, self.process_bytes),
             kernels=self.kernels,
             setup_ns=self.setup_ns,
+            wall_ns=dict(self.wall_ns),
             counters=self.counters,
             diagnostics=self.diagnostics,
             notes=tuple(dict.fromkeys([*timer_notes, *self.notes])),

@@ -1,5 +1,6 @@
 """One case in separate processes, from planned to row: a sequence that may not fit. No torch."""
 
+import time
 from math import inf
 
 import psutil
@@ -75,7 +76,9 @@ class IsolatedRun:
         limit_bytes, limit_note = self._limit()
         share_s = self._executor.budget.share_s([self._state.case])
         seconds = min(SAMPLING_S, self._executor.method.sampling_s, share_s / 4)
+        started = time.perf_counter_ns()
         result = self._ask(worker, limit_bytes, seconds)
+        took_ns, checks_ns = time.perf_counter_ns() - started, result.verification.duration_ns
         if not result.verification.passed:
             return Failed(stage="verify", code="wrong_output", why=result.why, verification=result.verification)
         # Its calls are timed by the host on every device.
@@ -85,6 +88,7 @@ class IsolatedRun:
             timings=(Timing(timer=timer.name, proves=timer.proves, slots=(result.slot,)),),
             memory=result.memory,
             setup_ns=result.setup_ns,
+            wall_ns={"verify": checks_ns, "time": took_ns - checks_ns},
             counters=result.counters,
             notes=(*result.notes, *([limit_note] if limit_note else [])),
         )

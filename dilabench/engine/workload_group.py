@@ -187,7 +187,7 @@ class WorkloadGroupRun:
         """Keep the kernel ledger; a row that claims a backend must show one of its kernels."""
         folder = self._executor.trace_folder
         trace = str(folder / f"{state.spec.handle}.trace.json") if folder else None
-        reply = self._executor.ask(state, "verify", Profile(trace=trace))
+        reply = self._executor.ask(state, "kernels", Profile(trace=trace))
         if reply is None:
             return False
         state.kernels, state.memory = reply.kernels, reply.memory

@@ -32,7 +32,7 @@ SCHEMA_VERSION = "1.2"
 # The time of a row in every output (`comparison.view`).
 ESTIMATOR = "median of all samples"
 
-Stage = Literal["build", "verify", "warmup", "time", "memory", "worker"]
+Stage = Literal["build", "verify", "kernels", "warmup", "time", "memory", "worker"]
 Part = Literal["whole", "computation", "communication"]
 Procedure = Literal["interleaved", "isolated"]
 MemorySource = Literal["allocator", "resident_set", "process_peak"]
@@ -239,7 +239,11 @@ class KernelUse(Model):
 
 
 class Measured(Model):
-    """A case that was verified and timed. The first timing is the one that tables show."""
+    """A case that was verified and timed. The first timing is the one that tables show.
+
+    `setup_ns`: parts of the first `build`. `wall_ns`: what the run spent on the case, by stage, and on the checks of
+    its timed calls (`timed_checks`).
+    """
 
     status: Literal["measured"] = "measured"
     verification: Verification
@@ -247,6 +251,7 @@ class Measured(Model):
     memory: Memory | None = None
     kernels: Several[KernelUse] = ()
     setup_ns: dict[str, int] = Field(default_factory=dict)
+    wall_ns: dict[str, int] = Field(default_factory=dict)
     counters: dict[str, int] = Field(default_factory=dict)
     diagnostics: Several[Diagnostic] = ()
     notes: Several[Note] = ()

@@ -21,6 +21,7 @@ from dilabench.record import (
     Case,
     Failed,
     FailureCode,
+    Measured,
     Note,
     Row,
     RunRecord,
@@ -28,7 +29,7 @@ from dilabench.record import (
 )
 from dilabench.report.columns import Column, DisplayRow, chosen_columns, row_name, workload_title
 from dilabench.retired import ANY_KIND, removed
-from dilabench.units import counted, format_bytes, format_count
+from dilabench.units import counted, format_bytes, format_count, format_seconds
 from dilabench.workload.spec import Workload
 
 ESTIMATES = f"time: the {ESTIMATOR}; speed-up: the quotient of two times"
@@ -43,6 +44,18 @@ FOOTNOTES = {
 }
 # What a call receives, in words, if it is not q, k, v.
 MODULES: Mapping[str, str] = MappingProxyType({"embeddings": "whole modules"})
+STAGES: Mapping[str, str] = MappingProxyType(
+    {
+        "worker": "start of processes",
+        "build": "import, compilation and first calls",
+        "verify": "verification",
+        "kernels": "profiler",
+        "warmup": "warm-up",
+        "time": "timing",
+        "timed_checks": "checks of timed calls",
+        "memory": "memory",
+    }
+)
 UNVERIFIED: frozenset[FailureCode] = frozenset({"wrong_output", "backend_not_proven"})
 
 
@@ -317,8 +330,25 @@ def environment_rows(record: RunRecord) -> tuple[tuple[str, str], ...]:
         ("seed", str(record.seed)),
         ("started", record.started_at),
         ("finished", record.finished_at),
+        ("time spent", time_spent(record)),
     ]
     return tuple((what, value) for what, value in rows if value)
+
+
+def time_spent(record: RunRecord) -> str | None:
+    """What the measured cases took by stage, the longest first, and the rest of the run; None if nothing says."""
+    spent: Counter[str] = Counter()
+    for row in record.rows:
+        if isinstance(row.outcome, Measured):
+            spent.update(row.outcome.wall_ns)
+    if not spent:
+        return None
+    stages = ((STAGES.get(stage, stage), total_ns) for stage, total_ns in spent.most_common())
+    texts = [f"{title} {format_seconds(total_ns * 1e-9)}" for title, total_ns in stages if total_ns]
+    # Merged records have one start and one end.
+    rest_s = record.duration_s - spent.total() * 1e-9
+    texts += [f"everything else {format_seconds(rest_s)}"] if rest_s > 0 else []
+    return ", ".join(texts) + (f" of {format_seconds(record.duration_s)}" if rest_s > 0 else "")
 
 
 def reproduce_command(record: RunRecord) -> str:

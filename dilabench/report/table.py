@@ -24,6 +24,7 @@ from dilabench.report.content import (
     footnotes,
     headline,
     note_groups,
+    time_spent,
     unmeasured,
     workload_tables,
 )
@@ -94,6 +95,9 @@ def to_text(
         console.print()
     for line in lines:
         console.print(line)
+    if details and (spent := time_spent(record)):
+        console.print()
+        console.print(Text(f"Time spent: {spent}"))
     for finding in sections:
         if finding.answers:
             _print_finding(console, finding)

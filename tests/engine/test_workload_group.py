@@ -165,6 +165,16 @@ def test_the_stages_come_in_order(measure):
     assert stages == ["prepare", "verify", "kernels", "warm_up", "slot", "last_slot", "memory", "release"]
 
 
+def test_a_row_says_how_its_time_was_spent(measure):
+    lab = Lab()
+    lab.verify_s = 2.0
+    rows = measure(["a", "b"], lab)
+    spent = [rows[name].wall_ns for name in "ab"]
+    assert spent[0].keys() == {"worker", "build", "verify", "kernels", "warmup", "time", "timed_checks", "memory"}
+    assert [wall_ns["verify"] for wall_ns in spent] == [2_000_000_000] * 2
+    assert sum(sum(wall_ns.values()) for wall_ns in spent) == pytest.approx(lab.now * 1e9)
+
+
 def test_rounds_interleave_all_of_the_cell_in_random_order(measure):
     lab = Lab()
     found = measure(["a", "b", "c"], lab, recheck=False)

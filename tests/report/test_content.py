@@ -6,7 +6,7 @@ import pytest
 from dilabench.metadata import ABOVE_PEAK_FLOPS, LAUNCH_BOUND
 from dilabench.plugins.manager import discover
 from dilabench.record import Check, GpuInfo, Measured, Note, Row, RunRecord, Skipped
-from dilabench.report.content import environment_rows, headline, note_groups, reproduce_command, unmeasured
+from dilabench.report.content import environment_rows, headline, note_groups, reproduce_command, time_spent, unmeasured
 from dilabench.report.findings import render
 from dilabench.store.run_files import read_record
 
@@ -132,3 +132,15 @@ def test_a_row_of_a_plug_in_says_where_it_comes_from(make_row, make_record, repo
     assert "sleepy (sleepy-bench 1.0)" in words
     assert "gather (" not in words
     assert ("refer to sleepy over math of sleepy-bench 1.0" in words) is not has_built_in
+
+
+def test_the_time_of_a_run_is_summed_by_stage_the_longest_first(make_record, make_row):
+    rows = []
+    for wall_ns in ({"verify": 2_000_000_000, "time": 1_000_000_000}, {"time": 3_000_000_000, "of_a_plugin": 7}):
+        row = make_row("gather")
+        rows.append(row.model_copy(update={"outcome": row.outcome.model_copy(update={"wall_ns": wall_ns})}))
+    moments = {"started_at": "2026-01-01T00:00:00Z", "finished_at": "2026-01-01T00:00:08Z"}
+    record = make_record(rows).model_copy(update=moments)
+    expected = "timing 4 s, verification 2 s, of_a_plugin 7 ns, everything else 2 s of 8 s"
+    assert time_spent(record) == dict(environment_rows(record))["time spent"] == expected
+    assert time_spent(make_record([make_row("gather")])) is None
