@@ -95,6 +95,23 @@ def limited(chunks: Iterable[bytes]) -> Iterator[bytes]:
         yield chunk
 
 
+def uncompressed(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The content of an xz file in parts of at most 1 MiB; raises OSError if it is none, or was cut."""
+    # Few files are compressed.
+    import lzma
+
+    reader = lzma.LZMADecompressor()
+    try:
+        for chunk in chunks:
+            yield reader.decompress(chunk, _CHUNK)
+            while not (reader.eof or reader.needs_input):
+                yield reader.decompress(b"", _CHUNK)
+    except (lzma.LZMAError, EOFError) as error:
+        raise OSError(errno.EINVAL, f"no xz file: {error}") from None
+    if not reader.eof or reader.unused_data:
+        raise OSError(errno.EINVAL, "no xz file: more follows its end" if reader.eof else "the xz file was cut")
+
+
 def _chunks(file: io.FileIO, size: int, waiting: bool) -> Iterator[bytes]:
     while True:
         if waiting and not select.select([file], [], [], SILENCE_S)[0]:

@@ -17,7 +17,16 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from dilabench.atomic_file import OTHER_FOLDER, check_writable, file_chunks, open_to_append, read_file, write_bytes
+from dilabench.atomic_file import (
+    OTHER_FOLDER,
+    check_writable,
+    file_chunks,
+    limited,
+    open_to_append,
+    read_file,
+    uncompressed,
+    write_bytes,
+)
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.metadata import CUT_SHORT
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
@@ -170,7 +179,9 @@ def folder_of_run(text: str, base: Path) -> Path:
 
 
 def read_record(run: Path) -> RunRecord:
-    """Return the record of a run, given as folder, run.json or rows.jsonl; without run.json it is built from the rows.
+    """Return the record of a run, given as folder, run.json, run.json.xz or rows.jsonl.
+
+    Without run.json it is built from the rows.
 
     Older schema versions load. Raises ConfigError when there is no run, or one that cannot be read or is too new.
     """
@@ -324,6 +335,8 @@ def _over_limit(path: Path, error: OverLimitError) -> ConfigError:
 
 
 def _data(path: Path, *, pipe: bool = False) -> bytes:
+    if path.suffix == ".xz":
+        return b"".join(_chunks(path))
     try:
         return read_file(path, pipe=pipe)
     except OSError as error:
@@ -331,8 +344,10 @@ def _data(path: Path, *, pipe: bool = False) -> bytes:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
+    """The parts of a file, uncompressed if its name ends in .xz."""
     try:
-        yield from file_chunks(path)
+        chunks = file_chunks(path)
+        yield from limited(uncompressed(chunks)) if path.suffix == ".xz" else chunks
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from None
 

@@ -1,5 +1,6 @@
 import errno
 import json
+import lzma
 import os
 from pathlib import Path
 from typing import get_args
@@ -347,3 +348,26 @@ def test_many_digits_after_a_point_are_no_long_integer(monkeypatch):
 def test_a_long_integer_beside_a_fraction_is_refused(text):
     with pytest.raises(ValueError, match="which no measurement has"):
         validation.read_json(text)
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "message"),
+    [
+        (lambda data: data, None),
+        (lambda data: data[:-5], "the xz file was cut"),
+        (lambda _: b"plain", "no xz file"),
+        (lambda data: data + b"more", "no xz file"),
+        (lambda _: lzma.compress(bytes(3 << 20)), "it has over 2.0 MiB"),
+    ],
+    ids=["whole", "cut", "plain", "longer", "bomb"],
+)
+def test_a_record_may_be_compressed(tmp_path, monkeypatch, make_record, make_row, spoilt, message):
+    monkeypatch.setenv("DILABENCH_MAX_FILE", "2M")
+    record = make_record([make_row()])
+    path = tmp_path / "run.json.xz"
+    path.write_bytes(spoilt(lzma.compress(record.model_dump_json().encode())))
+    if message is None:
+        assert read_record(path) == record
+    else:
+        with pytest.raises(ConfigError, match=message):
+            read_record(path)
