@@ -206,7 +206,7 @@ IMPLEMENTATIONS = (
         "library",
         "what `dilabench.attention.dilated_attention` chooses by default; on a GPU it measures candidates at the "
         "first call",
-        "dilabench.attention.chosen:build",
+        "dilabench.attention.as_implementation:build",
         supports=Capabilities(patterns=DILATED, layouts=BOTH_LAYOUTS, merge_grads=BOTH_MERGES, zero_keys=True),
         chooses=True,
     ),

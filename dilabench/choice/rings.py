@@ -164,7 +164,7 @@ RINGS = (
     Implementation(
         "library-over-ranks",
         "what `dilabench.attention.ring_attention` chooses by default, with the transport of its group",
-        "dilabench.attention.chosen:build_over_ranks",
+        "dilabench.attention.as_implementation:build_over_ranks",
         supports=replace(OVER_RANKS, layouts=frozenset({"padded", "packed"}), check=_beyond_ring_attention),
         chooses=True,
     ),
