@@ -330,7 +330,7 @@ def packing(
 
 
 def may_stay(bounds: Tensor) -> bool:
-    """Whether to read bounds is to wait for a GPU."""
+    """Whether reading these bounds would make the host wait for a GPU."""
     return type(bounds) is Tensor and bounds.is_cuda
 
 

@@ -190,7 +190,7 @@ def _served(ways: Ways, machine: Machine, workload: Workload, names: Iterable[st
             way = Way(name, backend, workload)
             if ways.reasons_against(way, machine) or ways.reasons_untried(way, machine):
                 continue
-            # One call after another of each length that packed sequences have would only prepare itself for seconds.
+            # Each length of packed sequences would be prepared by itself, which takes seconds.
             has_none = workload.layout == "packed" and backend and not ways.backends.get(backend).packed_target
             if has_none and not in_tiles:
                 continue

@@ -194,7 +194,7 @@ def _keys_of(rows: Intervals, sequences: Intervals, reach: Reach) -> Intervals:
 def _tiles(rows: Intervals, keys: Intervals, sequences: Intervals, reach: Reach, size: int) -> NDArray[np.int64]:
     """The tiles of `size` keys that the blocks of at most `size` rows of each piece see."""
     if reach == (None, 0):
-        # Block j of a piece sees the tiles before it in the sequence and j + 1 more, a short last one those to its end.
+        # Block j of a piece sees the tiles before the piece and j + 1 of its own; a short last block sees them all.
         before, (full, rest) = rows[:, 0] - keys[:, 0], np.divmod(lengths(rows), size)
         return full * (full + 1) // 2 + full * -(-before // size) + (rest > 0) * -(-lengths(keys) // size)
     at, nth = repeated(-(-lengths(rows) // size))

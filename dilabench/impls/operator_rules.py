@@ -228,7 +228,7 @@ def _joined(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def _sample(x: Any, dim: int | None, at: int) -> Any:
-    # Of an argument that is a list there is one for each number.
+    # An argument that is a list has an entry for each number.
     return x.select(dim, at) if isinstance(dim, int) else x
 
 

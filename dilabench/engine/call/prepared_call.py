@@ -132,7 +132,7 @@ class PreparedCall:
     def capturable(self) -> tuple[Callable[[], object], KeptCall]:
         """A call as `fresh` gives it, whose results stay where they are: for a graph that is replayed.
 
-        What a backward pass reads of the forward pass before it stays as long as the results.
+        The results keep alive what their backward pass reads.
         """
         inputs = self.inputs(self._next)
         # A replayed backward pass belongs to the forward pass before the capture, so its inputs must not change.

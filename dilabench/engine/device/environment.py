@@ -135,7 +135,7 @@ def _git(folder: Path) -> GitInfo | None:
     for index, name in enumerate(programs):
         without |= {f"GIT_CONFIG_KEY_{index}": name, f"GIT_CONFIG_VALUE_{index}": ""}
     status = _git_output(folder, "status", "--porcelain", "--untracked-files=no", variables=without)
-    # A status that is not known is no clean one.
+    # An unknown status counts as dirty.
     return GitInfo(sha=sha, dirty=status != "")
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from dilabench.record import Diagnostic, KernelUse, Memory, Note, Slot, Verification
 from dilabench.validation import Model
 
-# Codes of `record.FailureCode` that a worker or its absence tells of, and of `record.SkipCode` that one.
+# The codes of `record.FailureCode` that a worker reports, or that its loss stands for, and one of `record.SkipCode`.
 TroubleCode = Literal[
     "exception", "crash", "timeout", "out_of_memory", "peer_lost", "out_of_step", "unusable_optimization"
 ]

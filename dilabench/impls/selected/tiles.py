@@ -15,7 +15,7 @@ from dilabench.kernels.lse import has_kernel
 if TYPE_CHECKING:
     from dilabench.kernels.selected.lists import KeptLists
 
-# Of the rows that the kernels read.
+# The kernels read rows of at most this width.
 LARGEST_HEAD_DIM = 256
 
 

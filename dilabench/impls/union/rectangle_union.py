@@ -140,7 +140,7 @@ def in_rectangles(workload: Workload, context: BuildContext) -> RectangleUnion |
 
 
 def _keeps_sums(workload: Workload, backend: LoadedBackend | None) -> bool:
-    """Whether the many results that are merged are not rounded in between."""
+    """Whether partial results are merged before they are rounded to the dtype."""
     if workload.dtype in ("float32", "float64"):
         return True
     merging = backend.merging if backend and not workload.detaches_merge else None

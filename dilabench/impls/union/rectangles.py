@@ -3,10 +3,10 @@
 A branch nests in one of a lower rate if its rows are among the other's, and its segments are unions of the other's: its
 pairs in one of those segments are pairs of the other, too. The branches of a head form chains of such branches.
 
-A pair that several branches of a chain give belongs to the sparsest of them. Of each branch remain the rows that the
-next one leaves out, with all keys, and the rows that it keeps, with the keys that it leaves out: again rows at constant
-strides. Blocks of a sequence are as large as they can be while the same segments hold all of their pairs, so that a
-call counts as often as there are such segments: the logarithm of that number is added to its lse.
+A pair that several branches of a chain give belongs to the sparsest of them. A branch keeps two parts: the rows that
+the next branch leaves out, with all keys, and the other rows with the keys that the next branch leaves out. Both have
+rows at constant strides. Blocks of a sequence are as large as they can be while the same segments hold all of their
+pairs, so that a call counts as often as there are such segments: the logarithm of that number is added to its lse.
 
 A causal mask goes block by block as well: shared pairs lie in other rows than keys, which no kernel masks. Only short
 diagonals are left to its own mask.

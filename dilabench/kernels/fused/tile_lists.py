@@ -112,7 +112,7 @@ def runs_of(group: BranchGroup, tails: tuple[int, ...], own: int, other: int, ca
     # Causal queries before the end of the sequence never see beyond it.
     to_whole = _within((start if causal and not by_key else sure) // other, from_whole, end)
     if group.window is not None:
-        # Keys see the queries behind them that see what is before.
+        # Seen from a key, the left side of the window is the right one.
         window_left, window_right = reversed(group.window) if by_key else group.window
         sure_left, most_left = group.sure_and_most(window_left)
         sure_right, most_right = group.sure_and_most(window_right)

@@ -317,7 +317,7 @@ class _Lists:
 
 
 def _tokens(part: TokenSelection) -> tuple[int, int]:
-    """Of the tokens of a part which is the first, and how many they are."""
+    """The first token of a part, and how many tokens it has."""
     return part.first_row, len(part.indices)
 
 

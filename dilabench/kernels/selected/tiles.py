@@ -104,8 +104,8 @@ RULES: Mapping[Kernel, Sequence[Rule]] = {
 # Rows of a tile of one token's heads at most: wider groups are several tiles, each of which reads K and V.
 MOST_QUERY_ROWS = 64
 
-# A tile of neighbours takes them together if the blocks that any of them sees are at most this share of the blocks that
-# they select. At 0.67 (forward) and 0.73 (gradient) of them both ways take as long.
+# Neighbouring rows share a tile if their union has at most this share of the blocks that they select, counted for each
+# row. At 0.67 (forward) and 0.73 (gradient) of them both ways take as long.
 UNION_SHARE = 2 / 3
 
 # Both ways in one pass take longer than tokens alone if few tiles are taken together: at random 17.2 ms forward where

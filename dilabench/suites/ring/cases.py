@@ -13,7 +13,7 @@ from dilabench.suites.planner import Planner
 from dilabench.validation import validated
 from dilabench.workload.spec import WorkloadRequest
 
-# Efficiency is that of both: a budget that ends early has spent its time on it.
+# `both` comes first: efficiency is computed from it, and the budget may end early.
 MODES = ("both", "forward", "backward")
 RANKS_ON_A_CPU = 2
 ON_CUDA = ("performance", "large_seq", "qwen3_32b")

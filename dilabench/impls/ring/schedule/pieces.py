@@ -23,7 +23,7 @@ class Piece:
     `query`, `key`: local row of the first query and key for a head on residue 0; a head on residue s starts s rows
     later. `step`: local rows from one row to the next. `stack`: repetitions, by rows (segments) or by heads.
     `whole_heads`, `whole_kv_heads`: how many heads it has if its rows follow each other and its heads are 0, 1, ... in
-    order, else 0. Of a tensor with as many heads a range of rows is then the view.
+    order, else 0. Then a view of a range of rows is enough, in a tensor with as many heads.
     """
 
     query: int
