@@ -77,7 +77,7 @@ def validated(model: type[ModelT], fields: Any) -> ModelT:
 def describe(error: ValidationError, model: type[BaseModel]) -> str:
     """One sentence per field: the place, the value given and the rule; for an unknown key the nearest known one.
 
-    Of many fields, the first MOST_DESCRIBED.
+    At most MOST_DESCRIBED fields are described.
     """
     messages: dict[str, list[str]] = {}
     for item in error.errors(include_url=False):

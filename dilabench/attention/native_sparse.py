@@ -153,7 +153,7 @@ torch.library.register_vmap("dilabench::select_by_compression", one_after_anothe
 
 
 def _bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
-    """Of sequences that are not empty; if all are, of one that is."""
+    """The bounds of the sequences that are not empty; (0, 0) if all are empty."""
     bounds = operands.without_empty(operands.bounds(cu_seqlens, tokens), tokens)
     return bounds if len(bounds) > 1 else (0, 0)
 

@@ -178,7 +178,7 @@ def check_pattern(pattern: object) -> None:
         raise ValueError(f"pattern {pattern!r:.80} must be an object of dilabench.patterns, {example}")
 
 
-# Of indices, by whether tokens select, or blocks of queries.
+# The shape of indices, by whether each token selects, or each block of queries.
 _SHAPES = {True: "[B, N, K, S]", False: "[K, n, k]"}
 
 

@@ -126,7 +126,7 @@ def _faulty(timing: Timing) -> set[int]:
     if not timing.columns.is_set("throttle"):
         return set()
     column = timing.columns.column("throttle")
-    # Of thousands of slots, few differ.
+    # Thousands of slots have few different values.
     if all(FAULTS.isdisjoint(reasons) for reasons in set(column)):
         return set()
     return {slot for slot, reasons in enumerate(column) if not FAULTS.isdisjoint(reasons)}

@@ -226,7 +226,7 @@ def bwd_preprocess(
     batch, length, num_heads, _ = dout.shape
     out, dout = (x if x.stride(-1) == 1 else x.contiguous() for x in (out, dout))
     shape = (batch, num_heads, layout.modulus, layout.segments, layout.rows // layout.block, 2, layout.block)
-    # Of one class, the launch writes all rows that are read.
+    # If there is one class, the launch writes all rows that are read.
     filled = one_class is not None or layout.is_filled_by(length)
     stats = lse.new_empty(shape) if filled else lse.new_full(shape, _NO_TOKEN)
     tensors = {"out": out, "dout": dout, "lse": lse, "stats": stats}

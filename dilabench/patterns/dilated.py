@@ -197,7 +197,7 @@ class DilatedPattern(Pattern):
         return tuple(index for index in range(len(self.branches)) for _ in range(size + (index < larger)))
 
     def residues(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[int, ...], ...]:
-        """Of each branch, the residue that each head keeps; -1 of heads that have no part in it."""
+        """The residue that each head keeps, for each branch; -1 for heads that have no part in it."""
         of_heads = self.branch_of_head(num_heads) or (None,) * num_heads
         return tuple(
             tuple(

@@ -27,7 +27,7 @@ from dilabench.record.verification import Verification as Verification
 from dilabench.validation import Model, Several, content_hash
 from dilabench.workload.spec import Workload, WorkloadRequest
 
-# Of every change that an older version cannot read, a new key or a new word for one included (`store.migrations`).
+# It rises with every change that an older version cannot read, such as a new key or a new word (`store.migrations`).
 SCHEMA_VERSION = "1.2"
 # The time of a row in every output (`comparison.view`).
 ESTIMATOR = "median of all samples"

@@ -146,7 +146,7 @@ def leaderboard(records: Sequence[RunRecord]) -> Leaderboard:
             found.setdefault(board, []).append(((*shape, contest.workload), contest))
     boards = []
     for (device, family), listed in found.items():
-        # Of one shape the newest run comes first; sorting is stable.
+        # Sorting is stable, so the newest run of a shape comes first.
         ordered = sorted(listed, key=lambda entry: entry[0])
         newest = dict(reversed(ordered))
         older = tuple(contest for shape, contest in ordered if contest is not newest[shape])

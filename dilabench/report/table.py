@@ -34,7 +34,7 @@ from dilabench.report.grid import grid, text_console
 from dilabench.units import counted, output_width
 
 PIPED_WIDTH = 120
-# Of a record that is printed.
+# The size of what `print(record)` shows.
 BRIEF_WIDTH, BRIEF_LINES = 120, 10
 # More tables are omitted, more rows with the same reason are counted, longer reasons are truncated.
 MAX_TABLES = 6

@@ -64,7 +64,7 @@ def lists_kernel(
     rows_of_whole = (most + modulus - 1) // modulus
     stats_of_whole = (rows_of_whole + stats_tile - 1) // stats_tile * stats_tile
     items_of_whole = tl.load(items_ptr)
-    # Of all documents, and of those before this one.
+    # Sums over all documents, and over those before this one.
     all_whole = whole * 0
     whole_before = whole * 0
     supers_before = whole * 0

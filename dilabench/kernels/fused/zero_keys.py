@@ -31,7 +31,7 @@ class ZeroKeysOfDocuments:
         self._branches, self._heads = len(branches), len(residues[0])
         numbers = [n for branch, own in zip(branches, residues, strict=True) for n in (*branch, *own)]
         here = torch.tensor(numbers, dtype=torch.int32, device="cpu")
-        # Of pinned memory, on another stream, so that no call waits for the launches before it.
+        # From pinned memory, on another stream, so that no call waits for the launches before it.
         with on_a_stream_of_its_own(device):
             pinned = here.pin_memory() if device.type == "cuda" and torch.cuda.is_available() else here
             self._numbers = pinned.to(device, non_blocking=True)

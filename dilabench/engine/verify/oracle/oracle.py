@@ -221,7 +221,7 @@ class Oracle:
         gain = LARGE_SCORES / (self.workload.softmax_scale * self.workload.head_dim**0.5)
         generator = torch.Generator().manual_seed(self.seed + 3)
         is_large = torch.randint(0, 2, (self.workload.seq_len, 1, 1), generator=generator).bool()
-        # Of the compared rows every second one.
+        # Every second one of the compared rows.
         is_large[self.second.rows] = (torch.arange(len(self.second.rows)) % 2 == 0)[:, None, None]
         return q * torch.where(is_large, gain, gain / LARGE_SCORES).to(q), k, v
 
