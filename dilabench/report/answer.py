@@ -196,6 +196,7 @@ def _labels(firsts: Sequence[Row], values: Sequence[float], axis: Axis) -> list[
             "heads": f"H{row.case.workload.num_heads}/{row.case.workload.num_kv_heads} D{row.case.workload.head_dim}",
             "mask": "causal" if row.case.workload.causal else "not causal",
             "window": f"window {row.case.workload.window[0]},{row.case.workload.window[1]}",
+            "queries": row.case.workload.queries_label(),
             "length": f"{row.case.workload.batch_size}x{row.case.workload.seq_len}",
             "ranks": f"{row.case.world_size} ranks",
         }

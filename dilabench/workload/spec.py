@@ -35,7 +35,7 @@ from dilabench.patterns.registry import (
     request_fields,
     with_present_names,
 )
-from dilabench.units import format_count
+from dilabench.units import counted, format_count
 from dilabench.validation import READ_COUNT, Model, Size, content_hash, describe, unknown_key, validated
 
 Mode = Literal["forward", "backward", "both"]
@@ -263,6 +263,10 @@ class Workload(_Shaped):
     def length_label(self) -> str:
         """Keys of a sequence, with its queries if they are fewer: '64K', '1 of 64K'."""
         return ("" if self.query_len is None else f"{format_count(self.query_len)} of ") + format_count(self.seq_len)
+
+    def queries_label(self) -> str:
+        """'every query', or how many of the last there are: '1 query row'."""
+        return "every query" if self.query_len is None else counted(self.query_len, "query row")
 
     def label(self) -> str:
         """A short name for tables, e.g. '2x8K H8 D64 bf16 causal', '64x1 of 32K H32/8 D128 bf16 causal'."""

@@ -35,7 +35,8 @@ _only: ContextVar[Sequence[int] | None] = ContextVar("only", default=None)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some rows of one head and the keys that any of them may see; `index`: the rows' positions in the sample.
+    """Some rows of one head and the keys that any of them may see. `rows`: indices of their queries; `index`: of the
+    rows in the sample.
 
     given: [parts, M] bool, whether each part of the pattern gives each key. log_counts: [M] float64, log of the number
     of parts that do. seen: [R, M] bool. C is that number where a row sees the key, else 0.
@@ -74,7 +75,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def blocks(workload: Workload, rows: Tensor, q: Tensor) -> Iterable[Block]:
-    """Blocks that cover every (row, head) with a key once. rows: [R] int64 on the CPU, ascending.
+    """Blocks that cover every (row, head) with a key once. rows: [R] int64 on the CPU, ascending, indices of queries.
 
     Each has at most MAX_BLOCK_SCORES scores, unless one row alone has more.
     """
@@ -114,7 +115,7 @@ def blocks_cached() -> Iterator[None]:
 def zero_keys(workload: Workload, rows: Tensor, device: torch.device) -> Tensor | None:
     """[parts, H, R] float64: how many zero keys each part of the pattern adds to each row; None for none at all.
 
-    rows: [R] int64 on the CPU, ascending.
+    rows: [R] int64 on the CPU, ascending, indices of queries.
     """
     added = [
         (head, start, zeros)
@@ -126,7 +127,7 @@ def zero_keys(workload: Workload, rows: Tensor, device: torch.device) -> Tensor 
         return None
     counts = torch.zeros(workload.pattern.parts, workload.num_heads, len(rows), dtype=torch.float64)
     for head, start, zeros in added:
-        place = rows - start
+        place = rows + (workload.first_row - start)
         sees = (place >= zeros.rows.start) & (place < zeros.rows.stop)
         sees &= (place - zeros.rows.start) % zeros.rows.step == 0
         counts[zeros.part, head, sees] += zeros.count
@@ -148,7 +149,7 @@ def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) 
     for alike in alike_heads(workload):
         heads = alike if only is None else [head for head in alike if head in only]
         # Heads with one selection share its keys, because finding them may take longer than attention.
-        for group in _groups(workload, alike[0], rows, device) if heads else ():
+        for group in _groups(workload, alike[0], rows + workload.first_row, device) if heads else ():
             height = max(1, MAX_BLOCK_SCORES // max(1, batch * len(group.keys)))
             log_counts = group.given.sum(0).double().log_()
             for first in range(0, len(group.rows), height):
@@ -172,15 +173,16 @@ def _blocks(workload: Workload, rows: Tensor, batch: int, device: torch.device) 
                     seen &= keys <= (here + right)[:, None]
                 if group.own is not None:
                     seen &= group.own[part, reached]
-                index = torch.searchsorted(rows, positions).to(device)
+                index = torch.searchsorted(rows, positions - workload.first_row).to(device)
+                queries = here - workload.first_row
                 for head in heads:
-                    yield Block(head, index, here, keys, group.given[:, reached], log_counts[reached], seen)
+                    yield Block(head, index, queries, keys, group.given[:, reached], log_counts[reached], seen)
 
 
-def _groups(workload: Workload, head: int, rows: Tensor, device: torch.device) -> Iterator[_Group]:
+def _groups(workload: Workload, head: int, positions: Tensor, device: torch.device) -> Iterator[_Group]:
     """Groups that cover the rows of a head, before causal mask and window; positions along the N axis."""
     small: list[tuple[Positions, Positions]] = []
-    for start, group in key_groups(workload, head, rows.numpy()):
+    for start, group in key_groups(workload, head, positions.numpy()):
         if len(group.parts) == 1 and len(group.rows) < FEW_ROWS and len(group.parts[0]) < MANY_KEYS:
             small.append((group.rows + start, np.asarray(group.parts[0], np.int64) + start))
         else:
