@@ -127,7 +127,7 @@ class RowView:
     @property
     def density(self) -> float:
         """Pairs computed / pairs that full attention computes under the same mask and window."""
-        return self.row.case.workload.pattern.density_of(self.row.case.workload.shapes)
+        return self.row.case.workload.density
 
     @property
     def verified(self) -> str:

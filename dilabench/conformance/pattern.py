@@ -114,6 +114,22 @@ def _reach(pattern: Pattern, shape: SequenceShape) -> Iterator[str]:
         yield f"reached_rows says {(queries, keys)} must be read, counts has {of_counts}"
 
 
+def _last_rows(pattern: Pattern, shape: SequenceShape) -> Iterator[str]:
+    seen = [matrix(pattern, shape, head) for head in range(shape.num_heads)]
+    group = shape.num_heads // shape.num_kv_heads
+    for rows in {1, shape.length // 3, shape.length} - {0}:
+        last = [c[-rows:] for c in seen]
+        by_kv_head = [sum(last[at : at + group]) for at in range(0, shape.num_heads, group)]
+        attended, distinct = sum(int(c.sum()) for c in last), sum(int((c > 0).sum()) for c in last)
+        queries = sum(int((c.sum(1) > 0).sum()) for c in last)
+        keys = sum(int((np.sum(c, 0) > 0).sum()) for c in by_kv_head)
+        answer = pattern.last_rows(shape, rows)
+        if answer.pairs.attended != attended:
+            yield f"last_rows says the last {rows} rows attend {answer.pairs.attended} pairs, counts {attended}"
+        if answer.pairs.least > distinct or answer.queries > queries or answer.keys > keys:
+            yield f"last_rows says {answer} at least of the last {rows} rows, counts has {distinct, queries, keys}"
+
+
 def _segments(pattern: Pattern, shape: SequenceShape) -> Iterator[str]:
     i = np.arange(shape.length)
     for head in range(shape.num_heads):
@@ -150,6 +166,7 @@ QUESTIONS: dict[str, Callable[[Pattern, SequenceShape], Iterator[str]]] = {
     "counts of some rows": _some_rows,
     "head_key": _heads,
     "reached_rows": _reach,
+    "last_rows": _last_rows,
     "strided_segments, is_dense": _segments,
     "cut_length": _cut,
     "edges": _edges,

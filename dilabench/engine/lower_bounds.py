@@ -25,6 +25,9 @@ def least_bytes(workload: Workload) -> int:
 
 def reached_rows(workload: Workload) -> tuple[int, int]:
     """Rows of q, over query heads, and of k and of v, over key/value heads, that belong to any pair: a lower bound."""
-    reached = [workload.pattern.reached_rows(shape) for shape in workload.shapes]
+    if workload.query_len is None:
+        reached = [workload.pattern.reached_rows(shape) for shape in workload.shapes]
+    else:
+        reached = [workload.pattern.last_rows(shape, workload.query_len)[1:] for shape in workload.shapes]
     queries, keys = (workload.batch_size * sum(rows) for rows in zip(*reached, strict=True))
     return queries, keys

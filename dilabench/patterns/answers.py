@@ -119,6 +119,15 @@ class Pairs(NamedTuple):
     least: int
 
 
+class LastRows(NamedTuple):
+    """What the last rows of one sequence take part in: their pairs, and a lower bound of the rows of q, over query
+    heads, and of k, over key/value heads, that belong to any pair."""
+
+    pairs: Pairs
+    queries: int
+    keys: int
+
+
 class SelectedKeys(NamedTuple):
     """Selected blocks of `block_size` keys: of each query token and key/value head, or of each block of queries."""
 

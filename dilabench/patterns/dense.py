@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from dilabench.patterns.answers import KeyGroup, Pairs, SequenceShape, StridedSegments
+from dilabench.patterns.answers import KeyGroup, LastRows, Pairs, SequenceShape, StridedSegments, visible_pairs
 from dilabench.patterns.pattern import Pattern
 
 if TYPE_CHECKING:
@@ -53,6 +53,15 @@ class DensePattern(Pattern):
     def reached_rows(self, shape: SequenceShape) -> tuple[int, int]:
         """All of them."""
         return shape.length * shape.num_heads, shape.length * shape.num_kv_heads
+
+    def last_rows(self, shape: SequenceShape, rows: int) -> LastRows:
+        """In closed form: the keys from the first that the first of these rows sees."""
+        left, _ = shape.reach
+        first = shape.length - rows
+        positions, keys = range(first, shape.length), range(shape.length)
+        pairs = shape.num_heads * visible_pairs(positions, keys, shape.reach)
+        reached = shape.length if left is None else min(shape.length, rows + left)
+        return LastRows(Pairs(pairs, pairs), rows * shape.num_heads, reached * shape.num_kv_heads)
 
     def strided_segments(self, shape: SequenceShape, head: int) -> tuple[StridedSegments, ...]:  # noqa: ARG002
         """One segment that holds the whole sequence."""

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from dilabench.patterns.answers import Compression, HiddenRows, KeyGroup, Pairs, Positions, SequenceShape
+from dilabench.patterns.answers import Compression, HiddenRows, KeyGroup, LastRows, Pairs, Positions, SequenceShape
 from dilabench.patterns.hidden_rows import HiddenRowsPattern
 from dilabench.patterns.pattern import Pattern, Summand
 from dilabench.patterns.selected_blocks import MAX_BLOCK, SelectedBlocksPattern
@@ -124,6 +124,14 @@ class GatedSumPattern(Pattern):
         """Pairs of queries with means, and with keys; a key both selected and in the window may be computed once."""
         means, selected, window = (summand.pattern.pairs(shape).attended for summand in self.summands(shape))
         return Pairs(means + selected + window, means + max(selected, window))
+
+    def last_rows(self, shape: SequenceShape, rows: int) -> LastRows:
+        """Counted as `pairs` counts."""
+        reached = super().last_rows(shape, rows)
+        means, selected, window = (
+            summand.pattern.last_rows(shape, rows).pairs.attended for summand in self.summands(shape)
+        )
+        return reached._replace(pairs=Pairs(means + selected + window, means + max(selected, window)))
 
     def shares(self, shape: SequenceShape, lines: int, columns: int) -> NDArray[np.float64] | None:
         """Shares of the part that each cell is attended in most; a mean counts as one position of its block."""

@@ -39,7 +39,7 @@ def _density(planned: PlannedCase) -> float:
     if reached is not None:
         return reached
     workload = planned.case.workload
-    return workload.pattern.density_of(workload.shapes) if left_out is None else 1 - left_out
+    return workload.density if left_out is None else 1 - left_out
 
 
 DENSITY = Axis("density", _density, "{:.1%}".format, "at {} density")

@@ -1,6 +1,7 @@
 """Workloads, their FLOPs and bytes, and the requests they come from.
 
-Shape letters: B batch, N sequence length, H query heads, K key/value heads (H = g·K), D head dim, T packed tokens.
+Shape letters: B batch, N sequence length, M queries (the last M of N positions), H query heads, K key/value heads
+(H = g·K), D head dim, T packed tokens.
 The function that a workload names is written down in docs/explanation/semantics.md, as are its FLOPs (§2): exact, from
 4·D per (query, key) pair of the multiset in a forward call, and 2.5 times that in a backward one.
 """
@@ -15,15 +16,17 @@ from pydantic import (
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
+    SerializerFunctionWrapHandler,
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
 from dilabench.errors import ConfigError
 from dilabench.patterns.dense import DENSE
-from dilabench.patterns.pattern import SequenceShape
+from dilabench.patterns.pattern import Pairs, SequenceShape
 from dilabench.patterns.registry import (
     AnyPattern,
     has_kind,
@@ -75,8 +78,23 @@ def bounds_of_lengths(cu_seqlens: Sequence[int], tokens: int) -> str:
     return "; if these are lengths, their bounds are [0, *lengths.cumsum(0)]" if may_be else ""
 
 
-class Workload(Model):
-    """One attention computation: pattern, shape, dtype and timed mode. No field is `auto`."""
+class _Shaped(Model):
+    """A model that is written without `query_len` if every position has a query, as before this field existed."""
+
+    @model_serializer(mode="wrap")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = handler(self)
+        if written.get("query_len", 0) is None:
+            del written["query_len"]
+        return written
+
+
+class Workload(_Shaped):
+    """One attention computation: pattern, shape, dtype and timed mode. No field is `auto`.
+
+    `query_len` M: the queries are the last M of `seq_len` N positions, query i at position N - M + i, and all N have
+    keys and values (semantics.md §6). None if every position has a query. `seq_len` always counts the keys.
+    """
 
     pattern: AnyPattern
     batch_size: int = Field(ge=1, le=2**24)
@@ -91,11 +109,17 @@ class Workload(Model):
     mode: Mode = "forward"
     layout: Layout = "padded"
     cu_seqlens: tuple[int, ...] | None = None
+    query_len: int | None = Field(default=None, ge=1)
 
     @field_validator("dtype", mode="before")
     @classmethod
     def _dtype_alias(cls, value: Any) -> Any:
         return DTYPE_ALIASES.get(value, value) if isinstance(value, str) else value
+
+    @field_validator("query_len")
+    @classmethod
+    def _every_row_is_none(cls, value: int | None, info: ValidationInfo) -> int | None:
+        return None if value == info.data.get("seq_len") else value
 
     @model_validator(mode="wrap")
     @classmethod
@@ -121,9 +145,23 @@ class Workload(Model):
             self._check_packed()
         elif self.cu_seqlens is not None:
             raise ValueError("cu_seqlens is given but layout is 'padded'; set layout=packed or leave cu_seqlens out")
+        if self.query_len is not None:
+            self._check_queries(self.query_len)
         for shape in dict.fromkeys(self.shapes):
             if reason := self.pattern.why_not_over(shape):
                 raise ValueError(reason)
+
+    def _check_queries(self, rows: int) -> None:
+        if rows > self.seq_len:
+            raise ValueError(
+                f"query_len {rows} is more than seq_len {self.seq_len}: the queries are the last rows of their keys; "
+                f"use at most {self.seq_len}, or a longer seq_len"
+            )
+        if self.layout == "packed":
+            raise ValueError(
+                f"query_len {rows} with layout 'packed': packed sequences have a query at every position; "
+                "leave query_len out, or use layout=padded with batch_size"
+            )
 
     def _check_packed(self) -> None:
         bounds = self.cu_seqlens
@@ -184,9 +222,29 @@ class Workload(Model):
         return self.model_copy(update={"pattern": DENSE})
 
     @property
+    def rows(self) -> int:
+        """Queries of one sequence (M): all positions, or the last `query_len`; packed: of all sequences."""
+        return self.seq_len if self.query_len is None else self.query_len
+
+    @property
+    def first_row(self) -> int:
+        """The position of the first query (N - M)."""
+        return self.seq_len - self.rows
+
+    @property
     def tokens(self) -> int:
-        """Tokens in one call (B·N)."""
-        return self.batch_size * self.seq_len
+        """Query tokens in one call (B·M)."""
+        return self.batch_size * self.rows
+
+    @property
+    def density(self) -> float:
+        """Computed pairs / pairs of full attention under the same mask and window, of the rows that have queries.
+
+        Pairs count as often as they are attended, so overlapping parts may exceed 1.
+        """
+        if self.query_len is None:
+            return self.pattern.density_of(self.shapes)
+        return attended_pairs(self) / attended_pairs(self.as_dense())
 
     def replace(self, **changes: Any) -> "Workload":
         """A validated copy with the fields changed."""
@@ -202,26 +260,39 @@ class Workload(Model):
         }
         return content_hash(content)
 
+    def length_label(self) -> str:
+        """Keys of a sequence, with its queries if they are fewer: '64K', '1 of 64K'."""
+        return ("" if self.query_len is None else f"{format_count(self.query_len)} of ") + format_count(self.seq_len)
+
     def label(self) -> str:
-        """A short name for tables, e.g. '2x8K H8 D64 bf16 causal'."""
+        """A short name for tables, e.g. '2x8K H8 D64 bf16 causal', '64x1 of 32K H32/8 D128 bf16 causal'."""
         short = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}[self.dtype]
         heads = f"H{self.num_heads}" + (f"/{self.num_kv_heads}" if self.num_kv_heads != self.num_heads else "")
         window = "" if self.window == UNBOUNDED else f" window {self.window[0]},{self.window[1]}"
         causal = " causal" if self.causal else ""
         packed = " packed" if self.layout == "packed" else ""
         scale = "" if self.scale is None else f" scale {self.scale:g}"
-        shape = f"{self.batch_size}x{format_count(self.seq_len)} {heads} D{self.head_dim}"
+        shape = f"{self.batch_size}x{self.length_label()} {heads} D{self.head_dim}"
         return f"{shape} {short}{causal}{window}{scale}{packed}"
 
 
 def attended_pairs(workload: Workload) -> int:
     """(query, key) pairs of the multiset in one forward call, over batch and heads."""
-    return workload.batch_size * sum(workload.pattern.pairs(shape).attended for shape in workload.shapes)
+    return workload.batch_size * sum(pairs.attended for pairs in _pairs(workload))
 
 
 def least_pairs(workload: Workload) -> int:
     """A lower bound of the distinct pairs, which every implementation must compute."""
-    return workload.batch_size * sum(workload.pattern.pairs(shape).least for shape in workload.shapes)
+    return workload.batch_size * sum(pairs.least for pairs in _pairs(workload))
+
+
+def _pairs(workload: Workload) -> Iterator[Pairs]:
+    """The pairs of each sequence of a batch item, of the rows that have queries."""
+    for shape in workload.shapes:
+        if workload.query_len is None:
+            yield workload.pattern.pairs(shape)
+        else:
+            yield workload.pattern.last_rows(shape, workload.query_len).pairs
 
 
 def flops(workload: Workload, pairs: int | None = None) -> float:
@@ -233,15 +304,15 @@ def flops(workload: Workload, pairs: int | None = None) -> float:
 
 
 def tensor_bytes(workload: Workload) -> dict[str, int]:
-    """Bytes of q, k, v, out and lse of the workload."""
+    """Bytes of q, k, v, out and lse of the workload; k and v count once, however many queries read them."""
     item = DTYPE_BYTES[workload.dtype]
     query = workload.tokens * workload.num_heads * workload.head_dim * item
-    key = workload.tokens * workload.num_kv_heads * workload.head_dim * item
+    key = workload.batch_size * workload.seq_len * workload.num_kv_heads * workload.head_dim * item
     lse = workload.tokens * workload.num_heads * (8 if workload.dtype == "float64" else 4)
     return {"q": query, "k": key, "v": key, "out": query, "lse": lse}
 
 
-class WorkloadRequest(Model):
+class WorkloadRequest(_Shaped):
     """A workload as a user writes it: flat, every field optional, `auto` where the tool may choose.
 
     Presets, TOML files, `--set` and the short options all fill this one model. It also takes the fields of every
@@ -265,6 +336,7 @@ class WorkloadRequest(Model):
     mode: Mode = "forward"
     layout: Layout = "padded"
     cu_seqlens: tuple[int, ...] | None = None
+    query_len: Annotated[int | None, READ_COUNT] = None
 
     @field_validator("window", "cu_seqlens", mode="before")
     @classmethod

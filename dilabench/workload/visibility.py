@@ -1,5 +1,7 @@
 """Which query sees which key in a workload: its pattern over its sequences, in positions along the N axis (packed: T).
 
+Queries count as keys do: with M queries over N keys, query i is at position N - M + i.
+
 No torch.
 """
 
@@ -39,18 +41,19 @@ def alike_heads(workload: Workload) -> list[list[int]]:
 
 
 def seen_by(workload: Workload, head: int, key: int) -> Positions:
-    """The positions i with C[head, i, key] > 0 under causal mask and window, ascending."""
+    """The positions i with a query and C[head, i, key] > 0 under causal mask and window, ascending."""
     at = next(index for index, (_, end) in enumerate(workload.sequences) if key < end)
     (start, _), shape = workload.sequences[at], workload.shapes[at]
     rows = workload.pattern.rows_seeing(shape, head, key - start)
     first, stop = shape.bounds(rows)
     seen: Positions = start + rows[(first <= key - start) & (key - start < stop)]
-    return seen
+    return seen[seen.searchsorted(workload.first_row) :]
 
 
 def covered(workload: Workload, head: int) -> NDArray[np.bool_]:
-    """[N]: the positions that see a key."""
-    return np.concatenate([workload.pattern.covered(shape, head) for shape in workload.shapes])
+    """[M]: the rows that see a key, of all positions with a query."""
+    seen = np.concatenate([workload.pattern.covered(shape, head) for shape in workload.shapes])
+    return seen[workload.first_row :]
 
 
 def edges(workload: Workload) -> Positions:

@@ -100,6 +100,7 @@ def test_case_id_changes_exactly_with_the_content(one, other):
         {"window": (5, 0)},
         {"scale": 0.5},
         {"mode": "both"},
+        {"query_len": 1},
         {"dtype": "float64"},
         {"pattern": {"kind": "block_sparse"}},
         {"pattern": {"kind": "dilated", "segment_lengths": [8], "dilation_rates": [1]}},
@@ -194,6 +195,8 @@ IMPOSSIBLE = [
         "if these are lengths, their bounds are [0, *lengths.cumsum(0)]",
     ),
     ({"layout": "packed", "batch_size": 3}, "batch_size is 3, use 1"),
+    ({"query_len": 9000}, "query_len 9000 is more than seq_len 8192: the queries are the last rows of their keys"),
+    ({"query_len": 1, "layout": "packed"}, "query_len 1 with layout 'packed': packed sequences have a query at every"),
     ({"batch_size": 2**25}, "batch_size 33554432 should be less than or equal to 16777216"),
 ]
 
@@ -277,6 +280,30 @@ def test_zero_keys_where_torchscale_shifts_its_output_are_refused():
     assert WorkloadRequest(**fields, seq_len=10).resolve("float32").seq_len == 10
     with pytest.raises(ConfigError, match="a block mask over branches has no zero keys; use padding=masked"):
         WorkloadRequest(**fields, pattern="block_sparse").resolve("float32")
+
+
+@pytest.mark.parametrize("model", [Workload, WorkloadRequest])
+def test_queries_are_written_only_if_they_are_not_all_rows(model):
+    fields = {**SHAPE, "pattern": {"kind": "dense"} if model is Workload else "dense"}
+    whole, last = model(**fields), model(**fields, query_len=5)
+    for dump in (whole.model_dump(), whole.model_dump(mode="json"), json.loads(whole.model_dump_json())):
+        assert "query_len" not in dump
+    assert last.model_dump()["query_len"] == 5
+    assert model.model_validate_json(last.model_dump_json()) == last
+    assert model.model_validate_json(whole.model_dump_json()) == whole
+
+
+def test_all_rows_are_the_same_case_however_they_are_written():
+    whole = Workload(pattern=DensePattern(), **SHAPE)
+    cases = [Case(implementation="dense", workload=whole.replace(query_len=rows)) for rows in (None, 96, 95)]
+    assert len({case.case_id for case in cases}) == len({case.group_id for case in cases}) == 2
+    assert cases[0] == cases[1]
+
+
+def test_queries_are_the_last_rows():
+    workload = Workload(pattern=DensePattern(), **SHAPE, query_len=5)
+    assert (workload.rows, workload.first_row, workload.tokens) == (5, 91, 10)
+    assert workload.label() == "2x5 of 96 H6/3 D24 fp32 causal"
 
 
 def test_label_names_what_is_unusual():

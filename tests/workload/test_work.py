@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dilabench.engine.lower_bounds import least_bytes
 from dilabench.patterns.answers import windowed_pairs
+from dilabench.patterns.dense import DENSE
 from dilabench.patterns.dilated import DilatedPattern, rows_kept
 from dilabench.workload.spec import Workload, attended_pairs, flops, tensor_bytes
 
@@ -88,6 +90,39 @@ def small_workloads(draw):
 @given(small_workloads())
 def test_attended_pairs_equal_the_definition(workload):
     assert attended_pairs(workload) == brute_pairs(workload)
+
+
+@settings(max_examples=200, deadline=None)
+@given(small_workloads(), st.integers(1, 23))
+def test_pairs_of_the_last_rows_equal_the_definition(workload, rows):
+    workload = workload.replace(layout="padded", cu_seqlens=None)
+    last = workload.replace(query_len=min(rows, workload.seq_len))
+    in_all = workload.batch_size * sum(
+        brute_multiplicity(workload, head, i, j)
+        for head in range(workload.num_heads)
+        for i in range(last.first_row, workload.seq_len)
+        for j in range(workload.seq_len)
+    )
+    assert attended_pairs(last) == in_all
+    assert flops(last) == 4 * 24 * in_all
+
+
+def test_the_work_of_one_query_over_a_cache():
+    cache = {"batch_size": 64, "seq_len": 32768, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    workload = Workload(pattern=DENSE, dtype="bfloat16", query_len=1, **cache)
+    keys = 64 * 32768 * 8 * 128 * 2
+    assert tensor_bytes(workload) == {
+        "q": 64 * 32 * 128 * 2,
+        "k": keys,
+        "v": keys,
+        "out": 64 * 32 * 128 * 2,
+        "lse": 64 * 32 * 4,
+    }
+    assert least_bytes(workload) == 2 * keys + 2 * 64 * 32 * 128 * 2
+    assert least_bytes(workload.replace(window=(127, 0))) == 2 * keys // 256 + 2 * 64 * 32 * 128 * 2
+    assert workload.density == 1
+    segments = DilatedPattern(segment_lengths=(2048,), dilation_rates=(1,))
+    assert workload.replace(pattern=segments).density == 2048 / 32768
 
 
 @given(st.integers(1, 40), st.integers(1, 6))

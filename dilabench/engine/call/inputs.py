@@ -96,7 +96,8 @@ class ChangeLog:
 
 @dataclass(frozen=True, slots=True)
 class InputSet:
-    """q [B, N, H, D], k and v [B, N, K, D]; or three times the same embeddings [B, N, H·D].
+    """q [B, M, H, D], k and v [B, N, K, D], M = N unless the workload has `query_len`; or three times the same
+    embeddings [B, N, H·D].
 
     changes: what was done to the `distinct` tensors between timed calls.
     """
@@ -123,18 +124,16 @@ class InputSet:
 
 
 def input_shapes(workload: Workload, takes: str, rows: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """Shapes of q, k, v: [B, N, H, D] and [B, N, K, D], packed [T, H, D] and [T, K, D]; embeddings: one [B, N, H·D].
+    """Shapes of q, k, v: [B, M, H, D] and [B, N, K, D], packed [T, H, D] and [T, K, D]; embeddings: one [B, N, H·D].
 
     `rows`: of the shards of a rank that holds this many positions.
     """
     rows = workload.seq_len if rows is None else rows
-    lead: tuple[int, ...] = (workload.batch_size, rows)
-    if workload.layout == "packed":
-        lead = (rows,)
+    lead = () if workload.layout == "packed" else (workload.batch_size,)
     if takes == "embeddings":
-        return ((*lead, workload.num_heads * workload.head_dim),)
-    query = (*lead, workload.num_heads, workload.head_dim)
-    key = (*lead, workload.num_kv_heads, workload.head_dim)
+        return ((*lead, rows, workload.num_heads * workload.head_dim),)
+    query = (*lead, workload.query_len or rows, workload.num_heads, workload.head_dim)
+    key = (*lead, rows, workload.num_kv_heads, workload.head_dim)
     return query, key, key
 
 

@@ -72,7 +72,7 @@ def steps_of(record: RunRecord) -> tuple[Step, ...]:
             continue
         if workload not in densities:
             # A mask is generated, or read from its file, once.
-            densities[workload] = workload.pattern.density_of(workload.shapes)
+            densities[workload] = workload.density
         full = dense.get(_shape(row))
         speedup = pair_views([(row, full.row)], record.device)[0].ratio if full else None
         steps.append(Step(row=row, density=densities[workload], median_ns=timed.median_ns, speedup=speedup))
