@@ -136,7 +136,7 @@ def test_packed_documents_have_sdpas_logits_and_gradients(
     batch = _documents(1, 7, 12, 3, 19, bounds=bounds)
     _assert_same_step(*_pair(_config(model)), use_cache=False, **batch)
     assert [tuple(torch.as_tensor(call["cu_seqlens"]).tolist()) for call in calls] == [(0, 1, 8, 20, 23, 42)] * 2
-    assert [call["max_seqlen"] for call in calls] == [19 if bounds else None] * 2
+    assert [call.get("max_seqlen") for call in calls] == [19 if bounds else None] * 2
 
 
 def test_bounds_hold_where_a_cache_hides_restarting_positions() -> None:
@@ -193,7 +193,8 @@ def test_encoders_are_not_causal(calls: list[dict[str, Any]]) -> None:
     mask = _padding("right")
     expected, found = (model(_ids(), attention_mask=mask).last_hidden_state for model in (theirs, ours))
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-10, atol=1e-10)
-    assert [(call["causal"], call["window"]) for call in calls][-1] == (False, (4, 4))
+    assert [call["causal"] for call in calls] == [False, False]
+    assert [call["window"] for call in calls] == [(-1, -1), (4, 4)]
 
 
 @pytest.mark.parametrize("form", ["packed", "left"])
@@ -235,24 +236,27 @@ def test_masks_that_are_not_computed_go_to_sdpa_and_are_said_once(
     assert len(calls) == (2 if mask.ndim == 2 else 0)
 
 
-def test_generation_goes_on_by_sdpa(caplog: pytest.LogCaptureFixture, calls: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_generates_with_a_cache(side: str, caplog: pytest.LogCaptureFixture, calls: list[dict[str, Any]]) -> None:
+    """Padding next to a cache goes to torch."""
     theirs, ours = _pair(_config("llama"))
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": _padding(side)}
     with caplog.at_level(logging.WARNING, "dilabench"):
         expected, found = (model.eval().generate(_ids(), **options) for model in (theirs, ours))
     assert torch.equal(found, expected)
-    assert len(calls) == 2
-    assert [record.message for record in caplog.records if "cache" in record.message]
+    assert len(calls) == (12 if side == "none" else 2)
+    said = [record.message for record in caplog.records if record.name.startswith("dilabench")]
+    assert len(said) == (side == "left")
+    assert all("padding of keys whose queries are fewer (a cache)" in message for message in said)
 
 
-def test_a_pattern_generates_without_a_cache() -> None:
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_a_pattern_generates_with_a_cache_as_without(side: str) -> None:
     ours = _pair(_config("llama"))[1].eval()
     ours.set_attn_implementation("dilabench-longnet")
-    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
-    with pytest.raises(ValueError, match=r"a cache, which use_cache=False spares.*with pattern dilated"):
-        ours.generate(_ids(), **options)
-    found = ours.generate(_ids(), **options, use_cache=False)
-    assert torch.equal(found[:, -1], ours(found[:, :-1]).logits[:, -1].argmax(-1))
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "attention_mask": _padding(side)}
+    with_cache, without = (ours.generate(_ids(), **options, use_cache=cached) for cached in (True, False))
+    assert torch.equal(with_cache, without)
 
 
 def _call(module: Any = None, name: str = "dilabench", **options: Any) -> Any:

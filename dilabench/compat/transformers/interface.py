@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import weakref
@@ -137,17 +138,15 @@ def _attend(
     reason = None
     if attention_mask is not None and parts is None:
         reason = _why_dense(attention_mask, note)
-    elif query.shape[2] != key.shape[2]:
-        reason = "queries and keys differ in number (a cache, which use_cache=False spares, or another sequence)"
-    elif parts is not None and parts.may_be_of_another_sequence:
-        reason = "attention_mask has padding of keys that may be another sequence's"
     elif dropout:
         reason = f"dropout {dropout} of attention weights; set config.attention_dropout=0"
     elif position_bias is not None:
         reason = "position_bias is added to scores"
-    elif parts is not None and parts.scattered and (pattern is not None or window != UNBOUNDED):
-        reason = "attention_mask has padding or other documents between the tokens of one, which count for distances"
-    elif selection is not None:
+    elif parts is not None:
+        reason = _why_not_parts(parts, module, pattern)
+    elif causal and query.shape[2] not in (1, key.shape[2]):
+        reason = f"no mask says which of {key.shape[2]} keys the {query.shape[2]} queries are"
+    if reason is None and selection is not None:
         reason = _why_not_selected(selection, pattern, parts, cu_seq_lens_q)
     if reason is not None:
         asked = {
@@ -167,42 +166,111 @@ def _attend(
             whole = None if is_whole else parts.dense()[..., : parts.length]
         kept = {"dropout": dropout, "scaling": scaling, "is_causal": causal, "position_bias": position_bias}
         return _by_sdpa(module, query, key, value, whole, selection, s_aux, kept), None
-    bounds: Tensor | None = None if parts is None else parts.bounds
-    longest = None
-    if cu_seq_lens_q is not None:
-        if parts is not None and parts.seen is not None:
-            raise ValueError("attention_mask has padding, and cu_seq_lens_q packs without; give one of the two")
-        if not torch.compiler.is_compiling() and _may_differ(cu_seq_lens_q, cu_seq_lens_k, max_length_q):
-            raise ValueError("cu_seq_lens_k differs from cu_seq_lens_q: documents attend to themselves; give the same")
-        bounds = cu_seq_lens_q
-        # A graph that is being compiled would serve this length alone.
-        longest = max_length_q if not torch.compiler.is_compiling() and isinstance(max_length_q, int) else None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     value_dim, width = value.shape[-1], max(value.shape[-1], key.shape[-1])
     q, k, v = (
         (x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))).transpose(1, 2)
         for x in (query, key, value)
     )
-    options: dict[str, Any] = {
-        "pattern": pattern,
-        "causal": causal,
-        "window": window,
-        "scale": scaling,
-        "sink": s_aux,
-        "backend": backend,
-    }
-    tokens = None if parts is None or parts.tokens is None else parts.tokens.to(query.device)
+    options: dict[str, Any] = {"pattern": pattern, "causal": causal, "window": window, "scale": scaling}
+    options |= {"sink": s_aux, "backend": backend}
     if selection is not None:
-        selected, size = selection
-        options["pattern"] = _blocks_of(size)
-        options["indices"] = selected if bounds is None else _in_documents(selected, bounds, tokens)
-    if bounds is None:
-        return attention(q, k, v, **options)[..., :value_dim], None
-    q, k, v = (x.flatten(0, 1) if tokens is None else x.flatten(0, 1).index_select(0, tokens) for x in (q, k, v))
-    out = attention(q, k, v, cu_seqlens=bounds, max_seqlen=longest, **options)
-    if tokens is not None:
-        out = out.new_zeros(query.shape[0] * query.shape[2], *out.shape[1:]).index_copy(0, tokens, out)
-    return out.unflatten(0, (query.shape[0], query.shape[2]))[..., :value_dim], None
+        options |= {"pattern": _blocks_of(selection[1]), "indices": selection[0]}
+    if cu_seq_lens_q is not None:
+        if parts is not None and parts.seen is not None:
+            raise ValueError("attention_mask has padding, and cu_seq_lens_q packs without; give one of the two")
+        if not torch.compiler.is_compiling() and _may_differ(cu_seq_lens_q, cu_seq_lens_k, max_length_q):
+            raise ValueError("cu_seq_lens_k differs from cu_seq_lens_q: documents attend to themselves; give the same")
+        # A graph that is being compiled would serve this length alone.
+        longest = max_length_q if not torch.compiler.is_compiling() and isinstance(max_length_q, int) else None
+        out = _of_documents(q, k, v, cu_seq_lens_q, None, options | {"max_seqlen": longest})
+    elif parts is None or parts.bounds is None:
+        out = attention(q, k, v, **options)
+    elif _drops_rows(parts, module):
+        out = _of_documents(q, k, v, parts.bounds, parts.tokens, options)
+    else:
+        assert parts.seen is not None, "documents of fewer queries than keys are refused"
+        out = _of_seen_keys(q, k, v, parts.seen, options)
+    return out[..., :value_dim], None
+
+
+def _of_documents(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, tokens: Tensor | None, options: dict[str, Any]
+) -> Tensor:
+    """out [B, N, H, D] of documents among the B·N tokens, or among those that `tokens` names; other rows are 0."""
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    if options.get("indices") is not None:
+        options = options | {"indices": _in_documents(options["indices"], bounds, tokens)}
+    if tokens is None:
+        return attention(*packed, cu_seqlens=bounds, **options).unflatten(0, q.shape[:2])
+    tokens = tokens.to(q.device)
+    out = attention(*(x.index_select(0, tokens) for x in packed), cu_seqlens=bounds, **options)
+    return out.new_zeros(len(packed[0]), *out.shape[1:]).index_copy(0, tokens, out).unflatten(0, q.shape[:2])
+
+
+def _of_seen_keys(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, options: dict[str, Any]) -> Tensor:
+    """out [B, M, H, D] of all queries over the keys of their row that are no padding, `seen` [B, N]."""
+    tokens = seen.flatten().nonzero()[:, 0].to(q.device)
+    rows = torch.arange(q.shape[0] + 1, device="cpu") * q.shape[1]
+    ends = torch.nn.functional.pad(seen.sum(1).cumsum(0), (1, 0)).cpu()
+    k, v = (x.flatten(0, 1).index_select(0, tokens) for x in (k, v))
+    out = attention(q.flatten(0, 1), k, v, cu_seqlens=rows, cu_seqlens_k=ends, **options)
+    return out.unflatten(0, q.shape[:2])
+
+
+def _why_not_parts(parts: Mask, module: torch.nn.Module, pattern: Pattern | None) -> str | None:
+    """The part of a mask that dilabench does not compute, or None."""
+    if parts.key_offset and pattern is not None:
+        return f"the cache dropped {parts.key_offset} keys, from which the places of a pattern count"
+    if parts.bounds is None:
+        return None
+    if _drops_rows(parts, module):
+        if parts.scattered and (pattern is not None or parts.window != UNBOUNDED):
+            return "attention_mask has padding or other documents between the tokens of one, which count for distances"
+        return None
+    what = "padding" if parts.documents is None else "documents"
+    reason = f"{what} of keys whose queries are fewer (a cache), or may be another sequence's"
+    if pattern is None:
+        # One launch for all rows.
+        return reason
+    rows = parts.shape[2]
+    if parts.documents is not None or parts.seen is None or not parts.seen[:, -rows:].all() or parts.scattered:
+        return reason
+    return None
+
+
+def _drops_rows(parts: Mask, module: torch.nn.Module) -> bool:
+    """Whether queries and keys are the same tokens, so that padding is dropped of both."""
+    if parts.shape[2] != parts.length:
+        return False
+    if parts.causal or parts.window != UNBOUNDED or parts.documents is not None:
+        return True
+    return not torch.compiler.is_compiling() and _reads_one_sequence(type(module))  # type: ignore[arg-type]
+
+
+# Parameters of modules whose queries and keys are of the same tokens.
+_OF_ONE_SEQUENCE = frozenset(
+    {
+        "attention_mask",
+        "cache",
+        "cu_seqlens",
+        "hidden_states",
+        "kwargs",
+        "max_seqlen",
+        "output_attentions",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "self",
+        "use_cache",
+    }
+)
+
+
+@lru_cache(maxsize=256)
+def _reads_one_sequence(kind: type[torch.nn.Module]) -> bool:
+    """Whether a module's queries and keys can only be of the same tokens: it takes no other states."""
+    return inspect.signature(kind.forward).parameters.keys() <= _OF_ONE_SEQUENCE
 
 
 def _refuse_unknown(module: torch.nn.Module, softcap: float | None, keywords: dict[str, Any]) -> None:

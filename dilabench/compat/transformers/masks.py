@@ -40,9 +40,9 @@ NOTE = "_dilabench_note"
 class Mask(torch.Tensor):
     """bool [B, 1, M, N], True if a query attends to a key; its numbers are made when an operator touches it.
 
-    The queries are the last M rows of the first `length` keys, later keys are hidden. If not `causal`, without window
-    and documents, they may belong to another sequence. documents: [B, length] numbers, equal ones attend to each other.
-    seen: bool [B, length], False is padding.
+    The queries are the last M rows of the first `length` keys, later keys are hidden, and `key_offset` keys before them
+    were dropped. If not `causal`, without window and documents, the keys may belong to another sequence. documents:
+    [B, length] numbers, equal ones attend to each other. seen: bool [B, length], False is padding.
 
     tokens: int64 [T], those of the B·length tokens that are not padding, document by document; None is all of them in
     order. bounds: int32 of documents among these tokens, on the CPU; None is one for each row. scattered: the tokens of
@@ -52,6 +52,7 @@ class Mask(torch.Tensor):
     causal: bool
     window: Window
     length: int
+    key_offset: int
     scattered: bool
     documents: Tensor | None
     seen: Tensor | None
@@ -64,7 +65,7 @@ class Mask(torch.Tensor):
     source: Mask | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _FACTS = ("causal", "window", "length", "scattered")
+    _FACTS = ("causal", "window", "length", "key_offset", "scattered")
     _TENSORS = ("documents", "seen", "tokens", "bounds")
 
     @staticmethod
@@ -116,11 +117,6 @@ class Mask(torch.Tensor):
     def is_plain(self) -> bool:
         """Whether causality is all that hides keys."""
         return self.window == UNBOUNDED and self.documents is None and self.seen is None
-
-    @property
-    def may_be_of_another_sequence(self) -> bool:
-        """Whether the padding may be of another sequence than the queries'."""
-        return not self.causal and self.window == UNBOUNDED and self.documents is None and self.seen is not None
 
     def dense(self) -> Tensor:
         """The mask as a plain tensor, made once."""
@@ -247,7 +243,7 @@ def mask(
     if documents is not None or seen is not None:
         tensors["tokens"], tensors["bounds"], scattered = _sequences(documents, seen)
     size, anchor = (batch_size, 1, q_length, kv_length), torch.empty(0, device=device)
-    facts = is_causal, window, length, scattered
+    facts = is_causal, window, length, kv_offset, scattered
     return Mask(size, anchor, facts, {name: x for name, x in tensors.items() if x is not None})
 
 
