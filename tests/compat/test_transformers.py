@@ -40,7 +40,7 @@ N = 20
 def _registered() -> Iterator[None]:
     integration.register()
     integration.register("dilabench-longnet", pattern=LONGNET)
-    integration.interface._warn_once.cache_clear()
+    integration.interface._said.clear()
     yield
     for name in ("dilabench", "dilabench-longnet"):
         del integration.interface.ALL_ATTENTION_FUNCTIONS._global_mapping[name]
@@ -136,7 +136,7 @@ def test_packed_documents_have_sdpas_logits_and_gradients(
     batch = _documents(1, 7, 12, 3, 19, bounds=bounds)
     _assert_same_step(*_pair(_config(model)), use_cache=False, **batch)
     assert [tuple(torch.as_tensor(call["cu_seqlens"]).tolist()) for call in calls] == [(0, 1, 8, 20, 23, 42)] * 2
-    assert [call["max_seqlen"] for call in calls] == [19 if bounds else None] * 2
+    assert [call.get("max_seqlen") for call in calls] == [19 if bounds else None] * 2
 
 
 def test_bounds_hold_where_a_cache_hides_restarting_positions() -> None:
@@ -236,24 +236,27 @@ def test_masks_that_are_not_computed_go_to_sdpa_and_are_said_once(
     assert len(calls) == (2 if mask.ndim == 2 else 0)
 
 
-def test_generation_goes_on_by_sdpa(caplog: pytest.LogCaptureFixture, calls: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_generates_with_a_cache(side: str, caplog: pytest.LogCaptureFixture, calls: list[dict[str, Any]]) -> None:
+    """Padding next to a cache goes to torch."""
     theirs, ours = _pair(_config("llama"))
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "attention_mask": _padding(side)}
     with caplog.at_level(logging.WARNING, "dilabench"):
         expected, found = (model.eval().generate(_ids(), **options) for model in (theirs, ours))
     assert torch.equal(found, expected)
-    assert len(calls) == 2
-    assert [record.message for record in caplog.records if "cache" in record.message]
+    assert len(calls) == (12 if side == "none" else 2)
+    said = [record.message for record in caplog.records if record.name.startswith("dilabench")]
+    assert len(said) == (side == "left")
+    assert all("padding of keys whose queries are fewer (a cache)" in message for message in said)
 
 
-def test_a_pattern_generates_without_a_cache() -> None:
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_a_pattern_generates_with_a_cache_as_without(side: str) -> None:
     ours = _pair(_config("llama"))[1].eval()
     ours.set_attn_implementation("dilabench-longnet")
-    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
-    with pytest.raises(ValueError, match=r"a cache; use_cache=False has none.*with pattern dilated"):
-        ours.generate(_ids(), **options)
-    found = ours.generate(_ids(), **options, use_cache=False)
-    assert torch.equal(found[:, -1], ours(found[:, :-1]).logits[:, -1].argmax(-1))
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "attention_mask": _padding(side)}
+    with_cache, without = (ours.generate(_ids(), **options, use_cache=cached) for cached in (True, False))
+    assert torch.equal(with_cache, without)
 
 
 def _call(module: Any = None, name: str = "dilabench", **options: Any) -> Any:
@@ -267,7 +270,6 @@ def _call(module: Any = None, name: str = "dilabench", **options: Any) -> Any:
     [
         ({"softcap": 30.0}, "dilabench", "softcap 30.0 is not computed"),
         ({"dropout": 0.1}, "dilabench-longnet", "dropout 0.1 .* with pattern dilated"),
-        ({"dropout": 0.1, "s_aux": torch.zeros(4)}, "dilabench", "dropout 0.1 .* with sinks"),
         ({"dropout": 0.1, "sliding_window": 3}, "dilabench", "dropout 0.1 .* with sliding_window 3"),
         ({"dropout": 0.1, "cu_seq_lens_q": torch.tensor([0, 2, 6])}, "dilabench", "dropout 0.1 .* with cu_seq_lens_q"),
         ({"attention_mask": torch.ones(1, 1, 6, 6).bool()}, "dilabench-longnet", "attention_mask is a tensor"),

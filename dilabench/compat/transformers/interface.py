@@ -1,36 +1,55 @@
-"""The attention and the masks that transformers' models call.
-
-A mask function of transformers is known by the code of the functions that it consists of: causality, windows and
-documents become a `Mask`. A function with others gives a tensor for every pair, which SDPA takes.
-"""
+"""The attention that transformers' models call: its keywords become a call of `attention`, or are refused by name."""
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import os
+import weakref
 from functools import lru_cache, partial
-from itertools import accumulate
-from types import CodeType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import masking_utils
+from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dilabench.attention import attention, operands
+from dilabench.compat.transformers.masks import NOTE, Mask, Traced, mask
 from dilabench.contracts import Attend
+from dilabench.patterns import SelectedBlocksPattern
 from dilabench.patterns.pattern import Pattern
-from dilabench.workload.spec import UNBOUNDED, Window
+from dilabench.workload.spec import UNBOUNDED
 
 logger = logging.getLogger("dilabench.compat.transformers")
 
+STRICT_VARIABLE = "DILABENCH_STRICT"
 _SDPA = "torch's scaled_dot_product_attention"
 # Attention that models already name, whose function every model with that name would lose.
 _BEFORE = frozenset({"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()})
+_added: list[str] = []
+
+# Keywords of models that say nothing of what a query attends to: the mask or the tensors already hold it.
+_HARMLESS = frozenset(
+    {
+        "cache",
+        "cache_position",
+        "deterministic",
+        "logits_to_keep",
+        "max_length_k",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
 
 
 def add(name: str, pattern: Pattern | None, backend: str | Attend) -> None:
@@ -39,123 +58,32 @@ def add(name: str, pattern: Pattern | None, backend: str | Attend) -> None:
         raise ValueError(f"name {name!r} must be a text and none of transformers' own; give for example 'dilabench'")
     operands.check_pattern(pattern)
     if pattern is not None:
-        # A call of a model has neither indices nor gates.
+        # A call of a model has no gates, and its indices are of its own pattern.
         operands.refuse_stand_ins(pattern)
     ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, pattern, backend))
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, _mask)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
+    if not _added:
+        PreTrainedModel.get_correct_attn_implementation = _listing(PreTrainedModel.get_correct_attn_implementation)
+    if name not in _added:
+        _added.append(name)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Mask:
-    """A mask of transformers by its parts. Models pass it from `_mask` to `_attend`.
+def _listing(checks: Any) -> Any:
+    """The check of an `attn_implementation`, whose refusal of an unknown name lists the names of `register`, too."""
 
-    bounds: of documents among the B·N tokens, or among those that `tokens` names: the ones that are not padding.
-    scattered: padding lies between tokens of a row, whose distances then count it. dense: bool [B, 1, N, N] or None, as
-    SDPA takes it.
-    """
+    def get_correct_attn_implementation(
+        self: Any, requested_attention: str | None, *arguments: Any, **options: Any
+    ) -> str:
+        is_known = requested_attention is None or requested_attention in ALL_ATTENTION_FUNCTIONS.valid_keys()
+        try:
+            correct: str = checks(self, requested_attention, *arguments, **options)
+        except ValueError as error:
+            if is_known:
+                raise
+            raise ValueError(f"{error} dilabench added {', '.join(map(repr, _added))}.") from None
+        return correct
 
-    causal: bool
-    window: Window
-    bounds: tuple[int, ...] | None
-    tokens: Tensor | None
-    scattered: bool
-    dense: Callable[[], Tensor | None]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class TracedMask:
-    """A mask in a graph that is being compiled, where the parts of its function cannot be told. `local_size`: of its
-    window or chunks.
-    """
-
-    local_size: int | None
-    dense: Callable[[], Tensor | None]
-
-
-# The functions of masks that transformers builds others from, by their code.
-_WHOLE = (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
-_CAUSAL = masking_utils.causal_mask_function.__code__
-_WINDOW = masking_utils.sliding_window_overlay(1).__code__
-_BOTH_SIDES = masking_utils.sliding_window_bidirectional_overlay(1).__code__
-_DOCUMENTS = masking_utils.packed_sequence_mask_function(torch.empty(0)).__code__
-_KNOWN = {
-    *(_CAUSAL, _WINDOW, _BOTH_SIDES, _DOCUMENTS),
-    masking_utils.bidirectional_mask_function.__code__,
-    masking_utils.and_masks().__code__,
-    masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, torch.empty(0)).__code__,
-}
-
-
-def _mask(
-    *,
-    q_length: int,
-    kv_length: int,
-    mask_function: Callable[..., Any],
-    attention_mask: Tensor | None = None,
-    **arguments: Any,
-) -> Mask | TracedMask | Tensor | None:
-    """As `sdpa_mask`: None if causality is all, a `Mask` if it consists of parts that `attention` computes, else bool
-    [B, 1, N, M].
-    """
-    dense = partial(
-        sdpa_mask,
-        q_length=q_length,
-        kv_length=kv_length,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        **arguments,
-    )
-    offset = arguments.get("q_offset", 0)
-    may_skip = arguments.get("allow_is_causal_skip", True) or arguments.get("allow_is_bidirectional_skip", False)
-    if q_length != kv_length or isinstance(offset, Tensor) or offset:
-        return dense()
-    if torch.compiler.is_compiling():
-        if attention_mask is not None or arguments.get("use_vmap", False):
-            return dense()
-        is_whole = may_skip and mask_function in _WHOLE
-        return None if is_whole else TracedMask(arguments.get("local_size"), dense)
-    parts = dict(_parts(mask_function))
-    if torch._C._is_tracing() or not (parts.keys() <= _KNOWN and (may_skip or _DOCUMENTS in parts)):
-        return dense()
-    window = UNBOUNDED
-    if _WINDOW in parts:
-        window = parts[_WINDOW]["sliding_window"] - 1, -1
-    elif _BOTH_SIDES in parts:
-        window = (parts[_BOTH_SIDES]["sliding_window"],) * 2
-    if window[0] >= kv_length - 1:
-        window = UNBOUNDED
-    bounds: tuple[int, ...] | None = None
-    tokens, scattered = None, False
-    if _DOCUMENTS in parts:
-        bounds = _where_they_change(parts[_DOCUMENTS]["packed_sequence_mask"])
-    if attention_mask is not None:
-        seen = attention_mask[:, :kv_length].bool()
-        begins = torch.cat([seen[:, :1], seen[:, 1:] & ~seen[:, :-1]], 1)
-        lengths, stretches = torch.stack([seen.sum(1), begins.sum(1)]).tolist()
-        if sum(lengths) < seen.numel():
-            bounds, tokens = tuple(accumulate(lengths, initial=0)), seen.flatten().nonzero()[:, 0]
-            scattered = max(stretches) > 1
-    if bounds is None and window == UNBOUNDED:
-        return None
-    return Mask(_CAUSAL in parts, window, bounds, tokens, scattered, dense)
-
-
-def _parts(function: Callable[..., Any]) -> Iterator[tuple[CodeType | None, dict[str, Any]]]:
-    """The code of a mask function and of those that it calls, each with the variables that it encloses."""
-    code = getattr(function, "__code__", None)
-    cells = (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
-    variables = dict(zip(code.co_freevars, cells, strict=True)) if code else {}
-    yield code, variables
-    for value in variables.values():
-        for inner in value if isinstance(value, tuple) else (value,):
-            if callable(inner):
-                yield from _parts(inner)
-
-
-def _where_they_change(documents: Tensor) -> tuple[int, ...]:
-    """Bounds of documents in B·N tokens, by the number of each token's document [B, N], which rises in each row."""
-    begins = documents.diff(dim=1, prepend=documents.new_full((len(documents), 1), -1))
-    return (*begins.flatten().nonzero()[:, 0].tolist(), documents.numel())
+    return get_correct_attn_implementation
 
 
 def _attend(
@@ -165,7 +93,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Mask | TracedMask | Tensor | None,
+    attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -175,84 +103,302 @@ def _attend(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
-    **others: Any,
+    position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """out [B, N, H, D] of query [B, H, N, D], key and value [B, K, M, D], as the interface of transformers asks."""
-    if softcap is not None:
-        raise ValueError(f"softcap {softcap} is not computed by dilabench; use attn_implementation='eager'")
+    """out [B, M, H, D] of query [B, H, M, D], key and value [B, K, N, D], as the interface of transformers asks.
+
+    indices: [B, M, S], the keys that each query selects (DSA). block_indices: [B, K, M, S], the blocks of keys that it
+    selects for each head of keys (MSA), -1 for none.
+    """
+    _refuse_unknown(module, softcap, keywords)
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if isinstance(attention_mask, TracedMask):
+    note = getattr(attention_mask, NOTE, None)
+    parts: Mask | None = None
+    window = UNBOUNDED
+    if isinstance(attention_mask, Mask):
+        fits = (attention_mask.shape[0], *attention_mask.shape[2:]) == (query.shape[0], query.shape[2], key.shape[2])
+        if fits and (torch.compiler.is_compiling() or not attention_mask.is_written):
+            parts, causal, window = attention_mask, attention_mask.causal, attention_mask.window
+            key, value = key[:, :, : parts.length], value[:, :, : parts.length]
+        else:
+            # It is spread over the batch or the queries, or was changed.
+            attention_mask = attention_mask.dense()
+    elif isinstance(note, Traced) and (
+        note.is_causal is not None or (cu_seq_lens_q is not None and note.local_size in (None, sliding_window))
+    ):
         # Bounds promise documents, as for the flash attention of transformers, and the module says the rest.
-        trusted = cu_seq_lens_q is not None and attention_mask.local_size in (None, sliding_window)
-        attention_mask = None if trusted else attention_mask.dense()
-    mask = attention_mask if isinstance(attention_mask, Mask) else None
-    if mask is None:
-        window = UNBOUNDED
-        if sliding_window is not None and sliding_window < key.shape[2]:
-            window = (sliding_window - 1, -1) if causal else (sliding_window, sliding_window)
-        given = cast("Tensor | None", attention_mask)
-        mask = Mask(causal, window, None, None, False, lambda: given)
-    packed = cu_seq_lens_q is not None
-    reason = _why_not(query, key, attention_mask, mask, dropout, pattern, others)
+        causal = causal if note.is_causal is None else note.is_causal
+        attention_mask = None
+    if attention_mask is None and sliding_window is not None and sliding_window < key.shape[2]:
+        window = (sliding_window - 1, -1) if causal else (sliding_window, sliding_window)
+    selection = _selection(module, query, key, indices, block_indices)
+    reason = None
+    if attention_mask is not None and parts is None:
+        reason = _why_dense(attention_mask, note)
+    elif dropout:
+        reason = f"dropout {dropout} of attention weights; set config.attention_dropout=0"
+    elif position_bias is not None:
+        reason = "position_bias is added to scores"
+    elif parts is not None:
+        reason = _why_not_parts(parts, module, pattern)
+    elif causal and query.shape[2] not in (1, key.shape[2]):
+        reason = f"no mask says which of {key.shape[2]} keys the {query.shape[2]} queries are"
+    if reason is None and selection is not None:
+        reason = _why_not_selected(selection, pattern, parts, cu_seq_lens_q)
     if reason is not None:
-        if pattern is not None or s_aux is not None:
-            what = "sinks" if pattern is None else f"pattern {pattern.kind}"
-            raise ValueError(f"{reason}, with {what}: dilabench computes none, and {_SDPA} has no {what}")
-        whole = mask.dense()
-        if whole is None and (packed or mask.window != UNBOUNDED):
-            what = "cu_seq_lens_q" if packed else f"sliding_window {sliding_window}"
-            raise ValueError(f"{reason}, with {what}: dilabench computes none, and {_SDPA} ignores {what}")
-        if not torch.compiler.is_compiling():
-            _warn_once(f"{reason}: {_SDPA} computes such calls, not dilabench")
-        options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **others}
-        out, _ = sdpa_attention_forward(module, query, key, value, whole, **options)
-        return out, None
-    bounds: tuple[int, ...] | Tensor | None = mask.bounds
+        asked = {
+            "pattern": pattern and pattern.kind,
+            "cu_seq_lens_q": None if cu_seq_lens_q is None else "given",
+            "sliding_window": sliding_window if attention_mask is None and window != UNBOUNDED else None,
+        }
+        for what, given in asked.items():
+            if given is not None:
+                raise ValueError(
+                    f"{_name(module)}: {reason}, with {what} {given}: {_SDPA}, which computes such calls, has no {what}"
+                )
+        _fall_back(module, f"{reason}: {_SDPA} computes such calls, not dilabench")
+        whole = attention_mask
+        if parts is not None:
+            is_whole = parts.is_plain and (query.shape[2] in (1, key.shape[2]) or not causal)
+            whole = None if is_whole else parts.dense()[..., : parts.length]
+        kept = {"dropout": dropout, "scaling": scaling, "is_causal": causal, "position_bias": position_bias}
+        return _by_sdpa(module, query, key, value, whole, selection, s_aux, kept), None
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    value_dim, width = value.shape[-1], max(value.shape[-1], key.shape[-1])
+    q, k, v = (
+        (x if x.shape[-1] == width else torch.nn.functional.pad(x, (0, width - x.shape[-1]))).transpose(1, 2)
+        for x in (query, key, value)
+    )
+    options: dict[str, Any] = {"pattern": pattern, "causal": causal, "window": window, "scale": scaling}
+    options |= {"sink": s_aux, "backend": backend}
+    if selection is not None:
+        options |= {"pattern": _blocks_of(selection[1]), "indices": selection[0]}
     if cu_seq_lens_q is not None:
-        if mask.tokens is not None:
+        if parts is not None and parts.seen is not None:
             raise ValueError("attention_mask has padding, and cu_seq_lens_q packs without; give one of the two")
-        bounds = cu_seq_lens_q
         if not torch.compiler.is_compiling() and _may_differ(cu_seq_lens_q, cu_seq_lens_k, max_length_q):
             raise ValueError("cu_seq_lens_k differs from cu_seq_lens_q: documents attend to themselves; give the same")
-    if (value_dim := value.shape[-1]) < key.shape[-1]:
-        value = torch.nn.functional.pad(value, (0, key.shape[-1] - value_dim))
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    options = {"pattern": pattern, "causal": mask.causal, "window": mask.window, "scale": scaling, "backend": backend}
-    if bounds is None:
-        out = attention(q, k, v, sink=s_aux, **options)
-    else:
-        tokens = None if mask.tokens is None else mask.tokens.to(query.device)
-        q, k, v = (x.flatten(0, 1) if tokens is None else x.flatten(0, 1).index_select(0, tokens) for x in (q, k, v))
         # A graph that is being compiled would serve this length alone.
         longest = max_length_q if not torch.compiler.is_compiling() and isinstance(max_length_q, int) else None
-        out = attention(q, k, v, cu_seqlens=bounds, max_seqlen=longest, sink=s_aux, **options)
-        if tokens is not None:
-            out = out.new_zeros(query.shape[0] * query.shape[2], *out.shape[1:]).index_copy(0, tokens, out)
-        out = out.unflatten(0, (query.shape[0], query.shape[2]))
+        out = _of_documents(q, k, v, cu_seq_lens_q, None, options | {"max_seqlen": longest})
+    elif parts is None or parts.bounds is None:
+        out = attention(q, k, v, **options)
+    elif _drops_rows(parts, module):
+        out = _of_documents(q, k, v, parts.bounds, parts.tokens, options)
+    else:
+        assert parts.seen is not None, "documents of fewer queries than keys are refused"
+        out = _of_seen_keys(q, k, v, parts.seen, options)
     return out[..., :value_dim], None
 
 
-def _why_not(
+def _of_documents(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, tokens: Tensor | None, options: dict[str, Any]
+) -> Tensor:
+    """out [B, N, H, D] of documents among the B·N tokens, or among those that `tokens` names; other rows are 0."""
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    if options.get("indices") is not None:
+        options = options | {"indices": _in_documents(options["indices"], bounds, tokens)}
+    if tokens is None:
+        return attention(*packed, cu_seqlens=bounds, **options).unflatten(0, q.shape[:2])
+    tokens = tokens.to(q.device)
+    out = attention(*(x.index_select(0, tokens) for x in packed), cu_seqlens=bounds, **options)
+    return out.new_zeros(len(packed[0]), *out.shape[1:]).index_copy(0, tokens, out).unflatten(0, q.shape[:2])
+
+
+def _of_seen_keys(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, options: dict[str, Any]) -> Tensor:
+    """out [B, M, H, D] of all queries over the keys of their row that are no padding, `seen` [B, N]."""
+    tokens = seen.flatten().nonzero()[:, 0].to(q.device)
+    rows = torch.arange(q.shape[0] + 1, device="cpu") * q.shape[1]
+    ends = torch.nn.functional.pad(seen.sum(1).cumsum(0), (1, 0)).cpu()
+    k, v = (x.flatten(0, 1).index_select(0, tokens) for x in (k, v))
+    out = attention(q.flatten(0, 1), k, v, cu_seqlens=rows, cu_seqlens_k=ends, **options)
+    return out.unflatten(0, q.shape[:2])
+
+
+def _why_not_parts(parts: Mask, module: torch.nn.Module, pattern: Pattern | None) -> str | None:
+    """The part of a mask that dilabench does not compute, or None."""
+    if parts.key_offset and pattern is not None:
+        return f"the cache dropped {parts.key_offset} keys, from which the places of a pattern count"
+    if parts.bounds is None:
+        return None
+    if _drops_rows(parts, module):
+        if parts.scattered and (pattern is not None or parts.window != UNBOUNDED):
+            return "attention_mask has padding or other documents between the tokens of one, which count for distances"
+        return None
+    what = "padding" if parts.documents is None else "documents"
+    reason = f"{what} of keys whose queries are fewer (a cache), or may be another sequence's"
+    if pattern is None:
+        # One launch for all rows.
+        return reason
+    rows = parts.shape[2]
+    if parts.documents is not None or parts.seen is None or not parts.seen[:, -rows:].all() or parts.scattered:
+        return reason
+    return None
+
+
+def _drops_rows(parts: Mask, module: torch.nn.Module) -> bool:
+    """Whether queries and keys are the same tokens, so that padding is dropped of both."""
+    if parts.shape[2] != parts.length:
+        return False
+    if parts.causal or parts.window != UNBOUNDED or parts.documents is not None:
+        return True
+    return not torch.compiler.is_compiling() and _reads_one_sequence(type(module))  # type: ignore[arg-type]
+
+
+# Parameters of modules whose queries and keys are of the same tokens.
+_OF_ONE_SEQUENCE = frozenset(
+    {
+        "attention_mask",
+        "cache",
+        "cu_seqlens",
+        "hidden_states",
+        "kwargs",
+        "max_seqlen",
+        "output_attentions",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "self",
+        "use_cache",
+    }
+)
+
+
+@lru_cache(maxsize=256)
+def _reads_one_sequence(kind: type[torch.nn.Module]) -> bool:
+    """Whether a module's queries and keys can only be of the same tokens: it takes no other states."""
+    return inspect.signature(kind.forward).parameters.keys() <= _OF_ONE_SEQUENCE
+
+
+def _refuse_unknown(module: torch.nn.Module, softcap: float | None, keywords: dict[str, Any]) -> None:
+    """Refuse keywords of a model that change what attention computes, or that may."""
+    if softcap is not None:
+        raise ValueError(
+            f"{_name(module)}: softcap {softcap} is not computed by dilabench; use attn_implementation='eager'"
+        )
+    # The values of harmless ones are not read: a compiled graph would serve these alone.
+    for name in keywords.keys() - _HARMLESS:
+        if keywords[name] is not None:
+            raise ValueError(
+                f"{_name(module)}: keyword {name} may change what attention computes, and dilabench does not know it; "
+                "use attn_implementation='eager'"
+            )
+
+
+def _selection(
+    module: torch.nn.Module, query: Tensor, key: Tensor, indices: Tensor | None, block_indices: Tensor | None
+) -> tuple[Tensor, int] | None:
+    """What each query selects, [B, M, K or H, S], and the keys of a block; None if it selects nothing."""
+    if indices is not None:
+        return indices[:, :, None].expand(-1, -1, key.shape[1], -1), 1
+    if block_indices is None:
+        return None
+    size = getattr(getattr(module, "indexer", None), "block_size", None)
+    heads = block_indices.shape[1]
+    if not isinstance(size, int) or query.shape[1] % heads:
+        raise ValueError(
+            f"{_name(module)}: block_indices {tuple(block_indices.shape)} need a number of heads that divides "
+            f"{query.shape[1]} and module.indexer.block_size, which is {size}; use attn_implementation='eager'"
+        )
+    if heads < key.shape[1]:
+        block_indices = block_indices.repeat_interleave(key.shape[1] // heads, dim=1)
+    return block_indices.transpose(1, 2), size
+
+
+@lru_cache(maxsize=16)
+def _blocks_of(size: int) -> Pattern:
+    """The pattern of any blocks of this many keys that indices name."""
+    return SelectedBlocksPattern(block_size=size, top_k=1, selector="random")
+
+
+def _why_not_selected(
+    selection: tuple[Tensor, int], pattern: Pattern | None, parts: Mask | None, bounds: Tensor | None
+) -> str | None:
+    """The part of a selection that dilabench does not compute, or None."""
+    _, size = selection
+    if pattern is not None:
+        return "the model selects its keys"
+    if size != 1 and size % 16:
+        return f"the model selects blocks of {size} keys, no multiple of 16"
+    if bounds is not None or (size != 1 and parts is not None and parts.bounds is not None):
+        return "the model selects blocks of keys that count from the first token of a row, with padding or documents"
+    return None
+
+
+def _in_documents(indices: Tensor, bounds: Tensor, tokens: Tensor | None) -> Tensor:
+    """[T, K, S] of `indices` [B, N, K, S] of keys: counted from the first token of a document, -1 for keys of others.
+
+    bounds: of documents among T tokens. tokens: int64 [T], their places among B·N; None is all in order.
+    """
+    batch, length = indices.shape[:2]
+    device = indices.device
+    tokens = torch.arange(batch * length, device=device) if tokens is None else tokens
+    bounds = bounds.to(device=device, dtype=torch.int64)
+    row = torch.arange(batch, device=device)[:, None, None, None]
+    chosen = (indices.long() + row * length).flatten(0, 1)[tokens]
+    is_given = indices.flatten(0, 1)[tokens] >= 0
+    place = torch.full((batch * length,), -1, device=device).index_copy(
+        0, tokens, torch.arange(len(tokens), device=device)
+    )
+    document = torch.searchsorted(bounds, torch.arange(len(tokens), device=device), right=True) - 1
+    first, end = bounds[document][:, None, None], bounds[document + 1][:, None, None]
+    places = place[chosen.clamp(min=0)]
+    return torch.where(is_given & (places >= first) & (places < end), places - first, -1)
+
+
+def _by_sdpa(
+    module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
-    given: object,
-    mask: Mask,
-    dropout: float,
-    pattern: Pattern | None,
-    others: dict[str, Any],
-) -> str | None:
-    """The part of a call that dilabench does not compute, or None."""
-    if isinstance(given, Tensor):
-        return "attention_mask is a tensor for every pair"
-    if query.shape[2] != key.shape[2]:
-        return "there are more keys than queries (a cache; use_cache=False has none)"
-    if dropout:
-        return f"dropout {dropout} of attention weights (config.attention_dropout)"
-    if others.get("position_bias") is not None:
-        return "position_bias is added to scores"
-    if mask.scattered and (pattern is not None or mask.window != UNBOUNDED):
-        return "attention_mask has padding between tokens of a row, which counts for distances"
-    return None
+    value: Tensor,
+    whole: Tensor | None,
+    selection: tuple[Tensor, int] | None,
+    sinks: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """out [B, M, H, D] by torch's attention with a mask for every pair, bool or added to scores; None is none."""
+    rows, keys = query.shape[2], key.shape[2]
+    if whole is None and options["is_causal"] and rows > 1 and not (selection is None and sinks is None):
+        whole = torch.ones(rows, keys, dtype=torch.bool, device=query.device).tril()[None, None]
+    if selection is not None:
+        indices, size = selection
+        blocks = -(-keys // size)
+        index = indices.transpose(1, 2).long()
+        chosen = torch.zeros(*index.shape[:3], blocks + 1, dtype=torch.bool, device=index.device)
+        chosen = chosen.scatter(-1, torch.where(index < 0, blocks, index), value=True)[..., :blocks]
+        chosen = chosen.repeat_interleave(size, -1)[..., :keys].repeat_interleave(query.shape[1] // index.shape[1], 1)
+        if whole is None or whole.dtype == torch.bool:
+            whole = chosen if whole is None else whole & chosen
+        else:
+            whole = torch.where(chosen, whole, torch.finfo(whole.dtype).min)
+    if sinks is not None:
+        # One more key whose scores are the sinks, and whose value is 0.
+        added = query.new_zeros(()) if whole is None else whole
+        if added.dtype == torch.bool:
+            added = torch.zeros_like(added, dtype=query.dtype).masked_fill(~added, -torch.inf)
+        of_sinks = sinks.to(query.dtype)[None, :, None, None].expand(query.shape[0], -1, rows, 1)
+        whole = torch.cat([added.expand(query.shape[0], query.shape[1], rows, keys), of_sinks], -1)
+        key, value = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
+        if options["position_bias"] is not None:
+            options["position_bias"] = torch.nn.functional.pad(options["position_bias"], (0, 1))
+    out: Tensor = sdpa_attention_forward(module, query, key, value, whole, **options)[0]
+    return out
+
+
+def _why_dense(given: Tensor, note: Traced | str | None) -> str:
+    """Why a mask has to be taken pair by pair."""
+    if isinstance(note, Traced):
+        return (
+            "torch.compile hides whether position_ids restart and what the mask consists of; give cu_seq_lens_q, or "
+            "without windows and documents use_cache=True"
+        )
+    if note is not None:
+        return note
+    dtype = str(given.dtype).removeprefix("torch.")
+    return f"attention_mask is a tensor, {dtype} {tuple(given.shape)}, with a value for every pair"
 
 
 def _may_differ(queries: Tensor, keys: Tensor | None, longest: int | None) -> bool:
@@ -266,6 +412,35 @@ def _may_differ(queries: Tensor, keys: Tensor | None, longest: int | None) -> bo
     return operands.bounds(keys, 0) != operands.bounds(queries, 0)
 
 
-@lru_cache(maxsize=256)
-def _warn_once(message: str) -> None:
-    logger.warning(message)
+def _name(module: torch.nn.Module) -> str:
+    model = getattr(getattr(module, "config", None), "model_type", None)
+    return type(module).__name__ if model is None else f"{type(module).__name__} of {model}"
+
+
+_said: set[tuple[int | str, str]] = set()
+
+
+def _fall_back(module: torch.nn.Module, reason: str) -> None:
+    """Say once for each model that torch computes a call. Raises ValueError if DILABENCH_STRICT is 1."""
+    if torch.compiler.is_compiling():
+        # No object of Python may pass from a graph to a logger.
+        refused = _say(_name(module), _name(module), reason)
+    else:
+        config = getattr(module, "config", module)
+        key = id(config), reason
+        if key not in _said:
+            weakref.finalize(config, _said.discard, key)
+        refused = _say(id(config), _name(module), reason)
+    if refused:
+        raise ValueError(f"{_name(module)}: {reason}; {STRICT_VARIABLE}=1 makes this an error")
+
+
+@torch._dynamo.assume_constant_result
+def _say(model: int | str, name: str, reason: str) -> bool:
+    """Warn once for a model and a reason. Return True if it is an error."""
+    if os.environ.get(STRICT_VARIABLE) == "1":
+        return True
+    if (model, reason) not in _said:
+        _said.add((model, reason))
+        logger.warning("%s: %s", name, reason)
+    return False
