@@ -85,7 +85,7 @@ def build_over_ranks(workload: Workload, context: BuildContext) -> ChosenOverRan
     sharding = ways.sharding_of(choice.implementation)
     order = (sharding.order(workload) if sharding else None) or "contiguous"
     bounds = workload.cu_seqlens or (0, workload.seq_len)
-    shards = shards_in_world(world, bounds, order, workload.window)
+    shards = shards_in_world(world, bounds, order, workload.window, packed=workload.layout == "packed")
     took_ns = time.perf_counter_ns() - began
     pattern = {} if workload.is_dense else {name: getattr(workload.pattern, name) for name in BRANCHES}
     options = {**pattern, "causal": workload.causal, "window": workload.window, "scale": workload.scale}

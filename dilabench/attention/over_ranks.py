@@ -203,10 +203,9 @@ def sequence_shards(
 
 
 def shards_in_world(
-    world: World, bounds: tuple[int, ...], order: Order, window: Window, packed: bool | None = None
+    world: World, bounds: tuple[int, ...], order: Order, window: Window, *, packed: bool
 ) -> SequenceShards:
-    """`sequence_shards` of ranks that have met; by default several sequences are packed."""
-    packed = len(bounds) > 2 if packed is None else packed
+    """`sequence_shards` of ranks that have met."""
     return SequenceShards(world, bounds, packed, order, _cut(tuple(pairwise(bounds)), order, window, world.size))
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dilabench.attention import sequence_shards
+from dilabench.attention import chosen, sequence_shards
+from dilabench.contracts import BuildContext
+from dilabench.engine.verify import summary, verify
+from dilabench.workload.spec import Workload
 from tests.conftest import slow
 
 pytestmark = pytest.mark.distributed
@@ -45,6 +48,17 @@ def test_results_are_those_of_one_device_and_refusals_say_why(launch):
     )
     for text, reason in zip(said, reasons, strict=True):
         assert reason in text
+
+
+@pytest.mark.parametrize("bounds", [(0, 60), (0, 1, 60), (0, 20, 41, 60)])
+def test_packed_sequences_stay_packed_however_few_there_are(bounds):
+    """The library's own function for a single process."""
+    packed = {"batch_size": 1, "layout": "packed", "cu_seqlens": bounds, "seq_len": 60}
+    shape = {"num_heads": 3, "num_kv_heads": 3, "head_dim": 8, "dtype": "float64"}
+    workload = Workload.model_validate({"pattern": {"kind": "dense"}, "causal": True, **packed, **shape})
+    attend = chosen.build_over_ranks(workload, BuildContext(device=torch.device("cpu")))
+    verification = verify(attend, workload)
+    assert verification.passed, summary(verification)
 
 
 @pytest.mark.parametrize("tokens", [-1, "64", 64.0])

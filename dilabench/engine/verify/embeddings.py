@@ -8,6 +8,7 @@ and of every parameter are still exact.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -37,6 +38,9 @@ from dilabench.workload.visibility import alike_heads, seen_by
 
 # How much of the probed position is added to itself: its share must show above the rounding of the rows that see it.
 PROBE_GAIN = 2.0**10
+# How near a result is to a multiple of a projection, in ulp, and the chance of that, in bits, by which it would be so
+# anyway.
+PROJECTION_ULPS, CHANCE_BITS = 64.0, 40.0
 
 
 class SampledCore(nn.Module):
@@ -135,13 +139,13 @@ def _core_check(module: nn.Module, oracle: Oracle) -> Check:
     other[..., place, :] = x[..., place, :].flip(-1) + 1
     with torch.no_grad():
         outs = [probe(tensor, tensor, tensor).detach() for tensor in (x, other)]
-    failed = _why_not_the_core(core, outs, x, other, place, probe, workload)
+    failed = _why_not_the_core(core, outs, x, place, probe, workload)
     detail = failed or "one call, of projections of each position"
     return Check(name=CheckName.CORE, passed=failed is None, detail=detail)
 
 
 def _why_not_the_core(
-    core: MarkedCore, outs: list[Tensor], x: Tensor, other: Tensor, place: int, module: nn.Module, workload: Workload
+    core: MarkedCore, outs: list[Tensor], x: Tensor, place: int, module: nn.Module, workload: Workload
 ) -> str | None:
     if len(core.calls) != 2:
         times = {0: "never", 2: "once"}.get(len(core.calls), f"{len(core.calls) / 2:g} times")
@@ -159,7 +163,7 @@ def _why_not_the_core(
             return f"position {row} of {name} depends on position {place} of the input: it is no projection"
         if torch.equal(before, after):
             return f"{name} does not depend on the input: it is no projection"
-        factor = _factor_of_projection(before, after, x, other, place, module)
+        factor = _factor_of_projection(before.flatten(0, -3), x.flatten(0, -2), module)
         if factor is not None:
             return f"{name} is {factor:.6g} times a projection of the input: 'attention' already scales"
     row = _row_that_depends(outs[0], outs[1], place)
@@ -181,20 +185,30 @@ def _row_that_depends(before: Tensor, after: Tensor, place: int) -> int | None:
     return worst if float(off[worst]) > limit else None
 
 
-def _factor_of_projection(
-    before: Tensor, after: Tensor, x: Tensor, other: Tensor, place: int, module: nn.Module
-) -> float | None:
-    """The factor of q, k or v relative to a projection by one of the module's matrices, if it is not 1."""
-    change = (after - before).flatten(-2)[..., place, :].flatten().double()
-    step = (other - x)[..., place, :].flatten().double()
+def _factor_of_projection(heads: Tensor, x: Tensor, module: nn.Module) -> float | None:
+    """The factor of q, k or v, [N, H, D], relative to a projection of x, [N, E], by one of the module's matrices, if it
+    is not 1; None also if there are too few values to tell.
+
+    Differences of positions are compared, so that a bias does not count. n values that have nothing to do with the
+    projection are within a share r of a multiple of it with a probability of about r^(n - 1). Differences at more than
+    E positions tell nothing new: they are linear in those at E.
+    """
+    near = PROJECTION_ULPS * eps(heads.dtype)
+    wanted = 1 + CHANCE_BITS / -math.log2(near)
+    used = min(len(x) - 1, x.shape[1], math.ceil(wanted / heads[0].numel()))
+    if used * heads[0].numel() < wanted:
+        return None
+    change = (heads[1 : used + 1] - heads[:1]).flatten(1).double()
+    step = (x[1 : used + 1] - x[:1]).double()
+    size = max(float(change.norm()), 1e-300)
     for matrix in module.parameters():
         for weights in (matrix, matrix.mT) if matrix.ndim == 2 else ():
-            if weights.shape[1] != len(step) or len(weights) % len(change):
+            if weights.shape[1] != step.shape[1] or len(weights) % change.shape[1]:
                 continue
-            for part in (weights.detach().double() @ step).split(len(change)):
-                factor = float(change @ part) / max(float(part @ part), 1e-300)
-                rest = float((change - factor * part).norm()) / max(float(change.norm()), 1e-300)
-                if rest < 64 * eps(before.dtype) and abs(factor - 1) > 256 * eps(before.dtype):
+            for part in (step @ weights.detach().double().mT).split(change.shape[1], 1):
+                factor = float((change * part).sum()) / max(float(part.square().sum()), 1e-300)
+                rest = float((change - factor * part).norm()) / size
+                if rest < near and abs(factor - 1) > 4 * near:
                     return factor
     return None
 

@@ -1,6 +1,7 @@
 """Modules with projections: verified as a whole against a float64 copy with the oracle in place of their attention."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -70,6 +71,35 @@ def test_a_right_module_passes_on_sampled_rows(make_workload: MakeWorkload) -> N
     verification = verify(Projected(workload, attention), workload, takes="embeddings")
     assert verification.sampled_rows is not None
     assert verification.passed, summary(verification)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", slow("float64")])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (2, 1), (6, 2)])
+def test_few_values_are_no_multiple_of_a_projection(dtype: str, heads: int, kv_heads: int) -> None:
+    """One value is a multiple of any, and two values in half precision of many."""
+    sizes = {"batch_size": 1, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": 1}
+    for seed, length in product(range(6), (1, 2, 16)):
+        workload = Workload.model_validate({"pattern": {"kind": "dense"}, "seq_len": length, "dtype": dtype, **sizes})
+        torch.manual_seed(seed)
+        module = build_gather(workload, BuildContext(device=torch.device("cpu"), backend=MATH))
+        check = embeddings._core_check(module, Oracle(workload, takes="embeddings", seed=seed))
+        assert check.passed, check.detail
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_a_scale_of_few_values_is_seen_if_there_are_positions(make_workload: MakeWorkload, dtype: str) -> None:
+    workload = make_workload(dtype=dtype, head_dim=1, num_heads=6, num_kv_heads=6, seq_len=16)
+
+    class Scaled(Projected):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            heads = (3 * (x @ self.q.weight.mT).unflatten(-1, (6, 1)) for x in (q, k, v))
+            return self.o(self.attention(*heads).flatten(-2))
+
+    module = Scaled(workload, lambda q, _k, _v: q)
+    check = embeddings._core_check(module, Oracle(workload, takes="embeddings"))
+    assert not check.passed
+    assert str(check.detail).startswith("q is ")
+    assert "'attention' already scales" in str(check.detail)
 
 
 def test_a_wrong_core_fails(make_workload: MakeWorkload, right: type) -> None:

@@ -1,5 +1,6 @@
 """Every row against a confirmed built-in, where the oracle has a sample only."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -118,6 +119,56 @@ def test_rows_without_keys_and_rows_that_see_themselves_are_no_measure(
     allowed = {check.name: check.tolerance for check in verification.checks if check.name.endswith("_all_rows")}
     assert allowed.keys() == {"out_all_rows", "dq_all_rows", "dk_all_rows", "dv_all_rows"}
     assert max(allowed[name] for name in ("out_all_rows", "dq_all_rows", "dv_all_rows")) < least_wrong
+
+
+@pytest.fixture
+def short_and_sampled(monkeypatch: Any) -> None:
+    monkeypatch.setattr(sample, "COMPLETE_PAIRS", 2**12)
+    monkeypatch.setattr(sample, "SAMPLE_PAIRS", 2**16)
+    monkeypatch.setattr(sample, "MAX_ROWS", 24)
+
+
+def in_steps(q: Tensor, k: Tensor, v: Tensor, factor: float = 1.0, row: int = 0) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)))
+    weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+    gain = torch.ones(q.shape[2], 1, dtype=q.dtype)
+    gain[row] = factor
+    return (weights @ v * gain).transpose(1, 2).contiguous()
+
+
+FEW_VALUES = {"seq_len": 600, "num_heads": 4, "num_kv_heads": 2, "causal": False}
+
+
+# Seeds of which at least one in each kind has rows that cancel.
+@pytest.mark.usefixtures("short_and_sampled")
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "seeds"), [(1, "float64", (3, 12)), (1, "float32", (7, 8, 14)), (2, "float32", (2, 6, 17))]
+)
+def test_rows_of_few_values_that_cancel_are_right(head_dim: int, dtype: str, seeds: tuple[int, ...]) -> None:
+    workload = LONG.replace(head_dim=head_dim, dtype=dtype, **FEW_VALUES)
+    attention = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
+    details = []
+    for seed in seeds:
+        verification = verify(
+            lambda q, k, v: attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2),
+            workload,
+            seed=seed,
+            confirmed=second(lambda: in_steps),
+        )
+        assert verification.passed, summary(verification)
+        details += [check.detail for check in verification.checks if check.name.endswith("_all_rows")]
+    assert any("against the oracle" in str(detail) for detail in details)
+
+
+@pytest.mark.usefixtures("short_and_sampled")
+@pytest.mark.parametrize(("head_dim", "dtype"), [(1, "float32"), slow(2, "float64"), slow(16, "bfloat16")])
+def test_a_wrong_row_of_few_values_is_found(head_dim: int, dtype: str) -> None:
+    workload = LONG.replace(head_dim=head_dim, dtype=dtype, **FEW_VALUES)
+    oracle = Oracle(workload)
+    row = next(row for row in range(100, 600) if row not in oracle.sample.rows.tolist())
+    wrong = functools.partial(in_steps, factor=1.5, row=row)
+    verification = verify(wrong, workload, oracle=oracle, confirmed=second(lambda: in_steps))
+    assert {"out_all_rows", "dq_all_rows"} <= failing(verification)
 
 
 def unbuildable() -> None:
