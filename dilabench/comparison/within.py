@@ -22,7 +22,6 @@ from dilabench.comparison.verdicts import corrected, decide_stored, medians_over
 from dilabench.errors import unknown_name
 from dilabench.record import Case, Row, RunRecord, Timing
 from dilabench.stats.decisions.decide import Policy, judge_many
-from dilabench.stats.decisions.verdicts import Verdict
 from dilabench.units import counted
 
 By = Literal["implementation", "backend", "optimizations"]

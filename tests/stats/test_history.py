@@ -23,12 +23,9 @@ sides = st.lists(slots, min_size=1, max_size=4)
 
 def compared(baseline, candidate):
     """One comparison of sessions, each a list of slots of samples in ns."""
-    return StoredSessions(
-        *(
-            Sessions(flatten_slots([slot for session in side for slot in session]), np.array([*map(len, side)], np.intp))
-            for side in (baseline, candidate)
-        )
-    )
+    flat = [flatten_slots([slot for session in side for slot in session]) for side in (baseline, candidate)]
+    counts = [np.array([len(session) for session in side], np.intp) for side in (baseline, candidate)]
+    return StoredSessions(*map(Sessions, flat, counts))
 
 
 def estimate_from_history(baseline, candidate):
