@@ -17,14 +17,13 @@ from dilabench.comparison.comparison import (
     uncompared,
 )
 from dilabench.comparison.fingerprint import Mismatch, hard_mismatches, soft_warnings
-from dilabench.comparison.pairing import common_timings, is_throttled, sessions_of
+from dilabench.comparison.pairing import common_timings, is_throttled
 from dilabench.comparison.relative import relative_to
-from dilabench.comparison.verdicts import corrected, decide_stored, median_over, memory_verdict, row_notes
+from dilabench.comparison.verdicts import corrected, decide_stored, medians_over, memory_verdict, row_notes
 from dilabench.comparison.view import RowView, is_quotable, measured_view
 from dilabench.errors import DilabenchError
 from dilabench.record import Case, Measured, Row, RunRecord, Timing
 from dilabench.stats.decisions.decide import Policy
-from dilabench.stats.decisions.history import StoredSessions
 from dilabench.stats.decisions.verdicts import Verdict
 from dilabench.units import change_text, format_latency
 
@@ -102,12 +101,12 @@ def compare_each(
     timings = [
         (match.timings(match.baseline), match.timings(match.candidate)) for matches, _ in joined for match in matches
     ]
-    stored = [StoredSessions(sessions_of(old), sessions_of(new)) for old, new in timings]
-    verdicts = decide_stored(stored, policy)
     throttled = [is_throttled(old) or is_throttled(new) for old, new in timings]
-    decided = iter(corrected(verdicts, throttled, policy))
+    verdicts = corrected(decide_stored(timings, policy), throttled, policy)
+    medians = iter(medians_over([side for pair in timings for side in pair]))
+    judged = iter([(verdict, next(medians), next(medians)) for verdict in verdicts])
     return [
-        _comparison(pair, matches, rest, [next(decided) for _ in matches], reference)
+        _comparison(pair, [_compared(match, *next(judged)) for match in matches], rest, reference)
         for pair, (matches, rest) in zip(pairs, joined, strict=True)
     ]
 
@@ -131,15 +130,14 @@ def _joined(
 
 def _comparison(
     sides: tuple[Sequence[RunRecord], Sequence[RunRecord]],
-    matches: Sequence[_Match],
+    pairs: Sequence[ComparedPair],
     rest: Sequence[Uncompared],
-    verdicts: Sequence[Verdict],
     reference: str | None,
 ) -> Comparison:
-    pairs = tuple(_compared(match, verdict) for match, verdict in zip(matches, verdicts, strict=True))
     shared = set.intersection(*({record.run_id for record in side} for side in sides))
     warnings = [*soft_warnings(*sides), *(f"run {run_id} is on both sides" for run_id in sorted(shared))]
     of_reference = [pair for pair in pairs if pair.candidate.implementation == reference]
+    judged = tuple(pair for pair in pairs if pair.candidate.implementation != reference)
     if of_reference:
         changes = ", ".join(
             f"{format_latency(pair.baseline_ns)} before, {format_latency(pair.candidate_ns)} after "
@@ -147,7 +145,6 @@ def _comparison(
             for pair in of_reference
         )
         warnings.append(f"times are relative to {reference} in the same rounds, which itself took {changes}")
-    judged = tuple(pair for pair in pairs if pair not in of_reference)
     return Comparison(pairs=judged, uncompared=tuple(rest), warnings=tuple(warnings))
 
 
@@ -185,7 +182,7 @@ def _timers(row: Row) -> str:
     return ", ".join(timing.timer for timing in row.outcome.timings) or "no timer"
 
 
-def _compared(match: _Match, verdict: Verdict) -> ComparedPair:
+def _compared(match: _Match, verdict: Verdict, baseline_ns: float, candidate_ns: float) -> ComparedPair:
     memory, no_memory = memory_verdict(match.baseline, match.candidate)
     notes = row_notes(match.baseline[-1], match.candidate[-1])
     return ComparedPair(
@@ -193,8 +190,8 @@ def _compared(match: _Match, verdict: Verdict) -> ComparedPair:
         candidate=match.candidate[-1].case,
         timer=match.timer,
         route="stored",
-        baseline_ns=median_over(match.timings(match.baseline)),
-        candidate_ns=median_over(match.timings(match.candidate)),
+        baseline_ns=baseline_ns,
+        candidate_ns=candidate_ns,
         verdict=verdict,
         memory=memory,
         notes=(*([no_memory] if no_memory else []), *notes),

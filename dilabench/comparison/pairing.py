@@ -7,6 +7,7 @@ from itertools import accumulate
 import numpy as np
 
 from dilabench.record import Measured, Row, Timing
+from dilabench.stats.decisions.history import Sessions
 from dilabench.stats.decisions.paired import PairedRounds
 from dilabench.stats.samples.location import Counts, Slots, chosen_slots, joined_slots
 
@@ -160,16 +161,20 @@ def matched(baseline: Timing, candidate: Timing) -> list[Counts]:
     return [np.array(session, np.intp) for session in found.values()]
 
 
-def sessions_of(timings: Iterable[Timing]) -> list[list[Sequence[int]]]:
-    """The slots of one case by session, each record adding its own."""
-    sessions: list[list[Sequence[int]]] = []
+def sessions_of(timings: Iterable[Timing]) -> Sessions:
+    """The slots of one case by session, in the order in which sessions began; each record adds its own."""
+    parts, counts = [], []
     for timing in timings:
-        by_session: dict[int, list[Sequence[int]]] = {}
-        columns = timing.columns
-        for session, samples_ns in zip(columns.column("session"), columns.column("samples_ns"), strict=True):
-            by_session.setdefault(session, []).append(samples_ns)
-        sessions += by_session.values()
-    return sessions
+        slots, numbers = slots_of(timing), timing.columns.turns[0]
+        if len(set(numbers)) > 1:
+            _, begins, session = np.unique(numbers, return_index=True, return_inverse=True)
+            begun = begins[session]
+            slots = chosen_slots(slots, np.argsort(begun, kind="stable"))
+            counts += np.unique(begun, return_counts=True)[1].tolist()
+        else:
+            counts.append(len(numbers))
+        parts.append(slots)
+    return Sessions(joined_slots(parts), np.array(counts, np.intp))
 
 
 def slots_of(timing: Timing) -> Slots:

@@ -23,6 +23,16 @@ def relative_to(name: str, baseline: Sequence[RunRecord], candidate: Sequence[Ru
     The rows of `name` keep their times; a row that was not interleaved with it loses its samples. Raises ConfigError if
     the baseline did not measure `name`, or if the software of two records differs.
     """
+    require_reference(name, baseline, candidate)
+    usual: dict[tuple[str, str], Timing] = {}
+    for record in baseline:
+        usual |= _turns(record, name)
+    typical_ns = {key: median(timing.samples_ns) for key, timing in usual.items()}
+    return [[_relative(record, name, typical_ns) for record in side] for side in (baseline, candidate)]
+
+
+def require_reference(name: str, baseline: Sequence[RunRecord], candidate: Sequence[RunRecord] = ()) -> None:
+    """Raise ConfigError if the baseline did not measure `name`, or if the software of two records differs."""
     records = [*baseline, *candidate]
     differing = [str(mismatch) for record in records for mismatch in soft_mismatches(baseline[0], record)]
     versions = {record.tool_version for record in records}
@@ -35,11 +45,6 @@ def relative_to(name: str, baseline: Sequence[RunRecord], candidate: Sequence[Ru
     known = {row.case.implementation for record in baseline for row in record.rows if is_measured(row)}
     if name not in known:
         raise unknown_name("reference", name, known)
-    usual: dict[tuple[str, str], Timing] = {}
-    for record in baseline:
-        usual |= _turns(record, name)
-    typical_ns = {key: median(timing.samples_ns) for key, timing in usual.items()}
-    return [[_relative(record, name, typical_ns) for record in side] for side in (baseline, candidate)]
 
 
 def _relative(record: RunRecord, name: str, typical_ns: Mapping[tuple[str, str], float]) -> RunRecord:

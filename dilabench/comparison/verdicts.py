@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dilabench.comparison.pairing import sessions_of
-from dilabench.comparison.view import location_of
+import numpy as np
+
+from dilabench.comparison.pairing import sessions_of, slots_of
 from dilabench.record import Measured, Memory, Row, Timing
 from dilabench.stats.decisions.decide import Policy, control_family, decide
 from dilabench.stats.decisions.history import StoredSessions, estimate_stored
@@ -15,23 +16,40 @@ from dilabench.stats.decisions.memory import (
     judge_memory,
 )
 from dilabench.stats.decisions.verdicts import Cause, Code, Verdict
-from dilabench.stats.samples.location import locate_sessions
+from dilabench.stats.samples.location import Slots, checked_slots, group_medians
+
+Side = Sequence[Timing]
+"""The timings of one case, one of each record that measured it."""
+
+# More cases at once save no more time, and each takes memory.
+JUDGED_TOGETHER = 256
 
 
-def median_over(timings: Sequence[Timing]) -> float:
-    """The median of all samples of one case in one or several records, in ns."""
-    return (location_of(timings[0]) if len(timings) == 1 else locate_sessions(sessions_of(timings))).median_ns
+def medians_over(sides: Sequence[Side]) -> list[float]:
+    """The median of all samples of each case in its records, in ns."""
+    medians: list[float] = []
+    for first in range(0, len(sides), JUDGED_TOGETHER):
+        batch = sides[first : first + JUDGED_TOGETHER]
+        samples_ns = np.concatenate([slots_of(timing).samples_ns for timings in batch for timing in timings])
+        counts = [sum(len(timing.columns.samples_ns) for timing in timings) for timings in batch]
+        of_cases = checked_slots(Slots(samples_ns, np.array(counts, np.intp)))
+        medians += group_medians(of_cases.samples_ns, of_cases.sizes).tolist()
+    return medians
 
 
-def decide_stored(pairs: Sequence[StoredSessions], policy: Policy) -> list[Verdict]:
+def decide_stored(pairs: Sequence[tuple[Side, Side]], policy: Policy) -> list[Verdict]:
     """Verdicts on pairs that were not interleaved, before any correction for multiple pairs."""
-    estimates = estimate_stored(
-        pairs,
-        default=policy.spread,
-        calibrated=policy.sigma_sessions,
-        confidence=policy.confidence_at(policy.look),
-    )
-    return [decide(estimate, policy) for estimate in estimates]
+    verdicts: list[Verdict] = []
+    for first in range(0, len(pairs), JUDGED_TOGETHER):
+        batch = pairs[first : first + JUDGED_TOGETHER]
+        estimates = estimate_stored(
+            [StoredSessions(sessions_of(old), sessions_of(new)) for old, new in batch],
+            default=policy.spread,
+            calibrated=policy.sigma_sessions,
+            confidence=policy.confidence_at(policy.look),
+        )
+        verdicts += [decide(estimate, policy) for estimate in estimates]
+    return verdicts
 
 
 def corrected(verdicts: Sequence[Verdict], throttled: Sequence[bool], policy: Policy) -> list[Verdict]:

@@ -17,13 +17,11 @@ from dilabench.comparison.comparison import (
     is_measured,
     lack_of,
 )
-from dilabench.comparison.pairing import Pairing, common_timings, pair_many, sessions_of
-from dilabench.comparison.verdicts import corrected, decide_stored, median_over, memory_verdict, row_notes
+from dilabench.comparison.pairing import Pairing, common_timings, pair_many
+from dilabench.comparison.verdicts import corrected, decide_stored, medians_over, memory_verdict, row_notes
 from dilabench.errors import unknown_name
 from dilabench.record import Case, Row, RunRecord, Timing
 from dilabench.stats.decisions.decide import Policy, judge_many
-from dilabench.stats.decisions.history import StoredSessions
-from dilabench.stats.decisions.verdicts import Verdict
 from dilabench.units import counted
 
 By = Literal["implementation", "backend", "optimizations"]
@@ -131,13 +129,14 @@ def _pair(baseline: Row | None, candidate: Row, records: Sequence[dict[str, Row]
 
 def _compared(pairs: Sequence[_Pair], policy: Policy) -> Iterator[ComparedPair]:
     pairings = pair_many(match.timings for match in pairs)
-    times_ns = [(median_over(old), median_over(new)) for old, new in map(_sides, pairs)]
+    medians = iter(medians_over([side for pair in pairs for side in _sides(pair)]))
+    times_ns = [(next(medians), next(medians)) for _ in pairs]
     interleaved = [
         (pairing.rounds, times) for pairing, times in zip(pairings, times_ns, strict=True) if pairing.rounds is not None
     ]
     paired = iter(judge_many([rounds for rounds, _ in interleaved], policy, [times for _, times in interleaved]))
     verdicts = [
-        next(paired) if pairing.rounds is not None else _by_sessions(match, policy)
+        next(paired) if pairing.rounds is not None else decide_stored([_sides(match)], policy)[0]
         for match, pairing in zip(pairs, pairings, strict=True)
     ]
     final = corrected(verdicts, [pairing.throttled for pairing in pairings], policy)
@@ -160,12 +159,6 @@ def _compared(pairs: Sequence[_Pair], policy: Policy) -> Iterator[ComparedPair]:
 def _sides(pair: _Pair) -> tuple[list[Timing], list[Timing]]:
     """The timings of the baseline and of the candidate."""
     return [old for old, _ in pair.timings], [new for _, new in pair.timings]
-
-
-def _by_sessions(pair: _Pair, policy: Policy) -> Verdict:
-    """The verdict on cases that were not interleaved (both did not fit into memory, say), from their sessions."""
-    baseline, candidate = _sides(pair)
-    return decide_stored([StoredSessions(sessions_of(baseline), sessions_of(candidate))], policy)[0]
 
 
 def _pairing_notes(pairing: Pairing) -> Iterator[str]:

@@ -6,15 +6,16 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
-from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.segment import Segment
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
 # Between two columns of a table without frame.
 GAP = 2
+BOLD = Style(bold=True)
 # Cells without information; a column of only these is omitted.
 NOTHING = frozenset({"", "–", "—"})
 
@@ -97,10 +98,10 @@ class _Form:
     def drawn(self, widths: Sequence[int], right: Collection[str]) -> RenderableType:
         parts: list[RenderableType] = [Text(self.above, style="dim")] if self.above else []
         if not self.headed:
-            parts.append(_table(self.columns, self.rows, widths, right))
+            parts.append(_Table(self.columns, self.rows, widths, right))
         else:
             for name, rows in groupby(self.rows, key=lambda row: row[0]):
-                parts += [Text(name, style="bold"), _table(self.columns[1:], [row[1:] for row in rows], widths, right)]
+                parts += [Text(name, style="bold"), _Table(self.columns[1:], [row[1:] for row in rows], widths, right)]
         return Group(*parts)
 
 
@@ -123,33 +124,32 @@ def _narrower(columns: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequ
         yield form
 
 
-def _table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], widths: Sequence[int], right: Collection[str]
-) -> RenderableType:
-    header = Table(box=SIMPLE_HEAD, padding=(0, GAP - 1, 0, 0), pad_edge=False, show_edge=False)
-    for name, size in zip(columns, widths, strict=True):
-        header.add_column(Text(name), justify="right" if name in right else "left", width=size)
-    return Group(header, _Body(rows, widths, ["right" if name in right else "left" for name in columns]))
-
-
 @dataclass(frozen=True, slots=True)
-class _Body:
-    """The lines below a table's header, as rich's table draws them cell by cell in many times the time."""
+class _Table:
+    """The lines of a table with a header, as rich's table draws them cell by cell in many times the time."""
 
+    columns: Sequence[str]
     rows: Iterable[Sequence[str]]
     widths: Sequence[int]
-    sides: Sequence[Literal["left", "right"]]
+    right: Collection[str]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from self._lines(console, self.columns, header=True)
+        yield Segment("─" * (sum(self.widths) + GAP * (len(self.widths) - 1)))
+        yield Segment.line()
         for row in self.rows:
-            cells = [_cell_lines(console, *cell) for cell in zip(row, self.widths, self.sides, strict=True)]
-            for line in range(max(map(len, cells))):
-                texts = (
-                    lines[line] if line < len(lines) else " " * size
-                    for lines, size in zip(cells, self.widths, strict=True)
-                )
-                yield Segment((" " * GAP).join(texts))
-                yield Segment.line()
+            yield from self._lines(console, row)
+
+    def _lines(self, console: Console, row: Sequence[str], *, header: bool = False) -> Iterator[Segment]:
+        sides: list[Literal["left", "right"]] = ["right" if name in self.right else "left" for name in self.columns]
+        cells = [_cell_lines(console, *cell) for cell in zip(row, self.widths, sides, strict=True)]
+        height = max(map(len, cells))
+        for lines, size in zip(cells, self.widths, strict=True):
+            blank = [" " * size] * (height - len(lines))
+            lines[:] = [*blank, *lines] if header else [*lines, *blank]
+        for texts in zip(*cells, strict=True):
+            yield Segment((" " * GAP).join(texts), BOLD if header else None)
+            yield Segment.line()
 
 
 def _cell_lines(console: Console, text: str, width: int, side: Literal["left", "right"]) -> list[str]:

@@ -10,6 +10,7 @@ from statistics import mean
 from dilabench.comparison.across import compare_across, refuse_other_machine
 from dilabench.comparison.comparison import Comparison, Selection, is_measured
 from dilabench.comparison.gate import CaseIds, common_change, looked_at, until_decided
+from dilabench.comparison.relative import require_reference
 from dilabench.engine.progress import Progress
 from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.predict.time import budget_option, case_seconds
@@ -112,6 +113,8 @@ class Check:
     complete: list[RunRecord] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
+        if self.reference is not None:
+            require_reference(self.reference, self.baseline)
         self.cases = _cases(self.baseline, self.select, self.reference)
         self.budget = SessionBudget(self.cases, self.budget_s)
         self.budget.learn(self.baseline[-1], mean(record.duration_s for record in self.baseline))
@@ -121,8 +124,6 @@ class Check:
         refuse_other_machine(self.baseline, records, ConfigError)
         self.complete.extend(records)
         ids = self._ids(records)
-        # Raises for a reference that the baseline lacks.
-        self._judge(self.baseline, ids, self.policy)
         return self._hinted(
             looked_at(records, ids, self._measure_if_possible, self._judge, self.budget.again, self.policy)
         )
@@ -132,8 +133,6 @@ class Check:
         budget ends.
         """
         ids = self._ids(())
-        # Raises for a reference that the baseline lacks.
-        self._judge(self.baseline, ids, self.policy)
         if sessions is None:
             self.tell(self.budget.forecast())
             looks = until_decided(ids, self._measure, self._judge, self.budget.further, self.budget.again, self.policy)

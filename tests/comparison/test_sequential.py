@@ -11,8 +11,8 @@ import pytest
 from dilabench.comparison.comparison import ComparedPair, Comparison
 from dilabench.comparison.gate import until_decided
 from dilabench.comparison.verdicts import corrected, decide_stored
+from dilabench.record import Slot, Timing
 from dilabench.stats.decisions.decide import Policy, binomial_interval
-from dilabench.stats.decisions.history import StoredSessions
 from dilabench.stats.decisions.verdicts import Code
 from tests.conftest import slow
 
@@ -70,7 +70,7 @@ class Machine:
             return list(self.sessions(count, effect))
 
         def judge(records, ids, policy):
-            sides = [StoredSessions(*(stored(side, case) for side in (baseline, records))) for case in ids]
+            sides = [(stored(baseline, case), stored(records, case)) for case in ids]
             verdicts = corrected(decide_stored(sides, policy), [False] * len(sides), policy)
             return Comparison(pairs=tuple(map(pair, ids, verdicts)))
 
@@ -85,7 +85,10 @@ class Machine:
 
 
 def stored(sessions, case):
-    return [[[float(np.exp(session[case]))]] for session in sessions]
+    slots = tuple(
+        Slot(session=number, samples_ns=(round(np.exp(session[case])),)) for number, session in enumerate(sessions)
+    )
+    return [Timing(timer="wall", proves="elapsed time", slots=slots)]
 
 
 def pair(case_id, verdict):

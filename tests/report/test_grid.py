@@ -18,7 +18,9 @@ WORDS = (
 @pytest.mark.parametrize("seed", range(200))
 def test_lines_are_those_of_a_rich_table(seed):
     rng = random.Random(seed)
-    columns = [f"c{number}" for number in range(rng.randint(1, 4))]
+    columns = [
+        " ".join([*rng.choices(WORDS, k=rng.randint(0, 2)), f"c{number}"]) for number in range(rng.randint(1, 4))
+    ]
     rows = [[" ".join(rng.choices(WORDS, k=rng.randint(0, 4))) for _ in columns] for _ in range(rng.randint(0, 4))]
     widths = [rng.randint(2, 16) for _ in columns]
     right = {name for name in columns if rng.random() < 0.5}
@@ -27,7 +29,7 @@ def test_lines_are_those_of_a_rich_table(seed):
         table.add_column(Text(name), justify="right" if name in right else "left", width=width)
     for row in rows:
         table.add_row(*map(Text, row))
-    assert printed(grid._table(columns, rows, widths, right)) == printed(table)
+    assert printed(grid._Table(columns, rows, widths, right)) == printed(table)
 
 
 def printed(table):

@@ -6,9 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
-from dilabench.stats.samples.location import locate, locate_sessions, median_interval
+from dilabench.stats.samples.location import flatten_slots, locate, locate_slots, median_interval
 
 times = st.lists(st.floats(1, 1e9), min_size=1, max_size=12)
+
+
+def locate_sessions(sessions):
+    """Summary of one case's samples, `sessions[session][turn]`."""
+    slots = flatten_slots([slot for session in sessions for slot in session])
+    numbers = np.repeat(np.arange(len(sessions)), [len(session) for session in sessions])
+    return locate_slots(slots.samples_ns[None], slots.sizes, numbers)[0]
 
 
 def drawn(seed: int, sessions: int, turns: int, samples: int, session_sd: float, turn_sd: float) -> np.ndarray:

@@ -12,17 +12,24 @@ from hypothesis import strategies as st
 
 from dilabench.errors import ConfigError
 from dilabench.stats.decisions.decide import Policy, decide, detection_rate
-from dilabench.stats.decisions.history import StoredSessions, estimate_stored
+from dilabench.stats.decisions.history import Sessions, StoredSessions, estimate_stored
 from dilabench.stats.decisions.verdicts import Cause, Code
-from dilabench.stats.samples.location import Interval
+from dilabench.stats.samples.location import Interval, flatten_slots
 
 POLICY = Policy.for_device("cpu")
 slots = st.lists(st.lists(st.integers(900, 1100), min_size=1, max_size=4), min_size=1, max_size=3)
 sides = st.lists(slots, min_size=1, max_size=4)
 
 
+def compared(baseline, candidate):
+    """One comparison of sessions, each a list of slots of samples in ns."""
+    flat = [flatten_slots([slot for session in side for slot in session]) for side in (baseline, candidate)]
+    counts = [np.array([len(session) for session in side], np.intp) for side in (baseline, candidate)]
+    return StoredSessions(*map(Sessions, flat, counts))
+
+
 def estimate_from_history(baseline, candidate):
-    return estimate_stored([StoredSessions(baseline, candidate)], default=0.05)[0]
+    return estimate_stored([compared(baseline, candidate)], default=0.05)[0]
 
 
 def stored(levels, n=20):
@@ -67,7 +74,7 @@ def test_the_spread_is_calibrated_or_that_of_the_sessions_at_hand_or_assumed(
         quartiles = 1.349 / 2 * slot_spread * np.array([-1, -1, 0, 1, 1])
         return [[[1e7 * exp(centre + offset)] for offset in quartiles] for centre in centres]
 
-    sides = [StoredSessions(*map(side, levels))]
+    sides = [compared(*map(side, levels))]
     (result,) = estimate_stored(sides, default=0.05, calibrated=calibrated)
     assert (result.spread, result.spread_source) == (pytest.approx(spread), source)
     assert isinf(result.df) is (calibrated is not None or sum(levels) < 6)
@@ -77,7 +84,7 @@ def test_the_spread_is_calibrated_or_that_of_the_sessions_at_hand_or_assumed(
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_one_session_on_each_side_decides_by_the_assumed_spread(device, ratio, code):
     """A change that it cannot exclude is undecided, with the sessions that would decide it."""
-    sides = [StoredSessions(stored([log(1e7)]), stored([log(ratio * 1e7)]))]
+    sides = [compared(stored([log(1e7)]), stored([log(ratio * 1e7)]))]
     policy = Policy.for_device(device)
     (estimate,) = estimate_stored(sides, default=policy.spread)
     verdict = decide(estimate, policy)
@@ -97,7 +104,7 @@ def test_as_many_sessions_as_are_said_to_be_needed_show_the_same_mostly(spread):
     wide = replace(base, se=1.0, interval=Interval(-2.0, 2.0, 0.95))
     count = decide(wide, POLICY).numbers.sessions_needed
     draws = np.random.default_rng(3).normal(log(1e7), spread, (500, 12 + count))
-    sides = [StoredSessions(stored(draw[:12], 1), stored(draw[12:], 1)) for draw in draws]
+    sides = [compared(stored(draw[:12], 1), stored(draw[12:], 1)) for draw in draws]
     verdicts = [decide(estimate, POLICY) for estimate in estimate_stored(sides, default=0.05)]
     assert detection_rate(verdicts, Code.SAME).rate >= 0.65
     assert detection_rate(verdicts, Code.SLOWER).rate <= 0.01
@@ -131,7 +138,7 @@ def test_empty_sides_are_refused(empty):
 
 @given(st.lists(st.tuples(sides, sides), min_size=1, max_size=4))
 def test_a_batch_estimates_each_cell_as_if_alone(many):
-    cells = [StoredSessions(baseline, candidate) for baseline, candidate in many]
+    cells = [compared(baseline, candidate) for baseline, candidate in many]
     assert estimate_stored(cells, default=0.05) == [
         estimate_from_history(baseline, candidate) for baseline, candidate in many
     ]

@@ -145,10 +145,17 @@ def json_text(document: dict[str, Any]) -> str:
 def as_data(comparison: "Comparison") -> dict[str, Any]:
     """All that a comparison found."""
     return {
-        "cells": [_plain(asdict(pair), pair.baseline, pair.candidate) for pair in comparison.pairs],
+        "cells": [_pair_data(pair) for pair in comparison.pairs],
         "uncompared": [
-            {**asdict(case), "case": case.case.model_dump(mode="json"), "case_id": case.case.case_id}
-            for case in comparison.uncompared
+            {
+                "case": entry.case.model_dump(mode="json"),
+                "lack": entry.lack,
+                "baseline": entry.baseline,
+                "candidate": entry.candidate,
+                "regressed": entry.regressed,
+                "case_id": entry.case.case_id,
+            }
+            for entry in comparison.uncompared
         ],
         "warnings": list(comparison.warnings),
     }
@@ -213,11 +220,21 @@ def _facing(pair: "ComparedPair") -> str:
     return text if pair.baseline == pair.candidate else f"{text} against {case_name(pair.baseline)}"
 
 
-def _plain(fields: dict[str, Any], baseline: Case, candidate: Case) -> dict[str, Any]:
-    cases = {"baseline": baseline.model_dump(mode="json"), "candidate": candidate.model_dump(mode="json")}
-    medians = {side: fields.pop(side) for side in ("baseline_ns", "candidate_ns")}
-    fields["verdict"]["numbers"] |= medians
-    return {**fields, **cases, "case_id": candidate.case_id}
+def _pair_data(pair: "ComparedPair") -> dict[str, Any]:
+    verdict = asdict(pair.verdict)
+    verdict["numbers"] |= {"baseline_ns": pair.baseline_ns, "candidate_ns": pair.candidate_ns}
+    candidate = pair.candidate.model_dump(mode="json")
+    return {
+        "baseline": candidate if pair.baseline == pair.candidate else pair.baseline.model_dump(mode="json"),
+        "candidate": candidate,
+        "timer": pair.timer,
+        "route": pair.route,
+        "verdict": verdict,
+        "memory": pair.memory and asdict(pair.memory),
+        "notes": pair.notes,
+        "first_look": pair.first_look,
+        "case_id": pair.candidate.case_id,
+    }
 
 
 def show_matrix(

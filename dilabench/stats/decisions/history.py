@@ -24,7 +24,17 @@ from numpy.typing import ArrayLike
 from dilabench.errors import ConfigError
 from dilabench.stats.decisions.paired import Estimate, interval_around, median_variance
 from dilabench.stats.decisions.verdicts import SpreadSource
-from dilabench.stats.samples.location import Floats, a12, flatten_slots, group_counts, group_medians, group_quantiles
+from dilabench.stats.samples.location import (
+    Counts,
+    Floats,
+    Slots,
+    a12,
+    checked_slots,
+    group_counts,
+    group_medians,
+    group_quantiles,
+    joined_slots,
+)
 
 LOOK_SESSIONS = (3, 6, 12, 24, 48, 96, 192, 384)
 """New sessions at each look. One disturbed session of three widens the interval more than it moves the median."""
@@ -35,15 +45,21 @@ DF_FOR_SPREAD = 4
 QUARTILES_OF_NORMAL = 1.349
 """Distance of the quartiles of a normal distribution, in standard deviations."""
 
-Slots = Sequence[Sequence[float]]
+
+@dataclass(frozen=True, slots=True)
+class Sessions:
+    """The slots of one case, session after session: session i has the next `counts[i]` of them."""
+
+    slots: Slots
+    counts: Counts
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSessions:
-    """One comparison: the sessions of each side, each a list of slots of samples in ns."""
+    """One comparison: the sessions of each side."""
 
-    baseline: Sequence[Slots]
-    candidate: Sequence[Slots]
+    baseline: Sessions
+    candidate: Sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +82,11 @@ def estimate_stored(
 ) -> list[Estimate]:
     """Estimates of ln(candidate / baseline) from records that were not measured together, in order.
 
-    default, calibrated: spread between sessions of identical code, in log units. Raises ConfigError when a side, a
-    session or a slot is empty.
+    default, calibrated: spread between sessions of identical code, in log units. Many pairs together take a fraction of
+    the time. Raises ConfigError when a side, a session or a slot is empty.
     """
-    return [
-        _estimate(pair, _side(pair.baseline), _side(pair.candidate), default, calibrated, confidence) for pair in pairs
-    ]
+    sides = iter(_sides([side for pair in pairs for side in (pair.baseline, pair.candidate)]))
+    return [_estimate(pair, next(sides), next(sides), default, calibrated, confidence) for pair in pairs]
 
 
 def noise_floor(session_log_ratios: ArrayLike) -> float:
@@ -86,11 +101,11 @@ def noise_floor(session_log_ratios: ArrayLike) -> float:
     return float(np.sqrt(np.mean(values**2)))
 
 
-def spread_of(sessions: Sequence[Slots]) -> float:
+def spread_of(sessions: Sessions) -> float:
     """The spread between sessions of one case: sd of ln of their medians. Raises ConfigError for fewer than two."""
-    if len(sessions) < 2:
+    if len(sessions.counts) < 2:
         raise ConfigError("one session does not show the spread between sessions; measure two or more")
-    return float((_side(sessions).squares / (len(sessions) - 1)) ** 0.5)
+    return float((_sides([sessions])[0].squares / (len(sessions.counts) - 1)) ** 0.5)
 
 
 def _estimate(
@@ -111,12 +126,12 @@ def _estimate(
         se=se,
         df=df,
         interval=interval_around(log_ratio, se, df, confidence),
-        rounds=sum(map(len, pair.candidate)),
+        rounds=candidate.slots,
         sessions=m,
         session_log_ratios=tuple((candidate.session_logs - log(baseline.median_ns)).tolist()),
         baseline_ns=baseline.median_ns,
         candidate_ns=candidate.median_ns,
-        a12=a12(_pooled(pair.baseline), _pooled(pair.candidate)),
+        a12=a12(pair.baseline.slots.samples_ns, pair.candidate.slots.samples_ns),
         stored=n,
         spread=spread,
         spread_source=source,
@@ -136,19 +151,23 @@ def _spread(
     return spread, inf, source
 
 
-def _side(sessions: Sequence[Slots]) -> _Side:
-    if not sessions or not all(map(len, sessions)):
+def _sides(sides: Sequence[Sessions]) -> list[_Side]:
+    if not sides:
+        return []
+    if not all(len(side.counts) and side.counts.all() for side in sides):
         raise ConfigError("a side has no session, or a session no slots; compare only cases that were measured")
-    slots = flatten_slots([slot for session in sessions for slot in session])
-    counts = np.fromiter(map(len, sessions), np.intp, len(sessions))
-    samples = group_counts(slots.sizes, counts)
-    logs = np.log(group_medians(slots.samples_ns, samples))
-    deviations = np.log(group_medians(slots.samples_ns, slots.sizes)) - np.repeat(logs, counts)
-    low, high = (
-        float(group_quantiles(deviations, np.array([deviations.size]), np.array([level]))[0]) for level in (0.25, 0.75)
-    )
-    return _Side(float(np.median(slots.samples_ns)), logs, (high - low) / QUARTILES_OF_NORMAL, deviations.size)
-
-
-def _pooled(sessions: Sequence[Slots]) -> list[float]:
-    return [sample for session in sessions for slot in session for sample in slot]
+    slots = checked_slots(joined_slots([side.slots for side in sides]))
+    # The slots of each session, the sessions of each side, and the slots of each side.
+    session_slots = np.concatenate([side.counts for side in sides])
+    sessions = np.fromiter((len(side.counts) for side in sides), np.intp, len(sides))
+    side_slots = group_counts(session_slots, sessions)
+    logs = np.log(group_medians(slots.samples_ns, group_counts(slots.sizes, session_slots)))
+    deviations = np.log(group_medians(slots.samples_ns, slots.sizes)) - np.repeat(logs, session_slots)
+    low, high = group_quantiles(deviations, side_slots, np.repeat([[0.25], [0.75]], len(sides), axis=1))
+    spreads = (high - low) / QUARTILES_OF_NORMAL
+    return [
+        _Side(float(np.median(side.slots.samples_ns)), side_logs, spread, count)
+        for side, side_logs, spread, count in zip(
+            sides, np.split(logs, np.cumsum(sessions)[:-1]), spreads.tolist(), side_slots.tolist(), strict=True
+        )
+    ]

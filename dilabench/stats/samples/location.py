@@ -5,7 +5,7 @@ k-th of n samples lies as often above as below the level (k - 1/3) / (n + 1/3) (
 quantiles in statistical packages", 1996). Medians over rounds of such quantiles make 20 samples comparable with 21.
 
 Samples of one slot are correlated, and so are the slots of one process: a hundred samples in twenty slots carry little
-more information than twenty samples. `locate_sessions` takes the median of all samples. Its error comes from how the
+more information than twenty samples. `locate_slots` takes the median of all samples. Its error comes from how the
 share of samples below the median varies from block to block. A block is a slot; from three sessions on, a session.
 
 A comparison of 10,000 pairs holds millions of samples in slots of five. `Slots` are therefore one flat array, and each
@@ -27,7 +27,6 @@ from dilabench.errors import ConfigError
 
 Floats = NDArray[np.float64]
 Counts = NDArray[np.intp]
-Session = Sequence[Sequence[float]]
 
 MIN_SAMPLES = 5
 """Below this many samples there is no interval ("n<5, no CI")."""
@@ -142,13 +141,6 @@ def locate(samples_ns: ArrayLike, confidence: float = 0.95) -> Location:
     return Location(
         ordered.size, quantile(ordered, 0.25), quantile(ordered, 0.5), _interval_of_sorted(ordered, confidence)
     )
-
-
-def locate_sessions(sessions: Sequence[Session], confidence: float = 0.95) -> Location:
-    """Summary of one case's samples, `sessions[session][turn] = samples_ns`; see `locate_slots`."""
-    slots = flatten_slots([slot for session in sessions for slot in session])
-    numbers = np.repeat(np.arange(len(sessions)), [len(session) for session in sessions])
-    return locate_slots(slots.samples_ns[None], slots.sizes, numbers, confidence)[0]
 
 
 def locate_slots(samples_ns: Floats, slot_sizes: Counts, sessions: Counts, confidence: float = 0.95) -> list[Location]:
