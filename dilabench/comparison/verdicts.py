@@ -75,7 +75,8 @@ def memory_verdict(baseline: Sequence[Row], candidate: Sequence[Row]) -> tuple[M
     """Return the verdict on peak memory, or the reason for its absence if a side has a peak.
 
     The baseline's largest peak is compared with the candidate's smallest. A count of torch's allocator is judged
-    exactly, the resident sets of older records by wider limits, because they vary by pages from run to run.
+    exactly. Resident sets vary by pages from run to run and are judged by wider limits; if a peak contains one, the
+    resident sets of all rows are compared.
     """
     old, new = _memories(baseline), _memories(candidate)
     if not old or not new:
@@ -83,13 +84,30 @@ def memory_verdict(baseline: Sequence[Row], candidate: Sequence[Row]) -> tuple[M
     ways = {(memory.source, memory.isolated) for memory in (*old, *new)}
     if len(ways) > 1:
         return None, "memory was measured in different ways and is not compared"
-    peaks = max(memory.peak_bytes for memory in old), min(memory.peak_bytes for memory in new)
-    if new[-1].source == "allocator":
+    if all(memory.source == "allocator" and not _shows_process(memory) for memory in (*old, *new)):
+        peaks = max(memory.peak_bytes for memory in old), min(memory.peak_bytes for memory in new)
         return judge_memory(*peaks), None
     resident = judge_memory(
-        *peaks, relative_limit=RESIDENT_RELATIVE_LIMIT, absolute_limit_bytes=RESIDENT_ABSOLUTE_LIMIT_BYTES
+        max(map(_process_peak, old)),
+        min(map(_process_peak, new)),
+        relative_limit=RESIDENT_RELATIVE_LIMIT,
+        absolute_limit_bytes=RESIDENT_ABSOLUTE_LIMIT_BYTES,
     )
     return resident, None
+
+
+def _process_peak(memory: Memory) -> int:
+    """Bytes that exist before a call, and those that calls added to the process; the peak if these are unknown."""
+    if memory.process_bytes is None:
+        return memory.peak_bytes
+    return memory.process_bytes + sum(
+        part or 0 for part in (memory.inputs_bytes, memory.parameters_bytes, memory.kept_bytes)
+    )
+
+
+def _shows_process(memory: Memory) -> bool:
+    """Return True if the peak contains what others than torch's allocator added to the process."""
+    return memory.process_bytes is not None and memory.peak_bytes == _process_peak(memory)
 
 
 def _memories(rows: Sequence[Row]) -> list[Memory]:

@@ -306,11 +306,12 @@ def verdict_text(pair: ComparedPair) -> str:
 
 
 def plus_minus(pair: ComparedPair) -> str | None:
-    """Half the interval of the change, in percentage points; None if there is none."""
+    """Half the interval of the change, in percentage points, up to 100; None if there is none."""
     numbers = pair.verdict.numbers
     if numbers.ratio_low is None or numbers.ratio_high is None:
         return None
-    return percent_text((numbers.ratio_high - numbers.ratio_low) / 2)
+    half = (numbers.ratio_high - numbers.ratio_low) / 2
+    return percent_text(half) if half <= 1 else "over 100 %"
 
 
 def _sessions(numbers: Numbers) -> str:

@@ -87,6 +87,11 @@ class BoardLine:
     contest: Contest
     entry: Entry
 
+    @property
+    def opposed(self) -> bool:
+        """Return True if other rows were interleaved with it."""
+        return len(self.contest.entries) > 1
+
 
 def _board_lines(contests: Sequence[Contest]) -> Iterator[BoardLine]:
     return (BoardLine(contest, entry) for contest in contests for entry in contest.entries)
@@ -94,10 +99,10 @@ def _board_lines(contests: Sequence[Contest]) -> Iterator[BoardLine]:
 
 BOARD_COLUMNS = (
     Column(name="workload", cell=lambda line: line.contest.workload, right=False, spare=None),
-    Column(name="place", cell=lambda line: line.entry.place_text, right=False, spare=None),
+    Column(name="place", cell=lambda line: line.entry.place_text if line.opposed else "alone", right=False, spare=None),
     Column(name="implementation", cell=lambda line: line.entry.name, right=False, spare=None),
     Column(name="time", cell=lambda line: line.entry.median_ns, unit="ns", spare=None),
-    Column(name="behind", cell=lambda line: line.entry.behind, unit="times", spare=None),
+    Column(name="behind", cell=lambda line: line.entry.behind if line.opposed else None, unit="times", spare=None),
     Column(name="memory", cell=lambda line: line.entry.memory, spare=2),
     Column(name="verified", cell=lambda line: line.entry.verified, right=False, spare=1),
     Column(name="run", cell=lambda line: line.contest.run_id, right=False, spare=None),

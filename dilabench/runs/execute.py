@@ -120,7 +120,7 @@ def _opening(execution: Execution) -> str:
 
 def verdict(record: RunRecord, code: ExitCode, *, saved: bool = True) -> str:
     """The line that a CI log ends with. `saved`: a file of the run is there."""
-    counts = Counter(row.outcome.status for row in record.rows)
+    counts = Counter("could not run" if row.planned.skip else row.outcome.status for row in record.rows)
     word = VERDICTS[code]
     missing = len(without_time(record))
     if code in (ExitCode.OK, ExitCode.INCOMPLETE) and (lengths := lengths_without_rows(record)):
@@ -130,4 +130,5 @@ def verdict(record: RunRecord, code: ExitCode, *, saved: bool = True) -> str:
     if code is ExitCode.INTERRUPTED:
         word = f"{word}, results so far are saved" if saved else f"{word} before there was a result, nothing is saved"
     ended = ", ".join(f"{counts[status]} {status}" for status in ("measured", "skipped", "failed"))
+    ended += f", {counts['could not run']} could not run" if counts["could not run"] else ""
     return f"verdict: {word} ({ended}; exit code {code.value})"

@@ -197,14 +197,19 @@ class Reports:
 
 def refuse_idle_run(planned: Sequence[PlannedCase], planner: Planner) -> None:
     """Raise NothingToMeasure if every planned case has a reason against it. A shard may be empty: others measure."""
-    reasons: dict[str, dict[str, None]] = {}
+    reasons: dict[str, list[str]] = {}
     for case in planned:
         if case.skip is None:
             return
         for why in case.skip.why.split("; "):
-            reasons.setdefault(why, {}).setdefault(case.case.implementation)
+            names = reasons.setdefault(why, [])
+            if case.case.implementation not in names:
+                names.append(case.case.implementation)
     if reasons and not planner.request.shard:
-        needs = [f"{listed(list(names), 'and')}: {why}" for why, names in reasons.items()]
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for why, names in reasons.items():
+            alike.setdefault(tuple(names), []).append(why)
+        needs = [f"{listed(list(names), 'and')}: {'; '.join(whys)}" for names, whys in alike.items()]
         more = f"; and {counted(len(needs) - MOST_REASONS, 'other reason')}" if needs[MOST_REASONS:] else ""
         none = "the only row cannot" if len(planned) == 1 else f"none of the {len(planned)} rows can"
         raise NothingToMeasure(

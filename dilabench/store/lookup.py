@@ -47,6 +47,8 @@ class Store:
         if names:
             shown = ", ".join(names[:5])
             raise ConfigError(f"{text!r} fits {len(names)} stored runs ({shown}); write more of the id")
+        if os.sep in text or text.endswith((SUFFIX, ".json", ".jsonl")):
+            raise ConfigError(f"there is no file or folder {text!r}; `dilabench history` lists the stored runs")
         if not self.archive.newest():
             named = "" if text == "latest" else f", then `dilabench baseline save {text}` gives it this name"
             raise ConfigError(
@@ -54,11 +56,12 @@ class Store:
                 f"one{named}"
             )
         near = difflib.get_close_matches(text, baselines, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        save = f"`dilabench baseline save {text}` gives the newest run this name;"
+        hint = f"did you mean {near[0]}?" if near else save
         known = ", ".join(sorted(baselines)) or "none"
         raise ConfigError(
             f"{text!r} is neither a file, nor a baseline (known: {known}), nor a run of the store {str(self.root)!r}; "
-            f"{hint}see `dilabench history` and `dilabench baseline list`"
+            f"{hint} `dilabench history` and `dilabench baseline list` show all"
         )
 
     def runs_of(self, texts: Sequence[str]) -> list[str]:

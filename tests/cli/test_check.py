@@ -9,6 +9,7 @@ from math import exp
 
 import pytest
 
+from dilabench.cli.compare.deciding import OTHERWISE, longer_run
 from dilabench.comparison.across import compare_across
 from dilabench.errors import EnvironmentNotReady
 from dilabench.record import Failed, Verification
@@ -149,6 +150,26 @@ def test_sessions_that_lie_too_far_apart_for_the_baseline_need_a_larger_one(cli,
     assert [count for _, count in measured.asked] == [3, 3, 6, 10]
     to_decide = " ".join(result.stdout.split())
     assert re.search(r"--sessions \d+ -o more-sessions`, then `dilabench baseline save main more-sessions/", to_decide)
+
+
+@pytest.mark.parametrize("given", [(), ("-o", "old"), ("--output", "old", "--sessions", "5"), ("--output=old",)])
+@pytest.mark.parametrize(("needed", "rest"), [((8, 4), ""), ((8, None), ", for 1 of 2 rows")])
+def test_the_run_that_decides_has_its_own_folder_and_sessions(make_row, make_record, given, needed, rest):
+    argv = ("run", "quick", *given, "--lengths", "1K")
+    record = make_record([make_row()], run_id="a").model_copy(update={"argv": argv})
+    found = compare_across([record], [make_record([make_row(ns=1.1e7)], run_id="b")], policy=Policy.for_device("cpu"))
+    (pair,) = found.pairs
+    assert pair.verdict.undecided
+    pairs = [
+        replace(pair, verdict=replace(pair.verdict, numbers=replace(pair.verdict.numbers, both_needed=sessions)))
+        for sessions in needed
+    ]
+    run = "`dilabench run quick --lengths 1K --sessions 8 -o more-sessions`"
+    command, *others = longer_run(record, pairs, "main")
+    assert command == f"{run}, then `dilabench baseline save main more-sessions/* --add`{rest}"
+    assert others == ([f"for the other 1: {OTHERWISE}"] if rest else [])
+    script = record.model_copy(update={"argv": ("notebook.py",)})
+    assert longer_run(script, pairs, "main") == []
 
 
 @pytest.mark.usefixtures("baseline")

@@ -168,4 +168,8 @@ def test_a_history_too_short_for_steps_says_so_and_is_not_green(cli, make_row, m
     else:
         assert "No step in the times of 1 case." in banner
     assert ('class="banner "' in banner) == (verdict is None)
+    folded = text.index("<details>")
+    assert (f" in {runs} runs</p>" in text[:folded]) == (runs > 1)
+    assert "in the newest run" in text[:folded]
+    assert folded < text.index(", machine "), "ids are for those who open the runs"
     assert len(steps([float(2**point) for point in range(runs)])) == 0 or verdict is None

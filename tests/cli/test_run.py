@@ -175,7 +175,7 @@ IDLE = {
     "a GPU": (("-i", "fused", "--device", "cpu"), "fused: needs a CUDA GPU"),
     "a dtype": (
         ("-i", "gather", "-b", "sdpa-cudnn", "--dtype", "float64"),
-        "gather: backend sdpa-cudnn: dtype float64 is not supported (has bfloat16, float16)",
+        "backend sdpa-cudnn: dtype float64 is not supported (has bfloat16, float16)",
     ),
     "an optimization": (("-i", "gather", "--cuda-graph", "--device", "cpu"), "gather: cuda_graph needs a CUDA GPU"),
 }
@@ -190,6 +190,7 @@ def test_a_run_without_a_row_that_can_run_says_what_is_needed_and_leaves_nothing
     text = " ".join(result.stderr.split())
     assert text.startswith("error: the only row cannot run on this cpu: ")
     assert reason in text
+    assert text.count(f"{options[1]}:") == 1, "all reasons of an implementation together"
     assert "; `dilabench list implementations --why` shows what each needs" in text
     assert not result.stdout
     assert not Path("elsewhere").exists()
@@ -204,6 +205,7 @@ def test_rows_that_cannot_run_are_not_expected(run_here, with_plugin):
     ran = run_here("quick", "-i", "gather,nowhere", "-o", "elsewhere", *SMALL)
     assert "0 of 1 rows" in ran.stderr
     assert "1 of 1 row verified and measured, 1 more could not run." in ran.stdout
+    assert "verdict: ok (1 measured, 0 skipped, 0 failed, 1 could not run; exit code 0)" in ran.stdout
 
 
 @pytest.mark.slow

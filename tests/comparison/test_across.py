@@ -5,7 +5,7 @@ import pytest
 from dilabench.comparison.across import compare_across, refusals
 from dilabench.comparison.gate import confirmed, exit_code
 from dilabench.errors import ExitCode
-from dilabench.record import Failed, GpuInfo, Skipped, Verification
+from dilabench.record import Failed, GpuInfo, Memory, Skipped, Verification
 from dilabench.stats.decisions.decide import Policy
 from dilabench.stats.decisions.verdicts import Cause, Code
 
@@ -89,6 +89,23 @@ def test_a_resident_set_may_wander(make_row, make_record, peak, code):
     """Pages of a process come and go: identical code was seen 4 MiB apart."""
     sides = [[make_record([make_row(peak=one, source="resident_set")], run_id=f"{one}")] for one in (2**26, peak)]
     assert exit_code(compare_across(*sides, policy=CPU)) is code
+
+
+@pytest.mark.parametrize(("process", "code"), [(26 * 2**20, ExitCode.OK), (36 * 2**20, ExitCode.REGRESSION)])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_peak_with_a_resident_set_in_it_wanders_too(make_row, make_record, process, code, swapped):
+    """Of one side the resident set exceeds the allocator's count by more than it wanders, of the other it does not."""
+    counted = Memory(peak_bytes=18 * 2**20, process_bytes=23 * 2**20, inputs_bytes=2**21, source="allocator")
+    shown = Memory(peak_bytes=process + 2**21, process_bytes=process, inputs_bytes=2**21, source="allocator")
+    sides = []
+    for memory in (shown, counted) if swapped else (counted, shown):
+        row = make_row()
+        row = row.model_copy(update={"outcome": row.outcome.model_copy(update={"memory": memory})})
+        sides.append([make_record([row], run_id=f"{memory.peak_bytes}")])
+    found = compare_across(*sides, policy=CPU)
+    assert exit_code(found) is (ExitCode.OK if swapped else code)
+    expected = "SAME" if code is ExitCode.OK else "SMALLER" if swapped else "LARGER"
+    assert found.pairs[0].memory.code == expected
 
 
 def test_the_largest_stored_peak_is_the_baseline(make_row, make_record):

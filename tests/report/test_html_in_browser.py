@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from dilabench.comparison.matrix import compare_all
+from dilabench.errors import ExitCode
 from dilabench.plugins.manager import discover
 from dilabench.record import Skipped
 from dilabench.report.columns import Column
 from dilabench.report.findings import Curve, CurvePlot, Point, sections_of
-from dilabench.report.html import history, page
+from dilabench.report.html import comparison, history, page
 from dilabench.report.html.history import Trend
 from dilabench.report.leaderboard import leaderboard, to_html
+from dilabench.stats.decisions.decide import Policy
 from dilabench.store.run_files import read_record
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -22,6 +25,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)"),
 ]
 
+CPU = Policy.for_device("cpu")
 ROOT = Path(__file__).parents[2]
 QUIET = [
     "--headless",
@@ -126,6 +130,9 @@ def test_the_history_draws_each_case(opened, tmp_path):
     (tmp_path / "history.html").write_text(history.to_text([trend], "all cases"))
     tab = opened(tmp_path / "history.html")
     tab.locator("#case0 ~ figure svg").first.wait_for()
+    ticks = tab.locator("#case0 ~ figure [aria-label^=X-axis] .role-axis-label text").all_text_contents()
+    assert ticks
+    assert all(tick.isdigit() for tick in ticks), "runs are whole numbers"
     assert tab.locator(".banner").inner_text() == "a case: slower"
 
 
@@ -196,3 +203,16 @@ def test_a_leaderboard_shows_implementation_and_time_at_any_width(opened, make_r
         for cell in tab.locator(f"td[data-name={name}]").all():
             box = cell.bounding_box()
             assert 0 <= box["x"] < box["x"] + box["width"] <= width
+
+
+def test_a_comparison_shows_row_and_change_and_verdict_at_400_pixels(opened, make_row, make_record, tmp_path):
+    records = [make_record([make_row("strided", ns=ns, sessions=5)], run_id=f"{ns:g}") for ns in (1e7, 2e7)]
+    matrix = compare_all([record.run_id for record in records], [[record] for record in records], policy=CPU)
+    text = comparison.to_text(matrix, records, "verdict: REGRESSION", ExitCode.REGRESSION)
+    (tmp_path / "comparison.html").write_text(text)
+    tab = opened(tmp_path / "comparison.html", 400)
+    (cells,) = (row.locator("td").all() for row in tab.locator(".board tbody tr").all())
+    assert all(box["x"] >= 0 and box["x"] + box["width"] <= 400 for box in (cell.bounding_box() for cell in cells))
+    texts = tab.locator(".board tbody").inner_text()
+    assert "SLOWER" in texts
+    assert "2.0x slower" in texts

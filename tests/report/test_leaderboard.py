@@ -1,6 +1,6 @@
 """Leaderboards: places by the rule of `compare`, one board per device and family, and how each row is repeated."""
 
-from dilabench.report.leaderboard import leaderboard, to_html
+from dilabench.report.leaderboard import BOARD_COLUMNS, leaderboard, to_html
 
 GPUS = {"gpus": ({"name": "H200", "compute_capability": "9.0"},) * 2}
 
@@ -30,6 +30,12 @@ def test_rows_share_a_place_where_nothing_is_proven(make_row, make_record):
     assert [place for place, _ in places(unproven)] == ["1 ?", "1 ?"]
 
 
+def test_an_unopposed_row_has_no_place(make_row, make_record):
+    (board,) = leaderboard([make_record([make_row("gather"), make_row("strided", seq_len=64)])]).boards
+    shown = {column.name: [column.value_text(line) for line in board.lines] for column in BOARD_COLUMNS}
+    assert (shown["place"], shown["behind"]) == (["alone"] * 2, ["–"] * 2)
+
+
 def test_boards_are_those_of_devices_and_families_and_runs_keep_their_places(make_row, make_record):
     first = make_record([make_row("gather"), make_row("gather", seq_len=64), make_row("gather", causal=False)], "old")
     later = make_record([make_row("strided", ns=1e6)], "new", started_at="2026-02-02T00:00:00+00:00")
@@ -46,7 +52,7 @@ def test_boards_are_those_of_devices_and_families_and_runs_keep_their_places(mak
     assert ran == [("1x64 H2 D24 fp32 causal · forward", "old"), ("1x96 H2 D24 fp32 causal · forward", "new")]
     assert older == [("1x96 H2 D24 fp32 causal · forward", "old")]
     text = to_html(found)
-    assert text.index("1 older result of these workloads") < text.rindex('<td data-name="run">old</td>')
+    assert text.index("1 older result of these workloads") < text.rindex('<td data-name="run" class="named">old</td>')
     assert [one.run_id for one in found.runs] == ["new", "old", "gpu"]
 
 

@@ -52,6 +52,18 @@ def test_an_empty_store_names_the_command_that_fills_it(tmp_path, text, way_out)
         Store(tmp_path / "empty").records(text)
 
 
+@pytest.mark.parametrize("text", ["nightly.json", "runs/nightly", "nightly.json.gz"])
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_path_that_is_missing_is_no_name_for_a_baseline(store, tmp_path, text, stored):
+    with pytest.raises(ConfigError, match=f"^there is no file or folder '{text}'"):
+        (store if stored else Store(tmp_path / "empty")).records(text)
+
+
+def test_a_name_without_a_run_comes_with_the_command_that_gives_it_one(store):
+    with pytest.raises(ConfigError, match="`dilabench baseline save nightly` gives the newest run this name"):
+        store.records("nightly")
+
+
 def test_a_text_too_long_for_a_file_name(store):
     with pytest.raises(ConfigError, match="is neither a file, nor a baseline"):
         store.records("a" * 300)

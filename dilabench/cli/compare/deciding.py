@@ -7,9 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dilabench.units import counted
+
 if TYPE_CHECKING:
     from dilabench.comparison.comparison import ComparedPair
     from dilabench.record import RunRecord
+
+
+# Options of a run that the command which decides gives itself.
+OWN_OPTIONS = frozenset({"-o", "--output", "--sessions"})
 
 
 class FailOn(StrEnum):
@@ -42,18 +48,39 @@ def check_again(against: str, *options: str) -> str:
 def longer_run(record: "RunRecord", pairs: "Sequence[ComparedPair]", add_to: str | None = None) -> list[str]:
     """The command that measures a record again in as many sessions as its undecided rows need; empty if none would.
 
-    `add_to`: the baseline that the sessions are added to; they must then suffice on either side.
+    `add_to`: the baseline that the sessions are added to; they must then suffice on either side. If sessions decide
+    some rows only, the text says how many, and what the others need.
     """
-    from dilabench.report.content import reproduce_command
-
     undecided = [pair.verdict.numbers for pair in pairs if pair.verdict.undecided]
     needed = [number.sessions_needed if add_to is None else number.both_needed for number in undecided]
     known = [sessions for sessions in needed if sessions is not None]
-    run = f"{reproduce_command(record)} --sessions {max(known, default=0)}"
-    if add_to is None or not known:
-        return [f"`{run}`"] if known else []
-    save = shlex.join(["dilabench", "baseline", "save", add_to])
-    return [f"`{run} -o more-sessions`, then `{save} more-sessions/* --add`"]
+    run = _run_again(record)
+    if not known or not run:
+        return []
+    command = f"`{run} --sessions {max(known)}`"
+    if add_to is not None:
+        save = shlex.join(["dilabench", "baseline", "save", add_to])
+        command = f"`{run} --sessions {max(known)} -o more-sessions`, then `{save} more-sessions/* --add`"
+    if len(known) < len(needed):
+        rows = counted(len(needed), "row")
+        return [f"{command}, for {len(known)} of {rows}", f"for the other {len(needed) - len(known)}: {OTHERWISE}"]
+    return [command]
+
+
+def _run_again(record: "RunRecord") -> str:
+    """The command that made a record, without its output folder and sessions; empty if a script made it."""
+    from dilabench.report.content import reproduce_command
+
+    command = reproduce_command(record).partition("\n")[0]
+    if command.startswith("#"):
+        return ""
+    words, kept = iter(shlex.split(command)), []
+    for word in words:
+        if word in OWN_OPTIONS:
+            next(words, None)
+        elif word.partition("=")[0] not in OWN_OPTIONS:
+            kept.append(word)
+    return shlex.join(kept)
 
 
 # No number of sessions decides: sessions scatter too much, or the change is as large as the threshold.

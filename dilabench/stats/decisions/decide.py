@@ -228,7 +228,8 @@ def _finding(code: Code, numbers: Numbers) -> str:
     seen = percent_text(numbers.unchanged_within)
     if code is Code.SAME:
         return f"no change above {seen} seen"
-    return f"{change_text(numbers.ratio)}, and a change of up to {seen} is not excluded"
+    reach = f"a change of up to {seen}" if numbers.unchanged_within <= 1 else "a change of more than 100 %"
+    return f"{change_text(numbers.ratio)}, and {reach} is not excluded"
 
 
 SPREAD_TEXTS = {

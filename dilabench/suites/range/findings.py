@@ -90,7 +90,9 @@ def _leaders(
         row = ranking.fastest
         view = measured_view(row)
         best = f"{names[row.case.case_id]}, {format_latency(view.median_ns)}, {format_rate(view.tokens_per_s)} tok/s"
-        if ranking.probable:
+        if len(ranking.speedups) == 1:
+            texts.append(f"At {format_count(longest)} one measured row, no comparison: {best}.")
+        elif ranking.probable:
             texts.append(f"Probably fastest at {format_count(longest)}: {best}.")
         elif ranking.tied:
             tied = ", ".join(names[tied_row.case.case_id] for tied_row in ranking.tied)
@@ -110,16 +112,23 @@ def _median_text(row: Row | None, ranking: Ranking | None) -> str:
     return f"{format_latency(view.median_ns)}{'' if gain is None else f' ({format_ratio(gain)})'}"
 
 
-def _growth(series: Sequence[Series]) -> Section | None:
-    """Power laws of the time per sequence, because the batch shrinks along a range; None with fewer than three lengths.
+# Width of the interval of an exponent at which it says nothing.
+WIDEST_EXPONENT = 2.0
 
-    A line through two lengths fits any times, so two lengths prove nothing.
+
+def _growth(series: Sequence[Series]) -> Section | None:
+    """Power laws of the time per sequence, because the batch shrinks along a range; None if no law can be told.
+
+    A line through two lengths fits any times, and an exponent known to two or worse cannot tell linear from quadratic.
     """
     fits: list[tuple[Series, PowerLaw]] = []
     for member in series:
         if len(member.measured) > 2:
             lengths, times = zip(*_points_ns(member), strict=True)
-            fits.append((member, fit_power_law(lengths, times)))
+            fit = fit_power_law(lengths, times)
+            assert fit.exponent_interval is not None, "of three lengths there is one"
+            if fit.exponent_interval.high - fit.exponent_interval.low < WIDEST_EXPONENT:
+                fits.append((member, fit))
     if not fits:
         return None
     columns = ("series", "exponent", "95 % CI", "R²", "lengths", "per sequence, longest")

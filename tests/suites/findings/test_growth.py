@@ -37,6 +37,20 @@ def test_two_lengths_have_no_exponent(row, record):
     assert "Growth with length" not in [section.title for section in sections]
 
 
+def test_times_that_fit_no_law_have_no_exponent(row, record):
+    """The interval of three scattered times reaches from below constant to beyond quadratic."""
+    rows = [row("plain", ms, seq_len=length) for length, ms in ((1000, 1.0), (2000, 7.0), (4000, 8.0))]
+    assert "Growth with length" not in [section.title for section in analyse(record(*rows))]
+
+
+def test_an_unopposed_row_at_the_longest_length_is_not_called_fastest(row, record):
+    rows = [*rows_of(row, "gather", lambda n: n / 100, lengths=(1000, 2000)), row("gather", seq_len=4000)]
+    rows += rows_of(row, "strided", lambda n: n / 200, at=1, lengths=(1000, 2000, 4000))
+    sentence = analyse(record(*rows))[0].sentence
+    assert "At 4000 one measured row, no comparison: strided over math, " in sentence
+    assert "astest" not in sentence
+
+
 def test_every_line_tells_length_batch_and_speedup(row, record):
     rows = [*rows_of(row, "gather", lambda n: n / 100), *rows_of(row, "strided", lambda n: n / 200, at=1)]
     first = table(analyse(record(*rows))[0])[0]
