@@ -53,7 +53,8 @@ class Attend(Protocol):
     """Dense attention forward, outside autograd.
 
     q [B, M, H, D]; k, v [B, L, K, D] with H a multiple of K, M == L when causal or windowed. A backend that aligns ends
-    also takes a causal mask over M < L: query i sees keys up to i + L - M. Any outer strides, last dim contiguous.
+    also takes a causal mask or a window over M < L: query i is at the position of key i + L - M. Any outer strides,
+    last dim contiguous.
     Returns out [B, M, H, D] in q's dtype and lse [B, H, M] in float32 (float64 for float64). A row that sees no key has
     out 0 and lse -inf.
     """
@@ -210,7 +211,8 @@ class LoadedBackend:
     packed: its kernel for packed sequences, if it has one. Without it dilabench's own tiles compute them on CUDA with
     Triton; elsewhere sequences are called one by one, because a CPU has no launches to save.
 
-    aligns_ends: under a causal mask it takes fewer queries than keys, the last query seeing the last key.
+    aligns_ends: under a causal mask or a window it takes fewer queries than keys, the last query at the position of the
+    last key.
     places_results: `attend` also takes `out`, and `attend_backward` takes `dq`, with the shape of q, the last dim
     contiguous and any outer strides: where to write the results, which it also returns. merging: its kernel that merges
     results and adds gradients in place, if it has one.

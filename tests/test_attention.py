@@ -273,14 +273,14 @@ def test_gradcheck(causal: bool) -> None:
 def test_operators_keep_torchs_rules() -> None:
     """Schemas, fake kernels and autograd registration, by torch's own checker."""
     words = "?kind=dilated\x1fsegment_lengths#2\x1fdilation_rates#2"
-    options = (words, [7, 24, 1, 3], [], True, [-1, -1], 0.5, [], 0, True, "math", "")
+    options = (words, [7, 24, 1, 3], [], True, [-1, -1], 0.5, [], 0, True, "math", "", [])
     inputs, number = tensors(), one_operator.ON_ONE_DEVICE
     for sink in (None, torch.randn(5, requires_grad=True)):
-        torch.library.opcheck(one_operator._attention_op, (*inputs, sink, None, None, number, *options))
+        torch.library.opcheck(one_operator._attention_op, (*inputs, sink, None, None, None, number, *options))
     detached, asked = [x.detach() for x in inputs], (number, written(*options))
-    torch.library.opcheck(one_operator._forward_op, (*detached, None, None, None, *asked))
-    results = one_operator._forward_op(*detached, None, None, None, *asked)
-    given = (torch.ones_like(results[0]), *detached, *results, None, None, *asked)
+    torch.library.opcheck(one_operator._forward_op, (*detached, None, None, None, None, *asked))
+    results = one_operator._forward_op(*detached, None, None, None, None, *asked)
+    given = (torch.ones_like(results[0]), *detached, *results, None, None, None, *asked)
     torch.library.opcheck(one_operator._backward_op, given)
 
 
@@ -359,8 +359,10 @@ def test_refuses_tensors_that_do_not_fit() -> None:
         dilated_attention(q.sum(), k, v, **BRANCHES)
     with pytest.raises(ValueError, match="head dim of 0"):
         dilated_attention(q[..., :0], k[..., :0], v[..., :0], **BRANCHES)
-    with pytest.raises(ValueError, match=r"key \(2, 9, 5, 4\) must agree with query \(2, 29, 5, 4\)"):
+    with pytest.raises(ValueError, match="29 queries over 9 keys"):
         dilated_attention(q, k[:, :9], v[:, :9], **BRANCHES)
+    with pytest.raises(ValueError, match=r"key \(1, 29, 5, 4\) must agree with query \(2, 29, 5, 4\)"):
+        dilated_attention(q, k[:1], v[:1], **BRANCHES)
     with pytest.raises(ValueError, match=r"equal and \[B, N, K, D\]"):
         dilated_attention(q, k, v[:, :, :1], **BRANCHES)
     with pytest.raises(ValueError, match="device, got query float64 on cpu, key float32 on cpu, value float64 on cpu"):

@@ -12,7 +12,7 @@ one device, `ring_attention` over the ranks of a process group. Names that are n
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from dilabench.attention.dilated import DilatedAttention, MultiheadDilatedAttention, dilated_attention
+from dilabench.attention.dilated import DilatedAttention, KeyValueCache, MultiheadDilatedAttention, dilated_attention
 
 if TYPE_CHECKING:
     from dilabench.attention.function import attention, block_sparse_attention
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockCompression",
     "DilatedAttention",
+    "KeyValueCache",
     "MultiheadDilatedAttention",
     "NativeSparseAttention",
     "SequenceShards",

@@ -17,12 +17,14 @@ from torch.autograd import forward_ad
 
 from dilabench.attention import operands
 from dilabench.attention.operands import Kinds
+from dilabench.attention.sequences import kinds_of, spans_of
 from dilabench.choice.computation import automatic, backend_of, check_backend, over, over_backends
 from dilabench.choice.measured import doublings_of_mean
 from dilabench.choice.ways import Way
 from dilabench.contracts import Attend, Packings
 from dilabench.errors import ConfigError
 from dilabench.impls.call import AnyPattern, Call, OwnBackend, fields_of, name_of_function
+from dilabench.impls.last_rows import BySequence, Run
 from dilabench.impls.no_pairs import NOTHING_SEEN, SHAPES_ONLY, FirstRows
 from dilabench.impls.one_operator import (
     ON_ONE_DEVICE,
@@ -53,10 +55,12 @@ def attend(
     sink: Tensor | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
     max_seqlen: int | None = None,
+    cu_seqlens_k: Sequence[int] | Tensor | None = None,
+    key_lengths: Sequence[int] | Tensor | None = None,
     indices: Tensor | None = None,
     backend: str | Attend = AUTO,
 ) -> tuple[Tensor, Tensor]:
-    """out [B, N, H, D] and lse [B, H, N], which carries no gradient, of query [B, N, H, D], key and value [B, N, K, D];
+    """out [B, M, H, D] and lse [B, H, M], which carries no gradient, of query [B, M, H, D], key and value [B, N, K, D];
     packed [T, ·, D] and [H, T].
 
     Options as of `attention.attention`. Raises ValueError for what does not fit together.
@@ -75,9 +79,13 @@ def attend(
         query, key, value = operands.as_autocast(query, key, value)
     bounds: tuple[int, ...] = ()
     longest, unread = 0, None
+    ends: tuple[int, ...] = ()
+    unread_ends = None
     if packed or max_seqlen is not None:
         bounds, longest, unread = operands.packing(query, key, value, cu_seqlens, max_seqlen)
         query, key, value = query[None], key[None], value[None]
+    if cu_seqlens_k is not None or key_lengths is not None:
+        ends, unread_ends = operands.key_bounds(key, packed, cu_seqlens_k, key_lengths)
     if sink is not None:
         operands.check_is_tensor(sink)
     given = pattern
@@ -85,7 +93,7 @@ def attend(
         # Few calls select blocks.
         from dilabench.attention.given_blocks import selecting
 
-        given, blocks = selecting(pattern, indices, query, key, bounds, unread)
+        given, blocks = selecting(pattern, indices, query, key, (bounds, ends), (unread, unread_ends))
     else:
         blocks = None
     if forward_ad._current_level >= 0:
@@ -102,9 +110,9 @@ def attend(
         operands.check_options({"backend": backend})
         own = name_of_function(backend) if torch.compiler.is_compiling() else OwnBackend(backend)
     if isinstance(given, Pattern):
-        call = Call(given, causal, sides, scale, bounds, longest, wants_gradient, own)  # type: ignore[arg-type]
+        call = Call(given, causal, sides, scale, bounds, longest, wants_gradient, own, "", ends)  # type: ignore[arg-type]
         if is_plain_eager_call(query, key, value) and (blocks is None or is_plain_eager_call(blocks)):
-            computation = FINDER._computation_for(query, key, value, call, blocks, unread)
+            computation = FINDER._computation_for(query, key, value, call, blocks, unread, unread_ends)
             if sink is not None:
                 operands.check_sink(sink, query, given)
             elif not wants_gradient:
@@ -116,13 +124,15 @@ def attend(
     if fields is None:
         # A compiler cannot trace the pattern: the graph breaks here.
         options: dict[str, Any] = {"causal": causal, "window": window, "scale": scale, "sink": sink}
-        options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "indices": indices, "backend": backend}
+        options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "cu_seqlens_k": cu_seqlens_k}
+        options |= {"key_lengths": key_lengths, "indices": indices, "backend": backend}
         return outside_compilers(partial(attend, **options), *tensors, pattern)
-    call = Call(DENSE, causal, sides, scale, bounds, longest, wants_gradient, own)  # type: ignore[arg-type]
+    call = Call(DENSE, causal, sides, scale, bounds, longest, wants_gradient, own, "", ends)  # type: ignore[arg-type]
     operands.refuse_types(call._asdict())
     if sink is not None:
         operands.check_sink(sink, query, given if isinstance(given, Pattern) else None)
-    out, lse = as_one_operator(ON_ONE_DEVICE, query, key, value, call, fields, sink, blocks, unread)  # type: ignore[arg-type]
+    read = sink, blocks, unread, unread_ends
+    out, lse = as_one_operator(ON_ONE_DEVICE, query, key, value, call, fields, *read)  # type: ignore[arg-type]
     return (out.squeeze(0), lse.squeeze(0)) if packed else (out, lse)
 
 
@@ -130,10 +140,22 @@ class _Finder:
     """Computations on one device, made once for each call and shape (`one_operator.CallFinder`)."""
 
     def _computation_for(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, indices: Tensor | None = None, bounds: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: Call,
+        indices: Tensor | None = None,
+        bounds: Tensor | None = None,
+        key_bounds: Tensor | None = None,
     ) -> Computation:
         kinds = (q.shape, q.dtype, q.device), (k.shape, k.dtype, k.device), (v.shape, v.dtype, v.device)
         try:
+            if key_bounds is not None:
+                name = "key_lengths" if bounds is None and not call.cu_seqlens else "cu_seqlens_k"
+                call = call._replace(key_bounds=operands.bounds(key_bounds, k.shape[1], name))
+            if bounds is not None and call.key_bounds:
+                call, bounds = _with_bounds(call, bounds, q.shape[1]), None
             if indices is not None:
                 if bounds is not None:
                     call = _with_bounds(call, bounds, q.shape[1])
@@ -142,7 +164,7 @@ class _Finder:
                 return of_indices(kinds, call, indices)
             if bounds is not None:
                 return _of_bounds(kinds, call, bounds)
-            return (_of_packing if call.cu_seqlens else _of_shapes)(kinds, call)
+            return (_of_packing if call.cu_seqlens or call.key_bounds else _of_shapes)(kinds, call)
         except TypeError:
             operands.refuse_types(call._asdict())
             raise
@@ -162,7 +184,7 @@ register(ON_ONE_DEVICE, FINDER)
 
 def _made(kinds: Kinds, call: Call) -> Computation:
     """The computation for query, key and value of these kinds. Raises ValueError for what does not fit together."""
-    if call.cu_seqlens and call.backend == AUTO:
+    if call.cu_seqlens and call.backend == AUTO and not call.key_bounds:
         of_documents = _of_documents(kinds, call)
         if of_documents is not None:
             return of_documents
@@ -176,6 +198,9 @@ def _made(kinds: Kinds, call: Call) -> Computation:
 
         return over_compressed(kinds, call, call.pattern.compresses)
     operands.refuse_stand_ins(call.pattern)
+    if call.key_bounds:
+        alone = call._replace(cu_seqlens=(), max_seqlen=0, key_bounds=())
+        return BySequence([Run(*spans, _of_shapes(kinds_of(kinds, *spans), alone)) for spans in spans_of(kinds, call)])
     try:
         workload = operands.workload_of(kinds, call)
         check_backend(call.backend)
@@ -183,7 +208,7 @@ def _made(kinds: Kinds, call: Call) -> Computation:
             return SHAPES_ONLY
         if workload is None:
             return NOTHING_SEEN
-        if workload.seq_len < shape[1]:
+        if call.cu_seqlens and workload.seq_len < shape[1]:
             # The rows of the sequences are computed, and zeros follow them.
             return FirstRows(workload.seq_len, _made(_of_length(kinds, workload.seq_len), _of_workload(call, workload)))
         if call.backend == AUTO:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dilabench.attention import operands
+from dilabench.attention.cache import KeyValueCache
 from dilabench.attention.call import attend
 from dilabench.contracts import Attend
 from dilabench.impls.call import PatternFields, pattern_of
@@ -26,7 +27,7 @@ from dilabench.patterns.dilated import DilatedPattern
 from dilabench.patterns.pattern import Pattern
 from dilabench.workload.spec import AUTO, UNBOUNDED, Window
 
-__all__ = ["DilatedAttention", "MultiheadDilatedAttention", "dilated_attention"]
+__all__ = ["DilatedAttention", "KeyValueCache", "MultiheadDilatedAttention", "dilated_attention"]
 
 
 # Options of the call that are fields of `DilatedPattern`.
@@ -59,6 +60,8 @@ def dilated_attention(
     sink: Tensor | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
     max_seqlen: int | None = None,
+    cu_seqlens_k: Sequence[int] | Tensor | None = None,
+    key_lengths: Sequence[int] | Tensor | None = None,
     return_lse: Literal[False] = False,
     **options: Unpack[AttentionOptions],
 ) -> Tensor: ...
@@ -73,6 +76,8 @@ def dilated_attention(
     sink: Tensor | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
     max_seqlen: int | None = None,
+    cu_seqlens_k: Sequence[int] | Tensor | None = None,
+    key_lengths: Sequence[int] | Tensor | None = None,
     return_lse: Literal[True],
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...
@@ -95,10 +100,16 @@ def dilated_attention(
     sink: Tensor | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
     max_seqlen: int | None = None,
+    cu_seqlens_k: Sequence[int] | Tensor | None = None,
+    key_lengths: Sequence[int] | Tensor | None = None,
     return_lse: bool = False,
     backend: str | Attend = AUTO,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """LongNet's dilated attention: out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D], K dividing H.
+    """LongNet's dilated attention: out [B, M, H, D] of query [B, M, H, D] and key, value [B, N, K, D], K dividing H.
+
+    Fewer queries than keys are the last rows: `dilated_attention(q[:, -M:], k, v, ...)` equals
+    `dilated_attention(q, k, v, ...)[:, -M:]`. Places count from the first key. `key_lengths` [B], of a cache, and
+    `cu_seqlens_k`, of packed sequences, are as of `attention`.
 
     With `cu_seqlens`, ascending from 0: packed sequences, out [T, H, D] of query [T, H, D] and key, value [T, K, D].
     Segments restart in each sequence. Equal bounds are empty sequences; out is 0 for rows beyond the last bound. A
@@ -122,7 +133,7 @@ def dilated_attention(
     fastest way: on a GPU it measures them all at the first call of a configuration, which takes seconds once per
     machine (`choice.first_use`). The last bits of the query's gradient may differ from call to call, as
     FlashAttention's do, unless torch is set to deterministic algorithms (`torch.use_deterministic_algorithms`).
-    `return_lse`: also return lse [B, H, N] (packed: [H, T]), as `attention` does. NaN or inf in the value of a key that
+    `return_lse`: also return lse [B, H, M] (packed: [H, T]), as `attention` does. NaN or inf in the value of a key that
     a row does not see may make that row NaN, as in torch's own attention.
 
     Raises ValueError for shapes or options that do not fit, for a dropout other than 0, for a sink with detached
@@ -156,6 +167,8 @@ def dilated_attention(
         sink=sink,
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
+        cu_seqlens_k=cu_seqlens_k,
+        key_lengths=key_lengths,
         backend=backend,
     )
     return (out, lse) if return_lse else out
@@ -193,10 +206,21 @@ class DilatedAttention(nn.Module):
         *,
         cu_seqlens: Sequence[int] | Tensor | None = None,
         max_seqlen: int | None = None,
+        cu_seqlens_k: Sequence[int] | Tensor | None = None,
+        key_lengths: Sequence[int] | Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D]; with `cu_seqlens` [T, H, D] of [T, H, D]
-        and [T, K, D]. `cu_seqlens` and `max_seqlen` as for `dilated_attention`.
+        """out [B, M, H, D] of query [B, M, H, D] and key, value [B, N, K, D]; with `cu_seqlens` [T, H, D] of [T, H, D]
+        and [T, K, D]. Bounds and lengths as for `dilated_attention`.
+
+        cache: what key and value of these tokens are added to, and whose keys and values the queries then see. With
+        causal=True, tokens that are given one after another get the results of one call over all of them. Raises
+        ValueError for a cache together with bounds or lengths.
         """
+        if cache is not None:
+            if any(x is not None for x in (cu_seqlens, cu_seqlens_k, key_lengths)):
+                raise ValueError("cache with cu_seqlens or key_lengths: it holds a batch of equal lengths; give one")
+            key, value = cache.append(key, value)
         return dilated_attention(
             query,
             key,
@@ -205,6 +229,8 @@ class DilatedAttention(nn.Module):
             dilation_rates=self.dilation_rates,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
+            cu_seqlens_k=cu_seqlens_k,
+            key_lengths=key_lengths,
             **self.options,
         )
 
@@ -217,7 +243,8 @@ class DilatedAttention(nn.Module):
 class MultiheadDilatedAttention(ProjectedAttention):
     """Multi-head self-attention on embeddings [B, N, E]: projections around `DilatedAttention`.
 
-    Returns one tensor [B, N, E]; called with `cu_seqlens`, [T, E] of packed sequences [T, E]. `norm` adds LongNet's
+    Returns one tensor [B, N, E]; called with `cu_seqlens`, [T, E] of packed sequences [T, E]; with a `cache`
+    (`KeyValueCache`) [B, M, E] of M more tokens. `norm` adds LongNet's
     layer norm before the output projection; the other options are as for `dilated_attention`.
     """
 

@@ -44,6 +44,8 @@ class AttentionOptions(CallOptions, total=False):
     pattern: Pattern | None
     cu_seqlens: Sequence[int] | Tensor | None
     max_seqlen: int | None
+    cu_seqlens_k: Sequence[int] | Tensor | None
+    key_lengths: Sequence[int] | Tensor | None
     backend: str | Attend
 
 
@@ -72,13 +74,17 @@ def attention(
     sink: Tensor | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
     max_seqlen: int | None = None,
+    cu_seqlens_k: Sequence[int] | Tensor | None = None,
+    key_lengths: Sequence[int] | Tensor | None = None,
     indices: Tensor | None = None,
     return_lse: bool = False,
     backend: str | Attend = AUTO,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention of any pattern: out [B, N, H, D] of query [B, N, H, D] and key, value [B, N, K, D].
+    """Exact attention of any pattern: out [B, M, H, D] of query [B, M, H, D] and key, value [B, N, K, D].
 
-    K divides H: each key/value head serves H/K query heads. Gradients of query, key, value and sink are exact.
+    K divides H: each key/value head serves H/K query heads. Gradients of query, key, value and sink are exact. Fewer
+    queries than keys are the last rows, for prefill in chunks and decoding: `attention(q[:, -M:], k, v, ...)` equals
+    `attention(q, k, v, ...)[:, -M:]`. More than keys are refused, unless dense without causal or window.
     pattern: which query attends to which key; None is every one (dense). The objects of `dilabench.patterns`:
         DilatedPattern (LongNet), BlockSparsePattern, SelectedBlocksPattern (NSA, MoBA, DSA, MSA: per token),
         TopKBlocksPattern (VSA), WindowSinkPattern (StreamingLLM), ColumnBoundsPattern (FlashMask).
@@ -90,12 +96,17 @@ def attention(
         restarts in each; equal bounds are empty, rows beyond the last get 0.
     max_seqlen: of the longest sequence, or more: calls of dense and dilated patterns then wait for no bounds on a GPU.
         Less is refused if bounds are numbers or on a CPU, outside torch.compile; bounds on a GPU are not read for it.
-    indices: integers that replace the pattern's selector and top_k. SelectedBlocksPattern: [B, N, K, S], [N, K, S] or
+    cu_seqlens_k: with cu_seqlens, the bounds of the keys [T_k, K, D] of as many sequences, whose queries are their last
+        rows. Bounds on a GPU are then read, which waits for it.
+    key_lengths: [B], of a cache [B, N, K, D] how many keys each item has; its queries are the last rows of these.
+        Keys and values behind them are not read. A tensor on a GPU is read, which waits for it.
+    indices: integers that replace the pattern's selector and top_k. SelectedBlocksPattern: [B, M, K, S], [M, K, S] or
         packed [T, K, S], the S key blocks of each query token and key/value head, required if its selector reads
         queries. TopKBlocksPattern: [n, k] or [K, n, k], the k key blocks of each of n query blocks. With cu_seqlens
-        blocks count from 0 in each sequence, and n is the sum over sequences. A repeated index counts once, -1 means no
+        or key_lengths blocks count from 0 in each sequence, and n is the sum over sequences. Blocks of queries are
+        those that hold a query, cut where blocks of keys are. A repeated index counts once, -1 means no
         block; other numbers without a block are refused on a CPU and ignored on a GPU.
-    return_lse: also return lse [B, H, N] (packed: [H, T]), the natural logarithm of each query's sum of exponentials,
+    return_lse: also return lse [B, H, M] (packed: [H, T]), the natural logarithm of each query's sum of exponentials,
         without a gradient. A query that attends to no key has out 0 and lse -inf.
     backend: for dense and dilated patterns a name of `dilabench list backends`, or a function
         `(q, k, v, *, causal, window, scale) -> (out, lse)` of dense attention; 'auto' is the fastest way known.
@@ -130,6 +141,8 @@ def attention(
         sink=sink,
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
+        cu_seqlens_k=cu_seqlens_k,
+        key_lengths=key_lengths,
         indices=indices,
         backend=backend,
     )

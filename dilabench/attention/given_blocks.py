@@ -5,25 +5,29 @@ Plans are made from the indices, and kept until these are written to.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dilabench.attention import operands
 from dilabench.attention.operands import Kinds
+from dilabench.attention.sequences import kinds_of, spans_of
 from dilabench.choice.computation import implementation_of
 from dilabench.errors import ConfigError
 from dilabench.impls.block_sparse.planned import Planned, kernels_for, plan_of_columns
 from dilabench.impls.call import AnyPattern, Call, PatternFields, pattern_of
-from dilabench.impls.no_pairs import NOTHING_SEEN, SHAPES_ONLY
+from dilabench.impls.last_rows import BySequence, InSquare, Run
+from dilabench.impls.no_pairs import NOTHING_SEEN
 from dilabench.impls.one_operator import Computation, materialised
 from dilabench.impls.selected.selected_blocks import computation_for
 from dilabench.impls.selected.selection import Selection
 from dilabench.kernels.block_sparse.selected import SelectedPlan
 from dilabench.kernels.streams import is_captured
-from dilabench.patterns.answers import Compression, SelectedKeys, SequenceShape
+from dilabench.patterns.answers import Compression, HiddenRows, SelectedKeys, SequenceShape
 from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern
 from dilabench.workload.spec import AUTO, UNBOUNDED, Workload
@@ -36,11 +40,11 @@ def selecting(
     indices: Tensor,
     query: Tensor,
     key: Tensor,
-    bounds: tuple[int, ...],
-    unread: Tensor | None,
+    bounds: tuple[tuple[int, ...], tuple[int, ...]],
+    unread: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Pattern | PatternFields, Tensor]:
-    """The pattern of blocks that a caller gives, and their indices: as they are, or in packed sequences, for blocks of
-    queries, those of their tokens.
+    """The pattern of blocks that a caller gives, and their indices: as they are, or of several sequences, for blocks of
+    queries, those of their tokens. bounds, unread: `Call.cu_seqlens` and `Call.key_bounds`, as numbers or tensors.
     """
     selected = pattern if isinstance(pattern, SelectedKeys) else None
     if isinstance(pattern, Pattern):
@@ -51,7 +55,7 @@ def selecting(
     size, per_token = selected
     if type(indices) is not Tensor or indices.layout is not torch.strided:
         operands.check_are_tensors(indices=indices)
-    if not per_token and (bounds or unread is not None):
+    if not per_token and (any(bounds) or unread[0] is not None or unread[1] is not None):
         indices = _of_query_blocks(indices, size, query, key, bounds, unread)
     # Patterns that stand for any blocks of their size.
     kind = "selected_blocks" if per_token else "topk_blocks"
@@ -68,30 +72,33 @@ def _standing(kind: str, block_size: int) -> Pattern | PatternFields:
 def over_compressed(kinds: Kinds, call: Call, compression: Compression) -> Computation:
     """The computation of queries over keys that stand for blocks of tokens."""
     (query, dtype, device), (key, *_), (value, *_) = kinds
-    count = compression.count(query[1])
+    # The bounds of compressed keys are the tokens that they stand for.
+    tokens = call.key_bounds[0] if call.key_bounds else query[1]
+    count = compression.count(tokens)
     if key != value or key[1] != count or key[::3] != query[::3]:
         raise ValueError(
-            f"compressed keys {tuple(key)} and values {tuple(value)} must be [B, C, K, D] with C = {count} for query "
-            f"{tuple(query)}, {compression}"
+            f"compressed keys {tuple(key)} and values {tuple(value)} must be [B, C, K, D] with C = {count} for "
+            f"{tokens} tokens and query {tuple(query)}, {compression}"
         )
-    if device.type == "meta" or 0 in query:
-        return SHAPES_ONLY
-    if not count:
+    if device.type == "meta" or 0 in query or not count:
         return NOTHING_SEEN
-    shape = SequenceShape(query[1], query[2], key[2], causal=True, window=UNBOUNDED)
+    shape, before = SequenceShape(tokens, query[2], key[2], causal=True, window=UNBOUNDED), tokens - query[1]
     hidden = call.pattern.hidden_rows(shape)
     assert hidden is not None, "compressed keys are hidden from the tokens before them"
+    if before:
+        shape = replace(shape, length=query[1])
+        hidden = HiddenRows.of(query[1], *zip(hidden.starts - before, hidden.stops - before, strict=True))
     scale = query[3] ** -0.5 if call.scale is None else float(call.scale)
     return Planned(kernels_for(device, dtype), plan_of_columns(shape, hidden, count), scale)
 
 
 def of_indices(kinds: Kinds, call: Call, indices: Tensor) -> Computation:
     """The computation over the blocks that a caller gives, kept until the indices are written to."""
-    workload = _of_given_blocks(kinds, call)
+    workload = None if call.key_bounds else _of_given_blocks(kinds, call)
     if indices.device != kinds[0][2]:
         raise ValueError(f"indices are on {indices.device} and query on {kinds[0][2]}; move one of them")
-    if workload is None:
-        return SHAPES_ONLY
+    if not call.key_bounds and workload is None:
+        return NOTHING_SEEN
     made = partial(_over_blocks, kinds, call, workload, indices)
     if not indices.is_cuda:
         return _by_indices.get(indices, (kinds, call), made)
@@ -117,30 +124,60 @@ def _of_given_blocks(kinds: Kinds, call: Call) -> Workload | None:
             raise ConfigError(f"backend {call.backend!r} with indices of blocks, whose kernels call none; leave it out")
         if workload is None or device.type == "meta":
             return None
-        implementation_of(workload, device)
+        implementation_of(workload.replace(query_len=None), device)
     except ConfigError as error:
         raise ValueError(str(error)) from None
     return workload
 
 
-def _over_blocks(kinds: Kinds, call: Call, workload: Workload, indices: Tensor) -> Computation:
+def _over_blocks(
+    kinds: Kinds, call: Call, workload: Workload | None, indices: Tensor, by_token: bool = False
+) -> Computation:
+    """The computation over the blocks of each token, or of each block of queries unless `by_token`. workload: None for
+    several sequences, of which each has its own queries and keys.
+    """
+    if workload is None:
+        return _over_sequences(kinds, call, indices)
     (query, dtype, device), (key, *_), _ = kinds
     selected = call.pattern.selects
     assert selected is not None, "given blocks have a size"
-    size, length, scale = selected.block_size, query[1], workload.softmax_scale
+    size, length, before, scale = selected.block_size, key[1], key[1] - query[1], workload.softmax_scale
     # Another object, so that the result does not hold the tensor that it is kept for.
     indices = materialised(indices.detach())
-    if selected.per_token or call.cu_seqlens:
+    if by_token or selected.per_token or call.cu_seqlens:
         indices = _indices_of_tokens(indices, query, key)
         _check_blocks(indices, _blocks_of_tokens(call.cu_seqlens, length, size))
-        selection = Selection(indices, size, call.causal, call.window)
-        return computation_for(query[3], dtype, device, selection, scale, call.cu_seqlens)
-    _check_indices(indices, key[2], -(-length // size), size, device)
-    _check_blocks(indices, -(-length // size))
-    # In the form that dilabench's selectors return.
-    by_head = (indices if indices.ndim == 3 else indices[None]).to(torch.int32).contiguous()
-    plan = SelectedPlan(by_head, size, length, call.causal, call.window)
-    return Planned(kernels_for(device, dtype), plan, scale)
+        selection = Selection(_with_none_before(indices, before, 1), size, call.causal, call.window)
+        computation: Computation = computation_for(query[3], dtype, device, selection, scale, call.cu_seqlens)
+    else:
+        blocks, blocks_before = -(-length // size), before // size
+        _check_indices(indices, key[2], blocks - blocks_before, size, device)
+        _check_blocks(indices, blocks)
+        # In the form that dilabench's selectors return.
+        by_head = (indices if indices.ndim == 3 else indices[None]).to(torch.int32).contiguous()
+        plan = SelectedPlan(_with_none_before(by_head, blocks_before, 1), size, length, call.causal, call.window)
+        computation = Planned(kernels_for(device, dtype), plan, scale)
+    return InSquare(computation) if before else computation
+
+
+def _over_sequences(kinds: Kinds, call: Call, indices: Tensor) -> BySequence:
+    """The computation over the blocks of several sequences, of which each has its own queries and keys."""
+    indices = _indices_of_tokens(indices, kinds[0][0], kinds[1][0])
+    alone = call._replace(cu_seqlens=(), max_seqlen=0, key_bounds=())
+    runs = []
+    for queries, keys in spans_of(kinds, call):
+        of_run, own = kinds_of(kinds, queries, keys), queries.of(indices.expand(kinds[0][0][0], -1, -1, -1))
+        workload = _of_given_blocks(of_run, alone)
+        computation: Computation = NOTHING_SEEN
+        if workload is not None:
+            computation = _over_blocks(of_run, alone, workload, own, by_token=True)
+        runs.append(Run(queries, keys, computation))
+    return BySequence(runs)
+
+
+def _with_none_before(indices: Tensor, rows: int, axis: int) -> Tensor:
+    """Indices with this many rows before them that select no block."""
+    return torch.cat([indices.new_full((*indices.shape[:axis], rows, *indices.shape[axis + 1 :]), -1), indices], axis)
 
 
 def _indices_of_tokens(indices: Tensor, query: torch.Size, key: torch.Size) -> Tensor:
@@ -159,27 +196,47 @@ def _indices_of_tokens(indices: Tensor, query: torch.Size, key: torch.Size) -> T
 
 
 def _of_query_blocks(
-    indices: Tensor, block_size: int, query: Tensor, key: Tensor, bounds: tuple[int, ...], unread: Tensor | None
+    indices: Tensor,
+    block_size: int,
+    query: Tensor,
+    key: Tensor,
+    bounds: tuple[tuple[int, ...], tuple[int, ...]],
+    unread: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """[T, K, k] of query [1, T, H, D] and key [1, T, K, D], from [n, k] or [K, n, k] of each block of `block_size`
-    queries: n blocks of all packed sequences, one after another. Of bounds that stay unread, n is not checked.
+    """[B, M, K, k] of query [B, M, H, D] and key [B, N, K, D], packed [T, K, k], from [n, k] or [K, n, k] of each block
+    of `block_size` queries: n blocks of all sequences, one after another. Of bounds that stay unread, n is not checked.
     """
-    tokens, kv_heads = query.shape[1], key.shape[2]
-    if unread is not None:
-        ends = unread.to(device=query.device, dtype=torch.int64)
-    else:
-        numbers = operands.without_empty(bounds, tokens)
-        blocks = sum(-(-(stop - start) // block_size) for start, stop in pairwise(numbers))
-        _check_indices(indices, kv_heads, blocks, block_size, query.device)
-        ends = torch.tensor(numbers, dtype=torch.int64, device=query.device)
-    token = torch.arange(tokens, device=query.device)
-    sequence = torch.searchsorted(ends, token, right=True) - 1
-    blocks_of = (ends.diff(append=ends[-1:]) + block_size - 1) // block_size
-    block = (blocks_of.cumsum(0) - blocks_of)[sequence] + (token - ends[sequence]) // block_size
+    (batch, rows), packed = query.shape[:2], bool(bounds[0]) or unread[0] is not None
+    of_queries, of_keys = bounds
+    if not packed:
+        of_queries = tuple(rows * item for item in range(batch + 1))
+        of_keys = tuple(accumulate(of_keys, initial=0))
+    if unread[0] is None and unread[1] is None:
+        blocks = 0
+        for (start, stop), (begin, end) in zip(pairwise(of_queries), pairwise(of_keys or of_queries), strict=False):
+            if start < stop:
+                blocks += -(-(end - begin) // block_size) - (end - begin - stop + start) // block_size
+        _check_indices(indices, key.shape[2], blocks, block_size, query.device)
+    here: Any = {"device": query.device, "dtype": torch.int64}
+    starts = torch.tensor(of_queries, **here) if unread[0] is None else unread[0].to(**here)
+    ends = starts
+    if unread[1] is not None:
+        ends = unread[1].to(**here) if packed else torch.nn.functional.pad(unread[1].to(**here).cumsum(0), (1, 0))
+    elif of_keys:
+        ends = torch.tensor(of_keys, **here)
+    # Behind the last sequence there are no queries.
+    queries, keys = starts.diff(append=starts[-1:]), ends.diff(append=ends[-1:])
+    before = keys - queries
+    counts = ((keys + block_size - 1) // block_size - before // block_size).where(queries > 0, 0)
+    token = torch.arange(batch * rows, device=query.device)
+    sequence = torch.searchsorted(starts, token, right=True) - 1
+    first = (counts.cumsum(0) - counts - before // block_size)[sequence]
+    block = first + (before[sequence] + token - starts[sequence]) // block_size
     by_head = indices if indices.ndim == 3 else indices[None]
     # Tokens behind the last sequence see no key.
-    block = block.clamp_max(by_head.shape[1] - 1)
-    return by_head.transpose(0, 1)[block].expand(-1, kv_heads, -1)
+    block = block.clamp(0, by_head.shape[1] - 1)
+    by_token = by_head.transpose(0, 1)[block].expand(-1, key.shape[2], -1)
+    return by_token if packed else by_token.unflatten(0, (batch, rows))
 
 
 def _check_indices(indices: Tensor, kv_heads: int, blocks: int, block_size: int, device: torch.device) -> None:

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from dilabench.attention import operands
 from dilabench.attention.call import attend
-from dilabench.impls.call import pattern_of
+from dilabench.attention.sequences import spans_of
+from dilabench.impls.call import Call, pattern_of
+from dilabench.impls.last_rows import Span
 from dilabench.impls.multihead import check_embeddings, check_sizes
 from dilabench.impls.operator_rules import LIBRARY, one_after_another, operator
 from dilabench.impls.selected.selecting import Choosing, select_by_compression
@@ -55,20 +57,24 @@ def native_sparse_attention(
     scale: float | None = None,
     indices: Tensor | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
+    cu_seqlens_k: Sequence[int] | Tensor | None = None,
+    key_lengths: Sequence[int] | Tensor | None = None,
 ) -> Tensor:
-    """Causal out [B, N, H, D] = sum_c gates[..., c] · attention_c, of query [B, N, H, D] and key, value [B, N, K, D].
+    """Causal out [B, M, H, D] = sum_c gates[..., c] · attention_c, of query [B, M, H, D] and key, value [B, N, K, D].
+    The queries are the last M tokens.
 
-    gates: [B, N, H, 3], of the compressed, the selected and the window branch (a sigmoid in the paper; equation 5).
+    gates: [B, M, H, 3], of the compressed, the selected and the window branch (a sigmoid in the paper; equation 5).
     compressed_key, compressed_value: [B, C, K, D], the compressed form of blocks of `compression_length` tokens, one
         every `compression_stride`, of which C = (N - length) // stride + 1 are whole; by default the means of `key` and
         `value` (the paper learns it: `BlockCompression`). A token sees those whose tokens are all behind it.
     key, value: of the selected branch. window_key, window_value: of the window, [B, N, K, D]; by default the same.
     block_size, top_k: blocks of keys that each token and key/value head selects, the first one, the token's own and the
-        one before it always among them (equations 8 to 12). `indices`, int [B, N, K, S] as of `attention`: given ones.
+        one before it always among them (equations 8 to 12). `indices`, int [B, M, K, S] as of `attention`: given ones.
     window: how many keys up to its own a token sees in the window. scale: of the scores; 1/sqrt(D) by default.
     cu_seqlens: ascending bounds of packed sequences from 0, on tensors without the batch axis: [T, H, D], gates
         [T, H, 3], indices [T, K, S], and compressed keys [C, K, D] of each sequence, one after another. Blocks restart
         in each. Tokens behind the last bound get 0. Compressed attention and selection are launched for each sequence.
+    cu_seqlens_k, key_lengths: other bounds of keys, and the number of keys of each item of a cache, as of `attention`.
 
     Gradients of query, keys, values, compressed ones and gates are exact for the blocks that were selected. Works under
     torch.compile without a graph break, with bounds in a list. Raises ValueError for shapes that do not fit.
@@ -80,11 +86,12 @@ def native_sparse_attention(
     torch.Size([1, 200, 4, 16])
     """
     operands.check_are_tensors(query=query, key=key, value=value, gates=gates)
-    bounds: tuple[int, ...] = ()
-    if cu_seqlens is not None:
-        bounds = _bounds(cu_seqlens, operands.check_tokens(query, key, value))
-    operands.check_operands(*(x.shape if cu_seqlens is None else x[None].shape for x in (query, key, value)))
-    operands.check_kinds((x.dtype, x.device) for x in (query, key, value))
+    packed = cu_seqlens is not None
+    if packed:
+        operands.check_tokens(query, key, value)
+    batch = [x[None] if packed else x for x in (query, key, value)]
+    operands.check_operands(*(x.shape for x in batch))
+    operands.check_kinds((x.dtype, x.device) for x in batch)
     if gates.shape != (*query.shape[:-1], BRANCHES):
         raise ValueError(f"gates {tuple(gates.shape)} must be {(*query.shape[:-1], BRANCHES)}: one for each branch")
     if gates.device != query.device:
@@ -95,28 +102,36 @@ def native_sparse_attention(
         if not isinstance(number, int | torch.SymInt) or number < 1:
             raise ValueError(f"{name} {number!r:.80} must be a whole number of at least 1, {meaning}")
     check_block(block_size)
-    spans = compression_length, compression_stride
-    compression = Compression(*spans)
+    spans_of_block = compression_length, compression_stride
+    compression = Compression(*spans_of_block)
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    queries = _sequences(query, bounds)
-    counts = [compression.count(x.shape[1]) for x in queries]
+    spans = _spans(batch, cu_seqlens, cu_seqlens_k, key_lengths)
+    queries = [of_queries.of(batch[0]) for of_queries, _ in spans]
+    lengths = [of_keys.length for _, of_keys in spans]
     keys, values = (
-        [block_means(x, *spans) for x in _sequences(whole, bounds)]
+        [block_means(of_keys.of(whole), *spans_of_block) for _, of_keys in spans]
         if given is None
-        else _compressed(given, counts, bounds)
-        for whole, given in ((key, compressed_key), (value, compressed_value))
+        else _compressed(given, spans, compression, packed)
+        for whole, given in ((batch[1], compressed_key), (batch[2], compressed_value))
     )
     over = pattern_of("compressed_keys", length=compression_length, stride=compression_stride)
-    parts = [attend(*tensors, over, scale=scale)[0] for tensors in zip(queries, keys, values, strict=True)]
+    parts = [
+        attend(q, k, v, over, scale=scale, key_lengths=None if q.shape[1] == length else [length] * q.shape[0])[0]
+        for q, k, v, length in zip(queries, keys, values, lengths, strict=True)
+    ]
     compressed = _joined(parts, query, 0.0)
     if indices is None:
-        blocks = block_size, top_k, _BLOCKS.initial, _BLOCKS.local
-        found = [selected_by_compression(*each, spans, factor, blocks) for each in zip(queries, keys, strict=True)]
-        if bounds:
-            widest = max([1, *(x.shape[3] for x in found)])
+        of_blocks = block_size, top_k, _BLOCKS.initial, _BLOCKS.local
+        found = [
+            selected_by_compression(q, k, spans_of_block, factor, (*of_blocks, length))
+            for q, k, length in zip(queries, keys, lengths, strict=True)
+        ]
+        if len(found) > 1:
+            widest = max(x.shape[3] for x in found)
             found = [nn.functional.pad(x, (0, widest - x.shape[3]), value=-1) for x in found]
         indices = _joined(found, query, -1)
     options: Any = {"causal": True, "scale": scale, "cu_seqlens": cu_seqlens}
+    options |= {"cu_seqlens_k": cu_seqlens_k, "key_lengths": key_lengths}
     selected, _ = attend(query, key, value, SelectedKeys(block_size, True), indices=indices, **options)
     near, _ = attend(
         query,
@@ -134,8 +149,8 @@ def native_sparse_attention(
 def _shapes_of_indices(
     q: Tensor, keys: Tensor, _spans: Sequence[int], _scale: float, choosing: Sequence[int]
 ) -> Tensor:
-    block, top_k, _, _ = choosing
-    width = torch.sym_min(top_k, -(-q.shape[1] // block))
+    block, top_k, _, _, tokens = choosing
+    width = torch.sym_min(top_k, -(-tokens // block))
     return q.new_empty((q.shape[0], q.shape[1], keys.shape[2], width), dtype=torch.int32)
 
 
@@ -143,13 +158,39 @@ def _shapes_of_indices(
 def selected_by_compression(
     query: Tensor, keys: Tensor, compression: Sequence[int], scale: float, choosing: Sequence[int]
 ) -> Tensor:
-    """Indices int32 [B, N, K, S] of `selecting.select_by_compression`; choosing: block, top_k, initial, local."""
-    block, top_k, initial, local = choosing
+    """Indices int32 [B, N, K, S] of `selecting.select_by_compression`; choosing: block, top_k, initial, local,
+    tokens.
+    """
+    block, top_k, initial, local, tokens = choosing
     of_blocks = Choosing(block, top_k, causal=True, initial=initial, local=local)
-    return select_by_compression(query.detach(), keys.detach(), Compression(*compression), scale, of_blocks)
+    return select_by_compression(query.detach(), keys.detach(), Compression(*compression), scale, of_blocks, tokens)
 
 
 torch.library.register_vmap("dilabench::select_by_compression", one_after_another(selected_by_compression), lib=LIBRARY)
+
+
+def _spans(
+    batch: Sequence[Tensor],
+    cu_seqlens: Sequence[int] | Tensor | None,
+    cu_seqlens_k: Sequence[int] | Tensor | None,
+    key_lengths: Sequence[int] | Tensor | None,
+) -> list[tuple[Span, Span]]:
+    """The queries and keys of each sequence; of none, of one without tokens. batch: query, key, value [B, ·, ·, D]."""
+    query, key, _ = batch
+    rows, tokens = query.shape[1], key.shape[1]
+    packed = cu_seqlens is not None
+    given = cu_seqlens_k is not None or key_lengths is not None
+    if packed or given:
+        bounds = () if cu_seqlens is None else operands.bounds(cu_seqlens, rows)
+        ends, unread = operands.key_bounds(key, packed, cu_seqlens_k, key_lengths) if given else (bounds, None)
+        if unread is not None:
+            ends = operands.bounds(unread, tokens)
+        call = Call(DENSE, causal=True, cu_seqlens=bounds, key_bounds=ends)
+        found = [*spans_of(tuple((x.shape, x.dtype, x.device) for x in batch), call)]  # type: ignore[arg-type]
+        return found or [(Span(slice(0, 1), slice(0, 0)),) * 2]
+    operands.check_rows(rows, tokens, Call(DENSE, causal=True))
+    items = slice(0, query.shape[0])
+    return [(Span(items, slice(0, rows)), Span(items, slice(0, tokens)))]
 
 
 def _bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int) -> tuple[int, ...]:
@@ -163,23 +204,34 @@ def _sequences(x: Tensor, bounds: tuple[int, ...]) -> list[Tensor]:
     return [x[None, start:stop] for start, stop in pairwise(bounds)] if bounds else [x]
 
 
-def _compressed(given: Tensor, counts: Sequence[int], bounds: tuple[int, ...]) -> list[Tensor]:
-    """Compressed keys or values of each sequence."""
-    if not bounds:
-        return [given]
-    if given.ndim != 3 or given.shape[0] != sum(counts):
+def _compressed(
+    given: Tensor, spans: Sequence[tuple[Span, Span]], compression: Compression, packed: bool
+) -> list[Tensor]:
+    """Compressed keys or values [sequences, C, K, D] of each span."""
+    counts = [compression.count(keys.length) for _, keys in spans]
+    if not packed:
+        if given.ndim != 4:
+            raise ValueError(f"compressed keys or values {tuple(given.shape)} must be [B, C, K, D]")
+        # What does not fit is refused by `attend`.
+        whole = len(spans) == 1
+        return [given if whole else given[keys.items, :count] for (_, keys), count in zip(spans, counts, strict=True)]
+    totals = [keys.sequences * count for (_, keys), count in zip(spans, counts, strict=True)]
+    if given.ndim != 3 or given.shape[0] != sum(totals):
         raise ValueError(
-            f"compressed keys or values {tuple(given.shape)} must be [C, K, D] with C = {sum(counts)}, the blocks of "
+            f"compressed keys or values {tuple(given.shape)} must be [C, K, D] with C = {sum(totals)}, the blocks of "
             "all packed sequences"
         )
-    return [x[None] for x in given.split([*counts])]
+    parts = given.split(totals)
+    return [part.reshape(keys.sequences, -1, *given.shape[1:]) for part, (_, keys) in zip(parts, spans, strict=True)]
 
 
 def _joined(parts: Sequence[Tensor], query: Tensor, behind: float) -> Tensor:
-    """As query [B, N, ·, ·], or [T, ·, ·] of the parts [1, n, ·, ·] of sequences and of what is behind them."""
+    """As query [B, M, ·, ·], or [T, ·, ·], of the parts [sequences, M, ·, ·] and of what is behind them."""
     if query.ndim == 4:
-        return parts[0]
-    joined = torch.cat([*parts], 1)[0]
+        joined = torch.cat([*parts]) if len(parts) > 1 else parts[0]
+        missing = query.shape[0] - joined.shape[0]
+        return nn.functional.pad(joined, (0, 0, 0, 0, 0, 0, 0, missing), value=behind) if missing else joined
+    joined = torch.cat([part.flatten(0, 1) for part in parts])
     return nn.functional.pad(joined, (0, 0, 0, 0, 0, query.shape[0] - joined.shape[0]), value=behind)
 
 

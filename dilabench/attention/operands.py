@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dilabench.impls.call import Call, OwnBackend
+from dilabench.patterns.dense import DENSE
 from dilabench.patterns.pattern import Pattern, SequenceShape
 from dilabench.validation import validated
-from dilabench.workload.spec import DType, Workload, bounds_of_lengths
+from dilabench.workload.spec import UNBOUNDED, DType, Workload, bounds_of_lengths
 
 Kind = tuple[torch.Size, torch.dtype, torch.device]
 """Shape, dtype and device of a tensor."""
@@ -57,20 +58,30 @@ class OfTensors(Generic[_MadeT]):
 
 def workload_of(kinds: Sequence[Kind], call: Call) -> Workload | None:
     """The workload of query, key and value, for the tokens up to the last bound of packed sequences and without empty
-    sequences; None if no token sees any. Raises ValueError for tensors that do not fit together, ConfigError for
-    options that do not fit.
+    sequences; None if no token sees any. More queries than keys, which all see all, are not in it. Raises ValueError
+    for tensors that do not fit together, ConfigError for options that do not fit.
     """
     shapes, dtypes, devices = zip(*kinds, strict=True)
     check_operands(*shapes)
     check_kinds(zip(dtypes, devices, strict=True))
-    batch_size, seq_len, num_heads, head_dim = shapes[0]
-    if seq_len <= FEW_TOKENS and num_heads > MANY_HEADS:
+    batch_size, rows, num_heads, head_dim = shapes[0]
+    seq_len = shapes[1][1]
+    if rows == seq_len <= FEW_TOKENS and num_heads > MANY_HEADS:
         _warn_of_layout(tuple(shapes[0]))
-    sequences = without_empty(call.cu_seqlens, seq_len) if call.cu_seqlens else ()
-    if sequences:
-        seq_len = sequences[-1]
-    is_empty = not (batch_size and seq_len)
-    packed = {"layout": "packed", "cu_seqlens": sequences} if len(sequences) > 1 else {}
+    sequences: tuple[int, ...] = ()
+    if call.cu_seqlens:
+        if rows != seq_len:
+            raise ValueError(
+                f"query has {rows} tokens and key {seq_len}, with the bounds cu_seqlens for both; give cu_seqlens_k, "
+                "the bounds of the keys"
+            )
+        sequences = without_empty(call.cu_seqlens, seq_len)
+        rows = seq_len = sequences[-1]
+    check_rows(rows, seq_len, call)
+    is_empty = not (batch_size and rows and seq_len)
+    layout: dict[str, Any] = {"layout": "packed", "cu_seqlens": sequences} if len(sequences) > 1 else {}
+    if 0 < rows < seq_len:
+        layout = {"query_len": rows}
     # The options are checked even so.
     workload = validated(
         Workload,
@@ -86,7 +97,7 @@ def workload_of(kinds: Sequence[Kind], call: Call) -> Workload | None:
             "window": call.window,
             "scale": call.scale,
             "mode": "both" if call.wants_gradient else "forward",
-            **packed,
+            **layout,
         },
     )
     return None if is_empty else workload
@@ -107,21 +118,31 @@ def without_empty(cu_seqlens: Sequence[int], tokens: int) -> tuple[int, ...]:
 
 
 def check_operands(query: torch.Size, key: torch.Size, value: torch.Size) -> None:
-    """Refuse shapes that are not [B, N, H, D] and [B, N, K, D]."""
+    """Refuse shapes that are not [B, M, H, D] and [B, N, K, D]."""
     if len(query) != 4 or len(key) != 4 or key != value:
         raise ValueError(
             f"query {tuple(query)} must be [B, N, H, D], key {tuple(key)} and value {tuple(value)} equal and "
             "[B, N, K, D]"
         )
-    B, N, _, D = query
+    B, _, _, D = query
     if not D:
         raise ValueError(f"query {tuple(query)} has a head dim of 0; give [B, N, H, D] with at least one channel")
-    if (key[0], key[1], key[3]) != (B, N, D):
+    if (key[0], key[3]) != (B, D):
         raise ValueError(
-            f"key {tuple(key)} must agree with query {tuple(query)} in batch, length and head dim; give [B, N, K, D] "
-            "and [B, N, H, D]"
+            f"key {tuple(key)} must agree with query {tuple(query)} in batch and head dim; give [B, N, K, D] and "
+            "[B, M, H, D]"
         )
     check_heads(query[2], key[2])
+
+
+def check_rows(rows: int, keys: int, call: Call) -> None:
+    """Refuse more queries than keys if places matter: under a mask, a window or a pattern."""
+    if rows > keys and (call.causal or call.window != UNBOUNDED or call.pattern != DENSE):
+        raise ValueError(
+            f"{rows} queries over {keys} keys, causal={call.causal}, window={call.window}, pattern "
+            f"{call.pattern.kind}: queries are the last rows of their keys, so at most as many; give all keys, or for "
+            "cross-attention no mask, window or pattern"
+        )
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
@@ -230,6 +251,8 @@ def _as_autocast(x: Tensor) -> Tensor:
 _INTEGERS = {
     "window": "two integers, (left, right), with -1 for unbounded; (-1, -1) is no window",
     "cu_seqlens": "integers that rise from 0, for example (0, 512, 1024)",
+    "cu_seqlens_k": "integers that rise from 0, for example (0, 512, 1024)",
+    "key_lengths": "the number of keys of each item, for example (512, 300)",
     "dilation_rates": "a sequence of integers, for example (1, 2)",
 }
 _SEGMENTS = "a sequence of integers, for example (2048, 4096)"
@@ -292,23 +315,49 @@ def refuse_types(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} {value!r:.80} has parts that can change; give numbers and texts") from None
 
 
-def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int | None = None) -> tuple[int, ...]:
+def bounds(cu_seqlens: Sequence[int] | Tensor, tokens: int | None = None, name: str = "cu_seqlens") -> tuple[int, ...]:
     """The bounds as numbers, at least one: an empty tuple means a batch. A tensor is read from its device once.
 
-    tokens: how many there are, if that is known.
+    tokens: how many there are, if that is known. name: of the option.
     """
     if not isinstance(cu_seqlens, Tensor):
-        cu_seqlens = bounds = integers("cu_seqlens", cu_seqlens)
+        cu_seqlens = bounds = integers(name, cu_seqlens)
     elif cu_seqlens.is_meta:
-        raise ValueError("cu_seqlens is on meta, and bounds are read; give a list")
+        raise ValueError(f"{name} is on meta, and its numbers are read; give a list")
     else:
         bounds = _numbers(cu_seqlens) if cu_seqlens.ndim == 1 else ()
     if not bounds:
         end = "" if tokens is None else f" to {tokens}"
-        raise ValueError(f"cu_seqlens {cu_seqlens} must be one row of bounds that rise from 0{end}")
+        row = _INTEGERS[name] if name == "key_lengths" else f"one row of bounds that rise from 0{end}"
+        raise ValueError(f"{name} {cu_seqlens} must be {row}")
     if isinstance(cu_seqlens, Tensor):
-        check_bounds_dtype(cu_seqlens)
+        check_bounds_dtype(cu_seqlens, name)
     return bounds
+
+
+def key_bounds(
+    key: Tensor,
+    packed: bool,
+    cu_seqlens_k: Sequence[int] | Tensor | None,
+    key_lengths: Sequence[int] | Tensor | None,
+) -> tuple[tuple[int, ...], Tensor | None]:
+    """Bounds of the keys of packed sequences, or the number of keys of each item of a batch: as numbers, or as they are
+    if a compiler traces their tensor. Raises ValueError.
+    """
+    if packed == (cu_seqlens_k is None) or packed == (key_lengths is not None):
+        raise ValueError(
+            "cu_seqlens_k goes with cu_seqlens, packed sequences [T, H, D], and key_lengths with a batch [B, M, H, D]; "
+            f"got cu_seqlens_k {cu_seqlens_k!r:.80} and key_lengths {key_lengths!r:.80} "
+            f"{'with' if packed else 'without'} cu_seqlens"
+        )
+    name, given = ("cu_seqlens_k", cu_seqlens_k) if packed else ("key_lengths", key_lengths)
+    assert given is not None
+    if isinstance(given, Tensor) and torch.compiler.is_compiling():
+        check_bounds_dtype(given, name)
+        return (), given
+    if not packed and not key.shape[0]:
+        return (), None
+    return bounds(given, key.shape[0] if packed else None, name), None
 
 
 def packing(
@@ -334,10 +383,10 @@ def may_stay(bounds: Tensor) -> bool:
     return type(bounds) is Tensor and bounds.is_cuda
 
 
-def check_bounds_dtype(cu_seqlens: Tensor) -> None:
+def check_bounds_dtype(cu_seqlens: Tensor, name: str = "cu_seqlens") -> None:
     """Refuse bounds that are fractions or bools."""
     if cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
-        raise ValueError(f"cu_seqlens has dtype {cu_seqlens.dtype} and must be {_INTEGERS['cu_seqlens']}")
+        raise ValueError(f"{name} has dtype {cu_seqlens.dtype} and must be {_INTEGERS[name]}")
 
 
 def rounded_up(max_seqlen: int, cu_seqlens: Sequence[int] | Tensor | None) -> int:

@@ -81,8 +81,7 @@ class SequenceShards:
         key: Tensor,
         value: Tensor,
         call: Call,
-        _indices: Tensor | None = None,
-        _bounds: Tensor | None = None,
+        *_read: Tensor | None,
     ) -> ShardedAttention | ShapesOnly:
         """The computation for tensors like these, made once for each shape and kind. Raises ValueError."""
         operands.check_kinds((x.dtype, x.device) for x in (query, key, value))

@@ -61,8 +61,7 @@ class Plain:
     alignment_bytes: required multiple of addresses and outer strides; a tensor that violates it is copied.
     forward_span, backward_span: elements from the first to the last of a tensor, gaps included, that one launch can
     address (32-bit arithmetic inside); a batch that spans more needs several launches.
-    aligns_ends: a causal mask over fewer queries than keys lets the last query see the last key; of packed sequences,
-    a window does so too.
+    aligns_ends: under a causal mask or a window over fewer queries than keys the last query sees the last key.
     places_results: it writes out and dq into given tensors.
     """
 
@@ -90,8 +89,8 @@ def adapted(forward: KernelForward, backward: KernelBackward, plain: Plain) -> t
     """`attend` and `attend_backward` of the contract over a kernel's plain case.
 
     Both raise ValueError for a mask over different numbers of queries and keys, since kernels disagree on which corner
-    of the matrix such a mask starts from (except a causal one with `aligns_ends`), and if a single batch item spans
-    more than a launch can address.
+    of the matrix such a mask starts from (except over fewer queries with `aligns_ends`), and if a single batch item
+    spans more than a launch can address.
     """
 
     def attend(
@@ -243,7 +242,7 @@ def _packed_band(causal: bool, window: Window, sequences: Sequences, plain: Plai
 def _call(plain: Plain, causal: bool, window: Window, scale: float, num_queries: int, num_keys: int) -> Call:
     """The call for as many queries and keys, made once. Raises ValueError for a mask that the kernel does not align."""
     band = Band.of(causal, window, num_queries, num_keys)
-    aligned = plain.aligns_ends and num_queries < num_keys and band.causal and not band.windowed
+    aligned = plain.aligns_ends and num_queries < num_keys
     if num_queries and num_keys and num_queries != num_keys and not (band.full or aligned):
         raise ValueError(
             f"causal={causal} window={window} with {num_queries} queries and {num_keys} keys: under a mask their "

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from dilabench.choice.descriptors import Implementation, load_target
-from dilabench.choice.rules import Choice, by_priority, choose
+from dilabench.choice.rules import Choice, by_priority, choose, usable
 from dilabench.choice.ways import Candidate, Way, own_ways
 from dilabench.contracts import Attend, BuildContext, LoadedBackend
 from dilabench.errors import ConfigError, said
 from dilabench.impls.call import OwnBackend, function_of
+from dilabench.impls.last_rows import InSquare
 from dilabench.impls.one_operator import Computation
 from dilabench.machine import CPU, CUDA, Machine, detect
 from dilabench.workload.spec import AUTO, UNBOUNDED, Window, Workload
@@ -30,6 +31,8 @@ def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computa
     this machine.
     """
     ways, machine = own_ways(), machine_of(device)
+    if workload.query_len is not None:
+        return _of_last_rows(workload, device)
     if not calls_backends(workload):
         implementation = implementation_of(workload, device)
         built: Computation = load_target(implementation.target)(workload, BuildContext(device=device))
@@ -67,6 +70,21 @@ def automatic(workload: Workload, device: torch.device) -> tuple[Choice, Computa
     return Choice(name, backend.name, choice.source), over(backend, name, requested, device)
 
 
+def _of_last_rows(workload: Workload, device: torch.device) -> tuple[Choice, Computation]:
+    """`automatic` for queries that are the last rows of their keys, by priority: the first implementation that takes
+    them, else the choice for the square with queries of zeros before them. Nothing is measured.
+    """
+    ways, machine = own_ways(), machine_of(device)
+    for name in by_priority(ways, workload):
+        way = Way(name, None, workload)
+        if usable(ways, machine, way):
+            both = way if workload.mode == "forward" else replace(way, workload=workload.replace(mode="both"))
+            backend = backend_of(AUTO, both, device) if ways.implementations.get(name).uses_backend else None
+            return Choice(name, backend.name if backend else None, "rule"), over(backend, name, both.workload, device)
+    choice, square = automatic(workload.replace(query_len=None), device)
+    return choice, InSquare(square)
+
+
 def calls_backends(workload: Workload) -> bool:
     """Return True if an implementation that `auto` may take computes the workload over dense backends."""
     ways = own_ways()
@@ -96,8 +114,8 @@ def implementation_of(workload: Workload, device: torch.device) -> Implementatio
     raise ConfigError(f"nothing here can compute {workload.label()}: {why}")
 
 
-def over(backend: LoadedBackend, implementation: str, workload: Workload, device: torch.device) -> Computation:
-    """The computation of an implementation over a backend."""
+def over(backend: LoadedBackend | None, implementation: str, workload: Workload, device: torch.device) -> Computation:
+    """The computation of an implementation, over a backend if it calls one."""
     build = load_target(own_ways().implementations.get(implementation).target)
     computation: Computation = build(workload, BuildContext(device=device, backend=backend))
     return computation

@@ -109,6 +109,9 @@ class Capabilities:
     """Whether heads may take part in different branches."""
     zero_keys: bool = False
     """Whether it computes attended zero keys."""
+    last_rows: bool = False
+    """Whether it takes fewer queries than keys, the last rows of the square; `choice.computation` runs others over the
+    square."""
     sums: bool = False
     """Whether it computes sums of several attentions, each with its own softmax."""
     head_dim_multiple: Count = 1
@@ -158,6 +161,8 @@ class Capabilities:
                 yield f"{name} {asked} is not supported (has {', '.join(sorted(map(str, offered)))})"
         if not self.window and workload.window != (-1, -1):
             yield f"window {workload.window} is not supported"
+        if workload.query_len is not None and not self.last_rows:
+            yield f"query_len {workload.query_len} below seq_len {workload.seq_len} is not supported"
         if not self.gqa and workload.num_kv_heads != workload.num_heads:
             yield f"num_kv_heads {workload.num_kv_heads} below num_heads {workload.num_heads} is not supported"
         if workload.head_dim % self.head_dim_multiple:

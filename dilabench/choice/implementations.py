@@ -166,7 +166,7 @@ IMPLEMENTATIONS = (
         "dense",
         "full attention through one backend: what a user has without dilation",
         "dilabench.impls.dense:build",
-        supports=Capabilities(patterns=DENSE, devices=WORDS, layouts=BOTH_LAYOUTS),
+        supports=Capabilities(patterns=DENSE, devices=WORDS, layouts=BOTH_LAYOUTS, last_rows=True),
         aliases=("standard",),
         uses_backend=True,
         priority=10,
@@ -185,7 +185,12 @@ IMPLEMENTATIONS = (
         "per branch: zero-copy strided views, dense backend, fused merge",
         "dilabench.impls.strided:build",
         supports=Capabilities(
-            patterns=DILATED, devices=WORDS, layouts=BOTH_LAYOUTS, merge_grads=BOTH_MERGES, zero_keys=True
+            patterns=DILATED,
+            devices=WORDS,
+            layouts=BOTH_LAYOUTS,
+            merge_grads=BOTH_MERGES,
+            zero_keys=True,
+            last_rows=True,
         ),
         aliases=("improved",),
         uses_backend=True,
@@ -207,7 +212,9 @@ IMPLEMENTATIONS = (
         "what `dilabench.attention.dilated_attention` chooses by default; on a GPU it measures candidates at the "
         "first call",
         "dilabench.attention.chosen:build",
-        supports=Capabilities(patterns=DILATED, layouts=BOTH_LAYOUTS, merge_grads=BOTH_MERGES, zero_keys=True),
+        supports=Capabilities(
+            patterns=DILATED, layouts=BOTH_LAYOUTS, merge_grads=BOTH_MERGES, zero_keys=True, last_rows=True
+        ),
         chooses=True,
     ),
     Implementation(

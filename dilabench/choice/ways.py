@@ -255,8 +255,11 @@ class Ways:
 
 
 def _of_a_kernel(workload: Workload) -> Workload:
-    """Return the workload of the dense kernel that computes a part of this workload."""
-    return workload.model_copy(update={"pattern": DENSE, "layout": "padded", "cu_seqlens": None})
+    """Return the workload of the dense kernel that computes a part of this workload.
+
+    Implementations give a kernel no mask over fewer queries than keys that it does not align.
+    """
+    return workload.model_copy(update={"pattern": DENSE, "layout": "padded", "cu_seqlens": None, "query_len": None})
 
 
 @cache

@@ -148,10 +148,14 @@ class DilatedAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """([B, N, E], None) of query, key and value [B, N, E].
 
+        incremental_state: torchscale's dict of a layer, `prev_key` and `prev_value` [B, H, N, D], to which keys and
+        values of these tokens are added. With is_causal, results are the rows of one call over all tokens so far.
+        torchscale itself gives a token another place in its segments (without xPos the first).
+
         key_padding_mask [B, N] is accepted and ignored, as in torchscale: its encoders always pass one, and padded
         positions are attended. Within `packed` N are the tokens of several sequences. Raises ValueError for features
-        that torchscale lacks or computes wrongly: incremental decoding, other masks, relative positions, keys of
-        another length, a sequence over several ranks, segments that the rate does not divide; and for dropout of
+        that torchscale lacks or computes wrongly: other masks, relative positions, keys of another length, states of
+        packed sequences, a sequence over several ranks, segments that the rate does not divide; and for dropout of
         attention weights in training.
         """
         if reason := self._why_not(query, key, value, incremental_state, key_padding_mask, attn_mask, rel_pos):
@@ -160,8 +164,10 @@ class DilatedAttention(nn.Module):
             projection(x).unflatten(-1, (self.num_heads, self.head_dim))
             for projection, x in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value))
         )
+        if incremental_state is not None:
+            k, v = (self._with_earlier(x, incremental_state, name) for x, name in ((k, "prev_key"), (v, "prev_value")))
         if self.xpos is not None:
-            q, k = self._turned(q), self._turned(k, downscale=True)
+            q, k = self._turned(q, k.shape[1] - q.shape[1]), self._turned(k, downscale=True)
         bounds = self.cu_seqlens
         out = dilated_attention(
             *((q, k, v) if bounds is None else (q[0], k[0], v[0])),
@@ -179,13 +185,21 @@ class DilatedAttention(nn.Module):
             out = self.inner_attn_ln(out)
         return self.out_proj(out), None
 
-    def _turned(self, x: Tensor, downscale: bool = False) -> Tensor:
-        """Rotate [B, N, H, D] by xPos, which may be torchscale's module and takes [B·H, N, D]."""
+    @staticmethod
+    def _with_earlier(x: Tensor, state: Any, name: str) -> Tensor:
+        """[B, N + M, H, D]: the keys or values of a state and x [B, M, H, D] behind them, which it then holds, too."""
+        if name in state:
+            x = torch.cat([state[name].transpose(1, 2), x], 1)
+        state[name] = x.transpose(1, 2)
+        return x
+
+    def _turned(self, x: Tensor, offset: int = 0, downscale: bool = False) -> Tensor:
+        """Rotate [B, N, H, D] by xPos, which may be torchscale's module and takes [B·H, N, D]. offset: of the first."""
         assert self.xpos is not None
         bounds = self.cu_seqlens or (0, x.shape[1])
         of_heads = x.transpose(1, 2).flatten(0, 1)
         parts = [of_heads[:, start:stop] for start, stop in pairwise(bounds) if stop > start] or [of_heads]
-        turned = torch.cat([self.xpos(part, offset=0, downscale=downscale) for part in parts], 1)
+        turned = torch.cat([self.xpos(part, offset=offset, downscale=downscale) for part in parts], 1)
         return turned.to(x.dtype).unflatten(0, (-1, self.num_heads)).transpose(1, 2)
 
     def _why_not(
@@ -200,11 +214,8 @@ class DilatedAttention(nn.Module):
             return f"key_padding_mask {tuple(padding.shape)} must be [B, N], here {tuple(query.shape[:2])}"
         if any(mask is not None for mask in masks):
             return "attn_mask and rel_pos are not supported: flash attention takes none; use is_causal=True or no mask"
-        if state is not None:
-            return (
-                "incremental_state is not supported: a single query has another place in torchscale's "
-                "segments than in the whole sequence; call the module on the whole sequence, without a state"
-            )
+        if state is not None and self.cu_seqlens is not None:
+            return "incremental_state within `packed`: a state holds a batch of equal lengths; leave out one of them"
         if self.training and self.dropout:
             return (
                 f"dropout {self.dropout} of attention weights in training: they are never materialised, so that none "

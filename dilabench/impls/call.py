@@ -76,7 +76,8 @@ class Call(NamedTuple):
 
     cu_seqlens: bounds of packed sequences as numbers, empty for a batch or if they are in a tensor. max_seqlen: 0, or a
     bound of their lengths if they stay in a tensor. wants_gradient: whether a backward pass may follow. algorithm: over
-    ranks, by name; '' on one device.
+    ranks, by name; '' on one device. key_bounds: of packed sequences the bounds of their keys, of a batch the number of
+    keys of each item; empty if keys have the bounds of queries, all are there, or the numbers are in a tensor.
     """
 
     pattern: Pattern
@@ -88,6 +89,7 @@ class Call(NamedTuple):
     wants_gradient: bool = False
     backend: str | OwnBackend = AUTO
     algorithm: str = ""
+    key_bounds: tuple[int, ...] = ()
 
 
 class PatternFields(NamedTuple):
@@ -203,16 +205,18 @@ def written(
     wants_gradient: bool,
     backend: str,
     algorithm: str,
+    key_bounds: Sequence[int],
 ) -> str:
     """A call as a text that means the same in every process, for the compiler keeps what it compiles on disk.
 
     One text costs a compiled call less than a dozen options.
     """
     # A length that the compiler holds for a variable is a constant from here on.
-    of_sizes, sides, bounds = (tuple(map(int, numbers)) for numbers in (sizes, window, cu_seqlens))
+    of_sizes, sides, *bounds = (tuple(map(int, numbers)) for numbers in (sizes, window, cu_seqlens, key_bounds))
     factor = None if scale is None else float(scale)
     of_pattern = pattern, of_sizes, tuple(map(float, fractions))
-    return repr((of_pattern, causal, sides, factor, bounds, int(max_seqlen), wants_gradient, backend, algorithm))
+    options = causal, sides, factor, bounds[0], int(max_seqlen), wants_gradient, backend, algorithm, bounds[1]
+    return repr((of_pattern, *options))
 
 
 @lru_cache(maxsize=256)

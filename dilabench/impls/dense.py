@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dilabench.contracts import BuildContext, LoadedBackend
+from dilabench.impls.last_rows import aligned
 from dilabench.impls.one_operator import AttentionComputation
 from dilabench.workload.spec import Window, Workload
 
@@ -25,8 +26,11 @@ def build(workload: Workload, context: BuildContext) -> Dense | OneLaunch | InTi
 
 
 def padded(workload: Workload, context: BuildContext) -> Dense:
-    """The computation for sequences of one length."""
-    return Dense(context.require_backend(), workload.causal, workload.window, workload.softmax_scale)
+    """The computation for sequences of one length, or of queries that are the last rows of their keys."""
+    backend = context.require_backend()
+    if workload.query_len is not None:
+        backend = aligned(backend)
+    return Dense(backend, workload.causal, workload.window, workload.softmax_scale)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)

@@ -94,10 +94,12 @@ class ProjectedAttention(nn.Module):
         value: Tensor | None = None,
         *,
         cu_seqlens: Sequence[int] | Tensor | None = None,
+        cache: Any = None,
     ) -> Tensor:
         """[B, N, E] of query [B, N, E]; without a key it is the query, without a value it is the key.
 
-        With `cu_seqlens`, ascending bounds of packed sequences from 0: [T, E] of query [T, E]. Raises ValueError for
+        With `cu_seqlens`, ascending bounds of packed sequences from 0: [T, E] of query [T, E]. cache: given to the
+        attention function, which adds keys and values to it. Raises ValueError for
         other shapes and for what is no tensor.
         """
         key = query if key is None else key
@@ -111,9 +113,9 @@ class ProjectedAttention(nn.Module):
         q = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        # Not every attention function takes bounds.
-        packed: dict[str, Any] = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
-        return self.out_proj(self.norm(self.attention(q, k, v, **packed).flatten(-2)))
+        # Not every attention function takes bounds, or a cache.
+        options = {name: given for name, given in (("cu_seqlens", cu_seqlens), ("cache", cache)) if given is not None}
+        return self.out_proj(self.norm(self.attention(q, k, v, **options).flatten(-2)))
 
 
 def build_gather(workload: Workload, context: BuildContext) -> ProjectedAttention:

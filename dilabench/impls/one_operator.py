@@ -60,9 +60,18 @@ class CallFinder(Protocol):
     """The computations of calls and the work of these, as operators look them up."""
 
     def _computation_for(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, indices: Tensor | None, bounds: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: Call,
+        indices: Tensor | None,
+        bounds: Tensor | None,
+        key_bounds: Tensor | None,
     ) -> Computation:
-        """The computation for tensors like these. indices: selected blocks; bounds: `Call.cu_seqlens` as a tensor."""
+        """The computation for tensors like these. indices: selected blocks; bounds, key_bounds: `Call.cu_seqlens` and
+        `Call.key_bounds` as tensors.
+        """
         ...
 
     def _pairs_for(self, q: torch.Size, k: torch.Size, call: Call, indices: torch.Size | None) -> int:
@@ -83,18 +92,15 @@ def register(number: int, computation: Computation | CallFinder) -> None:
     _registered[number] = computation
 
 
-def _computation(
-    number: int, q: Tensor, k: Tensor, v: Tensor, asked: str, indices: Tensor | None, bounds: Tensor | None
-) -> Computation:
+def _computation(number: int, q: Tensor, k: Tensor, v: Tensor, asked: str, *read: Tensor | None) -> Computation:
+    """The computation that is registered or found. read: indices, bounds and key_bounds of `CallFinder`."""
     registered: Any = _registered.get(number)
     if registered is None:
         raise RuntimeError(
             "the attention function or the SequenceShards of this call are gone; keep them until its backward pass is "
             "done, and for as long as you call what was compiled from them"
         )
-    found: Computation = (
-        registered._computation_for(q, k, v, read_call(asked), indices, bounds) if asked else registered
-    )
+    found: Computation = registered._computation_for(q, k, v, read_call(asked), *read) if asked else registered
     return found
 
 
@@ -225,7 +231,7 @@ class AttentionComputation(ABC):
             return out.squeeze(0), lse.squeeze(0)
         # An operator would not pass on the tensors that `forward` keeps.
         if (torch.compiler.is_compiling() or torch._C._is_tracing()) and not self.keeps_more:
-            out, lse, _ = _attention_op(q, k, v, None, None, None, self.number, *_NO_CALL)
+            out, lse, _ = _attention_op(q, k, v, None, None, None, None, self.number, *_NO_CALL)
             return out, lse.detach()
         return outside_compilers(_materialised_eager, self, q, k, v)
 
@@ -244,7 +250,7 @@ class AttentionComputation(ABC):
 
 
 # The arguments of the operator for a computation that is found by its number alone.
-_NO_CALL: tuple[Any, ...] = ("", (), (), False, (), None, (), 0, False, "", "")
+_NO_CALL: tuple[Any, ...] = ("", (), (), False, (), None, (), 0, False, "", "", ())
 
 
 def _materialised_eager(computation: Computation, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,24 +267,26 @@ def as_one_operator(
     sink: Tensor | None = None,
     indices: Tensor | None = None,
     bounds: Tensor | None = None,
+    key_bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out [B, N, H, D] and lse [B, H, N], which carries no gradient, by the finder that is registered under a number.
 
     Differentiable, also by torch.func. pattern: instead of the call's, which is not read. sink: [H], the logits of a
-    key of value 0. indices: of selected blocks. bounds: [S + 1], `Call.cu_seqlens` as a tensor: one graph serves all.
+    key of value 0. indices: of selected blocks. bounds, key_bounds: `Call.cu_seqlens` and `Call.key_bounds` as tensors:
+    one graph serves all.
     """
     if not torch.compiler.is_compiling() and FLOP_COUNTER in sys.modules:
         let_flops_be_counted(_pairs)
     backend = call.backend if isinstance(call.backend, str) else name_of_function(call.backend.function)
     options = (
         *(*pattern, call.causal, call.window, call.scale),
-        *(call.cu_seqlens, call.max_seqlen, call.wants_gradient, backend, call.algorithm),
+        *(call.cu_seqlens, call.max_seqlen, call.wants_gradient, backend, call.algorithm, call.key_bounds),
     )
     if torch._C._are_functorch_transforms_active():
         function = _Differentiable if torch.compiler.is_compiling() else _ReverseOnly
-        out, lse, _ = function.apply(q, k, v, sink, indices, bounds, number, written(*options))
+        out, lse, _ = function.apply(q, k, v, sink, indices, bounds, key_bounds, number, written(*options))
     else:
-        out, lse, _ = _attention_op(q, k, v, sink, indices, bounds, number, *options)
+        out, lse, _ = _attention_op(q, k, v, sink, indices, bounds, key_bounds, number, *options)
     return out, lse.detach()
 
 
@@ -289,6 +297,7 @@ def _shapes_of_results(
     _sink: Tensor | None,
     _indices: Tensor | None,
     _bounds: Tensor | None,
+    _key_bounds: Tensor | None,
     _number: int,
     asked: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -305,11 +314,12 @@ def _forward_op(
     sink: Tensor | None,
     indices: Tensor | None,
     bounds: Tensor | None,
+    key_bounds: Tensor | None,
     number: int,
     asked: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, and the bytes of what ranks want kept for the backward pass."""
-    computation = _computation(number, query, key, value, asked, indices, bounds)
+    computation = _computation(number, query, key, value, asked, indices, bounds, key_bounds)
     call = read_call(asked) if asked else None
     prepares = call is not None and call.wants_gradient
     forward = getattr(computation, "forward_before_backward", None) if prepares else None
@@ -336,27 +346,28 @@ def _backward_op(
     kept: Tensor,
     indices: Tensor | None,
     bounds: Tensor | None,
+    key_bounds: Tensor | None,
     number: int,
     asked: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from the results of the forward operator."""
-    computation: Any = _computation(number, query, key, value, asked, indices, bounds)
+    computation: Any = _computation(number, query, key, value, asked, indices, bounds, key_bounds)
     more = [from_bytes(computation, kept)] if asked and read_call(asked).algorithm else []
     dq, dk, dv = computation.backward(dout, query, key, value, out, lse, *more)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 
-def _is_alone(indices: Tensor | None, number: int, asked: str) -> bool:
+def _is_alone(read: Sequence[Tensor | None], number: int, asked: str) -> bool:
     """Whether a larger batch is another computation, or keeps more: a detached merge keeps each branch's result."""
-    if indices is not None or number != ON_ONE_DEVICE:
+    if number != ON_ONE_DEVICE or any(x is not None for x in read):
         return True
     call = read_call(asked)
-    return bool(call.cu_seqlens) or call.pattern.is_detached
+    return bool(call.cu_seqlens or call.key_bounds) or call.pattern.is_detached
 
 
 # Query, key and value; dout, those, out and lse.
-torch.library.register_vmap("dilabench::attention_forward", mapped(_forward_op, range(3), 4, _is_alone), lib=LIBRARY)
-torch.library.register_vmap("dilabench::attention_backward", mapped(_backward_op, range(6), 7, _is_alone), lib=LIBRARY)
+torch.library.register_vmap("dilabench::attention_forward", mapped(_forward_op, range(3), _is_alone), lib=LIBRARY)
+torch.library.register_vmap("dilabench::attention_backward", mapped(_backward_op, range(6), _is_alone), lib=LIBRARY)
 
 
 def _pairs(number: int, query: torch.Size, key: torch.Size, indices: torch.Size | None, asked: str) -> int:
@@ -381,28 +392,29 @@ class _Differentiable(torch.autograd.Function):
         sink: Tensor | None,
         indices: Tensor | None,
         bounds: Tensor | None,
+        key_bounds: Tensor | None,
         number: int,
         asked: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _forward_op(query, key, value, sink, indices, bounds, number, asked)
+        return _forward_op(query, key, value, sink, indices, bounds, key_bounds, number, asked)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        query, key, value, sink, indices, bounds, ctx.number, ctx.asked = inputs
-        ctx.save_for_backward(query, key, value, *output, indices, bounds, sink)
+        query, key, value, sink, *read, ctx.number, ctx.asked = inputs
+        ctx.save_for_backward(query, key, value, *output, *read, sink)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, _dlse: Tensor, _dkept: Tensor | None) -> tuple[Tensor | None, ...]:
         *saved, sink = ctx.saved_tensors
 
         def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-            return _backward_op(*tensors[:9], ctx.number, ctx.asked)
+            return _backward_op(*tensors[:10], ctx.number, ctx.asked)
 
         if sink is None:
             found = first_derivatives(gradients, dout, *saved)
         else:
             found = first_derivatives(partial(with_sink_gradient, gradients), dout, *saved, sink)
-        return *found, *(None for _ in range(8 - len(found)))
+        return *found, *(None for _ in range(9 - len(found)))
 
 
 _ReverseOnly = reverse_only(_Differentiable)
@@ -416,6 +428,7 @@ def _attention_op(
     sink: Tensor | None,
     indices: Tensor | None,
     bounds: Tensor | None,
+    key_bounds: Tensor | None,
     number: int,
     pattern: str,
     sizes: Sequence[int],
@@ -428,6 +441,7 @@ def _attention_op(
     wants_gradient: bool,
     backend: str,
     algorithm: str,
+    key_bounds_as_numbers: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     if cu_seqlens and torch._C._len_torch_dispatch_stack() > 0:
         warn_of_packings(tuple(map(int, cu_seqlens)))
@@ -443,8 +457,9 @@ def _attention_op(
         wants_gradient,
         backend,
         algorithm,
+        key_bounds_as_numbers,
     )
     asked = written(*options) if pattern else ""
     # A trace must see all results whose size it does not know.
-    out, lse, kept = _Differentiable.apply(query, key, value, sink, indices, bounds, number, asked)
+    out, lse, kept = _Differentiable.apply(query, key, value, sink, indices, bounds, key_bounds, number, asked)
     return out, lse, kept

@@ -190,13 +190,12 @@ def one_after_another(op: Callable[..., Any]) -> Rule:
 def mapped(
     op: Callable[..., tuple[Tensor, ...]],
     batched: Sequence[int],
-    indices: int,
-    is_alone: Callable[[Tensor | None, int, str], bool],
+    is_alone: Callable[[Sequence[Tensor | None], int, str], bool],
 ) -> Rule:
     """The rule by which `torch.func.vmap` maps an operator.
 
     Samples become rows of one larger batch if only the arguments `batched`, which begin with a batch axis, differ
-    between them, and the argument at `indices` and the last two, number and options, allow it. Otherwise they are
+    between them, and the last five (indices, bounds, key bounds, number and options) allow it. Otherwise they are
     computed one after another.
     """
 
@@ -207,7 +206,7 @@ def mapped(
         size = info.batch_size
         of_tensors = [*zip(tensors, in_dims[: len(tensors)], strict=True)]
         differ = {at for at, (x, dim) in enumerate(of_tensors) if dim is not None and x.numel()}
-        if differ <= {*batched} and not is_alone(tensors[indices], number, asked):
+        if differ <= {*batched} and not is_alone(tensors[-3:], number, asked):
             joined = [
                 _joined(x, dim, size) if at in batched else _sample(x, dim, 0) for at, (x, dim) in enumerate(of_tensors)
             ]
@@ -238,13 +237,13 @@ def _register_flop_formulas(pairs: Callable[..., int]) -> tuple[Any, ...]:
     from torch.utils.flop_counter import register_flop_formula
 
     def of_forward(q: Any, k: Any, _v: Any, _sink: Any, indices: Any, *others: Any, **_: Any) -> int:
-        _bounds, number, asked = others
+        *_bounds, number, asked = others
         of_indices = None if indices is None else torch.Size(indices)
         return FORWARD_FLOPS_PER_PAIR_AND_DIM * q[-1] * pairs(number, torch.Size(q), torch.Size(k), of_indices, asked)
 
     def of_backward(_dout: Any, q: Any, k: Any, v: Any, *others: Any, **_: Any) -> int:
-        _out, _lse, _kept, indices, bounds, number, asked = others
-        return int(BACKWARD_FACTOR * of_forward(q, k, v, None, indices, bounds, number, asked))
+        _out, _lse, _kept, *read, number, asked = others
+        return int(BACKWARD_FACTOR * of_forward(q, k, v, None, *read, number, asked))
 
     forward, backward = torch.ops.dilabench.attention_forward, torch.ops.dilabench.attention_backward
     register_flop_formula(forward)(of_forward)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dilabench.contracts import BuildContext
+from dilabench.impls.last_rows import aligned
 from dilabench.impls.union.rectangle_union import in_rectangles
 from dilabench.impls.union.strided_rows import kept_rows
 from dilabench.impls.union.union import Union
@@ -28,5 +29,8 @@ def build(workload: Workload, context: BuildContext) -> Union | OneLaunch | InTi
 
 
 def padded(workload: Workload, context: BuildContext) -> Union:
-    """The computation for sequences of one length."""
-    return in_rectangles(workload, context) or Union.of(workload, context, kept_rows(workload, context.patterns))
+    """The computation for sequences of one length, or of queries that are the last rows of their keys."""
+    rows = kept_rows(workload, context.patterns)
+    if workload.query_len is not None:
+        return Union.of(workload, context, rows, backend=aligned(context.require_backend()))
+    return in_rectangles(workload, context) or Union.of(workload, context, rows)

@@ -411,7 +411,10 @@ def test_the_calls_of_the_page_for_models_run() -> None:
 
 def test_help_shows_every_option_with_its_default() -> None:
     options = inspect.signature(attention).parameters
-    wanted = "query key value pattern causal window scale sink cu_seqlens max_seqlen indices return_lse backend"
+    wanted = (
+        "query key value pattern causal window scale sink cu_seqlens max_seqlen cu_seqlens_k key_lengths indices "
+        "return_lse backend"
+    )
     assert list(options) == wanted.split()
     text = inspect.getdoc(attention) or ""
     assert all(f"{name}:" in text for name, one in options.items() if one.kind is inspect.Parameter.KEYWORD_ONLY)

@@ -155,7 +155,6 @@ def test_patch_swaps_what_is_dilated_and_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"incremental_state": {}}, "incremental_state is not supported.*call the module on the whole sequence"),
         ({"attn_mask": torch.zeros(13, 13)}, "attn_mask and rel_pos are not supported.*is_causal"),
         ({"rel_pos": torch.zeros(1)}, "attn_mask and rel_pos are not supported"),
         ({"key_padding_mask": torch.zeros(1, 12)}, r"key_padding_mask \(1, 12\) must be \[B, N\], here \(1, 13\)"),
@@ -220,3 +219,61 @@ def test_refuses_bounds_that_do_not_fit() -> None:
         pass
     with pytest.raises(ValueError, match=r"call patch\(model\) first"), packed(nn.Linear(2, 2), (0, 2)):
         pass
+
+
+class Decoder(nn.Module):
+    """A LongNet decoder as torchscale builds it: token by token its layers get their states from one dict by number."""
+
+    def __init__(self, args: SimpleNamespace, width: int = 32, layers: int = 2, tokens: int = 50) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(tokens, width)
+        self.layers = nn.ModuleList(
+            DilatedAttention(args, width, 4, self_attention=True, subln=True) for _ in range(layers)
+        )
+        self.feed = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers))
+
+    def forward(self, tokens: Tensor, states: dict[Any, Any] | None = None) -> Tensor:
+        is_first = states is not None and states.get("is_first_step", False)
+        x = self.embed(tokens if states is None or is_first else tokens[:, -1:])
+        for number, (layer, feed) in enumerate(zip(self.layers, self.feed, strict=True)):
+            state = None if states is None else states.setdefault(number, {})
+            x = x + layer(x, x, x, incremental_state=state, is_first_step=is_first, is_causal=True)[0]
+            x = x + feed(x)
+        return x @ self.embed.weight.T
+
+
+@pytest.mark.parametrize("prompt", [1, 13])
+@pytest.mark.parametrize("changes", [{}, {"xpos_rel_pos": True}, {"multiway": True}], ids=str)
+def test_a_decoder_generates_the_logits_of_the_whole_pass(changes: dict[str, Any], prompt: int) -> None:
+    """Over several segments of each length; multiway modules apply their first copy to all."""
+    torch.manual_seed(0)
+    model = Decoder(arguments(segment_length=[8, 16, 64], **changes)).double()
+    tokens = torch.randint(50, (2, prompt))
+    states: dict[Any, Any] = {"is_first_step": True}
+    logits = [model(tokens, states)]
+    states["is_first_step"] = False
+    for _ in range(64):
+        tokens = torch.cat([tokens, logits[-1][:, -1:].argmax(-1)], 1)
+        logits.append(model(tokens, states))
+    torch.testing.assert_close(torch.cat(logits, 1), model(tokens), rtol=0, atol=1e-12)
+    assert states[0]["prev_key"].shape == (2, 4, prompt + 64, 8)
+
+
+def test_a_state_takes_chunks_and_beams() -> None:
+    module = DilatedAttention(arguments(xpos_rel_pos=True), 32, 4, self_attention=True).double()
+    x = torch.randn(2, 40, 32, dtype=torch.float64)
+    whole = module(x, x, x, is_causal=True)[0]
+    state: dict[str, Tensor] = {}
+    parts = [module(part, part, part, incremental_state=state, is_causal=True)[0] for part in x.split((7, 20, 13), 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-12)
+    beams = {name: kept[torch.tensor([1, 1, 0])][:, :, :39] for name, kept in state.items()}
+    last = x[torch.tensor([1, 1, 0]), -1:]
+    after = module(last, last, last, incremental_state=beams, is_causal=True)[0]
+    torch.testing.assert_close(after, whole[torch.tensor([1, 1, 0]), -1:], rtol=0, atol=1e-12)
+
+
+def test_a_state_holds_no_packed_sequences() -> None:
+    module = DilatedAttention(arguments(), 32, 4, self_attention=True)
+    x = torch.randn(1, 20, 32)
+    with packed(module, (0, 20)), pytest.raises(ValueError, match="incremental_state within `packed`"):
+        module(x, x, x, incremental_state={})

@@ -106,19 +106,19 @@ def test_operators_keep_torchs_rules() -> None:
     function = strided.build(WORKLOAD, context())
     plain = tuple(x.detach().clone().requires_grad_() for x in inputs())
     torch.library.opcheck(
-        one_operator._attention_op, (*plain, None, None, None, function.number, *one_operator._NO_CALL)
+        one_operator._attention_op, (*plain, None, None, None, None, function.number, *one_operator._NO_CALL)
     )
     detached = tuple(x.detach() for x in plain)
-    torch.library.opcheck(one_operator._forward_op, (*detached, None, None, None, function.number, ""))
-    results = one_operator._forward_op(*detached, None, None, None, function.number, "")
-    given = (torch.ones_like(results[0]), *detached, *results, None, None, function.number, "")
+    torch.library.opcheck(one_operator._forward_op, (*detached, None, None, None, None, function.number, ""))
+    results = one_operator._forward_op(*detached, None, None, None, None, function.number, "")
+    given = (torch.ones_like(results[0]), *detached, *results, None, None, None, function.number, "")
     torch.library.opcheck(one_operator._backward_op, given)
 
 
 def test_a_computation_that_is_gone_is_told() -> None:
     number = strided.build(WORKLOAD, context()).number
     with pytest.raises(RuntimeError, match="attention function or the SequenceShards of this call are gone; keep them"):
-        one_operator._attention_op(*inputs(), None, None, None, number, *one_operator._NO_CALL)
+        one_operator._attention_op(*inputs(), None, None, None, None, number, *one_operator._NO_CALL)
 
 
 def test_one_graph_takes_any_bounds_in_a_tensor() -> None:

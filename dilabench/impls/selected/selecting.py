@@ -83,12 +83,14 @@ def select_by_mean_key(q: Tensor, k: Tensor, choosing: Choosing) -> Tensor:
 
 @torch.no_grad()
 def select_by_compression(
-    q: Tensor, keys: Tensor, compression: Compression, scale: float, choosing: Choosing
+    q: Tensor, keys: Tensor, compression: Compression, scale: float, choosing: Choosing, length: int | None = None
 ) -> Tensor:
-    """By the shares of attention to compressed keys, summed over the heads that share keys. q [B, N, H, D], keys
-    [B, C, K, D].
+    """By the shares of attention to compressed keys, summed over the heads that share keys. q [B, M, H, D], keys
+    [B, C, K, D]. length: tokens N of the sequence, of which the queries are the last M; M by default.
     """
-    (_, length, heads, _), (_, count, kv_heads, _) = q.shape, keys.shape
+    (_, rows, heads, _), (_, count, kv_heads, _) = q.shape, keys.shape
+    length = rows if length is None else length
+    first = length - rows
     keys = keys.float()
     # Made on the device: a copy from the host would wait for it.
     lasts = torch.arange(count, device=q.device) * compression.stride + compression.length - 1
@@ -97,13 +99,13 @@ def select_by_compression(
         queries = q[:, rows].float().unflatten(2, (kv_heads, -1))
         products = torch.einsum("brkgd,bckd->brkgc", queries, keys) * scale
         if choosing.causal:
-            row = torch.arange(rows.start, rows.stop, device=q.device)
+            row = torch.arange(first + rows.start, first + rows.stop, device=q.device)
             products.masked_fill_((lasts > row[:, None])[:, None, None], -torch.inf)
         # A row that sees no compressed key has no shares.
         shares = products.softmax(-1).nan_to_num_(0.0).sum(3)
         return _shares_of_blocks(compression, shares, choosing.block, -(-length // choosing.block))
 
-    return _in_pieces(q, heads * max(1, count), scores, choosing)
+    return _in_pieces(q, heads * max(1, count), scores, choosing, first)
 
 
 @torch.no_grad()
@@ -126,11 +128,18 @@ def select_by_indexer(queries: Tensor, weights: Tensor, keys: Tensor, choosing: 
     return _in_pieces(queries, kv_heads * queries.shape[3] * length, scores, choosing)
 
 
-def _in_pieces(q: Tensor, per_row: int, scores: Callable[[slice], Tensor], choosing: Choosing) -> Tensor:
-    """The best blocks of all rows of q [B, N, ...], some at a time; `per_row`: scores of a row of one batch item."""
+def _in_pieces(
+    q: Tensor, per_row: int, scores: Callable[[slice], Tensor], choosing: Choosing, first: int = 0
+) -> Tensor:
+    """The best blocks of all rows of q [B, N, ...], some at a time; `per_row`: scores of a row of one batch item.
+    first: position of the first row.
+    """
     length, at_once = q.shape[1], max(1, SCORES_AT_ONCE // max(1, q.shape[0] * per_row))
-    pieces = [slice(first, min(first + at_once, length)) for first in range(0, max(1, length), at_once)]
-    best = [choosing.best(scores(rows), torch.arange(rows.start, rows.stop, device=q.device)) for rows in pieces]
+    pieces = [slice(start, min(start + at_once, length)) for start in range(0, max(1, length), at_once)]
+    best = [
+        choosing.best(scores(rows), torch.arange(first + rows.start, first + rows.stop, device=q.device))
+        for rows in pieces
+    ]
     return torch.cat(best, 1)
 
 

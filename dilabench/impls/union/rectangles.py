@@ -21,7 +21,7 @@ from math import lcm, log
 from torch import Tensor
 
 from dilabench.impls.union.branches import Branch, Place, Progression, Segments, branches_of, fewest_runs, segments_of
-from dilabench.impls.union.strided_rows import StridedRows, at_most, regular_batches
+from dilabench.impls.union.strided_rows import OblongRows, StridedRows, at_most, regular_batches
 from dilabench.patterns.dilated import rows_kept
 from dilabench.workload.spec import Workload
 
@@ -51,14 +51,11 @@ Chain = tuple[Link, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rectangle(StridedRows):
-    """Strided rows of queries whose keys are other rows: `key_length` of them, `key_rate` positions apart, the first
-    `ahead` positions ahead of the first query. `parts`: of the branches that give its pairs, `count` in number.
+class Rectangle(OblongRows):
+    """Strided rows of queries whose keys are other rows. `parts`: of the branches that give its pairs, `count` in
+    number.
     """
 
-    ahead: int
-    key_length: int
-    key_rate: int
     parts: tuple[int, ...]
     diagonal: bool
 
@@ -77,10 +74,6 @@ class Rectangle(StridedRows):
 
     def _counted(self, lse: Tensor) -> Tensor:
         return lse + log(self.count) if self.count > 1 else lse
-
-    @property
-    def _of_keys(self) -> tuple[Place, int, int]:
-        return self.start.after(Place(self.ahead, 0, 0)), self.key_length, self.key_rate
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from dilabench.impls.union.branches import (
 )
 from dilabench.impls.union.union import Rows, Strides, View
 from dilabench.kernels.lse import merge_rows_
+from dilabench.patterns.dilated import rows_kept
 from dilabench.workload.spec import Workload
 
 # This many (head, row) pairs are a few megabytes at most, and smaller calls take longer to launch than to compute.
@@ -141,6 +142,21 @@ class StridedRows(Rows):
         return size, steps, self.first_batch * batch + start.position * token + start[which] * head
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OblongRows(StridedRows):
+    """Strided rows of queries whose keys are other rows: `key_length` of them, `key_rate` positions from one to the
+    next, the first `ahead` positions ahead of the first query.
+    """
+
+    ahead: int
+    key_length: int
+    key_rate: int
+
+    @property
+    def _of_keys(self) -> tuple[Place, int, int]:
+        return self.start.after(Place(self.ahead, 0, 0)), self.key_length, self.key_rate
+
+
 def _viewed(x: Tensor, view: View) -> Tensor:
     size, stride, first = view
     return x.as_strided(size, stride, x.storage_offset() + first)
@@ -187,31 +203,62 @@ def strided_rows(workload: Workload, copied: int = 0) -> tuple[StridedRows, ...]
     whole = workload.tokens * workload.num_heads
     found: list[StridedRows] = []
     for branch in branches_of(workload):
-        for segments in segments_of(branch, workload.seq_len):
+        for segments in _segments_with_queries(branch, workload):
             for rows in _rows_of_segments(workload, branch, segments, copied):
-                becomes_output = rows.first and rows.query_rows == whole
+                becomes_output = rows.first and rows.query_rows == whole and not workload.first_row
                 found += [replace(rows, whole=True)] if becomes_output else at_most(rows, max(FEW_ROWS, whole // 2))
     return tuple(found)
 
 
+def _segments_with_queries(branch: Branch, workload: Workload) -> Iterator[Segments]:
+    """The segments that hold queries; the one in which the first query is not the first row comes alone."""
+    first = workload.first_row
+    for segments in segments_of(branch, workload.seq_len):
+        before = max(0, first - segments.start) // segments.length
+        start, count = segments.start + before * segments.length, segments.count - before
+        if count > 0 and start < first:
+            yield Segments(start, 1, segments.length)
+            start, count = start + segments.length, count - 1
+        if count > 0:
+            yield Segments(start, count, segments.length)
+
+
 def _rows_of_segments(workload: Workload, branch: Branch, segments: Segments, copied: int) -> Iterator[StridedRows]:
     """Calls of the segments of one length; batch items and segments share the batch axis where strides allow."""
-    one_segment = segments.count * workload.batch_size == 1
-    for length, places in places_by_rows(branch, segments).items():
+    one_segment, first = segments.count * workload.batch_size == 1, workload.first_row
+    for (length, before), places in _places_by_queries(branch, segments, first).items():
         for run, residues in fewest_runs(tuple(places), workload.group_size, stackable=one_segment):
-            rows = StridedRows(
-                rate=branch.rate,
-                part=branch.part,
-                first=branch.first,
-                first_batch=0,
-                batches=workload.batch_size,
-                start=run.start.after(Place(segments.start, 0, 0)),
-                stack=residues if one_segment else Progression(segments.count, Place(segments.length, 0, 0)),
-                length=length,
-                heads=run.heads,
-                key_heads=run.keys,
-            )
-            yield from [rows] if rows.query_rows <= copied else regular_batches(rows, workload.seq_len)
+            shared: dict[str, Any] = {
+                "rate": branch.rate,
+                "part": branch.part,
+                "first": branch.first,
+                "first_batch": 0,
+                "batches": workload.batch_size,
+                "start": run.start.after(Place(segments.start + before * branch.rate - first, 0, 0)),
+                "stack": residues if one_segment else Progression(segments.count, Place(segments.length, 0, 0)),
+                "length": length - before,
+                "heads": run.heads,
+                "key_heads": run.keys,
+            }
+            if not first:
+                rows = StridedRows(**shared)
+            else:
+                ahead = first - before * branch.rate
+                rows = OblongRows(**shared, ahead=ahead, key_length=length, key_rate=branch.rate)
+            # Of keys, batch items do not follow each other as those of fewer queries do.
+            apart = 0 if first else workload.seq_len
+            yield from [rows] if rows.query_rows <= copied else regular_batches(rows, apart)
+
+
+def _places_by_queries(branch: Branch, segments: Segments, first: int) -> dict[tuple[int, int], list[Place]]:
+    """Heads by the rows that they keep in a segment, and by how many of these lie before the first query."""
+    by_queries: dict[tuple[int, int], list[Place]] = {}
+    for length, places in places_by_rows(branch, segments).items():
+        for place in places:
+            before = rows_kept(max(0, first - segments.start), branch.rate, place.position)
+            if before < length:
+                by_queries.setdefault((length, before), []).append(place)
+    return by_queries
 
 
 def regular_batches(rows: StridedRowsT, seq_len: int) -> list[StridedRowsT]:

@@ -137,9 +137,7 @@ class Union(AttentionComputation):
             window=workload.window,
             scale=workload.softmax_scale,
             detached=workload.detaches_merge,
-            zero_keys=log_zero_keys(workload, context.device, apart=workload.detaches_merge)
-            if workload.pattern.has_zero_keys
-            else None,
+            zero_keys=_zero_keys(workload, context.device) if workload.pattern.has_zero_keys else None,
             **{"backend": context.require_backend(), **fields},
         )
 
@@ -408,6 +406,12 @@ class PlacedCall(NamedTuple):
         if own is not None:
             views[4] = own
         return views
+
+
+def _zero_keys(workload: Workload, device: torch.device) -> Tensor | None:
+    """`log_zero_keys` of the rows that are there."""
+    rows = torch.arange(workload.first_row, workload.seq_len, device="cpu") if workload.first_row else None
+    return log_zero_keys(workload, device, rows=rows, apart=workload.detaches_merge)
 
 
 def _as_output(q: Tensor, branch_out: Tensor, branch_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,68 @@
+"""Modules with a cache: tokens that come one after another get the results of one call over all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dilabench.attention import DilatedAttention, KeyValueCache, MultiheadDilatedAttention
+
+BRANCHES: dict[str, Any] = {"segment_lengths": (8, 16, 64), "dilation_rates": (1, 2, 4), "causal": True}
+
+
+@pytest.mark.parametrize("sizes", [(1,) * 40, (17, 1, 1, 20, 1), (40,)], ids=len)
+@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "norm": True}, {"window": (9, 0)}], ids=str)
+def test_a_module_generates_the_rows_of_the_whole_pass(options: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    module = MultiheadDilatedAttention(32, 4, **BRANCHES, **options).double()
+    x = torch.randn(2, 40, 32, dtype=torch.float64)
+    cache = KeyValueCache(capacity=4)
+    with torch.no_grad():
+        parts = [module(part, cache=cache) for part in x.split(sizes, 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), module(x), rtol=0, atol=1e-12)
+    assert len(cache) == 40
+
+
+def test_gradients_reach_earlier_tokens() -> None:
+    module = MultiheadDilatedAttention(32, 4, **BRANCHES).double()
+    x = torch.randn(1, 24, 32, dtype=torch.float64, requires_grad=True)
+    cache = KeyValueCache()
+    out = torch.cat([module(part, cache=cache) for part in x.split((9, 15), 1)], 1)
+    dout = torch.randn_like(out)
+    leaves = [x, *module.parameters()]
+    results = (torch.autograd.grad(y, leaves, dout) for y in (out, module(x)))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_earlier_results_stay_as_the_memory_grows() -> None:
+    cache, tokens = KeyValueCache(capacity=1), torch.randn(3, 20, 2, 4)
+    seen = [cache.append(token, token + 1) for token in tokens.split(1, 1)]
+    for length, (key, value) in enumerate(seen, 1):
+        assert torch.equal(key, tokens[:, :length])
+        assert torch.equal(value, tokens[:, :length] + 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((2, 1, 2, 4), torch.float32),
+        ((3, 1, 2, 5), torch.float32),
+        ((3, 1, 1, 4), torch.float32),
+        ((3, 1, 2, 4), torch.float64),
+    ],
+    ids=str,
+)
+def test_tokens_of_another_kind_are_refused(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    cache = KeyValueCache()
+    cache.append(*torch.randn(2, 3, 5, 2, 4))
+    with pytest.raises(ValueError, match=r"must be \[B, M, K, D\] of one kind as those before"):
+        cache.append(*torch.randn(2, *shape, dtype=dtype))
+    assert len(cache) == 5
+
+
+def test_a_cache_holds_no_packed_sequences() -> None:
+    module, x = DilatedAttention(**BRANCHES), torch.randn(9, 4, 8)
+    with pytest.raises(ValueError, match="cache with cu_seqlens or key_lengths"):
+        module(x, x, x, cu_seqlens=(0, 9), cache=KeyValueCache())
