@@ -293,7 +293,9 @@ def _selection(
 ) -> tuple[Tensor, int] | None:
     """What each query selects, [B, M, K or H, S], and the keys of a block; None if it selects nothing."""
     if indices is not None:
-        return indices[:, :, None].expand(-1, -1, key.shape[1], -1), 1
+        # A static cache has keys that are not there yet.
+        there = torch.where(indices < key.shape[2], indices, -1)
+        return there[:, :, None].expand(-1, -1, key.shape[1], -1), 1
     if block_indices is None:
         return None
     size = getattr(getattr(module, "indexer", None), "block_size", None)
@@ -305,7 +307,8 @@ def _selection(
         )
     if heads < key.shape[1]:
         block_indices = block_indices.repeat_interleave(key.shape[1] // heads, dim=1)
-    return block_indices.transpose(1, 2), size
+    there = torch.where(block_indices * size < key.shape[2], block_indices, -1)
+    return there.transpose(1, 2), size
 
 
 @lru_cache(maxsize=16)
