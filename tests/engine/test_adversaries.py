@@ -119,6 +119,10 @@ IN_TWO_ITEMS = {"batch_size": 2}
         ("leaves_a_profile_function", {}, "intact: after a timed call sys.setprofile was used"),
         slow("leaves_a_trace_function", {}, "intact: after a timed call sys.settrace was used"),
         slow("leaves_a_signal_handler", {}, "intact: after a timed call the handler of SIGALRM was replaced"),
+        ("leaves_a_callback_of_collections", {}, "intact: after a timed call gc.callbacks was changed"),
+        ("replaces_the_clock_of_wall", {}, "defaults of Wall.__init__ were replaced"),
+        ("replaces_a_maximum", {}, "World.max_over_ranks was replaced"),
+        slow("replaces_code", {}, "code of Traffic.add was replaced"),
         slow("replaces_finfo", {}, "intact: after a timed call torch.finfo was replaced"),
         ("slow_clock", {}, "intact: after a timed call time.perf_counter_ns was replaced"),
         slow("with_an_attribute", {}, "the first call returned a tensor with extra attributes (lse)"),
@@ -167,6 +171,18 @@ def test_an_honest_one_has_calls_of_the_timed_sequence_checked(outcome):
     assert found.verification.timed_calls >= 1
 
 
+@pytest.mark.parametrize("mode", ["forward", slow("both"), slow("backward")])
+def test_a_call_cannot_tell_whether_it_is_kept(outcome, mode):
+    found = outcome("stops_when_not_kept", timing="warmup", mode=mode)
+    assert isinstance(found, Measured), found.why
+
+
+def test_parameters_are_asked_for_once(outcome):
+    """Those that a module hides from a timer still get gradients in timed calls."""
+    found = outcome("HidesParametersWhenTimed", takes="embeddings", mode="both")
+    assert isinstance(found, Measured), found.why
+
+
 @pytest.mark.slow
 def test_a_verification_that_hangs_has_its_own_code(outcome):
     found = outcome("hangs_when_verified", timeout_s=3.0)
@@ -186,6 +202,8 @@ def test_a_verification_that_hangs_has_its_own_code(outcome):
         ("IgnoresItsCore", "with 'attention' replaced by a constant, position "),
         ("CallsTwice", "called its attribute 'attention' 2 times"),
         ("ShiftsKeys", "of k depends on position "),
+        ("HonestForConstants", "'attention' replaced by a constant, position "),
+        ("CallsNoOracle", "in torch.float64, one call of the module called its attribute 'attention' never"),
     ],
 )
 def test_a_module_is_projections_around_its_attention(outcome, name, why):

@@ -1,4 +1,4 @@
-"""The functions of torch and Python that the engine relies on, saved before any plug-in is imported.
+"""The functions of torch, Python and dilabench that times rely on, saved before any plug-in is imported.
 
 A plug-in could detect that it is being checked, and compute only then, by replacing a method of Tensor, a mode that
 sees every operator, or the clock. `restored` names the replaced functions and puts the originals back. This module is
@@ -7,6 +7,7 @@ imported before any plug-in.
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import threading
@@ -14,12 +15,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, overrides
 from torch.utils import _python_dispatch
+
+from dilabench.distributed.world import MessageCounts, Traffic, Work, World
+from dilabench.engine.device import clocks
+from dilabench.engine.timers import cuda_events, wall
 
 _TENSOR_BASE = torch._C.TensorBase
 _METHODS = dict(vars(Tensor))
@@ -39,6 +44,26 @@ _FUNCTIONS: tuple[tuple[ModuleType, str, tuple[str, ...]], ...] = (
 )
 _KNOWN = tuple(
     (owner, f"{text}.{name}", name, getattr(owner, name)) for owner, text, names in _FUNCTIONS for name in names
+)
+
+
+# Functions of our own that are among what samples, messages and their counts depend on.
+_OWNERS: tuple[Any, ...] = (
+    World,
+    Work,
+    Traffic,
+    MessageCounts,
+    wall,
+    wall.Wall,
+    cuda_events,
+    cuda_events.ColdStage,
+    clocks,
+)
+_OWN = tuple(
+    (owner, name, function, function.__code__, function.__defaults__, dict(function.__kwdefaults__ or {}))
+    for owner in _OWNERS
+    for name, function in vars(owner).items()
+    if isinstance(function, FunctionType) and function.__module__ == getattr(owner, "__module__", owner.__name__)
 )
 
 
@@ -62,6 +87,7 @@ def hooks_watched() -> Iterator[None]:
 def _hooks() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
     yield "sys.setprofile was used", sys.getprofile, sys.setprofile
     yield "sys.settrace was used", sys.gettrace, sys.settrace
+    yield "gc.callbacks was changed", lambda: list(gc.callbacks), partial(gc.callbacks.__setitem__, slice(None))
     if threading.current_thread() is threading.main_thread():
         for name in _SIGNALS:
             number = getattr(signal, name)
@@ -74,7 +100,7 @@ def _hooks() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]
 
 def restored() -> list[str]:
     """Restore the replaced functions, and return their names."""
-    return [*_methods_restored(), *_functions_restored(), *_modes_left(), *_hooks_left()]
+    return [*_methods_restored(), *_functions_restored(), *_own_restored(), *_modes_left(), *_hooks_left()]
 
 
 def _methods_restored() -> Iterator[str]:
@@ -95,11 +121,32 @@ def _functions_restored() -> Iterator[str]:
             yield f"{text} was replaced"
 
 
+def _own_restored() -> Iterator[str]:
+    for owner, name, function, code, defaults, named in _OWN:
+        text = function.__qualname__
+        if vars(owner).get(name) is not function:
+            setattr(owner, name, function)
+            yield f"{text} was replaced"
+        if function.__code__ is not code:
+            function.__code__ = code
+            yield f"the code of {text} was replaced"
+        if function.__defaults__ is not defaults or (function.__kwdefaults__ or {}) != named:
+            function.__defaults__, function.__kwdefaults__ = defaults, dict(named) or None
+            yield f"the defaults of {text} were replaced"
+
+
 def _hooks_left() -> Iterator[str]:
     for what, get, put in _hooks():
-        if what in _HOOKS and get() is not _HOOKS[what]:
+        if what in _HOOKS and _differ(get(), _HOOKS[what]):
             put(_HOOKS[what])
             yield what
+
+
+def _differ(now: Any, then: Any) -> bool:
+    """Whether they are other objects, or lists of others; their own equality does not count."""
+    if isinstance(now, list) and isinstance(then, list):
+        return [*map(id, now)] != [*map(id, then)]
+    return now is not then
 
 
 def _modes_left() -> Iterator[str]:
