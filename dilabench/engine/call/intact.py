@@ -12,19 +12,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, ModuleType
-from typing import Any
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, overrides
 from torch.utils import _python_dispatch
-
-from dilabench.distributed.world import MessageCounts, Traffic, Work, World
-from dilabench.engine.device import clocks
-from dilabench.engine.timers import cuda_events, wall
 
 _TENSOR_BASE = torch._C.TensorBase
 _METHODS = dict(vars(Tensor))
@@ -47,41 +43,48 @@ _KNOWN = tuple(
 )
 
 
-# Functions of our own that are among what samples, messages and their counts depend on.
-_OWNERS: tuple[Any, ...] = (
-    World,
-    Work,
-    Traffic,
-    MessageCounts,
-    wall,
-    wall.Wall,
-    cuda_events,
-    cuda_events.ColdStage,
-    clocks,
-)
-_OWN = tuple(
-    (owner, name, function, function.__code__, function.__defaults__, dict(function.__kwdefaults__ or {}))
-    for owner in _OWNERS
-    for name, function in vars(owner).items()
-    if isinstance(function, FunctionType) and function.__module__ == getattr(owner, "__module__", owner.__name__)
-)
+class Known(NamedTuple):
+    """A Python function of dilabench as it was: its place, its code, and the defaults of its arguments."""
+
+    owner: Any
+    name: str
+    function: FunctionType
+    code: CodeType
+    defaults: tuple[Any, ...] | None
+    named_defaults: dict[str, Any]
+
+
+def functions_of(*owners: Any) -> tuple[Known, ...]:
+    """The functions that are defined in these classes and modules, as they are now."""
+    return tuple(
+        Known(owner, name, function, function.__code__, function.__defaults__, dict(function.__kwdefaults__ or {}))
+        for owner in owners
+        for name, function in vars(owner).items()
+        if isinstance(function, FunctionType) and function.__module__ == getattr(owner, "__module__", owner.__name__)
+    )
 
 
 _SIGNALS = [name for name in ("SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
-# Functions that Python calls between the lines of any code, and handlers of signals, as `hooks_watched` found them.
+# Functions that Python calls between the lines of any code, and handlers of signals, as `watched` found them.
 _HOOKS: dict[str, Any] = {}
 
 
+# Of dilabench, as the process that calls knew them before any plug-in.
+_OWN: list[Known] = []
+
+
 @contextmanager
-def hooks_watched() -> Iterator[None]:
-    """In it, compare profile and trace functions and signal handlers with those of now: those of the process that
-    calls, a debugger's among them, are its own matter.
+def watched(functions: Sequence[Known] = ()) -> Iterator[None]:
+    """In it, compare these functions too, and profile and trace functions, callbacks of collections and signal handlers
+    with those of now: those of the process that calls, a debugger's among them, are its own matter.
     """
     _HOOKS.update({name: get() for name, get, _ in _hooks()})
+    _OWN[:] = functions
     try:
         yield
     finally:
         _HOOKS.clear()
+        _OWN.clear()
 
 
 def _hooks() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
@@ -122,16 +125,16 @@ def _functions_restored() -> Iterator[str]:
 
 
 def _own_restored() -> Iterator[str]:
-    for owner, name, function, code, defaults, named in _OWN:
-        text = function.__qualname__
-        if vars(owner).get(name) is not function:
-            setattr(owner, name, function)
+    for known in _OWN:
+        function, text = known.function, known.function.__qualname__
+        if vars(known.owner).get(known.name) is not function:
+            setattr(known.owner, known.name, function)
             yield f"{text} was replaced"
-        if function.__code__ is not code:
-            function.__code__ = code
+        if function.__code__ is not known.code:
+            function.__code__ = known.code
             yield f"the code of {text} was replaced"
-        if function.__defaults__ is not defaults or (function.__kwdefaults__ or {}) != named:
-            function.__defaults__, function.__kwdefaults__ = defaults, dict(named) or None
+        if function.__defaults__ is not known.defaults or (function.__kwdefaults__ or {}) != known.named_defaults:
+            function.__defaults__, function.__kwdefaults__ = known.defaults, dict(known.named_defaults) or None
             yield f"the defaults of {text} were replaced"
 
 
