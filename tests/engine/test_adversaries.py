@@ -299,6 +299,10 @@ def test_memory_that_a_call_needs_is_in_its_peak(outcome, name):
 
 @pytest.mark.parametrize(("factor", "number", "kept"), [(3.0, 12, True), (1.3, 100, False), (3.0, 5, False)])
 def test_samples_on_new_inputs_are_compared_with_their_neighbours(factor, number, kept):
-    slot = Slot(samples_ns=(900, 100, int(100 * factor), 110, 100), renewed=(2,))
-    timing = Timing(timer="wall", proves="", slots=(slot,) * number)
-    assert bool(list(_work_kept(timing))) is kept
+    samples = (900, 100, int(100 * factor), 110, 100)
+    for new in ({"renewed": (2,)}, {"changed": (2,)}):
+        timing = Timing(timer="wall", proves="", slots=(Slot(samples_ns=samples, **new),) * number)
+        assert bool(list(_work_kept(timing))) is kept
+    # A neighbour that had a row changed is none that repeats its inputs.
+    timing = Timing(timer="wall", proves="", slots=(Slot(samples_ns=samples, changed=(2, 3)),) * number)
+    assert not list(_work_kept(timing))

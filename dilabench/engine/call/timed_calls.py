@@ -139,6 +139,8 @@ class TimedCalls:
         self._number = 0
         # In this slot: calls before which all numbers changed, and calls that were to be kept but never made.
         self.renewed: list[int] = []
+        # And those before which a row of each input changed.
+        self.changed: list[int] = []
         self.unmade = 0
         # Of the signs that dout has now (`dout_signs`), None before its first change.
         self._dout_seed: int | None = None
@@ -170,6 +172,7 @@ class TimedCalls:
         self._renew_from = drawn if self._always else drawn + (count >= COMPARED)
         self._calls, self._full = 0, None
         self.renewed.clear()
+        self.changed.clear()
         self._threads, self._left = working_threads(), 0
         self.active = True
 
@@ -194,6 +197,7 @@ class TimedCalls:
                 batch, position = self._touch(inputs)
             elif self._last or self._due(self._touched_at, self._touch_s):
                 batch, position = self._touch(inputs)
+                self.changed.append(self._calls)
         for call in self._waiting:
             if call.inputs is inputs and call.digests:
                 self._digest(call, again=True)

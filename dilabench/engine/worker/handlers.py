@@ -246,7 +246,7 @@ class Handlers:
                 started = time.perf_counter_ns()
                 try:
                     samples = timer.take(count)
-                    calls, renewed = timed.calls, tuple(timed.renewed)
+                    calls, renewed, changed = timed.calls, tuple(timed.renewed), tuple(timed.changed)
                     if last and call.rotates:
                         # A result kept by the address of inputs shows only if a set comes again, with other numbers.
                         # These samples do not count.
@@ -267,7 +267,8 @@ class Handlers:
         slot = Slot(
             samples_ns=samples.samples_ns[-wanted:],
             enqueue_ns=samples.enqueue_ns[-wanted:],
-            renewed=_renewed(renewed, calls, count, wanted) if self._world is None else (),
+            renewed=_samples_of(renewed, calls, count, wanted) if self._world is None else (),
+            changed=_samples_of(changed, calls, count, wanted) if self._world is None else (),
             sm_clock_mhz=clocks.sm_clock_mhz,
             power_mw=clocks.power_mw,
             temperature_c=clocks.temperature_c,
@@ -401,7 +402,7 @@ def _settings_notes(changed: Mapping[str, str]) -> tuple[Note, ...]:
     return (CHANGED_SETTINGS.note(message),)
 
 
-def _renewed(calls: Sequence[int], made: int, count: int, wanted: int) -> tuple[int, ...]:
+def _samples_of(calls: Sequence[int], made: int, count: int, wanted: int) -> tuple[int, ...]:
     """Numbers of the last `wanted` of `count` samples among whose `made` calls is one of `calls`."""
     per_sample, rest = divmod(made, count)
     if rest or not per_sample:
