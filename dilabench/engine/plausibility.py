@@ -88,27 +88,32 @@ def _slow_rank(timing: Timing) -> Iterator[Note]:
 
 
 def _work_kept(timing: Timing) -> Iterator[Note]:
-    """A note if samples on wholly new inputs take longer than their neighbours, which had at most one new row.
+    """A note if samples on wholly new inputs, or after a row of each has changed, take longer than their neighbours.
 
-    A sample is compared with the longer of its neighbours in the slot, because the load varies. If all three are alike,
-    the middle one is the longest in a third of cases.
+    A neighbour of the first kind has at most one new row, one of the second kind none. A sample is compared with the
+    longer of its neighbours in the slot, because the load varies. If all three are alike, the middle one is the longest
+    in a third of cases.
     """
-    factors = [
-        slot.samples_ns[at] / max(slot.samples_ns[at - 1], slot.samples_ns[at + 1])
-        for slot in timing.slots
-        for at in slot.renewed
-        if 0 < at < len(slot.samples_ns) - 1 and not {at - 1, at + 1}.intersection(slot.renewed)
-    ]
-    longer = sum(factor > KEPT_FACTOR for factor in factors)
-    number = len(factors)
-    chance = sum(math.comb(number, k) * 2 ** (number - k) for k in range(longer, number + 1)) / 3**number
-    if longer and chance < KEPT_CHANCE and median(factors) > KEPT_FACTOR:
-        yield WORK_KEPT.note(
-            f"calls on new inputs take {median(factors):.2g} times as long as those before and after them",
-            observed=median(factors),
-            threshold=KEPT_FACTOR,
-            hint="results or parts of them were kept from earlier calls; do not quote this time",
-        )
+    renewed = [(slot.samples_ns, slot.renewed, {*slot.renewed}) for slot in timing.slots]
+    changed = [(slot.samples_ns, slot.changed, {*slot.renewed, *slot.changed}) for slot in timing.slots]
+    for what, slots in (("on new inputs", renewed), ("on inputs of which a row has changed", changed)):
+        factors = [
+            samples[at] / max(samples[at - 1], samples[at + 1])
+            for samples, places, new in slots
+            for at in places
+            if 0 < at < len(samples) - 1 and not {at - 1, at + 1}.intersection(new)
+        ]
+        longer = sum(factor > KEPT_FACTOR for factor in factors)
+        number = len(factors)
+        chance = sum(math.comb(number, k) * 2 ** (number - k) for k in range(longer, number + 1)) / 3**number
+        if longer and chance < KEPT_CHANCE and median(factors) > KEPT_FACTOR:
+            yield WORK_KEPT.note(
+                f"calls {what} take {median(factors):.2g} times as long as those before and after them",
+                observed=median(factors),
+                threshold=KEPT_FACTOR,
+                hint="results or parts of them were kept from earlier calls; do not quote this time",
+            )
+            return
 
 
 def unproven_backend(backend: Backend, kernels: Iterable[KernelUse], notes: Iterable[Note] = ()) -> str | None:

@@ -112,6 +112,7 @@ class Slot(Model):
     """Consecutive samples of one case in one round. The device state is read at the slot's end.
 
     Over ranks `samples_ns` are the slowest rank's, `rank_samples_ns` each rank's. `renewed`: samples on new inputs.
+    `changed`: samples before which one row of each input changed. Over ranks inputs change before every call.
     """
 
     session: int = 0
@@ -119,6 +120,7 @@ class Slot(Model):
     position: int = 0
     samples_ns: Times
     renewed: Several[int] = ()
+    changed: Several[int] = ()
     rank_samples_ns: Several[Times] = ()
     enqueue_ns: Times = ()
     sm_clock_mhz: int | None = None
@@ -133,7 +135,8 @@ _DEFAULTS: dict[str, Any] = {name: field.default for name, field in Slot.model_f
 _NOTHING_ELSE = (("pydantic_extra", None), ("pydantic_private", None))
 _NUMBERS = ("session", "round", "position")
 _READINGS = ("sm_clock_mhz", "power_mw", "temperature_c")
-_LISTS = ("samples_ns", "renewed", "enqueue_ns", "rank_samples_ns", "throttle")
+_MARKED = ("renewed", "changed")
+_LISTS = ("samples_ns", *_MARKED, "enqueue_ns", "rank_samples_ns", "throttle")
 # What most slots have in a field.
 _MOSTLY: tuple[tuple[str, list[Any] | None], ...] = (
     *((name, None) for name in _READINGS),
@@ -212,7 +215,7 @@ class SlotColumns(Sequence[Slot]):
         self._count = count
         self._samples = _Lists(values["samples_ns"])
         kept: dict[str, Any] = {name: array("q", values.get(name) or bytes(8 * count)) for name in _NUMBERS}
-        kept |= {name: _Lists(values[name]) for name in ("renewed", "enqueue_ns") if any(values.get(name, ()))}
+        kept |= {name: _Lists(values[name]) for name in (*_MARKED, "enqueue_ns") if any(values.get(name, ()))}
         for name in _READINGS:
             if readings := values.get(name):
                 try:
@@ -280,7 +283,7 @@ class SlotColumns(Sequence[Slot]):
         fields = _DEFAULTS | {"samples_ns": self._samples.of(at)}
         for name, column in self._columns.items():
             fields[name] = column.of(at) if isinstance(column, _Lists) else column[at]
-        fields["renewed"] = tuple(fields["renewed"])
+        fields |= {name: tuple(fields[name]) for name in _MARKED}
         # As `model_construct` does, which looks up all fields and defaults again for each slot. The set of names is
         # shared, because a separate set takes more memory than a slot's samples.
         slot = Slot.__new__(Slot)

@@ -101,7 +101,7 @@ class Archive:
         """
         if not _RUN_ID.fullmatch(record.run_id):
             raise ConfigError(f"run id {record.run_id!r} is no file name; use letters, digits, '-', '_' and '.'")
-        data = gzip.compress(record.model_dump_json().encode(), mtime=0)
+        data = gzip.compress(record.model_copy(update={"digest": None}).model_dump_json().encode(), mtime=0)
         versions = {
             version: name for name in self.names() for run, version in [run_and_version(name)] if run == record.run_id
         }

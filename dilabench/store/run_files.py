@@ -31,7 +31,7 @@ from dilabench.errors import ConfigError, EnvironmentNotReady
 from dilabench.metadata import CUT_SHORT
 from dilabench.patterns.mask_files import keep_mask, look_for_masks_in
 from dilabench.record import SCHEMA_VERSION, Measured, Row, RunHeader, RunRecord, Skipped
-from dilabench.report.json import SUMMARY, to_text
+from dilabench.report.json import SUMMARY, is_as_written, to_text
 from dilabench.store.archive import is_past, read_row_by_row, read_whole
 from dilabench.store.migrations import migrated, migrated_row, newer_tool
 from dilabench.validation import OverLimitError, check_rows, counted_chunks, describe, read_json
@@ -222,6 +222,16 @@ def read_record(run: Path) -> RunRecord:
     if document.get("schema_version") != SCHEMA_VERSION:
         document = migrated(document, path)
     return _validated(RunRecord, document, path)
+
+
+def is_edited(run: Path, record: RunRecord) -> bool:
+    """Whether the text of a run's run.json, which is `record`, is not the one whose digest it carries.
+
+    A record of a version without digests, and one that was built from rows, count as unchanged.
+    """
+    path = run / RECORD_NAME if os.path.isdir(run) else run
+    # A pipe can be read only once.
+    return record.digest is not None and os.path.isfile(path) and not is_as_written(_chunks(path))
 
 
 def read_rows(run: Path) -> tuple[RunHeader, tuple[Row, ...]]:

@@ -7,6 +7,7 @@ import pytest
 
 from dilabench.store.archive import Archive
 from dilabench.store.baselines import Baselines
+from dilabench.store.run_files import RunFolder
 from tests.conftest import smallest_of_each_suite
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -56,6 +57,31 @@ def test_a_compressed_file(cli, archive):
     result = cli("report", str(archive.folder / archive.names()[0]), "-f", "markdown")
     assert result.exit_code == 0, result.stderr
     assert "Run `aaaa`" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        (lambda text: text, False),
+        (lambda text: text.replace('"run_id": "aaaa"', '"run_id": "aaab"'), True),
+        (lambda text: text.replace('  "rows"', '   "rows"'), True),
+        (lambda text: text + "\n", True),
+        # As records of older versions, and as `report --json` prints them.
+        (lambda text: json.dumps({**json.loads(text), "digest": None}), False),
+    ],
+    ids=["as it was", "another value", "another space", "longer", "without a digest"],
+)
+def test_a_record_that_was_edited_says_so(cli, make_row, make_record, tmp_path, edit, says):
+    folder = RunFolder(tmp_path)
+    record = make_record([make_row()], run_id="aaaa")
+    folder.finish(record)
+    path = tmp_path / "run.json"
+    path.write_text(edit(path.read_text()))
+    for run in (tmp_path, path):
+        result = cli("report", str(run))
+        assert result.exit_code == 0, result.stderr
+        assert ("was edited after its run" in " ".join(result.stderr.split())) is says
+    assert cli("report", str(path), "--json").stdout.count("digest") == 0
 
 
 @pytest.mark.usefixtures("archive")

@@ -119,6 +119,10 @@ IN_TWO_ITEMS = {"batch_size": 2}
         ("leaves_a_profile_function", {}, "intact: after a timed call sys.setprofile was used"),
         slow("leaves_a_trace_function", {}, "intact: after a timed call sys.settrace was used"),
         slow("leaves_a_signal_handler", {}, "intact: after a timed call the handler of SIGALRM was replaced"),
+        ("leaves_a_callback_of_collections", {}, "intact: after a timed call gc.callbacks was changed"),
+        ("replaces_the_clock_of_wall", {}, "defaults of Wall.__init__ were replaced"),
+        ("replaces_a_maximum", {}, "World.max_over_ranks was replaced"),
+        slow("replaces_code", {}, "code of Traffic.add was replaced"),
         slow("replaces_finfo", {}, "intact: after a timed call torch.finfo was replaced"),
         ("slow_clock", {}, "intact: after a timed call time.perf_counter_ns was replaced"),
         slow("with_an_attribute", {}, "the first call returned a tensor with extra attributes (lse)"),
@@ -167,6 +171,18 @@ def test_an_honest_one_has_calls_of_the_timed_sequence_checked(outcome):
     assert found.verification.timed_calls >= 1
 
 
+@pytest.mark.parametrize("mode", ["forward", slow("both"), slow("backward")])
+def test_a_call_cannot_tell_whether_it_is_kept(outcome, mode):
+    found = outcome("stops_when_not_kept", timing="warmup", mode=mode)
+    assert isinstance(found, Measured), found.why
+
+
+def test_parameters_are_asked_for_once(outcome):
+    """Those that a module hides from a timer still get gradients in timed calls."""
+    found = outcome("HidesParametersWhenTimed", takes="embeddings", mode="both")
+    assert isinstance(found, Measured), found.why
+
+
 @pytest.mark.slow
 def test_a_verification_that_hangs_has_its_own_code(outcome):
     found = outcome("hangs_when_verified", timeout_s=3.0)
@@ -186,6 +202,8 @@ def test_a_verification_that_hangs_has_its_own_code(outcome):
         ("IgnoresItsCore", "with 'attention' replaced by a constant, position "),
         ("CallsTwice", "called its attribute 'attention' 2 times"),
         ("ShiftsKeys", "of k depends on position "),
+        ("HonestForConstants", "'attention' replaced by a constant, position "),
+        ("CallsNoOracle", "in torch.float64, one call of the module called its attribute 'attention' never"),
     ],
 )
 def test_a_module_is_projections_around_its_attention(outcome, name, why):
@@ -281,6 +299,10 @@ def test_memory_that_a_call_needs_is_in_its_peak(outcome, name):
 
 @pytest.mark.parametrize(("factor", "number", "kept"), [(3.0, 12, True), (1.3, 100, False), (3.0, 5, False)])
 def test_samples_on_new_inputs_are_compared_with_their_neighbours(factor, number, kept):
-    slot = Slot(samples_ns=(900, 100, int(100 * factor), 110, 100), renewed=(2,))
-    timing = Timing(timer="wall", proves="", slots=(slot,) * number)
-    assert bool(list(_work_kept(timing))) is kept
+    samples = (900, 100, int(100 * factor), 110, 100)
+    for new in ({"renewed": (2,)}, {"changed": (2,)}):
+        timing = Timing(timer="wall", proves="", slots=(Slot(samples_ns=samples, **new),) * number)
+        assert bool(list(_work_kept(timing))) is kept
+    # A neighbour that had a row changed is none that repeats its inputs.
+    timing = Timing(timer="wall", proves="", slots=(Slot(samples_ns=samples, changed=(2, 3)),) * number)
+    assert not list(_work_kept(timing))

@@ -17,6 +17,7 @@ FIELDS = {
     "position": -1,
     "samples_ns": (7,),
     "renewed": (0, 1),
+    "changed": (2,),
     "rank_samples_ns": ((5, 6), (7,)),
     "enqueue_ns": (1, 2),
     "sm_clock_mhz": 1980,

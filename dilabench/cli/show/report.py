@@ -70,6 +70,7 @@ def report(
     twice are refused. Exit code 8: no row was verified and measured.
     """
     from dilabench.store.lookup import Store
+    from dilabench.store.run_files import is_edited
 
     if github_summary:
         require_github()
@@ -91,6 +92,9 @@ def report(
     if samples:
         reporters = [_of_samples(reporter, catalogue) for reporter in reporters]
     (record,) = records
+    path = store.path_of(run)
+    if path is not None and is_edited(path, record):
+        note(f"{run} was edited after its run: it is not the text whose digest it carries; see `dilabench history`")
     known = len(catalogue.problems)
     plots = github_summary or any(reporter.shows_sections and reporter.shows_plots for reporter in reporters)
     shown = github_summary or any(reporter.shows_sections for reporter in reporters)

@@ -105,6 +105,8 @@ class PreparedCall:
         built: AttentionFn = self._timed("build", lambda: self._built(build))
         self._unoptimized = built
         self.module = built if isinstance(built, torch.nn.Module) else None
+        # Asked for once, and not of a method of its own, which could name others when timed.
+        self._parameters = list(torch.nn.Module.parameters(self.module)) if self.module is not None else []
         # A copy of the module as it was at its verification: what it keeps in later calls does not change this one.
         self.reference: torch.nn.Module | None = None
         self._timed("inputs", lambda: self.inputs(0))
@@ -126,8 +128,13 @@ class PreparedCall:
         if not self.keeps_set:
             self._next = (self._next + 1) % self._sets
         self._calls += 1
-        kept = self.timed_calls.before(inputs) if self.timed_calls.active else None
-        return self._call_of(inputs, kept)
+        return self._call_of(inputs, self._keeper(inputs))
+
+    def _keeper(self, inputs: InputSet, *, fixed: bool = False) -> KeptCall:
+        """The keeper of the next call; of one outside of a timing it keeps nothing."""
+        if self.timed_calls.active:
+            return self.timed_calls.before(inputs, fixed=fixed)
+        return KeptCall(inputs, self.workload.seq_len - 1)
 
     def capturable(self) -> tuple[Callable[[], object], KeptCall]:
         """A call as `fresh` gives it, whose results stay where they are: for a graph that is replayed.
@@ -136,18 +143,16 @@ class PreparedCall:
         """
         inputs = self.inputs(self._next)
         # A replayed backward pass belongs to the forward pass before the capture, so its inputs must not change.
-        kept = KeptCall(inputs.copy() if self._backward_only else inputs, position=self.workload.rows - 1)
+        own = inputs.copy() if self._backward_only else inputs
+        kept = KeptCall(own, position=self.workload.rows - 1, whole=True)
         return self._call_of(kept.inputs, kept, again=True), kept
 
     def replayed(self, captured: KeptCall, replay: Callable[[], None]) -> Callable[[], object]:
         """The next replay of a captured call, with all that is not part of it done."""
-        timed, fixed = self.timed_calls, self._backward_only
         self._calls += 1
-        kept = timed.before(captured.inputs, fixed=fixed) if timed.active else None
+        kept = self._keeper(captured.inputs, fixed=self._backward_only)
         self._renew_gradient()
         self._together()
-        if kept is None:
-            return replay
         kept.overwritten = True
 
         def kept_replay() -> object:
@@ -156,13 +161,13 @@ class PreparedCall:
 
         return kept_replay
 
-    def _call_of(self, inputs: InputSet, kept: KeptCall | None, again: bool = False) -> Callable[[], object]:
-        """The call on these inputs; `kept` gets its results. again: it may be made more than once."""
+    def _call_of(self, inputs: InputSet, kept: KeptCall, again: bool = False) -> Callable[[], object]:
+        """The call on these inputs, the same code for every call; `kept` gets its results. again: it may be made more
+        than once.
+        """
         function = self.function
         if self.workload.mode == "forward":
             self._together()
-            if kept is None:
-                return lambda: self._forward(inputs)
             return lambda: kept.keep(self._forward(inputs))
         targets = [*inputs.distinct, *self.parameters()]
         dout = self.output_gradient()
@@ -174,14 +179,13 @@ class PreparedCall:
 
             def backward() -> object:
                 gradients = torch.autograd.grad(made, targets, dout, retain_graph=again, allow_unused=True)
-                return gradients if kept is None else kept.keep(made, gradients)
+                return kept.keep(made, gradients)
 
             return backward
 
         def both() -> object:
             out = function(inputs.q, inputs.k, inputs.v)
-            gradients = torch.autograd.grad(out, targets, dout, allow_unused=True)
-            return gradients if kept is None else kept.keep(out, gradients)
+            return kept.keep(out, torch.autograd.grad(out, targets, dout, allow_unused=True))
 
         self._renew_gradient()
         self._together()
@@ -295,7 +299,7 @@ class PreparedCall:
 
     def parameters(self) -> list[Tensor]:
         """Trainable parameters, where the function is a module."""
-        return [p for p in self.module.parameters() if p.requires_grad] if self.module is not None else []
+        return [parameter for parameter in self._parameters if parameter.requires_grad]
 
     def output_gradient(self) -> Tensor:
         """A random gradient of the output, made once."""
@@ -397,7 +401,7 @@ class PreparedCall:
             if self.workload.mode != "forward":
                 try:
                     if self._keeps_first:
-                        self.first_calls.append(KeptCall(inputs, self.workload.rows - 1))
+                        self.first_calls.append(KeptCall(inputs, self.workload.rows - 1, whole=True))
                         self._call_of(inputs, self.first_calls[-1])()
                     else:
                         self.fresh()()

@@ -1,8 +1,8 @@
 """The work around timed calls: other numbers at the same addresses, and kept rows of some results.
 
-All of it happens between samples. A timed region holds only the call and, if its result is kept, the store of a
-reference to it; the choice is made before the call. The rows to copy are drawn after the call from the system's
-randomness, and compared with the oracle after the last slot.
+All of it happens between samples. A timed region holds only the call and, once it has returned, a draw of whether its
+result is kept, which is the same for every call. The rows to copy are drawn later from the system's randomness, and
+compared with the oracle after the last slot.
 """
 
 from __future__ import annotations
@@ -63,10 +63,11 @@ class KeptRow:
 class KeptCall:
     """One call of the timed sequence, and what it was given and gave.
 
-    number: of the call in its timing, from 0. position, batch: the row of q that was changed just before it. count:
-    of the changes of inputs at the time of the call; dout_seed: of the signs of dout then. threads: that calls of its
-    slot left running. form: why the result is not one plain tensor of the right shape. digests: of inputs before and
-    after the call. overwritten: the next call writes into the same result, as replays of a graph do. sizes: the norm of
+    draws: says after the call whether its rows are kept (`drawn`). whole: its result is stored anyway. number: of the
+    call in its timing, from 0. position, batch: the row of q that was changed just before it. count: of the changes of
+    inputs at the time of the call; dout_seed: of the signs of dout then. threads: that calls of its slot left running.
+    form: why the result is not one plain tensor of the right shape. digests: of inputs before and after the call, of
+    some calls. overwritten: the next call writes into the same result, as replays of a graph do. sizes: the norm of
     each gradient of a module, None if there is none.
     """
 
@@ -74,6 +75,9 @@ class KeptCall:
     position: int
     batch: int = 0
     number: int = 0
+    draws: Callable[[KeptCall], bool] = field(default=lambda _: False, repr=False)
+    whole: bool = False
+    drawn: bool = False
     out: object = None
     gradients: tuple[Tensor | None, ...] = ()
     made: bool = False
@@ -88,8 +92,10 @@ class KeptCall:
     overwritten: bool = False
 
     def keep(self, out: object, gradients: tuple[Tensor | None, ...] = ()) -> object:
-        """Remember the results; gives back what the call would have returned."""
-        self.out, self.gradients, self.made = out, gradients, True
+        """Store the results if they are kept; gives back what the call would have returned."""
+        self.made, self.drawn = True, self.draws(self)
+        if self.drawn or self.whole:
+            self.out, self.gradients = out, gradients
         return gradients or out
 
 
@@ -112,6 +118,8 @@ class TimedCalls:
         self._places = random.Random(f"places {seed}")
         # Ranks draw alike: `begin` gives them a seed that one of them has drawn.
         self._choice: random.Random = random.SystemRandom() if local_row is None else random.Random(f"choice {seed}")
+        # Of what is drawn in the timed region, which must not wait for the system.
+        self._quick = random.Random(secrets.randbits(SEED_BITS))
         self._noise: dict[tuple[torch.device, torch.dtype, torch.Size], tuple[Tensor, Tensor]] = {}
         self._deck: list[tuple[int, int]] = []
         self._calls = self._renew_from = 0
@@ -126,9 +134,13 @@ class TimedCalls:
         self._waiting: list[KeptCall] = []
         self._held: KeptCall | None = None
         self._kept: list[KeptCall] = []
-        self._share, self._number = 1.0, 0
+        # Of the calls, those of which rows are kept, and those of which digests are.
+        self._row_share = self._digest_share = 1.0
+        self._number = 0
         # In this slot: calls before which all numbers changed, and calls that were to be kept but never made.
         self.renewed: list[int] = []
+        # And those before which a row of each input changed.
+        self.changed: list[int] = []
         self.unmade = 0
         # Of the signs that dout has now (`dout_signs`), None before its first change.
         self._dout_seed: int | None = None
@@ -160,11 +172,12 @@ class TimedCalls:
         self._renew_from = drawn if self._always else drawn + (count >= COMPARED)
         self._calls, self._full = 0, None
         self.renewed.clear()
+        self.changed.clear()
         self._threads, self._left = working_threads(), 0
         self.active = True
 
-    def before(self, inputs: InputSet, *, fixed: bool = False) -> KeptCall | None:
-        """Change the inputs of the next call unless they are `fixed`; return its keeper, if any."""
+    def before(self, inputs: InputSet, *, fixed: bool = False) -> KeptCall:
+        """Change the inputs of the next call unless they are `fixed`; return its keeper."""
         self._settle()
         batch, position = 0, self._workload.rows - 1
         if not fixed:
@@ -184,35 +197,57 @@ class TimedCalls:
                 batch, position = self._touch(inputs)
             elif self._last or self._due(self._touched_at, self._touch_s):
                 batch, position = self._touch(inputs)
+                self.changed.append(self._calls)
         for call in self._waiting:
-            if call.inputs is inputs:
+            if call.inputs is inputs and call.digests:
                 self._digest(call, again=True)
         self._calls += 1
         if not self._keeps:
-            return None
-        number, self._number = self._number, self._number + 1
-        kept = KeptCall(inputs, position, batch, number)
-        if self._choice.random() < self._share:
-            inputs.changes.holders.add(self)
-            self._logs.add(inputs.changes)
-            self._waiting.append(kept)
+            return KeptCall(inputs, position, batch)
+        inputs.changes.holders.add(self)
+        self._logs.add(inputs.changes)
+        kept = KeptCall(inputs, position, batch, self._number, self._drawn, whole=self._last)
+        self._number += 1
+        self._waiting.append(kept)
+        # A digest takes a pass over the inputs, so that this choice is made before the call, unlike that of its rows.
+        if not kept.number or self._choice.random() < self._digest_share:
             self._digest(kept, again=True)
-            if len(self._kept) + len(self._waiting) > MOST_KEPT:
-                self._thin_out()
-        elif not self._last:
-            return None
+            self._thin_out_digests()
         if self._last:
+            if self._full is not None:
+                self._full.gradients = ()
             self._full = kept
         return kept
 
-    def _thin_out(self) -> None:
-        """Forget half of the kept calls at random, but not the first, and keep later ones half as often."""
-        self._share /= 2
-        first, *others = [*self._kept, *self._waiting]
-        self._choice.shuffle(others)
-        chosen = [first, *others[: len(others) // 2]]
-        self._kept = [call for call in self._kept if call in chosen]
-        self._waiting = [call for call in self._waiting if call in chosen]
+    def _drawn(self, call: KeptCall) -> bool:
+        """Draw whether rows of a call that has returned are kept; the first call's always are."""
+        # Of a batch, all of which is asked for before the first call, no more results are stored than are kept.
+        share = self._row_share * min(1.0, MOST_KEPT / max(1, len(self._waiting)))
+        # All ranks draw the same.
+        return not call.number or (self._quick if self._local_row is None else self._choice).random() < share
+
+    def _thin_out_rows(self) -> None:
+        """If rows of too many calls are kept, forget half of them at random, and keep later ones half as often."""
+        drawn = [call for call in self._kept if call.drawn]
+        if len(drawn) > MOST_KEPT:
+            self._row_share /= 2
+            for call in self._half_of(drawn):
+                call.drawn = False
+                call.rows.clear()
+
+    def _thin_out_digests(self) -> None:
+        """The same of digests."""
+        digested = [call for call in (*self._kept, *self._waiting) if call.digests]
+        if len(digested) > MOST_KEPT:
+            self._digest_share /= 2
+            for call in self._half_of(digested):
+                call.digests.clear()
+
+    def _half_of(self, calls: list[KeptCall]) -> list[KeptCall]:
+        """A random half, without the first call of all."""
+        calls = [call for call in calls if call.number]
+        self._choice.shuffle(calls)
+        return calls[len(calls) // 2 :]
 
     @property
     def drawn(self) -> tuple[object, ...]:
@@ -237,9 +272,10 @@ class TimedCalls:
         return full
 
     def take_kept(self) -> list[KeptCall]:
-        """The calls of this timing whose rows were kept, latest last; the next timing begins with none."""
-        kept, self._kept, self._share, self._number = self._kept, [], 1.0, 0
-        return kept
+        """The calls of this timing whose rows or digests were kept, latest last; the next timing begins with none."""
+        kept, self._kept, self._number = self._kept, [], 0
+        self._row_share = self._digest_share = 1.0
+        return [call for call in kept if call.drawn or call.digests]
 
     def release(self) -> None:
         """Forget the inputs of the calls so far."""
@@ -287,18 +323,26 @@ class TimedCalls:
         # Any call may have ended before the check, on a busy machine.
         if _thread._count() > self._threads:
             self._left = max(self._left, working_threads() - self._threads)
-        for call in [call for call in self._waiting if call.made]:
-            self._waiting.remove(call)
+        made = [call for call in self._waiting if call.made]
+        self._waiting = [call for call in self._waiting if not call.made]
+        for call in made:
             self._let_go()
-            self._copy(call)
-            self._kept.append(call)
+            if call.digests:
+                self._digest(call)
+            if call.drawn:
+                self._copy(call)
+            elif call is not self._full:
+                call.out, call.gradients = None, ()
+            if call.drawn or call.digests:
+                self._kept.append(call)
+            if call.drawn:
+                self._thin_out_rows()
 
     def _copy(self, call: KeptCall) -> None:
         """Copy rows of its results, drawn now; the first of the query's changed row."""
         workload = self._workload
         call.threads = self._left
         call.count, call.dout_seed = call.inputs.changes.now, self._dout_seed
-        self._digest(call)
         call.form = not_plain(call.out) or self._misshapen(call.out, call.inputs.q)
         gradients, call.gradients = call.gradients, ()
         if call is self._full:

@@ -38,5 +38,8 @@ class Hot:
         """The batch, when there is one."""
         if self._batch == 1:
             return ()
-        message = f"a sample is the mean of {self._batch} calls in a row, on warm caches"
+        message = (
+            f"a sample is the mean of {self._batch} calls in a row, on warm caches and the same inputs: work that one "
+            "keeps for the next does not show"
+        )
         return (BATCHED.note(message, observed=self._batch),)

@@ -43,26 +43,40 @@ PROBE_GAIN = 2.0**10
 PROJECTION_ULPS, CHANCE_BITS = 64.0, 40.0
 
 
-class SampledCore(nn.Module):
-    """The formula on some rows, zeros elsewhere, in place of a module's attention core."""
+class ReplacedCore(nn.Module):
+    """What verification puts in place of a module's attention core: always of this class, whatever it `answers`.
 
-    def __init__(self, workload: Workload, rows: Tensor, dtype: torch.dtype) -> None:
+    A forward that could tell the cores apart could be projections around one of them only.
+    """
+
+    def __init__(self, answers: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.workload, self.rows, self.compute_dtype = workload, rows, dtype
-        self.seen: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None
-        self.instead: Tensor | None = None
+        self._answers = answers
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, N, H, D] or packed [T, H, D] -> out of the same shape. Keeps q, k, v, out and lse in `seen`.
+        """q [B, N, H, D] or packed [T, H, D] -> out of the same shape."""
+        return self._answers(q, k, v)
 
-        If `instead` is set, it is returned.
-        """
+
+class SampledRows:
+    """The formula on some rows, zeros elsewhere. Keeps q, k, v, out and lse of its calls in `seen`, the latest last.
+
+    If `instead` is set, it is returned.
+    """
+
+    def __init__(self, workload: Workload, rows: Tensor, dtype: torch.dtype) -> None:
+        self.workload, self.rows, self.compute_dtype = workload, rows, dtype
+        self.seen: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor]] = []
+        self.instead: Tensor | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B, N, H, D] or packed [T, H, D] -> out of the same shape."""
         if self.instead is not None:
             return self.instead
         q_heads, k_heads, v_heads = (self.batched(x) for x in (q, k, v))
         out, lse = differentiable_rows(q_heads, k_heads, v_heads, self.workload, self.rows, self.compute_dtype)
         out = out[0] if q.ndim == 3 else out
-        self.seen = q, k, v, out, lse.detach()
+        self.seen.append((q, k, v, out, lse.detach()))
         return out
 
     @staticmethod
@@ -76,14 +90,17 @@ def embeddings_checks(
 ) -> Iterator[Check]:
     """The core, out, gradients of input and parameters, dependency, repetition. Calls `function`, copies `module`."""
     workload = oracle.workload
-    core = _core_check(module, oracle)
+    core, backward = _core_check(module, oracle), workload.mode != "forward"
+    trained = {name: x for name, x in nn.Module.named_parameters(module) if x.requires_grad}
+    names, parameters = [*trained], [*trained.values()]
+    if core.passed:
+        try:
+            expected = _shared(module, oracle, names, backward)
+        except CoreCallsError as error:
+            core = Check(name=CheckName.CORE, passed=False, detail=str(error))
     yield core
     if not core.passed:
         return
-    backward = workload.mode != "forward"
-    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    expected = _shared(module, oracle, names, backward)
 
     call = Call(function, parameters)
     dout = oracle.sampled_dout if backward else None
@@ -109,14 +126,17 @@ def embeddings_checks(
         oracle.restore()
 
 
-class MarkedCore(nn.Module):
-    """A constant in place of a module's attention core, for any inputs; `calls` holds the inputs."""
+class CoreCallsError(Exception):
+    """A copy of the module did not call its core once."""
+
+
+class Constant:
+    """A constant for any inputs; `calls` holds the inputs."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.calls: list[tuple[Tensor, ...]] = []
 
-    def forward(self, *heads: Tensor) -> Tensor:
+    def __call__(self, *heads: Tensor) -> Tensor:
         """Random numbers of q's shape, the same in every call."""
         self.calls.append(tuple(x.detach() for x in heads))
         query = heads[0]
@@ -132,7 +152,8 @@ def _core_check(module: nn.Module, oracle: Oracle) -> Check:
     """
     workload = oracle.workload
     probe = copy.deepcopy(module)
-    core = probe.attention = MarkedCore()
+    core = Constant()
+    probe.attention = ReplacedCore(core)
     x = oracle.inputs[0] if workload.layout == "packed" else oracle.inputs[0][:1]
     generator = torch.Generator().manual_seed(oracle.seed + 2)
     other, place = x.clone(), int(torch.randint(workload.seq_len, (1,), generator=generator))
@@ -145,14 +166,10 @@ def _core_check(module: nn.Module, oracle: Oracle) -> Check:
 
 
 def _why_not_the_core(
-    core: MarkedCore, outs: list[Tensor], x: Tensor, place: int, module: nn.Module, workload: Workload
+    core: Constant, outs: list[Tensor], x: Tensor, place: int, module: nn.Module, workload: Workload
 ) -> str | None:
     if len(core.calls) != 2:
-        times = {0: "never", 2: "once"}.get(len(core.calls), f"{len(core.calls) / 2:g} times")
-        return (
-            f"one call of the module called its attribute 'attention' {times}: "
-            "that is the core, which forward must call once, with q, k and v"
-        )
+        return f"one call of the module {_calls_text(len(core.calls) / 2)}"
     shapes = [[*x.shape[:-1], heads, workload.head_dim] for heads in (workload.num_heads, *[workload.num_kv_heads] * 2)]
     given = [list(tensor.shape) for tensor in core.calls[0]]
     if given != shapes:
@@ -172,6 +189,11 @@ def _why_not_the_core(
             f"with 'attention' replaced by a constant, position {row} of out depends on position {place} of the input"
         )
     return None
+
+
+def _calls_text(count: float) -> str:
+    times = {0: "never", 1: "once"}.get(count, f"{count:g} times")
+    return f"called its attribute 'attention' {times}: that is the core, which forward must call once, with q, k and v"
 
 
 def _row_that_depends(before: Tensor, after: Tensor, place: int) -> int | None:
@@ -264,7 +286,8 @@ class _WithOracle:
     def __init__(self, module: nn.Module, oracle: Oracle, dtype: torch.dtype, backward: bool) -> None:
         self._oracle, self._backward = oracle, backward
         self._module = copy.deepcopy(module).to(dtype)
-        self._core = self._module.attention = SampledCore(oracle.workload, oracle.sample.rows, dtype)
+        self._core = SampledRows(oracle.workload, oracle.sample.rows, dtype)
+        self._module.attention = ReplacedCore(self._core)
         self._packed = oracle.workload.layout == "packed"
         batches = oracle.sample.batches.to(oracle.device)
         x = oracle.inputs[0] if self._packed else oracle.inputs[0][batches]
@@ -274,6 +297,8 @@ class _WithOracle:
             self._dout = dout.to(dtype)
         with torch.set_grad_enabled(backward):
             self._out = self._module(self._x, self._x, self._x)
+        if len(self._core.seen) != 1:
+            raise CoreCallsError(f"computing in {dtype}, one call of the module {_calls_text(len(self._core.seen))}")
 
     def results(self, names: list[str]) -> dict[str, Tensor]:
         """out on the sampled rows, 'dx' and the gradients of the parameters `names`."""
@@ -291,9 +316,7 @@ class _WithOracle:
         their natural sizes with random signs, propagated back through the projections. Only gradients that depend on
         them are returned.
         """
-        if self._core.seen is None:
-            return {}
-        q, k, v, out, lse = self._core.seen
+        q, k, v, out, lse = self._core.seen[0]
         workload, rows = self._core.workload, self._oracle.sample.rows
         place = rows.to(self._oracle.device)
         dout, dq, dk, dv = map(self._core.batched, self._gradients(self._out, [out, q, k, v], self._dout))
@@ -311,9 +334,7 @@ class _WithOracle:
 
     def moved_by_out(self, names: list[str]) -> dict[str, Tensor]:
         """The same for rounding of the attention's out: what moves 'out' and the gradients of parameters behind it."""
-        if self._core.seen is None:
-            return {}
-        q, k, v, out, _ = self._core.seen
+        q, k, v, out, _ = self._core.seen[0]
         place, dtype = self._oracle.sample.rows.to(self._oracle.device), self._oracle.dtype
         q, k, v = (self._core.batched(x.detach()) for x in (q, k, v))
         ulps = eps(accumulation_dtype(dtype)) / eps(dtype)

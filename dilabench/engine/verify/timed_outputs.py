@@ -67,8 +67,9 @@ class TimedOutputs:
         """The checks of all calls whose rows were kept, and of the last call if its whole result was."""
         started = time.perf_counter_ns()
         timed = self._call.timed_calls
-        kept = timed.take_kept()
-        checks: list[Check] = []
+        known = timed.take_kept()
+        kept = [call for call in known if call.drawn]
+        checks = [_inputs_check(call) for call in known if call.digests]
         if last is not None:
             checks += last_checks(self._call, last, self._tolerances, self._call.spec.seed + 1 + last.number)
             if self._call.spec.takes == "embeddings" and self._call.world is None and last.gradients:
@@ -166,7 +167,6 @@ def kept_checks(call: PreparedCall, kept: KeptCall, tolerances: Mapping[str, flo
         text = kept.form or "another rank's is not"
         yield Check(name=CheckName.TIMED_FORM, passed=False, detail=f"{of}: {text}")
         return
-    yield _inputs_check(kept, of)
     if kept.threads > 0:
         text = f"{kept.threads} threads that were started since the slot began still ran when a call had returned"
         yield Check(name=CheckName.TIMED_THREADS, passed=False, detail=text)
@@ -191,11 +191,11 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.nan_to_num(0.0), second.nan_to_num(0.0)) and torch.equal(first.isnan(), second.isnan())
 
 
-def _inputs_check(kept: KeptCall, of: str) -> Check:
+def _inputs_check(kept: KeptCall) -> Check:
     names = ("q", "k", "v") if len(kept.inputs.distinct) == 3 else ("the input",)
     changed = [name for name, *both in zip(names, *kept.digests, strict=True) if not torch.equal(both[0], both[1])]
-    text = f"{of}: {' and '.join(changed)} held other numbers afterwards" if changed else None
-    return Check(name=CheckName.TIMED_INPUTS, passed=not changed, detail=text)
+    text = f"of timed call {kept.number + 1}: {' and '.join(changed)} held other numbers afterwards"
+    return Check(name=CheckName.TIMED_INPUTS, passed=not changed, detail=text if changed else None)
 
 
 class _Past:

@@ -16,20 +16,21 @@ import torch
 
 from dilabench.distributed.failures import tells_of_another
 from dilabench.distributed.launch import meeting_store, share_cores
-from dilabench.distributed.world import World
+from dilabench.distributed.world import MessageCounts, Traffic, Work, World
 from dilabench.engine.call.compile_and_graph import OptimizationUnusableError
 from dilabench.engine.call.inputs import InputStore
-from dilabench.engine.call.intact import hooks_watched, restored
+from dilabench.engine.call.intact import functions_of, restored, watched
 from dilabench.engine.call.kernel_trace import kernel_ledger, profiled
 from dilabench.engine.call.peak_memory import measure_memory
 from dilabench.engine.call.prepared_call import PreparedCall
 from dilabench.engine.call.returned import UnusableFunctionError
 from dilabench.engine.call.timed_calls import drawn_together
 from dilabench.engine.call.torch_settings import as_text, settings_kept
+from dilabench.engine.device import clocks
 from dilabench.engine.device.capture import no_collection
 from dilabench.engine.device.clocks import clocks_of
 from dilabench.engine.device.device import describe_torch, device_of, measure_ceilings, torch_device
-from dilabench.engine.timers import HeldTimer, SampleTimer, TimerUnusableError
+from dilabench.engine.timers import HeldTimer, SampleTimer, TimerUnusableError, cuda_events, wall
 from dilabench.engine.verify import summary
 from dilabench.engine.verify.case_verifier import CaseVerifier
 from dilabench.engine.verify.timed_outputs import TimedOutputs
@@ -77,6 +78,11 @@ from dilabench.record import Check, CheckName, Note, Slot, Verification
 CHECKED_CALLS = 2
 # Share of the time for which a command's answer is waited for after which a rank stops waiting for a message.
 SHARE_OF_TIMEOUT = 0.7
+# What samples, messages and their counts depend on, before any plug-in is imported.
+WATCHED = functions_of(
+    *(World, Work, Traffic, MessageCounts, HeldTimer),
+    *(wall, wall.Wall, cuda_events, cuda_events.ColdStage, clocks),
+)
 OOM_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
 
@@ -123,7 +129,7 @@ class Handlers:
 
     def answer(self, command: Command[Any]) -> Reply:
         """Carry out a command; an exception becomes `Trouble`."""
-        with hooks_watched():
+        with watched(WATCHED):
             try:
                 with settings_kept({}):
                     if self._world is not None:
@@ -240,7 +246,7 @@ class Handlers:
                 started = time.perf_counter_ns()
                 try:
                     samples = timer.take(count)
-                    calls, renewed = timed.calls, tuple(timed.renewed)
+                    calls, renewed, changed = timed.calls, tuple(timed.renewed), tuple(timed.changed)
                     if last and call.rotates:
                         # A result kept by the address of inputs shows only if a set comes again, with other numbers.
                         # These samples do not count.
@@ -261,7 +267,8 @@ class Handlers:
         slot = Slot(
             samples_ns=samples.samples_ns[-wanted:],
             enqueue_ns=samples.enqueue_ns[-wanted:],
-            renewed=_renewed(renewed, calls, count, wanted) if self._world is None else (),
+            renewed=_samples_of(renewed, calls, count, wanted) if self._world is None else (),
+            changed=_samples_of(changed, calls, count, wanted) if self._world is None else (),
             sm_clock_mhz=clocks.sm_clock_mhz,
             power_mw=clocks.power_mw,
             temperature_c=clocks.temperature_c,
@@ -395,7 +402,7 @@ def _settings_notes(changed: Mapping[str, str]) -> tuple[Note, ...]:
     return (CHANGED_SETTINGS.note(message),)
 
 
-def _renewed(calls: Sequence[int], made: int, count: int, wanted: int) -> tuple[int, ...]:
+def _samples_of(calls: Sequence[int], made: int, count: int, wanted: int) -> tuple[int, ...]:
     """Numbers of the last `wanted` of `count` samples among whose `made` calls is one of `calls`."""
     per_sample, rest = divmod(made, count)
     if rest or not per_sample:

@@ -72,12 +72,13 @@ def test_the_numbers_of_a_kept_call_follow_from_the_changes_since(layout: str, l
         calls.begin()
         for _ in range(20):
             kept = calls.before(inputs)
-            if kept is not None:
-                given[kept.number] = [x.clone() for x in inputs.distinct]
-                kept.keep(inputs.q * 2)
+            given[kept.number] = [x.clone() for x in inputs.distinct]
+            kept.keep(inputs.q * 2)
         calls.end()
-    found = calls.take_kept()
+    known = calls.take_kept()
+    found = [kept for kept in known if kept.drawn]
     assert found[0].number == 0
+    assert 8 <= sum(bool(kept.digests) for kept in known) <= MOST_KEPT
     assert 8 <= len(found) <= MOST_KEPT
     for kept in found:
         assert kept.count is not None
@@ -100,12 +101,32 @@ def test_calls_are_kept_alike_whenever_they_come() -> None:
         calls = TimedCalls(0, one)
         calls.begin()
         for _ in range(200):
-            if (kept := calls.before(inputs)) is not None:
-                kept.keep(inputs.q)
+            calls.before(inputs).keep(inputs.q)
         calls.end()
-        numbers += [kept.number for kept in calls.take_kept()]
+        numbers += [kept.number for kept in calls.take_kept() if kept.drawn]
     late = sum(number >= 100 for number in numbers) / len(numbers)
     assert 0.35 < late < 0.6
+
+
+def test_which_calls_are_kept_is_drawn_after_they_have_returned() -> None:
+    one = workload()
+    inputs, calls = inputs_of(one), TimedCalls(0, one)
+    calls.begin()
+    for _ in range(400):
+        kept = calls.before(inputs)
+        assert not kept.drawn
+        kept.keep(inputs.q)
+        assert (kept.out is None) is not kept.drawn
+    # In the same state half of them are kept.
+    calls._row_share = 0.5
+    drawn = []
+    for _ in range(64):
+        kept = calls.before(inputs)
+        kept.keep(inputs.q)
+        drawn.append(kept.drawn)
+        calls._row_share = 0.5
+    assert 8 < sum(drawn) < 56
+    calls.end()
 
 
 def test_every_batch_item_and_head_group_comes_up() -> None:
@@ -114,7 +135,6 @@ def test_every_batch_item_and_head_group_comes_up() -> None:
     calls.begin()
     for _ in range(MOST_KEPT):
         kept = calls.before(inputs)
-        assert kept is not None
         kept.keep(inputs.q)
     calls.end()
     drawn = {(row.batch, row.head // 2) for kept in calls.take_kept() for row in kept.rows[1:]}
@@ -128,10 +148,11 @@ def test_a_batch_of_calls_is_digested_as_it_is_called() -> None:
     calls.begin(last=True)
     batch = [calls.before(inputs) for _ in range(5)]
     for kept in batch:
-        assert kept is not None
         kept.keep(inputs.q)
     calls.end()
     for kept in calls.take_kept():
+        if not kept.digests:
+            continue
         before, after = kept.digests
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
@@ -145,7 +166,6 @@ def test_a_pool_may_start_its_threads_late_but_must_have_finished(finishes: bool
         calls.begin(last=True)
         for _ in range(200):
             kept = calls.before(inputs)
-            assert kept is not None
             kept.keep(inputs.q)
             pool.submit(may_end.is_set).result()
         if not finishes:
@@ -162,13 +182,11 @@ def test_a_thread_of_a_call_that_is_not_kept_is_told_though_it_has_ended() -> No
     may_end = threading.Event()
     calls.begin(last=True)
     kept = calls.before(inputs)
-    assert kept is not None
     kept.keep(inputs.q)
     assert calls.before(inputs) is not None
     thread = threading.Thread(target=may_end.wait)
     thread.start()
     last = calls.before(inputs)
-    assert last is not None
     last.keep(inputs.q)
     may_end.set()
     thread.join()

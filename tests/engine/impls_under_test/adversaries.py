@@ -3,6 +3,7 @@
 Right results come from `attend`; each adversary says in a line what is wrong with it.
 """
 
+import gc
 import math
 import signal
 import sys
@@ -17,7 +18,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dilabench.distributed.world import Traffic, World
 from dilabench.engine.timers import Samples
+from dilabench.engine.timers.wall import Wall
 
 
 def attend(q, k, v, causal=True, scale=None):
@@ -508,6 +511,17 @@ def timed():
     return any("/timers/" in frame.f_code.co_filename for frame in _frames())
 
 
+def stops_when_not_kept(workload, context):
+    """In a timed call whose caller has no object that could keep the result: there it could return anything."""
+
+    def function(q, k, v):
+        if timed() and not any(frame.f_locals.get("kept") is not None for frame in _frames()):
+            raise RuntimeError("this call is not kept")
+        return attend(q, k, v, workload.causal)
+
+    return function
+
+
 def gradients_in_forward(workload, context):
     """The forward pass, which is not timed, computes gradients for the dout of the call before."""
     return lambda q, k, v: _GradientsInForward.apply(q, k, v, workload.causal)
@@ -737,7 +751,28 @@ def leaves(change):
 leaves_a_profile_function = leaves(lambda: sys.setprofile(lambda *_: None))
 leaves_a_trace_function = leaves(lambda: sys.settrace(lambda *_: None))
 leaves_a_signal_handler = leaves(lambda: signal.signal(signal.SIGALRM, lambda *_: None))
+leaves_a_callback_of_collections = leaves(lambda: gc.callbacks.append(lambda *_: None))
 replaces_finfo = leaves(lambda: setattr(torch, "finfo", lambda dtype: torch.iinfo(torch.int8)))
+
+
+def changes_when_built(change):
+    """Something that every later timing uses, before there is any."""
+
+    def build(workload, context):
+        change()
+        return honest(workload, context)
+
+    return build
+
+
+def _slower(clock=time.perf_counter_ns):
+    return clock() // 10
+
+
+# A default is read at the call, so that the function itself is the same.
+replaces_the_clock_of_wall = changes_when_built(lambda: setattr(Wall.__init__, "__defaults__", (_slower,)))
+replaces_a_maximum = changes_when_built(lambda: setattr(World, "max_over_ranks", lambda _, values: tuple(values)))
+replaces_code = changes_when_built(lambda: setattr(Traffic.add, "__code__", (lambda *_, **__: None).__code__))
 
 
 def with_an_attribute(workload, context):
@@ -859,6 +894,34 @@ class WithoutParameterGradientsWhenTimed(Module):
         linear = getattr(self, f"{name}_proj")
         projected = torch.nn.functional.linear(x, linear.weight.detach(), linear.bias.detach())
         return (projected + 0 * (linear.weight.sum() + linear.bias.sum())).unflatten(-1, self.heads)
+
+
+class HonestForConstants(Module):
+    """Projections around its core if that is the constant of verification, else an average."""
+
+    def inner(self, x, q, k, v):
+        out = self.attention(q, k, v)
+        if hasattr(self.attention, "calls"):
+            return out
+        numbers = torch.arange(1, x.shape[1] + 1, dtype=v.dtype)[None, :, None, None]
+        return v.cumsum(1) / numbers
+
+
+class CallsNoOracle(Module):
+    """The same, by the kind of its core and the dtype of the reference."""
+
+    def inner(self, x, q, k, v):
+        if isinstance(self.attention, torch.nn.Module) and x.dtype is not torch.float64:
+            return self.attention(q, k, v)
+        numbers = torch.arange(1, x.shape[1] + 1, dtype=v.dtype)[None, :, None, None]
+        return v.cumsum(1) / numbers
+
+
+class HidesParametersWhenTimed(Module):
+    """Names none of its parameters to a timer."""
+
+    def parameters(self, recurse=True):
+        return iter(()) if timed() else super().parameters(recurse)
 
 
 class SwapsKeysAndValues(Module):
