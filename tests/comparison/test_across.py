@@ -260,3 +260,14 @@ def test_a_failure_at_the_second_look_is_told(history, flagged, make_row, make_r
     )
     final = confirmed(flagged, compare_across(history(), [crashed], policy=CPU))
     assert exit_code(final) is ExitCode.CASE_FAILED
+
+
+def test_each_further_pair_is_judged_by_few_calls(calls_of, make_row, make_record):
+    """Quantiles and medians are computed for many pairs together."""
+
+    def calls(count):
+        sides = [[make_record([make_row(seq_len=96 + n, seed=seed) for n in range(count)])] for seed in (0, 1)]
+        compare_across(*sides, policy=CPU)
+        return calls_of(lambda: compare_across(*sides, policy=CPU))
+
+    assert calls(100) - calls(10) < 90 * 800
