@@ -354,7 +354,7 @@ COMMANDS = (
     Command(
         "plugin",
         "dilabench.cli.author.app:plugin_app",
-        "Begin a plug-in; hold one to everything that is asked of it.",
+        "Write a plug-in; run every conformance check on one.",
     ),
 )
 
