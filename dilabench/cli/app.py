@@ -354,7 +354,7 @@ COMMANDS = (
     Command(
         "plugin",
         "dilabench.cli.author.app:plugin_app",
-        "Begin a plug-in, or check one against every rule for plug-ins.",
+        "Write a plug-in; run every conformance check on one.",
     ),
 )
 

@@ -395,7 +395,11 @@ def test_examples_of_the_docstrings_run() -> None:
 def test_the_calls_of_the_page_for_models_run() -> None:
     """The page's shapes are those of a real model; here a short sequence stands for each."""
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "use-in-a-model.md").read_text()
-    code = page.split("```python\n")[1].partition("```")[0].replace("15002", str(N)).replace("5001", "40")
+    shown: list[tuple[int, ...]] = []
+    module, code = (block.partition("```")[0] for block in page.split("```python\n")[1:3])
+    exec(module, {"print": lambda shape: shown.append(tuple(shape))})
+    assert shown == [(1, 8192, 256)]
+    code = code.replace("15002", str(N)).replace("5001", "40")
     packed, batched = [], []
     for line in code.splitlines():
         (packed if "cu_seqlens" in line else batched).append(line)

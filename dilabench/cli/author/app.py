@@ -1,4 +1,4 @@
-"""`dilabench plugin`: begin a plug-in, and hold what it adds to everything that dilabench asks of it."""
+"""`dilabench plugin`: write a plug-in, and run every conformance check on what it adds."""
 
 import typer
 
@@ -7,7 +7,7 @@ from dilabench.cli.author.check import check
 from dilabench.cli.author.new import new
 
 plugin_app = typer.Typer(
-    help="Begin a plug-in, and hold what it adds to everything that dilabench asks of it.",
+    help="Write a plug-in, and run every conformance check on what it adds.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,
