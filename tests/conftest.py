@@ -4,6 +4,7 @@ skipped, with the reason, where there is none; texts are laid out at a fixed wid
 
 import functools
 import gc
+import lzma
 import os
 import re
 import sys
@@ -299,11 +300,17 @@ def interrupting_once(function):
     return call
 
 
+def text_of(path):
+    """The text of a record that may be compressed."""
+    data = path.read_bytes()
+    return (lzma.decompress(data) if path.suffix == ".xz" else data).decode()
+
+
 def smallest_of_each_suite(records):
     """The smallest of these record files of each suite: what differs between suites, in the least time."""
     first = {}
     for path in sorted(records, key=lambda path: path.stat().st_size):
-        suite = re.search(r'"suite":\s*"([^"]+)"', path.read_text())
+        suite = re.search(r'"suite":\s*"([^"]+)"', text_of(path))
         if suite:
             first.setdefault(suite[1], path)
     return set(first.values())

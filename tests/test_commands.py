@@ -261,7 +261,7 @@ def test_a_generated_package(kind: Kind, folder: Path, register: Callable[[Path]
     assert all((folder / name / file).is_file() for file in re.findall(r"^\| `([\w./]+)` \|", page, re.MULTILINE))
 
 
-@pytest.mark.parametrize("path", sorted((DOCS / "results").glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((DOCS / "results").glob("*.json.xz")), ids=lambda path: path.stem)
 def test_what_a_record_says_of_repeating_it(path: Path) -> None:
     """Every name in the command is known, or a comment says what became of it."""
     text = reproduce_command(read_record(path))

@@ -17,6 +17,7 @@ from dilabench.errors import ExitCode
 from dilabench.plugins import Capabilities, hookspecs
 from dilabench.plugins.manager import REGISTRIES
 from dilabench.record import RunRecord
+from tests.conftest import text_of
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -160,14 +161,14 @@ def test_the_files_of_settings_are_accepted(tmp_path: Path, monkeypatch: pytest.
 def test_the_result_on_a_first_page_is_what_its_record_says(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERMINAL_WIDTH", "110")
     (shown,) = re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL)
-    printed = CliRunner().invoke(app, ["report", str(DOCS / "results" / "h200-range.json")]).stdout
+    printed = CliRunner().invoke(app, ["report", str(DOCS / "results" / "h200-range.json.xz")]).stdout
     assert set(shown.splitlines()) <= set(printed.splitlines())
 
 
 @pytest.mark.parametrize("page", sorted((DOCS / "results").glob("*.md")), ids=page_name)
 def test_a_page_of_results_shows_the_date_and_commit_of_each_record(page: Path) -> None:
     text = page.read_text()
-    for name in sorted(set(re.findall(r"\]\(([\w.-]+\.json)\)", text))):
-        record = json.loads((page.parent / name).read_text())
+    for name in sorted(set(re.findall(r"\]\(([\w.-]+\.json\.xz)\)", text))):
+        record = json.loads(text_of(page.parent / name))
         assert record["started_at"][:10] in text, name
         assert (record["environment"]["git"] or {"sha": "not recorded"})["sha"][:7] in text, name

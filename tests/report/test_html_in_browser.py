@@ -57,7 +57,7 @@ def rendered(record, folder):
 @pytest.fixture(scope="module")
 def page_of_a_range(tmp_path_factory):
     """The page of a record with charts of every kind."""
-    return rendered(read_record(ROOT / "docs" / "results" / "h200-range.json"), tmp_path_factory.mktemp("range"))
+    return rendered(read_record(ROOT / "docs" / "results" / "h200-range.json.xz"), tmp_path_factory.mktemp("range"))
 
 
 @pytest.fixture
