@@ -309,8 +309,12 @@ def _lines(rows: Sequence[AnswerRow], workload: str, axis: Axis) -> Iterator[str
 
 
 def _decisions(rows: Sequence[AnswerRow], axis: Axis) -> Iterator[str]:
-    """For each group of places with one result: who is fastest there, or why that is not known."""
+    """For each group of places with one result: who is fastest there, or why that is not known.
+
+    One device alone is left to the line that compares it with ranks.
+    """
     fastest = "fastest "
+    over_ranks = any(row.versus_one for row in rows)
     timed = f" ({_of_fastest('median', rows[0])})" if len(rows) == 1 and rows[0].fastest else ""
     for (kind, name), places in sorted(_gathered(rows).items(), key=lambda entry: entry[0][0]):
         where = axis.where(_places(places, rows))
@@ -324,10 +328,16 @@ def _decisions(rows: Sequence[AnswerRow], axis: Axis) -> Iterator[str]:
             fastest = ""
         elif kind is Decided.TIE:
             yield f"no difference proven {where} between {name}{timed}"
+        elif kind is Decided.ALONE and over_ranks and all(_is_one_device(rows[place]) for place in places):
+            continue
         elif kind is Decided.ALONE:
             yield f"only {name} was measured {where}{timed}: no comparison"
         else:
             yield f"not measured {where}: {name}"
+
+
+def _is_one_device(row: AnswerRow) -> bool:
+    return row.fastest is not None and row.fastest.case.world_size == 1
 
 
 def _gathered(rows: Sequence[AnswerRow]) -> dict[tuple[Decided, str], list[int]]:
@@ -363,11 +373,11 @@ def _counts(rows: Sequence[AnswerRow]) -> Iterator[str]:
     names = Counter(map(row_name, filter(None, won_by)))
     won = ", ".join(f"{name} in {count}" for name, count in names.most_common())
     undecided = {
-        Decided.TIE: "no difference proven",
-        Decided.ALONE: "no comparison (one was measured)",
-        Decided.NOTHING: "none measured",
+        Decided.TIE: "no difference proven in {}",
+        Decided.ALONE: "no comparison in {}, where one row was measured",
+        Decided.NOTHING: "none measured in {}",
     }
-    parts = [f"{words} in {kinds.count(kind)}" for kind, words in undecided.items() if kind in kinds]
+    parts = [words.format(kinds.count(kind)) for kind, words in undecided.items() if kind in kinds]
     yield f"{len(rows)} workloads: {'; '.join([f'fastest {won}'] * bool(won) + parts)}."
     views = [row.versus_dense for row in rows if row.versus_dense]
     counts = Counter("slower" if view.faster == "baseline" else "faster" for view in views if view.faster)

@@ -12,7 +12,7 @@ import pytest
 from dilabench.cli.compare.deciding import OTHERWISE, longer_run
 from dilabench.comparison.across import compare_across
 from dilabench.errors import EnvironmentNotReady
-from dilabench.record import Failed, Verification
+from dilabench.record import Failed, Skipped, Verification
 from dilabench.runs import against_baseline
 from dilabench.runs.against_baseline import SessionBudget
 from dilabench.stats.decisions.decide import Policy
@@ -149,7 +149,21 @@ def test_sessions_that_lie_too_far_apart_for_the_baseline_need_a_larger_one(cli,
     result = cli("check", "--against", "main")
     assert [count for _, count in measured.asked] == [3, 3, 6, 10]
     to_decide = " ".join(result.stdout.split())
-    assert re.search(r"--sessions \d+ -o more-sessions`, then `dilabench baseline save main more-sessions/", to_decide)
+    assert re.search(
+        r"--sessions \d+ -o more-sessions` \(about [\d.]+ min\), then `dilabench baseline save main more-sessions/",
+        to_decide,
+    )
+
+
+@pytest.mark.parametrize("details", [(), ("--details",)])
+def test_rows_that_never_had_a_time_are_counted(cli, make_row, make_record, details):
+    late = Skipped(code="budget", why="budget of 55 s used up before its turn")
+    rows = [make_row(), make_row("gather", outcome=late), make_row("fused", outcome=late)]
+    for run_id, part in (("base", rows), ("new", rows[:1])):
+        Archive().add(make_record(part, run_id=run_id))
+    text = " ".join(cli("compare", "base", "new", *details).stdout.split())
+    assert ("not compared: 2 rows without a time in the baseline; --details says why" in text) == (not details)
+    assert ("before its turn" in text) == bool(details)
 
 
 @pytest.mark.parametrize("given", [(), ("-o", "old"), ("--output", "old", "--sessions", "5"), ("--output=old",)])

@@ -238,6 +238,9 @@ def test_rows_over_ranks_stand_beside_one_device(row, record) -> None:
     names, cells, _ = answer(record(*rows), RANKS).table()
     column = [line[names.index("vs one device")] for line in cells]
     assert column == ["–", "1.60x"]
+    sentence = answer(record(*rows), RANKS).sentence
+    assert "no comparison" not in sentence, "one device is compared in the next line"
+    assert "world size 1" not in sentence
     level = answer(record(row("strided", 5), row("ring", 5, world_size=2)), RANKS)
     assert level.table()[1][1][3] == "≈1.00x"
     assert level.sentence.endswith("\nOne device: no difference proven at world size 2.")
@@ -265,7 +268,7 @@ def test_of_many_workloads_full_attention_is_counted(row, record) -> None:
 
     found = answer(record(*(one for seed, ms in enumerate((1, 2, 8, 16)) for one in rows(seed, ms))), LENGTH)
     assert found.sentence == (
-        "4 workloads: no comparison (one was measured) in 4.\n"
+        "4 workloads: no comparison in 4, where one row was measured.\n"
         "Full attention, another function: slower in 2 and faster in 2 of the 4 where it was measured."
     )
 

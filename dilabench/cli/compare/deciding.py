@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dilabench.units import counted
+from dilabench.units import counted, format_seconds
 
 if TYPE_CHECKING:
     from dilabench.comparison.comparison import ComparedPair
@@ -57,10 +57,11 @@ def longer_run(record: "RunRecord", pairs: "Sequence[ComparedPair]", add_to: str
     run = _run_again(record)
     if not known or not run:
         return []
-    command = f"`{run} --sessions {max(known)}`"
+    lasts = f" (about {format_seconds(max(known) * record.duration_s)})" if record.duration_s else ""
+    command = f"`{run} --sessions {max(known)}`{lasts}"
     if add_to is not None:
         save = shlex.join(["dilabench", "baseline", "save", add_to])
-        command = f"`{run} --sessions {max(known)} -o more-sessions`, then `{save} more-sessions/* --add`"
+        command = f"`{run} --sessions {max(known)} -o more-sessions`{lasts}, then `{save} more-sessions/* --add`"
     if len(known) < len(needed):
         rows = counted(len(needed), "row")
         return [f"{command}, for {len(known)} of {rows}", f"for the other {len(needed) - len(known)}: {OTHERWISE}"]

@@ -103,9 +103,16 @@ def _reasons(pairs: Sequence["ComparedPair"], *, details: bool) -> Iterator[str]
 
 
 def _uncompared(cases: Sequence["Uncompared"], *, details: bool) -> Iterator[str]:
-    """Cases without a verdict, those that ended alike together; what both sides have in common is said once."""
+    """Cases without a verdict, those that ended alike together; what both sides have in common is said once.
+
+    Without `details`, cases that a record lacks and that had no time on the other side are counted only.
+    """
     alike: dict[tuple[str, str, str], list[Uncompared]] = {}
+    untimed = 0
     for case in cases:
+        if not details and case.lack == "missing" and not case.regressed:
+            untimed += 1
+            continue
         alike.setdefault((case.lack, case.baseline, case.candidate), []).append(case)
     for (lack, baseline, candidate), members in alike.items():
         shown = members if details or len(members) <= MOST_NAMED else members[:1]
@@ -113,6 +120,8 @@ def _uncompared(cases: Sequence["Uncompared"], *, details: bool) -> Iterator[str
         names = "; ".join(name(member.case) for member in shown)
         ended = f"both sides {baseline}" if baseline == candidate else f"baseline {baseline}; candidate {candidate}"
         yield f"{lack}: {names}{more}: {ended}"
+    if untimed:
+        yield f"not compared: {counted(untimed, 'row')} without a time in the baseline; --details says why"
 
 
 def _reason(pair: "ComparedPair", word: str, reason: str, hint: str) -> str:
