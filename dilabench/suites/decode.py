@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 
+from dilabench.comparison.bounds import nearer_bound
 from dilabench.comparison.view import RowView, measured_view
 from dilabench.errors import ConfigError
 from dilabench.metadata import COPY_KEY
@@ -137,7 +138,7 @@ def _reached(views: Sequence[RowView], ceilings: Mapping[str, float]) -> str:
     if copy is None:
         rates = sorted(view.bytes_per_s for view in views)
         return f"The fastest rows move the bytes that they need at {_range(rates, _gb_per_s)} GB/s."
-    bounds = [view.nearer_bound(ceilings) for view in views]
+    bounds = [nearer_bound(view, ceilings) for view in views]
     rates = sorted(
         view.bytes_per_s for view, bound in zip(views, bounds, strict=True) if bound and bound.name == "memory"
     )
@@ -161,7 +162,7 @@ def _gb_per_s(rate: float) -> str:
 
 def _line(line: AnswerRow, row: Row, ceilings: Mapping[str, float]) -> tuple[str, ...]:
     workload, view = row.case.workload, measured_view(row)
-    copy, bound = ceilings.get(COPY_KEY), view.nearer_bound(ceilings)
+    copy, bound = ceilings.get(COPY_KEY), nearer_bound(view, ceilings)
     return (
         _heading(workload),
         format_count(workload.seq_len),
