@@ -245,6 +245,11 @@ class Workload(_Shaped):
             return self.pattern.density_of(self.shapes)
         return attended_pairs(self) / attended_pairs(self.as_dense())
 
+    @property
+    def positions(self) -> int:
+        """Tokens that have keys and values in one call (B·N)."""
+        return self.batch_size * self.seq_len
+
     def replace(self, **changes: Any) -> "Workload":
         """A validated copy with the fields changed."""
         return Workload.model_validate({**dict(self), **changes})
@@ -310,7 +315,7 @@ def tensor_bytes(workload: Workload) -> dict[str, int]:
     """Bytes of q, k, v, out and lse of the workload; k and v count once, however many queries read them."""
     item = DTYPE_BYTES[workload.dtype]
     query = workload.tokens * workload.num_heads * workload.head_dim * item
-    key = workload.batch_size * workload.seq_len * workload.num_kv_heads * workload.head_dim * item
+    key = workload.positions * workload.num_kv_heads * workload.head_dim * item
     lse = workload.tokens * workload.num_heads * (8 if workload.dtype == "float64" else 4)
     return {"q": query, "k": key, "v": key, "out": query, "lse": lse}
 

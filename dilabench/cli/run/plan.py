@@ -244,7 +244,7 @@ def _show(planned: Sequence[PlannedCase], planner: Planner, capacity: int | None
             skipped.setdefault(why, []).append(case.case.implementation)
             continue
         parts = (found.inputs_bytes, found.saved_bytes)
-        per_token = f"{found.peak_bytes * case.case.world_size / workload.tokens:.0f}"
+        per_token = f"{found.peak_bytes * case.case.world_size / workload.positions:.0f}"
         fits = _fits(found.peak_bytes, capacity)
         rows.append((*head, format_bytes(found.peak_bytes), per_token, *map(format_bytes, parts), fits))
     print_table(None, COLUMNS, rows, right=COLUMNS[3:9])
